@@ -1,0 +1,39 @@
+# kvbm: `make help` lists what there is. Everything runs in .venv, which deploy/setup_env.py makes and keeps up to date.
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+PYTHON ?= $(firstword $(foreach name,python3.11 python3.12 python3.10 python3,$(if $(shell $(name) -c '' 2>/dev/null && echo yes),$(name))))
+VENV ?= .venv
+BIN := $(VENV)/bin
+SETUP_FLAGS ?=
+PYTEST_ARGS ?=
+BENCH_ARGS ?=
+
+.PHONY: help demo test lint typecheck bench setup clean
+
+help: ## this list
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 20
+
+setup: ## the environment: vLLM (CUDA or CPU), kvbm, tools (SETUP_FLAGS=--without-engine for the core alone)
+	@test -n "$(PYTHON)" || { echo "no Python 3.10+ found: install python3.11, or say make PYTHON=/path/to/python3" >&2; exit 1; }
+	@$(PYTHON) deploy/setup_env.py $(VENV) --dev --demo $(SETUP_FLAGS)
+
+demo: setup ## serve a tiny model with kvbm, show cold, device hit and host hit side by side
+	@$(BIN)/python -m benchmarks.demo
+
+test: setup ## everything: lint, types, fast tests, then vLLM's own classes, then real engines
+	@$(BIN)/ruff check .
+	@$(BIN)/mypy
+	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: setup ## ruff
+	@$(BIN)/ruff check .
+
+typecheck: setup ## mypy, strict
+	@$(BIN)/mypy
+
+bench: setup ## TTFT and throughput with and without kvbm (BENCH_ARGS="..." goes to benchmarks.serve)
+	@$(BIN)/python -m benchmarks.serve $(BENCH_ARGS)
+
+clean: ## remove the environment, caches and results
+	rm -rf $(VENV) build dist demo-output bench-output .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,151 @@
+"""A streaming client of the OpenAI endpoints that measures, and a reader of both metrics endpoints."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+
+REQUEST_TIMEOUT_S = 120.0
+
+Message = dict[str, str]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One finished answer. Times are seconds from sending the request, as the client saw them."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    prompt_tokens: int
+    ttft_s: float
+    total_s: float
+
+
+@dataclass(frozen=True)
+class CacheCounts:
+    """What a prompt did not have to compute: tokens found on the device, and tokens kvbm brought back."""
+
+    device_tokens: int
+    host_tokens: int
+    onboarded_blocks: int
+
+    def since(self, earlier: CacheCounts) -> CacheCounts:
+        """The difference to an earlier reading."""
+        return CacheCounts(
+            self.device_tokens - earlier.device_tokens,
+            self.host_tokens - earlier.host_tokens,
+            self.onboarded_blocks - earlier.onboarded_blocks,
+        )
+
+
+class EngineClient:
+    """Talks to one server; an async context manager. Greedy, and never stopped by an end token."""
+
+    def __init__(self, base_url: str, model: str, metrics_url: str | None = None) -> None:
+        self._model = model
+        self._metrics_url = metrics_url
+        self._http = httpx.AsyncClient(
+            base_url=base_url,
+            timeout=REQUEST_TIMEOUT_S,
+            trust_env=False,
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
+        )
+
+    async def __aenter__(self) -> EngineClient:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self._http.aclose()
+
+    async def complete(self, prompt: Sequence[int] | str, max_tokens: int, **fields: object) -> Answer:
+        """POST /v1/completions with text or token ids; ``fields`` are further fields of the request."""
+        body = {"prompt": prompt if isinstance(prompt, str) else list(prompt)}
+        return await self._ask("/v1/completions", body, max_tokens, fields)
+
+    async def chat(self, messages: Sequence[Message], max_tokens: int, **fields: object) -> Answer:
+        """POST /v1/chat/completions; ``fields`` are further fields of the request."""
+        return await self._ask("/v1/chat/completions", {"messages": list(messages)}, max_tokens, fields)
+
+    async def _ask(
+        self, path: str, body: dict[str, Any], max_tokens: int, fields: Mapping[str, object]
+    ) -> Answer:
+        request = {
+            **body,
+            "model": self._model,
+            "max_tokens": max_tokens,
+            "temperature": 0.0,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "return_token_ids": True,
+            **fields,
+        }
+        sent_s = time.perf_counter()
+        ttft_s, prompt_tokens = 0.0, 0
+        text: list[str] = []
+        token_ids: list[int] = []
+        async for chunk in self._stream(path, request):
+            prompt_tokens = (chunk.get("usage") or {}).get("prompt_tokens", prompt_tokens)
+            for choice in chunk["choices"]:
+                text.append(choice.get("text") or (choice.get("delta") or {}).get("content") or "")
+                token_ids += choice.get("token_ids") or []
+            if token_ids and not ttft_s:
+                ttft_s = time.perf_counter() - sent_s
+        total_s = time.perf_counter() - sent_s
+        return Answer("".join(text), tuple(token_ids), prompt_tokens, ttft_s, total_s)
+
+    async def _stream(self, path: str, request: Mapping[str, object]) -> AsyncIterator[dict[str, Any]]:
+        async with self._http.stream("POST", path, json=request) as response:
+            if response.status_code != httpx.codes.OK:
+                detail = (await response.aread()).decode(errors="replace")
+                raise httpx.HTTPStatusError(detail, request=response.request, response=response)
+            async for line in response.aiter_lines():
+                if line.startswith("data: ") and line != "data: [DONE]":
+                    chunk = json.loads(line.removeprefix("data: "))
+                    if "error" in chunk:
+                        raise httpx.StreamError(str(chunk["error"]))
+                    yield chunk
+
+    async def reset_prefix_cache(self, *, with_kvbm: bool = False) -> bool:
+        """Empty the device cache, and kvbm's tiers too if asked; False while blocks are in use."""
+        parameters = {"reset_external": with_kvbm}
+        response = await self._http.post("/reset_prefix_cache", params=parameters)
+        return bool(response.raise_for_status().json()["success"])
+
+    async def engine_metrics(self) -> dict[str, float]:
+        """vLLM's own samples by name."""
+        return parse_metrics((await self._http.get("/metrics")).raise_for_status().text)
+
+    async def kvbm_metrics(self) -> dict[str, float]:
+        """kvbm's samples by name; empty when the server runs without kvbm."""
+        if self._metrics_url is None:
+            return {}
+        return parse_metrics((await self._http.get(self._metrics_url)).raise_for_status().text)
+
+    async def cache_counts(self) -> CacheCounts:
+        """Counters of both endpoints at this moment; device tokens as vLLM counts its prefix cache hits."""
+        engine, kvbm = await self.engine_metrics(), await self.kvbm_metrics()
+        return CacheCounts(
+            device_tokens=int(engine.get("vllm:prefix_cache_hits_total", 0)),
+            host_tokens=int(kvbm.get("kvbm_matched_tokens", 0)),
+            onboarded_blocks=int(kvbm.get("kvbm_onboard_blocks_h2d", 0)),
+        )
+
+
+def parse_metrics(text: str) -> dict[str, float]:
+    """Prometheus text as sample name -> value, summed over labels; histogram buckets are left out."""
+    totals: dict[str, float] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            if not sample.name.endswith("_bucket"):
+                totals[sample.name] = totals.get(sample.name, 0.0) + sample.value
+    return totals

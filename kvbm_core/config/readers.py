@@ -1,0 +1,158 @@
+"""From a raw value (text, or a JSON scalar) to a setting's type; ValueError carries the remedy to show."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from typing import Annotated
+
+from pydantic import PlainValidator
+
+MAX_CACHE_GB = 1e6
+MAX_COUNT = 2**40
+MAX_SECONDS = 1e7
+_SHOWN_CHARS = 80
+
+# Plain ASCII notation only: Python's own float() would also take "1_000", "nan" and non-Latin digits.
+_FLOAT = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d{1,3})?", re.ASCII)
+_INT = re.compile(r"[+-]?\d{1,18}", re.ASCII)
+_WORD = re.compile(r"[A-Za-z0-9_.-]{1,64}", re.ASCII)
+_TRUE = frozenset({"1", "true", "on", "yes"})
+_FALSE = frozenset({"0", "false", "off", "no"})
+
+
+def shown(value: object) -> str:
+    """``value`` as it may stand in a message: one printable line of bounded length."""
+    text = str(value)[: _SHOWN_CHARS + 1]
+    text = text if text.isprintable() else ascii(text)
+    return text if len(text) <= _SHOWN_CHARS else text[:_SHOWN_CHARS] + "..."
+
+
+def _float_or_none(value: object) -> float | None:
+    if isinstance(value, str) and _FLOAT.fullmatch(value.strip()):
+        number = float(value)
+    elif isinstance(value, (int, float)) and not isinstance(value, bool):
+        number = float(value) if abs(value) <= 1e300 else math.inf
+    else:
+        return None
+    return number if math.isfinite(number) else None
+
+
+def _int_or_none(value: object) -> int | None:
+    if isinstance(value, str) and _INT.fullmatch(value.strip()):
+        return int(value)
+    if isinstance(value, bool):
+        return None
+    if isinstance(value, float):
+        return int(value) if value.is_integer() else None
+    return value if isinstance(value, int) else None
+
+
+def float_reader(remedy: str, high: float, *, zero_allowed: bool = False) -> Callable[[object], float]:
+    """A reader of a finite number above zero (or from zero, if allowed) and up to ``high``."""
+
+    def read(value: object) -> float:
+        number = _float_or_none(value)
+        if number is None or number > high or number < 0 or (number == 0 and not zero_allowed):
+            raise ValueError(remedy)
+        return number
+
+    return read
+
+
+def int_reader(remedy: str, low: int, high: int) -> Callable[[object], int]:
+    """A reader of a whole number from ``low`` to ``high``."""
+
+    def read(value: object) -> int:
+        number = _int_or_none(value)
+        if number is None or not low <= number <= high:
+            raise ValueError(remedy)
+        return number
+
+    return read
+
+
+def _read_flag(value: object) -> bool:
+    text = str(value).strip().lower()
+    if text in _TRUE:
+        return True
+    if text in _FALSE:
+        return False
+    raise ValueError("write true or false (1, on, yes or 0, off, no are read too)")
+
+
+def _read_presence(value: object) -> bool:
+    return str(value).strip().lower() not in _FALSE
+
+
+def choice_reader(*choices: str) -> Callable[[object], str]:
+    """A reader of exactly one of ``choices``."""
+
+    def read(value: object) -> str:
+        text = str(value).strip()
+        if text not in choices:
+            raise ValueError(f"write one of {', '.join(choices)}")
+        return text
+
+    return read
+
+
+def _read_word(value: object) -> str:
+    if not isinstance(value, str) or not _WORD.fullmatch(value.strip()):
+        raise ValueError("write a word of letters, digits, dots, dashes and underscores")
+    return value.strip()
+
+
+def _read_host(value: object) -> str:
+    text = value.strip() if isinstance(value, str) else ""
+    if not text or not text.isprintable() or " " in text or "/" in text:
+        raise ValueError("write a host name or address without scheme and port, such as 127.0.0.1")
+    return text
+
+
+def _read_text(value: object) -> str:
+    if not isinstance(value, str) or not value.isprintable():
+        raise ValueError("write one printable line")
+    return value
+
+
+_read_port = int_reader("write a port number from 1 to 65535", 1, 65535)
+
+
+def _read_optional_port(value: object) -> int | None:
+    return None if value is None else _read_port(value)
+
+
+def _int(low: int, high: int) -> PlainValidator:
+    return PlainValidator(int_reader(f"write a whole number from {low} to {high}", low, high))
+
+
+_GB = "write a plain number of gigabytes (1e9 bytes) above 0 and up to 1000000, such as 20"
+_GB_OR_ZERO = "write a plain number of gigabytes (1e9 bytes) from 0 to 1000000, such as 20"
+_SECONDS = "write a plain number of seconds above 0, such as 30"
+_SECONDS_OR_ZERO = "write a plain number of seconds, 0 or more, such as 1"
+
+Gigabytes = Annotated[float | None, PlainValidator(float_reader(_GB, MAX_CACHE_GB))]
+GigabytesOrZero = Annotated[
+    float | None, PlainValidator(float_reader(_GB_OR_ZERO, MAX_CACHE_GB, zero_allowed=True))
+]
+Seconds = Annotated[float, PlainValidator(float_reader(_SECONDS, MAX_SECONDS))]
+SecondsOrZero = Annotated[
+    float, PlainValidator(float_reader(_SECONDS_OR_ZERO, MAX_SECONDS, zero_allowed=True))
+]
+OptionalCount = Annotated[int | None, _int(1, MAX_COUNT)]
+OptionalCountOrZero = Annotated[int | None, _int(0, MAX_COUNT)]
+Count = Annotated[int, _int(1, 1_000_000)]
+Priority = Annotated[int, _int(0, 2**32 - 1)]
+Port = Annotated[int, PlainValidator(_read_port)]
+OptionalPort = Annotated[int | None, PlainValidator(_read_optional_port)]
+Flag = Annotated[bool, PlainValidator(_read_flag)]
+Presence = Annotated[bool, PlainValidator(_read_presence)]
+"""KVBM turns some switches on by their mere presence; here an outspoken "false" keeps them off."""
+Word = Annotated[str, PlainValidator(_read_word)]
+Host = Annotated[str, PlainValidator(_read_host)]
+Text = Annotated[str, PlainValidator(_read_text)]
+DiskAllocator = Annotated[str, PlainValidator(choice_reader("default", "open-direct"))]
+ConsolidatorMode = Annotated[str, PlainValidator(choice_reader("dedup", "passthrough"))]
+LoadFailurePolicy = Annotated[str, PlainValidator(choice_reader("recompute", "fail"))]

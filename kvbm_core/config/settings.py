@@ -1,0 +1,212 @@
+"""KvbmSettings: reads the settings, complains in one clear line, and turns sizes into slots."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from enum import Enum
+from typing import Any, NamedTuple
+
+from pydantic import PrivateAttr, ValidationError
+from pydantic.fields import FieldInfo
+
+from kvbm_core.config.fields import SettingFields
+from kvbm_core.config.names import overrides_by_env, unknown_variable_warnings
+from kvbm_core.config.readers import shown
+from kvbm_core.errors import ConfigError
+
+_CPU_GB = "DYN_KVBM_CPU_CACHE_GB"
+_CPU_BLOCKS = "DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS"
+_PORTS = ("leader_zmq_pub_port", "leader_zmq_ack_port", "metrics_port")
+_BYTES_PER_GB = 1e9
+_FIRST_FREE_PORT = 1024
+
+
+class SettingSource(str, Enum):
+    """Where a setting's value came from."""
+
+    DEFAULT = "default"
+    ENV = "env"
+    EXTRA_CONFIG = "extra_config"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+class SettingRow(NamedTuple):
+    """One setting as a table shows it."""
+
+    name: str
+    env: str
+    value: object
+    source: SettingSource
+    doc: str
+
+
+class KvbmSettings(SettingFields):
+    """All settings of one kvbm instance: frozen, built with ``from_env``."""
+
+    _sources: dict[str, SettingSource] = PrivateAttr(default_factory=dict)
+    _warnings: tuple[str, ...] = PrivateAttr(default=())
+
+    @classmethod
+    def from_env(cls, overrides: Mapping[str, object] | None = None) -> KvbmSettings:
+        """
+        The settings from the environment, with ``overrides`` (kv_connector_extra_config) winning over it.
+
+        Override keys are field names or variable names; see ``names.overrides_by_env``. Raises ConfigError,
+        one line, for the first value that cannot be used. What can be lived with is in ``warnings``.
+        """
+        environ = os.environ
+        given = overrides_by_env(overrides or {}, cls.env_names())
+        settings, replaced = cls._build(given)
+        settings._note_sources(given, environ, replaced)
+        settings._check_ports()
+        settings._warnings = (
+            *replaced.values(),
+            *settings._low_port_warnings(),
+            *settings._later_warnings(),
+            *unknown_variable_warnings(environ, cls.env_names().values()),
+        )
+        return settings
+
+    @classmethod
+    def env_names(cls) -> dict[str, str]:
+        """Field name to variable name, in the order of the table."""
+        return {name: str(info.validation_alias) for name, info in cls.model_fields.items()}
+
+    @classmethod
+    def _build(cls, given: Mapping[str, object]) -> tuple[KvbmSettings, dict[str, str]]:
+        """The settings, and a warning for each bad value that gave way to the default, as in KVBM."""
+        values: dict[str, Any] = dict(given)
+        try:
+            return cls(**values), {}
+        except ValidationError as error:
+            problems = error.errors(include_url=False)
+        replaced: dict[str, str] = {}
+        infos = {str(info.validation_alias): info for info in cls.model_fields.values()}
+        for problem in problems:
+            env = str(problem["loc"][0])
+            value, remedy = shown(problem["input"]), str(problem["msg"]).removeprefix("Value error, ")
+            if not _extra(infos[env])["lenient"]:
+                raise ConfigError(env, value, remedy)
+            default = infos[env].default
+            values[env] = default
+            replaced[env] = f"kvbm: {env}={value}: {remedy}; using {'none' if default is None else default}"
+        return cls(**values), replaced
+
+    def _note_sources(
+        self, given: Mapping[str, object], environ: Mapping[str, str], replaced: Mapping[str, str]
+    ) -> None:
+        for name, env in self.env_names().items():
+            if env in replaced:
+                source = SettingSource.DEFAULT
+            elif env in given:
+                source = SettingSource.EXTRA_CONFIG
+            else:
+                source = SettingSource.ENV if environ.get(env) else SettingSource.DEFAULT
+            self._sources[name] = source
+
+    def _check_ports(self) -> None:
+        if self.leader_zmq_pub_port == self.leader_zmq_ack_port:
+            names = self.env_names()
+            pub, ack = names["leader_zmq_pub_port"], names["leader_zmq_ack_port"]
+            raise ConfigError(ack, self.leader_zmq_ack_port, f"must differ from {pub}; change one of them")
+
+    def _low_port_warnings(self) -> list[str]:
+        names = self.env_names()
+        return [
+            f"kvbm: {names[name]}={getattr(self, name)}: needs privileges; choose {_FIRST_FREE_PORT} or above"
+            for name in _PORTS
+            if getattr(self, name) < _FIRST_FREE_PORT
+        ]
+
+    def _later_warnings(self) -> list[str]:
+        """One line for each setting that was switched on and has no effect in this release."""
+        lines: list[str] = []
+        for name, info in type(self).model_fields.items():
+            value, later = getattr(self, name), _extra(info)["later"]
+            if later and value and self._sources[name] is not SettingSource.DEFAULT:
+                lines.append(f"kvbm: {info.validation_alias}={shown(value)}: {later}; the setting is ignored")
+        return lines
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """One line for each setting that was replaced, is risky, or has no effect."""
+        return self._warnings
+
+    def is_set(self, name: str) -> bool:
+        """Whether the user gave the field ``name`` a value that is used."""
+        return self.source(name) is not SettingSource.DEFAULT
+
+    def source(self, name: str) -> SettingSource:
+        """Where the value of the field ``name`` came from."""
+        return self._sources.get(name, SettingSource.DEFAULT)
+
+    def describe(self) -> list[SettingRow]:
+        """All settings with value, source and meaning, for a table."""
+        infos = type(self).model_fields
+        return [
+            SettingRow(name, env, getattr(self, name), self.source(name), infos[name].description or "")
+            for name, env in self.env_names().items()
+        ]
+
+    def require_tier(self) -> None:
+        """Raises ConfigError if no tier of this release is configured."""
+        if self.cpu_cache_gb is not None or self.cpu_cache_override_num_blocks is not None:
+            return
+        disk = {name: getattr(self, name) for name in ("disk_cache_gb", "disk_cache_override_num_blocks")}
+        for name, value in disk.items():
+            if value:
+                remedy = f"disk without host memory is not in this release; set {_CPU_GB} too"
+                raise ConfigError(self.env_names()[name], value, remedy)
+        remedy = "no cache tier is configured; set it to gigabytes of host memory over all ranks, such as 20"
+        raise ConfigError(_CPU_GB, "(unset)", remedy)
+
+    def host_tier_slots(self, bytes_per_block_all_ranks: int) -> int:
+        """
+        Slots of the host tier, the same number on every rank. The size is that of one block over all ranks.
+
+        Raises ConfigError if no tier is configured or not even one block fits, ValueError for a size below 1.
+        """
+        if bytes_per_block_all_ranks <= 0:
+            raise ValueError(f"a block cannot have {bytes_per_block_all_ranks} bytes")
+        self.require_tier()
+        if self.cpu_cache_override_num_blocks is not None:
+            return self.cpu_cache_override_num_blocks
+        slots = round((self.cpu_cache_gb or 0.0) * _BYTES_PER_GB) // bytes_per_block_all_ranks
+        if slots == 0:
+            need_gb = f"{bytes_per_block_all_ranks / _BYTES_PER_GB:.9f}"
+            raise ConfigError(_CPU_GB, self.cpu_cache_gb, f"holds no block; one takes {need_gb} GB")
+        return slots
+
+    def check_memory(self, needed_bytes: int, available_bytes: int) -> None:
+        """Raises ConfigError if the host tier of this machine needs more memory than is available."""
+        if needed_bytes <= available_bytes:
+            return
+        blocks = self.cpu_cache_override_num_blocks
+        raise ConfigError(
+            _CPU_GB if blocks is None else _CPU_BLOCKS,
+            self.cpu_cache_gb if blocks is None else blocks,
+            f"needs {_gb(needed_bytes)} of host memory but {_gb(available_bytes)} is available; "
+            "lower it, or free memory or raise the container's limit",
+        )
+
+    def device_tier_warning(self, host_bytes: int, device_bytes: int) -> str | None:
+        """A line to log if the host tier is smaller than the device cache (over all ranks), else None."""
+        if host_bytes >= device_bytes:
+            return None
+        return (
+            f"kvbm: the host tier ({_gb(host_bytes)}) is smaller than the device KV cache "
+            f"({_gb(device_bytes)}), so blocks will be evicted before they are reused; "
+            f"set {_CPU_GB} to {device_bytes / _BYTES_PER_GB:.1f} or more"
+        )
+
+
+def _extra(info: FieldInfo) -> dict[str, Any]:
+    extra = info.json_schema_extra
+    return dict(extra) if isinstance(extra, dict) else {}
+
+
+def _gb(nbytes: int) -> str:
+    return f"{nbytes / _BYTES_PER_GB:.2f} GB"

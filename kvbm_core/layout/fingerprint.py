@@ -1,0 +1,46 @@
+"""A short name for everything that two processes must agree on to exchange the bytes of a block."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+from kvbm_core.tokens.hashing import encode_fields
+
+FINGERPRINT_VERSION = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayoutIdentity:
+    """What the bytes of a block mean. ``order``: how they lie within a layer ("NHD", memory_order, ...)."""
+
+    dtype: str
+    block_size_tokens: int
+    num_layers: int
+    layer_page_bytes: tuple[int, ...]
+    order: str
+    kv_heads_local: int
+    head_size: int
+    rank: int = 0
+    world_size: int = 1
+    extra: tuple[tuple[str, str], ...] = ()
+
+    def fingerprint(self) -> str:
+        """32 hex digits; equal for equal identities, different for different ones (128 bits of sha256)."""
+        encoded = encode_fields(
+            "kvbm-layout",
+            FINGERPRINT_VERSION,
+            self.dtype,
+            self.block_size_tokens,
+            self.num_layers,
+            len(self.layer_page_bytes),
+            *self.layer_page_bytes,
+            self.order,
+            self.kv_heads_local,
+            self.head_size,
+            self.rank,
+            self.world_size,
+            len(self.extra),
+            *(text for pair in self.extra for text in pair),
+        )
+        return hashlib.sha256(encoded).hexdigest()[:32]

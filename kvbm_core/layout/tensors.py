@@ -1,0 +1,130 @@
+"""From what an engine's KV cache tensors look like to a BlockView, or a refusal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+
+from kvbm_core.errors import LayoutError
+from kvbm_core.layout.view import BlockView, Segment
+
+MAX_SEGMENTS_PER_TENSOR = 65_536
+"""A tensor that falls into more pieces per block than this is refused."""
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """A tensor without its bytes. ``strides`` count elements; storages are numbered by the caller."""
+
+    name: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    itemsize: int
+    dtype: str
+    storage: int
+    storage_offset_bytes: int
+    storage_bytes: int
+
+    def refuse(self, why: str) -> LayoutError:
+        """The one line that a user gets when this tensor cannot be cached."""
+        return LayoutError(f"kvbm: KV cache of {self.name} {why}: shape {self.shape}, strides {self.strides}")
+
+
+@dataclass(frozen=True, slots=True)
+class _Axis:
+    size: int
+    stride: int
+
+
+def view_of_tensors(
+    tensors: Sequence[TensorInfo], num_blocks: int, *, logical_order: bool = False
+) -> BlockView:
+    """The blocks of one KV cache group, whose layers are ``tensors`` in layer order.
+
+    The block axis is axis 0 if its size is a multiple of ``num_blocks`` (several kernel blocks may make
+    one block), else axis 1 behind an axis of 1 or 2 (K and V apart). The content of a block is its layers
+    one after the other, each in the order its bytes have in memory, so that pages stay whole; with
+    ``logical_order`` it is the order of the tensor's indices, the same for every permutation of memory.
+    A layer that shares another layer's tensor adds nothing. Anything unclear raises LayoutError.
+    """
+    if num_blocks < 1:
+        raise LayoutError(f"kvbm: {num_blocks} device blocks")
+    if not tensors:
+        raise LayoutError("kvbm: a KV cache group without tensors")
+    segments: list[Segment] = []
+    seen: set[tuple[object, ...]] = set()
+    storage_bytes: dict[int, int] = {}
+    for tensor in tensors:
+        storage_bytes[tensor.storage] = tensor.storage_bytes
+        place = (tensor.storage, tensor.storage_offset_bytes, tensor.shape, tensor.strides, tensor.itemsize)
+        if place not in seen:
+            seen.add(place)
+            segments.extend(_segments(tensor, num_blocks, logical_order))
+    view = BlockView(num_blocks, tuple(segments)).coalesced()
+    view.check([storage_bytes.get(index, 0) for index in range(max(storage_bytes) + 1)])
+    return view
+
+
+def memory_order(tensor: TensorInfo) -> str:
+    """Axis numbers from the largest to the smallest stride, for a LayoutIdentity's ``order``: ``0213``."""
+    return "".join(str(a) for a in sorted(range(len(tensor.shape)), key=lambda a: (-tensor.strides[a], a)))
+
+
+def block_axis(tensor: TensorInfo, num_blocks: int) -> int:
+    """0 or 1; LayoutError if neither or both can be the block axis."""
+    shape = tensor.shape
+    first = shape[0] % num_blocks == 0
+    second = shape[0] in (1, 2) and shape[1] % num_blocks == 0
+    # With one block both readings are the same bytes in the same order.
+    if first and second and num_blocks > 1:
+        raise tensor.refuse(f"has two axes that could be the {num_blocks} blocks")
+    if first:
+        return 0
+    if second:
+        return 1
+    raise tensor.refuse(f"has no axis of a multiple of {num_blocks} blocks")
+
+
+def _segments(tensor: TensorInfo, num_blocks: int, logical_order: bool) -> list[Segment]:
+    _check_shape(tensor)
+    axis = block_axis(tensor, num_blocks)
+    per_block = tensor.shape[axis] // num_blocks
+    stride = tensor.strides[axis]
+    inner = [_Axis(n, s) for n, s in zip(tensor.shape, tensor.strides, strict=True)]
+    inner[axis] = _Axis(per_block, stride)
+    inner = [a for a in inner if a.size > 1]
+    if not logical_order:
+        inner.sort(key=lambda a: -a.stride)
+    run_elements = 1
+    while inner and inner[-1].stride == run_elements:
+        run_elements *= inner.pop().size
+    if prod(a.size for a in inner) > MAX_SEGMENTS_PER_TENSOR:
+        raise tensor.refuse("falls into too many pieces")
+    return [
+        Segment(
+            tensor.storage,
+            tensor.storage_offset_bytes + tensor.itemsize * sum(offset),
+            per_block * stride * tensor.itemsize,
+            run_elements * tensor.itemsize,
+        )
+        for offset in product(*([i * a.stride for i in range(a.size)] for a in inner))
+    ]
+
+
+def _check_shape(tensor: TensorInfo) -> None:
+    if len(tensor.shape) < 2 or len(tensor.shape) != len(tensor.strides):
+        raise tensor.refuse("has no known rank")
+    if min(tensor.shape) < 1 or tensor.itemsize < 1 or tensor.storage < 0:
+        raise tensor.refuse("is empty")
+    used_elements = 1
+    for size, stride in sorted(zip(tensor.shape, tensor.strides, strict=True), key=lambda axis: axis[1]):
+        if size == 1:
+            continue
+        if stride < used_elements:
+            raise tensor.refuse("has zero, negative or overlapping strides")
+        used_elements += (size - 1) * stride
+    end_bytes = tensor.storage_offset_bytes + used_elements * tensor.itemsize
+    if tensor.storage_offset_bytes < 0 or end_bytes > tensor.storage_bytes:
+        raise tensor.refuse(f"does not fit its storage of {tensor.storage_bytes} bytes")

@@ -1,0 +1,84 @@
+"""A guard turns a bug into "no hit" and a count: the engine's loop never sees an exception of ours."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Concatenate, Final, ParamSpec, Protocol, TypeVar
+
+from kvbm_core.observe.labels import Seam
+from kvbm_core.observe.log import RateLimitedLogger, get_logger
+from kvbm_core.observe.metrics import Metrics
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class GuardState:
+    """Where guarded errors are counted and logged."""
+
+    metrics: Metrics = field(default_factory=Metrics)
+    log: RateLimitedLogger = field(default_factory=RateLimitedLogger)
+
+
+class Guarded(Protocol):
+    """An object whose methods may be guarded."""
+
+    @property
+    def guard_state(self) -> GuardState:
+        """Where its errors go."""
+
+
+S = TypeVar("S", bound=Guarded)
+
+
+class _Raise:
+    """The type of RAISE, so that None can be a last resort."""
+
+
+RAISE: Final = _Raise()
+
+
+def guarded(
+    seam: str, fallback: Callable[..., T], *, last_resort: T | _Raise = RAISE
+) -> Callable[[Callable[Concatenate[S, P], T]], Callable[Concatenate[S, P], T]]:
+    """
+    Decorates a method that the engine calls: on an exception, counts and logs it and returns
+    ``fallback(self, *args, **kwargs)``, the safe answer.
+
+    If the fallback fails too, ``last_resort`` is returned (share nothing mutable through it); without one,
+    its error goes on to the engine. KeyboardInterrupt, SystemExit and other BaseExceptions always pass.
+    ``seam`` must be a value of Seam, else ValueError when decorating.
+    """
+    place = Seam(seam)
+
+    def decorate(method: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
+        @functools.wraps(method)
+        def call(self: S, /, *args: P.args, **kwargs: P.kwargs) -> T:
+            try:
+                return method(self, *args, **kwargs)
+            except Exception as error:
+                _note(self, place, error)
+            try:
+                return fallback(self, *args, **kwargs)
+            except Exception as error:
+                if isinstance(last_resort, _Raise):
+                    raise
+                _note(self, place, error)
+                return last_resort
+
+        return call
+
+    return decorate
+
+
+def _note(owner: Guarded, seam: Seam, error: Exception) -> None:
+    """Counts and logs; must not fail even if ``owner`` is half built."""
+    try:
+        state = owner.guard_state
+        state.metrics.guarded_error(seam)
+        state.log.warning((seam, type(error)), "kvbm: error in %s, the engine goes on without it", seam, exc_info=error)
+    except Exception as trouble:
+        get_logger().error("kvbm: error in %s (%r), which could not be counted (%r)", seam, error, trouble)

@@ -1,0 +1,1 @@
+"""Leader, worker and the channel between them."""

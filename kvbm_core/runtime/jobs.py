@@ -1,0 +1,105 @@
+"""Jobs in flight: what each one moves, and which ranks have not answered yet."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kvbm_core.blocks.lease import Lease
+from kvbm_core.errors import IntegrityError, Outcome
+from kvbm_core.runtime.messages import JobAck
+from kvbm_core.tiers.tier import Reservation
+from kvbm_core.types import BlockKey, Direction
+
+
+@dataclass
+class Job:
+    """One TransferPlan under way. An offload holds a reservation, an onboard a lease."""
+
+    job_id: int
+    request_id: str
+    direction: Direction
+    keys: tuple[BlockKey, ...]
+    device_blocks: tuple[int, ...]
+    waiting_ranks: set[int]
+    submitted_at_s: float
+    reservation: Reservation | None = None
+    lease: Lease | None = None
+    is_prefill: bool = False
+    acks: list[JobAck] = field(default_factory=list)
+
+    @property
+    def outcome(self) -> Outcome:
+        """OK only if every rank said so; else the first trouble."""
+        return next((ack.outcome for ack in self.acks if ack.outcome is not Outcome.OK), Outcome.OK)
+
+
+class JobBook:
+    """Jobs by id, and the device blocks that offloads still read. Ids are never reused."""
+
+    def __init__(self, world_size: int) -> None:
+        self._world_size = world_size
+        self._next_id = 1
+        self._jobs: dict[int, Job] = {}
+        self._readers: dict[int, set[int]] = {}
+        self.stale_acks_total = 0
+
+    def __len__(self) -> int:
+        return len(self._jobs)
+
+    def new_id(self) -> int:
+        """An id never given before."""
+        self._next_id += 1
+        return self._next_id - 1
+
+    def ranks(self) -> set[int]:
+        """Every rank, as the set of those that have to answer."""
+        return set(range(self._world_size))
+
+    def add(self, job: Job) -> None:
+        """Starts to wait for ``job``."""
+        self._jobs[job.job_id] = job
+        if job.direction is Direction.OFFLOAD:
+            for block in job.device_blocks:
+                self._readers.setdefault(block, set()).add(job.job_id)
+
+    def acknowledge(self, rank: int, ack: JobAck) -> Job | None:
+        """Notes one rank's answer; the job, removed, once all have answered. Late and double answers are counted."""
+        job = self._jobs.get(ack.job_id)
+        if job is None or rank not in job.waiting_ranks:
+            self.stale_acks_total += 1
+            return None
+        job.waiting_ranks.discard(rank)
+        job.acks.append(ack)
+        if job.waiting_ranks:
+            return None
+        self._remove(job)
+        return job
+
+    def readers_of(self, device_blocks: list[int]) -> set[int]:
+        """Offloads under way that read any of ``device_blocks``."""
+        if not self._readers:
+            return set()
+        return {job_id for block in device_blocks for job_id in self._readers.get(block, ())}
+
+    def jobs(self) -> list[Job]:
+        """Those in flight, oldest first."""
+        return list(self._jobs.values())
+
+    def _remove(self, job: Job) -> None:
+        del self._jobs[job.job_id]
+        if job.direction is Direction.OFFLOAD:
+            for block in job.device_blocks:
+                readers = self._readers[block]
+                readers.discard(job.job_id)
+                if not readers:
+                    del self._readers[block]
+
+    def check_integrity(self) -> None:
+        """Raises IntegrityError unless the readers are exactly those of the offloads in flight."""
+        expected: dict[int, set[int]] = {}
+        for job in self._jobs.values():
+            if job.direction is Direction.OFFLOAD:
+                for block in job.device_blocks:
+                    expected.setdefault(block, set()).add(job.job_id)
+        if expected != self._readers:
+            raise IntegrityError("device blocks are marked as read by offloads that are not in flight, or not marked")

@@ -1,0 +1,59 @@
+"""What the leader knows of one request of the engine, from its first query to its end."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kvbm_core.blocks.lease import Lease
+from kvbm_core.tiers.groups import GroupSpec, base_block_tokens
+from kvbm_core.tokens.chain import TokenChain
+from kvbm_core.types import BlockKey, block_key
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """A promise: ``lease`` holds the slots of ``blocks[g]`` (block indices of group g) until it is released."""
+
+    computed_tokens: int
+    prefix_tokens: int
+    blocks: tuple[range, ...]
+    lease: Lease
+
+
+@dataclass
+class RequestState:
+    """One request. Only the leader's thread touches it.
+
+    ``next_offload[g]`` is the first block of group g that has not been considered for offload yet.
+    """
+
+    request_id: str
+    chain: TokenChain
+    groups: tuple[GroupSpec, ...]
+    match: Match | None = None
+    onboard_job: int | None = None
+    offload_jobs: set[int] = field(default_factory=set)
+    next_offload: list[int] = field(default_factory=list)
+    deferred_since_s: float | None = None
+    queried_blocks: int = 0
+    host_hit_blocks: int = 0
+    is_finished: bool = False
+    _keys: list[list[BlockKey]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.next_offload = [0] * len(self.groups)
+        self._keys = [[] for _ in self.groups]
+
+    def keys(self, position: int) -> list[BlockKey]:
+        """Keys of all full blocks of ``groups[position]`` that the chain knows so far."""
+        group, keys = self.groups[position], self._keys[position]
+        step = group.block_size_tokens // base_block_tokens(self.groups)
+        hashes = self.chain.hashes
+        if (len(keys) + 1) * step <= len(hashes):
+            keys.extend(block_key(digest, group.index) for digest in hashes[(len(keys) + 1) * step - 1 :: step])
+        return keys
+
+    @property
+    def has_pending_offloads(self) -> bool:
+        """Whether blocks of this request are still being read from the device."""
+        return bool(self.offload_jobs)

@@ -1,0 +1,204 @@
+"""A worker: moves the bytes of its rank's shard; no policy.
+
+``register`` says hello; slots are allocated when the leader has answered, in the background. Plans may be submitted
+from then on (the leader makes none before). What finishes is acknowledged to the leader at once and kept for ``take``.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
+
+from kvbm_core.errors import ConfigError, Outcome
+from kvbm_core.runtime.channel import WorkerChannel
+from kvbm_core.runtime.endpoint import Endpoint
+from kvbm_core.runtime.messages import PROTOCOL_VERSION, Acks, Configure, Hello, JobAck, Message, Ready, Refused
+from kvbm_core.storage.host_slab import HostSlab, available_memory_bytes
+from kvbm_core.transfer.engine import DeviceMemory, Executor, make_executor, slab_preparation
+from kvbm_core.transfer.plan import JobResult, TransferPlan
+
+log = logging.getLogger("kvbm")
+
+FENCE_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerOptions:
+    """``transfer_deadline_s``: a plan that has not started by then is given up. ``verify``: compare bytes after onboard."""
+
+    transfer_deadline_s: float = 60.0
+    max_concurrent_transfers: int = 4
+    max_batch_blocks: int = 16
+    verify: bool = False
+
+
+class Worker:
+    """Called from the engine's worker thread; ``take`` and callbacks are safe against the executor's threads."""
+
+    def __init__(self, rank: int, world_size: int, endpoint: Endpoint, options: WorkerOptions) -> None:
+        self.rank = rank
+        self._world_size = world_size
+        self._options = options
+        self._memory: DeviceMemory | None = None
+        self._fingerprint = ""
+        self._slab: HostSlab | None = None
+        self._executor: Executor | None = None
+        self._is_refused = False
+        self._lock = threading.Lock()
+        self._done: list[JobResult] = []
+        self._in_flight: set[int] = set()
+        self._overwritten: set[int] = set()
+        self._wrap: Callable[[Executor], Executor] = lambda executor: executor
+        self._channel = WorkerChannel(endpoint, self._on_message)
+
+    # ---------------------------------------------------------------- set-up
+
+    def register(self, memory: DeviceMemory, fingerprint: str) -> None:
+        """The device cache is known: says hello until the leader has answered."""
+        self._memory = memory
+        self._fingerprint = fingerprint
+        self._channel.repeat(self._hello)
+
+    def wrap_executor(self, wrap: Callable[[Executor], Executor]) -> None:
+        """Puts ``wrap`` around the executor that will be made (fault injection, recording)."""
+        self._wrap = wrap
+
+    def refuse(self, reason: str) -> None:
+        """Tells the leader that this rank cannot take part."""
+        self._is_refused = True
+        self._channel.send(Refused(self.rank, reason))
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether plans can be executed."""
+        return self._executor is not None
+
+    def _hello(self) -> Message | None:
+        if self._memory is None or self._slab is not None or self._is_refused:
+            return None
+        return Hello(
+            protocol=PROTOCOL_VERSION,
+            rank=self.rank,
+            world_size=self._world_size,
+            block_bytes=max(view.block_bytes for view in self._memory.views),
+            num_device_blocks=self._memory.views[0].num_blocks,
+            fingerprint=self._fingerprint,
+        )
+
+    def _on_message(self, message: Message) -> None:
+        if isinstance(message, Refused):
+            self._is_refused = True
+            log.error("kvbm: worker %d: refused by the leader: %s", self.rank, message.reason)
+        elif isinstance(message, Configure) and self._slab is None and self._memory is not None:
+            try:
+                self._allocate(message.num_slots, self._memory)
+            except (ConfigError, OSError, MemoryError, RuntimeError) as error:
+                self._is_refused = True
+                self._channel.send(Refused(self.rank, f"cannot allocate {message.num_slots} blocks: {error}"))
+
+    def _allocate(self, num_slots: int, memory: DeviceMemory) -> None:
+        slot_bytes = max(view.block_bytes for view in memory.views)
+        needed, available = num_slots * slot_bytes, available_memory_bytes()
+        if needed > available:
+            remedy = f"rank {self.rank} needs {needed / 1e9:.2f} GB, {available / 1e9:.2f} GB are free; set a smaller size"
+            raise ConfigError("DYN_KVBM_CPU_CACHE_GB", f"{needed / 1e9:.2f}", remedy)
+        slab = HostSlab(
+            num_slots,
+            slot_bytes,
+            prepare=slab_preparation(memory),
+            on_ready=lambda slots: self._channel.send(Ready(self.rank, slots)),
+        )
+        self._executor = self._wrap(
+            make_executor(
+                memory,
+                slab,
+                max_concurrent=self._options.max_concurrent_transfers,
+                max_batch_blocks=self._options.max_batch_blocks,
+                on_done=self._finished,
+                verify=self._options.verify,
+            )
+        )
+        self._slab = slab
+
+    # ---------------------------------------------------------------- work
+
+    def submit(self, plan: TransferPlan) -> None:
+        """Starts ``plan``; never blocks and never raises for a plan that cannot run: that is a failed job."""
+        with self._lock:
+            self._in_flight.add(plan.job_id)
+        executor = self._executor
+        if executor is None:
+            self._finished(JobResult(plan.job_id, Outcome.REJECTED, 0, 0.0, 0.0, "no executor"))
+            return
+        try:
+            executor.submit(plan, deadline_s=self._options.transfer_deadline_s)
+        except Exception as error:
+            log.exception("kvbm: worker %d: job %d could not be submitted", self.rank, plan.job_id)
+            self._finished(JobResult(plan.job_id, Outcome.IO_ERROR, 0, 0.0, 0.0, str(error)))
+
+    def fence(self, job_ids: Collection[int]) -> bool:
+        """The device blocks of these jobs are about to be overwritten: cancels what has not started, waits for the rest.
+
+        False if a running copy did not end in FENCE_TIMEOUT_S: it will be reported as failed, whatever it says later.
+        """
+        if self._executor is None:
+            return True
+        running = [job_id for job_id in job_ids if self.is_in_flight(job_id) and not self._executor.cancel(job_id)]
+        if not running or self._executor.wait(running, FENCE_TIMEOUT_S):
+            return True
+        with self._lock:
+            self._overwritten.update(self._in_flight.intersection(running))
+        return False
+
+    def fence_all(self) -> bool:
+        """As ``fence`` with everything that is under way."""
+        with self._lock:
+            job_ids = set(self._in_flight)
+        return self.fence(job_ids)
+
+    def is_known(self, job_id: int) -> bool:
+        """Whether the job is in flight or its end has not been taken yet."""
+        with self._lock:
+            return job_id in self._in_flight or any(result.job_id == job_id for result in self._done)
+
+    def is_in_flight(self, job_id: int) -> bool:
+        """Whether the job was submitted here and has not ended."""
+        with self._lock:
+            return job_id in self._in_flight
+
+    def take(self) -> list[JobResult]:
+        """Jobs that ended since the last call."""
+        with self._lock:
+            done, self._done = self._done, []
+        return done
+
+    def wait(self, job_ids: Collection[int], timeout_s: float) -> bool:
+        """Waits until these jobs have ended; False if time ran out."""
+        return self._executor is None or self._executor.wait(job_ids, timeout_s)
+
+    def drain(self, timeout_s: float) -> bool:
+        """Waits until nothing is under way; False if time ran out."""
+        return self._executor is None or self._executor.drain(timeout_s)
+
+    def _finished(self, result: JobResult) -> None:
+        with self._lock:
+            self._in_flight.discard(result.job_id)
+            if result.job_id in self._overwritten:
+                self._overwritten.discard(result.job_id)
+                result = replace(result, outcome=Outcome.TIMED_OUT, detail="its source was overwritten meanwhile")
+            self._done.append(result)
+        ack = JobAck(result.job_id, result.outcome, result.num_bytes, result.seconds, result.queued_s)
+        self._channel.send(Acks(self.rank, [ack]))
+        if result.outcome not in (Outcome.OK, Outcome.REJECTED):
+            log.warning("kvbm: worker %d: job %d: %s %s", self.rank, result.job_id, result.outcome, result.detail)
+
+    def close(self) -> None:
+        """Ends the executor (running copies are waited for), frees the slab, closes the channel. May be called twice."""
+        if self._executor is not None:
+            self._executor.close()
+        if self._slab is not None:
+            self._slab.close()
+        self._executor = None
+        self._channel.close()

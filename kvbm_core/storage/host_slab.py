@@ -1,0 +1,203 @@
+"""The host tier's memory: one big anonymous mapping, made ready in the background."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import logging
+import mmap
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from kvbm_core.layout.view import BlockView, Segment
+
+HUGE_PAGE_BYTES = 2 << 20
+_PAGE_BYTES = mmap.PAGESIZE
+_MADV_DONTFORK = 10
+_MADV_HUGEPAGE = 14
+_MADV_POPULATE_WRITE = 23  # Linux 5.14; python's mmap module does not name it and would hold the GIL
+
+logger = logging.getLogger(__name__)
+
+
+class HostSlab:
+    """``num_slots`` slots of ``slot_bytes`` bytes, slot s at ``s * slot_bytes``.
+
+    Address space is reserved at once; a daemon thread gives it memory chunk by chunk, calls
+    ``prepare(address, nbytes)`` (to pin it) and then ``on_ready(ready_slots)`` with the slots usable so
+    far, both in that thread. ``prepare`` may return what undoes it, to be called at close. If preparing
+    fails the slab stays as large as it is and ``failure`` says why.
+    """
+
+    def __init__(
+        self,
+        num_slots: int,
+        slot_bytes: int,
+        *,
+        prepare: Callable[[int, int], Callable[[], None] | None] | None = None,
+        on_ready: Callable[[int], None] | None = None,
+        chunk_bytes: int = 256 << 20,
+    ) -> None:
+        if num_slots < 1 or slot_bytes < 1 or chunk_bytes < 1:
+            raise ValueError(f"a slab needs slots and bytes: {num_slots} x {slot_bytes} by {chunk_bytes}")
+        self.num_slots = num_slots
+        self.slot_bytes = slot_bytes
+        self.chunk_bytes = -(-chunk_bytes // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
+        self.failure: str | None = None
+        self._prepare, self._on_ready = prepare, on_ready
+        self._undo: list[Callable[[], None]] = []
+        self._ready_slots = 0
+        self._state = threading.Condition()
+        self._stopping = False
+        nbytes = num_slots * slot_bytes
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        self._mapping = mmap.mmap(-1, nbytes + HUGE_PAGE_BYTES, flags=flags)
+        whole: npt.NDArray[np.uint8] = np.frombuffer(self._mapping, dtype=np.uint8)
+        skip = -int(whole.ctypes.data) % HUGE_PAGE_BYTES
+        self._array: npt.NDArray[np.uint8] | None = whole[skip : skip + nbytes]
+        self.address = int(self._array.ctypes.data)
+        self._thread = threading.Thread(target=self._make_ready, name="kvbm-host-slab", daemon=True)
+        self._thread.start()
+
+    @property
+    def array(self) -> npt.NDArray[np.uint8]:
+        """All bytes, ready or not. ValueError after close."""
+        if self._array is None:
+            raise ValueError("the host slab is closed")
+        return self._array
+
+    @property
+    def ready_slots(self) -> int:
+        """Slots ``0 .. ready_slots-1`` have memory and are prepared."""
+        return self._ready_slots
+
+    def wait_ready(self, timeout_s: float) -> bool:
+        """Waits until all slots are ready; False after ``timeout_s`` or a failure."""
+        with self._state:
+            self._state.wait_for(self._done, timeout_s)
+            return self._ready_slots == self.num_slots
+
+    def _done(self) -> bool:
+        return self._ready_slots == self.num_slots or self.failure is not None or self._stopping
+
+    def view(self, block_bytes: int | None = None) -> BlockView:
+        """The slots as blocks of one segment: the whole slot or its first ``block_bytes`` bytes."""
+        nbytes = self.slot_bytes if block_bytes is None else block_bytes
+        if not 0 < nbytes <= self.slot_bytes:
+            raise ValueError(f"{nbytes} bytes do not fit a slot of {self.slot_bytes}")
+        return BlockView(self.num_slots, (Segment(0, 0, self.slot_bytes, nbytes),))
+
+    def close(self) -> None:
+        """Stops preparing, undoes it and gives the memory back; idempotent.
+
+        Memory that someone still holds an array of is given back with that array.
+        """
+        with self._state:
+            self._stopping = True
+            self._state.notify_all()
+        self._thread.join()
+        while self._undo:
+            self._undo.pop()()
+        self._array = None
+        try:
+            self._mapping.close()
+        except BufferError:
+            logger.debug("host slab still in use at close; its memory goes with the last array")
+
+    def _make_ready(self) -> None:
+        total_bytes = self.num_slots * self.slot_bytes
+        _advise(self.address, total_bytes, _MADV_HUGEPAGE)
+        _advise(self.address, total_bytes, _MADV_DONTFORK)  # a fork would turn pinned pages into copies
+        for start in range(0, total_bytes, self.chunk_bytes):
+            if self._stopping:
+                return
+            nbytes = min(self.chunk_bytes, total_bytes - start)
+            try:
+                self._make_chunk_ready(start, nbytes)
+            except Exception as error:  # the tier works with what it has; the reason must not get lost
+                logger.warning("kvbm host memory stays at %d slots: %s", self._ready_slots, error)
+                with self._state:
+                    self.failure = f"{type(error).__name__}: {error}"
+                    self._state.notify_all()
+                return
+
+    def _make_chunk_ready(self, start: int, nbytes: int) -> None:
+        if not _advise(self.address + start, nbytes, _MADV_POPULATE_WRITE):
+            self.array[start : start + nbytes : _PAGE_BYTES] = 0
+        if self._prepare is not None:
+            undo = self._prepare(self.address + start, nbytes)
+            if undo is not None:
+                self._undo.append(undo)
+        ready_slots = (start + nbytes) // self.slot_bytes
+        with self._state:
+            self._ready_slots = ready_slots
+            self._state.notify_all()
+        if self._on_ready is not None:
+            self._on_ready(ready_slots)
+
+
+def _advise(address: int, nbytes: int, advice: int) -> bool:
+    """madvise without the GIL; False if the kernel does not know ``advice``. OSError if out of memory."""
+    madvise = ctypes.CDLL(None, use_errno=True).madvise
+    madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    if madvise(address, nbytes, advice) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in (errno.ENOMEM, errno.EFAULT):
+        raise OSError(code, "no memory for the host tier")
+    return False
+
+
+def available_memory_bytes(root: Path = Path("/")) -> int:
+    """What this process can still allocate: MemAvailable or the room in its cgroup, the smaller."""
+    limits = [_meminfo_available_bytes(root / "proc/meminfo"), *_cgroup_rooms_bytes(root)]
+    return max(0, min(limits))
+
+
+def _meminfo_available_bytes(path: Path) -> int:
+    for line in path.read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    raise OSError(errno.ENODATA, "no MemAvailable", str(path))
+
+
+def _cgroup_rooms_bytes(root: Path) -> list[int]:
+    """Limit minus usage of our cgroup and all above it; page cache that can go counts as room."""
+    rooms: list[int] = []
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return rooms
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            base, names = root / "sys/fs/cgroup", ("memory.max", "memory.current")
+        elif "memory" in controllers.split(","):
+            base, names = root / "sys/fs/cgroup/memory", ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        else:
+            continue
+        group = base / path.lstrip("/")
+        for folder in (group, *group.parents):
+            room = _room_bytes(folder, *names)
+            if room is not None:
+                rooms.append(room)
+            if folder == base:
+                break
+    return rooms
+
+
+def _room_bytes(folder: Path, limit_name: str, usage_name: str) -> int | None:
+    try:
+        limit, usage = (folder / limit_name).read_text().strip(), (folder / usage_name).read_text()
+        stat = (folder / "memory.stat").read_text().split()
+    except OSError:
+        return None
+    if limit == "max":
+        return None
+    counters = dict(zip(stat[::2], stat[1::2], strict=False))
+    reclaimable = int(counters.get("total_inactive_file", counters.get("inactive_file", "0")))
+    return int(limit) - int(usage) + reclaimable

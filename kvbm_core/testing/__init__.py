@@ -1,0 +1,1 @@
+"""For tests only: conformance suites for implementations, naive twins of the clever parts."""

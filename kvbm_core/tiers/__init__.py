@@ -1,0 +1,1 @@
+"""Tiers: slots, registry, policy and leases of one place where blocks can be."""

@@ -1,0 +1,103 @@
+"""The engine's KV cache groups, and how far a prefix reaches when every group must agree.
+
+A group with full attention needs every block of the prefix; one with a sliding window needs only the blocks that the
+next token can see. The answer is the longest length on which all groups agree.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from kvbm_core.types import BlockKey
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSpec:
+    """One KV cache group: its block size, and its window (None = full attention)."""
+
+    index: int
+    block_size_tokens: int
+    window_tokens: int | None = None
+
+    def first_needed_block(self, prefix_tokens: int) -> int:
+        """The first block that a token at position ``prefix_tokens`` attends to."""
+        if self.window_tokens is None:
+            return 0
+        return max(0, prefix_tokens - self.window_tokens + 1) // self.block_size_tokens
+
+
+def alignment_tokens(groups: Sequence[GroupSpec]) -> int:
+    """Hits end on multiples of this: the least common multiple of the groups' block sizes."""
+    return math.lcm(*(group.block_size_tokens for group in groups))
+
+
+def base_block_tokens(groups: Sequence[GroupSpec]) -> int:
+    """Hash chains have this granularity: the greatest common divisor of the groups' block sizes."""
+    return math.gcd(*(group.block_size_tokens for group in groups))
+
+
+def needed_blocks(group: GroupSpec, computed_tokens: int, prefix_tokens: int) -> range:
+    """Blocks of ``group`` to bring up so that [0, ``prefix_tokens``) can be used, the device having ``computed_tokens``."""
+    first = max(computed_tokens // group.block_size_tokens, group.first_needed_block(prefix_tokens))
+    return range(first, max(first, prefix_tokens // group.block_size_tokens))
+
+
+def longest_prefix_tokens(
+    groups: Sequence[GroupSpec],
+    keys_of: Callable[[int], Sequence[BlockKey]],
+    computed_tokens: int,
+    limit_tokens: int,
+    match_prefix: Callable[[Sequence[BlockKey]], int],
+    contains: Callable[[BlockKey], bool],
+) -> int:
+    """The longest usable prefix, in tokens from 0; ``computed_tokens`` when nothing beyond it is there.
+
+    ``keys_of(i)`` are the keys of all full blocks of ``groups[i]``, from block 0 on.
+    ``computed_tokens`` and the answer are multiples of ``alignment_tokens(groups)``; the answer is <= ``limit_tokens``.
+    """
+    align = alignment_tokens(groups)
+    length = limit_tokens // align * align
+    for position, group in enumerate(groups):
+        if group.window_tokens is None and length > computed_tokens:
+            size = group.block_size_tokens
+            first = computed_tokens // size
+            run = match_prefix(keys_of(position)[first : length // size])
+            length = (first + run) * size // align * align
+    windowed = [(group, keys_of(position)) for position, group in enumerate(groups) if group.window_tokens is not None]
+    while length > computed_tokens:
+        shorter = length
+        for group, keys in windowed:
+            shorter = _longest_windowed(group, keys, computed_tokens, shorter, align, contains)
+        if shorter == length:
+            return length
+        length = shorter
+    return computed_tokens
+
+
+def _longest_windowed(
+    group: GroupSpec,
+    keys: Sequence[BlockKey],
+    computed_tokens: int,
+    limit_tokens: int,
+    align: int,
+    contains: Callable[[BlockKey], bool],
+) -> int:
+    """The longest aligned length <= ``limit_tokens`` whose window is there. Walks down, each block asked once."""
+    known: dict[int, bool] = {}
+    length = min(limit_tokens, len(keys) * group.block_size_tokens) // align * align
+    while length > computed_tokens:
+        blocks = needed_blocks(group, computed_tokens, length)
+        missing = None
+        for block in reversed(blocks):
+            if block not in known:
+                known[block] = contains(keys[block])
+            if not known[block]:
+                missing = block
+                break
+        if missing is None:
+            return length
+        # No length whose window holds the missing block will do: end at or before its start.
+        length = min(length - align, missing * group.block_size_tokens // align * align)
+    return computed_tokens

@@ -1,0 +1,217 @@
+"""One tier's bookkeeping: which block is in which slot, what may be evicted, what is pinned.
+
+No bytes here. A block exists in the tier from ``commit`` on, never before; between ``reserve`` and ``commit``
+(or ``abort``) its slot is neither matchable nor reusable. One thread only: the leader's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+
+from kvbm_core.blocks.lease import Lease, LeaseBook
+from kvbm_core.blocks.pool import SlotPool
+from kvbm_core.blocks.registry import BlockRegistry
+from kvbm_core.clock import Clock
+from kvbm_core.errors import IntegrityError
+from kvbm_core.policy.base import EvictionPolicy
+from kvbm_core.types import BlockKey, SlotId, Tier
+
+
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """Slots being written: ``keys[i]`` goes to ``slots[i]``. Ended exactly once, by commit or abort."""
+
+    keys: tuple[BlockKey, ...]
+    slots: tuple[SlotId, ...]
+    generation: int
+
+
+class BlockTier:
+    """Pool + registry + policy + leases of one tier.
+
+    ``on_evict`` is told the keys that left the tier (evicted, forgotten or reset), after they left.
+    """
+
+    def __init__(
+        self,
+        tier: Tier,
+        policy: EvictionPolicy,
+        clock: Clock,
+        on_evict: Callable[[Sequence[BlockKey]], None] | None = None,
+    ) -> None:
+        self.tier = tier
+        self._policy = policy
+        self._pool = SlotPool()
+        self._registry = BlockRegistry()
+        self._leases = LeaseBook(clock)
+        self._on_evict = on_evict or (lambda keys: None)
+        # Keys that must leave as soon as their last pin goes: forgotten or reset while being read.
+        self._doomed: set[BlockKey] = set()
+        self._generation = 0
+        self.evicted_blocks_total = 0
+
+    @property
+    def capacity_blocks(self) -> int:
+        """Slots of the tier that are ready for use."""
+        return self._pool.capacity_slots
+
+    @property
+    def resident_blocks(self) -> int:
+        """Blocks that can be matched."""
+        return len(self._registry) - len(self._doomed)
+
+    @property
+    def pending_blocks(self) -> int:
+        """Blocks whose bytes are on their way."""
+        return self._registry.pending_blocks
+
+    @property
+    def live_leases(self) -> int:
+        """Leases granted and neither released nor expired."""
+        return self._leases.live_leases
+
+    def grow(self, capacity_blocks: int) -> None:
+        """Makes ``capacity_blocks`` slots usable in all; a smaller number changes nothing."""
+        if capacity_blocks > self._pool.capacity_slots:
+            self._pool.grow(capacity_blocks)
+
+    def contains(self, key: BlockKey) -> bool:
+        """Whether the block can be matched now."""
+        return key in self._registry and key not in self._doomed
+
+    def absent_of(self, keys: Sequence[BlockKey]) -> int:
+        """How many different ``keys`` are neither in a slot nor on their way to one."""
+        return sum(1 for key in set(keys) if key not in self._registry and not self._registry.is_pending(key))
+
+    def match_prefix(self, keys: Sequence[BlockKey]) -> int:
+        """How many leading ``keys`` can be matched. Changes nothing (a probe is not a use)."""
+        count = self._registry.match_prefix(keys)
+        if self._doomed:
+            for index in range(count):
+                if keys[index] in self._doomed:
+                    return index
+        return count
+
+    def lease(self, owner: str, keys: Sequence[BlockKey], ttl_s: float) -> Lease | None:
+        """Pins ``keys`` for ``ttl_s`` seconds; None, and nothing pinned, unless all of them are there."""
+        slots: list[SlotId] = []
+        for key in keys:
+            slot = self._registry.slot_of(key)
+            if slot is None or key in self._doomed:
+                return None
+            slots.append(slot)
+        self._policy.pin(keys)
+        return self._leases.grant(owner, keys, slots, ttl_s)
+
+    def renew(self, lease: Lease, ttl_s: float) -> Lease | None:
+        """A new lease on the same keys in place of ``lease``; None if it had already expired."""
+        if not self._leases.is_live(lease):
+            return None
+        renewed = self.lease(lease.owner, lease.keys, ttl_s)
+        self.release(lease)
+        return renewed
+
+    def release(self, lease: Lease) -> None:
+        """Ends a lease; one that has expired or was released before is left alone."""
+        if self._leases.release(lease):
+            self._unpin(lease.keys)
+
+    def expire_leases(self) -> int:
+        """Ends the leases whose time is over; returns how many."""
+        expired = self._leases.expire()
+        for lease in expired:
+            self._unpin(lease.keys)
+        return len(expired)
+
+    def touch(self, keys: Sequence[BlockKey]) -> None:
+        """Makes ``keys`` (a prefix, head first) recently used; the head is evicted after the tail."""
+        self._policy.touch(keys)
+
+    def reserve(self, keys: Sequence[BlockKey], protected: Callable[[], AbstractSet[BlockKey]]) -> Reservation:
+        """Slots for those of ``keys`` that are neither there nor on their way, as many as can be had.
+
+        Blocks are taken from the head of ``keys`` on; what does not fit is left out (compare the lengths).
+        ``protected`` is asked only if something has to be evicted; its keys stay.
+        """
+        new_keys = [key for key in keys if key not in self._registry and not self._registry.is_pending(key)]
+        new_keys = list(dict.fromkeys(new_keys))
+        missing = len(new_keys) - self._pool.free_slots
+        if missing > 0:
+            self._make_room(missing, protected())
+        new_keys = new_keys[: self._pool.free_slots]
+        slots = self._pool.allocate(len(new_keys)) if new_keys else []
+        if slots is None:
+            raise IntegrityError("the pool refused slots that it had just counted as free")
+        if new_keys:
+            self._registry.reserve(new_keys, slots)
+        return Reservation(tuple(new_keys), tuple(slots), self._generation)
+
+    def commit(self, reservation: Reservation) -> bool:
+        """The bytes are there: the blocks become matchable. False if a reset came in between (they are dropped)."""
+        if reservation.generation != self._generation:
+            self.abort(reservation)
+            return False
+        self._registry.commit(reservation.keys)
+        self._policy.insert(reservation.keys)
+        return True
+
+    def abort(self, reservation: Reservation) -> None:
+        """The bytes did not arrive: nothing stays registered, the slots are free again."""
+        self._pool.release(self._registry.drop(reservation.keys))
+
+    def forget(self, keys: Sequence[BlockKey]) -> None:
+        """Makes resident ``keys`` a miss from now on (a load of them failed); unknown ones are ignored."""
+        present = [key for key in dict.fromkeys(keys) if self.contains(key)]
+        pinned = [key for key in present if self._policy.is_pinned(key)]
+        self._doomed.update(pinned)
+        self._drop([key for key in present if key not in self._doomed])
+
+    def reset(self) -> int:
+        """Forgets every block; what is being read leaves when its lease ends, what is being written never arrives.
+
+        Returns how many blocks were forgotten.
+        """
+        self._generation += 1
+        resident = [key for key in self._registry.keys() if key not in self._doomed]
+        self.forget(resident)
+        return len(resident)
+
+    def check_integrity(self) -> None:
+        """Raises IntegrityError unless pool, registry, policy and leases agree."""
+        self._pool.check_integrity()
+        self._registry.check_integrity()
+        self._policy.check_integrity()
+        self._leases.check_integrity()
+        used = self._pool.capacity_slots - self._pool.free_slots
+        if used != len(self._registry) + self._registry.pending_blocks:
+            raise IntegrityError(f"{self.tier.name}: {used} slots in use, {len(self._registry)} blocks registered")
+        if not all(self._policy.is_pinned(key) for key in self._doomed):
+            raise IntegrityError(f"{self.tier.name}: a doomed block is not pinned and never leaves")
+
+    def _make_room(self, count_blocks: int, protected: AbstractSet[BlockKey]) -> None:
+        victims = self._policy.evict(count_blocks, protected)
+        if victims is None:
+            spared = sum(1 for key in protected if key in self._registry and not self._policy.is_pinned(key))
+            possible = min(count_blocks, self._policy.evictable_blocks - spared)
+            victims = self._policy.evict(possible, protected) if possible > 0 else None
+        if victims:
+            self.evicted_blocks_total += len(victims)
+            self._pool.release(self._registry.drop(victims))
+            self._on_evict(victims)
+
+    def _unpin(self, keys: Sequence[BlockKey]) -> None:
+        self._policy.unpin(keys)
+        if self._doomed:
+            free = [key for key in keys if key in self._doomed and not self._policy.is_pinned(key)]
+            self._doomed.difference_update(free)
+            self._drop(free)
+
+    def _drop(self, keys: Sequence[BlockKey]) -> None:
+        if not keys:
+            return
+        for key in keys:
+            self._policy.remove(key)
+        self._pool.release(self._registry.drop(keys))
+        self._on_evict(keys)

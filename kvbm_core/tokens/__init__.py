@@ -1,0 +1,1 @@
+"""Names of blocks: namespaces, digests and the hash chain of a request."""

@@ -1,0 +1,57 @@
+"""KeyNamespace: two requests share blocks only if everything in here is the same."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, replace
+
+from kvbm_core.tokens.hashing import encode_fields
+from kvbm_core.types import SequenceHash
+
+_TAG = "kvbm/namespace/1"
+
+
+@dataclass(frozen=True)
+class KeyNamespace:
+    """Everything that makes the bytes of two blocks with the same tokens interchangeable.
+
+    ``layout`` is the layout fingerprint (hex), ``parallel`` the parallel shape ("tp=2,pp=1"), ``adapter`` the
+    LoRA's name and path ("" = none). ``salt`` None means unsalted, which is not the salt "". ``extra`` are
+    further (name, value) pairs; their order does not matter, a name given twice raises ValueError.
+    """
+
+    model: str
+    revision: str = ""
+    kv_dtype: str = ""
+    layout: str = ""
+    block_size_tokens: int = 0
+    parallel: str = ""
+    adapter: str = ""
+    salt: str | None = None
+    extra: tuple[tuple[str, str], ...] = ()
+
+    def __post_init__(self) -> None:
+        names = [name for name, _ in self.extra]
+        if len(set(names)) != len(names):
+            raise ValueError(f"a namespace's extra names a thing twice: {names}")
+        object.__setattr__(self, "extra", tuple(sorted(self.extra)))
+
+    def root(self) -> SequenceHash:
+        """The parent of every sequence's first block in this namespace; equal only for equal namespaces."""
+        fields = encode_fields(
+            _TAG,
+            self.model,
+            self.revision,
+            self.kv_dtype,
+            self.layout,
+            self.block_size_tokens,
+            self.parallel,
+            self.adapter,
+            self.salt,
+            encode_fields(*(text for pair in self.extra for text in pair)),
+        )
+        return SequenceHash(hashlib.sha256(fields).digest())
+
+    def with_request(self, *, adapter: str, salt: str | None) -> KeyNamespace:
+        """This namespace for a request with its own LoRA adapter and salt."""
+        return replace(self, adapter=adapter, salt=salt)

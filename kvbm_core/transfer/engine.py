@@ -1,0 +1,155 @@
+"""What moves bytes (Executor), what it moves them between, and which executor fits which memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from kvbm_core.clock import Clock, SystemClock
+from kvbm_core.errors import LayoutError, Outcome, UnsupportedError
+from kvbm_core.layout.view import BlockView
+from kvbm_core.storage.host_slab import HostSlab
+from kvbm_core.transfer.plan import JobResult, TransferPlan
+
+
+@dataclass
+class DeviceMemory:
+    """The engine's KV cache of one rank: a view per KV cache group over common storages.
+
+    A storage is a 1-D uint8 numpy array (CPU) or torch tensor (CUDA), all of one kind.
+    """
+
+    views: tuple[BlockView, ...]
+    storages: list[Any]
+
+    def __post_init__(self) -> None:
+        if not self.views or not self.storages:
+            raise LayoutError("kvbm: device memory without views or storages")
+        sizes = [int(storage.nbytes) for storage in self.storages]
+        for view in self.views:
+            view.check(sizes)
+
+    @property
+    def is_cpu(self) -> bool:
+        """Whether the storages are ordinary memory."""
+        return all(isinstance(storage, np.ndarray) for storage in self.storages)
+
+
+class Executor(Protocol):
+    """Moves blocks between device memory and the host slab. Safe to call from any thread.
+
+    A transfer either ends OK, with every byte in place, or not OK, with garbage in its targets. Nothing is
+    raised for what happens to a job: it is an outcome. Onboards start before offloads, each kind in order of
+    submission; jobs may overlap, so a caller must not submit a job that reads what another one still writes.
+    """
+
+    def submit(self, plan: TransferPlan, *, deadline_s: float | None = None) -> None:
+        """Queues a plan and returns at once.
+
+        A job that has not started ``deadline_s`` seconds from now is TIMED_OUT (None = it may wait for ever).
+        An unusable plan is REJECTED, one that names slots not ready yet is BUSY. On CUDA the copies start
+        after everything that the calling thread's current stream has been given so far. ValueError if the
+        job id is in flight.
+        """
+
+    def poll(self) -> list[JobResult]:
+        """Results since the last poll; always empty if the executor was given a listener (``on_done``)."""
+
+    def cancel(self, job_id: int) -> bool:
+        """True if the job had not started; it is then reported as REJECTED. False does not mean it ended."""
+
+    def wait(self, job_ids: Collection[int], timeout_s: float) -> bool:
+        """Waits until the jobs have ended, in whatever way; False after ``timeout_s``."""
+
+    def drain(self, timeout_s: float) -> bool:
+        """Waits until no job is left; False after ``timeout_s``."""
+
+    def close(self) -> None:
+        """Rejects what waits, lets what runs end, ends all threads; idempotent. Later plans are REJECTED."""
+
+
+def make_executor(
+    device: DeviceMemory,
+    host: HostSlab,
+    *,
+    max_concurrent: int = 4,
+    max_batch_blocks: int = 16,
+    on_done: Callable[[JobResult], None] | None = None,
+    verify: bool = False,
+    clock: Clock | None = None,
+) -> Executor:
+    """The executor for this device memory. UnsupportedError if there is none.
+
+    ``max_concurrent`` jobs are in flight on a GPU (the CPU executor runs one at a time, as one thread
+    already takes much of the memory bandwidth that the model needs too). ``verify`` makes sure after each
+    onboard that the device holds the bytes that were offloaded, or reports CORRUPT. ``on_done`` gets every
+    result, from any thread.
+    """
+    clock = clock or SystemClock()
+    if device.is_cpu:
+        from kvbm_core.transfer.executors.memcpy import MemcpyExecutor
+
+        return MemcpyExecutor(
+            device, host, max_batch_blocks=max_batch_blocks, on_done=on_done, verify=verify, clock=clock
+        )
+    if _is_cuda(device):
+        from kvbm_core.transfer.executors.cuda import CudaExecutor
+        from kvbm_core.transfer.executors.cuda_runtime import CudaRuntime
+
+        return CudaExecutor(
+            device,
+            host,
+            CudaRuntime(device.storages[0].device.index),
+            max_concurrent=max_concurrent,
+            max_batch_blocks=max_batch_blocks,
+            on_done=on_done,
+            verify=verify,
+            clock=clock,
+        )
+    raise UnsupportedError(f"kvbm: no way to copy from {type(device.storages[0]).__name__} storages")
+
+
+def slab_preparation(device: DeviceMemory) -> Callable[[int, int], Callable[[], None] | None] | None:
+    """What HostSlab's ``prepare`` must be for this device memory: pinning for CUDA, nothing for a CPU."""
+    if not _is_cuda(device):
+        return None
+    from kvbm_core.transfer.executors.cuda_runtime import CudaRuntime
+
+    return CudaRuntime(device.storages[0].device.index).pin
+
+
+def _is_cuda(device: DeviceMemory) -> bool:
+    return all(getattr(storage, "is_cuda", False) for storage in device.storages)
+
+
+def refusal_of(plan: TransferPlan, device: DeviceMemory, host: HostSlab) -> tuple[Outcome, str] | None:
+    """Why the plan cannot be executed, or None."""
+    if any(not 0 <= move.group < len(device.views) for move in plan.moves):
+        return Outcome.REJECTED, f"there are {len(device.views)} KV cache groups"
+    try:
+        plan.check(min(view.num_blocks for view in device.views), host.num_slots)
+    except ValueError as error:
+        return Outcome.REJECTED, str(error)
+    highest = max((slot for move in plan.moves for slot in move.slots), default=-1)
+    if highest >= host.ready_slots:
+        return Outcome.BUSY, f"slot {highest} is not ready yet ({host.ready_slots} are)"
+    return None
+
+
+class TransferEngine:
+    """Everything that moves the bytes of one worker, closed in the right order."""
+
+    def __init__(self, device: DeviceMemory, host: HostSlab, executor: Executor) -> None:
+        self.device = device
+        self.host = host
+        self.executor = executor
+
+    def close(self, timeout_s: float = 10.0) -> bool:
+        """Drains, ends the executor, then frees the slab. False if jobs had to be rejected."""
+        drained = self.executor.drain(timeout_s)
+        self.executor.close()
+        self.host.close()
+        return drained

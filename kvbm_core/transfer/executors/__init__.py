@@ -1,0 +1,1 @@
+"""One Executor per way of moving bytes."""

@@ -1,0 +1,246 @@
+"""Copies between GPU memory and the pinned host slab, beside the model's own work."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvbm_core.clock import Clock, SystemClock
+from kvbm_core.errors import Outcome
+from kvbm_core.layout.view import Segment, pair_segments
+from kvbm_core.storage.host_slab import HostSlab
+from kvbm_core.transfer.coalesce import runs
+from kvbm_core.transfer.digests import SlotDigests, device_blocks_of
+from kvbm_core.transfer.engine import DeviceMemory, refusal_of
+from kvbm_core.transfer.executors.cuda_runtime import Copies, CudaApi
+from kvbm_core.transfer.jobs import Job, JobBoard
+from kvbm_core.transfer.plan import JobResult, TransferPlan
+from kvbm_core.types import Direction
+
+POLL_INTERVAL_S = 0.0005
+"""How long the thread lets copies run before it looks again: an onboard is noticed at most this late."""
+
+
+@dataclass(slots=True)
+class _Flight:
+    """A job whose copies the GPU has. ``readback``, if any, is filled with the device blocks by the GPU."""
+
+    job: Job
+    num_bytes: int = 0
+    event: Any = None
+    readback: list[tuple[int, npt.NDArray[np.uint8]]] = field(default_factory=list)
+    failure: str = ""
+
+
+class CudaExecutor:
+    """Executor for engines whose KV cache is on a GPU (see Executor for the rules).
+
+    A stream per direction, the onboard one with priority. What the caller's stream was given before submit
+    is waited for by our stream, never by the CPU. One thread queues the copies, ``max_batch_blocks`` blocks
+    per call, and watches the events of at most ``max_concurrent`` jobs.
+    """
+
+    def __init__(
+        self,
+        device: DeviceMemory,
+        host: HostSlab,
+        api: CudaApi,
+        *,
+        max_concurrent: int = 4,
+        max_batch_blocks: int = 16,
+        on_done: Callable[[JobResult], None] | None = None,
+        verify: bool = False,
+        clock: Clock | None = None,
+    ) -> None:
+        if max_concurrent < 1 or max_batch_blocks < 1:
+            raise ValueError(f"max_concurrent={max_concurrent}, max_batch_blocks={max_batch_blocks}")
+        self._device, self._host, self._api = device, host, api
+        self._max_concurrent, self._max_batch_blocks = max_concurrent, max_batch_blocks
+        self._digests = SlotDigests() if verify else None
+        self._bases = [api.address_of(storage) for storage in device.storages]
+        self._pairs = [pair_segments(view, host.view(view.block_bytes)) for view in device.views]
+        self._streams = {
+            Direction.ONBOARD: api.create_stream(high_priority=True),
+            Direction.OFFLOAD: api.create_stream(high_priority=False),
+        }
+        self._flights: list[_Flight] = []
+        self._board = JobBoard(clock or SystemClock(), on_done)
+        self._thread = threading.Thread(target=self._work, name="kvbm-cuda", daemon=True)
+        self._thread.start()
+
+    def submit(self, plan: TransferPlan, *, deadline_s: float | None = None) -> None:
+        """Queues a plan behind the calling thread's current stream; see Executor."""
+        refusal = refusal_of(plan, self._device, self._host)
+        if refusal is None:
+            try:
+                event = self._api.record_on_current_stream()
+            except Exception as error:  # whatever happens to a job is its outcome
+                refusal = (Outcome.IO_ERROR, f"{type(error).__name__}: {error}")
+        if refusal is None:
+            self._board.add(plan, deadline_s, token=event)
+        else:
+            self._board.refuse(plan, *refusal)
+
+    def poll(self) -> list[JobResult]:
+        """See Executor."""
+        return self._board.poll()
+
+    def cancel(self, job_id: int) -> bool:
+        """See Executor."""
+        return self._board.cancel(job_id)
+
+    def wait(self, job_ids: Collection[int], timeout_s: float) -> bool:
+        """See Executor."""
+        return self._board.wait(job_ids, timeout_s)
+
+    def drain(self, timeout_s: float) -> bool:
+        """See Executor."""
+        return self._board.wait(None, timeout_s)
+
+    def close(self) -> None:
+        """See Executor."""
+        self._board.close()
+        self._thread.join()
+
+    def _work(self) -> None:
+        self._api.bind_thread()
+        while self._flights or not self._board.is_closed:
+            if len(self._flights) < self._max_concurrent:
+                job = self._board.take(timeout_s=POLL_INTERVAL_S if self._flights else None)
+                if job is not None:
+                    self._flights.append(self._launch(job))
+            else:
+                self._board.pause(POLL_INTERVAL_S)
+            self._flights = [flight for flight in self._flights if not self._land(flight)]
+
+    def _launch(self, job: Job) -> _Flight:
+        """Queues all copies of a job. If that fails half way, what was queued is still waited for."""
+        plan = job.plan
+        flight = _Flight(job)
+        stream = self._streams[plan.direction]
+        try:
+            if plan.direction is Direction.OFFLOAD and self._digests is not None:
+                self._digests.forget(plan)
+            self._api.wait_event(stream, job.token)
+            for move in plan.moves:
+                for start in range(0, len(move.slots), self._max_batch_blocks):
+                    batch = slice(start, start + self._max_batch_blocks)
+                    self._copy(plan.direction, move.group, move.device_blocks[batch], move.slots[batch])
+                flight.num_bytes += len(move.slots) * self._device.views[move.group].block_bytes
+            if self._digests is not None:
+                self._read_back(flight, stream)
+        except Exception as error:  # whatever happens to a job is its outcome, and the thread goes on
+            flight.failure = f"{type(error).__name__}: {error}"
+        try:
+            flight.event = self._api.record(stream)
+        except Exception as error:
+            flight.failure = flight.failure or f"{type(error).__name__}: {error}"
+        return flight
+
+    def _copy(
+        self, direction: Direction, group: int, device_blocks: Sequence[int], slots: Sequence[int]
+    ) -> None:
+        blocks_runs = runs(device_blocks, slots)
+        device, host, sizes = addresses(self._pairs[group], blocks_runs, self._bases, self._host.address)
+        boundary = (self._host.address, self._host.chunk_bytes)
+        device, host, sizes = cut_at_chunks(device, host, sizes, *boundary)
+        copies = (host, device, sizes) if direction is Direction.OFFLOAD else (device, host, sizes)
+        self._api.copy(copies, self._streams[direction])
+
+    def _read_back(self, flight: _Flight, stream: Any) -> None:
+        """Queues copies of the device blocks to memory of our own, in stream order after the job's copies."""
+        targets: list[int] = []
+        sources: list[int] = []
+        sizes: list[int] = []
+        for group, device_block, slot in device_blocks_of(flight.job.plan):
+            view = self._device.views[group]
+            content = np.empty(view.block_bytes, dtype=np.uint8)
+            flight.readback.append((slot, content))
+            target = int(content.ctypes.data)
+            for storage, offset_bytes, nbytes in view.regions(device_block):
+                targets.append(target)
+                sources.append(self._bases[storage] + offset_bytes)
+                sizes.append(nbytes)
+                target += nbytes
+        self._api.copy((targets, sources, sizes), stream)
+
+    def _land(self, flight: _Flight) -> bool:
+        """Ends the job if the GPU is through with it; False if not yet."""
+        try:
+            if flight.event is not None and not self._api.is_done(flight.event):
+                return False
+        except Exception as error:
+            flight.failure = flight.failure or f"{type(error).__name__}: {error}"
+        wrong = [] if flight.failure else self._wrong_slots(flight)
+        if flight.failure:
+            self._board.end(flight.job, Outcome.IO_ERROR, flight.failure)
+        elif wrong:
+            self._board.end(flight.job, Outcome.CORRUPT, f"slots {wrong[:8]} came back with other bytes")
+        else:
+            self._board.end(flight.job, Outcome.OK, num_bytes=flight.num_bytes)
+        return True
+
+    def _wrong_slots(self, flight: _Flight) -> list[int]:
+        """Notes what was offloaded; the slots whose content is not what was offloaded to them."""
+        if self._digests is None:
+            return []
+        if flight.job.plan.direction is Direction.OFFLOAD:
+            for slot, content in flight.readback:
+                self._digests.record(slot, content)
+            return []
+        return [slot for slot, content in flight.readback if not self._digests.matches(slot, content)]
+
+
+def addresses(
+    pairs: Sequence[tuple[Segment, Segment]],
+    block_runs: Sequence[tuple[int, int, int]],
+    device_bases: Sequence[int],
+    host_base: int,
+) -> Copies:
+    """Device addresses, host addresses and sizes of all pieces of all runs.
+
+    A run whose pieces touch on both sides is one copy, else each block's piece is one.
+    """
+    device: list[int] = []
+    host: list[int] = []
+    sizes: list[int] = []
+    for a, b in pairs:
+        is_dense = a.nbytes == a.block_stride_bytes == b.block_stride_bytes
+        device_start, host_start = device_bases[a.storage] + a.offset_bytes, host_base + b.offset_bytes
+        for block, slot, count in block_runs:
+            first_device = device_start + block * a.block_stride_bytes
+            first_host = host_start + slot * b.block_stride_bytes
+            if is_dense:
+                device.append(first_device)
+                host.append(first_host)
+                sizes.append(a.nbytes * count)
+            else:
+                device.extend(first_device + i * a.block_stride_bytes for i in range(count))
+                host.extend(first_host + i * b.block_stride_bytes for i in range(count))
+                sizes.extend([a.nbytes] * count)
+    return device, host, sizes
+
+
+def cut_at_chunks(
+    device: list[int], host: list[int], sizes: list[int], host_base: int, chunk_bytes: int
+) -> Copies:
+    """The same copies, none of which lies in two chunks of the slab.
+
+    Each chunk was pinned by itself, and a copy over two registrations may be refused.
+    """
+    cut: Copies = ([], [], [])
+    for device_address, host_address, nbytes in zip(device, host, sizes, strict=True):
+        done = 0
+        while done < nbytes:
+            room = chunk_bytes - (host_address + done - host_base) % chunk_bytes
+            step = min(room, nbytes - done)
+            cut[0].append(device_address + done)
+            cut[1].append(host_address + done)
+            cut[2].append(step)
+            done += step
+    return cut

@@ -1,0 +1,161 @@
+"""The bookkeeping that every executor needs: queues, deadlines, results, waiting."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any
+
+from kvbm_core.clock import Clock
+from kvbm_core.errors import Outcome
+from kvbm_core.transfer.plan import JobResult, TransferPlan
+from kvbm_core.types import Direction
+
+MAX_QUEUED_JOBS = 4096
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Job:
+    """A plan on its way. ``token`` is whatever the executor noted when it was submitted."""
+
+    plan: TransferPlan
+    submitted_s: float
+    deadline_at_s: float | None
+    token: Any = None
+    started_s: float | None = None
+
+
+class JobBoard:
+    """Jobs waiting, running and ended. Thread safe; every job ends in exactly one result.
+
+    A result goes to ``on_done`` (from the thread that ended the job, without any lock held) if there is
+    one, else to the next ``poll``.
+    """
+
+    def __init__(self, clock: Clock, on_done: Callable[[JobResult], None] | None) -> None:
+        self._clock = clock
+        self._on_done = on_done
+        self._changed = threading.Condition()
+        self._onboards: deque[Job] = deque()
+        self._offloads: deque[Job] = deque()
+        self._live: set[int] = set()
+        self._results: list[JobResult] = []
+        self._closed = False
+
+    def add(self, plan: TransferPlan, deadline_s: float | None, token: Any = None) -> None:
+        """Queues a plan; a full or closed board ends it at once. ValueError if the job id is in flight."""
+        now_s = self._clock.now_s()
+        job = Job(plan, now_s, None if deadline_s is None else now_s + deadline_s, token)
+        with self._changed:
+            if plan.job_id in self._live:
+                raise ValueError(f"job {plan.job_id} is already in flight")
+            self._live.add(plan.job_id)
+            refusal: tuple[Outcome, str] | None = None
+            if self._closed:
+                refusal = (Outcome.REJECTED, "the executor is closed")
+            elif len(self._live) + len(self._results) > MAX_QUEUED_JOBS:
+                refusal = (Outcome.BUSY, f"{MAX_QUEUED_JOBS} jobs are waiting")
+            else:
+                self._queue_of(job).append(job)
+                self._changed.notify_all()
+        if refusal is not None:
+            self.end(job, *refusal)
+
+    def refuse(self, plan: TransferPlan, outcome: Outcome, detail: str) -> None:
+        """Ends a plan that was never queued."""
+        with self._changed:
+            if plan.job_id in self._live:
+                raise ValueError(f"job {plan.job_id} is already in flight")
+            self._live.add(plan.job_id)
+        self.end(Job(plan, self._clock.now_s(), None), outcome, detail)
+
+    def take(self, *, timeout_s: float | None = None, onboard_only: bool = False) -> Job | None:
+        """The next job to start: onboards first, then the oldest; those past their deadline are ended.
+
+        Waits up to ``timeout_s`` (None = for ever) for one; None if there is none or the board is closed.
+        """
+        while True:
+            with self._changed:
+                if not self._changed.wait_for(lambda: self._closed or self._has_job(onboard_only), timeout_s):
+                    return None
+                if not self._has_job(onboard_only):
+                    return None
+                job = (self._onboards or self._offloads).popleft()
+                job.started_s = self._clock.now_s()
+            if job.deadline_at_s is None or job.started_s <= job.deadline_at_s:
+                return job
+            self.end(job, Outcome.TIMED_OUT, "the deadline passed before the job could start")
+
+    def end(self, job: Job, outcome: Outcome, detail: str = "", *, num_bytes: int = 0) -> None:
+        """Publishes the result; a job that never started has no seconds, only time in the queue."""
+        now_s = self._clock.now_s()
+        started_s = now_s if job.started_s is None else job.started_s
+        result = JobResult(
+            job.plan.job_id, outcome, num_bytes, now_s - started_s, started_s - job.submitted_s, detail
+        )
+        if self._on_done is not None:
+            try:
+                self._on_done(result)
+            except Exception:  # a bug of the listener must not end the thread that copies
+                logger.exception("kvbm: listener failed on the result of job %d", result.job_id)
+        with self._changed:
+            if self._on_done is None:
+                self._results.append(result)
+            self._live.discard(result.job_id)
+            self._changed.notify_all()
+
+    def poll(self) -> list[JobResult]:
+        """Results since the last poll."""
+        with self._changed:
+            results, self._results = self._results, []
+        return results
+
+    def cancel(self, job_id: int) -> bool:
+        """Ends a waiting job as REJECTED; False if it has started, has ended or is unknown."""
+        with self._changed:
+            waiting = (*self._onboards, *self._offloads)
+            job = next((job for job in waiting if job.plan.job_id == job_id), None)
+            if job is None:
+                return False
+            self._queue_of(job).remove(job)
+        self.end(job, Outcome.REJECTED, "cancelled")
+        return True
+
+    def wait(self, job_ids: Collection[int] | None, timeout_s: float) -> bool:
+        """True once these jobs (None = all) have ended; jobs never seen count as ended."""
+        with self._changed:
+            return self._changed.wait_for(
+                lambda: not self._live if job_ids is None else self._live.isdisjoint(job_ids), timeout_s
+            )
+
+    def pause(self, timeout_s: float) -> None:
+        """Waits for a new job or for ``timeout_s``."""
+        with self._changed:
+            self._changed.wait(timeout_s)
+
+    def close(self) -> None:
+        """Ends waiting jobs as REJECTED; ``take`` returns None from now on."""
+        with self._changed:
+            self._closed = True
+            waiting = [*self._onboards, *self._offloads]
+            self._onboards.clear()
+            self._offloads.clear()
+            self._changed.notify_all()
+        for job in waiting:
+            self.end(job, Outcome.REJECTED, "the executor was closed")
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether close was called."""
+        return self._closed
+
+    def _queue_of(self, job: Job) -> deque[Job]:
+        return self._onboards if job.plan.direction is Direction.ONBOARD else self._offloads
+
+    def _has_job(self, onboard_only: bool) -> bool:
+        return bool(self._onboards) or (bool(self._offloads) and not onboard_only)

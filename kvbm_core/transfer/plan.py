@@ -1,0 +1,69 @@
+"""What the leader tells workers to move, and what they answer: plain data, slots and never addresses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvbm_core.errors import Outcome
+from kvbm_core.types import Direction
+
+
+@dataclass(frozen=True, slots=True)
+class GroupMove:
+    """Blocks of one KV cache group: ``device_blocks[i]`` goes to ``slots[i]`` or comes from there."""
+
+    group: int
+    device_blocks: tuple[int, ...]
+    slots: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TransferPlan:
+    """One job: everything moves or the job has failed."""
+
+    job_id: int
+    direction: Direction
+    moves: tuple[GroupMove, ...]
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks to move, all groups together."""
+        return sum(len(move.slots) for move in self.moves)
+
+    def check(self, num_device_blocks: int, num_slots: int) -> None:
+        """ValueError for numbers out of range, unequal lengths or a target named twice.
+
+        Slots are common to all groups; device blocks are numbered per group.
+        """
+        slots: list[int] = []
+        device_blocks: dict[int, list[int]] = {}
+        for move in self.moves:
+            if len(move.device_blocks) != len(move.slots):
+                raise ValueError(f"{len(move.device_blocks)} device blocks for {len(move.slots)} slots")
+            slots.extend(move.slots)
+            device_blocks.setdefault(move.group, []).extend(move.device_blocks)
+        _check_range("slot", slots, num_slots)
+        for blocks in device_blocks.values():
+            _check_range("device block", blocks, num_device_blocks)
+        targets = [slots] if self.direction is Direction.OFFLOAD else list(device_blocks.values())
+        for numbers in targets:
+            if len(set(numbers)) != len(numbers):
+                raise ValueError(f"a target of job {self.job_id} is named twice")
+
+
+def _check_range(what: str, numbers: Sequence[int], limit: int) -> None:
+    if numbers and (min(numbers) < 0 or max(numbers) >= limit):
+        raise ValueError(f"{what} {min(numbers)} or {max(numbers)} is not in 0..{limit - 1}")
+
+
+@dataclass(frozen=True, slots=True)
+class JobResult:
+    """How a job ended: ``seconds`` of copying after ``queued_s`` of waiting; ``detail`` says why not OK."""
+
+    job_id: int
+    outcome: Outcome
+    num_bytes: int
+    seconds: float
+    queued_s: float
+    detail: str = ""

@@ -1,0 +1,48 @@
+"""Words that everything else is built from (see docs/architecture.md, "Words")."""
+
+from __future__ import annotations
+
+from enum import Enum, IntEnum
+from typing import NewType
+
+SlotId = NewType("SlotId", int)
+"""A physical place for one block in one tier: 0 .. capacity-1, the same number on every rank."""
+
+DeviceBlockId = NewType("DeviceBlockId", int)
+"""The engine's page id in its device cache."""
+
+JobId = NewType("JobId", int)
+"""Names one TransferPlan of one leader; never reused within a process."""
+
+SequenceHash = NewType("SequenceHash", bytes)
+"""32 bytes: digest of the whole prefix up to and including a block, under a KeyNamespace."""
+
+BlockKey = NewType("BlockKey", bytes)
+"""33 bytes: SequenceHash followed by one byte, the engine's KV cache group."""
+
+SEQUENCE_HASH_BYTES = 32
+MAX_GROUPS = 256
+
+
+def block_key(sequence_hash: SequenceHash, group: int) -> BlockKey:
+    """The registry's key of a block of ``group``. Raises ValueError if ``group`` needs more than a byte."""
+    return BlockKey(sequence_hash + group.to_bytes(1, "big"))
+
+
+class Tier(IntEnum):
+    """Where a block can be, fastest first (G1 to G4)."""
+
+    DEVICE = 1
+    HOST = 2
+    DISK = 3
+    REMOTE = 4
+
+
+class Direction(str, Enum):
+    """Which way a TransferPlan moves blocks."""
+
+    OFFLOAD = "offload"
+    ONBOARD = "onboard"
+
+    def __str__(self) -> str:
+        return self.value

@@ -1,0 +1,1 @@
+"""kvbm under vLLM: DynamoConnector, on KVConnectorBase_V1."""

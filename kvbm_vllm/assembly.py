@@ -1,0 +1,170 @@
+"""Puts the parts together for one process's role: settings, channel, leader or worker, hooks, metrics."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvbm_core.clock import SystemClock
+from kvbm_core.config import KvbmSettings
+from kvbm_core.observe.guard import GuardState
+from kvbm_core.observe.log import CacheStatsLog, setup_logging
+from kvbm_core.observe.metrics import Metrics
+from kvbm_core.observe.server import MetricsServer
+from kvbm_core.policy.lru import LruPolicy
+from kvbm_core.runtime.channel import LeaderChannel
+from kvbm_core.runtime.handshake import Handshake
+from kvbm_core.runtime.leader import Leader, LeaderOptions
+from kvbm_core.runtime.worker import Worker, WorkerOptions
+from kvbm_core.storage.host_slab import available_memory_bytes
+from kvbm_core.tiers.groups import GroupSpec, base_block_tokens
+from kvbm_core.tiers.tier import BlockTier
+from kvbm_core.types import Tier
+from kvbm_vllm.config import check_supported, endpoint_of, group_specs, rank_of, read_settings, world_size_of
+from kvbm_vllm.events import EventFeed
+from kvbm_vllm.keys import base_namespace
+from kvbm_vllm.scheduler import SchedulerSide
+from kvbm_vllm.stats import StatsReporter
+from kvbm_vllm.versions import Capabilities, check_version, installed_version, probe
+from kvbm_vllm.worker import WorkerSide
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+log = logging.getLogger("kvbm")
+
+@dataclass(frozen=True)
+class SchedulerAssembly:
+    """Everything of the scheduler's role."""
+
+    hooks: SchedulerSide
+    stats: StatsReporter
+    stats_log: CacheStatsLog
+    channel: LeaderChannel
+    server: MetricsServer | None
+
+    def close(self) -> None:
+        """Ends threads and sockets. May be called twice."""
+        self.channel.close()
+        if self.server is not None:
+            self.server.close()
+
+
+def build_scheduler_side(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> SchedulerAssembly:
+    """The scheduler's role. ConfigError or UnsupportedError, one line, when it cannot serve as configured."""
+    check_version(installed_version())
+    check_supported(vllm_config)
+    settings = read_settings(vllm_config)
+    _tell(settings)
+    capabilities = probe()
+    groups = group_specs(kv_cache_config, capabilities)
+    world_size = world_size_of(vllm_config)
+    _check_memory(settings, kv_cache_config, world_size)
+    _set_failure_policy(vllm_config, settings)
+    metrics, clock = Metrics(settings.cache_stats_max_requests), SystemClock()
+    events = _event_feed(vllm_config, settings, groups, capabilities)
+    tier = BlockTier(Tier.HOST, LruPolicy(), clock, on_evict=events.on_evict)
+    handshake = Handshake(world_size, settings.host_tier_slots)
+    options = LeaderOptions(
+        settings.lease_ttl_s, settings.share_wait_s, bool(vllm_config.cache_config.enable_prefix_caching)
+    )
+    leader = Leader(
+        groups, tier, handshake, world_size, clock, metrics, options,
+        lambda job, state, committed: events.on_end(job, state, committed=committed),
+    )  # fmt: skip
+    channel = LeaderChannel(endpoint_of(vllm_config, settings), handshake.on_message)
+    # So that the first request is cached too; without an answer the engine serves and the tier joins later.
+    handshake.wait(settings.start_wait_s)
+    hooks = SchedulerSide(
+        leader,
+        base_namespace(vllm_config, base_block_tokens(groups), ""),
+        events,
+        hold_back_tokens=_hold_back_tokens(vllm_config, groups),
+        guard_state=GuardState(metrics),
+    )
+    engine = str(vllm_config.kv_transfer_config.engine_id)[:8] if vllm_config.kv_transfer_config else "0"
+    stats_log = CacheStatsLog(metrics, settings.cache_stats_log_interval_s, engine)
+    server = _metrics_server(vllm_config, settings, metrics)
+    return SchedulerAssembly(hooks, StatsReporter(metrics, clock), stats_log, channel, server)
+
+
+def build_worker_side(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> WorkerSide:
+    """One rank's role. ConfigError or UnsupportedError, one line, when it cannot serve as configured."""
+    check_version(installed_version())
+    settings = read_settings(vllm_config)
+    setup_logging(settings.log_level)
+    options = WorkerOptions(
+        transfer_deadline_s=settings.transfer_deadline_s,
+        max_concurrent_transfers=settings.max_concurrent_transfers,
+        max_batch_blocks=settings.max_transfer_batch_size,
+        verify=settings.verify_onboard,
+    )
+    world_size = world_size_of(vllm_config)
+    worker = Worker(rank_of(vllm_config), world_size, endpoint_of(vllm_config, settings), options)
+    return WorkerSide(
+        worker,
+        kv_cache_config,
+        world_size,
+        GuardState(Metrics()),
+        submits_without_save=not probe().wait_for_save_always,
+    )
+
+
+def _tell(settings: KvbmSettings) -> None:
+    setup_logging(settings.log_level)
+    settings.require_tier()
+    for warning in settings.warnings:
+        log.warning("%s", warning)
+
+
+def _check_memory(settings: KvbmSettings, kv_cache_config: KVCacheConfig, world_size: int) -> None:
+    pages = [
+        sum(_page_bytes(group.kv_cache_spec, name) for name in group.layer_names)
+        for group in kv_cache_config.kv_cache_groups
+    ]
+    block_bytes = max(pages) * world_size
+    settings.check_memory(settings.host_tier_slots(block_bytes) * block_bytes, available_memory_bytes())
+
+
+def _page_bytes(spec: object, layer_name: str) -> int:
+    specs = getattr(spec, "kv_cache_specs", None)
+    return int(getattr(specs[layer_name] if specs else spec, "page_size_bytes", 0))
+
+
+def _set_failure_policy(vllm_config: VllmConfig, settings: KvbmSettings) -> None:
+    # vLLM reads the policy after it has made the connector (0.26 to 0.33). Its default would fail a request whose load
+    # failed; for a cache that is a miss.
+    transfer = vllm_config.kv_transfer_config
+    if transfer is not None and settings.load_failure_policy == "recompute":
+        transfer.kv_load_failure_policy = "recompute"
+
+
+def _event_feed(
+    vllm_config: VllmConfig, settings: KvbmSettings, groups: tuple[GroupSpec, ...], capabilities: Capabilities
+) -> EventFeed:
+    kv_events = vllm_config.kv_events_config
+    cache = vllm_config.cache_config
+    return EventFeed(
+        groups,
+        settings.events_medium,
+        capabilities,
+        hash_block_tokens=int(getattr(cache, "hash_block_size", None) or base_block_tokens(groups)),
+        enabled=kv_events is not None and bool(kv_events.enable_kv_cache_events),
+    )
+
+
+def _hold_back_tokens(vllm_config: VllmConfig, groups: tuple[GroupSpec, ...]) -> int:
+    # A draft layer's KV of the newest tokens may still be rewritten after a rejected draft.
+    speculative = vllm_config.speculative_config
+    return max(group.block_size_tokens for group in groups) if speculative is not None else 0
+
+
+def _metrics_server(vllm_config: VllmConfig, settings: KvbmSettings, metrics: Metrics) -> MetricsServer | None:
+    if not settings.metrics:
+        return None
+    # Engines of one data-parallel group take neighbouring ports.
+    rank = int(getattr(vllm_config.parallel_config, "data_parallel_index", 0) or 0)
+    server = MetricsServer(settings.metrics_port + rank, metrics, settings.metrics_host)
+    return server if server.start() else None

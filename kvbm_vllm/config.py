@@ -1,0 +1,92 @@
+"""vLLM's configuration -> kvbm's settings and groups, or a refusal in one line."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvbm_core.config import KvbmSettings, SettingSource
+from kvbm_core.errors import UnsupportedError
+from kvbm_core.runtime.endpoint import Endpoint, ipc_endpoint, tcp_endpoint
+from kvbm_core.tiers.groups import GroupSpec
+from kvbm_core.types import MAX_GROUPS
+from kvbm_vllm.versions import Capabilities
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
+
+_FULL = frozenset({"FullAttentionSpec", "MLAAttentionSpec"})
+_WINDOWED = frozenset({"SlidingWindowSpec"})
+
+
+def read_settings(vllm_config: VllmConfig) -> KvbmSettings:
+    """DYN_KVBM_* from the environment, ``kv_connector_extra_config`` on top. ConfigError on a value that can't be used."""
+    transfer = vllm_config.kv_transfer_config
+    extra = transfer.kv_connector_extra_config if transfer is not None else {}
+    return KvbmSettings.from_env(extra)
+
+
+def endpoint_of(vllm_config: VllmConfig, settings: KvbmSettings) -> Endpoint:
+    """Where this engine's leader and workers meet: ipc, unless host or ports were set by the user."""
+    asked_for = [settings.source(name) for name in ("leader_zmq_host", "leader_zmq_pub_port", "leader_zmq_ack_port")]
+    if any(source is not SettingSource.DEFAULT for source in asked_for):
+        return tcp_endpoint(settings.leader_zmq_host, settings.leader_zmq_ack_port)
+    transfer = vllm_config.kv_transfer_config
+    engine_id = transfer.engine_id if transfer is not None else None
+    return ipc_endpoint(engine_id or "kvbm")
+
+
+def world_size_of(vllm_config: VllmConfig) -> int:
+    """Ranks of one engine, each of which holds a shard of every block."""
+    parallel = vllm_config.parallel_config
+    return int(parallel.tensor_parallel_size * parallel.pipeline_parallel_size)
+
+
+def rank_of(vllm_config: VllmConfig) -> int:
+    """This worker's rank within its engine."""
+    return int(vllm_config.parallel_config.rank) % world_size_of(vllm_config)
+
+
+def check_supported(vllm_config: VllmConfig) -> None:
+    """Refuses parallel shapes whose blocks kvbm does not know how to cut. UnsupportedError, one line."""
+    parallel = vllm_config.parallel_config
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        size = getattr(parallel, name, 1)
+        if size > 1:
+            raise UnsupportedError(f"kvbm: {name}={size} is not supported: set it to 1 or run without kvbm")
+
+
+def group_specs(kv_cache_config: KVCacheConfig, capabilities: Capabilities) -> tuple[GroupSpec, ...]:
+    """The engine's KV cache groups. UnsupportedError, one line, for a kind that kvbm would not serve correctly."""
+    groups = kv_cache_config.kv_cache_groups
+    if len(groups) > 1 and not capabilities.hybrid_load_failures:
+        raise UnsupportedError(
+            "kvbm: this vLLM cannot recover a failed load of a model with several KV cache groups; "
+            "use vLLM 0.31 or newer, or --disable-hybrid-kv-cache-manager"
+        )
+    if not 1 <= len(groups) <= MAX_GROUPS:
+        raise UnsupportedError(f"kvbm: {len(groups)} KV cache groups: only 1 to {MAX_GROUPS} are supported")
+    return tuple(_group_spec(index, group) for index, group in enumerate(groups))
+
+
+def _group_spec(index: int, group: KVCacheGroupSpec) -> GroupSpec:
+    if not getattr(group, "enable_kv_transfer", True) or getattr(group, "host_resident", False):
+        raise UnsupportedError(f"kvbm: KV cache group {index} is not meant for transfer; run this model without kvbm")
+    spec = group.kv_cache_spec
+    inner: list[KVCacheSpec] = list(getattr(spec, "kv_cache_specs", {}).values()) or [spec]
+    windows = {_window_of(index, layer_spec) for layer_spec in inner}
+    if len(windows) != 1:
+        raise UnsupportedError(f"kvbm: KV cache group {index} mixes window sizes {windows}; run this model without kvbm")
+    return GroupSpec(index, int(spec.block_size), windows.pop())
+
+
+def _window_of(index: int, spec: KVCacheSpec) -> int | None:
+    kind = type(spec).__name__
+    if kind in _FULL:
+        return None
+    if kind in _WINDOWED:
+        return int(spec.sliding_window) + int(getattr(spec, "extra_retained_tokens", 0))
+    raise UnsupportedError(
+        f"kvbm: KV cache group {index} is a {kind}; supported are {', '.join(sorted(_FULL | _WINDOWED))}: "
+        "run this model without kvbm"
+    )

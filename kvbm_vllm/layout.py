@@ -1,0 +1,69 @@
+"""vLLM's KV tensors -> device memory that the transfer engine understands, or a refusal.
+
+Shapes and strides differ per version and attention backend; they are read, never assumed (vLLM 0.26 to 0.33: 4-D
+[blocks, heads, tokens, content] or MLA's 3-D, with any strides, several kernel blocks per block allowed).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from kvbm_core.errors import LayoutError
+from kvbm_core.layout.fingerprint import LayoutIdentity
+from kvbm_core.layout.tensors import TensorInfo, view_of_tensors
+from kvbm_core.layout.view import BlockView
+from kvbm_core.transfer.engine import DeviceMemory
+from kvbm_core.transfer.torch_memory import describe_tensors
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+
+def device_memory(
+    kv_caches: dict[str, torch.Tensor], kv_cache_config: KVCacheConfig, rank: int, world_size: int
+) -> tuple[DeviceMemory, str]:
+    """The device tier's blocks, group by group, and the fingerprint of one slot's bytes. LayoutError when in doubt."""
+    names = [name for group in kv_cache_config.kv_cache_groups for name in group.layer_names]
+    missing = [name for name in names if name not in kv_caches]
+    if missing:
+        raise LayoutError(f"kvbm: no KV tensor for layer {missing[0]} ({len(missing)} missing); nothing is cached")
+    not_tensors = [name for name in names if not hasattr(kv_caches[name], "untyped_storage")]
+    if not_tensors:
+        raise LayoutError(f"kvbm: layer {not_tensors[0]} has no single KV tensor; nothing is cached")
+    unique = _without_shared_layers(names, kv_caches)
+    infos, storages = describe_tensors({name: kv_caches[name] for name in unique}, unique)
+    info_of = {info.name: info for info in infos}
+    views: list[BlockView] = []
+    identities: list[str] = []
+    for group in kv_cache_config.kv_cache_groups:
+        layers = [info_of[name] for name in group.layer_names if name in info_of]
+        view = view_of_tensors(layers, int(kv_cache_config.num_blocks))
+        views.append(view)
+        identities.append(_identity(group.kv_cache_spec, layers, view, rank, world_size).fingerprint())
+    return DeviceMemory(tuple(views), storages), "+".join(identities)
+
+
+def _without_shared_layers(names: list[str], kv_caches: dict[str, torch.Tensor]) -> list[str]:
+    """Layers that reuse another layer's cache of the same group hold the same tensor object; each is stored once."""
+    seen: dict[int, str] = {}
+    for name in names:
+        seen.setdefault(id(kv_caches[name]), name)
+    return list(seen.values())
+
+
+def _identity(spec: Any, layers: list[TensorInfo], view: BlockView, rank: int, world_size: int) -> LayoutIdentity:
+    first = layers[0]
+    order = sorted(range(1, len(first.shape)), key=lambda axis: -first.strides[axis])
+    inner = next(iter(getattr(spec, "kv_cache_specs", {}).values()), spec)
+    return LayoutIdentity(
+        dtype=first.dtype,
+        block_size_tokens=int(spec.block_size),
+        num_layers=len(layers),
+        layer_page_bytes=tuple(sum(s.nbytes for s in view.segments) // len(layers) for _ in layers[:1]),
+        order="x".join(f"{axis}:{first.shape[axis]}" for axis in order),
+        kv_heads_local=int(getattr(inner, "num_kv_heads", 1)),
+        head_size=int(getattr(inner, "head_size", 0)),
+        rank=rank,
+        world_size=world_size,
+    )

@@ -1,0 +1,29 @@
+"""What the scheduler side sends to every worker with each step. Slots and device block ids, never addresses."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+
+from kvbm_core.transfer.plan import TransferPlan
+
+
+@dataclass
+class DynamoConnectorMetadata(KVConnectorMetadata):
+    """Plans of one step.
+
+    ``onboards``: request id and its load. ``offloads``: reads of what this step computes, to start after the forward.
+    ``failed_loads``: loads that were promised and cannot be made: request id and the device blocks left unwritten.
+    ``fences``: offloads whose source this step overwrites. ``fence_all``: as if all were named.
+    ``is_idle``: no token is computed in this step; the engine would only spin until a transfer is over.
+    ``finishing``: finished requests whose device blocks wait for these offloads.
+    """
+
+    onboards: list[tuple[str, TransferPlan]] = field(default_factory=list)
+    offloads: list[TransferPlan] = field(default_factory=list)
+    failed_loads: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    fences: tuple[int, ...] = ()
+    fence_all: bool = False
+    is_idle: bool = False
+    finishing: dict[str, tuple[int, ...]] = field(default_factory=dict)

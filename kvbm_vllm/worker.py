@@ -1,0 +1,199 @@
+"""vLLM's worker hooks -> the worker. Runs in each rank, on the model runner's thread."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from kvbm_core.errors import LayoutError, Outcome
+from kvbm_core.observe.guard import GuardState, guarded
+from kvbm_core.observe.labels import FailureKind
+from kvbm_core.runtime.worker import Worker
+from kvbm_vllm.layout import device_memory
+from kvbm_vllm.metadata import DynamoConnectorMetadata
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+log = logging.getLogger("kvbm")
+
+GIVE_UP_DRAIN_S = 60.0
+# The longest that an otherwise empty step waits for a copy; a new request waits no longer than this.
+IDLE_WAIT_S = 0.002
+
+
+class WorkerSide:
+    """One rank's worker side. Every hook is guarded: an exception here ends as a failed load, never as a hang."""
+
+    def __init__(
+        self,
+        worker: Worker,
+        kv_cache_config: KVCacheConfig,
+        world_size: int,
+        guard_state: GuardState,
+        *,
+        submits_without_save: bool,
+    ) -> None:
+        self.worker = worker
+        self.guard_state = guard_state
+        self._kv_cache_config = kv_cache_config
+        self._world_size = world_size
+        self._submits_without_save = submits_without_save
+        self._metadata: DynamoConnectorMetadata | None = None
+        self._fenced: DynamoConnectorMetadata | None = None
+        self._started: DynamoConnectorMetadata | None = None
+        # Loads not reported yet: job -> (request, its device blocks). None of them may be left out of get_finished.
+        self._loads: dict[int, tuple[str, tuple[int, ...]]] = {}
+        self._unsubmitted: list[int] = []
+        self._received: set[str] = set()
+        self._failed: dict[str, tuple[int, ...]] = {}
+        self._failed_blocks: set[int] = set()
+        self._failed_requests: set[str] = set()
+        self._finishing: dict[str, tuple[int, ...]] = {}
+
+    @guarded("register_kv_caches", lambda self, kv_caches: None)
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Reads the layout and says hello; a layout in doubt is refused with one line and nothing is cached."""
+        try:
+            memory, fingerprint = device_memory(kv_caches, self._kv_cache_config, self.worker.rank, self._world_size)
+        except LayoutError as error:
+            log.error("%s", error)
+            self.guard_state.metrics.failure(FailureKind.LAYOUT)
+            self.worker.refuse(str(error))
+            return
+        self.worker.register(memory, fingerprint)
+
+    @guarded("handle_preemptions", lambda self, metadata: self._stop_all())
+    def handle_preemptions(self, metadata: DynamoConnectorMetadata) -> None:
+        """Before anything is overwritten: reads of blocks that this step reuses are cancelled or waited for."""
+        if self._fenced is metadata:
+            return
+        self._fenced = metadata
+        if metadata.fence_all:
+            self.worker.fence_all()
+        elif metadata.fences:
+            self.worker.fence(metadata.fences)
+
+    def bind(self, metadata: DynamoConnectorMetadata) -> None:
+        """The plans of this step."""
+        self._metadata = metadata
+        self._unsubmitted = [plan.job_id for plan in metadata.offloads]
+        self._finishing.update(metadata.finishing)
+        for request_id, blocks in metadata.failed_loads.items():
+            self._failed[request_id] = blocks
+        for request_id, plan in metadata.onboards:
+            self._loads[plan.job_id] = (request_id, tuple(b for move in plan.moves for b in move.device_blocks))
+
+    def clear(self) -> None:
+        """The step is over."""
+        self._metadata = None
+
+    @guarded("start_load_kv", lambda self: self._fail_unsubmitted_loads())
+    def start_load_kv(self) -> None:
+        """Starts this step's loads."""
+        metadata = self._metadata
+        if metadata is None or self._started is metadata:
+            return
+        self._started = metadata
+        self.handle_preemptions(metadata)
+        for _, plan in metadata.onboards:
+            self.worker.submit(plan)
+
+    @guarded("wait_for_save", lambda self: self._abandon_offloads())
+    def wait_for_save(self) -> None:
+        """Starts this step's offloads; waits for nothing."""
+        if self._metadata is None or not self._unsubmitted:
+            return
+        pending, self._unsubmitted = set(self._unsubmitted), []
+        for plan in self._metadata.offloads:
+            if plan.job_id in pending:
+                self.worker.submit(plan)
+
+    @guarded("get_finished", lambda self: self._give_up())
+    def get_finished(self) -> tuple[set[str], set[str]]:
+        """(finished requests whose copies are over, requests whose load is over, failed or not); each id once."""
+        if self._submits_without_save:
+            self.wait_for_save()
+        if self._metadata is not None and self._metadata.is_idle:
+            self._let_copies_run()
+        for result in self.worker.take():
+            request_id, blocks = self._loads.pop(result.job_id, (None, ()))
+            if request_id is not None:
+                self._end_load(request_id, blocks, result.outcome)
+        for request_id, blocks in self._failed.items():
+            self._end_load(request_id, blocks, Outcome.MISS)
+        self._failed = {}
+        return self._sent(), self._take_received()
+
+    def _let_copies_run(self) -> None:
+        # A step without tokens has nothing to be late for. Spinning through it would keep the interpreter from the
+        # thread that copies; waiting hands it over.
+        jobs = {job for waiting in self._finishing.values() for job in waiting} | set(self._loads)
+        if jobs:
+            self.worker.wait(jobs, IDLE_WAIT_S)
+
+    def _end_load(self, request_id: str, blocks: tuple[int, ...], outcome: Outcome) -> None:
+        self._received.add(request_id)
+        if outcome is Outcome.OK:
+            return
+        if len(self._kv_cache_config.kv_cache_groups) == 1:
+            self._failed_blocks.update(blocks)
+        else:
+            self._failed_requests.add(request_id)
+
+    def _take_received(self) -> set[str]:
+        received, self._received = self._received, set()
+        return received
+
+    def _sent(self) -> set[str]:
+        sent = {
+            request_id
+            for request_id, jobs in self._finishing.items()
+            if not any(job in self._unsubmitted or self.worker.is_in_flight(job) for job in jobs)
+        }
+        for request_id in sent:
+            del self._finishing[request_id]
+        return sent
+
+    def take_failed_blocks(self) -> set[int]:
+        """Device blocks of loads that failed, for models with one KV cache group; each reported once."""
+        blocks, self._failed_blocks = self._failed_blocks, set()
+        return blocks
+
+    def take_failed_requests(self) -> set[str]:
+        """Requests whose load failed, for models with several groups (block ids are not unique there)."""
+        requests, self._failed_requests = self._failed_requests, set()
+        return requests
+
+    @guarded("unregister_kv_caches", lambda self: None)
+    def unregister_kv_caches(self) -> None:
+        """The device cache is about to be unmapped: no copy may touch it any more."""
+        self.worker.drain(GIVE_UP_DRAIN_S)
+
+    def shutdown(self) -> None:
+        """Waits for running copies and frees everything."""
+        self.worker.close()
+
+    # ---------------------------------------------------------------- when something broke
+
+    def _abandon_offloads(self) -> None:
+        self._unsubmitted = []
+
+    def _stop_all(self) -> None:
+        self.worker.fence_all()
+
+    def _fail_unsubmitted_loads(self) -> None:
+        for job_id in [job_id for job_id in self._loads if not self.worker.is_known(job_id)]:
+            request_id, blocks = self._loads.pop(job_id)
+            self._failed[request_id] = blocks
+
+    def _give_up(self) -> tuple[set[str], set[str]]:
+        """Ends every load as failed, once no copy can write any more, so that vLLM recomputes instead of waiting."""
+        self.worker.drain(GIVE_UP_DRAIN_S)
+        self.worker.take()
+        loads, self._loads = self._loads, {}
+        for request_id, blocks in loads.values():
+            self._end_load(request_id, blocks, Outcome.IO_ERROR)
+        finishing, self._finishing = self._finishing, {}
+        return set(finishing), self._take_received()

@@ -1,0 +1,97 @@
+"""What every test run shares: one seed, the order of tests, and honest words about what was not run."""
+
+from __future__ import annotations
+
+import os
+import random
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+
+SEED_VARIABLE = "KVBM_TEST_SEED"
+TESTS = Path(__file__).parent
+ENGINE_FOLDERS = {"vllm": TESTS / "vllm", "e2e": TESTS / "e2e"}
+RUN_ORDER = {"vllm": 1, "e2e": 2}
+
+SEED_KEY = pytest.StashKey[int]()
+NOT_RUN_KEY = pytest.StashKey[dict[str, int]]()
+
+settings.register_profile("kvbm", deadline=None, print_blob=True)
+settings.load_profile("kvbm")
+
+
+def engine_is_installed() -> bool:
+    """Whether vLLM can be imported; it is not imported to find out."""
+    return find_spec("vllm") is not None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """One seed for our own random tests and for hypothesis, unless --hypothesis-seed says another."""
+    seed = int(os.environ.get(SEED_VARIABLE) or random.SystemRandom().randrange(2**32))
+    config.stash[SEED_KEY] = seed
+    config.stash[NOT_RUN_KEY] = {}
+    if config.getoption("hypothesis_seed", None) is None:
+        config.option.hypothesis_seed = str(seed)
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    """The seed, to repeat this very run."""
+    return f"random seed: {config.stash[SEED_KEY]} (repeat with {SEED_VARIABLE}={config.stash[SEED_KEY]})"
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Test files that need the engine are not even imported without it; they are counted instead."""
+    if engine_is_installed() or not collection_path.name.startswith("test_"):
+        return None
+    for name, folder in ENGINE_FOLDERS.items():
+        if folder in collection_path.parents:
+            label = f"tests/{name}"
+            counts = config.stash[NOT_RUN_KEY]
+            counts[label] = counts.get(label, 0) + 1
+            return True
+    return None
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Marks by folder, then fast tests first and real engines last."""
+    for item in items:
+        for name, folder in ENGINE_FOLDERS.items():
+            if folder in item.path.parents:
+                item.add_marker(name)
+    items.sort(key=_rank)
+    if engine_is_installed():
+        return
+    for item in items:
+        if _rank(item):
+            item.add_marker(pytest.mark.skip(reason="vLLM is not installed"))
+            counts = config.stash[NOT_RUN_KEY]
+            counts["marked tests"] = counts.get("marked tests", 0) + 1
+
+
+def _rank(item: pytest.Item) -> int:
+    return max((rank for name, rank in RUN_ORDER.items() if item.get_closest_marker(name)), default=0)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Just above the closing line: the seed, and what a missing engine kept from being tested."""
+    terminalreporter.write_line(f"random seed: {config.stash[SEED_KEY]}")
+    not_run = config.stash[NOT_RUN_KEY]
+    if not_run:
+        what = ", ".join(f"{label} ({count})" for label, count in sorted(not_run.items()))
+        remedy = "vLLM is not installed; make setup installs it"
+        terminalreporter.write_line(f"NOT RUN: {what}: {remedy}", yellow=True, bold=True)
+
+
+@pytest.fixture
+def seed(request: pytest.FixtureRequest) -> int:
+    """This run's seed, for tests that draw their own numbers."""
+    return request.config.stash[SEED_KEY]
+
+
+@pytest.fixture
+def rng(seed: int) -> random.Random:
+    """Random numbers that are the same for the same seed, whatever ran before."""
+    return random.Random(seed)

@@ -1,0 +1,75 @@
+"""Every eviction policy, and the naive twin, keeps the contract."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvbm_core.policy.base import EvictionPolicy
+from kvbm_core.policy.lru import LruPolicy
+from kvbm_core.testing.naive import NaiveLru
+from kvbm_core.testing.policy_contract import EvictionPolicyContract, sample_keys
+
+
+class TestLruPolicy(EvictionPolicyContract):
+    def make_policy(self) -> EvictionPolicy:
+        return LruPolicy()
+
+
+class TestNaiveLru(EvictionPolicyContract):
+    def make_policy(self) -> EvictionPolicy:
+        return NaiveLru()
+
+    test_no_step_grows_with_the_resident_blocks = None  # the twin is slow on purpose
+
+
+class EvictsOneTooMany(LruPolicy):
+    def evict(self, count_blocks: int, protected: object = None) -> list[bytes] | None:
+        return super().evict(count_blocks + 1)
+
+
+class LooksAtEverything(LruPolicy):
+    def touch(self, keys: object) -> None:
+        super().check_integrity()
+        super().touch([key for key in list(self._queue) if key in set(keys)])
+
+
+class HeadFirst(LruPolicy):
+    def insert(self, keys: object) -> None:
+        super().insert(keys[::-1])
+
+
+@pytest.mark.parametrize(
+    ("broken", "test"),
+    [
+        (EvictsOneTooMany, "test_evict_takes_exactly_n"),
+        (EvictsOneTooMany, "test_a_random_walk_keeps_the_books"),
+        (LooksAtEverything, "test_no_step_grows_with_the_resident_blocks"),
+        (HeadFirst, "test_the_tail_goes_before_the_head"),
+    ],
+)
+def test_the_contract_catches_a_broken_policy(broken: type[LruPolicy], test: str) -> None:
+    class Suite(EvictionPolicyContract):
+        def make_policy(self) -> EvictionPolicy:
+            return broken()
+
+    with pytest.raises(AssertionError):
+        getattr(Suite(), test)()
+
+
+def test_lru_evicts_the_least_recently_used_sequence_first() -> None:
+    old, mid, new = sample_keys(0, 3), sample_keys(3, 6), sample_keys(6, 9)
+    policy = LruPolicy()
+    for keys in (old, mid, new):
+        policy.insert(keys)
+    policy.touch(old)
+    policy.pin(mid)
+    policy.unpin(mid)
+    assert policy.evict(9) == [*new[::-1], *old[::-1], *mid[::-1]]
+
+
+def test_lru_passes_over_protected_keys_without_moving_them() -> None:
+    keys = sample_keys(0, 5)
+    policy = LruPolicy()
+    policy.insert(keys)
+    assert policy.evict(1, {keys[4], keys[3]}) == [keys[2]]
+    assert policy.evict(4) == [keys[4], keys[3], keys[1], keys[0]]

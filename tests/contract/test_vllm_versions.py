@@ -1,0 +1,283 @@
+"""kvbm_vllm against the signatures of every supported vLLM, read from the wheels' sources without importing them.
+
+``KVBM_VLLM_SOURCES`` names a folder with VERSION/vllm/... (deploy/setup_env.py --contract-wheels makes it, and so does
+``make test``). An installed vLLM is held to the same contract.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from kvbm_core.errors import UnsupportedError
+from kvbm_vllm import versions
+from tests.contract.source_reading import (
+    Uses,
+    attributes,
+    decorators,
+    defined_names,
+    find_class,
+    guarded_lines,
+    imports_of,
+    methods,
+    parse,
+)
+from tests.contract.vllm_fields import FIELDS, PROBED, TYPE_OF, WHERE
+
+ADAPTER = Path(versions.__file__).parent
+BASE = "distributed/kv_transfer/kv_connector/v1/base.py"
+VARIABLE = "KVBM_VLLM_SOURCES"
+MINORS = range(versions.SUPPORTED_FROM[1], versions.SUPPORTED_BELOW[1])
+
+
+def sources() -> dict[str, Path]:
+    """Version -> folder of the package ``vllm``."""
+    found: dict[str, Path] = {}
+    spec = find_spec("vllm")
+    if spec is not None and spec.origin is not None:
+        found[versions.installed_version()] = Path(spec.origin).parent
+    folder = os.environ.get(VARIABLE)
+    if folder:
+        found.update((path.parent.name, path) for path in sorted(Path(folder).glob("*/vllm")))
+    return found
+
+
+SOURCES = sources()
+each_version = pytest.mark.parametrize("vllm", SOURCES.values(), ids=SOURCES.keys())
+
+
+def our_class() -> ast.ClassDef:
+    """DynamoConnector, as written."""
+    node = find_class(ADAPTER / "connector.py", "DynamoConnector")
+    assert node is not None
+    return node
+
+
+def our_hooks() -> dict[str, ast.FunctionDef]:
+    """What DynamoConnector defines for vLLM to call."""
+    return {name: node for name, node in methods(our_class()).items() if not name.startswith("_")}
+
+
+def test_every_minor_version_was_seen() -> None:
+    missing = [f"0.{minor}" for minor in MINORS if not any(v.startswith(f"0.{minor}.") for v in SOURCES)]
+    if missing:
+        pytest.skip(f"NOT RUN: the contract with vLLM {', '.join(missing)}: set {VARIABLE} (make test does)")
+
+
+# ---------------------------------------------------------------- the range
+
+
+@pytest.mark.parametrize("version", ["0.26.0", "0.32.0+cpu", "0.33.1", "0.33.0rc2", "0.30.1.dev3+g1234", "v0.27.0"])
+def test_supported_versions_are_accepted(version: str) -> None:
+    versions.check_version(version)
+
+
+@pytest.mark.parametrize("version", ["0.25.1", "0.34.0", "0.3.0", "1.0.0", "2026.1", "", "unknown", "0.260.0"])
+def test_other_versions_are_refused_in_one_line(version: str) -> None:
+    with pytest.raises(UnsupportedError) as caught:
+        versions.check_version(version)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert f"vLLM {version}" in message and ">=0.26,<0.34" in message and "install" in message
+
+
+# ---------------------------------------------------------------- hooks
+
+
+def positional(function: ast.FunctionDef) -> list[str]:
+    """Names of positional parameters without self or cls."""
+    names = [argument.arg for argument in function.args.posonlyargs + function.args.args]
+    return names[1:] if names[:1] in (["self"], ["cls"]) else names
+
+
+def mismatch(ours: ast.FunctionDef, base: ast.FunctionDef) -> str | None:
+    """Why a call that the base accepts would not fit ours; None if all do."""
+    kinds = {"property", "classmethod", "staticmethod"}
+    if decorators(ours) & kinds != decorators(base) & kinds:
+        return f"is {decorators(ours) & kinds or 'a method'}, the base is {decorators(base) & kinds or 'a method'}"
+    mine, theirs = positional(ours), positional(base)
+    if mine[: len(theirs)] != theirs and ours.args.vararg is None:
+        return f"takes {mine}, the base {theirs}"
+    if base.args.kwarg is not None and ours.args.kwarg is None:
+        return "does not accept **kwargs"
+    base_keywords = {argument.arg for argument in base.args.kwonlyargs}
+    if base_keywords - {argument.arg for argument in ours.args.kwonlyargs} and ours.args.kwarg is None:
+        return f"does not accept the keywords {base_keywords}"
+    required = len(mine) - len(ours.args.defaults)
+    if required > len(theirs) or any(default is None for default in ours.args.kw_defaults):
+        return f"requires more than the base gives: {mine} against {theirs}"
+    return None
+
+
+def base_methods(vllm: Path) -> dict[str, ast.FunctionDef]:
+    """Everything the two base classes of this version define."""
+    found: dict[str, ast.FunctionDef] = {}
+    for name in ("KVConnectorBase_V1", "SupportsHMA"):
+        node = find_class(vllm / BASE, name)
+        assert node is not None, f"{name} is not in {vllm / BASE}"
+        found.update(methods(node))
+    return found
+
+
+@each_version
+def test_our_hooks_fit_the_base(vllm: Path) -> None:
+    base = base_methods(vllm)
+    wrong = {name: why for name, node in our_hooks().items() if name in base and (why := mismatch(node, base[name]))}
+    assert not wrong
+
+
+def test_the_fit_itself_is_checked() -> None:
+    def one(source: str) -> ast.FunctionDef:
+        node = ast.parse(source).body[0]
+        assert isinstance(node, ast.FunctionDef)
+        return node
+
+    base = one("def f(self, a, b, **kwargs): ...")
+    assert mismatch(one("def f(self, a, b, **kwargs): ..."), base) is None
+    assert mismatch(one("def f(self, a, b, c=1, **kwargs): ..."), base) is None
+    assert mismatch(one("def f(self, *args, **kwargs): ..."), base) is None
+    assert mismatch(one("def f(self, a, b): ..."), base)
+    assert mismatch(one("def f(self, b, a, **kwargs): ..."), base)
+    assert mismatch(one("def f(self, a, b, c, **kwargs): ..."), base)
+    assert mismatch(one("@classmethod\ndef f(cls, a, b, **kwargs): ..."), base)
+
+
+@each_version
+def test_nothing_abstract_is_left(vllm: Path) -> None:
+    abstract = {name for name, node in base_methods(vllm).items() if "abstractmethod" in decorators(node)}
+    assert len(abstract) >= 8
+    assert not abstract - set(methods(our_class()))
+
+
+def test_every_hook_of_ours_is_called_by_some_version() -> None:
+    if not SOURCES:
+        pytest.skip(f"NOT RUN: neither vLLM nor {VARIABLE} is there")
+    known = set().union(*(base_methods(vllm) for vllm in SOURCES.values()))
+    own = {"scheduler_side", "worker_side"}
+    newest = max(int(version.split(".")[1]) for version in SOURCES)
+    later = {"unregister_kv_caches", "restore_kv_caches", "supports_sleep_mode"} if newest < 33 else set()
+    assert not set(our_hooks()) - known - own - later
+
+
+@each_version
+def test_the_constructor_is_called_with_what_it_takes(vllm: Path) -> None:
+    base_init = base_methods(vllm)["__init__"]
+    assert positional(base_init) == ["vllm_config", "role", "kv_cache_config"]
+    assert positional(methods(our_class())["__init__"]) == positional(base_init)
+    factory = parse(vllm / "distributed/kv_transfer/kv_connector/factory.py")
+    calls = [ast.unparse(n) for n in ast.walk(factory) if isinstance(n, ast.Call)]
+    assert "connector_cls(config, role, kv_cache_config)" in calls
+
+
+@each_version
+def test_the_failure_policy_is_read_after_our_constructor_ran(vllm: Path) -> None:
+    scheduler = find_class(vllm / "v1/core/sched/scheduler.py", "Scheduler")
+    assert scheduler is not None
+    lines = ast.unparse(methods(scheduler)["__init__"]).splitlines()
+    made = next(i for i, line in enumerate(lines) if "KVConnectorFactory.create_connector(" in line)
+    read = [i for i, line in enumerate(lines) if "kv_transfer_config.kv_load_failure_policy" in line]
+    assert read and min(read) > made
+
+
+@each_version
+def test_where_saves_are_not_waited_for_it_can_be_seen(vllm: Path) -> None:
+    # versions.probe reads this parameter: a version without it calls wait_for_save in every step.
+    mixin = find_class(vllm / "v1/worker/kv_connector_model_runner_mixin.py", "KVConnectorModelRunnerMixin")
+    assert mixin is not None
+    step = methods(mixin)["_get_kv_connector_output"]
+    without_forward = ast.unparse(methods(mixin)["kv_connector_no_forward"])
+    assert ("wait_for_save" in positional(step)) == ("wait_for_save=False" in without_forward)
+
+
+# ---------------------------------------------------------------- names and fields
+
+
+def not_called_lines(path: Path, vllm: Path) -> set[int]:
+    """Lines of those hooks of DynamoConnector that this version does not know."""
+    if path.name != "connector.py":
+        return set()
+    unknown = [node for name, node in our_hooks().items() if name not in base_methods(vllm)]
+    return {line for node in unknown for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)}
+
+
+@each_version
+def test_what_we_import_is_there(vllm: Path) -> None:
+    missing = []
+    for path in sorted(ADAPTER.glob("*.py")):
+        tree = parse(path)
+        tolerated = guarded_lines(tree) | not_called_lines(path, vllm)
+        for line, module, name in imports_of(tree, "vllm"):
+            target = vllm.joinpath(*module.split(".")[1:])
+            file = target.with_suffix(".py") if target.with_suffix(".py").exists() else target / "__init__.py"
+            if line not in tolerated and (not file.exists() or name not in defined_names(file)):
+                missing.append(f"{path.name}:{line} from {module} import {name}")
+    assert not missing
+
+
+@each_version
+def test_fields_that_we_read_exist(vllm: Path) -> None:
+    missing = []
+    for name, fields in FIELDS.items():
+        has = attributes(vllm / WHERE[name], name)
+        missing += [f"{name}.{field}" for field in sorted(fields - has)]
+    assert not missing
+
+
+def our_uses() -> Uses:
+    """What kvbm_vllm reads of vLLM's objects."""
+    uses = Uses(TYPE_OF, set(FIELDS))
+    for path in sorted(ADAPTER.glob("*.py")):
+        uses.read(path)
+    return uses
+
+
+def test_we_read_only_what_is_listed_and_list_only_what_we_read() -> None:
+    uses = our_uses()
+    listed = {(name, field) for name, fields in FIELDS.items() for field in fields}
+    probed = {(name, field) for name, fields in PROBED.items() for field in fields}
+    unlisted = {f"{n}.{f} at {where}" for (n, f), where in uses.direct.items() if (n, f) not in listed}
+    unlisted |= {f"{n}.{f} at {where}" for (n, f), where in uses.probed.items() if (n, f) not in probed | listed}
+    unused = {f"{n}.{f}" for n, f in listed - set(uses.direct) - set(uses.probed)}
+    assert not unlisted, "put these into vllm_fields.FIELDS (every version) or PROBED (getattr)"
+    assert not unused, "the adapter does not read these any more"
+
+
+def test_probed_fields_exist_somewhere_and_not_everywhere() -> None:
+    if len(SOURCES) < len(MINORS):
+        pytest.skip(f"NOT RUN: needs all versions, set {VARIABLE} (make test does)")
+    for name, fields in PROBED.items():
+        for field in fields:
+            having = [v for v, vllm in SOURCES.items() if field in attributes(vllm / WHERE[name], name)]
+            assert having, f"no version has {name}.{field}"
+
+
+@each_version
+def test_events_are_built_with_fields_that_exist(vllm: Path) -> None:
+    text = (ADAPTER / "events.py").read_text(encoding="utf-8")
+    for name, required in (
+        (
+            "BlockStored",
+            {
+                "block_hashes",
+                "parent_block_hash",
+                "token_ids",
+                "block_size",
+                "lora_id",
+                "medium",
+                "lora_name",
+            },
+        ),
+        ("BlockRemoved", {"block_hashes", "medium"}),
+    ):
+        path = vllm / "distributed/kv_events.py"
+        node = find_class(path, name)
+        assert node is not None
+        fields = [item for item in node.body if isinstance(item, ast.AnnAssign)]
+        must = {ast.unparse(item.target) for item in fields if item.value is None}
+        assert must == required, f"{name} of this version requires {must}"
+        assert all(re.search(rf'"{field}":', text) for field in must), f"events.py does not give {name} all of {must}"

@@ -1,0 +1,94 @@
+"""What kvbm_vllm reads of vLLM's objects: the one list against which both sides are held.
+
+``FIELDS``: attributes that exist in every supported version and may be read directly. ``PROBED``: attributes that only
+some versions have; they may be read with getattr(name, default) only. ``TYPE_OF``: what an attribute is, where the
+adapter goes on from it; a leading ``*`` means a sequence of.
+"""
+
+from __future__ import annotations
+
+WHERE = {
+    "Request": "v1/request.py",
+    "SchedulerOutput": "v1/core/sched/output.py",
+    "NewRequestData": "v1/core/sched/output.py",
+    "CachedRequestData": "v1/core/sched/output.py",
+    "KVCacheConfig": "v1/kv_cache_interface.py",
+    "KVCacheGroupSpec": "v1/kv_cache_interface.py",
+    "AttentionSpec": "v1/kv_cache_interface.py",
+    "KVCacheBlocks": "v1/core/kv_cache_manager.py",
+    "KVConnectorOutput": "v1/outputs.py",
+    "VllmConfig": "config/vllm.py",
+    "ModelConfig": "config/model.py",
+    "CacheConfig": "config/cache.py",
+    "ParallelConfig": "config/parallel.py",
+    "KVEventsConfig": "config/kv_events.py",
+    "KVTransferConfig": "config/kv_transfer.py",
+    "LoRARequest": "lora/request.py",
+    "MultiModalFeatureSpec": "multimodal/inputs.py",
+    "PlaceholderRange": "multimodal/inputs.py",
+    "KVConnectorStats": "distributed/kv_transfer/kv_connector/v1/metrics.py",
+}
+
+FIELDS: dict[str, set[str]] = {
+    "Request": {
+        "request_id",
+        "prompt_token_ids",
+        "prompt_embeds",
+        "all_token_ids",
+        "num_tokens",
+        "num_computed_tokens",
+        "mm_features",
+        "lora_request",
+        "cache_salt",
+        "resumable",
+        "skip_reading_prefix_cache",
+        "block_hashes",
+        "status",
+    },
+    "SchedulerOutput": {"scheduled_new_reqs", "scheduled_cached_reqs", "num_scheduled_tokens"},
+    "NewRequestData": {"req_id", "block_ids", "num_computed_tokens"},
+    "CachedRequestData": {"req_ids", "resumed_req_ids", "new_block_ids", "num_computed_tokens"},
+    "KVCacheConfig": {"num_blocks", "kv_cache_groups"},
+    "KVCacheGroupSpec": {"layer_names", "kv_cache_spec"},
+    "AttentionSpec": {"block_size"},
+    "KVCacheBlocks": {"get_block_ids"},
+    "KVConnectorOutput": {"finished_sending"},
+    "VllmConfig": {
+        "model_config",
+        "cache_config",
+        "parallel_config",
+        "kv_transfer_config",
+        "kv_events_config",
+        "speculative_config",
+    },
+    "ModelConfig": {"model", "revision", "dtype", "quantization", "hf_overrides", "code_revision"},
+    "CacheConfig": {"cache_dtype", "enable_prefix_caching"},
+    "ParallelConfig": {"rank", "tensor_parallel_size", "pipeline_parallel_size"},
+    "KVTransferConfig": {"kv_connector_extra_config", "engine_id"},
+    "KVEventsConfig": {"enable_kv_cache_events"},
+    "LoRARequest": {"lora_name", "lora_path", "adapter_id", "name"},
+    "MultiModalFeatureSpec": {"identifier", "mm_position"},
+    "PlaceholderRange": {"offset", "length"},
+    "KVConnectorStats": {"data"},
+}
+
+PROBED: dict[str, set[str]] = {
+    "KVCacheGroupSpec": {"enable_kv_transfer", "host_resident"},
+    "ParallelConfig": {"decode_context_parallel_size", "prefill_context_parallel_size", "data_parallel_index"},
+    "CacheConfig": {"hash_block_size"},
+}
+
+TYPE_OF = {
+    ("Request", "lora_request"): "LoRARequest",
+    ("Request", "mm_features"): "*MultiModalFeatureSpec",
+    ("MultiModalFeatureSpec", "mm_position"): "PlaceholderRange",
+    ("SchedulerOutput", "scheduled_new_reqs"): "*NewRequestData",
+    ("SchedulerOutput", "scheduled_cached_reqs"): "CachedRequestData",
+    ("KVCacheConfig", "kv_cache_groups"): "*KVCacheGroupSpec",
+    ("KVCacheGroupSpec", "kv_cache_spec"): "AttentionSpec",
+    ("VllmConfig", "model_config"): "ModelConfig",
+    ("VllmConfig", "cache_config"): "CacheConfig",
+    ("VllmConfig", "parallel_config"): "ParallelConfig",
+    ("VllmConfig", "kv_events_config"): "KVEventsConfig",
+    ("VllmConfig", "kv_transfer_config"): "KVTransferConfig",
+}

@@ -1,0 +1,272 @@
+"""Slots, registry, leases and admission, one by one."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import pytest
+
+from kvbm_core.blocks.lease import Lease, LeaseBook
+from kvbm_core.blocks.pool import SlotPool
+from kvbm_core.blocks.registry import BlockRegistry
+from kvbm_core.clock import ManualClock
+from kvbm_core.errors import IntegrityError
+from kvbm_core.policy.admission import Admission, AdmissionState, AdmitAll
+from kvbm_core.testing.policy_contract import sample_keys
+from kvbm_core.types import SlotId
+
+A, B, C, D = sample_keys(0, 4)
+
+
+def slots(*numbers: int) -> list[SlotId]:
+    """Plain numbers as slots."""
+    return [SlotId(number) for number in numbers]
+
+
+# ---------------------------------------------------------------- pool
+
+
+def test_slots_come_lowest_first_and_neighbouring() -> None:
+    pool = SlotPool(8)
+    assert pool.allocate(3) == [0, 1, 2]
+    assert pool.allocate(3) == [3, 4, 5]
+    pool.release(slots(5, 1, 2))
+    assert pool.allocate(2) == [1, 2]
+    assert pool.allocate(3) == [5, 6, 7]
+    pool.check_integrity()
+
+
+def test_allocate_gives_all_or_nothing() -> None:
+    pool = SlotPool(4)
+    assert pool.allocate(5) is None
+    assert pool.free_slots == 4
+    assert pool.allocate(0) == []
+    assert pool.allocate(4) == [0, 1, 2, 3]
+    assert pool.allocate(1) is None
+    assert pool.allocate(0) == []
+    with pytest.raises(ValueError, match="negative"):
+        pool.allocate(-1)
+
+
+def test_a_pool_grows_and_never_shrinks() -> None:
+    pool = SlotPool()
+    assert (pool.capacity_slots, pool.free_slots, pool.allocate(1)) == (0, 0, None)
+    pool.grow(2)
+    assert pool.allocate(2) == [0, 1]
+    pool.grow(4)
+    assert (pool.capacity_slots, pool.free_slots) == (4, 2)
+    pool.release(slots(1))
+    assert pool.allocate(3) == [1, 2, 3]
+    with pytest.raises(ValueError, match="shrink"):
+        pool.grow(3)
+    pool.check_integrity()
+
+
+@pytest.mark.parametrize(
+    ("bad", "why"),
+    [
+        (slots(0, 3), "free already"),
+        (slots(0, 0), "twice"),
+        (slots(0, 9), "outside"),
+        (slots(0, -1), "outside"),
+    ],
+)
+def test_a_bad_release_changes_nothing(bad: list[SlotId], why: str) -> None:
+    pool = SlotPool(4)
+    pool.allocate(3)
+    with pytest.raises(ValueError, match=why):
+        pool.release(bad)
+    pool.check_integrity()
+    assert pool.free_slots == 1
+    pool.release(slots(0))
+    with pytest.raises(ValueError, match="free already"):
+        pool.release(slots(0))
+    assert pool.free_slots == 2
+
+
+def test_few_returned_to_many_keep_the_lowest_first() -> None:
+    pool = SlotPool(100)
+    pool.allocate(100)
+    pool.release([SlotId(slot) for slot in range(99, 0, -2)])
+    pool.release(slots(0, 2))
+    assert pool.allocate(4) == [0, 1, 2, 3]
+    pool.check_integrity()
+
+
+def test_the_pool_check_sees_a_lost_slot() -> None:
+    pool = SlotPool(4)
+    pool.allocate(2)
+    pool._used[1] = 0
+    with pytest.raises(IntegrityError):
+        pool.check_integrity()
+
+
+# ---------------------------------------------------------------- registry
+
+
+def test_a_block_is_matchable_from_commit_on() -> None:
+    registry = BlockRegistry()
+    registry.reserve([A, B], slots(7, 3))
+    assert (A in registry, registry.is_pending(A), registry.slot_of(A)) == (False, True, None)
+    assert (registry.match_prefix([A, B]), len(registry), registry.pending_blocks) == (0, 0, 2)
+    registry.commit([A])
+    assert (A in registry, registry.is_pending(A), registry.slot_of(A)) == (True, False, 7)
+    assert (registry.match_prefix([A, B]), len(registry), registry.pending_blocks) == (1, 1, 1)
+    assert list(registry.keys()) == [A]
+    registry.check_integrity()
+
+
+def test_drop_takes_both_kinds_and_gives_the_slots_in_order() -> None:
+    registry = BlockRegistry()
+    registry.reserve([A, B, C], slots(5, 6, 7))
+    registry.commit([B])
+    assert registry.drop([C, B]) == [7, 6]
+    assert (len(registry), registry.pending_blocks) == (0, 1)
+    registry.reserve([B], slots(6))
+    registry.check_integrity()
+
+
+def test_match_prefix_stops_at_the_first_gap() -> None:
+    registry = BlockRegistry()
+    registry.reserve([A, B, D], slots(0, 1, 2))
+    registry.commit([A, B, D])
+    assert registry.match_prefix([A, B, C, D]) == 2
+    assert registry.match_prefix([C, A]) == 0
+    assert registry.match_prefix([A, B, D]) == 3
+    assert registry.match_prefix([]) == 0
+
+
+@pytest.mark.parametrize(
+    ("error", "call"),
+    [
+        (ValueError, lambda registry: registry.reserve([C, A], slots(8, 9))),
+        (ValueError, lambda registry: registry.reserve([C, B], slots(8, 9))),
+        (ValueError, lambda registry: registry.reserve([C, C], slots(8, 9))),
+        (ValueError, lambda registry: registry.reserve([C, D], slots(8))),
+        (KeyError, lambda registry: registry.commit([B, A])),
+        (KeyError, lambda registry: registry.commit([B, C])),
+        (KeyError, lambda registry: registry.commit([B, B])),
+        (KeyError, lambda registry: registry.drop([A, C])),
+        (KeyError, lambda registry: registry.drop([A, A])),
+    ],
+)
+def test_misuse_of_the_registry_changes_nothing(
+    error: type[Exception], call: Callable[[BlockRegistry], object]
+) -> None:
+    registry = BlockRegistry()
+    registry.reserve([A, B], slots(0, 1))
+    registry.commit([A])
+    with pytest.raises(error):
+        call(registry)
+    assert [key in registry for key in (A, B, C, D)] == [True, False, False, False]
+    assert [registry.is_pending(key) for key in (A, B, C, D)] == [False, True, False, False]
+    assert registry.slot_of(A) == 0
+
+
+def test_the_registry_check_sees_a_slot_with_two_blocks() -> None:
+    registry = BlockRegistry()
+    registry.reserve([A, B], slots(1, 1))
+    with pytest.raises(IntegrityError, match="share a slot"):
+        registry.check_integrity()
+
+
+def test_match_prefix_does_not_grow_with_the_resident_blocks() -> None:
+    def seconds(num_blocks: int) -> float:
+        registry, keys = BlockRegistry(), sample_keys(0, num_blocks)
+        registry.reserve(keys, [SlotId(slot) for slot in range(num_blocks)])
+        registry.commit(keys)
+        times = []
+        for _ in range(30):
+            start = time.perf_counter()
+            assert registry.match_prefix(keys[:100]) == 100
+            times.append(time.perf_counter() - start)
+        return min(times)
+
+    assert seconds(100_000) < 20 * seconds(200)
+
+
+# ---------------------------------------------------------------- leases
+
+
+def test_a_lease_ends_once_by_release() -> None:
+    book = LeaseBook(ManualClock())
+    lease = book.grant("request-1", [A, B], slots(0, 1), ttl_s=5.0)
+    assert (lease.owner, lease.keys, lease.slots, lease.expires_at_s) == ("request-1", (A, B), (0, 1), 5.0)
+    assert book.is_live(lease)
+    assert book.release(lease)
+    assert not book.release(lease)
+    assert (book.is_live(lease), book.live_leases) == (False, 0)
+
+
+def test_a_lease_ends_once_by_expiry() -> None:
+    clock = ManualClock(100.0)
+    book = LeaseBook(clock)
+    late = book.grant("late", [A], slots(0), ttl_s=20.0)
+    soon = book.grant("soon", [A], slots(0), ttl_s=10.0)
+    released = book.grant("released", [A], slots(0), ttl_s=5.0)
+    book.release(released)
+    clock.advance(9.9)
+    assert book.expire() == []
+    clock.advance(0.2)
+    assert book.is_live(soon), "its pins hold until expire is called"
+    assert book.expire() == [soon]
+    assert not book.release(soon)
+    assert book.expire() == []
+    clock.advance(100.0)
+    assert book.expire() == [late]
+    assert book.live_leases == 0
+    book.check_integrity()
+
+
+def test_a_lease_past_its_time_can_still_be_released() -> None:
+    clock = ManualClock()
+    book = LeaseBook(clock)
+    lease = book.grant("r", [A], slots(0), ttl_s=1.0)
+    clock.advance(2.0)
+    assert book.release(lease)
+    assert book.expire() == []
+
+
+def test_the_lease_of_another_book_is_not_live() -> None:
+    book, other = LeaseBook(ManualClock()), LeaseBook(ManualClock())
+    mine, theirs = (each.grant("r", [A], slots(0), ttl_s=1.0) for each in (book, other))
+    assert mine == theirs
+    assert not book.is_live(theirs)
+    assert not book.release(theirs)
+    assert book.is_live(mine)
+
+
+def test_a_lease_is_for_a_time_and_for_as_many_slots_as_keys() -> None:
+    book = LeaseBook(ManualClock())
+    for ttl_s in (0.0, -1.0, float("nan")):
+        with pytest.raises(ValueError, match="lasts"):
+            book.grant("r", [A], slots(0), ttl_s)
+    with pytest.raises(ValueError, match="slots"):
+        book.grant("r", [A, B], slots(0), 1.0)
+    assert book.live_leases == 0
+
+
+def test_released_leases_do_not_pile_up() -> None:
+    book = LeaseBook(ManualClock())
+    kept = [book.grant("kept", [A], slots(0), ttl_s=1e6) for _ in range(10)]
+    for _ in range(10_000):
+        book.release(book.grant("short", [A], slots(0), ttl_s=1e6))
+    assert len(book._by_expiry) < 200
+    assert all(book.is_live(lease) for lease in kept)
+    book.check_integrity()
+
+
+def test_the_lease_check_sees_one_that_never_expires() -> None:
+    book = LeaseBook(ManualClock())
+    book._live[9] = Lease(9, "r", (A,), (SlotId(0),), 1.0)
+    with pytest.raises(IntegrityError, match="never expire"):
+        book.check_integrity()
+
+
+# ---------------------------------------------------------------- admission
+
+
+def test_admit_all_takes_everything() -> None:
+    full = AdmissionState(capacity_blocks=1, free_blocks=0)
+    assert AdmitAll().decide(A, 1 << 20, full) is Admission.ADMIT

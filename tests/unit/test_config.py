@@ -1,0 +1,366 @@
+"""Settings: names and defaults of KVBM, one clear line for what is wrong, sizes to slots."""
+
+from __future__ import annotations
+
+import math
+import os
+import pickle
+from fractions import Fraction
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvbm_core.config import KvbmSettings, SettingSource
+from kvbm_core.errors import ConfigError, KvbmError
+
+# Name and default of everything that KVBM 1.6.1 reads, and of kvbm's own settings.
+DEFAULTS = {
+    "DYN_KVBM_CPU_CACHE_GB": None,
+    "DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS": None,
+    "DYN_KVBM_DISK_CACHE_GB": None,
+    "DYN_KVBM_DISK_CACHE_OVERRIDE_NUM_BLOCKS": None,
+    "DYN_KVBM_DISK_CACHE_DIR": "/tmp",
+    "DYN_KVBM_DISK_ZEROFILL_FALLBACK": False,
+    "DYN_KVBM_DISK_DISABLE_O_DIRECT": False,
+    "DYN_KVBM_DISK_ALLOCATOR_TYPE": "default",
+    "DYN_KVBM_DISABLE_DISK_OFFLOAD_FILTER": False,
+    "DYN_KVBM_HOST_OFFLOAD_PREFIX_MIN_PRIORITY": 0,
+    "DYN_KVBM_MAX_CONCURRENT_TRANSFERS": 4,
+    "DYN_KVBM_MAX_TRANSFER_BATCH_SIZE": 16,
+    "DYN_KVBM_LEADER_WORKER_INIT_TIMEOUT_SECS": 1800,
+    "DYN_KVBM_LEADER_ZMQ_HOST": "127.0.0.1",
+    "DYN_KVBM_LEADER_ZMQ_PUB_PORT": 56001,
+    "DYN_KVBM_LEADER_ZMQ_ACK_PORT": 56002,
+    "DYN_KVBM_METRICS": False,
+    "DYN_KVBM_METRICS_PORT": 6880,
+    "DYN_KVBM_CACHE_STATS_MAX_REQUESTS": 1000,
+    "DYN_KVBM_CACHE_STATS_LOG_INTERVAL_SECS": 5,
+    "DYN_KVBM_ENABLE_RECORD": False,
+    "DYN_KVBM_DISABLE_WRITE_COMBINED": False,
+    "DYN_MEMORY_DISABLE_NUMA": False,
+    "DYN_KVBM_ENABLE_NUMA": False,
+    "DYN_KVBM_NCCL_MLA_MODE": False,
+    "DYN_KVBM_NCCL_MAX_CTAS": None,
+    "DYN_KVBM_KV_EVENTS_ENABLE_CONSOLIDATOR": True,
+    "DYN_KVBM_KV_EVENTS_CONSOLIDATOR_MODE": "dedup",
+    "DYN_KVBM_TRTLLM_ZMQ_PORT": None,
+    "DYN_RUNTIME_ENABLED_KVBM": False,
+    "DYN_FATBIN_PATH": "",
+    "DYN_LOG": "info",
+    "KVBM_LEASE_TTL_S": 30,
+    "KVBM_TRANSFER_DEADLINE_S": 60,
+    "KVBM_SHARE_WAIT_S": 1,
+    "KVBM_START_WAIT_S": 5,
+    "KVBM_VERIFY_ONBOARD": False,
+    "KVBM_EVENTS_MEDIUM": "CPU_TIER1",
+    "KVBM_LOAD_FAILURE_POLICY": "recompute",
+    "KVBM_METRICS_HOST": "0.0.0.0",
+}
+
+# Set by a user of KVBM, without effect in this release.
+LATER = {
+    "DYN_KVBM_DISK_CACHE_GB": "8",
+    "DYN_KVBM_DISK_CACHE_OVERRIDE_NUM_BLOCKS": "100",
+    "DYN_KVBM_DISK_CACHE_DIR": "/mnt/x",
+    "DYN_KVBM_DISK_ZEROFILL_FALLBACK": "true",
+    "DYN_KVBM_DISK_DISABLE_O_DIRECT": "1",
+    "DYN_KVBM_DISK_ALLOCATOR_TYPE": "open-direct",
+    "DYN_KVBM_DISABLE_DISK_OFFLOAD_FILTER": "true",
+    "DYN_KVBM_HOST_OFFLOAD_PREFIX_MIN_PRIORITY": "100",
+    "DYN_KVBM_ENABLE_NUMA": "1",
+    "DYN_KVBM_ENABLE_RECORD": "1",
+    "DYN_KVBM_NCCL_MLA_MODE": "yes",
+    "DYN_KVBM_NCCL_MAX_CTAS": "4",
+    "DYN_KVBM_KV_EVENTS_ENABLE_CONSOLIDATOR": "true",
+    "DYN_KVBM_KV_EVENTS_CONSOLIDATOR_MODE": "passthrough",
+    "DYN_KVBM_TRTLLM_ZMQ_PORT": "20081",
+    "DYN_RUNTIME_ENABLED_KVBM": "1",
+    "DYN_FATBIN_PATH": "/opt/k.fatbin",
+}
+
+FIELD_OF = {env: name for name, env in KvbmSettings.env_names().items()}
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in list(os.environ):
+        if name in DEFAULTS or name.upper().startswith(("DYN_KVBM_", "KVBM_", "DYN_REGISTRY_")):
+            monkeypatch.delenv(name)
+
+
+def error_of(overrides: dict[str, object] | None = None) -> ConfigError:
+    with pytest.raises(ConfigError) as caught:
+        KvbmSettings.from_env(overrides)
+    assert len(str(caught.value).splitlines()) == 1
+    assert len(str(caught.value)) < 400
+    return caught.value
+
+
+def test_every_name_has_kvbms_default() -> None:
+    settings = KvbmSettings.from_env()
+    assert {row.env: row.value for row in settings.describe()} == DEFAULTS
+    assert settings.warnings == ()
+
+
+def test_environment_is_read() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DYN_KVBM_CPU_CACHE_GB", " 2.5 ")
+        patch.setenv("DYN_KVBM_METRICS", "True")
+        patch.setenv("DYN_KVBM_LEADER_ZMQ_PUB_PORT", "56003")
+        patch.setenv("dyn_kvbm_max_concurrent_transfers", "9")  # case as is: not ours
+        settings = KvbmSettings.from_env()
+    assert settings.cpu_cache_gb == 2.5
+    assert settings.metrics is True
+    assert settings.leader_zmq_pub_port == 56003
+    assert settings.max_concurrent_transfers == 4
+    assert len(settings.warnings) == 1
+    assert "did you mean DYN_KVBM_MAX_CONCURRENT_TRANSFERS" in settings.warnings[0]
+
+
+def test_an_empty_variable_is_unset(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DYN_KVBM_CPU_CACHE_GB", "")
+    settings = KvbmSettings.from_env()
+    assert settings.cpu_cache_gb is None
+    assert settings.source("cpu_cache_gb") is SettingSource.DEFAULT
+
+
+@pytest.mark.parametrize("key", ["cpu_cache_gb", "DYN_KVBM_CPU_CACHE_GB"])
+def test_extra_config_wins(monkeypatch: pytest.MonkeyPatch, key: str) -> None:
+    monkeypatch.setenv("DYN_KVBM_CPU_CACHE_GB", "not even readable")
+    settings = KvbmSettings.from_env({key: 3, "connectors": [{"kv_connector": "X"}], "block_size": 16})
+    assert settings.cpu_cache_gb == 3.0
+    row = next(row for row in settings.describe() if row.name == "cpu_cache_gb")
+    assert (row.source, row.doc != "") == (SettingSource.EXTRA_CONFIG, True)
+
+
+def test_none_in_extra_config_leaves_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DYN_KVBM_CPU_CACHE_GB", "4")
+    settings = KvbmSettings.from_env({"cpu_cache_gb": None})
+    assert (settings.cpu_cache_gb, settings.source("cpu_cache_gb")) == (4.0, SettingSource.ENV)
+
+
+@pytest.mark.parametrize(
+    ("key", "hint"),
+    [
+        ("cpu_cache_gbs", "cpu_cache_gb"),
+        ("dyn_kvbm_cpu_cache_gb", "DYN_KVBM_CPU_CACHE_GB"),
+        ("DYN_KVBM_CPU_CACHE_GIB", "DYN_KVBM_CPU_CACHE_GB"),
+        ("KVBM_LEASE_TTL", "KVBM_LEASE_TTL_S"),
+        ("max_transfer_batch", "max_transfer_batch_size"),
+    ],
+)
+def test_a_misspelt_key_gets_a_hint(key: str, hint: str) -> None:
+    error = error_of({key: 1})
+    assert error.setting == key
+    assert error.remedy.endswith(f"did you mean {hint}?")
+
+
+def test_an_unknown_key_of_ours_is_refused_without_showing_its_value() -> None:
+    error = error_of({"DYN_KVBM_OBJECT_SECRET_KEY": "hunter2"})
+    assert "hunter2" not in str(error)
+    assert error.setting == "DYN_KVBM_OBJECT_SECRET_KEY"
+
+
+def test_one_setting_under_two_names() -> None:
+    assert "DYN_KVBM_CPU_CACHE_GB" in str(error_of({"cpu_cache_gb": 1, "DYN_KVBM_CPU_CACHE_GB": 2}))
+    assert KvbmSettings.from_env({"cpu_cache_gb": 1, "DYN_KVBM_CPU_CACHE_GB": 1}).cpu_cache_gb == 1
+
+
+@pytest.mark.parametrize(
+    ("env", "value"),
+    [
+        *(("DYN_KVBM_CPU_CACHE_GB", bad) for bad in ("20GB", "abc", "-1", "0", "0.0", "nan", "inf", "1e400", "0x10")),
+        *(("DYN_KVBM_CPU_CACHE_GB", bad) for bad in ("1_000", "٣", "1,5", "1000001", "true")),
+        *(("DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS", bad) for bad in ("0", "-3", "1.5", "many", "9" * 5000)),
+        ("DYN_KVBM_DISK_CACHE_GB", "-1"),
+        ("DYN_KVBM_DISK_ALLOCATOR_TYPE", "direct"),
+        ("DYN_KVBM_MAX_CONCURRENT_TRANSFERS", "0"),
+        ("DYN_KVBM_MAX_TRANSFER_BATCH_SIZE", "x"),
+        ("DYN_KVBM_LEADER_WORKER_INIT_TIMEOUT_SECS", "0"),
+        ("DYN_KVBM_CACHE_STATS_MAX_REQUESTS", "0"),
+        ("DYN_KVBM_METRICS", "maybe"),
+        ("DYN_KVBM_LEADER_ZMQ_HOST", "tcp://127.0.0.1"),
+        ("KVBM_LOAD_FAILURE_POLICY", "ignore"),
+        ("KVBM_EVENTS_MEDIUM", "a b"),
+        ("KVBM_LEASE_TTL_S", "-1"),
+    ],
+)
+def test_a_bad_value_is_one_clear_line(monkeypatch: pytest.MonkeyPatch, env: str, value: str) -> None:
+    monkeypatch.setenv(env, value)
+    error = error_of()
+    assert str(error).startswith(f"kvbm: {env}={value[:80]}")
+    assert error.remedy.startswith("write ")
+
+
+@pytest.mark.parametrize("value", [True, False, [], {}, math.nan, -math.inf, 10**400, "1\n2", b"5"])
+def test_bad_types_in_extra_config(value: object) -> None:
+    assert error_of({"cpu_cache_gb": value}).setting == "DYN_KVBM_CPU_CACHE_GB"
+
+
+@pytest.mark.parametrize(
+    ("env", "bad", "default"),
+    [
+        ("DYN_KVBM_LEADER_ZMQ_PUB_PORT", "70000", 56001),
+        ("DYN_KVBM_LEADER_ZMQ_ACK_PORT", "zero", 56002),
+        ("DYN_KVBM_METRICS_PORT", "0", 6880),
+        ("DYN_KVBM_TRTLLM_ZMQ_PORT", "-1", None),
+        ("DYN_KVBM_KV_EVENTS_CONSOLIDATOR_MODE", "both", "dedup"),
+    ],
+)
+def test_where_kvbm_warns_and_falls_back(monkeypatch: pytest.MonkeyPatch, env: str, bad: str, default: object) -> None:
+    monkeypatch.setenv(env, bad)
+    settings = KvbmSettings.from_env()
+    assert getattr(settings, FIELD_OF[env]) == default
+    assert not settings.is_set(FIELD_OF[env])
+    (warning,) = settings.warnings
+    assert warning.startswith(f"kvbm: {env}={bad}: write ")
+    assert warning.endswith(f"using {'none' if default is None else default}")
+
+
+def test_a_fallback_does_not_hide_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DYN_KVBM_METRICS_PORT", "0")
+    monkeypatch.setenv("KVBM_LEASE_TTL_S", "soon")
+    assert error_of().setting == "KVBM_LEASE_TTL_S"
+
+
+def test_ports(monkeypatch: pytest.MonkeyPatch) -> None:
+    (warning,) = KvbmSettings.from_env({"metrics_port": 80}).warnings
+    assert warning.startswith("kvbm: DYN_KVBM_METRICS_PORT=80:")
+    assert error_of({"leader_zmq_ack_port": 56001}).setting == "DYN_KVBM_LEADER_ZMQ_ACK_PORT"
+    monkeypatch.setenv("DYN_KVBM_LEADER_ZMQ_ACK_PORT", "x")  # falls back to the port that the other one has
+    assert "must differ" in str(error_of({"leader_zmq_pub_port": 56002}))
+
+
+@pytest.mark.parametrize("env", sorted(LATER))
+def test_what_is_not_in_this_release_says_so(monkeypatch: pytest.MonkeyPatch, env: str) -> None:
+    monkeypatch.setenv(env, LATER[env])
+    (warning,) = KvbmSettings.from_env({"cpu_cache_gb": 1}).warnings
+    assert warning.startswith(f"kvbm: {env}=")
+    assert warning.endswith("the setting is ignored")
+
+
+@pytest.mark.parametrize("env", ["DYN_KVBM_DISK_CACHE_GB", "DYN_KVBM_DISK_CACHE_OVERRIDE_NUM_BLOCKS"])
+def test_a_disk_of_size_zero_is_no_disk(monkeypatch: pytest.MonkeyPatch, env: str) -> None:
+    monkeypatch.setenv(env, "0")
+    assert KvbmSettings.from_env().warnings == ()
+
+
+def test_presence_switches_as_in_kvbm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DYN_KVBM_DISABLE_WRITE_COMBINED", "anything")
+    assert KvbmSettings.from_env().disable_write_combined is True
+    monkeypatch.setenv("DYN_KVBM_DISABLE_WRITE_COMBINED", "false")
+    assert KvbmSettings.from_env().disable_write_combined is False
+
+
+def test_unknown_variables_are_named_without_their_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DYN_KVBM_OBJECT_SECRET_KEY", "hunter2")
+    monkeypatch.setenv("DYN_KVBM_SLEEP", "5")
+    monkeypatch.setenv("KVBM_CONFIG_PATH", "/else")  # another program's
+    for i in range(100):
+        monkeypatch.setenv(f"DYN_REGISTRY_{i}", "x")
+    warnings = KvbmSettings.from_env().warnings
+    assert len(warnings) == 20
+    assert not any("hunter2" in line or "KVBM_CONFIG_PATH" in line for line in warnings)
+    assert "DYN_KVBM_OBJECT_SECRET_KEY" in warnings[0]
+    assert "DYN_KVBM_SLEEP" in warnings[1]
+
+
+def test_no_tier() -> None:
+    with pytest.raises(ConfigError, match=r"DYN_KVBM_CPU_CACHE_GB=\(unset\): no cache tier"):
+        KvbmSettings.from_env().require_tier()
+
+
+@pytest.mark.parametrize("name", ["disk_cache_gb", "disk_cache_override_num_blocks"])
+def test_disk_alone_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match="disk without host memory is not in this release") as caught:
+        KvbmSettings.from_env({name: 8}).host_tier_slots(1000)
+    assert caught.value.setting == KvbmSettings.env_names()[name]
+
+
+@pytest.mark.parametrize(("gb", "block_bytes", "slots"), [(0.001, 1000, 1000), (0.001, 4000, 250), (20, 3, 6666666666)])
+def test_size_is_total_over_all_ranks(gb: float, block_bytes: int, slots: int) -> None:
+    settings = KvbmSettings.from_env({"cpu_cache_gb": gb})
+    settings.require_tier()
+    assert settings.host_tier_slots(block_bytes) == slots
+
+
+def test_override_wins_and_is_a_tier_by_itself() -> None:
+    settings = KvbmSettings.from_env({"cpu_cache_gb": 1, "cpu_cache_override_num_blocks": 7})
+    assert settings.host_tier_slots(10**12) == 7
+    KvbmSettings.from_env({"cpu_cache_override_num_blocks": "7"}).require_tier()
+
+
+def test_less_than_one_block() -> None:
+    settings = KvbmSettings.from_env({"cpu_cache_gb": 0.001})
+    with pytest.raises(ConfigError, match=r"DYN_KVBM_CPU_CACHE_GB=0\.001: holds no block; one takes 0\.002000000 GB"):
+        settings.host_tier_slots(2_000_000)
+    with pytest.raises(ValueError, match="cannot have 0 bytes"):
+        settings.host_tier_slots(0)
+
+
+def test_memory_check_names_what_to_change() -> None:
+    by_gb = KvbmSettings.from_env({"cpu_cache_gb": 20})
+    by_gb.check_memory(10**9, 10**9)
+    with pytest.raises(ConfigError, match=r"DYN_KVBM_CPU_CACHE_GB=20\.0: needs 20\.00 GB .* but 3\.50 GB is available"):
+        by_gb.check_memory(20 * 10**9, 3_500_000_000)
+    with pytest.raises(ConfigError, match="DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS=5: needs"):
+        KvbmSettings.from_env({"cpu_cache_gb": 20, "cpu_cache_override_num_blocks": 5}).check_memory(2, 1)
+
+
+def test_device_tier_warning() -> None:
+    settings = KvbmSettings.from_env({"cpu_cache_gb": 20})
+    assert settings.device_tier_warning(10**9, 10**9) is None
+    warning = settings.device_tier_warning(10**9, 4 * 10**9)
+    assert warning is not None
+    assert "set DYN_KVBM_CPU_CACHE_GB to 4.0 or more" in warning
+
+
+def test_frozen_and_portable() -> None:
+    settings = KvbmSettings.from_env({"cpu_cache_gb": 1, "disk_cache_gb": 2})
+    with pytest.raises(ValueError, match="frozen"):
+        settings.cpu_cache_gb = 2
+    copy = pickle.loads(pickle.dumps(settings))
+    assert copy == settings
+    assert copy.warnings == settings.warnings != ()
+
+
+@given(st.decimals("0.000001", "1000000", places=6), st.integers(1, 10**10))
+def test_slots_are_exact(gb: object, block_bytes: int) -> None:
+    exact = int(Fraction(str(gb)) * 10**9) // block_bytes
+    settings = KvbmSettings.from_env({"cpu_cache_gb": str(gb)})
+    if exact == 0:
+        with pytest.raises(ConfigError, match="holds no block"):
+            settings.host_tier_slots(block_bytes)
+    else:
+        assert settings.host_tier_slots(block_bytes) == exact
+
+
+SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.lists(st.integers(), max_size=2)
+
+
+@given(st.sampled_from(sorted(KvbmSettings.env_names())), SCALARS)
+def test_any_value_is_used_or_refused_in_one_line(name: str, value: object) -> None:
+    try:
+        settings = KvbmSettings.from_env({name: value})
+    except KvbmError as error:
+        assert isinstance(error, ConfigError)
+        assert error.setting == KvbmSettings.env_names()[name]
+        assert len(str(error).splitlines()) == 1
+        assert len(str(error)) < 400
+    else:
+        number = getattr(settings, name)
+        if isinstance(number, (int, float)) and not isinstance(number, bool):
+            assert math.isfinite(number)
+            assert number >= 0
+        assert all(len(line.splitlines()) == 1 for line in settings.warnings)
+
+
+@given(st.dictionaries(st.text(max_size=30), SCALARS, max_size=4))
+def test_foreign_keys_never_matter(extra: dict[str, object]) -> None:
+    try:
+        settings = KvbmSettings.from_env(extra)
+    except ConfigError as error:
+        assert error.setting != ""
+    else:
+        assert settings.cpu_cache_gb is None or "cpu_cache_gb" in extra

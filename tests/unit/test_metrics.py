@@ -1,0 +1,361 @@
+"""Names and types of the metrics, their arithmetic, and the endpoint that serves them."""
+
+from __future__ import annotations
+
+import http.client
+import os
+import socket
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from fractions import Fraction
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client.parser import text_string_to_metric_families
+
+from kvbm_core.observe.exposition import CONTENT_TYPE, Family, Sample, render
+from kvbm_core.observe.labels import FAILURE_KINDS, DropReason, FailureKind, Seam, UncachedReason
+from kvbm_core.observe.metrics import Metrics
+from kvbm_core.observe.server import MetricsServer
+from kvbm_core.types import Direction, Tier
+
+# What dashboards made for KVBM query: the names to the letter, without labels.
+KVBM_TYPES = {
+    "kvbm_matched_tokens": "counter",
+    "kvbm_offload_blocks_d2h": "counter",
+    "kvbm_offload_blocks_h2d": "counter",
+    "kvbm_offload_blocks_d2d": "counter",
+    "kvbm_offload_blocks_d2o": "counter",
+    "kvbm_onboard_blocks_h2d": "counter",
+    "kvbm_onboard_blocks_d2d": "counter",
+    "kvbm_onboard_blocks_o2d": "counter",
+    "kvbm_object_read_failures": "counter",
+    "kvbm_object_write_failures": "counter",
+    "kvbm_host_cache_hit_rate": "gauge",
+    "kvbm_disk_cache_hit_rate": "gauge",
+    "kvbm_object_cache_hit_rate": "gauge",
+}
+OWN_TYPES = {
+    "kvbm_bytes_total": "counter",
+    "kvbm_transfer_seconds": "histogram",
+    "kvbm_tier_blocks": "gauge",
+    "kvbm_evicted_blocks_total": "counter",
+    "kvbm_dropped_blocks_total": "counter",
+    "kvbm_failures_total": "counter",
+    "kvbm_guarded_errors_total": "counter",
+    "kvbm_uncached_requests_total": "counter",
+    "kvbm_pending_jobs": "gauge",
+    "kvbm_live_leases": "gauge",
+}
+DOWN = [
+    (Tier.DEVICE, Tier.HOST, "d2h"),
+    (Tier.HOST, Tier.DISK, "h2d"),
+    (Tier.DEVICE, Tier.DISK, "d2d"),
+    (Tier.DEVICE, Tier.REMOTE, "d2o"),
+    (Tier.HOST, Tier.REMOTE, "d2o"),
+]
+UP = [
+    (Tier.HOST, Tier.DEVICE, "h2d"),
+    (Tier.DISK, Tier.DEVICE, "d2d"),
+    (Tier.REMOTE, Tier.DEVICE, "o2d"),
+]
+
+
+def changed(metrics: Metrics) -> dict[str, float]:
+    return {series: value for series, value in metrics.snapshot().items() if value}
+
+
+def parsed(text: str) -> dict[str, float]:
+    samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+    result = {Sample(written(s.name), tuple(s.labels.items()), 0).series(): s.value for s in samples}
+    assert len(result) == len(samples)
+    return result
+
+
+def written(name: str) -> str:
+    """The name on the page: this parser adds ``_total`` to every counter that has none; Prometheus does not."""
+    bare = name.removesuffix("_total")
+    return bare if bare in KVBM_TYPES else name
+
+
+def test_names_and_types_on_the_page() -> None:
+    lines = Metrics().exposition().splitlines()
+    types = dict(line.split()[2:] for line in lines if line.startswith("# TYPE "))
+    assert types == KVBM_TYPES | OWN_TYPES
+    for name in KVBM_TYPES:
+        assert f"{name} 0" in lines, "there from the start, without labels"
+
+
+def test_a_parser_reads_back_every_value() -> None:
+    metrics = Metrics()
+    metrics.matched_tokens(12345678901234)
+    metrics.transfer_seconds(Direction.OFFLOAD, 0.0123)
+    metrics.request_hits(1, 0, 3)
+    metrics.dropped(DropReason.NO_SPACE, 2)
+    assert parsed(metrics.exposition()) == metrics.snapshot()
+
+
+@pytest.mark.parametrize(("source", "target", "suffix"), DOWN)
+def test_offload_names(source: Tier, target: Tier, suffix: str) -> None:
+    metrics = Metrics()
+    metrics.offloaded_blocks(3, source, target)
+    assert changed(metrics) == {f"kvbm_offload_blocks_{suffix}": 3}
+
+
+@pytest.mark.parametrize(("source", "target", "suffix"), UP)
+def test_onboard_names(source: Tier, target: Tier, suffix: str) -> None:
+    metrics = Metrics()
+    metrics.onboarded_blocks(3, source, target)
+    assert changed(metrics) == {f"kvbm_onboard_blocks_{suffix}": 3}
+
+
+def test_pairs_that_kvbm_has_no_name_for() -> None:
+    metrics = Metrics()
+    metrics.offloaded_blocks(3, Tier.DISK, Tier.HOST)
+    metrics.onboarded_blocks(3, Tier.DISK, Tier.HOST)
+    assert changed(metrics) == {}
+
+
+def test_labels_as_enum_or_text() -> None:
+    metrics = Metrics()
+    metrics.bytes_moved(Direction.ONBOARD, 4096)
+    metrics.evicted(Tier.HOST, 2)
+    metrics.dropped(DropReason.NO_SPACE)
+    metrics.dropped("no_space", 4)
+    metrics.failure(FailureKind.CHANNEL)
+    metrics.failure("onboard_corrupt")
+    metrics.guarded_error(Seam.GET_FINISHED)
+    metrics.uncached_request(UncachedReason.PROMPT_EMBEDS)
+    metrics.set_pending_jobs(3)
+    metrics.set_live_leases(5)
+    metrics.tier_usage(Tier.HOST, 10, 64)
+    assert changed(metrics) == {
+        'kvbm_bytes_total{direction="onboard"}': 4096,
+        'kvbm_evicted_blocks_total{tier="host"}': 2,
+        'kvbm_dropped_blocks_total{reason="no_space"}': 5,
+        'kvbm_failures_total{kind="channel"}': 1,
+        'kvbm_failures_total{kind="onboard_corrupt"}': 1,
+        'kvbm_guarded_errors_total{seam="get_finished"}': 1,
+        'kvbm_uncached_requests_total{reason="prompt_embeds"}': 1,
+        "kvbm_pending_jobs": 3,
+        "kvbm_live_leases": 5,
+        'kvbm_tier_blocks{tier="host",state="used"}': 10,
+        'kvbm_tier_blocks{tier="host",state="capacity"}': 64,
+    }
+
+
+@given(st.lists(st.text(), max_size=20))
+def test_labels_are_bounded(values: list[str]) -> None:
+    metrics = Metrics()
+    before = metrics.snapshot().keys()
+    for value in values:
+        metrics.dropped(value)
+        metrics.failure(value)
+        metrics.guarded_error(value)
+        metrics.uncached_request(value)
+    assert metrics.snapshot().keys() == before
+    assert sum(changed(metrics).values()) == 4 * len(values)
+
+
+def test_all_failures_of_transfers_have_a_kind() -> None:
+    assert "offload_timed_out" in FAILURE_KINDS
+    assert "onboard_io_error" in FAILURE_KINDS
+    assert "onboard_ok" not in FAILURE_KINDS
+    assert len(set(FAILURE_KINDS)) == len(FAILURE_KINDS)
+
+
+def test_nothing_counts_backwards() -> None:
+    metrics = Metrics()
+    metrics.matched_tokens(-5)
+    metrics.matched_tokens(0)
+    metrics.bytes_moved(Direction.OFFLOAD, -1)
+    metrics.transfer_seconds(Direction.OFFLOAD, -1.0)
+    assert changed(metrics) == {}
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9), st.integers(0, 30)), max_size=40), st.integers(1, 10))
+def test_hit_rates_are_those_of_the_last_requests(requests: list[tuple[int, int, int]], window: int) -> None:
+    metrics = Metrics(window_requests=window)
+    for host, disk, more in requests:
+        metrics.request_hits(host, disk, host + disk + more)
+    last = requests[-window:]
+    queried = sum(sum(request) for request in last)
+    values = metrics.snapshot()
+    for position, tier in enumerate(("host", "disk")):
+        expected = Fraction(sum(request[position] for request in last), queried) if queried else Fraction(0)
+        assert values[f"kvbm_{tier}_cache_hit_rate"] == pytest.approx(float(expected))
+
+
+@given(st.lists(st.floats(0, 100), max_size=50))
+def test_histogram_is_cumulative_and_complete(seconds: list[float]) -> None:
+    metrics = Metrics()
+    for value in seconds:
+        metrics.transfer_seconds(Direction.ONBOARD, value)
+    values = metrics.snapshot()
+    for family in metrics.families():
+        for sample in family.samples:
+            labels = dict(sample.labels)
+            if sample.name == "kvbm_transfer_seconds_bucket" and labels["direction"] == "onboard":
+                assert sample.value == sum(value <= float(labels["le"]) for value in seconds)
+    assert values['kvbm_transfer_seconds_count{direction="onboard"}'] == len(seconds)
+    assert values['kvbm_transfer_seconds_sum{direction="onboard"}'] == pytest.approx(sum(seconds))
+    assert values['kvbm_transfer_seconds_count{direction="offload"}'] == 0
+
+
+def test_no_count_is_lost_between_threads() -> None:
+    metrics = Metrics(window_requests=10)
+    start = threading.Barrier(5)
+
+    def work() -> None:
+        start.wait()
+        for _ in range(2000):
+            metrics.offloaded_blocks(1)
+            metrics.transfer_seconds(Direction.OFFLOAD, 0.1)
+            metrics.request_hits(1, 0, 2)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    start.wait()
+    while any(thread.is_alive() for thread in threads):
+        values = metrics.snapshot()
+        bucket = 'kvbm_transfer_seconds_bucket{direction="offload",le="+Inf"}'
+        assert values[bucket] == values['kvbm_transfer_seconds_count{direction="offload"}']
+    values = metrics.snapshot()
+    assert values["kvbm_offload_blocks_d2h"] == 8000
+    assert values['kvbm_transfer_seconds_count{direction="offload"}'] == 8000
+    assert metrics.hit_window() == (10, 0, 20)
+
+
+def test_two_instances_share_nothing() -> None:
+    first, second = Metrics(), Metrics()
+    first.matched_tokens(7)
+    assert changed(second) == {}
+
+
+@given(st.text(alphabet=st.characters(exclude_categories=["Cs"])), st.floats(allow_nan=False))
+def test_text_is_escaped(text: str, value: float) -> None:
+    page = render([Family("x", "gauge", text, (Sample("x", (("a", text),), value),))])
+    assert page.count("\n") == 3
+    (family,) = text_string_to_metric_families(page) if "\r" not in text else [None]
+    if family is not None:
+        assert family.samples[0].value == value
+
+
+# ---------------------------------------------------------------- the endpoint
+
+
+@pytest.fixture
+def server() -> Iterator[MetricsServer]:
+    metrics = Metrics()
+    metrics.matched_tokens(64)
+    endpoint = MetricsServer(0, metrics, "127.0.0.1")
+    assert endpoint.start()
+    yield endpoint
+    endpoint.close()
+
+
+def get(server: MetricsServer, path: str) -> tuple[int, str, str]:
+    url = f"http://127.0.0.1:{server.bound_port}{path}"
+    try:
+        with urllib.request.urlopen(url, timeout=10) as response:
+            return response.status, response.headers["Content-Type"], response.read().decode()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.headers["Content-Type"], error.read().decode()
+
+
+def open_sockets() -> set[str]:
+    """The sockets of this process, by inode."""
+    found = set()
+    for descriptor in os.listdir("/proc/self/fd"):
+        try:
+            target = os.readlink(f"/proc/self/fd/{descriptor}")
+        except FileNotFoundError:
+            continue  # the directory's own descriptor
+        if target.startswith("socket:"):
+            found.add(target)
+    return found
+
+
+def test_scrape(server: MetricsServer) -> None:
+    status, content_type, page = get(server, "/metrics")
+    assert (status, content_type) == (200, CONTENT_TYPE)
+    assert parsed(page)["kvbm_matched_tokens"] == 64
+    assert get(server, "/metrics?name[]=x")[0] == 200
+    assert get(server, "/health")[::2] == (200, "ok\n")
+    assert get(server, "/else")[0] == 404
+
+
+def test_head_has_no_body(server: MetricsServer) -> None:
+    connection = http.client.HTTPConnection("127.0.0.1", server.bound_port, timeout=10)
+    connection.request("HEAD", "/metrics")
+    response = connection.getresponse()
+    assert (response.status, response.read()) == (200, b"")
+    connection.close()
+
+
+def test_writing_is_refused(server: MetricsServer) -> None:
+    connection = http.client.HTTPConnection("127.0.0.1", server.bound_port, timeout=10)
+    connection.request("POST", "/metrics", body=b"x")
+    assert connection.getresponse().status == 501
+    connection.close()
+
+
+def test_a_port_in_use_is_one_warning(server: MetricsServer, caplog: pytest.LogCaptureFixture) -> None:
+    sockets = open_sockets()
+    second = MetricsServer(server.bound_port or 0, Metrics(), "127.0.0.1")
+    assert second.start() is False
+    (record,) = caplog.records
+    assert (record.name, record.levelname) == ("kvbm.metrics", "WARNING")
+    assert record.getMessage() == second.warning
+    assert f"DYN_KVBM_METRICS_PORT={server.bound_port}: " in record.getMessage()
+    assert "set it to a free port" in record.getMessage()
+    assert second.bound_port is None
+    assert open_sockets() == sockets
+    second.close()
+    assert get(server, "/health")[0] == 200
+
+
+@pytest.mark.parametrize(("host", "port"), [("203.0.113.1", 0), ("no.such.host.invalid", 0), ("127.0.0.1", 99999)])
+def test_an_address_that_cannot_be_bound_never_raises(host: str, port: int) -> None:
+    server = MetricsServer(port, Metrics(), host)
+    assert server.start() is False
+    assert server.warning is not None
+
+
+def test_close_leaves_no_thread_and_no_socket() -> None:
+    threads, sockets = set(threading.enumerate()), open_sockets()
+    server = MetricsServer(0, Metrics(), "127.0.0.1")
+    assert server.start()
+    assert server.start(), "a second start changes nothing"
+    port = server.bound_port or 0
+    assert get(server, "/metrics")[0] == 200
+    # One client that says nothing and one that stops in the middle must not hold it open.
+    idle = [socket.create_connection(("127.0.0.1", port), timeout=10) for _ in range(2)]
+    idle[1].sendall(b"GET /metr")
+    assert get(server, "/health")[0] == 200, "accepted after the idle ones"
+    server.close()
+    server.close()
+    assert server.bound_port is None
+    for client in idle:
+        assert client.recv(1) == b""
+        client.close()
+    assert set(threading.enumerate()) == threads
+    assert open_sockets() == sockets
+    again = MetricsServer(port, Metrics(), "127.0.0.1")
+    assert again.start(), "the port is free at once"
+    again.close()
+
+
+def test_connections_are_bounded(server: MetricsServer) -> None:
+    before = threading.active_count()
+    clients = [socket.create_connection(("127.0.0.1", server.bound_port or 0), timeout=10) for _ in range(12)]
+    refused = clients[8:]
+    assert all(client.recv(1) == b"" for client in refused)
+    assert threading.active_count() <= before + 8
+    for client in clients:
+        client.close()

@@ -1,0 +1,239 @@
+"""Guards, log lines and the event buffer."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+import threading
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvbm_core.clock import ManualClock
+from kvbm_core.observe.events import AllCleared, BlockRemoved, BlockStored, CacheEvent, EventBuffer
+from kvbm_core.observe.guard import GuardState, guarded
+from kvbm_core.observe.log import CacheStatsLog, RateLimitedLogger, get_logger, level_of
+from kvbm_core.observe.metrics import Metrics
+from kvbm_core.types import SequenceHash
+
+GET_FINISHED = 'kvbm_guarded_errors_total{seam="get_finished"}'
+
+
+class Connector:
+    """Something with guarded methods."""
+
+    def __init__(self) -> None:
+        self.guard_state = GuardState()
+
+    @guarded("get_finished", lambda self, error, more=0: -1 - more)
+    def call(self, error: BaseException | None, more: int = 0) -> int:
+        """Its own words."""
+        if error is not None:
+            raise error
+        return 1 + more
+
+    @guarded("get_finished", lambda self: 1 // 0, last_resort=None)
+    def doomed(self) -> int | None:
+        raise RuntimeError("first")
+
+    @guarded("get_finished", lambda self: 1 // 0)
+    def unprotected(self) -> int:
+        raise RuntimeError("first")
+
+    def errors(self) -> float:
+        return self.guard_state.metrics.snapshot()[GET_FINISHED]
+
+
+def test_a_guard_is_invisible_when_all_is_well() -> None:
+    connector = Connector()
+    assert connector.call(None, more=4) == 5
+    assert (connector.call.__name__, connector.call.__doc__) == ("call", "Its own words.")
+    assert connector.errors() == 0
+
+
+def test_an_error_becomes_the_fallback_and_a_count(caplog: pytest.LogCaptureFixture) -> None:
+    connector = Connector()
+    assert connector.call(RuntimeError("boom"), more=2) == -3
+    assert connector.call(RuntimeError("boom again"), 2) == -3
+    assert connector.errors() == 2
+    (record,) = caplog.records
+    assert record.name == "kvbm"
+    assert "get_finished" in record.getMessage()
+    assert record.exc_info is not None
+    assert "boom" in str(record.exc_info[1])
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(3)])
+def test_the_user_can_still_stop_it(error: BaseException) -> None:
+    connector = Connector()
+    with pytest.raises(type(error)):
+        connector.call(error)
+    assert connector.errors() == 0
+
+
+def test_a_failing_fallback() -> None:
+    connector = Connector()
+    assert connector.doomed() is None
+    assert connector.errors() == 2
+    with pytest.raises(ZeroDivisionError):
+        connector.unprotected()
+
+
+def test_a_half_built_object_is_guarded_too(caplog: pytest.LogCaptureFixture) -> None:
+    connector = object.__new__(Connector)
+    assert connector.call(RuntimeError("boom")) == -1
+    assert "boom" in caplog.records[0].getMessage()
+
+
+def test_a_seam_must_be_known() -> None:
+    with pytest.raises(ValueError, match="no_such_seam"):
+        guarded("no_such_seam", lambda self: None)
+
+
+# ---------------------------------------------------------------- log lines
+
+
+def test_a_line_at_most_once_per_interval_and_key(caplog: pytest.LogCaptureFixture) -> None:
+    clock = ManualClock()
+    lines = RateLimitedLogger(get_logger("test"), interval_s=10, clock=clock)
+    assert [lines.warning("a", "at %d", i) for i in range(4)] == [True, False, False, False]
+    assert lines.warning("b", "other")
+    clock.advance(9.9)
+    assert not lines.warning("a", "too early")
+    clock.advance(0.1)
+    assert lines.warning("a", "at %d", 10)
+    assert [record.getMessage() for record in caplog.records] == [
+        "at 0",
+        "other",
+        "at 10 (4 more like this were left out)",
+    ]
+
+
+def test_keys_are_bounded(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.CRITICAL)
+    log = RateLimitedLogger(get_logger("test"), clock=ManualClock())
+    for i in range(10_000):
+        log.warning(i, "line")
+    assert len(log._seen) == 256
+
+
+def test_threads_log_it_once(caplog: pytest.LogCaptureFixture) -> None:
+    log = RateLimitedLogger(get_logger("test"), clock=ManualClock())
+    threads = [threading.Thread(target=log.warning, args=("same", "line")) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(caplog.records) == 1
+
+
+def test_hit_rate_line(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "kvbm")
+    clock, metrics = ManualClock(), Metrics()
+    stats = CacheStatsLog(metrics, interval_s=5, worker="7", clock=clock)
+    metrics.request_hits(3, 1, 8)
+    assert not stats.tick()
+    clock.advance(5)
+    assert stats.tick()
+    assert not stats.tick()
+    clock.advance(5)
+    assert not stats.tick(), "nothing new"
+    metrics.request_hits(0, 0, 4)
+    clock.advance(5)
+    assert stats.tick()
+    assert [record.getMessage() for record in caplog.records] == [
+        "KVBM [7] Cache Hit Rates - Host: 37.5% (3/8), Disk: 12.5% (1/8)",
+        "KVBM [7] Cache Hit Rates - Host: 25.0% (3/12), Disk: 8.3% (1/12)",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("directives", "level"),
+    [
+        ("info", logging.INFO),
+        ("DEBUG", logging.DEBUG),
+        ("trace", logging.DEBUG),
+        ("warn", logging.WARNING),
+        ("error,kvbm=debug,nixl=trace", logging.DEBUG),
+        ("kvbm=warn,debug", logging.WARNING),
+        ("nixl=trace", logging.INFO),
+        ("", logging.INFO),
+        ("loud", logging.INFO),
+    ],
+)
+def test_dyn_log(directives: str, level: int) -> None:
+    assert level_of(directives) == level
+
+
+def test_lines_are_seen_in_a_process_that_configured_nothing() -> None:
+    code = (
+        "import logging; from kvbm_core.observe.log import setup_logging, get_logger;"
+        "setup_logging('info'); setup_logging('info'); get_logger('part').info('hello');"
+        "get_logger().debug('silent')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stderr.count("hello") == 1
+    assert "silent" not in done.stderr
+
+
+# ---------------------------------------------------------------- events
+
+
+def stored(i: int) -> BlockStored:
+    return BlockStored((SequenceHash(bytes([i % 256]) * 32),), None, (i,), 1, "CPU_TIER1")
+
+
+def removed(i: int) -> BlockRemoved:
+    return BlockRemoved((SequenceHash(bytes([i % 256]) * 32),), "CPU_TIER1")
+
+
+def test_events_in_order_and_once() -> None:
+    buffer = EventBuffer()
+    events: list[CacheEvent] = [stored(1), removed(1), stored(2)]
+    assert all(buffer.append(event) for event in events)
+    assert buffer.take() == events
+    assert buffer.take() == []
+
+
+def test_over_the_limit_stores_go_first_and_removals_last() -> None:
+    buffer = EventBuffer(capacity_events=2)
+    assert [buffer.append(stored(i)) for i in range(3)] == [True, True, False]
+    assert [buffer.append(removed(i)) for i in range(3)] == [True, True, False]
+    assert buffer.dropped == 2
+    assert buffer.take() == [stored(0), stored(1), removed(0), removed(1)]
+
+
+def test_clearing_replaces_what_waits() -> None:
+    buffer = EventBuffer(capacity_events=1)
+    buffer.append(stored(1))
+    assert buffer.append(AllCleared())
+    assert buffer.take() == [AllCleared()]
+
+
+@given(st.lists(st.sampled_from(["store", "remove", "clear", "take"]), max_size=60), st.integers(1, 5))
+def test_whoever_listens_never_believes_in_a_block_that_is_gone(steps: list[str], capacity: int) -> None:
+    """As long as no removal is dropped, a listener's view is a subset of what is there."""
+    buffer, there, seen, lost_removal = EventBuffer(capacity), set[int](), set[int](), False
+    for i, step in enumerate([*steps, "take"]):
+        if step == "store":
+            there.add(i)
+            buffer.append(stored(i))
+        elif step == "remove" and there:
+            gone = there.pop()
+            lost_removal |= not buffer.append(removed(gone))
+        elif step == "clear":
+            there.clear()
+            buffer.append(AllCleared())
+            lost_removal = False
+        else:
+            for event in buffer.take():
+                if isinstance(event, BlockStored):
+                    seen.add(event.token_ids[0])
+                elif isinstance(event, BlockRemoved):
+                    seen.discard(event.block_hashes[0][0])
+                else:
+                    seen.clear()
+            assert len(buffer.take()) == 0
+    assert lost_removal or seen <= there

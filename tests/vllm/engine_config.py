@@ -1,0 +1,158 @@
+"""vLLM's own configuration objects for a model of a few kilobytes: what the engine core would build at start-up."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm.config import (
+    CacheConfig,
+    DeviceConfig,
+    KVEventsConfig,
+    KVTransferConfig,
+    LoRAConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+    VllmConfig,
+)
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core.kv_cache_utils import (
+    generate_scheduler_kv_cache_config,
+    get_kv_cache_configs,
+    get_request_block_hasher,
+    init_none_hash,
+    resolve_kv_cache_block_sizes,
+)
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheSpec, SlidingWindowSpec
+from vllm.v1.structured_output import StructuredOutputManager
+
+DYNAMO = {"kv_connector": "DynamoConnector", "kv_connector_module_path": "kvbm.vllm_integration.connector"}
+"""The guides' own way to name the connector."""
+
+KV_HEADS, HEAD_SIZE = 2, 8
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """One engine. ``windows``: sliding window in tokens of each layer, None = full attention."""
+
+    block_size_tokens: int = 4
+    num_blocks: int = 64
+    max_batched_tokens: int = 128
+    max_num_seqs: int = 16
+    windows: tuple[int | None, ...] = (None, None)
+    ranks: int = 1
+    layout: str = "LBNHC"
+    max_model_len: int = 120
+    async_scheduling: bool = False
+    lora: bool = False
+    kv_events: bool = False
+    connector: dict[str, Any] = field(default_factory=lambda: dict(DYNAMO))
+    extra_config: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def layer_names(self) -> tuple[str, ...]:
+        """As vLLM names attention layers; sorting them by name would put layer 10 before layer 2."""
+        return tuple(f"model.layers.{i}.self_attn.attn" for i in range(len(self.windows)))
+
+
+def make_vllm_config(spec: EngineSpec, folder: Path) -> VllmConfig:
+    """The configuration of one engine with ``spec``; the model's config.json is written to ``folder``."""
+    (folder / "config.json").write_text(json.dumps(_model_json(spec)))
+    transfer = KVTransferConfig(
+        kv_role="kv_both", kv_connector_extra_config=dict(spec.extra_config), **spec.connector
+    )
+    config = VllmConfig(
+        model_config=ModelConfig(
+            model=str(folder), skip_tokenizer_init=True, dtype="float32", max_model_len=spec.max_model_len
+        ),
+        cache_config=CacheConfig(
+            block_size=spec.block_size_tokens,
+            enable_prefix_caching=True,
+            num_gpu_blocks_override=spec.num_blocks,
+        ),
+        scheduler_config=SchedulerConfig(
+            max_num_seqs=spec.max_num_seqs,
+            max_num_batched_tokens=spec.max_batched_tokens,
+            max_model_len=spec.max_model_len,
+            is_encoder_decoder=False,
+            enable_chunked_prefill=True,
+            async_scheduling=spec.async_scheduling,
+            disable_hybrid_kv_cache_manager=False,
+            watermark=0.0,
+        ),
+        parallel_config=ParallelConfig(tensor_parallel_size=spec.ranks, distributed_executor_backend="uni"),
+        device_config=DeviceConfig("cpu"),
+        lora_config=LoRAConfig(max_loras=4, max_lora_rank=8) if spec.lora else None,
+        kv_transfer_config=transfer,
+        kv_events_config=KVEventsConfig(enable_kv_cache_events=True, publisher="null")
+        if spec.kv_events
+        else None,
+    )
+    config.cache_config.kv_cache_layout = spec.layout
+    return config
+
+
+def make_kv_cache_configs(spec: EngineSpec, config: VllmConfig) -> tuple[list[KVCacheConfig], KVCacheConfig]:
+    """What vLLM's planner gives each rank, and the scheduler."""
+    per_layer = dict(
+        zip(spec.layer_names, (_layer_spec(spec, window) for window in spec.windows), strict=True)
+    )
+    memory_bytes = spec.num_blocks * sum(layer.page_size_bytes for layer in per_layer.values())
+    configs = get_kv_cache_configs(
+        config, [dict(per_layer) for _ in range(spec.ranks)], [memory_bytes] * spec.ranks
+    )
+    for each in configs:
+        each.kv_cache_layout = config.cache_config.kv_cache_layout
+    scheduler_config = generate_scheduler_kv_cache_config(configs)
+    config.cache_config.num_gpu_blocks = scheduler_config.num_blocks
+    return configs, scheduler_config
+
+
+def make_scheduler(config: VllmConfig, kv_cache_config: KVCacheConfig) -> tuple[Scheduler, Any]:
+    """vLLM's scheduler (with its connector) and the function that hashes a request's blocks."""
+    block_size_tokens, hash_block_size_tokens = resolve_kv_cache_block_sizes(kv_cache_config, config)
+    scheduler = config.scheduler_config.get_scheduler_cls()(
+        vllm_config=config,
+        kv_cache_config=kv_cache_config,
+        structured_output_manager=StructuredOutputManager(config),
+        block_size=block_size_tokens,
+        hash_block_size=hash_block_size_tokens,
+        log_stats=True,
+    )
+    hash_function = get_hash_fn_by_name(config.cache_config.prefix_caching_hash_algo)
+    init_none_hash(hash_function)
+    return scheduler, get_request_block_hasher(hash_block_size_tokens, hash_function)
+
+
+def _layer_spec(spec: EngineSpec, window_tokens: int | None) -> KVCacheSpec:
+    shape: dict[str, Any] = {
+        "block_size": spec.block_size_tokens,
+        "num_kv_heads": KV_HEADS,
+        "head_size": HEAD_SIZE,
+        "dtype": torch.float32,
+    }
+    if window_tokens is None:
+        return FullAttentionSpec(**shape)
+    return SlidingWindowSpec(sliding_window=window_tokens, **shape)
+
+
+def _model_json(spec: EngineSpec) -> dict[str, Any]:
+    return {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_attention_heads": 4,
+        "num_key_value_heads": KV_HEADS * spec.ranks,
+        "head_dim": HEAD_SIZE,
+        "num_hidden_layers": len(spec.windows),
+        "vocab_size": 512,
+        "max_position_embeddings": spec.max_model_len,
+        "dtype": "float32",
+    }
