@@ -3,12 +3,13 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 PYTHON ?= $(firstword $(foreach name,python3.11 python3.12 python3.10 python3,$(if $(shell $(name) -c '' 2>/dev/null && echo yes),$(name))))
 VENV ?= .venv
+CONTRACT ?= .contract
 BIN := $(VENV)/bin
 SETUP_FLAGS ?=
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
 
-.PHONY: help demo test lint typecheck bench setup clean
+.PHONY: help setup demo contract test lint typecheck bench clean
 
 help: ## this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 20
@@ -20,13 +21,16 @@ setup: ## the environment: vLLM (CUDA or CPU), kvbm, tools (SETUP_FLAGS=--withou
 demo: setup ## serve a tiny model with kvbm, show cold, device hit and host hit side by side
 	@$(BIN)/python -m benchmarks.demo
 
-test: setup ## everything: lint, types, fast tests, then vLLM's own classes, then real engines
-	@$(BIN)/ruff check .
-	@$(BIN)/mypy
-	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+contract: # interfaces of the other supported vLLM versions, for the contract tests (1 GB is downloaded, 60 MB kept)
+	@$(PYTHON) deploy/setup_env.py $(VENV) --dev --demo $(SETUP_FLAGS) --contract-wheels $(CONTRACT)
 
-lint: setup ## ruff
-	@$(BIN)/ruff check .
+test: setup contract ## everything: lint, types, fast tests, then vLLM's own classes, then real engines
+	@$(BIN)/ruff check . && $(BIN)/ruff format --check --quiet . || { echo 'ruff found something: see above, or run $(BIN)/ruff format' >&2; exit 1; }
+	@$(BIN)/mypy
+	@KVBM_VLLM_SOURCES=$(CONTRACT) $(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: setup ## ruff, rules and format
+	@$(BIN)/ruff check . && $(BIN)/ruff format --check --quiet . || { echo 'ruff found something: see above, or run $(BIN)/ruff format' >&2; exit 1; }
 
 typecheck: setup ## mypy, strict
 	@$(BIN)/mypy
@@ -35,5 +39,5 @@ bench: setup ## TTFT and throughput with and without kvbm (BENCH_ARGS="..." goes
 	@$(BIN)/python -m benchmarks.serve $(BENCH_ARGS)
 
 clean: ## remove the environment, caches and results
-	rm -rf $(VENV) build dist demo-output bench-output .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(CONTRACT) build dist demo-output bench-output .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

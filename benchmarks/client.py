@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,9 +11,9 @@ from types import TracebackType
 from typing import Any
 
 import httpx
-from prometheus_client.parser import text_string_to_metric_families
 
 REQUEST_TIMEOUT_S = 120.0
+SAMPLE = re.compile(r"^(?P<name>[A-Za-z_:][\w:]*)(?:\{.*\})? (?P<value>\S+)", re.MULTILINE)
 
 Message = dict[str, str]
 
@@ -75,9 +76,7 @@ class EngineClient:
         """POST /v1/chat/completions; ``fields`` are further fields of the request."""
         return await self._ask("/v1/chat/completions", {"messages": list(messages)}, max_tokens, fields)
 
-    async def _ask(
-        self, path: str, body: dict[str, Any], max_tokens: int, fields: Mapping[str, object]
-    ) -> Answer:
+    async def _ask(self, path: str, body: dict[str, Any], max_tokens: int, fields: Mapping[str, object]) -> Answer:
         request = {
             **body,
             "model": self._model,
@@ -142,10 +141,10 @@ class EngineClient:
 
 
 def parse_metrics(text: str) -> dict[str, float]:
-    """Prometheus text as sample name -> value, summed over labels; histogram buckets are left out."""
+    """Prometheus text as sample name -> value, names as written, summed over labels, without buckets."""
     totals: dict[str, float] = {}
-    for family in text_string_to_metric_families(text):
-        for sample in family.samples:
-            if not sample.name.endswith("_bucket"):
-                totals[sample.name] = totals.get(sample.name, 0.0) + sample.value
+    for match in SAMPLE.finditer(text):
+        name = match["name"]
+        if not name.endswith("_bucket"):
+            totals[name] = totals.get(name, 0.0) + float(match["value"])
     return totals

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from benchmarks.client import Answer, CacheCounts, EngineClient, Message
 
 ANSWER_TOKENS = 16
-OPENING_WORDS = 270
-MESSAGE_WORDS = 130
+OPENING_WORDS = 420
+MESSAGE_WORDS = 32
 SEED = 7
 WARM_UP_USER = -1
-NOUNS = "ledger harbour signal meadow engine lantern archive river copper garden window station paper ocean".split()
-VERBS = "keeps follows measures forgets returns carries finds opens repeats copies counts holds moves".split()
+NOUNS = ("ledger", "harbour", "signal", "meadow", "engine", "lantern", "archive", "river", "garden", "paper")
+VERBS = ("keeps", "follows", "measures", "forgets", "carries", "finds", "opens", "repeats", "counts", "moves")
 
 
 @dataclass(frozen=True)

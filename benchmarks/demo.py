@@ -14,21 +14,24 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import httpx
 from rich.console import Console
 from rich.status import Status
 
 from benchmarks.client import EngineClient
 from benchmarks.conversation import Conversations, Turn
-from benchmarks.demo_report import Outcome, compare, draw_plot, show
+from benchmarks.demo_report import compare, draw_plot, show
 from benchmarks.server import ServerError, ServerOptions, VllmServer, exit_on_sigterm, vllm_version
 from benchmarks.tiny_model import ensure_model
 
-DEVICE_BLOCKS = 129  # of 32 tokens; one is vLLM's own: room for 4,096 tokens, about one conversation
+BLOCK_TOKENS = 32
+DEVICE_TOKENS = 4096
+DEVICE_BLOCKS = DEVICE_TOKENS // BLOCK_TOKENS + 1  # one is vLLM's own
 HOST_CACHE_GB = 1.0
 USERS = 6
 TURNS = 4
-# In float32 a whole and a resumed prefill give the same tokens. In bfloat16 vLLM's own prefix cache already changes an
-# answer now and then, as the rounding depends on how many tokens are computed at once.
+# In float32 a whole and a resumed prefill give the same tokens. In bfloat16 vLLM's own prefix cache already
+# changes an answer now and then, as the rounding depends on how many tokens are computed at once.
 DTYPE = "float32"
 
 
@@ -65,7 +68,9 @@ def main() -> int:
     try:
         return run_demo(console, arguments.output)
     except ServerError as error:
-        console.print(f"[red]demo: {error}[/red]", markup=True, highlight=False, soft_wrap=True)
+        console.print(f"demo: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+    except httpx.HTTPError as error:
+        console.print(f"[red]demo: the server failed ({error!r}); its log is in {arguments.output}[/red]")
     except KeyboardInterrupt:
         console.print("demo: interrupted; nothing is left running")
     return 1
@@ -76,27 +81,37 @@ def run_demo(console: Console, output: Path) -> int:
     steps = Steps(console)
     console.print(
         f"[bold]kvbm demo[/bold]: vLLM {vllm_version()}, {USERS} users in turn, {TURNS} turns each; the device cache"
-        f" holds {32 * (DEVICE_BLOCKS - 1):,} tokens, about one conversation."
+        f" holds {DEVICE_TOKENS:,} tokens, about one conversation."
     )
     with steps.step("building a tiny model with random weights"):
         model = ensure_model(output / "tiny-qwen3")
     plain = _serve_and_play(steps, model, output / "vllm-without-kvbm.log", None)
     with_kvbm = _serve_and_play(steps, model, output / "vllm-with-kvbm.log", HOST_CACHE_GB)
-    outcome = compare(plain, with_kvbm)
-    plot = draw_plot(outcome, output / "demo.png")
-    show(console, outcome, plot, steps.elapsed_s)
-    return 0 if outcome.good else 1
+    comparison = compare(plain, with_kvbm)
+    plot = draw_plot(comparison, output / "demo.png")
+    show(console, comparison, plot, steps.elapsed_s)
+    return 0 if comparison.good else 1
 
 
 def _serve_and_play(steps: Steps, model: Path, log_path: Path, host_cache_gb: float | None) -> list[Turn]:
     name = "without kvbm" if host_cache_gb is None else "with kvbm"
-    options = ServerOptions(model, DEVICE_BLOCKS, host_cache_gb, dtype=DTYPE)
+    options = ServerOptions(
+        model,
+        DEVICE_BLOCKS,
+        host_cache_gb,
+        dtype=DTYPE,
+        max_model_len_tokens=DEVICE_TOKENS,
+        block_size_tokens=BLOCK_TOKENS,
+    )
     server = VllmServer(options, log_path)
-    with steps.step(f"starting vllm serve {name} on loopback") as status:
-        server.start(progress=lambda seconds, line: status.update(f"starting vllm serve {name}: {seconds:.0f} s"))
-    with server:
+    try:
+        starting = f"starting vllm serve {name} on loopback"
+        with steps.step(starting) as status:
+            server.start(progress=lambda seconds, line: status.update(f"{starting}: {seconds:.0f} s"))
         with steps.step(f"playing {USERS} conversations {name}") as status:
             return asyncio.run(_play(server, model, status, ask_again=host_cache_gb is not None))
+    finally:
+        server.stop()
 
 
 async def _play(server: VllmServer, model: Path, status: Status, *, ask_again: bool) -> list[Turn]:

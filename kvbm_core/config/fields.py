@@ -115,9 +115,7 @@ class SettingFields(BaseSettings):
     start_wait_s: r.SecondsOrZero = _setting(
         "KVBM_START_WAIT_S", 5.0, "Seconds the engine's start waits for the first slots; then it serves without hits."
     )
-    leader_zmq_host: r.Host = _setting(
-        "DYN_KVBM_LEADER_ZMQ_HOST", "127.0.0.1", "Address of the leader's channel."
-    )
+    leader_zmq_host: r.Host = _setting("DYN_KVBM_LEADER_ZMQ_HOST", "127.0.0.1", "Address of the leader's channel.")
     leader_zmq_pub_port: r.Port = _setting(
         "DYN_KVBM_LEADER_ZMQ_PUB_PORT", 56001, "Port on which the leader speaks.", lenient=True
     )
@@ -171,9 +169,7 @@ class SettingFields(BaseSettings):
         later="TensorRT-LLM is not in this release",
         lenient=True,
     )
-    fatbin_path: r.Text = _setting(
-        "DYN_FATBIN_PATH", "", "KVBM's copy kernels.", later="kvbm needs no kernel file"
-    )
+    fatbin_path: r.Text = _setting("DYN_FATBIN_PATH", "", "KVBM's copy kernels.", later="kvbm needs no kernel file")
 
     @classmethod
     def settings_customise_sources(

@@ -12,6 +12,7 @@ from pydantic import PlainValidator
 MAX_CACHE_GB = 1e6
 MAX_COUNT = 2**40
 MAX_SECONDS = 1e7
+_MAX_FLOAT = 1e300
 _SHOWN_CHARS = 80
 
 # Plain ASCII notation only: Python's own float() would also take "1_000", "nan" and non-Latin digits.
@@ -30,13 +31,12 @@ def shown(value: object) -> str:
 
 
 def _float_or_none(value: object) -> float | None:
+    """The number; infinity for one too large for a float and for NaN, None for what is no number."""
     if isinstance(value, str) and _FLOAT.fullmatch(value.strip()):
-        number = float(value)
-    elif isinstance(value, (int, float)) and not isinstance(value, bool):
-        number = float(value) if abs(value) <= 1e300 else math.inf
-    else:
-        return None
-    return number if math.isfinite(number) else None
+        return float(value)
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return float(value) if abs(value) <= _MAX_FLOAT else math.inf
+    return None
 
 
 def _int_or_none(value: object) -> int | None:
@@ -134,13 +134,9 @@ _SECONDS = "write a plain number of seconds above 0, such as 30"
 _SECONDS_OR_ZERO = "write a plain number of seconds, 0 or more, such as 1"
 
 Gigabytes = Annotated[float | None, PlainValidator(float_reader(_GB, MAX_CACHE_GB))]
-GigabytesOrZero = Annotated[
-    float | None, PlainValidator(float_reader(_GB_OR_ZERO, MAX_CACHE_GB, zero_allowed=True))
-]
+GigabytesOrZero = Annotated[float | None, PlainValidator(float_reader(_GB_OR_ZERO, MAX_CACHE_GB, zero_allowed=True))]
 Seconds = Annotated[float, PlainValidator(float_reader(_SECONDS, MAX_SECONDS))]
-SecondsOrZero = Annotated[
-    float, PlainValidator(float_reader(_SECONDS_OR_ZERO, MAX_SECONDS, zero_allowed=True))
-]
+SecondsOrZero = Annotated[float, PlainValidator(float_reader(_SECONDS_OR_ZERO, MAX_SECONDS, zero_allowed=True))]
 OptionalCount = Annotated[int | None, _int(1, MAX_COUNT)]
 OptionalCountOrZero = Annotated[int | None, _int(0, MAX_COUNT)]
 Count = Annotated[int, _int(1, 1_000_000)]

@@ -81,6 +81,7 @@ class _Server(HTTPServer):
     """An HTTPServer with few connections at once, each on a daemon thread, all ended by server_close."""
 
     allow_reuse_address = True
+    request_queue_size = 2 * _MAX_CONNECTIONS
 
     def __init__(self, host: str, port: int, metrics: Metrics) -> None:
         self.metrics = metrics

@@ -36,9 +36,7 @@ class EvictionPolicy(Protocol):
     def remove(self, key: BlockKey) -> None:
         """Takes ``key`` out. Raises KeyError if it is unknown, ValueError if it is pinned."""
 
-    def evict(
-        self, count_blocks: int, protected: AbstractSet[BlockKey] = frozenset()
-    ) -> list[BlockKey] | None:
+    def evict(self, count_blocks: int, protected: AbstractSet[BlockKey] = frozenset()) -> list[BlockKey] | None:
         """Takes out and returns exactly ``count_blocks`` keys, not pinned, not protected, next to go first.
 
         None, and nothing has changed, if there are not so many. Raises ValueError for a negative count.

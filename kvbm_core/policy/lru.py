@@ -71,9 +71,7 @@ class LruPolicy:
             raise ValueError("remove: the key is pinned")
         del self._queue[key]
 
-    def evict(
-        self, count_blocks: int, protected: AbstractSet[BlockKey] = frozenset()
-    ) -> list[BlockKey] | None:
+    def evict(self, count_blocks: int, protected: AbstractSet[BlockKey] = frozenset()) -> list[BlockKey] | None:
         """See EvictionPolicy."""
         if count_blocks < 0:
             raise ValueError(f"evict: a count is not negative ({count_blocks})")

@@ -51,6 +51,7 @@ class Worker:
         self._in_flight: set[int] = set()
         self._overwritten: set[int] = set()
         self._wrap: Callable[[Executor], Executor] = lambda executor: executor
+        self._judge: Callable[[JobResult], JobResult] = lambda result: result
         self._channel = WorkerChannel(endpoint, self._on_message)
 
     # ---------------------------------------------------------------- set-up
@@ -64,6 +65,10 @@ class Worker:
     def wrap_executor(self, wrap: Callable[[Executor], Executor]) -> None:
         """Puts ``wrap`` around the executor that will be made (fault injection, recording)."""
         self._wrap = wrap
+
+    def judge_results(self, judge: Callable[[JobResult], JobResult]) -> None:
+        """Lets ``judge`` see, and change, each result before anybody else does (fault injection, byte checks)."""
+        self._judge = judge
 
     def refuse(self, reason: str) -> None:
         """Tells the leader that this rank cannot take part."""
@@ -183,6 +188,7 @@ class Worker:
         return self._executor is None or self._executor.drain(timeout_s)
 
     def _finished(self, result: JobResult) -> None:
+        result = self._judge(result)
         with self._lock:
             self._in_flight.discard(result.job_id)
             if result.job_id in self._overwritten:

@@ -20,14 +20,10 @@ class BlockStore(Protocol):
     def contains_many(self, keys: Sequence[BlockKey], *, deadline_s: float) -> list[Outcome]:
         """OK or MISS; OK does not promise that a later get succeeds."""
 
-    def put_many(
-        self, keys: Sequence[BlockKey], payloads: Sequence[memoryview], *, deadline_s: float
-    ) -> list[Outcome]:
+    def put_many(self, keys: Sequence[BlockKey], payloads: Sequence[memoryview], *, deadline_s: float) -> list[Outcome]:
         """OK means that the block can be got; it does not mean that it survives a crash."""
 
-    def get_many(
-        self, keys: Sequence[BlockKey], targets: Sequence[memoryview], *, deadline_s: float
-    ) -> list[Outcome]:
+    def get_many(self, keys: Sequence[BlockKey], targets: Sequence[memoryview], *, deadline_s: float) -> list[Outcome]:
         """Fills each target of its block's exact size; a target whose outcome is not OK holds garbage."""
 
     def remove_many(self, keys: Sequence[BlockKey], *, deadline_s: float) -> list[Outcome]:

@@ -55,8 +55,9 @@ class HostSlab:
         self._stopping = False
         nbytes = num_slots * slot_bytes
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-        self._mapping = mmap.mmap(-1, nbytes + HUGE_PAGE_BYTES, flags=flags)
-        whole: npt.NDArray[np.uint8] = np.frombuffer(self._mapping, dtype=np.uint8)
+        mapping = mmap.mmap(-1, nbytes + HUGE_PAGE_BYTES, flags=flags)
+        self._mapping: mmap.mmap | None = mapping
+        whole: npt.NDArray[np.uint8] = np.frombuffer(mapping, dtype=np.uint8)
         skip = -int(whole.ctypes.data) % HUGE_PAGE_BYTES
         self._array: npt.NDArray[np.uint8] | None = whole[skip : skip + nbytes]
         self.address = int(self._array.ctypes.data)
@@ -103,8 +104,10 @@ class HostSlab:
         while self._undo:
             self._undo.pop()()
         self._array = None
+        mapping, self._mapping = self._mapping, None
         try:
-            self._mapping.close()
+            if mapping is not None:
+                mapping.close()
         except BufferError:
             logger.debug("host slab still in use at close; its memory goes with the last array")
 

@@ -34,13 +34,6 @@ class SlotDigests:
         self._lock = threading.Lock()
         self._of_slot: dict[int, bytes] = {}
 
-    def forget(self, plan: TransferPlan) -> None:
-        """The slots are about to be overwritten."""
-        with self._lock:
-            for move in plan.moves:
-                for slot in move.slots:
-                    self._of_slot.pop(slot, None)
-
     def record(self, slot: int, content: npt.NDArray[np.uint8]) -> None:
         """``content`` was copied to ``slot``."""
         digest = self._digest(content.data)

@@ -95,9 +95,7 @@ class JobBoard:
         """Publishes the result; a job that never started has no seconds, only time in the queue."""
         now_s = self._clock.now_s()
         started_s = now_s if job.started_s is None else job.started_s
-        result = JobResult(
-            job.plan.job_id, outcome, num_bytes, now_s - started_s, started_s - job.submitted_s, detail
-        )
+        result = JobResult(job.plan.job_id, outcome, num_bytes, now_s - started_s, started_s - job.submitted_s, detail)
         if self._on_done is not None:
             try:
                 self._on_done(result)

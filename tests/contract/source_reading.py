@@ -1,4 +1,4 @@
-"""Reading Python sources without importing them: classes, signatures, imports, and which attributes of what are used."""
+"""Reading Python sources without importing them: classes, signatures, imports, and which attributes are used."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def decorators(function: ast.FunctionDef) -> set[str]:
 
 
 def attributes(path: Path, name: str) -> set[str]:
-    """What instances of the class have: fields, properties, methods and what __init__ assigns; bases in this file too."""
+    """What instances of the class have: fields, methods, what __init__ assigns; with its bases in this file."""
     node = find_class(path, name)
     if node is None:
         return set()
@@ -67,11 +67,14 @@ def defined_names(path: Path) -> set[str]:
 
 
 def guarded_lines(tree: ast.Module) -> set[int]:
-    """Lines inside a ``try`` that catches ImportError."""
+    """Lines that need not work: in a ``try`` that catches ImportError, or under TYPE_CHECKING."""
     lines: set[int] = set()
     for node in ast.walk(tree):
-        if isinstance(node, ast.Try) and any("ImportError" in ast.unparse(h.type or node) for h in node.handlers):
-            lines |= {line for item in node.body for line in range(item.lineno, (item.end_lineno or item.lineno) + 1)}
+        is_tried = isinstance(node, ast.Try) and any("ImportError" in ast.unparse(h) for h in node.handlers)
+        is_for_types = isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        if isinstance(node, ast.Try | ast.If) and (is_tried or is_for_types):
+            for item in node.body:
+                lines |= set(range(item.lineno, (item.end_lineno or item.lineno) + 1))
     return lines
 
 

@@ -1,8 +1,8 @@
 """What kvbm_vllm reads of vLLM's objects: the one list against which both sides are held.
 
-``FIELDS``: attributes that exist in every supported version and may be read directly. ``PROBED``: attributes that only
-some versions have; they may be read with getattr(name, default) only. ``TYPE_OF``: what an attribute is, where the
-adapter goes on from it; a leading ``*`` means a sequence of.
+``FIELDS``: attributes that exist in every supported version and may be read directly. ``PROBED``: attributes that
+only some versions have; they may be read with getattr(name, default) only. ``TYPE_OF``: what an attribute is, where
+the adapter goes on from it; a leading ``*`` means a sequence of.
 """
 
 from __future__ import annotations
@@ -45,7 +45,12 @@ FIELDS: dict[str, set[str]] = {
         "block_hashes",
         "status",
     },
-    "SchedulerOutput": {"scheduled_new_reqs", "scheduled_cached_reqs", "num_scheduled_tokens"},
+    "SchedulerOutput": {
+        "scheduled_new_reqs",
+        "scheduled_cached_reqs",
+        "num_scheduled_tokens",
+        "total_num_scheduled_tokens",
+    },
     "NewRequestData": {"req_id", "block_ids", "num_computed_tokens"},
     "CachedRequestData": {"req_ids", "resumed_req_ids", "new_block_ids", "num_computed_tokens"},
     "KVCacheConfig": {"num_blocks", "kv_cache_groups"},
@@ -76,7 +81,11 @@ PROBED: dict[str, set[str]] = {
     "KVCacheGroupSpec": {"enable_kv_transfer", "host_resident"},
     "ParallelConfig": {"decode_context_parallel_size", "prefill_context_parallel_size", "data_parallel_index"},
     "CacheConfig": {"hash_block_size"},
+    "AttentionSpec": {"kv_cache_specs"},
 }
+
+PROBED_IN = {"AttentionSpec": "UniformTypeKVCacheSpecs"}
+"""Where a probed attribute comes from if not from the class itself: what else may stand in its place."""
 
 TYPE_OF = {
     ("Request", "lora_request"): "LoRARequest",

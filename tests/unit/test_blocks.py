@@ -34,6 +34,8 @@ def test_slots_come_lowest_first_and_neighbouring() -> None:
     pool.release(slots(5, 1, 2))
     assert pool.allocate(2) == [1, 2]
     assert pool.allocate(3) == [5, 6, 7]
+    pool.release(slots(6, 0, 3))
+    assert pool.allocate(3) == [0, 3, 6]
     pool.check_integrity()
 
 

@@ -278,7 +278,10 @@ def test_disk_alone_is_refused(name: str) -> None:
     assert caught.value.setting == KvbmSettings.env_names()[name]
 
 
-@pytest.mark.parametrize(("gb", "block_bytes", "slots"), [(0.001, 1000, 1000), (0.001, 4000, 250), (20, 3, 6666666666)])
+@pytest.mark.parametrize(
+    ("gb", "block_bytes", "slots"),
+    [(0.001, 1000, 1000), (0.001, 4000, 250), (20, 3, 6666666666), (0.5094, 100_000, 5094)],
+)
 def test_size_is_total_over_all_ranks(gb: float, block_bytes: int, slots: int) -> None:
     settings = KvbmSettings.from_env({"cpu_cache_gb": gb})
     settings.require_tier()

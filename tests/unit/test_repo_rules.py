@@ -90,7 +90,7 @@ def test_functions_are_short() -> None:
 
 def core_import_allowed(importer: str, imported: str) -> bool:
     """Whether core package (or module) ``importer`` may import ``imported``; both are first-level names."""
-    if importer == imported or importer == "testing":
+    if importer in (imported, "testing"):
         return True
     if imported == "testing":
         return False
@@ -225,6 +225,22 @@ def test_no_path_of_a_developers_machine_is_in_the_repository() -> None:
             if LOCAL_PATH.search(line):
                 found.append(f"{path.relative_to(ROOT)}:{number}: {line.strip()}")
     assert not found, "\n".join(found)
+
+
+def test_core_dependencies_are_those_that_are_imported() -> None:
+    declared = re.search(
+        r"^dependencies = \[\n(.*?)^\]", (ROOT / "pyproject.toml").read_text(encoding="utf-8"), re.M | re.S
+    )
+    assert declared is not None
+    names = {re.split(r"[<>=!]", text)[0] for text in re.findall(r'"([^"]+)"', declared[1])}
+    modules = {{"pyzmq": "zmq"}.get(name, name.replace("-", "_")) for name in names}
+    used = {
+        name.split(".")[0]
+        for path in python_files(("kvbm_core", "kvbm_vllm", "compat"))
+        for _, name in imported_names(path)
+    }
+    ours = {"kvbm_core", "kvbm_vllm", "kvbm", "dynamo"}
+    assert modules == used - set(sys.stdlib_module_names) - ENGINE_MODULES - ours
 
 
 def test_dynamo_stays_a_namespace_that_others_can_share() -> None:

@@ -1,12 +1,13 @@
-"""A model whose KV bytes are a pure function of the prefix, and the rank that runs it in vLLM's own step order.
+"""A model whose KV bytes are a pure function of the prefix, and the rank that runs it in vLLM's step order.
 
-Every forward pass checks that the bytes a real model would read are those that it wrote once for the same prefix,
-so a block that was lost, mixed up or loaded too late fails at the step that would have used it.
+Every forward pass checks that the bytes a real model would read are those that it wrote once for the same
+prefix, so a block that was lost, mixed up or loaded too late fails at the step that would have used it.
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -15,7 +16,7 @@ import torch
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed.kv_transfer import kv_transfer_state
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
 from vllm.forward_context import set_forward_context
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -95,7 +96,12 @@ class FakeRank:
     """One worker: real CPU KV tensors, the worker side of the connector, and the model above."""
 
     def __init__(
-        self, rank: int, spec: EngineSpec, config: VllmConfig, kv_cache_config: KVCacheConfig
+        self,
+        rank: int,
+        spec: EngineSpec,
+        config: VllmConfig,
+        kv_cache_config: KVCacheConfig,
+        prepare: Callable[[int, KVConnectorBase_V1], None],
     ) -> None:
         self.rank = rank
         self._spec = spec
@@ -103,21 +109,18 @@ class FakeRank:
         self._groups = kv_cache_config.kv_cache_groups
         self._requests: dict[str, RunnerRequest] = {}
         layout = KVCacheLayout[spec.layout]
-        self.kv_caches: dict[str, torch.Tensor] = allocate_kv_cache(
-            kv_cache_config, torch.device("cpu"), layout
-        )
+        self.kv_caches: dict[str, torch.Tensor] = allocate_kv_cache(kv_cache_config, torch.device("cpu"), layout)
         self._bytes = {name: tensor.view(torch.uint8).numpy() for name, tensor in self.kv_caches.items()}
         self.connector = KVConnectorFactory.create_connector(
             config=config, role=KVConnectorRole.WORKER, kv_cache_config=kv_cache_config
         )
+        prepare(rank, self.connector)
         with set_current_vllm_config(config):
             self.connector.register_kv_caches(self.kv_caches)
 
     # ------------------------------------------------------------------ one step
 
-    def step(
-        self, output: SchedulerOutput, fresh_blocks: list[int], requests: dict[str, Request]
-    ) -> ModelRunnerOutput:
+    def step(self, output: SchedulerOutput, fresh_blocks: list[int], requests: dict[str, Request]) -> ModelRunnerOutput:
         """What GPUModelRunner.execute_model does with the connector, in its order."""
         kv_transfer_state._KV_CONNECTOR_AGENT = self.connector
         try:
@@ -128,9 +131,7 @@ class FakeRank:
                 return KVConnectorModelRunnerMixin.kv_connector_no_forward(output, self._config)
             mixin = KVConnectorModelRunnerMixin.maybe_get_kv_connector_output(output)
             with set_forward_context(None, self._config), mixin as connector_output:
-                sampled = {
-                    name: self._forward(name, count) for name, count in output.num_scheduled_tokens.items()
-                }
+                sampled = {name: self._forward(name, count) for name, count in output.num_scheduled_tokens.items()}
         finally:
             kv_transfer_state._KV_CONNECTOR_AGENT = None
         return ModelRunnerOutput(
@@ -199,8 +200,8 @@ class FakeRank:
         if wrong.size:
             kind = "never written" if (seen[wrong[0]] == POISON).all() else "bytes of something else"
             raise AssertionError(
-                f"{name}: rank {self.rank}: {layer_name}: wrong KV at {wrong.size} of {len(positions)} positions, first "
-                f"{first + wrong[0]} (block {blocks[wrong[0]]}, {kind}); computed tokens {start}"
+                f"{name}: rank {self.rank}: {layer_name}: wrong KV at {wrong.size} of {len(positions)} positions, "
+                f"first {first + wrong[0]} (block {blocks[wrong[0]]}, {kind}); computed tokens {start}"
             )
 
     def _write(self, layer_name: str, table: list[int], sequence: Sequence, start: int, stop: int) -> None:

@@ -1,12 +1,11 @@
-"""Drives vLLM's own scheduler, requests and connector hooks, step by step, with a model that checks every byte it reads.
+"""Drives vLLM's own scheduler, requests and connector hooks, with a model that checks every byte it reads.
 
-``Engine`` does what vLLM's engine core does around the scheduler (add, step, abort, reset, shut down), in one process
-and thread, so that a test can stop at any state. There is no clock in it: a step either has work or polls.
+``Engine`` does what vLLM's engine core does around the scheduler (add, step, abort, reset, shut down), in one
+process and thread, so that a test can stop at any state. There is no clock in it: a step has work or polls.
 """
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -16,6 +15,7 @@ from typing import Any
 
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.sampling_params import SamplingParams
@@ -77,14 +77,20 @@ class Engine:
         self.record = Record()
         self.config = make_vllm_config(spec, folder)
         rank_configs, scheduler_config = make_kv_cache_configs(spec, self.config)
+        self.ranks = [
+            FakeRank(i, spec, self._config_of(i), each, self.prepare_worker) for i, each in enumerate(rank_configs)
+        ]
+        # As in vLLM, the workers have registered their KV caches when the scheduler is made.
         self.scheduler, self._block_hasher = make_scheduler(self.config, scheduler_config)
+        assert self.scheduler.connector is not None
         self.connector = self.scheduler.connector
-        assert self.connector is not None
-        self.ranks = [FakeRank(i, spec, self._config_of(i), each) for i, each in enumerate(rank_configs)]
         self._aggregator = KVOutputAggregator.from_connector(self.connector, spec.ranks)
         self._in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
         self._fresh_blocks: list[int] = []
         self._spy()
+
+    def prepare_worker(self, rank: int, connector: KVConnectorBase_V1) -> None:
+        """Called with each worker's connector before it is given the KV tensors; for subclasses."""
 
     def __enter__(self) -> Engine:
         return self
@@ -111,9 +117,7 @@ class Engine:
         request = Request(
             request_id=request_id,
             prompt_token_ids=list(tokens),
-            sampling_params=SamplingParams(
-                max_tokens=max_tokens, ignore_eos=True, temperature=0.0, **sampling
-            ),
+            sampling_params=SamplingParams(max_tokens=max_tokens, ignore_eos=True, temperature=0.0, **sampling),
             pooling_params=None,
             cache_salt=salt,
             lora_request=lora,
@@ -132,9 +136,7 @@ class Engine:
 
     def reset_device(self, *, with_connector: bool = False, running: bool = False) -> bool:
         """What /reset_prefix_cache does."""
-        return bool(
-            self.scheduler.reset_prefix_cache(reset_running_requests=running, reset_connector=with_connector)
-        )
+        return bool(self.scheduler.reset_prefix_cache(reset_running_requests=running, reset_connector=with_connector))
 
     def ask(self, request_id: str, tokens: Sequence[int], max_tokens: int = 1, **how: Any) -> list[int]:
         """Adds a request, runs it to its end and returns its answer."""
@@ -142,11 +144,20 @@ class Engine:
         self.run()
         return self.record.outputs[request_id]
 
+    def ask_until_done(self, request_id: str, tokens: Sequence[int], max_tokens: int = 1) -> list[int]:
+        """As ``ask``, but stops when the answer is there, whatever else is waiting."""
+        self.add(request_id, tokens, max_tokens)
+        self.run(until=lambda: len(self.record.outputs[request_id]) == max_tokens)
+        return self.record.outputs[request_id]
+
     # ------------------------------------------------------------------ what the engine core does
 
     def step(self) -> None:
-        """One turn of the engine loop; with async scheduling the result of a step is processed one step later."""
-        scheduled = self.scheduler.schedule()
+        """One turn of the engine loop; with async scheduling a step's result is processed one step later."""
+        self.execute(self.scheduler.schedule())
+
+    def execute(self, scheduled: SchedulerOutput) -> None:
+        """What follows ``scheduler.schedule()`` in a turn."""
         fresh, self._fresh_blocks = self._fresh_blocks, []
         results = [rank.step(scheduled, fresh, self.scheduler.requests) for rank in self.ranks]
         result = self._aggregator.aggregate(results) if len(results) > 1 else results[0]
@@ -159,8 +170,6 @@ class Engine:
         self._process(*self._in_flight.popleft())
         while self._in_flight and not scheduled.total_num_scheduled_tokens:
             self._process(*self._in_flight.popleft())
-        if not scheduled.total_num_scheduled_tokens:
-            threading.Event().wait(0.0005)  # an idle engine loop gives the copying threads the processor
 
     def run(self, until: Callable[[], bool] | None = None) -> None:
         """Steps until ``until`` holds, or until the engine would go to sleep."""
@@ -188,11 +197,7 @@ class Engine:
     def assert_idle(self) -> None:
         """vLLM holds nothing any more: no request, no device block."""
         assert not self.scheduler.requests, list(self.scheduler.requests)
-        assert (
-            not self.scheduler.running
-            and not self.scheduler.waiting
-            and not self.scheduler.kv_holding_waiting
-        )
+        assert not self.scheduler.running and not self.scheduler.waiting and not self.scheduler.kv_holding_waiting
         assert not self.scheduler.finished_recving_kv_req_ids and not self.scheduler.failed_recving_kv_req_ids
         assert self.free_blocks == self.spec.num_blocks - 1
 
@@ -214,7 +219,7 @@ class Engine:
         return replace(self.config, parallel_config=replace(self.config.parallel_config, rank=rank))
 
     def _allow_images(self) -> None:
-        # The model is text-only, so vLLM planned no encoder cache; the scheduler's image path is what is under test.
+        # The model is text-only, so vLLM planned no encoder cache; the scheduler's image path is under test.
         if self.scheduler.max_num_encoder_input_tokens == 0:
             self.scheduler.max_num_encoder_input_tokens = 1024
             self.scheduler.encoder_cache_manager = EncoderCacheManager(cache_size=1024)

@@ -124,8 +124,6 @@ class CudaExecutor:
         flight = _Flight(job)
         stream = self._streams[plan.direction]
         try:
-            if plan.direction is Direction.OFFLOAD and self._digests is not None:
-                self._digests.forget(plan)
             self._api.wait_event(stream, job.token)
             for move in plan.moves:
                 for start in range(0, len(move.slots), self._max_batch_blocks):
@@ -142,9 +140,7 @@ class CudaExecutor:
             flight.failure = flight.failure or f"{type(error).__name__}: {error}"
         return flight
 
-    def _copy(
-        self, direction: Direction, group: int, device_blocks: Sequence[int], slots: Sequence[int]
-    ) -> None:
+    def _copy(self, direction: Direction, group: int, device_blocks: Sequence[int], slots: Sequence[int]) -> None:
         blocks_runs = runs(device_blocks, slots)
         device, host, sizes = addresses(self._pairs[group], blocks_runs, self._bases, self._host.address)
         boundary = (self._host.address, self._host.chunk_bytes)
@@ -226,9 +222,7 @@ def addresses(
     return device, host, sizes
 
 
-def cut_at_chunks(
-    device: list[int], host: list[int], sizes: list[int], host_base: int, chunk_bytes: int
-) -> Copies:
+def cut_at_chunks(device: list[int], host: list[int], sizes: list[int], host_base: int, chunk_bytes: int) -> Copies:
     """The same copies, none of which lies in two chunks of the slab.
 
     Each chunk was pinned by itself, and a copy over two registrations may be refused.

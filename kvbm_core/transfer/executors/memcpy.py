@@ -107,8 +107,6 @@ class MemcpyExecutor:
 
     def _move(self, plan: TransferPlan) -> int:
         is_offload = plan.direction is Direction.OFFLOAD
-        if is_offload and self._digests is not None:
-            self._digests.forget(plan)
         num_bytes = 0
         for move in plan.moves:
             for batch in _batches(move, self._max_batch_blocks if is_offload else len(move.slots)):

@@ -1,0 +1,177 @@
+"""What the demo found: compared answers, a table, a plot, and the line to serve a model of one's own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from statistics import median
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.conversation import Turn
+from benchmarks.server import connector_config
+
+
+class State(Enum):
+    """Where the KV of a prompt came from."""
+
+    COLD = "cold"
+    HOST = "host hit"
+    DEVICE = "device hit"
+
+
+COLORS = {State.COLD: "#8c8c8c", State.HOST: "#2a7f62", State.DEVICE: "#8fc1e3"}
+
+
+@dataclass(frozen=True)
+class Row:
+    """The medians of one turn over all users, in one state, on a server with or without kvbm."""
+
+    turn: int
+    state: State
+    with_kvbm: bool
+    prompt_tokens: float
+    device_tokens: float
+    host_tokens: float
+    ttft_s: float
+    each_ttft_s: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The comparison of all answers, and the rows of the table."""
+
+    rows: tuple[Row, ...]
+    answers: int
+    differing: tuple[Turn, ...]
+    onboarded_blocks: int
+    missed: tuple[Turn, ...]  # returning users whose conversation did not come back from host memory
+
+    @property
+    def good(self) -> bool:
+        """Whether every answer was the same, and every returning conversation came back from host memory."""
+        return not self.differing and not self.missed
+
+    def row(self, turn: int, state: State, *, with_kvbm: bool) -> Row | None:
+        """The row of a turn, if it was measured."""
+        wanted = (turn, state, with_kvbm)
+        return next((row for row in self.rows if (row.turn, row.state, row.with_kvbm) == wanted), None)
+
+
+def compare(plain: Sequence[Turn], with_kvbm: Sequence[Turn]) -> Comparison:
+    """Hold every answer with kvbm against the engine without it."""
+    reference = {(turn.user, turn.turn): turn.answer.token_ids for turn in plain}
+    differing = [turn for turn in with_kvbm if turn.answer.token_ids != reference[turn.user, turn.turn]]
+    returning = [turn for turn in with_kvbm if turn.turn > 0 and not turn.again]
+    turns = sorted({turn.turn for turn in plain})
+    rows: list[Row] = []
+    for number in turns:
+        state = State.COLD if number == 0 else State.HOST
+        rows.append(_row(number, State.COLD, plain, with_kvbm=False, again=False))
+        rows.append(_row(number, state, with_kvbm, with_kvbm=True, again=False))
+        rows.append(_row(number, State.DEVICE, with_kvbm, with_kvbm=True, again=True))
+    return Comparison(
+        rows=tuple(rows),
+        answers=len(with_kvbm),
+        differing=tuple(differing),
+        onboarded_blocks=sum(turn.found.onboarded_blocks for turn in with_kvbm),
+        missed=tuple(turn for turn in returning if turn.found.host_tokens == 0),
+    )
+
+
+def _row(number: int, state: State, turns: Sequence[Turn], *, with_kvbm: bool, again: bool) -> Row:
+    chosen = [turn for turn in turns if turn.turn == number and turn.again == again]
+    return Row(
+        turn=number,
+        state=state,
+        with_kvbm=with_kvbm,
+        prompt_tokens=median(turn.answer.prompt_tokens for turn in chosen),
+        device_tokens=median(turn.found.device_tokens for turn in chosen),
+        host_tokens=median(turn.found.host_tokens for turn in chosen),
+        ttft_s=median(turn.answer.ttft_s for turn in chosen),
+        each_ttft_s=tuple(turn.answer.ttft_s for turn in chosen),
+    )
+
+
+def show(console: Console, comparison: Comparison, plot: Path, elapsed_s: float) -> None:
+    """Print table, verdict and what to type next."""
+    console.print(_table(comparison))
+    if comparison.differing:
+        places = ", ".join(f"user {turn.user} turn {turn.turn + 1}" for turn in comparison.differing)
+        console.print(f"[red]✗ {len(comparison.differing)} of {comparison.answers} answers DIFFER: {places}[/red]")
+    else:
+        console.print(
+            f"[green]✓[/green] all {comparison.answers} answers with kvbm are, token for token, those of the engine"
+            " without it: cold, host hit and device hit"
+        )
+    if comparison.missed:
+        console.print(f"[red]✗ {len(comparison.missed)} returning conversations were not found in host memory[/red]")
+    else:
+        console.print(f"[green]✓[/green] {comparison.onboarded_blocks:,} blocks came back from host memory")
+    console.print(f"  plot: {plot}   time: {elapsed_s:.0f} s, no process left running\n")
+    console.print("To serve a model of your own (20 GB of host memory for its cache):\n")
+    line = f"  DYN_KVBM_CPU_CACHE_GB=20 vllm serve YOUR_MODEL --kv-transfer-config '{connector_config()}'"
+    console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def _table(comparison: Comparison) -> Table:
+    table = Table(
+        title="Prompt tokens, of these matched on the device and in host memory, and time to first token\n(medians over the users)",
+        title_justify="left",
+    )
+    for heading in ("turn", "state", "prompt", "device", "host", "TTFT ms", "speed-up"):
+        table.add_column(heading, justify="left" if heading == "state" else "right")
+    for row in comparison.rows:
+        cold = comparison.row(row.turn, State.COLD, with_kvbm=False)
+        is_cold = cold is None or row.state is State.COLD
+        engine = "" if row.with_kvbm else ", no kvbm"
+        table.add_row(
+            str(row.turn + 1),
+            f"{row.state.value}{engine}",
+            f"{row.prompt_tokens:,.0f}",
+            f"{row.device_tokens:,.0f}",
+            f"{row.host_tokens:,.0f}",
+            f"{1000 * row.ttft_s:,.0f}",
+            "" if is_cold or cold is None else f"{cold.ttft_s / row.ttft_s:.1f} x",
+            style="bold" if row.state is State.HOST else None,
+            end_section=row.state is State.DEVICE,
+        )
+    return table
+
+
+def draw_plot(comparison: Comparison, path: Path) -> Path:
+    """Save the table as a picture: one group of bars per turn, a dot per user."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    turns = sorted({row.turn for row in comparison.rows})
+    figure, axes = pyplot.subplots(figsize=(9, 5), layout="constrained")
+    states = [(State.COLD, False, "cold: engine without kvbm"), (State.HOST, True, "host hit: brought back by kvbm")]
+    states.append((State.DEVICE, True, "device hit: asked again at once"))
+    width = 0.27
+    for offset, (state, with_kvbm, label) in enumerate(states, start=-1):
+        rows = [row for turn in turns if (row := comparison.row(turn, state, with_kvbm=with_kvbm)) is not None]
+        places = [row.turn + offset * width for row in rows]
+        heights = [1000 * row.ttft_s for row in rows]
+        axes.bar(places, heights, width * 0.92, label=label, color=COLORS[state])
+        for place, height, row in zip(places, heights, rows, strict=True):
+            each = [1000 * seconds for seconds in row.each_ttft_s]
+            axes.scatter([place] * len(each), each, s=8, color="black", alpha=0.35, linewidths=0, zorder=3)
+            above = (0, 4)
+            top = (place, max(each))
+            axes.annotate(f"{height:.0f}", top, above, textcoords="offset points", ha="center", fontsize=9)
+    prompts = {row.turn: row.prompt_tokens for row in comparison.rows}
+    axes.set_xticks(turns, [f"turn {turn + 1}\n{prompts[turn]:,.0f} prompt tokens" for turn in turns])
+    axes.set_ylabel("time to first token, ms (bar: median, dots: users)")
+    axes.set_title("A conversation that the device cache forgot, brought back from host memory", loc="left")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, loc="upper left")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
+    return path

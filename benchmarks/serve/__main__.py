@@ -1,0 +1,104 @@
+"""Measure both figures in one run and say whether the goals are met."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+import httpx
+from rich.console import Console
+from rich.status import Status
+
+from benchmarks.client import EngineClient
+from benchmarks.machine import machine_facts
+from benchmarks.serve import throughput, ttft
+from benchmarks.serve.figures import Figure
+from benchmarks.serve.report import Report
+from benchmarks.server import ServerError, ServerOptions, VllmServer, exit_on_sigterm
+from benchmarks.tiny_model import ensure_model
+
+DEVICE_BLOCKS = 280  # of 32 tokens: room for two prompts of 4,000
+HOST_CACHE_GB = 1.0
+PAIRS, ROUNDS = 30, 16
+QUICK_PAIRS, QUICK_ROUNDS = 8, 4
+
+
+def main() -> int:
+    """Command line; 0 when everything was measured and every answer was right, goals met or not."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.serve", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="fewer pairs: a look, not a result")
+    parser.add_argument("--output", type=Path, default=Path("bench-output"), help="folder for model, logs and report")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of weights and KV")
+    parser.add_argument("--seed", type=int, default=1, help="of the prompts")
+    arguments = parser.parse_args()
+    console = Console()
+    exit_on_sigterm()
+    try:
+        report = run(console, arguments)
+    except (ServerError, httpx.HTTPError) as error:
+        console.print(f"benchmark: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+        return 1
+    report.show(console)
+    console.print(f"report: {report.write(arguments.output)}")
+    return 1 if report.complaints else 0
+
+
+def run(console: Console, arguments: argparse.Namespace) -> Report:
+    """Start both servers, measure, stop them."""
+    machine = machine_facts()
+    started_s = time.monotonic()
+    with console.status("building the model") as status, ExitStack() as stack:
+        model = ensure_model(arguments.output / "tiny-qwen3")
+        servers = []
+        for name, host_cache_gb in (("with-kvbm", HOST_CACHE_GB), ("without", None)):
+            _say(console, status, f"starting vllm serve {name}")
+            options = ServerOptions(model, DEVICE_BLOCKS, host_cache_gb, dtype=arguments.dtype)
+            servers.append(stack.enter_context(VllmServer(options, arguments.output / f"vllm-{name}.log")))
+        figures, complaints = asyncio.run(_measure(console, status, arguments, str(model), *servers))
+    settings = {
+        "model": "tiny Qwen3, random weights, 4 layers",
+        "dtype": arguments.dtype,
+        "device cache": f"{DEVICE_BLOCKS} blocks of 32 tokens",
+        "host cache": f"{HOST_CACHE_GB:g} GB",
+        "ttft": f"{ttft.PROMPT_TOKENS} tokens, one request at a time",
+        "throughput": f"{throughput.REQUESTS} prompts of {throughput.PROMPT_TOKENS} tokens,"
+        f" {throughput.ANSWER_TOKENS} answer tokens, {throughput.CONCURRENCY} at once",
+        "duration": f"{time.monotonic() - started_s:.0f} s",
+    }
+    return Report(figures, complaints, settings, machine)
+
+
+async def _measure(
+    console: Console,
+    status: Status,
+    arguments: argparse.Namespace,
+    model: str,
+    with_kvbm: VllmServer,
+    without: VllmServer,
+) -> tuple[list[Figure], list[str]]:
+    pairs, rounds = (QUICK_PAIRS, QUICK_ROUNDS) if arguments.quick else (PAIRS, ROUNDS)
+    seed = arguments.seed
+    async with (
+        EngineClient(with_kvbm.base_url, model, with_kvbm.metrics_url) as ours,
+        EngineClient(without.base_url, model) as plain,
+    ):
+        _say(console, status, f"TTFT: {pairs} pairs of a cold and a returning prompt")
+        measured = await ttft.measure(ours, pairs, seed, status.update)
+        _say(console, status, f"throughput: {rounds} rounds on each server")
+        loaded = await throughput.measure(ours, plain, rounds, seed + 1, status.update)
+        complaints = ttft.complaints(measured) + await throughput.ask_again_alone(ours, plain, loaded)
+    return [ttft.figure(measured), throughput.figure(loaded)], complaints
+
+
+def _say(console: Console, status: Status, what: str) -> None:
+    """A line that stays, and the live one."""
+    console.print(f"  … {what}")
+    status.update(what)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

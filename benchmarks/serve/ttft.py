@@ -1,0 +1,80 @@
+"""Time to first token of a prompt that comes back from host memory, over the same prompt's cold time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from benchmarks.client import Answer, EngineClient
+from benchmarks.serve.figures import Figure
+from benchmarks.serve.workload import UniquePrompts
+
+PROMPT_TOKENS = 4000
+ANSWER_TOKENS = 8
+FORGOTTEN_AFTER = 3  # the device cache holds two prompts, so a prompt is gone when three others have followed
+WARM_UP_PAIRS = 2
+GOAL = 0.10
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A prompt's first and second time on the server with kvbm."""
+
+    cold: Answer
+    hit: Answer
+    host_tokens: int
+    device_tokens: int
+
+    @property
+    def same_answer(self) -> bool:
+        """Whether the hit answered what the cold prompt did."""
+        return self.cold.token_ids == self.hit.token_ids
+
+    @property
+    def from_host(self) -> bool:
+        """Whether the second time was a host hit, to within one block, with nothing left on the device."""
+        return self.device_tokens == 0 and self.host_tokens >= PROMPT_TOKENS - PROMPT_TOKENS % 32 - 32
+
+
+async def measure(client: EngineClient, pairs: int, seed: int, told: Callable[[str], None]) -> list[Pair]:
+    """Cold prompts and returning ones in turn; the first WARM_UP_PAIRS are measured and left out."""
+    prompts = UniquePrompts(seed)
+    waiting: list[tuple[list[int], Answer]] = []
+    measured: list[Pair] = []
+    while len(measured) < pairs + WARM_UP_PAIRS:
+        prompt = prompts.next(PROMPT_TOKENS)
+        waiting.append((prompt, await client.complete(prompt, ANSWER_TOKENS)))
+        if len(waiting) > FORGOTTEN_AFTER:
+            measured.append(await _come_back(client, *waiting.pop(0)))
+            told(f"TTFT: pair {len(measured)} of {pairs + WARM_UP_PAIRS}")
+    return measured[WARM_UP_PAIRS:]
+
+
+async def _come_back(client: EngineClient, prompt: list[int], cold: Answer) -> Pair:
+    before = await client.cache_counts()
+    hit = await client.complete(prompt, ANSWER_TOKENS)
+    found = (await client.cache_counts()).since(before)
+    return Pair(cold, hit, found.host_tokens, found.device_tokens)
+
+
+def figure(pairs: list[Pair]) -> Figure:
+    """The row of the report."""
+    return Figure(
+        name=f"TTFT of a {PROMPT_TOKENS:,}-token host hit",
+        unit="ms",
+        pairs=tuple((1000 * pair.hit.ttft_s, 1000 * pair.cold.ttft_s) for pair in pairs),
+        peer="the same prompt cold",
+        goal=GOAL,
+        better="lower",
+    )
+
+
+def complaints(pairs: list[Pair]) -> list[str]:
+    """What was wrong with the answers or the hits; nothing is the right answer."""
+    found = [f"TTFT pair {i}: the host hit answers otherwise" for i, pair in enumerate(pairs) if not pair.same_answer]
+    found += [
+        f"TTFT pair {i}: {pair.host_tokens} tokens from host and {pair.device_tokens} from the device, no full host hit"
+        for i, pair in enumerate(pairs)
+        if not pair.from_host
+    ]
+    return found

@@ -1,0 +1,19 @@
+"""Prompts that share nothing: every one is drawn from the seed and its own number."""
+
+from __future__ import annotations
+
+import random
+
+FIRST_PRINTABLE_ID = 36  # of the tiny model's tokenizer; any ids below the size of the vocabulary would do
+LAST_PRINTABLE_ID = 129
+
+
+class UniquePrompts:
+    """Token ids of prompts that differ from their first block on; the same seed gives the same prompts."""
+
+    def __init__(self, seed: int) -> None:
+        self._draw = random.Random(seed)
+
+    def next(self, tokens: int) -> list[int]:
+        """A prompt of this many tokens that was never given before."""
+        return [self._draw.randint(FIRST_PRINTABLE_ID, LAST_PRINTABLE_ID) for _ in range(tokens)]

@@ -1,0 +1,158 @@
+"""The ``kvbm`` command: what is configured, what is going on, and how to serve a model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from typing import Annotated, NoReturn
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from kvbm_core import __version__
+from kvbm_core.cli.serve_line import vllm_serve_line
+from kvbm_core.cli.status import StatusError, fetch_samples, status_rows
+from kvbm_core.config import KvbmSettings, SettingRow, SettingSource
+from kvbm_core.errors import ConfigError
+
+BAD_CONFIG_EXIT = 2
+UNREACHABLE_EXIT = 1
+TABLE_WIDTH = 120
+
+app = typer.Typer(
+    name="kvbm",
+    no_args_is_help=True,
+    rich_markup_mode="markdown",
+    pretty_exceptions_enable=False,
+    help="""
+kvbm keeps the KV blocks that an LLM engine would throw away and brings them back when a prompt starts the same way.
+
+The engine loads it; this command only looks and explains. A first session:
+
+1. `kvbm serve-line Qwen/Qwen3-0.6B` prints the line that serves a model with kvbm. Paste it.
+
+2. Send the same long prompt twice, with other prompts in between.
+
+3. `kvbm status` shows what was offloaded, found again and brought back.
+
+`kvbm config` lists every setting, its present value and where that came from.
+""",
+)
+
+
+def _console() -> Console:
+    """A console as wide as the terminal; wide enough for the tables where there is none."""
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=TABLE_WIDTH)
+
+
+def _fail(message: str, exit_code: int) -> NoReturn:
+    typer.echo(message, err=True)
+    raise typer.Exit(exit_code)
+
+
+@app.command()
+def config(
+    changed: Annotated[bool, typer.Option("--changed", help="Only what differs from the default.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="As JSON, for programs.")] = False,
+) -> None:
+    """Every setting: variable, value, where the value comes from, meaning.
+
+    Settings are environment variables; the same names (or the field names in the table) work as keys of
+    kv_connector_extra_config, which wins over the environment. Exit status 2 if a value cannot be used.
+    """
+    try:
+        settings = KvbmSettings.from_env(None)
+    except ConfigError as error:
+        _fail(str(error), BAD_CONFIG_EXIT)
+    rows = [row for row in settings.describe() if not changed or row.source is not SettingSource.DEFAULT]
+    if as_json:
+        typer.echo(json.dumps([_as_json(row) for row in rows], indent=2))
+    else:
+        table = Table("variable", "value", "source", "meaning", title="kvbm settings")
+        for row in rows:
+            style = "" if row.source is SettingSource.DEFAULT else "bold"
+            table.add_row(row.env, _value_text(row.value), row.source.value, row.doc, style=style)
+        _console().print(table)
+    for line in settings.warnings:
+        typer.echo(f"warning: {line}", err=True)
+
+
+def _as_json(row: SettingRow) -> dict[str, object]:
+    return {
+        "variable": row.env,
+        "name": row.name,
+        "value": row.value,
+        "source": row.source.value,
+        "meaning": row.doc,
+    }
+
+
+def _value_text(value: object) -> str:
+    if value is None:
+        return "(unset)"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+@app.command()
+def status(
+    port: Annotated[int, typer.Option(help="The engine's DYN_KVBM_METRICS_PORT.", min=1, max=65535)] = 6880,
+    host: Annotated[str, typer.Option(help="Where the engine runs.")] = "127.0.0.1",
+    timeout_s: Annotated[float, typer.Option("--timeout", help="Seconds to wait.", min=0.1)] = 3.0,
+    as_json: Annotated[bool, typer.Option("--json", help="All series as JSON, for programs.")] = False,
+) -> None:
+    """What a running engine's kvbm has done: tiers, hits, offloaded and onboarded blocks, failures.
+
+    Reads the metrics page, so the engine must run with DYN_KVBM_METRICS=true. Exit status 1 if it is
+    not there.
+    """
+    try:
+        samples = fetch_samples(host, port, timeout_s)
+    except StatusError as error:
+        _fail(f"kvbm status: {error}", UNREACHABLE_EXIT)
+    if as_json:
+        series = [
+            {"name": name, "labels": labels, "value": value}
+            for name, found in samples.items()
+            for labels, value in found
+        ]
+        typer.echo(json.dumps(series, indent=2))
+        return
+    _print_sections(f"kvbm at {host}:{port}", status_rows(samples))
+
+
+def _print_sections(title: str, rows: Iterable[tuple[str, str, str]]) -> None:
+    sections: dict[str, list[tuple[str, str]]] = {}
+    for section, what, value in rows:
+        sections.setdefault(section, []).append((what, value))
+    table = Table("", "what", "value", title=title)
+    for section, lines in sections.items():
+        for number, (what, value) in enumerate(lines):
+            table.add_row("" if number else section, what, value, end_section=number == len(lines) - 1)
+    _console().print(table)
+
+
+@app.command("serve-line")
+def serve_line(
+    model: Annotated[str, typer.Argument(help="Model name or path, as for vllm serve.")],
+    cpu_cache_gb: Annotated[
+        float,
+        typer.Option(help="Host tier in GB (1e9 bytes), over all ranks; more than the device's cache.", min=0.001),
+    ] = 20.0,
+    metrics: Annotated[bool, typer.Option(help="Also serve metrics on port 6880.")] = True,
+) -> None:
+    """The command line that serves MODEL on vLLM with kvbm, ready to paste."""
+    typer.echo(vllm_serve_line(model, cpu_cache_gb=cpu_cache_gb, metrics=metrics))
+
+
+@app.command()
+def version() -> None:
+    """The version of kvbm."""
+    typer.echo(f"kvbm {__version__}")
+
+
+if __name__ == "__main__":
+    app()

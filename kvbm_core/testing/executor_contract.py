@@ -1,0 +1,387 @@
+# ruff: noqa: S101  (a conformance suite is made of asserts)
+"""What every Executor must do; a test class per executor inherits from ExecutorContract (pytest)."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from kvbm_core.clock import Clock, ManualClock
+from kvbm_core.errors import Outcome
+from kvbm_core.layout.tensors import TensorInfo, view_of_tensors
+from kvbm_core.storage.host_slab import HostSlab
+from kvbm_core.transfer.engine import DeviceMemory, Executor
+from kvbm_core.transfer.jobs import MAX_QUEUED_JOBS
+from kvbm_core.transfer.plan import GroupMove, JobResult, TransferPlan
+from kvbm_core.types import Direction
+
+NUM_DEVICE_BLOCKS = 12
+NUM_SLOTS = 8
+HELD_JOB = 1000
+LONG_S = 30.0
+"""Longer than anything here takes; a wait that needs it has failed."""
+
+
+@dataclass
+class Listener:
+    """Collects results; the thread that brings the one of HELD_JOB is kept until ``gate`` is set."""
+
+    results: list[JobResult] = field(default_factory=list)
+    gate: threading.Event = field(default_factory=threading.Event)
+    _arrived: threading.Condition = field(default_factory=threading.Condition)
+
+    def __call__(self, result: JobResult) -> None:
+        with self._arrived:
+            self.results.append(result)
+            self._arrived.notify_all()
+        if result.job_id == HELD_JOB:
+            self.gate.wait(LONG_S)
+
+    def wait_for(self, job_id: int) -> bool:
+        """Waits until the job has ended; False if it takes too long."""
+        with self._arrived:
+            return self._arrived.wait_for(lambda: job_id in self.ids(), LONG_S)
+
+    def ids(self) -> list[int]:
+        """Of the jobs that ended, in order."""
+        return [result.job_id for result in self.results]
+
+    def outcomes(self) -> dict[int, Outcome]:
+        """By job id."""
+        return {result.job_id: result.outcome for result in self.results}
+
+
+@dataclass
+class Bench:
+    """An executor between a device memory with two KV cache groups and a slab."""
+
+    device: DeviceMemory
+    host: HostSlab
+    executor: Executor
+
+    def content(self, group: int, block: int) -> bytes:
+        """The bytes of a device block."""
+        regions = self.device.views[group].regions(block)
+        return b"".join(self.device.storages[s][o : o + n].tobytes() for s, o, n in regions)
+
+    def wipe(self) -> None:
+        """Forgets all device bytes."""
+        for storage in self.device.storages:
+            storage[:] = 0
+
+    def slot(self, slot: int) -> npt.NDArray[np.uint8]:
+        """The bytes of a slot."""
+        return self.host.array[slot * self.host.slot_bytes : (slot + 1) * self.host.slot_bytes]
+
+
+def two_group_memory(seed: int = 1) -> DeviceMemory:
+    """Random bytes under a group with packed layers that are interleaved, and one with K and V apart."""
+    blocks, layers, heads, tokens, content = NUM_DEVICE_BLOCKS, 3, 2, 4, 8
+    page = heads * tokens * content
+    packed_bytes, apart_bytes = blocks * layers * page * 2, 2 * blocks * page * 2
+    packed = [
+        TensorInfo(
+            name=f"packed.{layer}",
+            shape=(blocks, heads, tokens, content),
+            strides=(layers * page, content, heads * content, 1),
+            itemsize=2,
+            dtype="float16",
+            storage=0,
+            storage_offset_bytes=layer * page * 2,
+            storage_bytes=packed_bytes,
+        )
+        for layer in range(layers)
+    ]
+    apart_strides = (blocks * page, page, heads * content, content, 1)
+    apart_shape = (2, blocks, tokens, heads, content)
+    apart = TensorInfo("apart", apart_shape, apart_strides, 2, "float16", 1, 0, apart_bytes)
+    random = np.random.default_rng(seed)
+    storages = [random.integers(0, 256, n, dtype=np.uint8) for n in (packed_bytes, apart_bytes)]
+    return DeviceMemory((view_of_tensors(packed, blocks), view_of_tensors([apart], blocks)), storages)
+
+
+def plan(
+    job_id: int, direction: Direction, blocks: Sequence[int], slots: Sequence[int], group: int = 0
+) -> TransferPlan:
+    """A plan with one move."""
+    return TransferPlan(job_id, direction, (GroupMove(group, tuple(blocks), tuple(slots)),))
+
+
+class ExecutorContract:
+    """Inherit, name the class ``Test...`` and say how to make the executor and how to make it fail."""
+
+    def make_executor(
+        self,
+        device: DeviceMemory,
+        host: HostSlab,
+        *,
+        on_done: Callable[[JobResult], None] | None,
+        verify: bool,
+        clock: Clock | None,
+    ) -> Executor:
+        """An executor that runs one job at a time."""
+        raise NotImplementedError
+
+    def break_copies(self, bench: Bench, broken: bool) -> None:
+        """Makes every copy to the device fail, or work again."""
+        raise NotImplementedError
+
+    @contextmanager
+    def bench(
+        self,
+        *,
+        on_done: Callable[[JobResult], None] | None = None,
+        verify: bool = False,
+        clock: Clock | None = None,
+        prepare: Callable[[int, int], None] | None = None,
+    ) -> Iterator[Bench]:
+        """A fresh executor on fresh memory, closed afterwards."""
+        device = two_group_memory()
+        host = HostSlab(NUM_SLOTS, max(view.block_bytes for view in device.views), prepare=prepare)
+        assert prepare is not None or host.wait_ready(LONG_S)
+        executor = self.make_executor(device, host, on_done=on_done, verify=verify, clock=clock)
+        try:
+            yield Bench(device, host, executor)
+        finally:
+            executor.close()
+            host.close()
+
+    def finish(self, bench: Bench, submitted: TransferPlan) -> JobResult:
+        """Runs one job and returns its result."""
+        bench.executor.submit(submitted)
+        assert bench.executor.wait([submitted.job_id], LONG_S)
+        (result,) = bench.executor.poll()
+        assert result.job_id == submitted.job_id
+        return result
+
+    def test_bytes_come_back_exactly_for_every_group(self) -> None:
+        blocks, slots = [9, 4, 5, 6, 11, 2, 1], [7, 3, 4, 5, 6, 0, 1]  # runs up, down to slot 0, and alone
+        targets = [0, 11, 10, 9, 3, 4, 5]
+        for group in (0, 1):
+            with self.bench() as bench:
+                before = [bench.content(group, block) for block in blocks]
+                num_bytes = len(blocks) * bench.device.views[group].block_bytes
+                offload = self.finish(bench, plan(1, Direction.OFFLOAD, blocks, slots, group))
+                assert (offload.outcome, offload.num_bytes) == (Outcome.OK, num_bytes), offload
+                bench.wipe()
+                onboard = self.finish(bench, plan(2, Direction.ONBOARD, targets, slots, group))
+                assert (onboard.outcome, onboard.num_bytes) == (Outcome.OK, num_bytes), onboard
+                assert [bench.content(group, block) for block in targets] == before
+                untouched = set(range(NUM_DEVICE_BLOCKS)) - set(targets)
+                assert not any(any(bench.content(group, block)) for block in untouched)
+
+    def test_a_plan_may_move_several_groups(self) -> None:
+        with self.bench() as bench:
+            moves = (GroupMove(0, (3, 4), (0, 1)), GroupMove(1, (3, 7), (2, 5)))
+            before = [bench.content(0, 3), bench.content(0, 4), bench.content(1, 3), bench.content(1, 7)]
+            assert self.finish(bench, TransferPlan(1, Direction.OFFLOAD, moves)).outcome is Outcome.OK
+            bench.wipe()
+            assert self.finish(bench, TransferPlan(2, Direction.ONBOARD, moves)).outcome is Outcome.OK
+            after = [bench.content(0, 3), bench.content(0, 4), bench.content(1, 3), bench.content(1, 7)]
+            assert after == before
+
+    def test_an_empty_plan_is_ok(self) -> None:
+        with self.bench() as bench:
+            result = self.finish(bench, TransferPlan(1, Direction.OFFLOAD, ()))
+            assert (result.outcome, result.num_bytes) == (Outcome.OK, 0)
+
+    def test_a_result_is_delivered_once(self) -> None:
+        with self.bench() as bench:
+            assert self.finish(bench, plan(1, Direction.OFFLOAD, [1], [1])).seconds >= 0
+            assert bench.executor.poll() == []
+        listener = Listener()
+        with self.bench(on_done=listener) as bench:
+            bench.executor.submit(plan(1, Direction.OFFLOAD, [1], [1]))
+            assert bench.executor.drain(LONG_S)
+            assert listener.ids() == [1] and bench.executor.poll() == []
+
+    @contextmanager
+    def held(self, bench: Bench, listener: Listener) -> Iterator[None]:
+        """While inside, the executor's thread is busy with the result of HELD_JOB and starts nothing."""
+        bench.executor.submit(plan(HELD_JOB, Direction.OFFLOAD, [0], [0]))
+        assert listener.wait_for(HELD_JOB)
+        try:
+            yield
+        finally:
+            listener.gate.set()
+
+    def test_onboards_go_first_and_each_kind_in_order(self) -> None:
+        listener = Listener()
+        with self.bench(on_done=listener) as bench:
+            with self.held(bench, listener):
+                for job_id, direction in enumerate(("offload", "onboard", "offload", "onboard")):
+                    bench.executor.submit(plan(job_id, Direction(direction), [job_id], [job_id + 1]))
+            assert bench.executor.drain(LONG_S)
+            assert listener.ids() == [HELD_JOB, 1, 3, 0, 2]
+
+    def test_a_job_past_its_deadline_does_not_start(self) -> None:
+        listener, clock = Listener(), ManualClock(5.0)
+        with self.bench(on_done=listener, clock=clock) as bench:
+            bench.slot(2)[:] = 7
+            with self.held(bench, listener):
+                bench.executor.submit(plan(1, Direction.OFFLOAD, [1], [2]), deadline_s=1.0)
+                bench.executor.submit(plan(2, Direction.OFFLOAD, [1], [3]), deadline_s=3.0)
+                bench.executor.submit(plan(3, Direction.OFFLOAD, [1], [4]))
+                clock.advance(2.0)
+            assert bench.executor.drain(LONG_S)
+            assert listener.outcomes() == {
+                HELD_JOB: Outcome.OK,
+                1: Outcome.TIMED_OUT,
+                2: Outcome.OK,
+                3: Outcome.OK,
+            }
+            assert [r.queued_s for r in listener.results if r.job_id in (1, 2)] == [2.0, 2.0]
+            assert (bench.slot(2) == 7).all()
+
+    def test_cancel_stops_only_what_waits(self) -> None:
+        listener = Listener()
+        with self.bench(on_done=listener) as bench:
+            bench.slot(2)[:] = 7
+            with self.held(bench, listener):
+                bench.executor.submit(plan(1, Direction.OFFLOAD, [1], [2]))
+                assert bench.executor.cancel(1)
+                assert listener.outcomes()[1] is Outcome.REJECTED
+                assert not bench.executor.cancel(1)
+                assert not bench.executor.cancel(HELD_JOB)
+                assert not bench.executor.cancel(77)
+            assert bench.executor.drain(LONG_S)
+            assert (bench.slot(2) == 7).all()
+
+    def test_wait_and_drain_tell_whether_jobs_have_ended(self) -> None:
+        listener = Listener()
+        with self.bench(on_done=listener) as bench:
+            with self.held(bench, listener):
+                bench.executor.submit(plan(1, Direction.OFFLOAD, [1], [2]))
+                assert not bench.executor.wait([1], 0.0)
+                assert not bench.executor.drain(0.0)
+                assert bench.executor.wait([5, 6], 0.0)
+            assert bench.executor.wait([1], LONG_S) and bench.executor.drain(LONG_S)
+            assert 1 in listener.ids()
+
+    def test_a_failing_copy_is_an_outcome_and_the_executor_goes_on(self) -> None:
+        with self.bench() as bench:
+            assert self.finish(bench, plan(1, Direction.OFFLOAD, [1], [1])).outcome is Outcome.OK
+            self.break_copies(bench, True)
+            failed = self.finish(bench, plan(2, Direction.ONBOARD, [2], [1]))
+            assert failed.outcome is Outcome.IO_ERROR and failed.detail and failed.num_bytes == 0
+            self.break_copies(bench, False)
+            assert self.finish(bench, plan(3, Direction.ONBOARD, [2], [1])).outcome is Outcome.OK
+            assert bench.content(0, 2) == bench.content(0, 1)
+
+    def test_an_unusable_plan_is_rejected(self) -> None:
+        plans = [
+            plan(1, Direction.OFFLOAD, [1], [NUM_SLOTS]),
+            plan(2, Direction.OFFLOAD, [NUM_DEVICE_BLOCKS], [1]),
+            plan(3, Direction.OFFLOAD, [1, 2], [1]),
+            plan(4, Direction.OFFLOAD, [1, 2], [3, 3]),
+            plan(5, Direction.ONBOARD, [1, 1], [3, 4]),
+            plan(6, Direction.OFFLOAD, [1], [1], group=2),
+            plan(7, Direction.OFFLOAD, [-1], [1]),
+        ]
+        with self.bench() as bench:
+            for unusable in plans:
+                result = self.finish(bench, unusable)
+                assert result.outcome is Outcome.REJECTED and result.detail, unusable
+
+    def test_slots_that_are_not_ready_are_busy(self) -> None:
+        gate = threading.Event()
+
+        def prepare(address: int, nbytes: int) -> None:
+            gate.wait(LONG_S)
+
+        with self.bench(prepare=prepare) as bench:
+            try:
+                result = self.finish(bench, plan(1, Direction.OFFLOAD, [1], [1]))
+                assert result.outcome is Outcome.BUSY
+            finally:
+                gate.set()
+            assert bench.host.wait_ready(LONG_S)
+            assert self.finish(bench, plan(2, Direction.OFFLOAD, [1], [1])).outcome is Outcome.OK
+
+    def test_a_job_id_in_flight_is_not_taken_again(self) -> None:
+        listener = Listener()
+        with self.bench(on_done=listener) as bench, self.held(bench, listener):
+            try:
+                bench.executor.submit(plan(HELD_JOB, Direction.OFFLOAD, [1], [2]))
+            except ValueError:
+                return
+            raise AssertionError("a job id in flight was accepted again")
+
+    def test_the_queue_is_bounded(self) -> None:
+        with self.bench() as bench:
+            for job_id in range(MAX_QUEUED_JOBS + 10):
+                bench.executor.submit(plan(job_id, Direction.OFFLOAD, [1], [1]))
+            assert bench.executor.drain(LONG_S)
+            results = bench.executor.poll()
+            assert len(results) == MAX_QUEUED_JOBS + 10
+            assert sum(result.outcome is Outcome.BUSY for result in results) == 10
+            assert self.finish(bench, plan(1, Direction.OFFLOAD, [1], [1])).outcome is Outcome.OK
+
+    def test_a_failing_listener_harms_nobody(self) -> None:
+        def fail(result: JobResult) -> None:
+            raise RuntimeError("listener")
+
+        with self.bench(on_done=fail) as bench:
+            for job_id in (1, 2):
+                bench.executor.submit(plan(job_id, Direction.OFFLOAD, [1], [job_id]))
+                assert bench.executor.wait([job_id], LONG_S)
+            assert bench.slot(1).tobytes() == bench.slot(2).tobytes() == bench.content(0, 1)
+
+    def test_verify_catches_a_flipped_byte(self) -> None:
+        with self.bench(verify=True) as bench:
+            for group in (0, 1):
+                offload = plan(1, Direction.OFFLOAD, [1, 2], [1, 2], group)
+                assert self.finish(bench, offload).outcome is Outcome.OK
+                good = plan(2, Direction.ONBOARD, [5, 6], [1, 2], group)
+                assert self.finish(bench, good).outcome is Outcome.OK
+                bench.slot(2)[bench.device.views[group].block_bytes - 1] ^= 1
+                wrong = self.finish(bench, plan(3, Direction.ONBOARD, [7, 8], [1, 2], group))
+                assert wrong.outcome is Outcome.CORRUPT and "[2]" in wrong.detail
+                whole = plan(4, Direction.ONBOARD, [7], [1], group)
+                assert self.finish(bench, whole).outcome is Outcome.OK
+
+    def test_verify_knows_what_was_written_last(self) -> None:
+        with self.bench(verify=True) as bench:
+            assert self.finish(bench, plan(1, Direction.OFFLOAD, [1], [1])).outcome is Outcome.OK
+            assert self.finish(bench, plan(2, Direction.OFFLOAD, [2], [1])).outcome is Outcome.OK
+            assert self.finish(bench, plan(3, Direction.ONBOARD, [3], [1])).outcome is Outcome.OK
+            assert bench.content(0, 3) == bench.content(0, 2)
+
+    def test_close_rejects_what_waits_and_leaves_nothing_behind(self) -> None:
+        listener = Listener()
+        threads_before = set(threading.enumerate())
+        with self.bench(on_done=listener) as bench:
+            address = bench.host.address
+            with self.held(bench, listener):
+                bench.executor.submit(plan(1, Direction.OFFLOAD, [1], [2]))
+                closer = threading.Thread(target=bench.executor.close)
+                closer.start()
+                assert listener.wait_for(1)
+            closer.join(LONG_S)
+            assert not closer.is_alive()
+            assert listener.outcomes()[HELD_JOB] is Outcome.OK
+            assert listener.outcomes()[1] is Outcome.REJECTED
+            bench.executor.submit(plan(2, Direction.OFFLOAD, [1], [2]))
+            assert listener.outcomes()[2] is Outcome.REJECTED
+            bench.executor.close()
+            bench.host.close()
+        kept = [t.name for t in set(threading.enumerate()) - threads_before if t.name.startswith("kvbm-")]
+        assert [name for name in kept if name != "kvbm-cuda-double"] == []
+        gc.collect()
+        assert not is_mapped(address)
+
+
+def is_mapped(address: int) -> bool:
+    """Whether ``address`` is in a mapping of this process."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        start, end = (int(number, 16) for number in line.split()[0].split("-"))
+        if start <= address < end:
+            return True
+    return False

@@ -1,0 +1,241 @@
+"""Every executor keeps the executor contract; what is special to one is below it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+
+from kvbm_core.clock import Clock
+from kvbm_core.errors import Outcome, UnsupportedError
+from kvbm_core.storage.host_slab import HUGE_PAGE_BYTES, HostSlab
+from kvbm_core.testing.cuda_double import CudaDouble, DoubleEvent
+from kvbm_core.testing.executor_contract import (
+    LONG_S,
+    NUM_SLOTS,
+    Bench,
+    ExecutorContract,
+    Listener,
+    plan,
+    two_group_memory,
+)
+from kvbm_core.transfer.engine import DeviceMemory, Executor, TransferEngine, make_executor, slab_preparation
+from kvbm_core.transfer.executors.cuda import CudaExecutor, addresses, cut_at_chunks
+from kvbm_core.transfer.executors.memcpy import MemcpyExecutor
+from kvbm_core.transfer.plan import JobResult
+from kvbm_core.types import Direction
+
+
+class TestMemcpyExecutor(ExecutorContract):
+    """The executor for CPU engines."""
+
+    def make_executor(
+        self,
+        device: DeviceMemory,
+        host: HostSlab,
+        *,
+        on_done: Callable[[JobResult], None] | None,
+        verify: bool,
+        clock: Clock | None,
+    ) -> Executor:
+        return make_executor(device, host, max_batch_blocks=4, on_done=on_done, verify=verify, clock=clock)
+
+    def break_copies(self, bench: Bench, broken: bool) -> None:
+        executor = bench.executor
+        assert isinstance(executor, MemcpyExecutor)
+        for lanes in executor._lanes:
+            for lane in lanes:
+                lane.device.flags.writeable = not broken
+
+    def test_an_onboard_does_not_wait_for_the_rest_of_an_offload(self) -> None:
+        """The listener cannot hold a job that is under way, so the copies themselves are held."""
+        first_batch, go_on = threading.Event(), threading.Event()
+
+        class Held(MemcpyExecutor):
+            def _copy(self, group: int, batch: list[tuple[int, int]], is_offload: bool) -> None:
+                super()._copy(group, batch, is_offload)
+                if is_offload and not first_batch.is_set():
+                    first_batch.set()
+                    assert go_on.wait(LONG_S)
+
+        device = two_group_memory()
+        host = HostSlab(NUM_SLOTS, max(view.block_bytes for view in device.views))
+        assert host.wait_ready(LONG_S)
+        listener = Listener()
+        executor = Held(device, host, max_batch_blocks=2, on_done=listener)
+        executor.submit(plan(1, Direction.OFFLOAD, [0, 1, 2, 3], [0, 1, 2, 3]))
+        assert first_batch.wait(LONG_S)
+        assert not executor.cancel(1)
+        executor.submit(plan(2, Direction.OFFLOAD, [4], [4]))
+        executor.submit(plan(3, Direction.ONBOARD, [8], [0]))
+        go_on.set()
+        assert executor.drain(LONG_S)
+        assert listener.ids() == [3, 1, 2]
+        executor.close()
+        host.close()
+
+
+class TestCudaExecutor(ExecutorContract):
+    """The executor for GPUs, on a double of the CUDA runtime (see CudaDouble)."""
+
+    @pytest.fixture(autouse=True)
+    def _double(self) -> Iterator[None]:
+        self.cuda = CudaDouble()
+        yield
+        self.cuda.close()
+
+    def make_executor(
+        self,
+        device: DeviceMemory,
+        host: HostSlab,
+        *,
+        on_done: Callable[[JobResult], None] | None,
+        verify: bool,
+        clock: Clock | None,
+        max_concurrent: int = 1,
+    ) -> Executor:
+        return CudaExecutor(
+            device,
+            host,
+            self.cuda,
+            max_concurrent=max_concurrent,
+            max_batch_blocks=4,
+            on_done=on_done,
+            verify=verify,
+            clock=clock,
+        )
+
+    def break_copies(self, bench: Bench, broken: bool) -> None:
+        self.cuda.refuse_copies = broken
+
+    def test_an_offload_starts_after_the_forward_and_submit_does_not_wait(self) -> None:
+        with self.bench() as bench:
+            self.cuda.hold(self.cuda.compute, True)
+            self.cuda.compute_calls(lambda: bench.device.storages[0].fill(9))
+            bench.executor.submit(plan(1, Direction.OFFLOAD, [1], [1]))
+            self.cuda.compute_calls(lambda: None)
+            assert not bench.executor.wait([1], 0.05)
+            assert not bench.slot(1).any()
+            self.cuda.hold(self.cuda.compute, False)
+            assert bench.executor.wait([1], LONG_S)
+            assert (bench.slot(1)[: bench.device.views[0].block_bytes] == 9).all()
+
+    def test_an_offload_does_not_wait_for_work_given_later(self) -> None:
+        """Otherwise each offload would end a forward pass late."""
+        with self.bench() as bench:
+            bench.executor.submit(plan(1, Direction.OFFLOAD, [1], [1]))
+            self.cuda.wait_event(self.cuda.compute, DoubleEvent())  # a forward that never ends
+            assert bench.executor.wait([1], LONG_S)
+            assert bench.slot(1).tobytes() == bench.content(0, 1)
+
+    def test_an_onboard_overtakes_an_offload_in_flight(self) -> None:
+        device = two_group_memory()
+        host = HostSlab(NUM_SLOTS, max(view.block_bytes for view in device.views))
+        assert host.wait_ready(LONG_S)
+        executor = self.make_executor(device, host, on_done=None, verify=False, clock=None, max_concurrent=2)
+        _, onboard_stream, offload_stream = self.cuda.streams
+        assert (onboard_stream.high_priority, offload_stream.high_priority) == (True, False)
+        self.cuda.hold(offload_stream, True)
+        executor.submit(plan(1, Direction.OFFLOAD, [1], [1]))
+        executor.submit(plan(2, Direction.ONBOARD, [2], [0]))
+        assert executor.wait([2], LONG_S)
+        assert not executor.wait([1], 0.0)
+        self.cuda.hold(offload_stream, False)
+        assert executor.drain(LONG_S)
+        executor.close()
+        host.close()
+
+    def test_no_more_than_the_allowed_jobs_are_in_flight(self) -> None:
+        with self.bench() as bench:
+            self.cuda.hold(self.cuda.compute, True)
+            for job_id in (1, 2, 3):
+                bench.executor.submit(plan(job_id, Direction.OFFLOAD, [job_id], [job_id]))
+            assert self.cuda.wait_batches(1, LONG_S)
+            assert not self.cuda.wait_batches(2, 0.05)
+            assert bench.executor.cancel(3)
+            self.cuda.hold(self.cuda.compute, False)
+            assert bench.executor.drain(LONG_S)
+
+    def test_a_failure_of_the_gpu_is_an_outcome(self) -> None:
+        with self.bench() as bench:
+            self.cuda.fail_copies = True
+            result = self.finish(bench, plan(1, Direction.OFFLOAD, [1], [1]))
+            assert result.outcome is Outcome.IO_ERROR and "700" in result.detail
+
+    def test_a_batch_has_the_allowed_blocks(self) -> None:
+        with self.bench() as bench:
+            assert self.finish(bench, plan(1, Direction.OFFLOAD, range(6), range(6))).outcome is Outcome.OK
+            block_bytes = bench.device.views[0].block_bytes
+            assert [sum(sizes) // block_bytes for _, _, sizes in self.cuda.batches] == [4, 2]
+
+
+def test_neighbouring_blocks_are_one_copy_where_both_sides_are_dense() -> None:
+    device = two_group_memory()
+    packed = device.views[0]
+    (segment,) = packed.segments
+    dense = ((segment, segment),)
+    assert addresses(dense, [(2, 4, 3)], [1000], 5000) == (
+        [1000 + 2 * segment.nbytes],
+        [5000 + 4 * segment.nbytes],
+        [3 * segment.nbytes],
+    )
+    apart = device.views[1].segments
+    padded = tuple((s, s) for s in apart[:1])
+    assert addresses(padded, [(0, 0, 2)], [0, 0], 0)[2] == [2 * apart[0].nbytes]
+
+
+def test_no_copy_lies_in_two_pinned_chunks() -> None:
+    device, host, sizes = cut_at_chunks([100, 900], [1000, 1190], [50, 30], 1000, 200)
+    assert (device, host, sizes) == ([100, 900, 910], [1000, 1190, 1200], [50, 10, 20])
+    many = cut_at_chunks([0], [7], [1000], 0, 64)
+    assert sum(many[2]) == 1000
+    assert all(h // 64 == (h + n - 1) // 64 for h, n in zip(many[1], many[2], strict=True))
+    assert [h - d for d, h in zip(many[0], many[1], strict=True)] == [7] * len(many[0])
+
+
+def test_slots_across_chunks_come_back_exactly() -> None:
+    """Slots of 768 KiB do not divide chunks of 2 MiB."""
+    from kvbm_core.layout.view import BlockView, Segment
+
+    slot_bytes = 768 << 10
+    view = BlockView(6, (Segment(0, 0, slot_bytes, slot_bytes),))
+    content = np.random.default_rng(3).integers(0, 256, 6 * slot_bytes, dtype=np.uint8)
+    device = DeviceMemory((view,), [content.copy()])
+    host = HostSlab(6, slot_bytes, chunk_bytes=HUGE_PAGE_BYTES)
+    assert host.wait_ready(LONG_S)
+    cuda = CudaDouble()
+    executor = CudaExecutor(device, host, cuda)
+    executor.submit(plan(1, Direction.OFFLOAD, range(6), range(6)))
+    assert executor.drain(LONG_S) and (host.array == content).all()
+    assert len(cuda.batches[0][0]) == 3
+    executor.close()
+    cuda.close()
+    host.close()
+
+
+def test_the_engine_closes_everything() -> None:
+    device = two_group_memory()
+    host = HostSlab(NUM_SLOTS, max(view.block_bytes for view in device.views))
+    assert host.wait_ready(LONG_S)
+    engine = TransferEngine(device, host, make_executor(device, host))
+    engine.executor.submit(plan(1, Direction.OFFLOAD, [1], [1]))
+    assert engine.close()
+    assert [result.outcome for result in engine.executor.poll()] == [Outcome.OK]
+    with pytest.raises(ValueError, match="closed"):
+        _ = host.array
+
+
+def test_memory_of_no_known_kind_is_refused() -> None:
+    class Alien:
+        nbytes = 1 << 20
+        is_cuda = False
+
+    device = two_group_memory()
+    assert slab_preparation(device) is None
+    device.storages = [Alien(), Alien()]
+    host = HostSlab(1, 4096)
+    with pytest.raises(UnsupportedError, match="Alien"):
+        make_executor(device, host)
+    host.close()

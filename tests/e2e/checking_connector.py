@@ -1,0 +1,138 @@
+"""DynamoConnector that checks every byte: what an onboard left on the device against what the offload read there.
+
+Loaded by real engines in place of DynamoConnector. The comparison is of whole copies, made from the device tensors
+with plain indexing and kept here; it shares no code with the transfer engine. Counts and the first difference go to
+the file named by KVBM_TEST_BYTES_REPORT, one file per rank. KVBM_TEST_FAIL_EVERY=n makes every n-th onboard fail.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Collection
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvbm_core.errors import Outcome
+from kvbm_core.transfer.engine import Executor
+from kvbm_core.transfer.plan import JobResult, TransferPlan
+from kvbm_core.types import Direction
+from kvbm_vllm.connector import DynamoConnector
+
+
+class ByteLedger:
+    """Copies of what was offloaded, by (group, slot); compared after each onboard."""
+
+    def __init__(self, layers: list[list[torch.Tensor]], num_blocks: int, report: Path) -> None:
+        self.layers = layers
+        self.num_blocks = num_blocks
+        self.report = report
+        self.copies: dict[tuple[int, int], bytes] = {}
+        self.counts = {"offloaded": 0, "onboarded": 0, "different": 0, "unknown": 0, "failed_on_purpose": 0}
+
+    def device_bytes(self, group: int, block: int) -> bytes:
+        """All layers of one device block."""
+        parts = []
+        for tensor in self.layers[group]:
+            per_block = tensor.shape[0] // self.num_blocks
+            piece = tensor[block * per_block : (block + 1) * per_block].contiguous().view(torch.uint8)
+            parts.append(piece.numpy().tobytes())
+        return b"".join(parts)
+
+    def note_offload(self, plan: TransferPlan) -> None:
+        """The device bytes of a plan, before anything else can change them."""
+        for move in plan.moves:
+            for block, slot in zip(move.device_blocks, move.slots, strict=True):
+                self.copies[move.group, slot] = self.device_bytes(move.group, block)
+                self.counts["offloaded"] += 1
+
+    def check_onboard(self, plan: TransferPlan) -> None:
+        """The device bytes after a load, against the copy of their slot."""
+        for move in plan.moves:
+            for block, slot in zip(move.device_blocks, move.slots, strict=True):
+                self.counts["onboarded"] += 1
+                expected = self.copies.get((move.group, slot))
+                if expected is None:
+                    self.counts["unknown"] += 1
+                elif expected != self.device_bytes(move.group, block):
+                    self.counts["different"] += 1
+        self.write()
+
+    def write(self) -> None:
+        """The counts so far."""
+        self.report.write_text(json.dumps(self.counts))
+
+
+class CheckingExecutor:
+    """An executor that keeps the ledger; each n-th onboard is reported as failed, with garbage in its target."""
+
+    def __init__(self, inner: Executor, ledger: ByteLedger, fail_every: int) -> None:
+        self._inner = inner
+        self._ledger = ledger
+        self._fail_every = fail_every
+        self._onboards = 0
+        self.plans: dict[int, TransferPlan] = {}
+        self.to_fail: set[int] = set()
+
+    def submit(self, plan: TransferPlan, *, deadline_s: float | None = None) -> None:
+        self.plans[plan.job_id] = plan
+        if plan.direction is Direction.OFFLOAD:
+            self._ledger.note_offload(plan)
+        else:
+            self._onboards += 1
+            if self._fail_every and self._onboards % self._fail_every == 0:
+                self.to_fail.add(plan.job_id)
+        self._inner.submit(plan, deadline_s=deadline_s)
+
+    def judge(self, result: JobResult) -> JobResult:
+        """Called with each result before anybody else sees it."""
+        plan = self.plans.pop(result.job_id, None)
+        if plan is None or plan.direction is Direction.OFFLOAD or result.outcome is not Outcome.OK:
+            return result
+        if result.job_id in self.to_fail:
+            self._ledger.counts["failed_on_purpose"] += 1
+            for move in plan.moves:
+                for tensor in self._ledger.layers[move.group]:
+                    tensor[list(move.device_blocks)] = 7.0
+            return replace(result, outcome=Outcome.IO_ERROR, detail="failed on purpose")
+        self._ledger.check_onboard(plan)
+        return result
+
+    def poll(self) -> list[JobResult]:
+        return self._inner.poll()
+
+    def cancel(self, job_id: int) -> bool:
+        return self._inner.cancel(job_id)
+
+    def wait(self, job_ids: Collection[int], timeout_s: float) -> bool:
+        return self._inner.wait(job_ids, timeout_s)
+
+    def drain(self, timeout_s: float) -> bool:
+        return self._inner.drain(timeout_s)
+
+    def close(self) -> None:
+        self._ledger.write()
+        self._inner.close()
+
+
+class CheckingConnector(DynamoConnector):
+    """The real connector with the checking executor inside its worker."""
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        config = self._kv_cache_config
+        layers = [[kv_caches[name] for name in group.layer_names] for group in config.kv_cache_groups]
+        worker = self.worker_side.worker
+        report = Path(f"{os.environ['KVBM_TEST_BYTES_REPORT']}.{worker.rank}")
+        ledger = ByteLedger(layers, int(config.num_blocks), report)
+        executors: list[CheckingExecutor] = []
+
+        def wrap(inner: Executor) -> Executor:
+            executors.append(CheckingExecutor(inner, ledger, int(os.environ.get("KVBM_TEST_FAIL_EVERY", "0"))))
+            return executors[0]
+
+        worker.wrap_executor(wrap)
+        worker.judge_results(lambda result: executors[0].judge(result))
+        super().register_kv_caches(kv_caches)

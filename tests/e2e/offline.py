@@ -1,0 +1,96 @@
+"""One real engine in a process of its own: python -m tests.e2e.offline JOB.json RESULT.json
+
+JOB: {"model", "llm": keyword arguments of vllm.LLM, "connector": bool, "rounds": [{"prompts": [[token, ...], ...],
+"max_tokens", "together": bool}]}. RESULT: for each round the answers, cached tokens and TTFT of each prompt; the
+leader's counters and what is still open when all is done.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+CONNECTOR = {"kv_connector": "CheckingConnector", "kv_role": "kv_both"}
+CONNECTOR_MODULE = "tests.e2e.checking_connector"
+SETTLE_S = 20.0
+
+
+def run(job: dict[str, Any]) -> dict[str, Any]:
+    """Serves the job's rounds one after the other."""
+    from vllm import LLM
+
+    arguments = dict(job["llm"])
+    if job["connector"]:
+        arguments["kv_transfer_config"] = {**CONNECTOR, "kv_connector_module_path": CONNECTOR_MODULE}
+    llm = LLM(job["model"], disable_log_stats=False, enforce_eager=True, seed=0, **arguments)
+    rounds = [_serve(llm, spec) for spec in job["rounds"]]
+    result: dict[str, Any] = {"rounds": rounds, "preemptions": _preemptions(llm)}
+    if job["connector"] and arguments.get("tensor_parallel_size", 1) == 1:
+        result.update(_leader_state(llm))
+    return result
+
+
+def _serve(llm: Any, spec: dict[str, Any]) -> list[dict[str, Any]]:
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(temperature=0.0, max_tokens=spec["max_tokens"], ignore_eos=True)
+    prompts = [{"prompt_token_ids": tokens} for tokens in spec["prompts"]]
+    if spec.get("together"):
+        outputs = llm.generate(prompts, sampling, use_tqdm=False)
+    else:
+        outputs = [llm.generate(prompt, sampling, use_tqdm=False)[0] for prompt in prompts]
+    return [
+        {
+            "tokens": list(output.outputs[0].token_ids),
+            "cached_tokens": output.num_cached_tokens,
+            "ttft_s": output.metrics.first_token_latency if output.metrics else None,
+        }
+        for output in outputs
+    ]
+
+
+def _preemptions(llm: Any) -> int:
+    counters = {metric.name: metric for metric in llm.get_metrics()}
+    return int(getattr(counters.get("vllm:num_preemptions"), "value", 0))
+
+
+def _leader_state(llm: Any) -> dict[str, Any]:
+    """The scheduler lives in this process (no engine-core process): its leader can be looked at."""
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    leader = scheduler.connector.scheduler_side.hooks.leader
+    deadline_s = time.monotonic() + SETTLE_S
+    while time.monotonic() < deadline_s:
+        leader.poll()
+        if not leader.pending_jobs:
+            break
+        llm.llm_engine.step()
+    leader.check_integrity()
+    return {
+        "metrics": leader.metrics.snapshot(),
+        "open": {
+            "jobs": leader.pending_jobs,
+            "requests": leader.open_requests,
+            "leases": leader.tier.live_leases,
+            "pending_blocks": leader.tier.pending_blocks,
+        },
+    }
+
+
+def main() -> None:
+    """Reads the job, serves it, writes the result."""
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    job = json.loads(Path(sys.argv[1]).read_text())
+    if job["llm"].get("tensor_parallel_size", 1) == 1:
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    else:
+        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "0|1"
+    Path(sys.argv[2]).write_text(json.dumps(run(job)))
+
+
+if __name__ == "__main__":
+    main()

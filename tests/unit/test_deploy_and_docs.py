@@ -1,0 +1,149 @@
+"""What we ship beside the code says what the code does: dashboard, compose files, launch script, docs, set-up."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from kvbm_core.cli.serve_line import KV_TRANSFER_CONFIG
+from kvbm_core.config import KvbmSettings
+from kvbm_core.observe.metrics import Metrics
+
+ROOT = Path(__file__).resolve().parents[2]
+DEPLOY = ROOT / "deploy"
+METRIC = re.compile(r"\bkvbm_[a-z0-9_]+")
+SERIES_SUFFIX = re.compile(r"_(bucket|sum|count)$")
+
+
+def family_names() -> set[str]:
+    """Every metric that a leader serves."""
+    return {family.name for family in Metrics().families()}
+
+
+def dashboard() -> list[dict[str, object]]:
+    """The dashboard's panels, rows included."""
+    panels = json.loads((DEPLOY / "grafana" / "kvbm-dashboard.json").read_text(encoding="utf-8"))["panels"]
+    assert isinstance(panels, list)
+    return panels
+
+
+def expressions(panel: dict[str, object]) -> list[str]:
+    """The queries of one panel."""
+    targets = panel.get("targets", [])
+    assert isinstance(targets, list)
+    return [target["expr"] for target in targets]
+
+
+def test_the_dashboard_queries_what_is_served() -> None:
+    asked = {name for panel in dashboard() for text in expressions(panel) for name in METRIC.findall(text)}
+    served = family_names()
+    unknown = {name for name in asked if name not in served and SERIES_SUFFIX.sub("", name) not in served}
+    assert not unknown
+    own = {"kvbm_tier_blocks", "kvbm_bytes_total", "kvbm_failures_total", "kvbm_transfer_seconds_bucket"}
+    assert own <= asked
+
+
+def test_the_dashboard_has_the_rows_and_panels_of_the_guides() -> None:
+    titles = [str(panel["title"]) for panel in dashboard()]
+    rows = [str(panel["title"]) for panel in dashboard() if panel["type"] == "row"]
+    assert rows[:3] == ["Cache Hit", "Offload", "Onboard"]
+    assert {
+        "Host Cache Hit Rate",
+        "Disk Cache Hit Rate",
+        "Matched Tokens",
+        "Offload Blocks - Device to Host",
+        "Onboard Blocks - Host to Device",
+        "Onboard Blocks - Disk to Device",
+    } <= set(titles)
+    numbers = [panel["id"] for panel in dashboard()]
+    assert len(numbers) == len(set(numbers))
+
+
+@pytest.mark.parametrize("name", ["docker-compose.yml", "docker-observability.yml"])
+def test_ports_are_published_on_loopback_only(name: str) -> None:
+    text = (DEPLOY / name).read_text(encoding="utf-8")
+    published = re.findall(r"ports: \[(.*)\]", text)
+    assert published
+    assert text.count("ports:") == len(published)
+    assert all(entry.strip().startswith('"127.0.0.1:') for line in published for entry in line.split(","))
+
+
+def test_the_launch_script_is_the_guides_line() -> None:
+    script = DEPLOY / "launch" / "agg_kvbm.sh"
+    assert subprocess.run(["bash", "-n", str(script)]).returncode == 0
+    found = re.search(r"--kv-transfer-config '(.*?)'", script.read_text(encoding="utf-8"))
+    assert found is not None
+    assert json.loads(found[1]) == KV_TRANSFER_CONFIG
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/vllm.md"])
+def test_the_guides_line_is_in_the_docs(page: str) -> None:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    assert json.dumps(KV_TRANSFER_CONFIG, separators=(",", ":")) in text
+
+
+def test_every_setting_is_documented_with_its_default() -> None:
+    rows = re.findall(r"^\| `(\w+)` \| `(\w+)` \| (\S+) \|", (ROOT / "docs" / "configuration.md").read_text(), re.M)
+    documented = {variable: (key, default) for variable, key, default in rows}
+    actual = {}
+    for name, info in KvbmSettings.model_fields.items():
+        default = info.default
+        if default is None or default == "":
+            text = "unset"
+        elif isinstance(default, bool):
+            text = str(default).lower()
+        else:
+            text = f"{default:g}" if isinstance(default, float) else str(default)
+        actual[KvbmSettings.env_names()[name]] = (name, text)
+    assert documented == actual
+
+
+def test_every_metric_is_documented() -> None:
+    named = set(METRIC.findall((ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")))
+    assert family_names() <= named
+    assert {name for name in named if name not in family_names()} <= {"kvbm_core", "kvbm_"}
+
+
+def test_links_between_pages_lead_somewhere() -> None:
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
+    assert pages
+    for page in pages:
+        for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
+            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+# ---------------------------------------------------------------- deploy/setup_env.py
+
+
+def setup_env(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Runs the set-up program as make does."""
+    command = [sys.executable, str(DEPLOY / "setup_env.py"), *arguments]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+def test_setup_refuses_a_folder_that_is_no_environment(tmp_path: Path) -> None:
+    (tmp_path / "letter.txt").write_text("keep me")
+    result = setup_env(str(tmp_path), "--without-engine")
+    assert result.returncode == 1
+    assert result.stderr.count("\n") == 1
+    assert "is no virtual environment" in result.stderr
+    assert (tmp_path / "letter.txt").read_text() == "keep me"
+
+
+def test_setup_reads_a_wheels_requirements_without_torch(tmp_path: Path) -> None:
+    wheel = tmp_path / "engine-1-py3-none-any.whl"
+    declared = ["numpy>=1", "torch==2.13.0+cpu", "torchvision; extra == 'x'", "torchaudio", "zmq; extra == 'net'"]
+    with zipfile.ZipFile(wheel, "w") as archive:
+        lines = "".join(f"Requires-Dist: {text}\n" for text in declared)
+        archive.writestr("engine-1.dist-info/METADATA", f"Name: engine\n{lines}\n")
+    program = f"import sys; sys.path.insert(0, {str(DEPLOY)!r}); import setup_env; from pathlib import Path; " + (
+        f"print(setup_env._requirements_of(Path({str(wheel)!r})))"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "['numpy>=1']"

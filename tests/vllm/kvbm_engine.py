@@ -1,0 +1,227 @@
+"""An engine with kvbm in it: its insides in reach, copies that can be held back or made to fail, and a leak check."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+
+from kvbm_core.errors import Outcome
+from kvbm_core.runtime.leader import Leader
+from kvbm_core.runtime.worker import Worker
+from kvbm_core.transfer.engine import Executor
+from kvbm_core.transfer.plan import JobResult, TransferPlan
+from kvbm_core.types import Direction
+from kvbm_vllm.connector import DynamoConnector
+from tests.vllm.engine_config import EngineSpec
+from tests.vllm.harness import PATIENCE_S, Engine
+
+BLOCKING_WAIT_S = 1.0
+"""A caller that waits at least this long cannot go on before the copy is over; a shorter wait is a look."""
+
+
+class FaultyExecutor:
+    """The real executor behind a gate: jobs of a direction can be held back, or end as a given failure."""
+
+    def __init__(self, inner: Executor, worker: Worker) -> None:
+        self.submitted: list[TransferPlan] = []
+        self.is_cancellable = True
+        """False: a held job counts as already running, so it can only be waited for."""
+        self._inner = inner
+        self._worker = worker
+        self._closed: set[Direction] = set()
+        self._held: dict[int, tuple[TransferPlan, float | None]] = {}
+        self._failures: dict[Direction, list[Outcome]] = {Direction.ONBOARD: [], Direction.OFFLOAD: []}
+
+    def hold(self, direction: Direction) -> None:
+        """Jobs of this direction wait from now on."""
+        self._closed.add(direction)
+
+    def release(self, direction: Direction) -> None:
+        """Held jobs of this direction start, later ones too."""
+        self._closed.discard(direction)
+        self._start([job_id for job_id, (plan, _) in self._held.items() if plan.direction is direction])
+
+    def fail_next(self, direction: Direction, outcome: Outcome = Outcome.IO_ERROR, times: int = 1) -> None:
+        """The next jobs of this direction move nothing and end like this."""
+        self._failures[direction] += [outcome] * times
+
+    @property
+    def held(self) -> int:
+        """Jobs waiting at the gate."""
+        return len(self._held)
+
+    def submit(self, plan: TransferPlan, *, deadline_s: float | None = None) -> None:
+        """See Executor."""
+        self.submitted.append(plan)
+        if plan.direction in self._closed:
+            self._held[plan.job_id] = (plan, deadline_s)
+        else:
+            self._pass(plan, deadline_s)
+
+    def _pass(self, plan: TransferPlan, deadline_s: float | None) -> None:
+        failures = self._failures[plan.direction]
+        if failures:
+            self._report(plan.job_id, failures.pop(0))
+        else:
+            self._inner.submit(plan, deadline_s=deadline_s)
+
+    def _start(self, job_ids: Collection[int]) -> None:
+        for plan, deadline_s in [self._held.pop(job_id) for job_id in job_ids]:
+            self._pass(plan, deadline_s)
+
+    def _report(self, job_id: int, outcome: Outcome) -> None:
+        self._worker._finished(JobResult(job_id, outcome, 0, 0.0, 0.0, "injected"))
+
+    def poll(self) -> list[JobResult]:
+        """See Executor."""
+        return self._inner.poll()
+
+    def cancel(self, job_id: int) -> bool:
+        """See Executor."""
+        if job_id not in self._held:
+            return self._inner.cancel(job_id)
+        if self.is_cancellable:
+            del self._held[job_id]
+            self._report(job_id, Outcome.REJECTED)
+        return self.is_cancellable
+
+    def wait(self, job_ids: Collection[int], timeout_s: float) -> bool:
+        """See Executor. A held job ends when someone waits for it in earnest."""
+        held = [job_id for job_id in job_ids if job_id in self._held]
+        if held and timeout_s < BLOCKING_WAIT_S:
+            return False
+        self._start(held)
+        return self._inner.wait(job_ids, timeout_s)
+
+    def drain(self, timeout_s: float) -> bool:
+        """See Executor."""
+        self._start(list(self._held))
+        return self._inner.drain(timeout_s)
+
+    def close(self) -> None:
+        """See Executor."""
+        for job_id in list(self._held):
+            del self._held[job_id]
+            self._report(job_id, Outcome.REJECTED)
+        self._inner.close()
+
+
+class KvbmEngine(Engine):
+    """Serves with DynamoConnector, loaded by the guides' command line. The host tier is ready when it is made."""
+
+    def __init__(
+        self, folder: Path, *, host_blocks: int = 256, extra: dict[str, Any] | None = None, **spec: Any
+    ) -> None:
+        self.executors: list[FaultyExecutor] = []
+        settings = {"cpu_cache_override_num_blocks": host_blocks, **(extra or {})}
+        super().__init__(EngineSpec(extra_config=settings, **spec), folder)
+        assert isinstance(self.connector, DynamoConnector)
+        self.hooks = self.connector.scheduler_side.hooks
+        self.wait_for(lambda: self.leader.tier.capacity_blocks == host_blocks)
+
+    @property
+    def leader(self) -> Leader:
+        """The leader of this engine."""
+        return self.hooks.leader
+
+    def prepare_worker(self, rank: int, connector: KVConnectorBase_V1) -> None:
+        """Puts the gate around the executor that this rank will make."""
+        assert isinstance(connector, DynamoConnector)
+        worker = connector.worker_side.worker
+
+        def wrap(inner: Executor) -> Executor:
+            self.executors.append(FaultyExecutor(inner, worker))
+            return self.executors[-1]
+
+        worker.wrap_executor(wrap)
+
+    # ------------------------------------------------------------------ looking
+
+    def metric(self, name: str) -> float:
+        """A series of kvbm's own metrics."""
+        return self.leader.metrics.snapshot()[name]
+
+    @property
+    def errors(self) -> float:
+        """Exceptions that a guard caught, on all sides."""
+        states = [self.hooks.guard_state, *(rank.connector.worker_side.guard_state for rank in self.ranks)]
+        series = [state.metrics.snapshot() for state in states]
+        return sum(value for each in series for name, value in each.items() if "guarded" in name)
+
+    def promised(self, request_id: str) -> list[int | None]:
+        """What kvbm answered to each query for this request."""
+        return [call.tokens for call in self.record.matches if call.request_id == request_id]
+
+    # ------------------------------------------------------------------ waiting
+
+    def wait_for(self, condition: Any) -> None:
+        """Until acknowledgements have arrived that make ``condition`` true; the engine does not step."""
+        deadline_s = time.monotonic() + PATIENCE_S
+        while not condition():
+            assert time.monotonic() < deadline_s, "what was waited for did not come"
+            self.leader.poll()
+
+    def settle(self) -> None:
+        """Until no copy is under way any more, in the leader's eyes too."""
+        self.wait_for(lambda: self.leader.pending_jobs == 0)
+
+    def hold(self, direction: Direction) -> None:
+        """Holds back copies on all ranks."""
+        for executor in self.executors:
+            executor.hold(direction)
+
+    def release(self, direction: Direction) -> None:
+        """Lets held copies go on all ranks."""
+        for executor in self.executors:
+            executor.release(direction)
+
+    def forget_device(self) -> None:
+        """Empties the device's prefix cache; what comes back after this came from the host."""
+        self.settle()
+        assert self.reset_device()
+
+    # ------------------------------------------------------------------ the end
+
+    def assert_clean(self) -> None:
+        """Nothing is left of any request, in vLLM, in the leader, in the hooks or in the workers."""
+        self.run()
+        self.settle()
+        self.assert_idle()
+        leader, tier = self.leader, self.leader.tier
+        leader.check_integrity()
+        left = {
+            "open requests": leader.open_requests,
+            "jobs": leader.pending_jobs,
+            "leases": tier.live_leases,
+            "pending slots": tier.pending_blocks,
+            "prefixes being loaded": len(leader._loading),
+            "held copies": sum(executor.held for executor in self.executors),
+        }
+        for name, value in vars(self.hooks).items():
+            if isinstance(value, dict | list | set) and name not in {"_overwritten"}:
+                left[f"scheduler{name}"] = len(value)
+        for rank in self.ranks:
+            for name, value in vars(rank.connector.worker_side).items():
+                if isinstance(value, dict | list | set):
+                    left[f"worker{name}"] = len(value)
+        assert not {name: count for name, count in left.items() if count}
+        assert self.errors == 0
+
+
+def specs_to_try() -> dict[str, dict[str, Any]]:
+    """Kinds of engines on which the basic promises are tested."""
+    return {
+        "plain": {},
+        "async scheduling": {"async_scheduling": True},
+        "chunked prefill": {"max_batched_tokens": 12},
+        "blocks outermost": {"layout": "BLHNC"},
+        "two ranks": {"ranks": 2},
+        "hybrid": {"windows": (None, 8, None, 8)},
+        "hybrid, async": {"windows": (None, 12), "async_scheduling": True},
+        "windows only": {"windows": (8, 8)},
+        "blocks of 16": {"block_size_tokens": 16, "num_blocks": 24},
+    }
