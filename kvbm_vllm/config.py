@@ -20,7 +20,7 @@ _WINDOWED = frozenset({"SlidingWindowSpec"})
 
 
 def read_settings(vllm_config: VllmConfig) -> KvbmSettings:
-    """DYN_KVBM_* from the environment, ``kv_connector_extra_config`` on top. ConfigError on a value that can't be used."""
+    """DYN_KVBM_* from the environment, ``kv_connector_extra_config`` on top. ConfigError on an unusable value."""
     transfer = vllm_config.kv_transfer_config
     extra = transfer.kv_connector_extra_config if transfer is not None else {}
     return KvbmSettings.from_env(extra)
@@ -76,7 +76,7 @@ def _group_spec(index: int, group: KVCacheGroupSpec) -> GroupSpec:
     inner: list[KVCacheSpec] = list(getattr(spec, "kv_cache_specs", {}).values()) or [spec]
     windows = {_window_of(index, layer_spec) for layer_spec in inner}
     if len(windows) != 1:
-        raise UnsupportedError(f"kvbm: KV cache group {index} mixes window sizes {windows}; run this model without kvbm")
+        raise UnsupportedError(f"kvbm: KV cache group {index} mixes windows {windows}; run this model without kvbm")
     return GroupSpec(index, int(spec.block_size), windows.pop())
 
 

@@ -1,13 +1,13 @@
 """DynamoConnector: vLLM's entry class. No logic here; each hook goes to the scheduler's or the worker's part.
 
-Interface: KVConnectorBase_V1 of vLLM 0.26 to 0.33. The class name, and the aliases under which it is loaded, are those of
-the KVBM guides.
+Interface: KVConnectorBase_V1 of vLLM 0.26 to 0.33. The class name, and the aliases under which it is loaded, are those
+of the KVBM guides.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole, SupportsHMA
 
@@ -68,13 +68,15 @@ class DynamoConnector(KVConnectorBase_V1, SupportsHMA):
     @property
     def scheduler_side(self) -> SchedulerAssembly:
         """The scheduler's part; asking an instance of the other role is misuse."""
-        assert self._leader_part is not None, "this connector has the worker's role"
+        if self._leader_part is None:
+            raise TypeError("this connector has the worker's role")
         return self._leader_part
 
     @property
     def worker_side(self) -> WorkerSide:
         """The worker's part; asking an instance of the other role is misuse."""
-        assert self._worker_part is not None, "this connector has the scheduler's role"
+        if self._worker_part is None:
+            raise TypeError("this connector has the scheduler's role")
         return self._worker_part
 
     def shutdown(self) -> None:
@@ -141,13 +143,11 @@ class DynamoConnector(KVConnectorBase_V1, SupportsHMA):
         self.worker_side.register_kv_caches(kv_caches)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        assert isinstance(kv_connector_metadata, DynamoConnectorMetadata)
-        self.worker_side.handle_preemptions(kv_connector_metadata)
+        self.worker_side.handle_preemptions(cast("DynamoConnectorMetadata", kv_connector_metadata))
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
-        assert isinstance(connector_metadata, DynamoConnectorMetadata)
-        self.worker_side.bind(connector_metadata)
+        self.worker_side.bind(cast("DynamoConnectorMetadata", connector_metadata))
 
     def clear_connector_metadata(self) -> None:
         super().clear_connector_metadata()
@@ -168,7 +168,8 @@ class DynamoConnector(KVConnectorBase_V1, SupportsHMA):
         self.worker_side.wait_for_save()
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        return self.worker_side.get_finished()
+        sent, received = self.worker_side.get_finished()
+        return sent, received
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults

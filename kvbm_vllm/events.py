@@ -28,10 +28,16 @@ MAX_WAITING_EVENTS = 65536
 
 
 class EventFeed:
-    """Off unless vLLM publishes events. Bounded: over the limit new stores are dropped and counted, removals are not."""
+    """Off unless vLLM publishes events. Bounded: over the limit stores are dropped and counted, removals are not."""
 
     def __init__(
-        self, groups: tuple[GroupSpec, ...], medium: str, capabilities: Capabilities, *, hash_block_tokens: int, enabled: bool
+        self,
+        groups: tuple[GroupSpec, ...],
+        medium: str,
+        capabilities: Capabilities,
+        *,
+        hash_block_tokens: int,
+        enabled: bool,
     ) -> None:
         self.enabled = enabled
         self.dropped_total = 0
@@ -58,9 +64,10 @@ class EventFeed:
         for position, group in enumerate(self._groups):
             for block, key in enumerate(state.keys(position)):
                 if key in stored:
-                    self._announce(request, group, block, key, state.keys(position))
+                    self._announce(request, group, block, state.keys(position))
 
-    def _announce(self, request: Request, group: GroupSpec, block: int, key: BlockKey, keys: Sequence[BlockKey]) -> None:
+    def _announce(self, request: Request, group: GroupSpec, block: int, keys: Sequence[BlockKey]) -> None:
+        key = keys[block]
         if len(self._events) >= MAX_WAITING_EVENTS:
             self.dropped_total += 1
             self._log.warning("events", "kvbm: more than %d KV events wait; stores are dropped", MAX_WAITING_EVENTS)

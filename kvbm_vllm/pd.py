@@ -1,7 +1,7 @@
 """PdConnector: kvbm on a prefill worker, with a second connector that hands the KV to the decode worker.
 
-As in the KVBM guides: exactly two connectors, ``kv_connector_extra_config.connectors``, the first a cache (DynamoConnector),
-the second NixlConnector. Hits come from the first only.
+As in the KVBM guides: exactly two connectors, ``kv_connector_extra_config.connectors``, the first a cache
+(DynamoConnector), the second NixlConnector. Hits come from the first only.
 """
 
 from __future__ import annotations

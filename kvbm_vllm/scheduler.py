@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 Tables = tuple[list[int], ...]
 
+_NO_MATCH: tuple[int | None, bool] = (0, False)
+_NO_EVENTS: Iterable[KVCacheEvent] = ()
 # Ends with all of its tokens' KV written; an aborted request may still have a step in flight.
 _COMPLETE = frozenset({"FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED"})
 
@@ -37,7 +39,13 @@ class SchedulerSide:
     """One engine's scheduler side. Every public method is guarded: an exception here is a miss and a count."""
 
     def __init__(
-        self, leader: Leader, namespace: KeyNamespace, events: EventFeed, *, hold_back_tokens: int, guard_state: GuardState
+        self,
+        leader: Leader,
+        namespace: KeyNamespace,
+        events: EventFeed,
+        *,
+        hold_back_tokens: int,
+        guard_state: GuardState,
     ) -> None:
         self.leader = leader
         self.guard_state = guard_state
@@ -65,7 +73,7 @@ class SchedulerSide:
         """Remembers the request; its tokens are read from it as it grows."""
         self._requests[request.request_id] = request
 
-    @guarded("get_num_new_matched_tokens", lambda self, request, num_computed_tokens: (0, False))
+    @guarded("get_num_new_matched_tokens", lambda self, request, num_computed_tokens: _NO_MATCH)
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """How many tokens beyond ``num_computed_tokens`` the tiers have; loads are always asynchronous."""
         self.leader.poll()
@@ -138,7 +146,7 @@ class SchedulerSide:
         for request_id in output.finished_sending or ():
             self._finishing.pop(request_id, None)
 
-    @guarded("other", lambda self: False)
+    @guarded("has_pending_push_work", lambda self: False)
     def has_pending_push_work(self) -> bool:
         """Keeps the engine stepping while finished requests wait for their copies."""
         return bool(self._finishing)
@@ -150,7 +158,7 @@ class SchedulerSide:
         self.leader.reset()
         return True
 
-    @guarded("take_events", lambda self: ())
+    @guarded("take_events", lambda self: _NO_EVENTS)
     def take_events(self) -> Iterable[KVCacheEvent]:
         """Blocks stored in and removed from the host tier since the last call."""
         return self._events.take()

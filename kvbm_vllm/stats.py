@@ -31,7 +31,7 @@ class KvbmStats(KVConnectorStats):
 
     def reset(self) -> None:
         """Forgets everything."""
-        self.data = {}
+        self.data.clear()
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
         """Adds the increments of ``other`` to these."""

@@ -86,8 +86,8 @@ class _Loop:
     def close(self) -> None:
         if self._closing:
             return
-        self.wake()
-        self._closing = True
+        self._closing = True  # before the wake-up: the thread must not go back to sleep
+        os.eventfd_write(self._wake_fd, 1)
         if self._thread.is_alive():
             self._thread.join(timeout=5.0)
         self.socket.close(linger=200)

@@ -113,7 +113,7 @@ class Worker:
             num_slots,
             slot_bytes,
             prepare=slab_preparation(memory),
-            on_ready=lambda slots: self._channel.send(Ready(self.rank, slots)),
+            on_ready=self._slots_ready,
         )
         self._executor = self._wrap(
             make_executor(
@@ -126,6 +126,12 @@ class Worker:
             )
         )
         self._slab = slab
+        self._slots_ready(slab.ready_slots)
+
+    def _slots_ready(self, slots: int) -> None:
+        # The leader may send plans as soon as it hears this; slots that were ready before the executor are told after.
+        if self._executor is not None and slots:
+            self._channel.send(Ready(self.rank, slots))
 
     # ---------------------------------------------------------------- work
 

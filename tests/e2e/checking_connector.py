@@ -133,6 +133,9 @@ class CheckingConnector(DynamoConnector):
             executors.append(CheckingExecutor(inner, ledger, int(os.environ.get("KVBM_TEST_FAIL_EVERY", "0"))))
             return executors[0]
 
+        def judge(result: JobResult) -> JobResult:
+            return executors[0].judge(result)
+
         worker.wrap_executor(wrap)
-        worker.judge_results(lambda result: executors[0].judge(result))
+        worker.judge_results(judge)
         super().register_kv_caches(kv_caches)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -159,7 +160,8 @@ class Engine:
     def execute(self, scheduled: SchedulerOutput) -> None:
         """What follows ``scheduler.schedule()`` in a turn."""
         fresh, self._fresh_blocks = self._fresh_blocks, []
-        results = [rank.step(scheduled, fresh, self.scheduler.requests) for rank in self.ranks]
+        # Copies, as if they had come from other processes: vLLM shares one object for all empty outputs.
+        results = [copy(rank.step(scheduled, fresh, self.scheduler.requests)) for rank in self.ranks]
         result = self._aggregator.aggregate(results) if len(results) > 1 else results[0]
         assert result is not None
         self.record.steps += 1
