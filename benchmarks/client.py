@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -13,6 +14,8 @@ from typing import Any
 import httpx
 
 REQUEST_TIMEOUT_S = 120.0
+SETTLE_TIMEOUT_S = 10.0
+POLL_S = 0.05
 SAMPLE = re.compile(r"^(?P<name>[A-Za-z_:][\w:]*)(?:\{.*\})? (?P<value>\S+)", re.MULTILINE)
 
 Message = dict[str, str]
@@ -20,13 +23,17 @@ Message = dict[str, str]
 
 @dataclass(frozen=True)
 class Answer:
-    """One finished answer. Times are seconds from sending the request, as the client saw them."""
+    """One finished answer. Times are seconds from sending the request, as the client saw them.
+
+    ``margins`` (when asked with ``logprobs=2``) says by how many nats each token beat the second best.
+    """
 
     text: str
     token_ids: tuple[int, ...]
     prompt_tokens: int
     ttft_s: float
     total_s: float
+    margins: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -92,15 +99,17 @@ class EngineClient:
         ttft_s, prompt_tokens = 0.0, 0
         text: list[str] = []
         token_ids: list[int] = []
+        margins: list[float] = []
         async for chunk in self._stream(path, request):
             prompt_tokens = (chunk.get("usage") or {}).get("prompt_tokens", prompt_tokens)
             for choice in chunk["choices"]:
                 text.append(choice.get("text") or (choice.get("delta") or {}).get("content") or "")
                 token_ids += choice.get("token_ids") or []
+                margins += _margins(choice)
             if token_ids and not ttft_s:
                 ttft_s = time.perf_counter() - sent_s
         total_s = time.perf_counter() - sent_s
-        return Answer("".join(text), tuple(token_ids), prompt_tokens, ttft_s, total_s)
+        return Answer("".join(text), tuple(token_ids), prompt_tokens, ttft_s, total_s, tuple(margins))
 
     async def _stream(self, path: str, request: Mapping[str, object]) -> AsyncIterator[dict[str, Any]]:
         async with self._http.stream("POST", path, json=request) as response:
@@ -115,10 +124,18 @@ class EngineClient:
                     yield chunk
 
     async def reset_prefix_cache(self, *, with_kvbm: bool = False) -> bool:
-        """Empty the device cache, and kvbm's tiers too if asked; False while blocks are in use."""
+        """Empty the device cache, and kvbm's tiers too if asked.
+
+        Tries again for a while, as vLLM refuses while blocks are in use; False if it never agreed.
+        """
         parameters = {"reset_external": with_kvbm}
-        response = await self._http.post("/reset_prefix_cache", params=parameters)
-        return bool(response.raise_for_status().json()["success"])
+        deadline_s = time.monotonic() + SETTLE_TIMEOUT_S
+        while time.monotonic() < deadline_s:
+            response = await self._http.post("/reset_prefix_cache", params=parameters)
+            if response.raise_for_status().json()["success"]:
+                return True
+            await asyncio.sleep(POLL_S)
+        return False
 
     async def engine_metrics(self) -> dict[str, float]:
         """vLLM's own samples by name."""
@@ -130,6 +147,18 @@ class EngineClient:
             return {}
         return parse_metrics((await self._http.get(self._metrics_url)).raise_for_status().text)
 
+    async def kvbm_metrics_once(self, reached: Callable[[dict[str, float]], bool]) -> dict[str, float]:
+        """kvbm's samples as soon as they fulfil ``reached``: an answer does not wait for its offloads.
+
+        After SETTLE_TIMEOUT_S they are returned as they are.
+        """
+        deadline_s = time.monotonic() + SETTLE_TIMEOUT_S
+        samples = await self.kvbm_metrics()
+        while not reached(samples) and time.monotonic() < deadline_s:
+            await asyncio.sleep(POLL_S)
+            samples = await self.kvbm_metrics()
+        return samples
+
     async def cache_counts(self) -> CacheCounts:
         """Counters of both endpoints at this moment; device tokens as vLLM counts its prefix cache hits."""
         engine, kvbm = await self.engine_metrics(), await self.kvbm_metrics()
@@ -138,6 +167,11 @@ class EngineClient:
             host_tokens=int(kvbm.get("kvbm_matched_tokens", 0)),
             onboarded_blocks=int(kvbm.get("kvbm_onboard_blocks_h2d", 0)),
         )
+
+
+def _margins(choice: Mapping[str, Any]) -> list[float]:
+    ranked = [sorted(best.values()) for best in (choice.get("logprobs") or {}).get("top_logprobs") or []]
+    return [logprobs[-1] - logprobs[-2] for logprobs in ranked]
 
 
 def parse_metrics(text: str) -> dict[str, float]:

@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.status import Status
 
 from benchmarks.client import EngineClient
+from benchmarks.console import report_console
 from benchmarks.conversation import Conversations, Turn
 from benchmarks.demo_report import compare, draw_plot, show
 from benchmarks.server import ServerError, ServerOptions, VllmServer, exit_on_sigterm, vllm_version
@@ -63,7 +64,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Serve a tiny model with kvbm and show what comes back.")
     parser.add_argument("--output", type=Path, default=Path("demo-output"), help="folder for model, logs and plot")
     arguments = parser.parse_args()
-    console = Console()
+    console = report_console()
     exit_on_sigterm()
     try:
         return run_demo(console, arguments.output)

@@ -119,7 +119,7 @@ def show(console: Console, comparison: Comparison, plot: Path, elapsed_s: float)
 
 def _table(comparison: Comparison) -> Table:
     table = Table(
-        title="Prompt tokens, of these matched on the device and in host memory, and time to first token\n(medians over the users)",
+        title="Prompt tokens, tokens matched on the device and in host memory, time to first token (medians)",
         title_justify="left",
     )
     for heading in ("turn", "state", "prompt", "device", "host", "TTFT ms", "speed-up"):

@@ -32,7 +32,8 @@ CONNECTOR_MODULE = "kvbm.vllm_integration.connector"
 START_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 20.0
 POLL_S = 0.2
-ROOT_CAUSE = re.compile(r"\b\w*(Error|Exception): .+$", re.MULTILINE)
+# The last line of a traceback, alone or in a log line of vLLM.
+RAISED = re.compile(r"^(?:\(.*?\) ERROR .*?\] )?((?:\w+\.)*\w*(?:Error|Exception): .+)$", re.MULTILINE)
 REPOSITORY = Path(__file__).resolve().parent.parent
 
 Progress = Callable[[float, str], None]  # seconds since the start, the last line of the log
@@ -197,7 +198,7 @@ class VllmServer:
 
     def _failure(self, what: str) -> ServerError:
         text = self.log_path.read_text(errors="replace")
-        errors = [match.group() for match in ROOT_CAUSE.finditer(text)]
+        errors = [match[1] for match in RAISED.finditer(text)]
         ours = [error for error in errors if "kvbm: " in error]
         reason = f": {(ours or errors)[0]}" if errors else ""
         return ServerError(f"vllm serve {what}{reason}\n--- end of {self.log_path}\n{self.log_tail()}")

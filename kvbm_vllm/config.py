@@ -59,9 +59,9 @@ def check_supported(vllm_config: VllmConfig) -> None:
 def group_specs(kv_cache_config: KVCacheConfig, capabilities: Capabilities) -> tuple[GroupSpec, ...]:
     """The engine's KV cache groups. UnsupportedError, one line, for a kind that kvbm would not serve correctly."""
     groups = kv_cache_config.kv_cache_groups
-    if len(groups) > 1 and not capabilities.hybrid_load_failures:
+    if not fails_by_block(kv_cache_config) and not capabilities.hybrid_load_failures:
         raise UnsupportedError(
-            "kvbm: this vLLM cannot recover a failed load of a model with several KV cache groups; "
+            "kvbm: this vLLM cannot recover a failed load of a model with several KV cache groups or a window; "
             "use vLLM 0.31 or newer, or --disable-hybrid-kv-cache-manager"
         )
     if not 1 <= len(groups) <= MAX_GROUPS:
@@ -69,12 +69,26 @@ def group_specs(kv_cache_config: KVCacheConfig, capabilities: Capabilities) -> t
     return tuple(_group_spec(index, group) for index, group in enumerate(groups))
 
 
+def fails_by_block(kv_cache_config: KVCacheConfig) -> bool:
+    """Whether vLLM can recompute from the first block that a load failed to bring.
+
+    Not with several groups (block ids are not unique), nor with a window (what lies before that block was not
+    loaded either): there the whole request starts anew.
+    """
+    groups = kv_cache_config.kv_cache_groups
+    return len(groups) == 1 and all(type(spec).__name__ not in _WINDOWED for spec in _layer_specs(groups[0]))
+
+
+def _layer_specs(group: KVCacheGroupSpec) -> list[KVCacheSpec]:
+    spec = group.kv_cache_spec
+    return list(getattr(spec, "kv_cache_specs", {}).values()) or [spec]
+
+
 def _group_spec(index: int, group: KVCacheGroupSpec) -> GroupSpec:
     if not getattr(group, "enable_kv_transfer", True) or getattr(group, "host_resident", False):
         raise UnsupportedError(f"kvbm: KV cache group {index} is not meant for transfer; run this model without kvbm")
     spec = group.kv_cache_spec
-    inner: list[KVCacheSpec] = list(getattr(spec, "kv_cache_specs", {}).values()) or [spec]
-    windows = {_window_of(index, layer_spec) for layer_spec in inner}
+    windows = {_window_of(index, layer_spec) for layer_spec in _layer_specs(group)}
     if len(windows) != 1:
         raise UnsupportedError(f"kvbm: KV cache group {index} mixes windows {windows}; run this model without kvbm")
     return GroupSpec(index, int(spec.block_size), windows.pop())

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import PromMetric, PromMetricT
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -86,6 +87,9 @@ class DynamoConnector(KVConnectorBase_V1, SupportsHMA):
             self._leader_part.close()
 
     # ---------------------------------------------------------------- scheduler
+
+    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
+        self.scheduler_side.hooks.bind_gpu_block_pool(gpu_block_pool)
 
     def on_new_request(self, request: Request) -> None:
         self.scheduler_side.hooks.on_new_request(request)

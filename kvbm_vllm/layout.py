@@ -12,7 +12,7 @@ from kvbm_core.errors import LayoutError
 from kvbm_core.layout.fingerprint import LayoutIdentity
 from kvbm_core.layout.tensors import TensorInfo, view_of_tensors
 from kvbm_core.layout.view import BlockView
-from kvbm_core.transfer.engine import DeviceMemory
+from kvbm_core.transfer.executor import DeviceMemory
 from kvbm_core.transfer.torch_memory import describe_tensors
 
 if TYPE_CHECKING:
@@ -27,10 +27,10 @@ def device_memory(
     names = [name for group in kv_cache_config.kv_cache_groups for name in group.layer_names]
     missing = [name for name in names if name not in kv_caches]
     if missing:
-        raise LayoutError(f"kvbm: no KV tensor for layer {missing[0]} ({len(missing)} missing); nothing is cached")
+        raise LayoutError(f"kvbm: no KV tensor for layer {missing[0]} ({len(missing)} missing)")
     not_tensors = [name for name in names if not hasattr(kv_caches[name], "untyped_storage")]
     if not_tensors:
-        raise LayoutError(f"kvbm: layer {not_tensors[0]} has no single KV tensor; nothing is cached")
+        raise LayoutError(f"kvbm: layer {not_tensors[0]} has no single KV tensor")
     unique = _without_shared_layers(names, kv_caches)
     infos, storages = describe_tensors({name: kv_caches[name] for name in unique}, unique)
     info_of = {info.name: info for info in infos}

@@ -19,9 +19,11 @@ from kvbm_core.transfer.plan import TransferPlan
 from kvbm_vllm.events import EventFeed
 from kvbm_vllm.keys import multimodal_extras, request_namespace, uncacheable_reason
 from kvbm_vllm.metadata import DynamoConnectorMetadata
+from kvbm_vllm.pins import DevicePins
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_events import KVCacheEvent
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import KVConnectorOutput
@@ -52,6 +54,7 @@ class SchedulerSide:
         self._namespace = namespace
         self._events = events
         self._hold_back_tokens = hold_back_tokens
+        self._pins = DevicePins(leader.groups)
         self._requests: dict[str, Request] = {}
         self._uncached: set[str] = set()
         self._tables: dict[str, Tables] = {}
@@ -60,6 +63,10 @@ class SchedulerSide:
         # Loads promised to vLLM and not yet sent to the workers: each must be made or be reported as failed.
         self._announced: dict[str, tuple[int, ...]] = {}
         self._failed_loads: dict[str, tuple[int, ...]] = {}
+        # Loads that vLLM waits for. Its view, not the leader's: the leader hears of the end of a load earlier.
+        self._receiving: set[str] = set()
+        # How often a request had been preempted when it was last given a load.
+        self._loaded_at: dict[str, int] = {}
         self._finishing: dict[str, tuple[int, ...]] = {}
         self._new_finishing: dict[str, tuple[int, ...]] = {}
         self._overwritten: list[int] = []
@@ -67,6 +74,11 @@ class SchedulerSide:
         self._planned: list[int] = []
 
     # ---------------------------------------------------------------- hooks
+
+    @guarded("bind_kv_cache_manager", lambda self, pool: None)
+    def bind_gpu_block_pool(self, pool: BlockPool) -> None:
+        """vLLM's block pool, before the first request."""
+        self._pins.bind(pool)
 
     @guarded("on_new_request", lambda self, request: None)
     def on_new_request(self, request: Request) -> None:
@@ -76,10 +88,13 @@ class SchedulerSide:
     @guarded("get_num_new_matched_tokens", lambda self, request, num_computed_tokens: _NO_MATCH)
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """How many tokens beyond ``num_computed_tokens`` the tiers have; loads are always asynchronous."""
-        self.leader.poll()
+        self._poll()
         self._requests[request.request_id] = request
         state = self._state_of(request)
         if state is None or request.skip_reading_prefix_cache:
+            return 0, False
+        if self._loaded_at.get(request.request_id) == request.num_preemptions:
+            # Asked again without a preemption: its load failed. It is not tried twice, or it might go on for ever.
             return 0, False
         # One token is left to compute: its logits are what the request is about.
         matched = self.leader.match(state, request.all_token_ids, num_computed_tokens, request.num_tokens - 1)
@@ -93,6 +108,8 @@ class SchedulerSide:
             if state is not None:
                 self.leader.decline(state)
             return
+        self._receiving.add(request.request_id)
+        self._loaded_at[request.request_id] = request.num_preemptions
         tables = blocks.get_block_ids()
         self._announced[request.request_id] = _distinct(tables)
         plan = self.leader.onboard(state, num_external_tokens, tables) if state is not None else None
@@ -106,7 +123,7 @@ class SchedulerSide:
     @guarded("build_connector_meta", lambda self, scheduler_output: self._fallback_metadata())
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> DynamoConnectorMetadata:
         """Everything the workers do in this step."""
-        self.leader.poll()
+        self._poll()
         self._follow_tables(scheduler_output)
         fences = tuple(sorted(self.leader.readers_of(self._overwritten)))
         offloads = self._late_offloads + self._plan_offloads(scheduler_output)
@@ -124,9 +141,9 @@ class SchedulerSide:
     @guarded("request_finished", lambda self, request, tables: self._forget(request.request_id))
     def request_finished(self, request: Request, tables: Tables) -> bool:
         """True: vLLM keeps the device blocks until our own reads of them are over."""
-        self.leader.poll()
+        self._poll()
         state = self.leader.request(request.request_id)
-        is_loading = request.request_id in self._announced or (state is not None and state.onboard_job is not None)
+        is_loading = request.request_id in self._receiving
         self._forget(request.request_id)
         if state is None:
             return False
@@ -142,19 +159,20 @@ class SchedulerSide:
     @guarded("update_connector_output", lambda self, output: None)
     def update_connector_output(self, output: KVConnectorOutput) -> None:
         """Which finished requests vLLM frees now."""
-        self.leader.poll()
+        self._poll()
         for request_id in output.finished_sending or ():
             self._finishing.pop(request_id, None)
+        self._receiving.difference_update(output.finished_recving or ())
 
     @guarded("has_pending_push_work", lambda self: False)
     def has_pending_push_work(self) -> bool:
         """Keeps the engine stepping while finished requests wait for their copies."""
-        return bool(self._finishing)
+        return bool(self._finishing) or len(self._pins) > 0
 
     @guarded("reset_cache", lambda self: False)
     def reset_cache(self) -> bool:
         """Forgets all blocks; True."""
-        self.leader.poll()
+        self._poll()
         self.leader.reset()
         return True
 
@@ -186,9 +204,15 @@ class SchedulerSide:
         self._requests.pop(request_id, None)
         self._tables.pop(request_id, None)
         self._uncached.discard(request_id)
+        self._receiving.discard(request_id)
+        self._loaded_at.pop(request_id, None)
         return False
 
     # ---------------------------------------------------------------- one step
+
+    def _poll(self) -> None:
+        self.leader.poll()
+        self._pins.release_ended(self.leader.is_pending)
 
     def _follow_tables(self, scheduler_output: SchedulerOutput) -> None:
         for new in scheduler_output.scheduled_new_reqs:
@@ -229,6 +253,7 @@ class SchedulerSide:
             plan = self.leader.offload(state, request.all_token_ids, computed, stored, tables)
             if plan is not None:
                 plans.append(plan)
+                self._pins.hold(plan)
                 self._planned.append(plan.job_id)
                 self._events.note(plan.job_id, request)
         return plans
@@ -239,6 +264,7 @@ class SchedulerSide:
         if plan is not None:
             self._planned.append(plan.job_id)
             self._late_offloads.append(plan)
+            self._pins.hold(plan)
             self._events.note(plan.job_id, request)
 
     def _new_step(self) -> None:

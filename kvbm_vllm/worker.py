@@ -9,6 +9,7 @@ from kvbm_core.errors import LayoutError, Outcome
 from kvbm_core.observe.guard import GuardState, guarded
 from kvbm_core.observe.labels import FailureKind
 from kvbm_core.runtime.worker import Worker
+from kvbm_vllm.config import fails_by_block
 from kvbm_vllm.layout import device_memory
 from kvbm_vllm.metadata import DynamoConnectorMetadata
 
@@ -38,6 +39,7 @@ class WorkerSide:
         self.worker = worker
         self.guard_state = guard_state
         self._kv_cache_config = kv_cache_config
+        self._fails_by_block = fails_by_block(kv_cache_config)
         self._world_size = world_size
         self._submits_without_save = submits_without_save
         self._metadata: DynamoConnectorMetadata | None = None
@@ -58,7 +60,7 @@ class WorkerSide:
         try:
             memory, fingerprint = device_memory(kv_caches, self._kv_cache_config, self.worker.rank, self._world_size)
         except LayoutError as error:
-            log.error("%s", error)
+            log.error("%s; nothing is cached: report this model and vLLM version, or run without kvbm", error)
             self.guard_state.metrics.failure(FailureKind.LAYOUT)
             self.worker.refuse(str(error))
             return
@@ -129,15 +131,13 @@ class WorkerSide:
     def _let_copies_run(self) -> None:
         # A step without tokens has nothing to be late for. Spinning through it would keep the interpreter from the
         # thread that copies; waiting hands it over.
-        jobs = {job for waiting in self._finishing.values() for job in waiting} | set(self._loads)
-        if jobs:
-            self.worker.wait(jobs, IDLE_WAIT_S)
+        self.worker.drain(IDLE_WAIT_S)
 
     def _end_load(self, request_id: str, blocks: tuple[int, ...], outcome: Outcome) -> None:
         self._received.add(request_id)
         if outcome is Outcome.OK:
             return
-        if len(self._kv_cache_config.kv_cache_groups) == 1:
+        if self._fails_by_block:
             self._failed_blocks.update(blocks)
         else:
             self._failed_requests.add(request_id)
@@ -178,6 +178,8 @@ class WorkerSide:
     # ---------------------------------------------------------------- when something broke
 
     def _abandon_offloads(self) -> None:
+        for job_id in self._unsubmitted:
+            self.worker.reject(job_id)
         self._unsubmitted = []
 
     def _stop_all(self) -> None:
@@ -187,11 +189,11 @@ class WorkerSide:
         for job_id in [job_id for job_id in self._loads if not self.worker.is_known(job_id)]:
             request_id, blocks = self._loads.pop(job_id)
             self._failed[request_id] = blocks
+            self.worker.reject(job_id)
 
     def _give_up(self) -> tuple[set[str], set[str]]:
         """Ends every load as failed, once no copy can write any more, so that vLLM recomputes instead of waiting."""
         self.worker.drain(GIVE_UP_DRAIN_S)
-        self.worker.take()
         loads, self._loads = self._loads, {}
         for request_id, blocks in loads.values():
             self._end_load(request_id, blocks, Outcome.IO_ERROR)

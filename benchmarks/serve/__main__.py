@@ -6,14 +6,15 @@ import argparse
 import asyncio
 import sys
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
 import httpx
 from rich.console import Console
-from rich.status import Status
 
 from benchmarks.client import EngineClient
+from benchmarks.console import report_console
 from benchmarks.machine import machine_facts
 from benchmarks.serve import throughput, ttft
 from benchmarks.serve.figures import Figure
@@ -35,7 +36,7 @@ def main() -> int:
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of weights and KV")
     parser.add_argument("--seed", type=int, default=1, help="of the prompts")
     arguments = parser.parse_args()
-    console = Console()
+    console = report_console()
     exit_on_sigterm()
     try:
         report = run(console, arguments)
@@ -55,10 +56,14 @@ def run(console: Console, arguments: argparse.Namespace) -> Report:
         model = ensure_model(arguments.output / "tiny-qwen3")
         servers = []
         for name, host_cache_gb in (("with-kvbm", HOST_CACHE_GB), ("without", None)):
-            _say(console, status, f"starting vllm serve {name}")
+            status.update(f"starting vllm serve {name}")
+            console.print(f"  … starting vllm serve {name}")
             options = ServerOptions(model, DEVICE_BLOCKS, host_cache_gb, dtype=arguments.dtype)
             servers.append(stack.enter_context(VllmServer(options, arguments.output / f"vllm-{name}.log")))
-        figures, complaints = asyncio.run(_measure(console, status, arguments, str(model), *servers))
+        pairs, rounds = (QUICK_PAIRS, QUICK_ROUNDS) if arguments.quick else (PAIRS, ROUNDS)
+        console.print(f"  … measuring {pairs} pairs and {rounds} rounds, both servers up, one loaded at a time")
+        measuring = _measure(*servers, told=status.update, pairs=pairs, rounds=rounds, seed=arguments.seed)
+        figures, complaints = asyncio.run(measuring)
     settings = {
         "model": "tiny Qwen3, random weights, 4 layers",
         "dtype": arguments.dtype,
@@ -73,31 +78,17 @@ def run(console: Console, arguments: argparse.Namespace) -> Report:
 
 
 async def _measure(
-    console: Console,
-    status: Status,
-    arguments: argparse.Namespace,
-    model: str,
-    with_kvbm: VllmServer,
-    without: VllmServer,
+    with_kvbm: VllmServer, without: VllmServer, *, told: Callable[[str], None], pairs: int, rounds: int, seed: int
 ) -> tuple[list[Figure], list[str]]:
-    pairs, rounds = (QUICK_PAIRS, QUICK_ROUNDS) if arguments.quick else (PAIRS, ROUNDS)
-    seed = arguments.seed
+    model = str(with_kvbm.options.model)
     async with (
         EngineClient(with_kvbm.base_url, model, with_kvbm.metrics_url) as ours,
         EngineClient(without.base_url, model) as plain,
     ):
-        _say(console, status, f"TTFT: {pairs} pairs of a cold and a returning prompt")
-        measured = await ttft.measure(ours, pairs, seed, status.update)
-        _say(console, status, f"throughput: {rounds} rounds on each server")
-        loaded = await throughput.measure(ours, plain, rounds, seed + 1, status.update)
+        measured = await ttft.measure(ours, pairs, seed, told)
+        loaded = await throughput.measure(ours, plain, rounds, seed + 1, told)
         complaints = ttft.complaints(measured) + await throughput.ask_again_alone(ours, plain, loaded)
     return [ttft.figure(measured), throughput.figure(loaded)], complaints
-
-
-def _say(console: Console, status: Status, what: str) -> None:
-    """A line that stays, and the live one."""
-    console.print(f"  … {what}")
-    status.update(what)
 
 
 if __name__ == "__main__":

@@ -85,9 +85,9 @@ def _cells(figure: Figure) -> tuple[str, ...]:
     low, high = figure.spread
     sign = "≤" if figure.better == "lower" else "≥"
     return (
-        figure.name,
+        f"{figure.name} / {figure.peer}",
         f"{figure.ours:,.1f} {figure.unit}",
-        f"{figure.theirs:,.1f} {figure.unit} ({figure.peer})",
+        f"{figure.theirs:,.1f} {figure.unit}",
         f"{figure.ratio:.3f}",
         f"{low:.3f} to {high:.3f}",
         f"{sign} {figure.goal:.2f}",

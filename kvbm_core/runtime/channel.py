@@ -10,17 +10,21 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable
+from uuid import uuid4
 
 import zmq
 
 from kvbm_core.clock import Clock, SystemClock
 from kvbm_core.errors import ConfigError
+from kvbm_core.observe.log import RateLimitedLogger
 from kvbm_core.runtime.endpoint import Endpoint, EndpointLock
 from kvbm_core.runtime.messages import MAX_MESSAGE_BYTES, Message, decode, encode
 
 log = logging.getLogger("kvbm")
 
 MAX_QUEUED_MESSAGES = 100_000
+MAX_RECEIVED_AT_ONCE = 1000
+CLOSE_TIMEOUT_S = 5.0
 Identity = bytes
 
 
@@ -28,15 +32,19 @@ class _Loop:
     """A socket served by its own daemon thread; ``post`` may be called from any thread."""
 
     def __init__(self, kind: int, name: str, on_frames: Callable[[list[bytes]], None], tick_s: float) -> None:
+        self.on_tick: Callable[[], None] = lambda: None
         self._context = zmq.Context()
         self.socket: zmq.Socket[bytes] = self._context.socket(kind)
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
         self._on_frames = on_frames
         self._outbox: deque[list[bytes]] = deque(maxlen=MAX_QUEUED_MESSAGES)
-        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._is_blocked = False
         self._tick_ms = int(tick_s * 1000)
-        self.on_tick: Callable[[], None] = lambda: None
+        self._log = RateLimitedLogger(log)
+        # Guards the wake-up's file descriptor, whose number is somebody else's after close.
+        self._lock = threading.Lock()
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._closing = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
@@ -48,27 +56,40 @@ class _Loop:
         self.wake()
 
     def wake(self) -> None:
-        if not self._closing:
-            os.eventfd_write(self._wake_fd, 1)
+        with self._lock:
+            if not self._closing:
+                os.eventfd_write(self._wake_fd, 1)
+
+    def try_send(self, frames: list[bytes]) -> bool:
+        """For the loop's own thread. False: nobody takes it now; ``on_tick`` is called again when somebody does."""
+        try:
+            self.socket.send_multipart(frames, zmq.NOBLOCK)
+        except zmq.Again:
+            self._is_blocked = True
+            return False
+        return True
 
     def _run(self) -> None:
         poller = zmq.Poller()
-        poller.register(self.socket, zmq.POLLIN)
         poller.register(self._wake_fd, zmq.POLLIN)
         while not self._closing:
+            poller.register(self.socket, zmq.POLLIN | (zmq.POLLOUT if self._is_blocked else 0))
+            self._is_blocked = False
             ready = dict(poller.poll(self._tick_ms))
             if self._wake_fd in ready:
                 os.eventfd_read(self._wake_fd)
-            try:
-                self._receive()
-                self._send()
-                self.on_tick()
-            except Exception:
-                log.exception("kvbm: control channel: a message could not be handled")
+            for step in (self._receive, self._send, self.on_tick):
+                try:
+                    step()
+                except Exception as error:  # a bug in one message must not end the thread that carries all
+                    self._log.warning(
+                        type(error).__name__, "kvbm: control channel: a message could not be handled", exc_info=error
+                    )
         self._send()
 
     def _receive(self) -> None:
-        while True:
+        # Not until there is none left: a flood must not keep us from sending, or from ending.
+        for _ in range(MAX_RECEIVED_AT_ONCE):
             try:
                 frames: list[bytes] = self.socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
@@ -78,49 +99,63 @@ class _Loop:
     def _send(self) -> None:
         while self._outbox:
             frames = self._outbox.popleft()
-            try:
-                self.socket.send_multipart(frames, zmq.NOBLOCK)
-            except zmq.ZMQError as error:
-                log.warning("kvbm: control channel: a message could not be sent (%s)", error)
+            if not self.try_send(frames):
+                self._outbox.appendleft(frames)
+                return
 
     def close(self) -> None:
-        if self._closing:
-            return
-        self._closing = True  # before the wake-up: the thread must not go back to sleep
-        os.eventfd_write(self._wake_fd, 1)
+        with self._lock:
+            if self._closing:
+                return
+            self._closing = True  # before the wake-up: the thread must not go back to sleep
+            os.eventfd_write(self._wake_fd, 1)
         if self._thread.is_alive():
-            self._thread.join(timeout=5.0)
+            self._thread.join(timeout=CLOSE_TIMEOUT_S)
+        if self._thread.is_alive():
+            log.error("kvbm: %s did not end; its socket stays open", self._thread.name)
+            return
         self.socket.close(linger=200)
         self._context.term()
         os.close(self._wake_fd)
 
 
 class LeaderChannel:
-    """The leader's side: binds, hands incoming messages to ``inbox``; ``on_message`` answers on the channel's thread.
+    """The leader's side: binds; ``on_message`` is called, and its answers are sent, on the channel's thread.
 
     ``on_message(identity, message)`` returns messages to send, by identity of the worker. Raises ConfigError if the
-    address is taken.
+    address is taken. ``on_bad_frames`` is told of each message that is none of ours, on the same thread.
     """
 
-    def __init__(self, endpoint: Endpoint, on_message: Callable[[Identity, Message], list[tuple[Identity, Message]]]) -> None:
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        on_message: Callable[[Identity, Message], list[tuple[Identity, Message]]],
+        on_bad_frames: Callable[[], None] = lambda: None,
+    ) -> None:
         self.undecodable_total = 0
         self._on_message = on_message
+        self._on_bad_frames = on_bad_frames
         self._lock = EndpointLock(endpoint)
         self._loop = _Loop(zmq.ROUTER, "kvbm-leader-channel", self._take, tick_s=1.0)
+        # A worker that has lost its connection is known again when it comes back.
+        self._loop.socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        self._loop.socket.setsockopt(zmq.IPV6, int("[" in endpoint.address))
         try:
             self._loop.socket.bind(endpoint.address)
         except zmq.ZMQError as error:
             self._loop.close()
             self._lock.close()
-            raise ConfigError(
-                "DYN_KVBM_LEADER_ZMQ_ACK_PORT", endpoint.address, f"cannot be bound ({error}); set a free port"
-            ) from None
+            setting, remedy = ("DYN_KVBM_LEADER_ZMQ_ACK_PORT", "set a free port")
+            if endpoint.path is not None:
+                setting, remedy = ("TMPDIR", "set a directory in which sockets can be made")
+            raise ConfigError(setting, endpoint.address, f"cannot be bound ({error}); {remedy}") from None
         self._loop.start()
 
     def _take(self, frames: list[bytes]) -> None:
         message = decode(frames[1]) if len(frames) == 2 else None
         if message is None:
             self.undecodable_total += 1
+            self._on_bad_frames()
             return
         for identity, answer in self._on_message(frames[0], message):
             self._loop.socket.send_multipart([identity, encode(answer)])
@@ -132,14 +167,23 @@ class LeaderChannel:
 
 
 class WorkerChannel:
-    """A worker's side: connects (the leader may come later); ``on_message`` is called on the channel's thread."""
+    """A worker's side: connects (the leader may come later); ``on_message`` is called on the channel's thread.
+
+    What is sent waits here until there is a leader to take it.
+    """
 
     def __init__(self, endpoint: Endpoint, on_message: Callable[[Message], None], *, retry_s: float = 2.0) -> None:
+        self.undecodable_total = 0
         self._clock: Clock = SystemClock()
         self._handler = on_message
         self._repeat: Callable[[], Message | None] = lambda: None
         self._retry_s = retry_s
         self._loop = _Loop(zmq.DEALER, "kvbm-worker-channel", self._take, tick_s=retry_s)
+        # The leader knows this worker by this name, over reconnections too.
+        self._loop.socket.setsockopt(zmq.ROUTING_ID, uuid4().hex.encode())
+        # Else messages to nobody would fill the socket's own queue, and the oldest hello would come first.
+        self._loop.socket.setsockopt(zmq.IMMEDIATE, 1)
+        self._loop.socket.setsockopt(zmq.IPV6, int("[" in endpoint.address))
         self._loop.socket.connect(endpoint.address)
         self._loop.on_tick = self._tick
         self._last_repeat_s = float("-inf")
@@ -158,16 +202,16 @@ class WorkerChannel:
         now_s = self._clock.now_s()
         if now_s - self._last_repeat_s >= self._retry_s:
             message = self._repeat()
-            if message is not None:
+            if message is not None and self._loop.try_send([encode(message)]):
                 self._last_repeat_s = now_s
-                self._loop.socket.send_multipart([encode(message)], zmq.NOBLOCK)
 
     def _take(self, frames: list[bytes]) -> None:
         message = decode(frames[0]) if len(frames) == 1 else None
-        if message is not None:
-            self._handler(message)
+        if message is None:
+            self.undecodable_total += 1
+            return
+        self._handler(message)
 
     def close(self) -> None:
         """Ends the thread and closes the socket. May be called twice."""
         self._loop.close()
-

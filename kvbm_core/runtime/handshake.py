@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvbm_core.errors import ConfigError
-from kvbm_core.runtime.messages import PROTOCOL_VERSION, Acks, Configure, Hello, JobAck, Message, Ready, Refused
+from kvbm_core.runtime.messages import PROTOCOL_VERSION, Configure, Hello, JobAck, Message, Ready, Refused
 
 log = logging.getLogger("kvbm")
 
@@ -48,7 +48,11 @@ LeaderEvent = SlotsReady | RankAck | Disabled
 
 
 class Handshake:
-    """``size_tier(bytes of a block over all ranks)`` answers the number of slots, or raises ConfigError."""
+    """``size_tier(bytes of a block over all ranks)`` answers the number of slots, or raises ConfigError.
+
+    A rank is the peer that said hello for it: what others say in its name (a worker left over from an engine that
+    died, on the same port) is dropped and counted.
+    """
 
     def __init__(self, world_size: int, size_tier: Callable[[int], int]) -> None:
         self.inbox: deque[LeaderEvent] = deque()
@@ -58,6 +62,7 @@ class Handshake:
         self._ready: dict[int, int] = {}
         self._num_slots: int | None = None
         self._answered = threading.Event()
+        self.foreign_total = 0
 
     def wait(self, timeout_s: float) -> bool:
         """Waits, at start-up only, until the first slots are usable or the tier is off; False if time ran out."""
@@ -65,23 +70,28 @@ class Handshake:
 
     def on_message(self, identity: bytes, message: Message) -> list[tuple[bytes, Message]]:
         """Takes one message of one worker; returns the answers."""
-        if isinstance(message, Acks):
-            self.inbox.extend(RankAck(message.rank, ack) for ack in message.acks)
-            return []
         if isinstance(message, Hello):
             return self._hello(identity, message)
-        if isinstance(message, Ready):
-            self._on_ready(message)
-        elif isinstance(message, Refused):
+        if isinstance(message, Refused):
             self._disable(f"worker {message.rank}: {message.reason}")
+        elif isinstance(message, Configure) or self._peer_of(message.rank) != identity:
+            self.foreign_total += 1
+        elif isinstance(message, Ready):
+            self._on_ready(message)
+        else:
+            self.inbox.extend(RankAck(message.rank, ack) for ack in message.acks)
         return []
+
+    def _peer_of(self, rank: int) -> bytes | None:
+        hello = self._hellos.get(rank)
+        return hello[0] if hello is not None else None
 
     def _disable(self, reason: str) -> None:
         self.inbox.append(Disabled(reason))
         self._answered.set()
 
     def _hello(self, identity: bytes, hello: Hello) -> list[tuple[bytes, Message]]:
-        problem = self._problem_of(hello)
+        problem = self._problem_of(identity, hello)
         if problem is not None:
             self._disable(f"worker {hello.rank} {problem}")
             return [(identity, Refused(hello.rank, problem))]
@@ -97,23 +107,25 @@ class Handshake:
             return [(who, Refused(rank, str(error))) for rank, (who, _) in self._hellos.items()]
         return [(who, Configure(self._num_slots)) for who, _ in self._hellos.values()]
 
-    def _problem_of(self, hello: Hello) -> str | None:
+    def _problem_of(self, identity: bytes, hello: Hello) -> str | None:
         if hello.protocol != PROTOCOL_VERSION:
             return f"speaks protocol {hello.protocol}, the leader {PROTOCOL_VERSION}; install one kvbm everywhere"
         if hello.world_size != self._world_size or not 0 <= hello.rank < self._world_size:
             return f"is rank {hello.rank} of {hello.world_size}, the leader expects {self._world_size} ranks"
         if hello.block_bytes <= 0 or hello.num_device_blocks <= 0:
             return f"has blocks of {hello.block_bytes} bytes, {hello.num_device_blocks} of them"
+        if self._num_slots is not None and self._peer_of(hello.rank) != identity:
+            return f"is there twice: two processes say that they are rank {hello.rank}; end the one left over"
         return None
 
     def _on_ready(self, ready: Ready) -> None:
-        self._ready[ready.rank] = ready.ready_slots
+        self._ready[ready.rank] = max(ready.ready_slots, self._ready.get(ready.rank, 0))
         if self._num_slots is None or len(self._ready) < self._world_size:
             return
         fingerprints = [self._hellos[rank][1].fingerprint for rank in sorted(self._hellos)]
         self.inbox.append(
             SlotsReady(
-                slots=min(min(self._ready.values()), self._num_slots),
+                slots=min(*self._ready.values(), self._num_slots),
                 planned_slots=self._num_slots,
                 block_bytes=self._block_bytes(),
                 num_device_blocks=min(hello.num_device_blocks for _, hello in self._hellos.values()),

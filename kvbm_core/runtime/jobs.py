@@ -2,30 +2,47 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from kvbm_core.blocks.lease import Lease
 from kvbm_core.errors import IntegrityError, Outcome
 from kvbm_core.runtime.messages import JobAck
+from kvbm_core.runtime.request import RequestState
 from kvbm_core.tiers.tier import Reservation
+from kvbm_core.transfer.plan import GroupMove, TransferPlan
 from kvbm_core.types import BlockKey, Direction
 
 
 @dataclass
 class Job:
-    """One TransferPlan under way. An offload holds a reservation, an onboard a lease."""
+    """One TransferPlan under way for ``state``. An offload holds a reservation, an onboard a lease."""
 
-    job_id: int
-    request_id: str
-    direction: Direction
+    plan: TransferPlan
+    state: RequestState
     keys: tuple[BlockKey, ...]
-    device_blocks: tuple[int, ...]
     waiting_ranks: set[int]
-    submitted_at_s: float
     reservation: Reservation | None = None
     lease: Lease | None = None
     is_prefill: bool = False
+    num_tokens: int = 0
+    """Of an onboard: what the request need not compute."""
     acks: list[JobAck] = field(default_factory=list)
+
+    @property
+    def job_id(self) -> int:
+        """That of the plan."""
+        return self.plan.job_id
+
+    @property
+    def direction(self) -> Direction:
+        """That of the plan."""
+        return self.plan.direction
+
+    @property
+    def device_blocks(self) -> list[int]:
+        """Read by an offload, written by an onboard; all groups together."""
+        return [block for move in self.plan.moves for block in move.device_blocks]
 
     @property
     def outcome(self) -> Outcome:
@@ -46,21 +63,25 @@ class JobBook:
     def __len__(self) -> int:
         return len(self._jobs)
 
-    def new_id(self) -> int:
-        """An id never given before."""
-        self._next_id += 1
-        return self._next_id - 1
+    def __contains__(self, job_id: int) -> bool:
+        return job_id in self._jobs
 
     def ranks(self) -> set[int]:
         """Every rank, as the set of those that have to answer."""
         return set(range(self._world_size))
 
-    def add(self, job: Job) -> None:
-        """Starts to wait for ``job``."""
+    def start(
+        self, state: RequestState, direction: Direction, keys: tuple[BlockKey, ...], moves: tuple[GroupMove, ...]
+    ) -> Job:
+        """A new job; waits for the answer of every rank from now on."""
+        plan = TransferPlan(self._next_id, direction, moves)
+        self._next_id += 1
+        job = Job(plan, state, keys, self.ranks())
         self._jobs[job.job_id] = job
-        if job.direction is Direction.OFFLOAD:
+        if direction is Direction.OFFLOAD:
             for block in job.device_blocks:
                 self._readers.setdefault(block, set()).add(job.job_id)
+        return job
 
     def acknowledge(self, rank: int, ack: JobAck) -> Job | None:
         """Notes one rank's answer; the job, removed, once all have answered. Late and double answers are counted."""
@@ -75,7 +96,7 @@ class JobBook:
         self._remove(job)
         return job
 
-    def readers_of(self, device_blocks: list[int]) -> set[int]:
+    def readers_of(self, device_blocks: Iterable[int]) -> set[int]:
         """Offloads under way that read any of ``device_blocks``."""
         if not self._readers:
             return set()
@@ -88,7 +109,7 @@ class JobBook:
     def _remove(self, job: Job) -> None:
         del self._jobs[job.job_id]
         if job.direction is Direction.OFFLOAD:
-            for block in job.device_blocks:
+            for block in set(job.device_blocks):
                 readers = self._readers[block]
                 readers.discard(job.job_id)
                 if not readers:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvbm_core.blocks.lease import Lease
 from kvbm_core.tiers.groups import GroupSpec, base_block_tokens
 from kvbm_core.tokens.chain import TokenChain
 from kvbm_core.types import BlockKey, block_key
+
+BlockTable = Sequence[int]
+"""Device block ids of one request in one group, by block index; NULL_BLOCK where the engine keeps nothing."""
+NULL_BLOCK = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +58,11 @@ class RequestState:
             keys.extend(block_key(digest, group.index) for digest in hashes[(len(keys) + 1) * step - 1 :: step])
         return keys
 
-    @property
-    def has_pending_offloads(self) -> bool:
-        """Whether blocks of this request are still being read from the device."""
-        return bool(self.offload_jobs)
+    def chain_keys(self) -> list[BlockKey]:
+        """The keys of all groups in prefix order: a block that ends earlier comes first."""
+        if len(self.groups) == 1:
+            return self.keys(0)
+        ends: list[tuple[int, BlockKey]] = []
+        for position, group in enumerate(self.groups):
+            ends += (((block + 1) * group.block_size_tokens, key) for block, key in enumerate(self.keys(position)))
+        return [key for _, key in sorted(ends, key=lambda entry: entry[0])]

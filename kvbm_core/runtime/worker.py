@@ -16,7 +16,8 @@ from kvbm_core.runtime.channel import WorkerChannel
 from kvbm_core.runtime.endpoint import Endpoint
 from kvbm_core.runtime.messages import PROTOCOL_VERSION, Acks, Configure, Hello, JobAck, Message, Ready, Refused
 from kvbm_core.storage.host_slab import HostSlab, available_memory_bytes
-from kvbm_core.transfer.engine import DeviceMemory, Executor, make_executor, slab_preparation
+from kvbm_core.transfer.executor import DeviceMemory, Executor
+from kvbm_core.transfer.factory import make_executor, slab_preparation
 from kvbm_core.transfer.plan import JobResult, TransferPlan
 
 log = logging.getLogger("kvbm")
@@ -26,7 +27,7 @@ FENCE_TIMEOUT_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class WorkerOptions:
-    """``transfer_deadline_s``: a plan that has not started by then is given up. ``verify``: compare bytes after onboard."""
+    """``transfer_deadline_s``: a plan not started by then is given up. ``verify``: compare bytes after an onboard."""
 
     transfer_deadline_s: float = 60.0
     max_concurrent_transfers: int = 4
@@ -99,7 +100,7 @@ class Worker:
         elif isinstance(message, Configure) and self._slab is None and self._memory is not None:
             try:
                 self._allocate(message.num_slots, self._memory)
-            except (ConfigError, OSError, MemoryError, RuntimeError) as error:
+            except Exception as error:  # out of memory, no executor for this memory...: serve without, and say why
                 self._is_refused = True
                 self._channel.send(Refused(self.rank, f"cannot allocate {message.num_slots} blocks: {error}"))
 
@@ -107,16 +108,16 @@ class Worker:
         slot_bytes = max(view.block_bytes for view in memory.views)
         needed, available = num_slots * slot_bytes, available_memory_bytes()
         if needed > available:
-            remedy = f"rank {self.rank} needs {needed / 1e9:.2f} GB, {available / 1e9:.2f} GB are free; set a smaller size"
-            raise ConfigError("DYN_KVBM_CPU_CACHE_GB", f"{needed / 1e9:.2f}", remedy)
+            need = f"rank {self.rank} needs {needed / 1e9:.2f} GB, {available / 1e9:.2f} GB are free"
+            raise ConfigError("DYN_KVBM_CPU_CACHE_GB", f"{needed / 1e9:.2f}", f"{need}; set a smaller size")
         slab = HostSlab(
             num_slots,
             slot_bytes,
             prepare=slab_preparation(memory),
             on_ready=self._slots_ready,
         )
-        self._executor = self._wrap(
-            make_executor(
+        try:
+            executor = make_executor(
                 memory,
                 slab,
                 max_concurrent=self._options.max_concurrent_transfers,
@@ -124,8 +125,11 @@ class Worker:
                 on_done=self._finished,
                 verify=self._options.verify,
             )
-        )
+        except Exception:
+            slab.close()
+            raise
         self._slab = slab
+        self._executor = self._wrap(executor)
         self._slots_ready(slab.ready_slots)
 
     def _slots_ready(self, slots: int) -> None:
@@ -138,6 +142,8 @@ class Worker:
     def submit(self, plan: TransferPlan) -> None:
         """Starts ``plan``; never blocks and never raises for a plan that cannot run: that is a failed job."""
         with self._lock:
+            if plan.job_id in self._in_flight:
+                return
             self._in_flight.add(plan.job_id)
         executor = self._executor
         if executor is None:
@@ -149,8 +155,12 @@ class Worker:
             log.exception("kvbm: worker %d: job %d could not be submitted", self.rank, plan.job_id)
             self._finished(JobResult(plan.job_id, Outcome.IO_ERROR, 0, 0.0, 0.0, str(error)))
 
+    def reject(self, job_id: int) -> None:
+        """Ends a job of the leader's that will not be submitted here."""
+        self._finished(JobResult(job_id, Outcome.REJECTED, 0, 0.0, 0.0, "not submitted"))
+
     def fence(self, job_ids: Collection[int]) -> bool:
-        """The device blocks of these jobs are about to be overwritten: cancels what has not started, waits for the rest.
+        """The device blocks of these jobs are about to be overwritten: cancels what waits, waits for what runs.
 
         False if a running copy did not end in FENCE_TIMEOUT_S: it will be reported as failed, whatever it says later.
         """
@@ -207,10 +217,11 @@ class Worker:
             log.warning("kvbm: worker %d: job %d: %s %s", self.rank, result.job_id, result.outcome, result.detail)
 
     def close(self) -> None:
-        """Ends the executor (running copies are waited for), frees the slab, closes the channel. May be called twice."""
+        """Closes the channel, ends the executor (waits for running copies), frees the slab. May be called twice."""
+        # First: its thread is the one that makes executor and slab.
+        self._channel.close()
         if self._executor is not None:
             self._executor.close()
         if self._slab is not None:
             self._slab.close()
         self._executor = None
-        self._channel.close()

@@ -17,7 +17,7 @@ from kvbm_core.clock import Clock, ManualClock
 from kvbm_core.errors import Outcome
 from kvbm_core.layout.tensors import TensorInfo, view_of_tensors
 from kvbm_core.storage.host_slab import HostSlab
-from kvbm_core.transfer.engine import DeviceMemory, Executor
+from kvbm_core.transfer.executor import DeviceMemory, Executor
 from kvbm_core.transfer.jobs import MAX_QUEUED_JOBS
 from kvbm_core.transfer.plan import GroupMove, JobResult, TransferPlan
 from kvbm_core.types import Direction

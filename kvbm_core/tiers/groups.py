@@ -9,8 +9,19 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from kvbm_core.types import BlockKey
+
+
+class Residents(Protocol):
+    """Which blocks are there; a BlockTier is one."""
+
+    def match_prefix(self, keys: Sequence[BlockKey]) -> int:
+        """How many leading ``keys`` are there."""
+
+    def contains(self, key: BlockKey) -> bool:
+        """Whether ``key`` is there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +50,7 @@ def base_block_tokens(groups: Sequence[GroupSpec]) -> int:
 
 
 def needed_blocks(group: GroupSpec, computed_tokens: int, prefix_tokens: int) -> range:
-    """Blocks of ``group`` to bring up so that [0, ``prefix_tokens``) can be used, the device having ``computed_tokens``."""
+    """Blocks of ``group`` to bring up so that ``prefix_tokens`` can be used, the device having ``computed_tokens``."""
     first = max(computed_tokens // group.block_size_tokens, group.first_needed_block(prefix_tokens))
     return range(first, max(first, prefix_tokens // group.block_size_tokens))
 
@@ -49,8 +60,7 @@ def longest_prefix_tokens(
     keys_of: Callable[[int], Sequence[BlockKey]],
     computed_tokens: int,
     limit_tokens: int,
-    match_prefix: Callable[[Sequence[BlockKey]], int],
-    contains: Callable[[BlockKey], bool],
+    residents: Residents,
 ) -> int:
     """The longest usable prefix, in tokens from 0; ``computed_tokens`` when nothing beyond it is there.
 
@@ -63,13 +73,13 @@ def longest_prefix_tokens(
         if group.window_tokens is None and length > computed_tokens:
             size = group.block_size_tokens
             first = computed_tokens // size
-            run = match_prefix(keys_of(position)[first : length // size])
+            run = residents.match_prefix(keys_of(position)[first : length // size])
             length = (first + run) * size // align * align
     windowed = [(group, keys_of(position)) for position, group in enumerate(groups) if group.window_tokens is not None]
     while length > computed_tokens:
         shorter = length
         for group, keys in windowed:
-            shorter = _longest_windowed(group, keys, computed_tokens, shorter, align, contains)
+            shorter = _longest_windowed(group, keys, computed_tokens, shorter, align=align, residents=residents)
         if shorter == length:
             return length
         length = shorter
@@ -81,8 +91,9 @@ def _longest_windowed(
     keys: Sequence[BlockKey],
     computed_tokens: int,
     limit_tokens: int,
+    *,
     align: int,
-    contains: Callable[[BlockKey], bool],
+    residents: Residents,
 ) -> int:
     """The longest aligned length <= ``limit_tokens`` whose window is there. Walks down, each block asked once."""
     known: dict[int, bool] = {}
@@ -92,7 +103,7 @@ def _longest_windowed(
         missing = None
         for block in reversed(blocks):
             if block not in known:
-                known[block] = contains(keys[block])
+                known[block] = residents.contains(keys[block])
             if not known[block]:
                 missing = block
                 break

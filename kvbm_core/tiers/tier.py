@@ -106,10 +106,14 @@ class BlockTier:
         return self._leases.grant(owner, keys, slots, ttl_s)
 
     def renew(self, lease: Lease, ttl_s: float) -> Lease | None:
-        """A new lease on the same keys in place of ``lease``; None if it had already expired."""
+        """A new lease on the same slots in place of ``lease``; None if that had ended.
+
+        Holds for blocks forgotten meanwhile too: who reads them must not see their slots written.
+        """
         if not self._leases.is_live(lease):
             return None
-        renewed = self.lease(lease.owner, lease.keys, ttl_s)
+        self._policy.pin(lease.keys)
+        renewed = self._leases.grant(lease.owner, lease.keys, lease.slots, ttl_s)
         self.release(lease)
         return renewed
 
@@ -174,7 +178,7 @@ class BlockTier:
         Returns how many blocks were forgotten.
         """
         self._generation += 1
-        resident = [key for key in self._registry.keys() if key not in self._doomed]
+        resident = list(filter(self.contains, self._registry.keys()))
         self.forget(resident)
         return len(resident)
 
@@ -187,8 +191,13 @@ class BlockTier:
         used = self._pool.capacity_slots - self._pool.free_slots
         if used != len(self._registry) + self._registry.pending_blocks:
             raise IntegrityError(f"{self.tier.name}: {used} slots in use, {len(self._registry)} blocks registered")
-        if not all(self._policy.is_pinned(key) for key in self._doomed):
+        pinned = set(filter(self._policy.is_pinned, self._registry.keys()))
+        if self._policy.evictable_blocks + len(pinned) != len(self._registry):
+            raise IntegrityError(f"{self.tier.name}: the policy knows other blocks than the registry")
+        if not self._doomed <= pinned:
             raise IntegrityError(f"{self.tier.name}: a doomed block is not pinned and never leaves")
+        if pinned and not self._leases.live_leases:
+            raise IntegrityError(f"{self.tier.name}: {len(pinned)} blocks are pinned and nobody holds a lease")
 
     def _make_room(self, count_blocks: int, protected: AbstractSet[BlockKey]) -> None:
         victims = self._policy.evict(count_blocks, protected)

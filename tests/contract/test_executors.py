@@ -21,9 +21,10 @@ from kvbm_core.testing.executor_contract import (
     plan,
     two_group_memory,
 )
-from kvbm_core.transfer.engine import DeviceMemory, Executor, TransferEngine, make_executor, slab_preparation
+from kvbm_core.transfer.executor import DeviceMemory, Executor
 from kvbm_core.transfer.executors.cuda import CudaExecutor, addresses, cut_at_chunks
 from kvbm_core.transfer.executors.memcpy import MemcpyExecutor
+from kvbm_core.transfer.factory import make_executor, slab_preparation
 from kvbm_core.transfer.plan import JobResult
 from kvbm_core.types import Direction
 
@@ -213,18 +214,6 @@ def test_slots_across_chunks_come_back_exactly() -> None:
     executor.close()
     cuda.close()
     host.close()
-
-
-def test_the_engine_closes_everything() -> None:
-    device = two_group_memory()
-    host = HostSlab(NUM_SLOTS, max(view.block_bytes for view in device.views))
-    assert host.wait_ready(LONG_S)
-    engine = TransferEngine(device, host, make_executor(device, host))
-    engine.executor.submit(plan(1, Direction.OFFLOAD, [1], [1]))
-    assert engine.close()
-    assert [result.outcome for result in engine.executor.poll()] == [Outcome.OK]
-    with pytest.raises(ValueError, match="closed"):
-        _ = host.array
 
 
 def test_memory_of_no_known_kind_is_refused() -> None:

@@ -37,6 +37,7 @@ FIELDS: dict[str, set[str]] = {
         "all_token_ids",
         "num_tokens",
         "num_computed_tokens",
+        "num_preemptions",
         "mm_features",
         "lora_request",
         "cache_salt",
@@ -57,7 +58,7 @@ FIELDS: dict[str, set[str]] = {
     "KVCacheGroupSpec": {"layer_names", "kv_cache_spec"},
     "AttentionSpec": {"block_size"},
     "KVCacheBlocks": {"get_block_ids"},
-    "KVConnectorOutput": {"finished_sending"},
+    "KVConnectorOutput": {"finished_sending", "finished_recving"},
     "VllmConfig": {
         "model_config",
         "cache_config",

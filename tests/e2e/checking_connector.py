@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from kvbm_core.errors import Outcome
-from kvbm_core.transfer.engine import Executor
+from kvbm_core.transfer.executor import Executor
 from kvbm_core.transfer.plan import JobResult, TransferPlan
 from kvbm_core.types import Direction
 from kvbm_vllm.connector import DynamoConnector

@@ -18,8 +18,9 @@ from kvbm_core.storage.host_slab import HostSlab
 from kvbm_core.testing.executor_contract import LONG_S
 from kvbm_core.transfer.coalesce import Run, runs, runs_both_ways
 from kvbm_core.transfer.digests import gather
-from kvbm_core.transfer.engine import DeviceMemory, make_executor
+from kvbm_core.transfer.executor import DeviceMemory
 from kvbm_core.transfer.executors.cuda_runtime import CudaError, CudaRuntime, ways_to_copy
+from kvbm_core.transfer.factory import make_executor
 from kvbm_core.transfer.plan import GroupMove, TransferPlan
 from kvbm_core.transfer.torch_memory import describe_tensors
 from kvbm_core.types import Direction

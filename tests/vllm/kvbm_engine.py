@@ -12,7 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from kvbm_core.errors import Outcome
 from kvbm_core.runtime.leader import Leader
 from kvbm_core.runtime.worker import Worker
-from kvbm_core.transfer.engine import Executor
+from kvbm_core.transfer.executor import Executor
 from kvbm_core.transfer.plan import JobResult, TransferPlan
 from kvbm_core.types import Direction
 from kvbm_vllm.connector import DynamoConnector
@@ -99,6 +99,8 @@ class FaultyExecutor:
 
     def drain(self, timeout_s: float) -> bool:
         """See Executor."""
+        if self._held and timeout_s < BLOCKING_WAIT_S:
+            return False
         self._start(list(self._held))
         return self._inner.drain(timeout_s)
 
@@ -198,7 +200,8 @@ class KvbmEngine(Engine):
             "jobs": leader.pending_jobs,
             "leases": tier.live_leases,
             "pending slots": tier.pending_blocks,
-            "prefixes being loaded": len(leader._loading),
+            "prefixes being loaded": leader.loading_blocks,
+            "pinned device blocks": len(self.hooks._pins),
             "held copies": sum(executor.held for executor in self.executors),
         }
         for name, value in vars(self.hooks).items():

@@ -31,7 +31,7 @@ def test_a_failed_load_is_recomputed(outcome: Outcome, spec: dict[str, Any], tmp
         assert engine.metric(f'kvbm_failures_total{{kind="onboard_{outcome.value}"}}') == 1
         assert engine.metric("kvbm_onboard_blocks_h2d") == 0
         # What could not be brought back is not promised again, and was stored anew when it was computed.
-        assert engine.promised("b")[1:] in ([], [0])
+        assert engine.promised("b")[-1] == 0
         engine.forget_device()
         assert engine.ask("c", PROMPT, 8) == first
         assert engine.external_tokens("c") > 0

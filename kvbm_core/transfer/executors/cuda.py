@@ -16,7 +16,7 @@ from kvbm_core.layout.view import Segment, pair_segments
 from kvbm_core.storage.host_slab import HostSlab
 from kvbm_core.transfer.coalesce import runs
 from kvbm_core.transfer.digests import SlotDigests, device_blocks_of
-from kvbm_core.transfer.engine import DeviceMemory, refusal_of
+from kvbm_core.transfer.executor import DeviceMemory, refusal_of
 from kvbm_core.transfer.executors.cuda_runtime import Copies, CudaApi
 from kvbm_core.transfer.jobs import Job, JobBoard
 from kvbm_core.transfer.plan import JobResult, TransferPlan

@@ -1,15 +1,14 @@
-"""What moves bytes (Executor), what it moves them between, and which executor fits which memory."""
+"""What moves bytes (Executor), and what it moves them between."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 
-from kvbm_core.clock import Clock, SystemClock
-from kvbm_core.errors import LayoutError, Outcome, UnsupportedError
+from kvbm_core.errors import LayoutError, Outcome
 from kvbm_core.layout.view import BlockView
 from kvbm_core.storage.host_slab import HostSlab
 from kvbm_core.transfer.plan import JobResult, TransferPlan
@@ -71,60 +70,6 @@ class Executor(Protocol):
         """Rejects what waits, lets what runs end, ends all threads; idempotent. Later plans are REJECTED."""
 
 
-def make_executor(
-    device: DeviceMemory,
-    host: HostSlab,
-    *,
-    max_concurrent: int = 4,
-    max_batch_blocks: int = 16,
-    on_done: Callable[[JobResult], None] | None = None,
-    verify: bool = False,
-    clock: Clock | None = None,
-) -> Executor:
-    """The executor for this device memory. UnsupportedError if there is none.
-
-    ``max_concurrent`` jobs are in flight on a GPU (the CPU executor runs one at a time, as one thread
-    already takes much of the memory bandwidth that the model needs too). ``verify`` makes sure after each
-    onboard that the device holds the bytes that were offloaded, or reports CORRUPT. ``on_done`` gets every
-    result, from any thread.
-    """
-    clock = clock or SystemClock()
-    if device.is_cpu:
-        from kvbm_core.transfer.executors.memcpy import MemcpyExecutor
-
-        return MemcpyExecutor(
-            device, host, max_batch_blocks=max_batch_blocks, on_done=on_done, verify=verify, clock=clock
-        )
-    if _is_cuda(device):
-        from kvbm_core.transfer.executors.cuda import CudaExecutor
-        from kvbm_core.transfer.executors.cuda_runtime import CudaRuntime
-
-        return CudaExecutor(
-            device,
-            host,
-            CudaRuntime(device.storages[0].device.index),
-            max_concurrent=max_concurrent,
-            max_batch_blocks=max_batch_blocks,
-            on_done=on_done,
-            verify=verify,
-            clock=clock,
-        )
-    raise UnsupportedError(f"kvbm: no way to copy from {type(device.storages[0]).__name__} storages")
-
-
-def slab_preparation(device: DeviceMemory) -> Callable[[int, int], Callable[[], None] | None] | None:
-    """What HostSlab's ``prepare`` must be for this device memory: pinning for CUDA, nothing for a CPU."""
-    if not _is_cuda(device):
-        return None
-    from kvbm_core.transfer.executors.cuda_runtime import CudaRuntime
-
-    return CudaRuntime(device.storages[0].device.index).pin
-
-
-def _is_cuda(device: DeviceMemory) -> bool:
-    return all(getattr(storage, "is_cuda", False) for storage in device.storages)
-
-
 def refusal_of(plan: TransferPlan, device: DeviceMemory, host: HostSlab) -> tuple[Outcome, str] | None:
     """Why the plan cannot be executed, or None."""
     if any(not 0 <= move.group < len(device.views) for move in plan.moves):
@@ -137,19 +82,3 @@ def refusal_of(plan: TransferPlan, device: DeviceMemory, host: HostSlab) -> tupl
     if highest >= host.ready_slots:
         return Outcome.BUSY, f"slot {highest} is not ready yet ({host.ready_slots} are)"
     return None
-
-
-class TransferEngine:
-    """Everything that moves the bytes of one worker, closed in the right order."""
-
-    def __init__(self, device: DeviceMemory, host: HostSlab, executor: Executor) -> None:
-        self.device = device
-        self.host = host
-        self.executor = executor
-
-    def close(self, timeout_s: float = 10.0) -> bool:
-        """Drains, ends the executor, then frees the slab. False if jobs had to be rejected."""
-        drained = self.executor.drain(timeout_s)
-        self.executor.close()
-        self.host.close()
-        return drained

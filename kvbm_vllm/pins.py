@@ -1,0 +1,49 @@
+"""Device blocks that stay out of vLLM's free pool while an offload reads them.
+
+Needed for groups with a window: vLLM takes back a block that left the window at the next step, and as such a block has
+no prefix-cache entry it is the first to be handed out again, so the copy of nearly every prefill would come too late.
+Other blocks need no pin: they are freed by preemption or at the end of a request, which is handled by fences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from kvbm_core.tiers.groups import GroupSpec
+from kvbm_core.transfer.plan import TransferPlan
+
+if TYPE_CHECKING:
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
+
+
+class DevicePins:
+    """One more reference on each block that a job reads. The scheduler's thread only."""
+
+    def __init__(self, groups: tuple[GroupSpec, ...]) -> None:
+        self._windowed = {group.index for group in groups if group.window_tokens is not None}
+        self._pool: BlockPool | None = None
+        self._held: dict[int, list[KVCacheBlock]] = {}
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def bind(self, pool: BlockPool) -> None:
+        """vLLM's pool, once it exists."""
+        self._pool = pool
+
+    def hold(self, plan: TransferPlan) -> None:
+        """Until ``release_ended``. Call it while the request still holds the blocks."""
+        numbers = [number for move in plan.moves if move.group in self._windowed for number in move.device_blocks]
+        if self._pool is not None and numbers:
+            blocks = [self._pool.blocks[number] for number in numbers]
+            self._pool.touch(blocks)
+            self._held[plan.job_id] = blocks
+
+    def release_ended(self, is_pending: Callable[[int], bool]) -> None:
+        """Gives back the blocks of jobs that are over."""
+        for job_id in [job_id for job_id in self._held if not is_pending(job_id)]:
+            if self._pool is not None:
+                # The tail of a sequence is handed out before its head.
+                self._pool.free_blocks(reversed(self._held.pop(job_id)))

@@ -1,0 +1,148 @@
+"""Sixteen clients at once for a minute, with shared and unique prompts and cancellations, on a real server.
+
+Every answer is held against an engine without kvbm that is asked the same prompt alone. A batch rounds otherwise
+than a prompt alone, so an answer given under load may leave the reference at a token where the reference's two best
+were practically equal, and nowhere else; asked alone, every answer must be the reference's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from itertools import count
+from pathlib import Path
+
+import pytest
+
+from benchmarks.client import Answer, EngineClient
+from benchmarks.server import ServerOptions, VllmServer
+
+CLIENTS = 16
+LOAD_S = 60.0
+DOCUMENTS, DOCUMENT_TOKENS = 8, 900
+QUESTIONS, QUESTION_TOKENS = 4, 60
+UNIQUE_TOKENS = 400
+ANSWER_TOKENS = 12
+DEVICE_BLOCKS = 257  # of 32 tokens: less than sixteen prompts need, so that they queue and push each other out
+HOST_CACHE_GB = 1.0
+SHARE_UNIQUE, SHARE_CANCELLED = 0.15, 0.2
+LONGEST_PATIENCE_S = 0.4
+TIE_NATS = 0.01
+
+Prompt = tuple[int, ...]
+
+pytestmark = pytest.mark.timeout(900)
+
+
+@dataclass
+class Observed:
+    """What the clients saw."""
+
+    answers: dict[Prompt, list[tuple[int, ...]]] = field(default_factory=dict)
+    cancelled: int = 0
+
+    def add(self, prompt: Prompt, answer: Answer) -> None:
+        """Note one finished answer."""
+        self.answers.setdefault(prompt, []).append(answer.token_ids)
+
+
+def tokens(number: int, length: int) -> Prompt:
+    """Printable tokens of the tiny model, always the same for the same number."""
+    draw = random.Random(number)
+    return tuple(draw.randint(36, 129) for _ in range(length))
+
+
+async def one_client(client: EngineClient, number: int, seed: int, fresh: Iterable[int], seen: Observed) -> None:
+    """Ask until the time is over; some requests are dropped half way."""
+    draw = random.Random(seed * CLIENTS + number)
+    numbers = iter(fresh)
+    deadline_s = time.monotonic() + LOAD_S
+    while time.monotonic() < deadline_s:
+        if draw.random() < SHARE_UNIQUE:
+            prompt = tokens(next(numbers), UNIQUE_TOKENS)
+        else:
+            document, question = draw.randrange(DOCUMENTS), draw.randrange(QUESTIONS)
+            prompt = tokens(document, DOCUMENT_TOKENS) + tokens(100 + question, QUESTION_TOKENS)
+        asking = asyncio.create_task(client.complete(prompt, ANSWER_TOKENS))
+        patience_s = draw.uniform(0, LONGEST_PATIENCE_S) if draw.random() < SHARE_CANCELLED else None
+        done, _ = await asyncio.wait({asking}, timeout=patience_s)
+        if done:
+            seen.add(prompt, await asking)
+        else:
+            asking.cancel()
+            await asyncio.wait({asking})
+            seen.cancelled += 1
+
+
+async def load(client: EngineClient, seed: int) -> Observed:
+    """All clients at once."""
+    seen = Observed()
+    fresh = count(1000)
+    await asyncio.gather(*(one_client(client, number, seed, fresh, seen) for number in range(CLIENTS)))
+    return seen
+
+
+async def ask_alone(client: EngineClient, prompts: Iterable[Prompt]) -> dict[Prompt, Answer]:
+    """One prompt at a time."""
+    return {prompt: await client.complete(prompt, ANSWER_TOKENS, logprobs=2) for prompt in prompts}
+
+
+async def under_load(server: VllmServer, seed: int) -> tuple[Observed, dict[Prompt, Answer], dict[str, float]]:
+    """The load, then every prompt alone out of host memory; kvbm's samples at the end."""
+    async with EngineClient(server.base_url, str(server.options.model), server.metrics_url) as client:
+        seen = await load(client, seed)
+        assert await client.reset_prefix_cache()
+        before = await client.kvbm_metrics()
+        alone = await ask_alone(client, seen.answers)
+        idle = await client.kvbm_metrics_once(
+            lambda now: now["kvbm_pending_jobs"] == 0 and now["kvbm_live_leases"] == 0
+        )
+        onboarded = idle["kvbm_onboard_blocks_h2d"] - before["kvbm_onboard_blocks_h2d"]
+        assert onboarded >= DOCUMENTS * (DOCUMENT_TOKENS // 32), "nothing came back after the load"
+        return seen, alone, idle
+
+
+async def reference_answers(server: VllmServer, prompts: Iterable[Prompt]) -> dict[Prompt, Answer]:
+    """The same prompts alone on an engine without kvbm, each computed from its first token."""
+    answers: dict[Prompt, Answer] = {}
+    async with EngineClient(server.base_url, str(server.options.model)) as client:
+        for prompt in prompts:
+            assert await client.reset_prefix_cache()
+            answers |= await ask_alone(client, [prompt])
+    return answers
+
+
+def leaves_at_a_tie(token_ids: tuple[int, ...], reference: Answer) -> bool:
+    """Whether the first token that differs is one that the reference chose by less than TIE_NATS."""
+    pairs = zip(token_ids, reference.token_ids, strict=True)
+    place = next(place for place, (ours, theirs) in enumerate(pairs) if ours != theirs)
+    return reference.margins[place] < TIE_NATS
+
+
+def test_sixteen_clients_for_a_minute(tiny_model: Path, tmp_path: Path, seed: int) -> None:
+    """Nothing wrong, nothing left over, nothing stuck."""
+    options = ServerOptions(
+        tiny_model, DEVICE_BLOCKS, HOST_CACHE_GB, max_model_len_tokens=2048, max_batched_tokens=2048
+    )
+    with VllmServer(options, tmp_path / "kvbm.log") as server:
+        seen, alone, samples = asyncio.run(under_load(server, seed))
+    assert server.processes() == []
+    with VllmServer(replace(options, host_cache_gb=None), tmp_path / "plain.log") as plain:
+        reference = asyncio.run(reference_answers(plain, seen.answers))
+
+    wrong_alone = [prompt for prompt in alone if alone[prompt].token_ids != reference[prompt].token_ids]
+    assert not wrong_alone, f"{len(wrong_alone)} of {len(alone)} prompts are answered otherwise when asked alone"
+    given = [(prompt, token_ids) for prompt, all_ids in seen.answers.items() for token_ids in all_ids]
+    other = [(prompt, ids) for prompt, ids in given if ids != reference[prompt].token_ids]
+    wrong = [prompt for prompt, ids in other if not leaves_at_a_tie(ids, reference[prompt])]
+    assert not wrong, f"{len(wrong)} of {len(given)} answers under load are wrong ({len(other)} differ)"
+
+    assert len(given) > 10 * CLIENTS
+    assert seen.cancelled > CLIENTS
+    assert samples["kvbm_matched_tokens"] > 0
+    left = {name: samples[name] for name in ("kvbm_pending_jobs", "kvbm_live_leases", "kvbm_guarded_errors_total")}
+    assert set(left.values()) == {0.0}, left
+    assert samples["kvbm_failures_total"] == 0, samples

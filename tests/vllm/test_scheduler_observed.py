@@ -1,0 +1,177 @@
+"""What others see: KV events, stats, metrics, the source of a hit. Counted is what was done, not what was tried."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm.distributed.kv_events import BlockRemoved, BlockStored
+from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
+
+from kvbm_core.types import Direction
+from tests.vllm.kvbm_engine import KvbmEngine
+
+PROMPT = range(50)
+
+
+def stored(engine: KvbmEngine) -> list[BlockStored]:
+    return [event for event in engine.record.events if isinstance(event, BlockStored)]
+
+
+def removed(engine: KvbmEngine) -> list[BlockRemoved]:
+    return [event for event in engine.record.events if isinstance(event, BlockRemoved)]
+
+
+def test_a_stored_block_is_announced_once_under_the_engines_own_hash(tmp_path: Path) -> None:
+    with KvbmEngine(tmp_path, kv_events=True) as engine:
+        request = engine.add("a", PROMPT, 2)
+        engine.run()
+        engine.settle()
+        engine.ask("b", PROMPT, 2)
+        events = stored(engine)
+        hashes = [maybe_convert_block_hash(block_hash) for block_hash in request.block_hashes[:12]]
+        assert [maybe_convert_block_hash(event.block_hashes[0]) for event in events] == hashes
+        parents = [event.parent_block_hash and maybe_convert_block_hash(event.parent_block_hash) for event in events]
+        assert parents == [None, *hashes[:-1]]
+        assert [event.token_ids for event in events] == [list(range(i, i + 4)) for i in range(0, 48, 4)]
+        assert {(event.medium, event.block_size) for event in events} == {("CPU_TIER1", 4)}
+        engine.assert_clean()
+
+
+def test_nothing_is_announced_that_did_not_arrive(tmp_path: Path) -> None:
+    with KvbmEngine(tmp_path, kv_events=True) as engine:
+        engine.executors[0].fail_next(Direction.OFFLOAD, times=10)
+        engine.ask("a", PROMPT, 2)
+        engine.settle()
+        engine.ask("other", range(200, 203), 2)
+        assert not stored(engine)
+        engine.assert_clean()
+
+
+def test_an_evicted_block_is_announced_as_removed(tmp_path: Path) -> None:
+    with KvbmEngine(tmp_path, kv_events=True, host_blocks=12) as engine:
+        for turn in range(4):
+            engine.ask(f"turn {turn}", range(100 * turn, 100 * turn + 30), 2)
+            engine.settle()
+        engine.ask("last", range(900, 903), 2)
+        there: set[Any] = set()
+        for event in engine.record.events:
+            there = (
+                there | set(event.block_hashes) if isinstance(event, BlockStored) else there - set(event.block_hashes)
+            )
+        assert removed(engine)
+        assert len(there) == engine.leader.tier.resident_blocks == 12
+        assert {event.medium for event in removed(engine)} == {"CPU_TIER1"}
+        engine.assert_clean()
+
+
+def test_a_reset_announces_every_block_as_removed(tmp_path: Path) -> None:
+    with KvbmEngine(tmp_path, kv_events=True) as engine:
+        engine.ask("a", PROMPT, 2)
+        engine.settle()
+        engine.reset_device(with_connector=True)
+        engine.ask("other", range(200, 203), 2)
+        gone = {block_hash for event in removed(engine) for block_hash in event.block_hashes}
+        assert gone == {event.block_hashes[0] for event in stored(engine)} and len(gone) == 12
+        engine.assert_clean()
+
+
+def test_without_a_publisher_no_event_is_kept(tmp_path: Path) -> None:
+    with KvbmEngine(tmp_path) as engine:
+        engine.ask("a", PROMPT, 2)
+        engine.settle()
+        engine.ask("b", PROMPT, 2)
+        assert not engine.record.events
+        engine.assert_clean()
+
+
+def test_hybrid_events_say_which_group(tmp_path: Path) -> None:
+    with KvbmEngine(tmp_path, kv_events=True, windows=(None, 8)) as engine:
+        engine.ask("a", PROMPT, 2)
+        engine.settle()
+        engine.ask("other", range(200, 203), 2)
+        assert {event.group_idx for event in stored(engine)} == {0, 1}
+        engine.assert_clean()
+
+
+def test_metrics_count_what_was_committed(tmp_path: Path) -> None:
+    with KvbmEngine(tmp_path) as engine:
+        engine.hold(Direction.OFFLOAD)
+        engine.add("a", PROMPT, 1)
+        engine.step()
+        engine.step()
+        assert engine.metric("kvbm_offload_blocks_d2h") == 0
+        engine.release(Direction.OFFLOAD)
+        engine.run()
+        engine.forget_device()
+        assert engine.metric("kvbm_offload_blocks_d2h") == 12
+        block_bytes = engine.leader.tier.resident_blocks and engine.metric('kvbm_bytes_total{direction="offload"}') / 12
+        assert block_bytes == 2 * 4 * 2 * 2 * 8 * 4  # layers, tokens, K and V, heads, head size, float32
+        for turn in range(3):
+            engine.ask(f"hit {turn}", PROMPT, 1)
+            engine.forget_device()
+        assert engine.metric("kvbm_matched_tokens") == 3 * 48
+        assert engine.metric("kvbm_onboard_blocks_h2d") == 3 * 12
+        assert engine.metric("kvbm_host_cache_hit_rate") == pytest.approx(3 * 12 / (4 * 12))
+        assert engine.metric('kvbm_tier_blocks{tier="host",state="used"}') == 12
+        engine.assert_clean()
+
+
+def test_a_query_asked_again_and_again_counts_once(tmp_path: Path) -> None:
+    # No room on the device for a while: vLLM asks in every step.
+    with KvbmEngine(tmp_path, num_blocks=33) as engine:
+        engine.ask("a", PROMPT, 1)
+        engine.forget_device()
+        engine.add("big", range(1000, 1110), 9)
+        engine.run(until=lambda: len(engine.record.outputs["big"]) == 1)
+        engine.ask("b", PROMPT, 1)
+        assert len(engine.promised("b")) > 1
+        engine.settle()
+        assert engine.metric("kvbm_matched_tokens") == 48
+        engine.assert_clean()
+
+
+def test_stats_reach_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvbm_vllm.stats.REPORT_INTERVAL_S", 0.0)
+    with KvbmEngine(tmp_path) as engine:
+        engine.ask("a", PROMPT, 2)
+        engine.forget_device()
+        engine.ask("b", PROMPT, 2)
+        engine.settle()
+        engine.ask("c", range(200, 206), 2)
+        total: dict[str, float] = {}
+        for report in engine.record.stats:
+            for name, amount in report.items():
+                total[name] = total.get(name, 0) + amount
+        assert total["matched_tokens"] == engine.metric("kvbm_matched_tokens") == 48
+        assert total["offloaded_blocks"] == 12 or total["offloaded_blocks"] == 13
+        assert total["onboarded_blocks"] == 12
+        engine.assert_clean()
+
+
+def test_vllm_counts_the_hits_as_coming_from_the_host(tmp_path: Path) -> None:
+    with KvbmEngine(tmp_path) as engine:
+        engine.ask("a", PROMPT, 1)
+        engine.forget_device()
+        engine.add("b", PROMPT, 1)
+        engine.scheduler.connector_prefix_cache_stats.reset = True
+        sources = engine.connector.get_external_cache_hit_sources(engine.scheduler.requests["b"], 48)
+        assert {str(source.value).lower(): tokens for source, tokens in sources.items()} == {"host": 48}
+        engine.assert_clean()
+
+
+def test_shutting_down_ends_quickly_and_leaves_no_thread(tmp_path: Path) -> None:
+    import threading
+
+    before = set(threading.enumerate())
+    with KvbmEngine(tmp_path, ranks=2) as engine:
+        engine.ask("a", PROMPT, 2)
+        engine.hold(Direction.OFFLOAD)
+        engine.add("b", range(200, 250), 4)
+        engine.step()
+        started_s = time.monotonic()
+    assert time.monotonic() - started_s < 1.0
+    left = [thread.name for thread in set(threading.enumerate()) - before if thread.name.startswith("kvbm")]
+    assert not left

@@ -1,0 +1,92 @@
+"""Everything at once, in an order drawn from a seed: the model checks every byte, the end checks for leaks."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvbm_core.errors import Outcome
+from kvbm_core.types import Direction
+from tests.vllm.harness import adapter, media
+from tests.vllm.kvbm_engine import KvbmEngine
+
+SPECS: dict[str, dict[str, Any]] = {
+    "plain": {"num_blocks": 40, "host_blocks": 60},
+    "async": {"num_blocks": 40, "host_blocks": 60, "async_scheduling": True},
+    "two ranks, async": {"num_blocks": 40, "host_blocks": 60, "ranks": 2, "async_scheduling": True},
+    "hybrid": {"num_blocks": 80, "host_blocks": 90, "windows": (None, 8)},
+    "hybrid, async": {"num_blocks": 80, "host_blocks": 90, "windows": (None, 12, None, 12), "async_scheduling": True},
+    "window": {"num_blocks": 40, "host_blocks": 60, "windows": (8,), "async_scheduling": True},
+    "tiny host": {"num_blocks": 40, "host_blocks": 7, "layout": "BLHNC"},
+}
+STEPS = 400
+
+
+def draw_prompt(rng: random.Random) -> list[int]:
+    """One of a few families, so that prefixes are shared, cut at any place."""
+    family = rng.randrange(4) * 1000
+    return list(range(family, family + rng.randrange(1, 70)))
+
+
+def draw_kind(rng: random.Random) -> dict[str, Any]:
+    """Mostly plain requests; some with a salt, an adapter or an image."""
+    kinds: list[dict[str, Any]] = [
+        {},
+        {},
+        {},
+        {"salt": "me"},
+        {"lora": adapter("poet", 1)},
+        {"images": [media("cat", 0, 1)]},
+    ]
+    return rng.choice(kinds)
+
+
+def disturb(engine: KvbmEngine, rng: random.Random, alive: list[str]) -> None:
+    """One thing that a client, an operator or bad luck does."""
+    executor = rng.choice(engine.executors)
+    what = rng.random()
+    if what < 0.15 and alive:
+        engine.abort(rng.choice(alive))
+    elif what < 0.25:
+        executor.hold(rng.choice(list(Direction)))
+    elif what < 0.45:
+        for each in engine.executors:
+            for direction in Direction:
+                each.release(direction)
+    elif what < 0.55:
+        executor.fail_next(rng.choice(list(Direction)), rng.choice([Outcome.IO_ERROR, Outcome.TIMED_OUT]))
+    elif what < 0.60:
+        executor.is_cancellable = not executor.is_cancellable
+    elif what < 0.65:
+        engine.reset_device()
+    elif what < 0.67:
+        engine.reset_device(with_connector=True)
+
+
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS.keys())
+def test_soak(spec: dict[str, Any], tmp_path: Path, rng: random.Random) -> None:
+    with KvbmEngine(tmp_path, lora=True, max_model_len=100, max_batched_tokens=48, **spec) as engine:
+        answers: dict[tuple[Any, ...], list[int]] = {}
+        asked: dict[str, tuple[Any, ...]] = {}
+        for turn in range(STEPS):
+            alive = [name for name in asked if name in engine.scheduler.requests]
+            if len(alive) < 6 and rng.random() < 0.4:
+                prompt, kind, length = draw_prompt(rng), draw_kind(rng), rng.randrange(1, 25)
+                name = f"r{turn}"
+                asked[name] = (tuple(prompt), str(kind), length)
+                engine.add(name, prompt, length, **kind)
+            if rng.random() < 0.2:
+                disturb(engine, rng, alive)
+            engine.step()
+        for executor in engine.executors:
+            for direction in Direction:
+                executor.release(direction)
+        engine.run()
+        for name, question in asked.items():
+            output = engine.record.outputs[name]
+            assert answers.setdefault(question, output)[: len(output)] == output or len(output) < question[2]
+        assert engine.metric("kvbm_onboard_blocks_h2d") > 0 or spec["host_blocks"] < 10
+        engine.assert_clean()
