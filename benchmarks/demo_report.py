@@ -119,10 +119,10 @@ def show(console: Console, comparison: Comparison, plot: Path, elapsed_s: float)
 
 def _table(comparison: Comparison) -> Table:
     table = Table(
-        title="Prompt tokens, tokens matched on the device and in host memory, time to first token (medians)",
+        title="Medians over the users",
         title_justify="left",
     )
-    for heading in ("turn", "state", "prompt", "device", "host", "TTFT ms", "speed-up"):
+    for heading in ("turn", "state", "prompt tokens", "matched: device", "matched: host", "TTFT ms", "against cold"):
         table.add_column(heading, justify="left" if heading == "state" else "right")
     for row in comparison.rows:
         cold = comparison.row(row.turn, State.COLD, with_kvbm=False)
@@ -135,7 +135,7 @@ def _table(comparison: Comparison) -> Table:
             f"{row.device_tokens:,.0f}",
             f"{row.host_tokens:,.0f}",
             f"{1000 * row.ttft_s:,.0f}",
-            "" if is_cold or cold is None else f"{cold.ttft_s / row.ttft_s:.1f} x",
+            "" if is_cold or cold is None else f"{cold.ttft_s / row.ttft_s:.1f} x faster",
             style="bold" if row.state is State.HOST else None,
             end_section=row.state is State.DEVICE,
         )
@@ -165,6 +165,7 @@ def draw_plot(comparison: Comparison, path: Path) -> Path:
             above = (0, 4)
             top = (place, max(each))
             axes.annotate(f"{height:.0f}", top, above, textcoords="offset points", ha="center", fontsize=9)
+    axes.annotate("nothing\nyet", (0, 0), (0, 6), textcoords="offset points", ha="center", fontsize=9, color="gray")
     prompts = {row.turn: row.prompt_tokens for row in comparison.rows}
     axes.set_xticks(turns, [f"turn {turn + 1}\n{prompts[turn]:,.0f} prompt tokens" for turn in turns])
     axes.set_ylabel("time to first token, ms (bar: median, dots: users)")

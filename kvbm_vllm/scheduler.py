@@ -93,11 +93,12 @@ class SchedulerSide:
         state = self._state_of(request)
         if state is None or request.skip_reading_prefix_cache:
             return 0, False
-        if self._loaded_at.get(request.request_id) == request.num_preemptions:
-            # Asked again without a preemption: its load failed. It is not tried twice, or it might go on for ever.
-            return 0, False
         # One token is left to compute: its logits are what the request is about.
         matched = self.leader.match(state, request.all_token_ids, num_computed_tokens, request.num_tokens - 1)
+        if matched and self._loaded_at.get(request.request_id) == request.num_preemptions:
+            # Asked again without a preemption: its load failed. It is not tried twice, or it might go on for ever.
+            self.leader.decline(state)
+            return 0, False
         return matched, bool(matched)
 
     @guarded("update_state_after_alloc", lambda self, request, blocks, n: self._promise_broken(request, blocks, n))

@@ -107,10 +107,10 @@ class WorkerSide:
         """Starts this step's offloads; waits for nothing."""
         if self._metadata is None or not self._unsubmitted:
             return
-        pending, self._unsubmitted = set(self._unsubmitted), []
         for plan in self._metadata.offloads:
-            if plan.job_id in pending:
+            if plan.job_id in self._unsubmitted:
                 self.worker.submit(plan)
+                self._unsubmitted.remove(plan.job_id)
 
     @guarded("get_finished", lambda self: self._give_up())
     def get_finished(self) -> tuple[set[str], set[str]]:

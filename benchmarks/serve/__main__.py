@@ -33,7 +33,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.serve", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="fewer pairs: a look, not a result")
     parser.add_argument("--output", type=Path, default=Path("bench-output"), help="folder for model, logs and report")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of weights and KV")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of weights and KV")
     parser.add_argument("--seed", type=int, default=1, help="of the prompts")
     arguments = parser.parse_args()
     console = report_console()
@@ -55,7 +55,7 @@ def run(console: Console, arguments: argparse.Namespace) -> Report:
     with console.status("building the model") as status, ExitStack() as stack:
         model = ensure_model(arguments.output / "tiny-qwen3")
         servers = []
-        for name, host_cache_gb in (("with-kvbm", HOST_CACHE_GB), ("without", None)):
+        for name, host_cache_gb in (("with-kvbm", HOST_CACHE_GB), ("without-kvbm", None)):
             status.update(f"starting vllm serve {name}")
             console.print(f"  … starting vllm serve {name}")
             options = ServerOptions(model, DEVICE_BLOCKS, host_cache_gb, dtype=arguments.dtype)
@@ -80,6 +80,7 @@ def run(console: Console, arguments: argparse.Namespace) -> Report:
 async def _measure(
     with_kvbm: VllmServer, without: VllmServer, *, told: Callable[[str], None], pairs: int, rounds: int, seed: int
 ) -> tuple[list[Figure], list[str]]:
+    """The figures, and what was wrong with the answers."""
     model = str(with_kvbm.options.model)
     async with (
         EngineClient(with_kvbm.base_url, model, with_kvbm.metrics_url) as ours,

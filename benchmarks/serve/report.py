@@ -119,6 +119,7 @@ def _panel(axes: Axes, figure: Figure) -> None:
     axes.set_title(f"{figure.name}\nmedian ratio {figure.ratio:.3f}, {figure.verdict}", loc="left", fontsize=11)
     axes.set_ylabel(figure.unit)
     axes.set_xlabel("pair")
+    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.set_ylim(bottom=0)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, loc="best")

@@ -105,8 +105,10 @@ class Onboarding:
             self._metrics.matched_tokens(job.num_tokens)
             self._metrics.onboarded_blocks(job.plan.num_blocks, Tier.HOST, Tier.DEVICE)
         else:
-            # Never offered again: the engine recomputes, and the block is written anew.
+            # Never offered again: the engine recomputes, and the blocks are written anew, those too that it had
+            # computed and we had taken for stored before this news came.
             self._tier.forget(job.keys)
+            state.next_offload = [0] * len(self._groups)
             state.host_hit_blocks = 0
         if job.lease is not None:
             self._tier.release(job.lease)

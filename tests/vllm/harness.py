@@ -88,6 +88,7 @@ class Engine:
         self._aggregator = KVOutputAggregator.from_connector(self.connector, spec.ranks)
         self._in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
         self._fresh_blocks: list[int] = []
+        self._taken: list[Any] = []
         self._spy()
 
     def prepare_worker(self, rank: int, connector: KVConnectorBase_V1) -> None:
@@ -138,6 +139,15 @@ class Engine:
     def reset_device(self, *, with_connector: bool = False, running: bool = False) -> bool:
         """What /reset_prefix_cache does."""
         return bool(self.scheduler.reset_prefix_cache(reset_running_requests=running, reset_connector=with_connector))
+
+    def take_blocks(self, *, leave: int) -> None:
+        """Makes device memory scarce: all free blocks but ``leave`` are held by nobody until ``give_blocks``."""
+        self._taken += self.scheduler.kv_cache_manager.block_pool.get_new_blocks(self.free_blocks - leave)
+
+    def give_blocks(self) -> None:
+        """Ends the scarcity."""
+        taken, self._taken = self._taken, []
+        self.scheduler.kv_cache_manager.block_pool.free_blocks(taken)
 
     def ask(self, request_id: str, tokens: Sequence[int], max_tokens: int = 1, **how: Any) -> list[int]:
         """Adds a request, runs it to its end and returns its answer."""

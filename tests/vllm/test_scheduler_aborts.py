@@ -24,14 +24,10 @@ def queued(engine: KvbmEngine) -> None:
 
 def matched(engine: KvbmEngine) -> None:
     # Found in the host tier, but the device has no room for it.
-    for number in range(5):
-        if engine.free_blocks > 12:
-            big = f"big {number}"
-            engine.add(big, range(1000 + 200 * number, 1110 + 200 * number), 9)
-            engine.run(until=lambda name=big: len(engine.record.outputs[name]) == 1)
+    engine.take_blocks(leave=5)
     engine.add("x", PROMPT, 8)
     engine.step()
-    assert engine.promised("x") and engine.status("x") == RequestStatus.WAITING
+    assert engine.promised("x") == [48] and engine.status("x") == RequestStatus.WAITING
 
 
 def allocated(engine: KvbmEngine) -> None:
@@ -124,6 +120,7 @@ def test_abort(reach: Reach, spec: dict[str, Any], tmp_path: Path) -> None:
         reach(engine)
         engine.abort("x")
         engine.step()
+        engine.give_blocks()
         for direction in Direction:
             engine.release(direction)
         engine.run()
@@ -166,12 +163,14 @@ def test_abort_between_allocation_and_the_steps_metadata(tmp_path: Path) -> None
 
 
 def test_a_match_that_was_never_used_holds_nothing(tmp_path: Path) -> None:
-    with KvbmEngine(tmp_path, num_blocks=33, max_model_len=120, max_batched_tokens=32) as engine:
+    with KvbmEngine(tmp_path) as engine:
         engine.ask("warm", PROMPT, 8)
         engine.forget_device()
         matched(engine)
+        assert engine.leader.tier.live_leases == 1
         engine.abort("x")
         assert engine.leader.tier.live_leases == 0
+        engine.give_blocks()
         engine.assert_clean()
 
 

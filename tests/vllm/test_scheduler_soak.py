@@ -22,7 +22,7 @@ SPECS: dict[str, dict[str, Any]] = {
     "window": {"num_blocks": 40, "host_blocks": 60, "windows": (8,), "async_scheduling": True},
     "tiny host": {"num_blocks": 40, "host_blocks": 7, "layout": "BLHNC"},
 }
-STEPS = 400
+STEPS = 300
 
 
 def draw_prompt(rng: random.Random) -> list[int]:
@@ -86,7 +86,9 @@ def test_soak(spec: dict[str, Any], tmp_path: Path, rng: random.Random) -> None:
                 executor.release(direction)
         engine.run()
         for name, question in asked.items():
-            output = engine.record.outputs[name]
-            assert answers.setdefault(question, output)[: len(output)] == output or len(output) < question[2]
-        assert engine.metric("kvbm_onboard_blocks_h2d") > 0 or spec["host_blocks"] < 10
+            output = engine.record.outputs[name]  # of an aborted request, the beginning
+            known = answers.setdefault(question, output)
+            assert all(mine == theirs for mine, theirs in zip(output, known, strict=False))
+            answers[question] = max(known, output, key=len)
+        assert engine.metric("kvbm_offload_blocks_d2h") > 0
         engine.assert_clean()

@@ -20,7 +20,9 @@ from tests.vllm.engine_config import EngineSpec, make_kv_cache_configs, make_vll
 from tests.vllm.kvbm_engine import KvbmEngine
 
 
-def _connector(folder: Path, extra: dict[str, Any], role: KVConnectorRole = KVConnectorRole.SCHEDULER) -> DynamoConnector:
+def _connector(
+    folder: Path, extra: dict[str, Any], role: KVConnectorRole = KVConnectorRole.SCHEDULER
+) -> DynamoConnector:
     spec = EngineSpec(extra_config={"start_wait_s": 0, **extra})
     vllm_config = make_vllm_config(spec, folder)
     _, kv_cache_config = make_kv_cache_configs(spec, vllm_config)
@@ -87,7 +89,9 @@ def test_context_parallel_is_refused(tmp_path: Path) -> None:
     _one_line(error, "decode_context_parallel_size=2", "set it to 1")
 
 
-def test_a_layout_in_doubt_is_not_cached_and_the_engine_serves(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_layout_in_doubt_is_not_cached_and_the_engine_serves(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.ERROR, logger="kvbm")
     with KvbmEngine(tmp_path) as engine:
         worker_side = engine.ranks[0].connector.worker_side
@@ -143,7 +147,12 @@ def test_sleep_waits_for_copies_and_serves_again_afterwards(tmp_path: Path) -> N
 
 @pytest.mark.parametrize(
     "children",
-    [[], ["DynamoConnector"], ["NixlConnector", "DynamoConnector"], ["DynamoConnector", "NixlConnector", "NixlConnector"]],
+    [
+        [],
+        ["DynamoConnector"],
+        ["NixlConnector", "DynamoConnector"],
+        ["DynamoConnector", "NixlConnector", "NixlConnector"],
+    ],
 )
 def test_pd_connector_takes_a_cache_and_nixl(children: list[str], tmp_path: Path) -> None:
     spec = EngineSpec(extra_config={"connectors": [{"kv_connector": name, "kv_role": "kv_both"} for name in children]})

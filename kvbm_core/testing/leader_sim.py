@@ -1,0 +1,325 @@
+"""A small engine around a real leader, driven by one seed: anything may happen, and bytes must stay right.
+
+Requests share prefixes, are preempted and aborted in every state; device blocks are reused as soon as they are free;
+copies end in any order, fail, or are cancelled; acknowledgements come late, in any order and twice; resets strike.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from random import Random
+
+from kvbm_core.errors import Outcome
+from kvbm_core.runtime.handshake import RankAck
+from kvbm_core.runtime.jobs import Job
+from kvbm_core.runtime.leader import LeaderOptions
+from kvbm_core.runtime.request import NULL_BLOCK, RequestState
+from kvbm_core.testing.leader_bench import LeaderBench
+from kvbm_core.testing.sim_worker import SimWorker, oracle
+from kvbm_core.tiers.groups import GroupSpec, alignment_tokens
+from kvbm_core.types import BlockKey
+
+VOCABULARY = 3
+MAX_TOKENS = 24
+
+
+class Stage(Enum):
+    """Where a request is."""
+
+    WAITING = auto()
+    LOADING = auto()
+    RUNNING = auto()
+
+
+@dataclass
+class SimRequest:
+    """One request. ``tables``: what the connector was told; ``held``: the device blocks that are the request's now."""
+
+    request_id: str
+    tokens: list[int]
+    state: RequestState
+    stage: Stage = Stage.WAITING
+    computed_tokens: int = 0
+    tables: list[list[int]] = field(default_factory=list)
+    held: list[list[int]] = field(default_factory=list)
+    load: int = 0
+    loaded_tokens: int = 0
+
+
+@dataclass
+class SimShape:
+    """What one simulation is like."""
+
+    groups: tuple[GroupSpec, ...]
+    num_slots: int
+    num_device_blocks: int
+    world_size: int
+    failure_rate: float
+    options: LeaderOptions
+
+
+class LeaderSim:
+    """Call ``step`` as often as wanted, then ``end``. AssertionError says what went wrong."""
+
+    def __init__(self, shape: SimShape, random: Random) -> None:
+        self.shape = shape
+        self.random = random
+        self.loads_ok = 0
+        self.bench = LeaderBench(
+            shape.num_slots,
+            groups=shape.groups,
+            world_size=shape.world_size,
+            options=shape.options,
+            on_offload_end=self._on_offload_end,
+        )
+        self.leader = self.bench.leader
+        self.workers = [
+            SimWorker(rank, shape.num_device_blocks, shape.num_slots, random, shape.failure_rate)
+            for rank in range(shape.world_size)
+        ]
+        self.requests: list[SimRequest] = []
+        self.free_blocks = list(range(1, shape.num_device_blocks))
+        # Blocks of requests that are gone, until these jobs have ended on every rank.
+        self.kept: list[tuple[set[int], list[int]]] = []
+        self._prefix_of: dict[BlockKey, tuple[int, tuple[int, ...]]] = {}
+        self._last_job_before_reset = 0
+        self._last_job = 0
+        self._count = 0
+
+    # ---------------------------------------------------------------- driving
+
+    def step(self) -> None:
+        """Something happens, somewhere."""
+        actions = (
+            (self._arrive, 3),
+            (self._schedule, 10),
+            (self._work, 10),
+            (self._hear, 8),
+            (self._abort, 1),
+            (self._preempt, 1),
+            (self._reset, 0.3),
+            (self._time_passes, 1),
+        )
+        self.random.choices([action for action, _ in actions], [weight for _, weight in actions])[0]()
+        self._release_kept()
+
+    def end(self) -> None:
+        """Everything ends by itself; nothing may be left."""
+        while self.requests:
+            self._finish(self.requests[-1])
+        while not all(worker.is_idle for worker in self.workers):
+            self._work()
+        while any(worker.acks for worker in self.workers):
+            self._hear()
+        self._release_kept()
+        self.bench.assert_idle()
+        self.check_bytes()
+        _expect(not self.kept and len(self.free_blocks) == self.shape.num_device_blocks - 1, "device blocks leaked")
+
+    def check_bytes(self) -> None:
+        """Each block that could be matched now has the right bytes in its slot, on every rank."""
+        self.leader.check_integrity()
+        for key, (group, prefix) in self._prefix_of.items():
+            lease = self.bench.tier.lease("check", [key], 1.0)
+            if lease is not None:
+                for worker in self.workers:
+                    _expect(worker.in_slot(lease.slots[0]) == oracle(worker.rank, group, prefix), f"slot of {prefix}")
+                self.bench.tier.release(lease)
+
+    # ---------------------------------------------------------------- requests
+
+    def _arrive(self) -> None:
+        base = self.random.choice(self.requests).tokens if self.requests and self.random.random() < 0.7 else []
+        shared = base[: self.random.randint(0, len(base))]
+        tokens = shared + [self.random.randrange(VOCABULARY) for _ in range(MAX_TOKENS)]
+        tokens = tokens[: self.random.randint(2, MAX_TOKENS)]
+        self._count += 1
+        # A few names are used again and again, also while an old request's copies are still under way.
+        names = {request.request_id for request in self.requests}
+        request_id = next(name for name in (f"r{self._count % 5}", f"r{self._count + 5}") if name not in names)
+        request = SimRequest(request_id, tokens, self.bench.open(request_id))
+        request.state.chain.extend(tokens)
+        for position, group in enumerate(self.shape.groups):
+            for block, key in enumerate(request.state.keys(position)):
+                self._prefix_of[key] = (group.index, tuple(tokens[: (block + 1) * group.block_size_tokens]))
+        self.requests.append(request)
+
+    def _schedule(self) -> None:
+        if not self.requests:
+            return
+        self.leader.poll()
+        request = self.random.choice(self.requests)
+        if request.stage is Stage.WAITING:
+            self._admit(request)
+        elif request.stage is Stage.LOADING:
+            self._look_at_load(request)
+        else:
+            self._run(request)
+
+    def _admit(self, request: SimRequest) -> None:
+        align = alignment_tokens(self.shape.groups)
+        on_device = self.random.choice([0, 0, align, 2 * align])
+        on_device = on_device if on_device < len(request.tokens) else 0
+        matched = self.leader.match(request.state, request.tokens, on_device, len(request.tokens) - 1)
+        if matched is None or self.random.random() < 0.1:
+            return  # asked again later, or no room in the batch
+        if not self._allocate(request, on_device, on_device + matched):
+            self.leader.decline(request.state)
+            return
+        request.computed_tokens = on_device
+        request.stage = Stage.RUNNING
+        if matched:
+            plan = self.leader.onboard(request.state, matched, request.held)
+            if plan is not None:
+                self._last_job = max(self._last_job, plan.job_id)
+                plan.check(self.shape.num_device_blocks, self.shape.num_slots)
+                if self.random.random() < 0.05:
+                    self.leader.abandon(plan.job_id)
+                    return
+                request.stage, request.load, request.loaded_tokens = Stage.LOADING, plan.job_id, on_device + matched
+                for worker in self.workers:
+                    worker.submit(plan)
+
+    def _allocate(self, request: SimRequest, on_device: int, prefix: int) -> bool:
+        tables: list[list[int]] = []
+        taken: list[int] = []
+        for group in self.shape.groups:
+            num_blocks = -(-len(request.tokens) // group.block_size_tokens)
+            skipped = min(group.first_needed_block(prefix), num_blocks)
+            if len(self.free_blocks) - len(taken) < num_blocks - skipped:
+                return False
+            blocks = self.random.sample(sorted({*self.free_blocks} - {*taken}), num_blocks - skipped)
+            taken += blocks
+            tables.append([NULL_BLOCK] * skipped + blocks)
+        self.free_blocks = [block for block in self.free_blocks if block not in taken]
+        self._fence(taken)
+        request.held = tables
+        request.tables = [list(table) for table in tables]
+        self._compute(request, 0, on_device)
+        return True
+
+    def _fence(self, device_blocks: list[int]) -> None:
+        job_ids = self.leader.readers_of(device_blocks)
+        for worker in self.workers:
+            worker.fence(job_ids, times_out=self.random.random() < 0.3)
+
+    def _compute(self, request: SimRequest, start: int, stop: int) -> None:
+        """Writes the blocks that tokens ``start`` .. ``stop``-1 touch; an unfinished one holds something else."""
+        for group, table in zip(self.shape.groups, request.held, strict=True):
+            size = group.block_size_tokens
+            for block in range(start // size, -(-stop // size)):
+                if table[block] != NULL_BLOCK:
+                    prefix = request.tokens[: min(stop, (block + 1) * size)]
+                    for worker in self.workers:
+                        worker.write(table[block], oracle(worker.rank, group.index, prefix))
+
+    def _look_at_load(self, request: SimRequest) -> None:
+        outcomes = [worker.outcome(request.load) for worker in self.workers]
+        if None in outcomes:
+            return
+        request.stage = Stage.RUNNING
+        if all(outcome is Outcome.OK for outcome in outcomes):
+            self._check_load(request)
+            request.computed_tokens = request.loaded_tokens
+            self.loads_ok += 1
+        elif self.random.random() < 0.5:
+            self._give_back(request)  # the engine starts it over, and asks again
+        else:
+            # It recomputes at once in the blocks it has; those it skipped it must get now.
+            self._give_back(request)
+            if self._allocate(request, 0, 0):
+                request.stage = Stage.RUNNING
+
+    def _check_load(self, request: SimRequest) -> None:
+        for group, table in zip(self.shape.groups, request.held, strict=True):
+            for block in range(request.loaded_tokens // group.block_size_tokens):
+                prefix = request.tokens[: (block + 1) * group.block_size_tokens]
+                for worker in self.workers:
+                    if table[block] != NULL_BLOCK:
+                        right = worker.on_device(table[block]) == oracle(worker.rank, group.index, prefix)
+                        _expect(right, f"{request.request_id} was given wrong bytes for {prefix}")
+
+    def _run(self, request: SimRequest) -> None:
+        before = request.computed_tokens
+        for group, table in zip(self.shape.groups, request.held, strict=True):
+            for block in range(min(group.first_needed_block(before), len(table))):
+                if table[block] != NULL_BLOCK:  # out of the window: the engine gives it up, and does not say so
+                    self.free_blocks.append(table[block])
+                    table[block] = NULL_BLOCK
+        after = min(len(request.tokens), before + self.random.randint(1, 9))
+        self._compute(request, before, after)
+        request.computed_tokens = after
+        plan = self.leader.offload(request.state, request.tokens, before, after, request.tables)
+        if plan is not None:
+            self._last_job = max(self._last_job, plan.job_id)
+            plan.check(self.shape.num_device_blocks, self.shape.num_slots)
+            for worker in self.workers:
+                worker.submit(plan)
+        if after == len(request.tokens):
+            self._finish(request)
+
+    # ---------------------------------------------------------------- ends
+
+    def _finish(self, request: SimRequest) -> None:
+        self.requests.remove(request)
+        jobs = set(self.leader.finish(request.state))
+        if request.stage is Stage.LOADING:
+            jobs.add(request.load)
+        held = [block for table in request.held for block in table if block != NULL_BLOCK]
+        self.kept.append((jobs, held))
+        self._release_kept()
+
+    def _give_back(self, request: SimRequest) -> None:
+        """At once, whatever still reads the blocks: who writes them next puts up a fence."""
+        self.free_blocks += [block for table in request.held for block in table if block != NULL_BLOCK]
+        request.held, request.tables, request.computed_tokens = [], [], 0
+        request.stage = Stage.WAITING
+
+    def _release_kept(self) -> None:
+        still = []
+        for jobs, blocks in self.kept:
+            if all(worker.outcome(job_id) is not None for job_id in jobs for worker in self.workers):
+                self.free_blocks += blocks
+            else:
+                still.append((jobs, blocks))
+        self.kept = still
+
+    def _abort(self) -> None:
+        if self.requests:
+            self._finish(self.random.choice(self.requests))
+
+    def _preempt(self) -> None:
+        running = [request for request in self.requests if request.stage is Stage.RUNNING]
+        if running:
+            self._give_back(self.random.choice(running))
+
+    def _reset(self) -> None:
+        self.leader.reset()
+        self._last_job_before_reset = self._last_job
+        _expect(self.bench.tier.resident_blocks == 0, "a block survived the reset")
+
+    # ---------------------------------------------------------------- the rest of the world
+
+    def _work(self) -> None:
+        self.random.choice(self.workers).step()
+
+    def _hear(self) -> None:
+        worker = self.random.choice(self.workers)
+        if worker.acks:
+            ack = worker.acks.pop(self.random.randrange(len(worker.acks)))
+            copies = 2 if self.random.random() < 0.1 else 1
+            self.bench.handshake.inbox.extend([RankAck(worker.rank, ack)] * copies)
+            self.leader.poll()
+
+    def _time_passes(self) -> None:
+        self.bench.clock.advance(self.random.choice([0.1, 1.0, 3.0]))
+        self.leader.poll()
+
+    def _on_offload_end(self, job: Job, state: RequestState | None, committed: bool) -> None:
+        _expect(not (committed and job.job_id <= self._last_job_before_reset), "a block came back after the reset")
+
+
+def _expect(is_true: bool, promise: str) -> None:
+    if not is_true:
+        raise AssertionError(promise)

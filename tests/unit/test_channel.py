@@ -1,0 +1,410 @@
+"""The control channel over real sockets: late leaders, garbage, taken addresses, and nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import queue
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import msgspec
+import pytest
+import zmq
+
+from kvbm_core.errors import ConfigError, Outcome
+from kvbm_core.runtime import endpoint as endpoint_module
+from kvbm_core.runtime.channel import LeaderChannel, WorkerChannel
+from kvbm_core.runtime.endpoint import Endpoint, EndpointLock, ipc_endpoint, sweep, tcp_endpoint
+from kvbm_core.runtime.messages import (
+    MAX_MESSAGE_BYTES,
+    Acks,
+    Configure,
+    Hello,
+    JobAck,
+    Message,
+    Ready,
+    Refused,
+    decode,
+    encode,
+)
+
+LONG_S = 20.0
+RETRY_S = 0.05
+HELLO = Hello(protocol=1, rank=0, world_size=1, block_bytes=1, num_device_blocks=1, fingerprint="f")
+
+
+@pytest.fixture
+def endpoint(tmp_path: Path) -> Endpoint:
+    path = tmp_path / "s.sock"
+    return Endpoint(f"ipc://{path}", path)
+
+
+class Leader:
+    """A channel that keeps what it gets and answers each hello."""
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self.inbox: queue.Queue[tuple[bytes, Message]] = queue.Queue()
+        self.bad: queue.Queue[None] = queue.Queue()
+        self.channel = LeaderChannel(endpoint, self._take, lambda: self.bad.put(None))
+
+    def _take(self, identity: bytes, message: Message) -> list[tuple[bytes, Message]]:
+        self.inbox.put((identity, message))
+        return [(identity, Configure(7))] if isinstance(message, Hello) else []
+
+    def next(self) -> Message:
+        return self.inbox.get(timeout=LONG_S)[1]
+
+
+class Worker:
+    """A channel that says hello until it is answered."""
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self.inbox: queue.Queue[Message] = queue.Queue()
+        self.answered = threading.Event()
+        self.channel = WorkerChannel(endpoint, self._take, retry_s=RETRY_S)
+
+    def _take(self, message: Message) -> None:
+        self.answered.set()
+        self.inbox.put(message)
+
+    def say_hello(self) -> None:
+        self.channel.repeat(lambda: None if self.answered.is_set() else HELLO)
+
+
+@contextmanager
+def closing(*ends: Leader | Worker) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        for end in ends:
+            end.channel.close()
+
+
+@contextmanager
+def raw_socket(endpoint: Endpoint, kind: int = zmq.DEALER) -> Iterator[zmq.Socket[bytes]]:
+    with zmq.Context() as context, context.socket(kind) as raw:
+        raw.setsockopt(zmq.LINGER, 0)
+        raw.connect(endpoint.address)
+        yield raw
+
+
+# ---------------------------------------------------------------- messages
+
+
+@pytest.mark.parametrize(
+    "message",
+    [HELLO, Configure(3), Ready(1, 2), Refused(0, "why"), Acks(1, [JobAck(5, Outcome.CORRUPT, 1, 0.5, 0.25)])],
+    ids=lambda message: type(message).__name__,
+)
+def test_messages_come_back_as_they_were(message: Message) -> None:
+    assert decode(encode(message)) == message
+
+
+def test_what_is_none_of_ours_decodes_to_nothing() -> None:
+    other = msgspec.msgpack.encode
+    for frame in (
+        b"",
+        b"\xc1",
+        os.urandom(64),
+        other({"type": "hello"}),
+        other({"type": "unknown", "rank": 1}),
+        other({"type": "ready", "rank": "1", "ready_slots": 2}),
+        other({"type": "ready", "rank": 1, "ready_slots": 2, "more": 3}),
+        other({"type": "refused", "rank": 1, "reason": b"\xff\xfe"}),
+        encode(Configure(3))[:-1],
+        encode(Configure(3)) + b"\0",
+        b"\x91" * 100_000,
+        encode(Refused(0, "x" * MAX_MESSAGE_BYTES)),
+    ):
+        assert decode(frame) is None
+
+
+# ---------------------------------------------------------------- talking
+
+
+def test_both_ways(endpoint: Endpoint) -> None:
+    leader, worker = Leader(endpoint), Worker(endpoint)
+    with closing(worker, leader):
+        worker.say_hello()
+        assert leader.next() == HELLO
+        assert worker.inbox.get(timeout=LONG_S) == Configure(7)
+        for slots in range(50):
+            worker.channel.send(Ready(0, slots))
+        received = [message for message in iter(leader.next, Ready(0, 49)) if isinstance(message, Ready)]
+        assert received == [Ready(0, slots) for slots in range(49)]
+
+
+def test_what_was_said_before_the_leader_came_arrives_once_it_is_there(endpoint: Endpoint) -> None:
+    worker = Worker(endpoint)
+    with closing(worker):
+        worker.channel.send(Refused(0, "first"))
+        worker.say_hello()
+        for slots in range(2000):  # more than a socket's own queue holds
+            worker.channel.send(Ready(0, slots))
+        leader = Leader(endpoint)
+        with closing(leader):
+            said = [leader.next() for _ in range(2002)]
+            readies = [message for message in said if isinstance(message, Ready)]
+            assert readies == [Ready(0, slots) for slots in range(len(readies))] and len(readies) >= 1999
+            assert Refused(0, "first") in said and said.count(HELLO) <= 3
+            assert worker.inbox.get(timeout=LONG_S) == Configure(7)
+
+
+def test_a_worker_has_one_name_over_reconnections(endpoint: Endpoint) -> None:
+    worker = Worker(endpoint)
+    with closing(worker):
+        names = set()
+        for _ in range(2):
+            leader = Leader(endpoint)
+            with closing(leader):
+                worker.answered.clear()
+                worker.say_hello()
+                names.add(leader.inbox.get(timeout=LONG_S)[0])
+        assert len(names) == 1
+
+
+def test_garbage_is_dropped_and_counted_and_the_others_are_still_served(endpoint: Endpoint) -> None:
+    leader, worker = Leader(endpoint), Worker(endpoint)
+    with closing(worker, leader), raw_socket(endpoint) as raw:
+        raw.send(b"\xc1 garbage")
+        raw.send_multipart([encode(Ready(0, 1)), b"a frame too many"])
+        raw.send(encode(Configure(1))[:-1])
+        for _ in range(3):
+            leader.bad.get(timeout=LONG_S)
+        assert leader.channel.undecodable_total == 3
+        worker.say_hello()
+        assert leader.next() == HELLO
+
+
+def test_a_message_that_is_too_long_does_not_arrive(endpoint: Endpoint) -> None:
+    leader, worker = Leader(endpoint), Worker(endpoint)
+    with closing(worker, leader), raw_socket(endpoint) as raw:
+        raw.send(bytes(MAX_MESSAGE_BYTES + 1))
+        worker.say_hello()
+        assert leader.next() == HELLO
+        assert leader.inbox.empty()
+
+
+def test_a_worker_drops_and_counts_what_no_leader_says(endpoint: Endpoint) -> None:
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as raw:
+        raw.setsockopt(zmq.LINGER, 0)
+        raw.bind(endpoint.address)
+        worker = Worker(endpoint)
+        with closing(worker):
+            worker.say_hello()
+            identity, _ = raw.recv_multipart()
+            raw.send_multipart([identity, b"garbage"])
+            raw.send_multipart([identity, encode(Configure(1)), b"more"])
+            raw.send_multipart([identity, encode(Configure(2))])
+            assert worker.inbox.get(timeout=LONG_S) == Configure(2)
+            assert worker.channel.undecodable_total == 2
+
+
+def test_a_handler_that_fails_does_not_end_the_thread(endpoint: Endpoint) -> None:
+    good: queue.Queue[Message] = queue.Queue()
+
+    def handle(identity: bytes, message: Message) -> list[tuple[bytes, Message]]:
+        if isinstance(message, Ready):
+            raise RuntimeError("a bug")
+        good.put(message)
+        return []
+
+    worker = Worker(endpoint)
+    channel = LeaderChannel(endpoint, handle)
+    try:
+        worker.channel.send(Ready(0, 1))
+        worker.channel.send(Refused(0, "after"))
+        assert good.get(timeout=LONG_S) == Refused(0, "after")
+    finally:
+        worker.channel.close()
+        channel.close()
+
+
+# ---------------------------------------------------------------- addresses
+
+
+def one_line(error: pytest.ExceptionInfo[ConfigError]) -> str:
+    text = str(error.value)
+    assert "\n" not in text and text.startswith("kvbm: ")
+    return text
+
+
+def test_a_second_leader_on_the_same_socket_is_refused_and_the_first_goes_on(endpoint: Endpoint) -> None:
+    first = Leader(endpoint)
+    with closing(first):
+        with pytest.raises(ConfigError) as error:
+            Leader(endpoint)
+        assert "another running engine" in one_line(error)
+        worker = Worker(endpoint)
+        with closing(worker):
+            worker.say_hello()
+            assert first.next() == HELLO
+
+
+def test_a_taken_port_is_refused_in_one_line() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with pytest.raises(ConfigError) as error:
+            Leader(tcp_endpoint("127.0.0.1", taken.getsockname()[1]))
+    assert "DYN_KVBM_LEADER_ZMQ_ACK_PORT" in one_line(error)
+
+
+def test_a_directory_without_sockets_is_refused_in_one_line(tmp_path: Path) -> None:
+    path = tmp_path / ("d" * 200)
+    with pytest.raises(ConfigError) as error:
+        Leader(Endpoint(f"ipc://{path}", path))
+    assert "TMPDIR" in one_line(error)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "10.0.0.1", "::", "example.org", ""])
+def test_a_routable_address_is_refused(host: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        tcp_endpoint(host, 5000)
+    assert "loopback" in one_line(error)
+
+
+def test_loopback_addresses() -> None:
+    assert tcp_endpoint("localhost", 5000).address == "tcp://127.0.0.1:5000"
+    assert tcp_endpoint("127.0.0.1", 5000) == Endpoint("tcp://127.0.0.1:5000")
+    assert tcp_endpoint("::1", 5000).address == "tcp://[::1]:5000"
+
+
+def test_loopback_in_the_newer_protocol_works_where_the_machine_has_it() -> None:
+    try:
+        with socket.socket(socket.AF_INET6) as probe:
+            probe.bind(("::1", 0))
+            port = probe.getsockname()[1]
+    except OSError:
+        pytest.skip("this machine has no ::1")
+    endpoint = tcp_endpoint("::1", port)
+    leader, worker = Leader(endpoint), Worker(endpoint)
+    with closing(worker, leader):
+        worker.say_hello()
+        assert leader.next() == HELLO
+
+
+def test_the_socket_of_an_engine_is_private_and_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    first = ipc_endpoint("engine")
+    assert first == ipc_endpoint("engine") != ipc_endpoint("other")
+    assert first.path is not None and first.path.parent.stat().st_mode & 0o777 == 0o700
+    first.path.parent.chmod(0o755)
+    with pytest.raises(ConfigError) as error:
+        ipc_endpoint("engine")
+    assert "chmod 700" in one_line(error)
+    first.path.parent.rmdir()
+    first.path.parent.symlink_to(tmp_path)
+    with pytest.raises(ConfigError):
+        ipc_endpoint("engine")
+
+
+def test_a_temporary_directory_too_deep_for_a_socket_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    deep = tmp_path / ("d" * 120)
+    deep.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(deep))
+    with pytest.raises(ConfigError) as error:
+        ipc_endpoint("engine")
+    assert "TMPDIR" in one_line(error) and "shorter" in one_line(error)
+
+
+# ---------------------------------------------------------------- what is left
+
+
+def wait_until(condition: Callable[[], bool]) -> bool:
+    """For what the operating system does a moment after we asked."""
+    deadline_s = time.monotonic() + LONG_S
+    while not condition() and time.monotonic() < deadline_s:
+        os.sched_yield()
+    return condition()
+
+
+def test_close_leaves_no_thread_no_descriptor_and_no_file(endpoint: Endpoint, tmp_path: Path) -> None:
+    def descriptors() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    threads, before = set(threading.enumerate()), descriptors()
+    leader, worker, lonely = Leader(endpoint), Worker(endpoint), Worker(Endpoint(f"ipc://{tmp_path}/none.sock"))
+    worker.say_hello()
+    lonely.say_hello()
+    assert leader.next() == HELLO
+    for _ in range(2):  # closing twice is allowed
+        for end in (worker, leader, lonely):
+            end.channel.close()
+    worker.channel.send(HELLO)  # a copy that ends late
+    assert set(threading.enumerate()) == threads
+    assert wait_until(lambda: descriptors() <= before)
+    assert list(tmp_path.iterdir()) == []
+
+
+def killed_leader(path: Path) -> None:
+    """Lock and socket as a leader leaves them that was killed."""
+    program = (
+        "import os, sys, zmq\nfrom pathlib import Path\nfrom kvbm_core.runtime.endpoint import Endpoint, EndpointLock\n"
+        "path = Path(sys.argv[1])\nlock = EndpointLock(Endpoint(f'ipc://{path}', path))\n"
+        "zmq.Context().socket(zmq.ROUTER).bind(f'ipc://{path}')\nos.kill(os.getpid(), 9)\n"
+    )
+    root = Path(__file__).resolve().parents[2]
+    assert subprocess.run([sys.executable, "-c", program, str(path)], cwd=root).returncode == -9
+    assert path.exists() and Path(f"{path}.lock").exists()
+
+
+def make_old(*paths: Path) -> None:
+    for path in paths:
+        os.utime(path, (0, time.time() - endpoint_module.STALE_AFTER_S - 1))
+
+
+def test_a_killed_leaders_socket_does_not_stop_the_next_one(endpoint: Endpoint) -> None:
+    assert endpoint.path is not None
+    killed_leader(endpoint.path)
+    leader, worker = Leader(endpoint), Worker(endpoint)
+    with closing(worker, leader):
+        worker.say_hello()
+        assert leader.next() == HELLO
+
+
+def test_what_killed_leaders_left_is_swept_and_what_lives_or_is_young_is_not(tmp_path: Path) -> None:
+    dead, young, live, new = (tmp_path / f"{name}.sock" for name in ("dead", "young", "live", "new"))
+    killed_leader(dead)
+    killed_leader(young)
+    orphan = tmp_path / "orphan.sock"
+    orphan.touch()
+    stranger = tmp_path / "notes.txt"
+    stranger.touch()
+    with EndpointLock(Endpoint(f"ipc://{live}", live)):
+        live.touch()
+        make_old(dead, Path(f"{dead}.lock"), live, Path(f"{live}.lock"), orphan, stranger)
+        with EndpointLock(Endpoint(f"ipc://{new}", new)):
+            kept = {"young.sock", "young.sock.lock", "live.sock", "live.sock.lock", "new.sock.lock", "notes.txt"}
+            assert {path.name for path in tmp_path.iterdir()} == kept
+        assert sweep(tmp_path) == 0
+    assert {path.name for path in tmp_path.iterdir()} == {"young.sock", "young.sock.lock", "notes.txt"}
+
+
+def test_a_lock_is_free_again_after_close_and_no_two_ever_hold_it(endpoint: Endpoint) -> None:
+    """Opening, locking and removing are three steps: many who try at once must not end up on different files."""
+    holders, most, guard = [0], [0], threading.Lock()
+
+    def try_often() -> None:
+        for _ in range(300):
+            with suppress(ConfigError), EndpointLock(endpoint):
+                with guard:
+                    holders[0] += 1
+                    most[0] = max(most[0], holders[0])
+                with guard:
+                    holders[0] -= 1
+
+    threads = [threading.Thread(target=try_often) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert most[0] == 1

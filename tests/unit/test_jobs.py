@@ -1,0 +1,95 @@
+"""Jobs end when every rank has answered, once; device blocks are known as read exactly until then."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvbm_core.errors import IntegrityError, Outcome
+from kvbm_core.runtime.jobs import Job, JobBook
+from kvbm_core.runtime.messages import JobAck
+from kvbm_core.runtime.request import RequestState
+from kvbm_core.testing.leader_bench import ONE_GROUP, ROOT
+from kvbm_core.tokens.chain import TokenChain
+from kvbm_core.transfer.plan import GroupMove
+from kvbm_core.types import Direction
+
+STATE = RequestState("r", TokenChain(ROOT, 4), ONE_GROUP)
+
+
+def start(book: JobBook, direction: Direction, *device_blocks: int) -> Job:
+    return book.start(STATE, direction, (), (GroupMove(0, device_blocks, tuple(range(len(device_blocks)))),))
+
+
+def ack(job: Job, outcome: Outcome = Outcome.OK) -> JobAck:
+    return JobAck(job.job_id, outcome, 1, 0.0, 0.0)
+
+
+def test_ids_are_never_used_again() -> None:
+    book = JobBook(1)
+    ids = set()
+    for _ in range(5):
+        job = start(book, Direction.OFFLOAD, 1)
+        ids.add(job.job_id)
+        assert book.acknowledge(0, ack(job)) is job
+    assert len(ids) == 5 and len(book) == 0
+
+
+def test_a_job_is_over_when_every_rank_has_answered() -> None:
+    book = JobBook(3)
+    job = start(book, Direction.OFFLOAD, 1)
+    assert book.acknowledge(2, ack(job)) is None and book.acknowledge(0, ack(job)) is None
+    assert job.job_id in book and book.jobs() == [job]
+    assert book.acknowledge(1, ack(job)) is job
+    assert job.job_id not in book and book.stale_acks_total == 0
+
+
+def test_late_double_and_foreign_answers_change_nothing_and_are_counted() -> None:
+    book = JobBook(2)
+    job = start(book, Direction.OFFLOAD, 1)
+    book.acknowledge(0, ack(job))
+    for rank, answer in ((0, ack(job)), (2, ack(job)), (-1, ack(job)), (1, JobAck(999, Outcome.OK, 0, 0.0, 0.0))):
+        assert book.acknowledge(rank, answer) is None
+    assert book.stale_acks_total == 4 and job.waiting_ranks == {1}
+    assert book.acknowledge(1, ack(job)) is job
+    assert book.acknowledge(1, ack(job)) is None
+    assert book.stale_acks_total == 5
+
+
+@pytest.mark.parametrize("order", [(Outcome.OK, Outcome.CORRUPT), (Outcome.CORRUPT, Outcome.OK)])
+def test_one_rank_in_trouble_is_enough(order: tuple[Outcome, Outcome]) -> None:
+    book = JobBook(2)
+    job = start(book, Direction.ONBOARD, 1)
+    for rank, outcome in enumerate(order):
+        book.acknowledge(rank, ack(job, outcome))
+    assert job.outcome is Outcome.CORRUPT
+
+
+def test_offloads_are_readers_of_their_blocks_until_they_end_and_onboards_never() -> None:
+    book = JobBook(1)
+    first, second = start(book, Direction.OFFLOAD, 1, 2), start(book, Direction.OFFLOAD, 2, 3)
+    start(book, Direction.ONBOARD, 1, 9)
+    assert book.readers_of([2]) == {first.job_id, second.job_id}
+    assert book.readers_of([1, 9]) == {first.job_id} and book.readers_of([9, 77]) == set()
+    book.check_integrity()
+    book.acknowledge(0, ack(first))
+    assert book.readers_of([1, 2]) == {second.job_id}
+    book.acknowledge(0, ack(second))
+    assert book.readers_of([1, 2, 3]) == set()
+    book.check_integrity()
+
+
+def test_a_block_that_two_groups_name_is_one_reader() -> None:
+    book = JobBook(1)
+    moves = (GroupMove(0, (5,), (0,)), GroupMove(1, (5,), (1,)))
+    job = book.start(STATE, Direction.OFFLOAD, (), moves)
+    assert job.device_blocks == [5, 5] and book.readers_of([5]) == {job.job_id}
+    assert book.acknowledge(0, ack(job)) is job
+    book.check_integrity()
+
+
+def test_integrity_notices_a_forgotten_reader() -> None:
+    book = JobBook(1)
+    start(book, Direction.OFFLOAD, 1)
+    book._readers.clear()
+    with pytest.raises(IntegrityError):
+        book.check_integrity()

@@ -1,0 +1,367 @@
+"""A real worker and a real channel on one socket, with numpy device memory and the executor for CPUs."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Collection, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvbm_core.clock import SystemClock
+from kvbm_core.errors import Outcome
+from kvbm_core.observe.metrics import Metrics
+from kvbm_core.policy.lru import LruPolicy
+from kvbm_core.runtime import worker as worker_module
+from kvbm_core.runtime.channel import LeaderChannel
+from kvbm_core.runtime.endpoint import Endpoint
+from kvbm_core.runtime.handshake import Disabled, Handshake, RankAck, SlotsReady
+from kvbm_core.runtime.leader import Leader, LeaderOptions
+from kvbm_core.runtime.worker import Worker, WorkerOptions
+from kvbm_core.testing.executor_contract import two_group_memory
+from kvbm_core.testing.leader_bench import ROOT
+from kvbm_core.tiers.groups import GroupSpec
+from kvbm_core.tiers.tier import BlockTier
+from kvbm_core.transfer.executor import DeviceMemory, Executor
+from kvbm_core.transfer.plan import GroupMove, JobResult, TransferPlan
+from kvbm_core.types import Direction, Tier
+
+LONG_S = 20.0
+NUM_SLOTS = 24
+GROUPS = (GroupSpec(0, 4), GroupSpec(1, 4))
+PROMPT = list(range(21))  # five full blocks
+
+
+class Gate:
+    """An executor that starts nothing while it is shut; then a job can be cancelled, or waited for in vain."""
+
+    def __init__(self, inner: Executor, worker: Worker) -> None:
+        self.inner, self._worker = inner, worker
+        self.is_shut = False
+        self.is_running = False
+        self.held: dict[int, TransferPlan] = {}
+
+    def submit(self, plan: TransferPlan, *, deadline_s: float | None = None) -> None:
+        if self.is_shut:
+            self.held[plan.job_id] = plan
+        else:
+            self.inner.submit(plan, deadline_s=deadline_s)
+
+    def open(self) -> None:
+        self.is_shut = False
+        for plan in list(self.held.values()):
+            self.inner.submit(self.held.pop(plan.job_id))
+
+    def poll(self) -> list[JobResult]:
+        return self.inner.poll()
+
+    def cancel(self, job_id: int) -> bool:
+        if job_id not in self.held or self.is_running:
+            return self.inner.cancel(job_id)
+        del self.held[job_id]
+        self._worker._finished(JobResult(job_id, Outcome.REJECTED, 0, 0.0, 0.0))
+        return True
+
+    def wait(self, job_ids: Collection[int], timeout_s: float) -> bool:
+        return not set(job_ids) & set(self.held) and self.inner.wait(job_ids, timeout_s)
+
+    def drain(self, timeout_s: float) -> bool:
+        return self.inner.drain(timeout_s)
+
+    def close(self) -> None:
+        self.inner.close()
+
+
+class Engine:
+    """A leader and its workers, as in one process of an engine, without the engine."""
+
+    def __init__(self, folder: Path, ranks: int = 1, num_slots: int = NUM_SLOTS, register: bool = True) -> None:
+        path = folder / "s.sock"
+        self.endpoint = Endpoint(f"ipc://{path}", path)
+        clock = SystemClock()
+        self.handshake = Handshake(ranks, lambda block_bytes: num_slots)
+        self.tier = BlockTier(Tier.HOST, LruPolicy(), clock)
+        self.leader = Leader(GROUPS, self.tier, self.handshake, ranks, clock, Metrics(), LeaderOptions())
+        self.news = threading.Condition()
+        self.channel = LeaderChannel(self.endpoint, self._on_message)
+        self.memories = [two_group_memory(seed=rank + 1) for rank in range(ranks)]
+        self.gates: dict[int, Gate] = {}
+        self.workers = [Worker(rank, ranks, self.endpoint, WorkerOptions(verify=True)) for rank in range(ranks)]
+        for worker, memory in zip(self.workers, self.memories, strict=True):
+            worker.wrap_executor(self._wrapper(worker))
+            if register:
+                worker.register(memory, f"layout{worker.rank}")
+
+    def _wrapper(self, worker: Worker) -> Callable[[Executor], Executor]:
+        def wrap(inner: Executor) -> Executor:
+            self.gates[worker.rank] = Gate(inner, worker)
+            return self.gates[worker.rank]
+
+        return wrap
+
+    def _on_message(self, identity: bytes, message: object) -> list[tuple[bytes, object]]:
+        answers = self.handshake.on_message(identity, message)
+        with self.news:
+            self.news.notify_all()
+        return answers
+
+    def wait_for(self, condition: Callable[[], bool]) -> None:
+        """Polls the leader after each message until ``condition`` holds."""
+
+        def holds() -> bool:
+            self.leader.poll()
+            return condition()
+
+        with self.news:
+            assert self.news.wait_for(holds, LONG_S), "what was waited for did not come"
+
+    def submit(self, plan: TransferPlan | None) -> TransferPlan:
+        assert plan is not None
+        for worker in self.workers:
+            worker.submit(plan)
+        return plan
+
+    def settle(self) -> None:
+        self.wait_for(lambda: self.leader.pending_jobs == 0)
+
+    def close(self) -> None:
+        for worker in self.workers:
+            worker.close()
+        self.channel.close()
+
+
+def content(memory: DeviceMemory, group: int, block: int) -> bytes:
+    regions = memory.views[group].regions(block)
+    return b"".join(memory.storages[s][o : o + n].tobytes() for s, o, n in regions)
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Iterator[Engine]:
+    made = Engine(tmp_path)
+    made.wait_for(lambda: made.tier.capacity_blocks == NUM_SLOTS)
+    yield made
+    made.close()
+
+
+def offload_of(*device_blocks: int, job_id: int = 900) -> TransferPlan:
+    slots = tuple(range(len(device_blocks)))
+    return TransferPlan(job_id, Direction.OFFLOAD, (GroupMove(0, device_blocks, slots),))
+
+
+def wait_ended(worker: Worker, *job_ids: int) -> dict[int, Outcome]:
+    assert worker.wait(job_ids, LONG_S)
+    return {result.job_id: result.outcome for result in worker.take()}
+
+
+# ---------------------------------------------------------------- together
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_bytes_go_down_and_come_back_elsewhere(tmp_path: Path, ranks: int) -> None:
+    engine = Engine(tmp_path, ranks)
+    try:
+        engine.wait_for(lambda: engine.tier.capacity_blocks == NUM_SLOTS)
+        assert engine.leader.layout_fingerprint == "-".join(f"layout{rank}" for rank in range(ranks))
+        writer = engine.leader.open("writer", ROOT, None)
+        tables = [[1, 2, 3, 4, 5], [5, 4, 3, 2, 1]]
+        engine.submit(engine.leader.offload(writer, PROMPT, 0, 20, tables))
+        expected = [
+            [content(memory, group, block) for group in (0, 1) for block in tables[group]] for memory in engine.memories
+        ]
+        engine.settle()
+        for memory in engine.memories:
+            for storage in memory.storages:
+                storage[:] = 0
+        reader = engine.leader.open("reader", ROOT, None)
+        assert engine.leader.match(reader, PROMPT, 0, 20) == 20
+        tables = [[7, 8, 9, 10, 11], [3, 6, 1, 9, 2]]
+        engine.submit(engine.leader.onboard(reader, 20, tables))
+        engine.settle()
+        for memory, wanted in zip(engine.memories, expected, strict=True):
+            assert [content(memory, group, block) for group in (0, 1) for block in tables[group]] == wanted
+        assert engine.leader.metrics.snapshot()["kvbm_onboard_blocks_h2d"] == 10
+        for state in (writer, reader):
+            engine.leader.finish(state)
+        engine.leader.check_integrity()
+        assert engine.tier.live_leases == 0 and engine.leader.open_requests == 0
+    finally:
+        engine.close()
+
+
+def test_the_leader_may_come_after_the_workers_and_until_then_nothing_is_ready(tmp_path: Path) -> None:
+    endpoint = Endpoint(f"ipc://{tmp_path}/s.sock", tmp_path / "s.sock")
+    worker = Worker(0, 1, endpoint, WorkerOptions())
+    try:
+        worker.register(two_group_memory(), "layout")
+        worker.submit(offload_of(1))
+        assert [result.outcome for result in worker.take()] == [Outcome.REJECTED]
+        assert not worker.is_ready and worker.fence([900]) and worker.drain(0)
+        handshake = Handshake(1, lambda block_bytes: 5)
+        channel = LeaderChannel(endpoint, handshake.on_message)
+        try:
+            assert handshake.wait(LONG_S)
+            ready = [event for event in handshake.inbox if isinstance(event, SlotsReady)]
+            assert ready[-1].slots == 5 and worker.is_ready
+        finally:
+            channel.close()
+    finally:
+        worker.close()
+
+
+def test_what_does_not_fit_into_memory_is_refused_with_both_sizes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_module, "available_memory_bytes", lambda: 1000)
+    engine = Engine(tmp_path)
+    try:
+        engine.wait_for(lambda: engine.leader.disabled_reason is not None)
+        reason = engine.leader.disabled_reason or ""
+        assert "DYN_KVBM_CPU_CACHE_GB" in reason and "are free" in reason and "\n" not in reason
+        assert not engine.workers[0].is_ready
+    finally:
+        engine.close()
+
+
+def test_a_size_or_a_memory_that_nothing_can_be_made_of_is_refused_and_not_tried_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slabs = []
+
+    class Slab(worker_module.HostSlab):
+        def close(self) -> None:
+            slabs.append(self)
+            super().close()
+
+    def no_executor(*args: object, **kwargs: object) -> Executor:
+        raise ValueError("no way to copy")
+
+    monkeypatch.setattr(worker_module, "HostSlab", Slab)
+    monkeypatch.setattr(worker_module, "make_executor", no_executor)
+    engine = Engine(tmp_path)
+    try:
+        engine.wait_for(lambda: engine.leader.disabled_reason is not None)
+        assert "no way to copy" in (engine.leader.disabled_reason or "")
+        assert len(slabs) == 1  # its memory was given back
+        assert engine.workers[0]._hello() is None
+    finally:
+        engine.close()
+
+
+def test_a_worker_that_refuses_says_so_and_says_no_hello(tmp_path: Path) -> None:
+    engine = Engine(tmp_path, register=False)
+    try:
+        engine.workers[0].refuse("unknown layout")
+        engine.workers[0].register(two_group_memory(), "layout")
+        engine.wait_for(lambda: engine.leader.disabled_reason == "worker 0: unknown layout")
+        assert engine.workers[0]._hello() is None
+    finally:
+        engine.close()
+
+
+# ---------------------------------------------------------------- one worker
+
+
+def test_results_are_taken_once_and_acknowledged_once(engine: Engine) -> None:
+    worker = engine.workers[0]
+    worker.submit(offload_of(1, 2))
+    assert wait_ended(worker, 900) == {900: Outcome.OK}
+    assert worker.take() == [] and not worker.is_known(900)
+    engine.wait_for(lambda: engine.leader.stale_acks_total == 1)  # the leader knows no job 900
+
+
+def test_a_plan_that_cannot_run_is_a_failed_job(engine: Engine) -> None:
+    worker = engine.workers[0]
+    worker.submit(offload_of(999))
+    assert wait_ended(worker, 900) == {900: Outcome.REJECTED}
+
+
+def test_a_plan_given_twice_is_one_job(engine: Engine) -> None:
+    worker, gate = engine.workers[0], engine.gates[0]
+    gate.is_shut = True
+    worker.submit(offload_of(1))
+    worker.submit(offload_of(1))
+    assert worker.is_in_flight(900) and worker.take() == []
+    gate.open()
+    assert wait_ended(worker, 900) == {900: Outcome.OK}
+
+
+def test_a_fence_cancels_what_has_not_started(engine: Engine) -> None:
+    worker, gate = engine.workers[0], engine.gates[0]
+    gate.is_shut = True
+    for job_id in (901, 902, 903):
+        worker.submit(offload_of(1, job_id=job_id))
+    assert worker.fence([901, 903, 12345])
+    assert {result.job_id: result.outcome for result in worker.take()} == dict.fromkeys((901, 903), Outcome.REJECTED)
+    assert worker.is_in_flight(902)
+    assert worker.fence_all() and not worker.is_in_flight(902)
+
+
+def test_a_fence_waits_for_what_runs(engine: Engine) -> None:
+    worker = engine.workers[0]
+    before = content(engine.memories[0], 0, 3)
+    for job_id in range(901, 940):
+        worker.submit(offload_of(3, job_id=job_id))
+    assert worker.fence_all()
+    engine.memories[0].storages[0][:] = 0  # now it may be overwritten
+    ended = worker.take()
+    assert {result.job_id for result in ended} == set(range(901, 940))
+    if any(result.outcome is Outcome.OK for result in ended):
+        slab = worker._slab
+        assert slab is not None and slab.array[: len(before)].tobytes() == before
+
+
+def test_a_copy_that_outlives_its_fence_is_reported_as_failed(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    worker, gate = engine.workers[0], engine.gates[0]
+    monkeypatch.setattr(worker_module, "FENCE_TIMEOUT_S", 0.01)
+    gate.is_shut = gate.is_running = True
+    worker.submit(offload_of(1))
+    assert not worker.fence([900])
+    assert worker.take() == [] and worker.is_in_flight(900)  # its slots are not free before it ends
+    gate.open()
+    assert wait_ended(worker, 900) == {900: Outcome.TIMED_OUT}
+    worker.submit(offload_of(1))
+    assert wait_ended(worker, 900) == {900: Outcome.OK}  # the mark is gone with the job
+
+
+def test_close_leaves_no_thread_no_descriptor_and_no_memory(tmp_path: Path) -> None:
+    def descriptors() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    threads, before = set(threading.enumerate()), descriptors()
+    engine = Engine(tmp_path)
+    engine.wait_for(lambda: engine.tier.capacity_blocks == NUM_SLOTS)
+    worker = engine.workers[0]
+    slab = worker._slab
+    assert slab is not None
+    for job_id in range(901, 930):
+        worker.submit(offload_of(1, job_id=job_id))
+    for _ in range(2):
+        engine.close()
+    assert set(threading.enumerate()) == threads and descriptors() <= before
+    assert len(worker.take()) == 29  # each job ended, one way or another
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(ValueError, match="closed"):
+        assert np.any(slab.array)
+    worker.submit(offload_of(1))
+    assert [result.outcome for result in worker.take()] == [Outcome.REJECTED]
+
+
+def test_a_worker_closed_while_it_is_being_configured_leaves_nothing(tmp_path: Path) -> None:
+    threads = set(threading.enumerate())
+    for _ in range(10):
+        engine = Engine(tmp_path)
+        engine.close()
+    assert set(threading.enumerate()) == threads
+
+
+def test_the_leader_hears_of_trouble_as_it_is(engine: Engine) -> None:
+    worker = engine.workers[0]
+    worker.judge_results(lambda result: JobResult(result.job_id, Outcome.CORRUPT, 0, 0.0, 0.0, "judged"))
+    state = engine.leader.open("r", ROOT, None)
+    engine.submit(engine.leader.offload(state, PROMPT, 0, 20, [[1, 2, 3, 4, 5]] * 2))
+    engine.settle()
+    assert engine.tier.resident_blocks == 0
+    assert engine.leader.metrics.snapshot()['kvbm_failures_total{kind="offload_corrupt"}'] == 1
+    assert not any(isinstance(event, Disabled | RankAck) for event in engine.handshake.inbox)
