@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("kvbm")
 
+
 @dataclass(frozen=True)
 class SchedulerAssembly:
     """Everything of the scheduler's role."""

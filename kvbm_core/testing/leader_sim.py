@@ -22,6 +22,7 @@ from kvbm_core.types import BlockKey
 
 VOCABULARY = 3
 MAX_TOKENS = 24
+MAX_REQUESTS = 6
 
 
 class Stage(Enum):
@@ -85,6 +86,7 @@ class LeaderSim:
         self._prefix_of: dict[BlockKey, tuple[int, tuple[int, ...]]] = {}
         self._last_job_before_reset = 0
         self._last_job = 0
+        self._prompts: list[list[int]] = []
         self._count = 0
 
     # ---------------------------------------------------------------- driving
@@ -95,10 +97,10 @@ class LeaderSim:
             (self._arrive, 3),
             (self._schedule, 10),
             (self._work, 10),
-            (self._hear, 8),
-            (self._abort, 1),
-            (self._preempt, 1),
-            (self._reset, 0.3),
+            (self._hear, 10),
+            (self._abort, 0.5),
+            (self._preempt, 0.7),
+            (self._reset, 0.1),
             (self._time_passes, 1),
         )
         self.random.choices([action for action, _ in actions], [weight for _, weight in actions])[0]()
@@ -130,10 +132,13 @@ class LeaderSim:
     # ---------------------------------------------------------------- requests
 
     def _arrive(self) -> None:
-        base = self.random.choice(self.requests).tokens if self.requests and self.random.random() < 0.7 else []
-        shared = base[: self.random.randint(0, len(base))]
+        if len(self.requests) >= MAX_REQUESTS:
+            return
+        base = self.random.choice(self._prompts) if self._prompts and self.random.random() < 0.9 else []
+        shared = base[: self.random.randint(len(base) // 2, len(base))]
         tokens = shared + [self.random.randrange(VOCABULARY) for _ in range(MAX_TOKENS)]
         tokens = tokens[: self.random.randint(2, MAX_TOKENS)]
+        self._prompts = [*self._prompts[-8:], tokens]
         self._count += 1
         # A few names are used again and again, also while an old request's copies are still under way.
         names = {request.request_id for request in self.requests}
@@ -302,7 +307,8 @@ class LeaderSim:
     # ---------------------------------------------------------------- the rest of the world
 
     def _work(self) -> None:
-        self.random.choice(self.workers).step()
+        for _ in range(self.random.randint(1, 3)):
+            self.random.choice(self.workers).step()
 
     def _hear(self) -> None:
         worker = self.random.choice(self.workers)

@@ -17,7 +17,7 @@ GROUPS = {
     "windows only": (GroupSpec(0, 2, window_tokens=4), GroupSpec(1, 4, window_tokens=7)),
 }
 SEEDS_EACH = 100
-STEPS = 150
+STEPS = 300
 
 
 def shape_of(groups: tuple[GroupSpec, ...], random: Random) -> SimShape:

@@ -55,9 +55,7 @@ def naive_longest(
 @st.composite
 def prefix_questions(draw: st.DrawFn) -> tuple[list[GroupSpec], list[list[BlockKey]], int, int, Residents]:
     specs = draw(
-        st.lists(
-            st.tuples(st.sampled_from([1, 2, 3, 4, 6]), st.none() | st.integers(1, 20)), min_size=1, max_size=3
-        )
+        st.lists(st.tuples(st.sampled_from([1, 2, 3, 4, 6]), st.none() | st.integers(1, 20)), min_size=1, max_size=3)
     )
     groups = [GroupSpec(index, size, window) for index, (size, window) in enumerate(specs)]
     total = draw(st.integers(0, 48))

@@ -51,9 +51,7 @@ def test_alignment_is_the_common_multiple_and_hashes_have_the_common_divisor() -
     assert base_block_tokens(groups) == 8
 
 
-@pytest.mark.parametrize(
-    ("prefix_tokens", "first"), [(0, 0), (4, 0), (8, 0), (12, 1), (16, 2), (20, 3)], ids=str
-)
+@pytest.mark.parametrize(("prefix_tokens", "first"), [(0, 0), (4, 0), (8, 0), (12, 1), (16, 2), (20, 3)], ids=str)
 def test_a_window_begins_with_what_the_next_token_sees(prefix_tokens: int, first: int) -> None:
     # The token at position p sees itself and the five before it: p-5 .. p.
     assert WINDOW.first_needed_block(prefix_tokens) == first

@@ -1,4 +1,4 @@
-"""Bad input and unsupported engines: one line that names the setting, the value and the remedy, before anything runs."""
+"""Bad input and unsupported engines: one line with the setting, its value and the remedy, before anything runs."""
 
 from __future__ import annotations
 
