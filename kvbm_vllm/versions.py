@@ -54,12 +54,6 @@ class Capabilities:
     """A failed asynchronous load of a whole request can be reported (get_transfer_results)."""
     wait_for_save_always: bool
     """wait_for_save is also called in steps that run no forward pass."""
-    cache_hit_sources: bool
-    """vLLM asks which tier supplied the external tokens."""
-    sleep_hooks: bool
-    """vLLM tells the worker before its KV memory is unmapped and after it is back."""
-    group_transfer_flag: bool
-    """KV cache groups say whether they take part in external transfer."""
     stored_event_fields: frozenset[str]
     removed_event_fields: frozenset[str]
 
@@ -76,16 +70,12 @@ def probe() -> Capabilities:
     """Look at the installed vLLM. Imports it."""
     from vllm.distributed.kv_events import BlockRemoved, BlockStored
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
-    from vllm.v1.kv_cache_interface import KVCacheGroupSpec
     from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 
     step = inspect.signature(KVConnectorModelRunnerMixin._get_kv_connector_output)
     return Capabilities(
         transfer_results=hasattr(KVConnectorBase_V1, "get_transfer_results"),
         wait_for_save_always="wait_for_save" not in step.parameters,
-        cache_hit_sources=hasattr(KVConnectorBase_V1, "get_external_cache_hit_sources"),
-        sleep_hooks=hasattr(KVConnectorBase_V1, "unregister_kv_caches"),
-        group_transfer_flag="enable_kv_transfer" in field_names(KVCacheGroupSpec),
         stored_event_fields=field_names(BlockStored),
         removed_event_fields=field_names(BlockRemoved),
     )

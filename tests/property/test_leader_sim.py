@@ -49,7 +49,6 @@ def test_bytes_stay_right_and_nothing_is_left(groups: tuple[GroupSpec, ...], see
                     sim.check_bytes()
             sim.end()
         except Exception as error:
-            error.add_note(f"simulation {number}") if hasattr(error, "add_note") else None
-            raise
+            raise AssertionError(f"simulation {number}: {error}") from error
         loads_ok += sim.loads_ok
     assert loads_ok > SEEDS_EACH, "the simulations hardly ever loaded anything"
