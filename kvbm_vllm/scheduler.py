@@ -242,12 +242,15 @@ class SchedulerSide:
         cached = scheduler_output.scheduled_cached_reqs
         computed_of.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         for request_id, num_scheduled in scheduler_output.num_scheduled_tokens.items():
+            computed = computed_of[request_id]
+            state = self.leader.request(request_id)
+            if state is not None and computed + num_scheduled < state.next_full_tokens:
+                continue  # nearly every step of a decoding request
             request = self._requests.get(request_id)
             tables = self._tables.get(request_id)
             state = self._state_of(request) if request is not None else None
             if request is None or state is None or not tables:
                 continue
-            computed = computed_of[request_id]
             # Tokens that are not known yet (asynchronous scheduling, drafts) are stored when they are.
             stored = min(computed + num_scheduled, request.num_tokens)
             if stored > request.num_prompt_tokens:

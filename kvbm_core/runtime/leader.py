@@ -131,8 +131,7 @@ class Leader:
 
         None: another request is loading this prefix right now, ask again. May be called any number of times.
         """
-        # A request that is (again) waiting to be scheduled is written through from its start.
-        state.next_offload = [0] * len(self.groups)
+        state.restart_offload()
         if not self.is_ready:
             self._onboarding.let_go(state)
             return 0
@@ -162,7 +161,7 @@ class Leader:
 
         ``computed_tokens``: position before this step; windowed groups may already have given up blocks before it.
         """
-        if not self.is_ready:
+        if stored_tokens < state.next_full_tokens or not self.is_ready:
             return None
         return self._offloading.offload(state, tokens, computed_tokens, stored_tokens, tables)
 

@@ -53,6 +53,9 @@ class Offloading:
             present = (i for i in range(start, end) if table[i] != NULL_BLOCK)
             wanted += (_Block((i + 1) * size, g, keys[i], table[i]) for i in present)
             state.next_offload[g] = max(state.next_offload[g], end)
+        state.next_full_tokens = min(
+            (block + 1) * group.block_size_tokens for block, group in zip(state.next_offload, self._groups, strict=True)
+        )
         # If the tier is short, all groups shall have the same prefix: one group's blocks are of no use alone.
         wanted.sort(key=lambda block: block.end_tokens)
         return self._plan(state, wanted) if wanted else None

@@ -108,7 +108,7 @@ class Onboarding:
             # Never offered again: the engine recomputes, and the blocks are written anew, those too that it had
             # computed and we had taken for stored before this news came.
             self._tier.forget(job.keys)
-            state.next_offload = [0] * len(self._groups)
+            state.restart_offload()
             state.host_hit_blocks = 0
         if job.lease is not None:
             self._tier.release(job.lease)

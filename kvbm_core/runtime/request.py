@@ -29,7 +29,8 @@ class Match:
 class RequestState:
     """One request. Only the leader's thread touches it.
 
-    ``next_offload[g]`` is the first block of group g that has not been considered for offload yet.
+    ``next_offload[g]`` is the first block of group g that has not been considered for offload yet, and
+    ``next_full_tokens`` the length at which the next of them is full (0: not known, look).
     """
 
     request_id: str
@@ -39,6 +40,7 @@ class RequestState:
     onboard_job: int | None = None
     offload_jobs: set[int] = field(default_factory=set)
     next_offload: list[int] = field(default_factory=list)
+    next_full_tokens: int = 0
     deferred_since_s: float | None = None
     queried_blocks: int = 0
     host_hit_blocks: int = 0
@@ -46,8 +48,13 @@ class RequestState:
     _keys: list[list[BlockKey]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.next_offload = [0] * len(self.groups)
         self._keys = [[] for _ in self.groups]
+        self.restart_offload()
+
+    def restart_offload(self) -> None:
+        """All blocks are to be considered (again): the request waits to be scheduled from its start."""
+        self.next_offload = [0] * len(self.groups)
+        self.next_full_tokens = 0
 
     def keys(self, position: int) -> list[BlockKey]:
         """Keys of all full blocks of ``groups[position]`` that the chain knows so far."""

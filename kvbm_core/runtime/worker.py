@@ -19,6 +19,7 @@ from kvbm_core.storage.host_slab import HostSlab, available_memory_bytes
 from kvbm_core.transfer.executor import DeviceMemory, Executor
 from kvbm_core.transfer.factory import make_executor, slab_preparation
 from kvbm_core.transfer.plan import JobResult, TransferPlan
+from kvbm_core.types import Direction
 
 log = logging.getLogger("kvbm")
 
@@ -49,7 +50,8 @@ class Worker:
         self._is_refused = False
         self._lock = threading.Lock()
         self._done: list[JobResult] = []
-        self._in_flight: set[int] = set()
+        self._acks: list[JobAck] = []
+        self._in_flight: dict[int, Direction] = {}
         self._overwritten: set[int] = set()
         self._wrap: Callable[[Executor], Executor] = lambda executor: executor
         self._judge: Callable[[JobResult], JobResult] = lambda result: result
@@ -144,7 +146,7 @@ class Worker:
         with self._lock:
             if plan.job_id in self._in_flight:
                 return
-            self._in_flight.add(plan.job_id)
+            self._in_flight[plan.job_id] = plan.direction
         executor = self._executor
         if executor is None:
             self._finished(JobResult(plan.job_id, Outcome.REJECTED, 0, 0.0, 0.0, "no executor"))
@@ -170,7 +172,7 @@ class Worker:
         if not running or self._executor.wait(running, FENCE_TIMEOUT_S):
             return True
         with self._lock:
-            self._overwritten.update(self._in_flight.intersection(running))
+            self._overwritten.update(self._in_flight.keys() & set(running))
         return False
 
     def fence_all(self) -> bool:
@@ -190,9 +192,10 @@ class Worker:
             return job_id in self._in_flight
 
     def take(self) -> list[JobResult]:
-        """Jobs that ended since the last call."""
+        """Jobs that ended since the last call. Call it once per step: acknowledgements do not wait longer than that."""
         with self._lock:
             done, self._done = self._done, []
+        self._acknowledge()
         return done
 
     def wait(self, job_ids: Collection[int], timeout_s: float) -> bool:
@@ -206,15 +209,24 @@ class Worker:
     def _finished(self, result: JobResult) -> None:
         result = self._judge(result)
         with self._lock:
-            self._in_flight.discard(result.job_id)
+            direction = self._in_flight.pop(result.job_id, None)
             if result.job_id in self._overwritten:
                 self._overwritten.discard(result.job_id)
                 result = replace(result, outcome=Outcome.TIMED_OUT, detail="its source was overwritten meanwhile")
             self._done.append(result)
-        ack = JobAck(result.job_id, result.outcome, result.num_bytes, result.seconds, result.queued_s)
-        self._channel.send(Acks(self.rank, [ack]))
+            self._acks.append(JobAck(result.job_id, result.outcome, result.num_bytes, result.seconds, result.queued_s))
+            may_wait = direction is Direction.OFFLOAD and bool(self._in_flight)
+        # Several offloads in one message: each message wakes threads that the engine's own compete with.
+        if not may_wait:
+            self._acknowledge()
         if result.outcome not in (Outcome.OK, Outcome.REJECTED):
             log.warning("kvbm: worker %d: job %d: %s %s", self.rank, result.job_id, result.outcome, result.detail)
+
+    def _acknowledge(self) -> None:
+        with self._lock:
+            acks, self._acks = self._acks, []
+        if acks:
+            self._channel.send(Acks(self.rank, acks))
 
     def close(self) -> None:
         """Closes the channel, ends the executor (waits for running copies), frees the slab. May be called twice."""
