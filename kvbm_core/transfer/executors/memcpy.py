@@ -1,10 +1,9 @@
-"""Copies between ordinary memory and the host slab: one thread, and a second one that takes half of a large onboard."""
+"""Copies between ordinary memory and the host slab, in one thread."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -23,8 +22,6 @@ from kvbm_core.transfer.plan import GroupMove, JobResult, TransferPlan
 from kvbm_core.types import Direction
 
 Bytes = npt.NDArray[np.uint8]
-
-PARALLEL_FROM_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +56,6 @@ class MemcpyExecutor:
         self._digests = SlotDigests() if verify else None
         self._lanes = [_lanes(device, host, group) for group in range(len(device.views))]
         self._board = JobBoard(clock or SystemClock(), on_done)
-        self._second = ThreadPoolExecutor(1, thread_name_prefix="kvbm-memcpy-2")
         self._thread = threading.Thread(target=self._work, name="kvbm-memcpy", daemon=True)
         self._thread.start()
 
@@ -91,7 +87,6 @@ class MemcpyExecutor:
         """See Executor."""
         self._board.close()
         self._thread.join()
-        self._second.shutdown()
         self._lanes = []  # the slab can be unmapped only when no array of it is left
 
     def _work(self) -> None:
@@ -115,24 +110,11 @@ class MemcpyExecutor:
         num_bytes = 0
         for move in plan.moves:
             for batch in _batches(move, self._max_batch_blocks if is_offload else len(move.slots)):
-                if is_offload:
-                    self._copy(move.group, batch, is_offload)
-                else:
-                    self._copy_in_halves(move.group, batch)
+                self._copy(move.group, batch, is_offload)
                 num_bytes += len(batch) * self._device.views[move.group].block_bytes
                 while is_offload and (urgent := self._board.take(timeout_s=0, onboard_only=True)) is not None:
                     self._execute(urgent)
         return num_bytes
-
-    def _copy_in_halves(self, group: int, batch: list[tuple[int, int]]) -> None:
-        # A request waits for an onboard, and one thread does not use up the memory's bandwidth. An offload has time.
-        half = len(batch) // 2
-        if len(batch) * self._device.views[group].block_bytes < PARALLEL_FROM_BYTES or not half:
-            self._copy(group, batch, False)
-            return
-        other = self._second.submit(self._copy, group, batch[half:], False)
-        self._copy(group, batch[:half], False)
-        other.result()
 
     def _copy(self, group: int, batch: list[tuple[int, int]], is_offload: bool) -> None:
         for run in runs_both_ways([device for device, _ in batch], [slot for _, slot in batch]):
