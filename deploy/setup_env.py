@@ -153,11 +153,15 @@ def _install_engine(venv: Path, *, cuda: bool) -> None:
 
 
 def _name_the_cpu_build(venv: Path) -> None:
-    """Lets the distribution ``vllm`` be found: ``vllm serve`` asks for its version and ends without one."""
+    """Lets the distribution ``vllm`` be found: ``vllm serve`` asks for its version and ends without one.
+
+    The "+cpu" matters: it is by this that vLLM knows its platform.
+    """
+    version = f"{VLLM_VERSION}+cpu"
     for site_packages in venv.glob("lib/python3.*/site-packages"):
-        folder = site_packages / f"vllm-{VLLM_VERSION}.dist-info"
+        folder = site_packages / f"vllm-{version}.dist-info"
         folder.mkdir(exist_ok=True)
-        metadata = f"Metadata-Version: 2.1\nName: vllm\nVersion: {VLLM_VERSION}\n"
+        metadata = f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n"
         (folder / "METADATA").write_text(metadata, encoding="utf-8")
 
 

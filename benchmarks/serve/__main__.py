@@ -25,6 +25,11 @@ from benchmarks.tiny_model import ensure_model
 DEVICE_BLOCKS = 280  # of 32 tokens: room for two prompts of 4,000
 HOST_CACHE_GB = 1.0
 PAIRS, ROUNDS = 30, 32
+EMPTY_CONNECTOR = (
+    "--kv-transfer-config",
+    '{"kv_connector":"EmptyConnector","kv_role":"kv_both",'
+    '"kv_connector_module_path":"benchmarks.serve.empty_connector"}',
+)
 QUICK_PAIRS, QUICK_ROUNDS = 8, 4
 
 
@@ -34,6 +39,9 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="fewer pairs: a look, not a result")
     parser.add_argument("--output", type=Path, default=Path("bench-output"), help="folder for model, logs and report")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of weights and KV")
+    parser.add_argument(
+        "--empty-connector", action="store_true", help="the peer has a connector that does nothing: vLLM's own share"
+    )
     parser.add_argument("--seed", type=int, default=1, help="of the prompts")
     arguments = parser.parse_args()
     console = report_console()
@@ -58,13 +66,15 @@ def run(console: Console, arguments: argparse.Namespace) -> Report:
         for name, host_cache_gb in (("with-kvbm", HOST_CACHE_GB), ("without-kvbm", None)):
             status.update(f"starting vllm serve {name}")
             console.print(f"  … starting vllm serve {name}")
-            options = ServerOptions(model, DEVICE_BLOCKS, host_cache_gb, dtype=arguments.dtype)
+            extra = EMPTY_CONNECTOR if arguments.empty_connector and host_cache_gb is None else ()
+            options = ServerOptions(model, DEVICE_BLOCKS, host_cache_gb, dtype=arguments.dtype, arguments=extra)
             servers.append(stack.enter_context(VllmServer(options, arguments.output / f"vllm-{name}.log")))
         pairs, rounds = (QUICK_PAIRS, QUICK_ROUNDS) if arguments.quick else (PAIRS, ROUNDS)
         console.print(f"  … measuring {pairs} pairs and {rounds} rounds, both servers up, one loaded at a time")
         measuring = _measure(*servers, told=status.update, pairs=pairs, rounds=rounds, seed=arguments.seed)
         figures, complaints = asyncio.run(measuring)
     settings = {
+        "peer": "vLLM with a connector that does nothing" if arguments.empty_connector else "vLLM without a connector",
         "model": "tiny Qwen3, random weights, 4 layers",
         "dtype": arguments.dtype,
         "device cache": f"{DEVICE_BLOCKS} blocks of 32 tokens",
