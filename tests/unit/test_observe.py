@@ -8,15 +8,11 @@ import sys
 import threading
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from kvbm_core.clock import ManualClock
-from kvbm_core.observe.events import AllCleared, BlockRemoved, BlockStored, CacheEvent, EventBuffer
 from kvbm_core.observe.guard import GuardState, guarded
 from kvbm_core.observe.log import CacheStatsLog, RateLimitedLogger, get_logger, level_of
 from kvbm_core.observe.metrics import Metrics
-from kvbm_core.types import SequenceHash
 
 GET_FINISHED = 'kvbm_guarded_errors_total{seam="get_finished"}'
 
@@ -176,64 +172,3 @@ def test_lines_are_seen_in_a_process_that_configured_nothing() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stderr.count("hello") == 1
     assert "silent" not in done.stderr
-
-
-# ---------------------------------------------------------------- events
-
-
-def stored(i: int) -> BlockStored:
-    return BlockStored((SequenceHash(bytes([i % 256]) * 32),), None, (i,), 1, "CPU_TIER1")
-
-
-def removed(i: int) -> BlockRemoved:
-    return BlockRemoved((SequenceHash(bytes([i % 256]) * 32),), "CPU_TIER1")
-
-
-def test_events_in_order_and_once() -> None:
-    buffer = EventBuffer()
-    events: list[CacheEvent] = [stored(1), removed(1), stored(2)]
-    assert all(buffer.append(event) for event in events)
-    assert buffer.take() == events
-    assert buffer.take() == []
-
-
-def test_over_the_limit_stores_go_first_and_removals_last() -> None:
-    buffer = EventBuffer(capacity_events=2)
-    assert [buffer.append(stored(i)) for i in range(3)] == [True, True, False]
-    assert [buffer.append(removed(i)) for i in range(3)] == [True, True, False]
-    assert buffer.dropped == 2
-    assert buffer.take() == [stored(0), stored(1), removed(0), removed(1)]
-
-
-def test_clearing_replaces_what_waits() -> None:
-    buffer = EventBuffer(capacity_events=1)
-    buffer.append(stored(1))
-    assert buffer.append(AllCleared())
-    assert buffer.take() == [AllCleared()]
-
-
-@given(st.lists(st.sampled_from(["store", "remove", "clear", "take"]), max_size=60), st.integers(1, 5))
-def test_whoever_listens_never_believes_in_a_block_that_is_gone(steps: list[str], capacity: int) -> None:
-    """As long as no removal is dropped, a listener's view is a subset of what is there."""
-    buffer, there, seen, lost_removal = EventBuffer(capacity), set[int](), set[int](), False
-    for i, step in enumerate([*steps, "take"]):
-        if step == "store":
-            there.add(i)
-            buffer.append(stored(i))
-        elif step == "remove" and there:
-            gone = there.pop()
-            lost_removal |= not buffer.append(removed(gone))
-        elif step == "clear":
-            there.clear()
-            buffer.append(AllCleared())
-            lost_removal = False
-        else:
-            for event in buffer.take():
-                if isinstance(event, BlockStored):
-                    seen.add(event.token_ids[0])
-                elif isinstance(event, BlockRemoved):
-                    seen.discard(event.block_hashes[0][0])
-                else:
-                    seen.clear()
-            assert len(buffer.take()) == 0
-    assert lost_removal or seen <= there
