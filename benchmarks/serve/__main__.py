@@ -71,10 +71,11 @@ def run(console: Console, arguments: argparse.Namespace) -> Report:
             servers.append(stack.enter_context(VllmServer(options, arguments.output / f"vllm-{name}.log")))
         pairs, rounds = (QUICK_PAIRS, QUICK_ROUNDS) if arguments.quick else (PAIRS, ROUNDS)
         console.print(f"  … measuring {pairs} pairs and {rounds} rounds, both servers up, one loaded at a time")
-        measuring = _measure(*servers, told=status.update, pairs=pairs, rounds=rounds, seed=arguments.seed)
+        peer = "vLLM with a connector that does nothing" if arguments.empty_connector else "vLLM without a connector"
+        measuring = _measure(*servers, peer=peer, told=status.update, pairs=pairs, rounds=rounds, seed=arguments.seed)
         figures, complaints = asyncio.run(measuring)
     settings = {
-        "peer": "vLLM with a connector that does nothing" if arguments.empty_connector else "vLLM without a connector",
+        "peer": peer,
         "model": "tiny Qwen3, random weights, 4 layers",
         "dtype": arguments.dtype,
         "device cache": f"{DEVICE_BLOCKS} blocks of 32 tokens",
@@ -88,7 +89,14 @@ def run(console: Console, arguments: argparse.Namespace) -> Report:
 
 
 async def _measure(
-    with_kvbm: VllmServer, without: VllmServer, *, told: Callable[[str], None], pairs: int, rounds: int, seed: int
+    with_kvbm: VllmServer,
+    without: VllmServer,
+    *,
+    peer: str,
+    told: Callable[[str], None],
+    pairs: int,
+    rounds: int,
+    seed: int,
 ) -> tuple[list[Figure], list[str]]:
     """The figures, and what was wrong with the answers."""
     model = str(with_kvbm.options.model)
@@ -99,7 +107,7 @@ async def _measure(
         measured = await ttft.measure(ours, pairs, seed, told)
         loaded = await throughput.measure(ours, plain, rounds, seed + 1, told)
         complaints = ttft.complaints(measured) + await throughput.ask_again_alone(ours, plain, loaded)
-    return [ttft.figure(measured), throughput.figure(loaded)], complaints
+    return [ttft.figure(measured), throughput.figure(loaded, peer)], complaints
 
 
 if __name__ == "__main__":

@@ -82,13 +82,13 @@ async def ask_again_alone(with_kvbm: EngineClient, without: EngineClient, rounds
     return found
 
 
-def figure(rounds: list[Round]) -> Figure:
+def figure(rounds: list[Round], peer: str) -> Figure:
     """The row of the report."""
     return Figure(
         name="throughput with nothing to reuse",
         unit="tokens/s",
         pairs=tuple((a_round.with_kvbm, a_round.without) for a_round in rounds),
-        peer="vLLM without a connector",
+        peer=peer,
         goal=GOAL,
         better="higher",
     )
