@@ -72,10 +72,7 @@ def build_scheduler_side(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
     options = LeaderOptions(
         settings.lease_ttl_s, settings.share_wait_s, bool(vllm_config.cache_config.enable_prefix_caching)
     )
-    leader = Leader(
-        groups, tier, handshake, world_size, clock, metrics, options,
-        lambda job, state, committed: events.on_end(job, state, committed=committed),
-    )  # fmt: skip
+    leader = Leader(groups, tier, handshake, world_size, clock, metrics, options, events.on_end)
     channel = LeaderChannel(
         endpoint_of(vllm_config, settings),
         handshake.on_message,
@@ -106,6 +103,7 @@ def build_worker_side(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -
         max_concurrent_transfers=settings.max_concurrent_transfers,
         max_batch_blocks=settings.max_transfer_batch_size,
         verify=settings.verify_onboard,
+        engine_carries_acks=True,
     )
     world_size = world_size_of(vllm_config)
     worker = Worker(rank_of(vllm_config), world_size, endpoint_of(vllm_config, settings), options)

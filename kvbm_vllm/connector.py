@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import torch
     from vllm.config import KVTransferConfig, VllmConfig
     from vllm.distributed.kv_events import KVCacheEvent
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorTransferResults
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import PromMetric, PromMetricT
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
@@ -31,6 +31,11 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
+
+try:
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+except ImportError:  # vLLM 0.26 to 0.29 ask get_finished instead
+    KVConnectorTransferResults = None
 
 __all__ = ["DynamoConnector", "DynamoConnectorMetadata", "PdConnector"]
 
@@ -176,12 +181,13 @@ class DynamoConnector(KVConnectorBase_V1, SupportsHMA):
         return sent, received
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
-
         sent, received = self.worker_side.get_finished()
         return KVConnectorTransferResults(
             finished_sending=sent, finished_recving=received, failed_recving=self.worker_side.take_failed_requests()
         )
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        return self.worker_side.take_metadata()
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         return self.worker_side.take_failed_blocks()

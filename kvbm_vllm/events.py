@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvbm_core.observe.log import RateLimitedLogger
-from kvbm_core.runtime.jobs import Job
+from kvbm_core.runtime.jobs import Share
 from kvbm_core.tiers.groups import GroupSpec
 from kvbm_core.types import SEQUENCE_HASH_BYTES, BlockKey
 from kvbm_vllm.versions import Capabilities, known_fields
@@ -19,8 +19,6 @@ from kvbm_vllm.versions import Capabilities, known_fields
 if TYPE_CHECKING:
     from vllm.distributed.kv_events import KVCacheEvent
     from vllm.v1.request import Request
-
-    from kvbm_core.runtime.request import RequestState
 
 log = logging.getLogger("kvbm")
 
@@ -46,21 +44,22 @@ class EventFeed:
         self._capabilities = capabilities
         self._hash_block_tokens = hash_block_tokens
         self._events: list[KVCacheEvent] = []
-        self._request_of_job: dict[int, Request] = {}
+        self._request_of: dict[tuple[int, str], Request] = {}
         self._published: dict[BlockKey, bytes] = {}
         self._log = RateLimitedLogger(log)
 
-    def note(self, job_id: int, request: Request) -> None:
-        """Remembers whose blocks a job writes, until it ends."""
+    def note(self, share: Share, request: Request) -> None:
+        """Remembers whose blocks a share of a job writes, until it ends."""
         if self.enabled:
-            self._request_of_job[job_id] = request
+            self._request_of[share.job_id, share.state.request_id] = request
 
-    def on_end(self, job: Job, state: RequestState | None, *, committed: bool) -> None:
-        """A job is over; blocks that became matchable are announced."""
-        request = self._request_of_job.pop(job.job_id, None)
-        if request is None or state is None or not committed:
+    def on_end(self, share: Share, committed: bool) -> None:
+        """A share of an offload is over; blocks that became matchable are announced."""
+        state = share.state
+        request = self._request_of.pop((share.job_id, state.request_id), None)
+        if request is None or not committed:
             return
-        stored = set(job.keys)
+        stored = set(share.keys)
         for position, group in enumerate(self._groups):
             for block, key in enumerate(state.keys(position)):
                 if key in stored:

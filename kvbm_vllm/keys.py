@@ -48,11 +48,10 @@ def uncacheable_reason(request: Request) -> str | None:
     return None
 
 
-def request_namespace(base: KeyNamespace, request: Request) -> KeyNamespace:
-    """The namespace of one request: the engine's, with its adapter and its salt."""
+def adapter_of(request: Request) -> str:
+    """The request's LoRA adapter as its namespace knows it; "" without one."""
     lora = request.lora_request
-    adapter = "" if lora is None else f"{lora.lora_name}\0{lora.lora_path}"
-    return base.with_request(adapter=adapter, salt=request.cache_salt)
+    return "" if lora is None else f"{lora.lora_name}\0{lora.lora_path}"
 
 
 def multimodal_extras(request: Request, block_size_tokens: int) -> Callable[[int], bytes] | None:

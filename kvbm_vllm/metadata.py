@@ -1,11 +1,15 @@
-"""What the scheduler side sends to every worker with each step. Slots and device block ids, never addresses."""
+"""What the scheduler side sends to every worker with each step, and what comes back with the step's output.
+
+Slots and device block ids, never addresses.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
+from kvbm_core.runtime.messages import JobAck
 from kvbm_core.transfer.plan import TransferPlan
 
 
@@ -27,3 +31,18 @@ class DynamoConnectorMetadata(KVConnectorMetadata):
     fence_all: bool = False
     is_idle: bool = False
     finishing: dict[str, tuple[int, ...]] = field(default_factory=dict)
+
+
+@dataclass
+class DynamoWorkerMetadata(KVConnectorWorkerMetadata):
+    """Acknowledgements by rank. They ride in the step's output, so that they cost neither a message nor a thread."""
+
+    acks: dict[int, list[JobAck]]
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
+        """Those of both."""
+        acks = {rank: list(said) for rank, said in self.acks.items()}
+        if isinstance(other, DynamoWorkerMetadata):
+            for rank, said in other.acks.items():
+                acks.setdefault(rank, []).extend(said)
+        return DynamoWorkerMetadata(acks)

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from kvbm_core.runtime.jobs import Share
 from kvbm_core.tiers.groups import GroupSpec
-from kvbm_core.transfer.plan import TransferPlan
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
@@ -33,13 +33,13 @@ class DevicePins:
         """vLLM's pool, once it exists."""
         self._pool = pool
 
-    def hold(self, plan: TransferPlan) -> None:
+    def hold(self, share: Share) -> None:
         """Until ``release_ended``. Call it while the request still holds the blocks."""
-        numbers = [number for move in plan.moves if move.group in self._windowed for number in move.device_blocks]
+        numbers = [number for move in share.moves if move.group in self._windowed for number in move.device_blocks]
         if self._pool is not None and numbers:
             blocks = [self._pool.blocks[number] for number in numbers]
             self._pool.touch(blocks)
-            self._held[plan.job_id] = blocks
+            self._held.setdefault(share.job_id, []).extend(blocks)
 
     def release_ended(self, is_pending: Callable[[int], bool]) -> None:
         """Gives back the blocks of jobs that are over."""

@@ -12,13 +12,16 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from kvbm_core.observe.guard import GuardState, guarded
+from kvbm_core.runtime.due import DueRequests
+from kvbm_core.runtime.jobs import Share
 from kvbm_core.runtime.leader import Leader
 from kvbm_core.runtime.request import NULL_BLOCK, RequestState
 from kvbm_core.tokens.namespace import KeyNamespace
 from kvbm_core.transfer.plan import TransferPlan
+from kvbm_core.types import SequenceHash
 from kvbm_vllm.events import EventFeed
-from kvbm_vllm.keys import multimodal_extras, request_namespace, uncacheable_reason
-from kvbm_vllm.metadata import DynamoConnectorMetadata
+from kvbm_vllm.keys import adapter_of, multimodal_extras, uncacheable_reason
+from kvbm_vllm.metadata import DynamoConnectorMetadata, DynamoWorkerMetadata
 from kvbm_vllm.pins import DevicePins
 
 if TYPE_CHECKING:
@@ -31,6 +34,7 @@ if TYPE_CHECKING:
 
 Tables = tuple[list[int], ...]
 
+MAX_KNOWN_ROOTS = 1024
 _NO_MATCH: tuple[int | None, bool] = (0, False)
 _NO_EVENTS: Iterable[KVCacheEvent] = ()
 # Ends with all of its tokens' KV written; an aborted request may still have a step in flight.
@@ -55,11 +59,15 @@ class SchedulerSide:
         self._events = events
         self._hold_back_tokens = hold_back_tokens
         self._pins = DevicePins(leader.groups)
+        self._due = DueRequests()
+        # Whether what the workers said has been taken in this step.
+        self._has_polled = False
         self._requests: dict[str, Request] = {}
+        # By adapter and salt: most requests share theirs with others.
+        self._roots: dict[tuple[str, str | None], SequenceHash] = {}
         self._uncached: set[str] = set()
         self._tables: dict[str, Tables] = {}
         self._onboards: list[tuple[str, TransferPlan]] = []
-        self._late_offloads: list[TransferPlan] = []
         # Loads promised to vLLM and not yet sent to the workers: each must be made or be reported as failed.
         self._announced: dict[str, tuple[int, ...]] = {}
         self._failed_loads: dict[str, tuple[int, ...]] = {}
@@ -71,7 +79,7 @@ class SchedulerSide:
         self._new_finishing: dict[str, tuple[int, ...]] = {}
         self._overwritten: list[int] = []
         # Plans made for this step, to be taken back if the step's metadata cannot be built.
-        self._planned: list[int] = []
+        self._planned: set[int] = set()
 
     # ---------------------------------------------------------------- hooks
 
@@ -83,6 +91,7 @@ class SchedulerSide:
     @guarded("on_new_request", lambda self, request: None)
     def on_new_request(self, request: Request) -> None:
         """Remembers the request; its tokens are read from it as it grows."""
+        self._has_polled = False
         self._requests[request.request_id] = request
 
     @guarded("get_num_new_matched_tokens", lambda self, request, num_computed_tokens: _NO_MATCH)
@@ -118,7 +127,7 @@ class SchedulerSide:
         if plan is None:
             self._failed_loads[request.request_id] = self._announced[request.request_id]
             return
-        self._planned.append(plan.job_id)
+        self._planned.add(plan.job_id)
         self._onboards.append((request.request_id, plan))
         self._overwritten.extend(block for move in plan.moves for block in move.device_blocks)
 
@@ -128,10 +137,11 @@ class SchedulerSide:
         self._poll()
         self._follow_tables(scheduler_output)
         fences = tuple(sorted(self.leader.readers_of(self._overwritten)))
-        offloads = self._late_offloads + self._plan_offloads(scheduler_output)
+        self._plan_offloads(scheduler_output)
+        offload = self.leader.take_offloads()
         metadata = DynamoConnectorMetadata(
             onboards=self._onboards,
-            offloads=offloads,
+            offloads=[] if offload is None else [offload],
             failed_loads=self._failed_loads,
             fences=fences,
             is_idle=scheduler_output.total_num_scheduled_tokens == 0,
@@ -160,11 +170,15 @@ class SchedulerSide:
 
     @guarded("update_connector_output", lambda self, output: None)
     def update_connector_output(self, output: KVConnectorOutput) -> None:
-        """Which finished requests vLLM frees now."""
-        self._poll()
+        """Which finished requests vLLM frees now, and what the workers said."""
         for request_id in output.finished_sending or ():
             self._finishing.pop(request_id, None)
         self._receiving.difference_update(output.finished_recving or ())
+        said = output.kv_connector_worker_meta
+        if isinstance(said, DynamoWorkerMetadata):
+            for rank, acks in said.acks.items():
+                self.leader.acknowledge(rank, acks)
+        self._poll()
 
     @guarded("has_pending_push_work", lambda self: False)
     def has_pending_push_work(self) -> bool:
@@ -174,6 +188,7 @@ class SchedulerSide:
     @guarded("reset_cache", lambda self: False)
     def reset_cache(self) -> bool:
         """Forgets all blocks; True."""
+        self._has_polled = False
         self._poll()
         self.leader.reset()
         return True
@@ -198,14 +213,25 @@ class SchedulerSide:
             return None
         if not self._namespace.layout:
             self._namespace = replace(self._namespace, layout=self.leader.layout_fingerprint)
-        root = request_namespace(self._namespace, request).root()
+            self._roots.clear()
         extras = multimodal_extras(request, self._namespace.block_size_tokens)
-        return self.leader.open(request.request_id, root, extras)
+        return self.leader.open(request.request_id, self._root_of(request), extras)
+
+    def _root_of(self, request: Request) -> SequenceHash:
+        namespace_id = (adapter_of(request), request.cache_salt)
+        root = self._roots.get(namespace_id)
+        if root is None:
+            if len(self._roots) >= MAX_KNOWN_ROOTS:
+                self._roots.clear()
+            root = self._namespace.with_request(adapter=namespace_id[0], salt=namespace_id[1]).root()
+            self._roots[namespace_id] = root
+        return root
 
     def _forget(self, request_id: str) -> bool:
         self._requests.pop(request_id, None)
         self._tables.pop(request_id, None)
         self._uncached.discard(request_id)
+        self._due.forget(request_id)
         self._receiving.discard(request_id)
         self._loaded_at.pop(request_id, None)
         return False
@@ -213,21 +239,24 @@ class SchedulerSide:
     # ---------------------------------------------------------------- one step
 
     def _poll(self) -> None:
-        self.leader.poll()
-        self._pins.release_ended(self.leader.is_pending)
+        # Once per step is enough, and again when a request comes: the engine may have been idle since.
+        if not self._has_polled:
+            self.leader.poll()
+            self._pins.release_ended(self.leader.is_pending)
+            self._has_polled = True
 
     def _follow_tables(self, scheduler_output: SchedulerOutput) -> None:
         for new in scheduler_output.scheduled_new_reqs:
             self._tables[new.req_id] = tuple(list(ids) for ids in new.block_ids)
             self._note_overwritten(new.block_ids, new.num_computed_tokens)
         cached = scheduler_output.scheduled_cached_reqs
-        for request_id, new_ids, computed in zip(
-            cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
-        ):
+        grown = [(i, ids) for i, ids in enumerate(cached.new_block_ids) if ids is not None]
+        for i, new_ids in grown:
+            request_id = cached.req_ids[i]
             if request_id in cached.resumed_req_ids:
-                self._tables[request_id] = tuple(list(ids) for ids in new_ids or ())
-                self._note_overwritten(new_ids or (), computed)
-            elif new_ids is not None and request_id in self._tables:
+                self._tables[request_id] = tuple(list(ids) for ids in new_ids)
+                self._note_overwritten(new_ids, cached.num_computed_tokens[i])
+            elif request_id in self._tables:
                 for table, ids in zip(self._tables[request_id], new_ids, strict=True):
                     table.extend(ids)
                     self._overwritten.extend(ids)
@@ -236,50 +265,53 @@ class SchedulerSide:
         for group, table in zip(self.leader.groups, tables, strict=False):
             self._overwritten.extend(table[computed_tokens // group.block_size_tokens :])
 
-    def _plan_offloads(self, scheduler_output: SchedulerOutput) -> list[TransferPlan]:
-        plans = []
-        computed_of = {new.req_id: new.num_computed_tokens for new in scheduler_output.scheduled_new_reqs}
-        cached = scheduler_output.scheduled_cached_reqs
-        computed_of.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
-        for request_id, num_scheduled in scheduler_output.num_scheduled_tokens.items():
-            computed = computed_of[request_id]
-            state = self.leader.request(request_id)
-            if state is not None and computed + num_scheduled < state.next_full_tokens:
-                continue  # nearly every step of a decoding request
-            request = self._requests.get(request_id)
-            tables = self._tables.get(request_id)
-            state = self._state_of(request) if request is not None else None
-            if request is None or state is None or not tables:
-                continue
-            # Tokens that are not known yet (asynchronous scheduling, drafts) are stored when they are.
-            stored = min(computed + num_scheduled, request.num_tokens)
-            if stored > request.num_prompt_tokens:
-                stored = max(request.num_prompt_tokens, stored - self._hold_back_tokens)
-            plan = self.leader.offload(state, request.all_token_ids, computed, stored, tables)
-            if plan is not None:
-                plans.append(plan)
-                self._pins.hold(plan)
-                self._planned.append(plan.job_id)
-                self._events.note(plan.job_id, request)
-        return plans
+    def _plan_offloads(self, scheduler_output: SchedulerOutput) -> None:
+        scheduled, cached = scheduler_output.num_scheduled_tokens, scheduler_output.scheduled_cached_reqs
+        due = self._due.next_step(scheduled, scheduler_output.total_num_scheduled_tokens)
+        if scheduler_output.scheduled_new_reqs or cached.resumed_req_ids:
+            new = (new.req_id for new in scheduler_output.scheduled_new_reqs)
+            due = list(dict.fromkeys([*due, *new, *cached.resumed_req_ids]))
+        if not due:
+            return
+        computed_of = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        computed_of.update((new.req_id, new.num_computed_tokens) for new in scheduler_output.scheduled_new_reqs)
+        for request_id in due:
+            self._offload_full(request_id, computed_of[request_id], scheduled[request_id])
+
+    def _offload_full(self, request_id: str, computed: int, num_scheduled: int) -> None:
+        request = self._requests.get(request_id)
+        tables = self._tables.get(request_id)
+        state = self._state_of(request) if request is not None else None
+        if request is None or state is None or not tables:
+            if request_id not in self._uncached:
+                self._due.look_again(request_id, 1)  # until there are slots
+            return
+        # Tokens that are not known yet (asynchronous scheduling, drafts) are stored when they are.
+        stored = min(computed + num_scheduled, request.num_tokens)
+        if stored > request.num_prompt_tokens:
+            stored = max(request.num_prompt_tokens, stored - self._hold_back_tokens)
+        share = self.leader.offload(state, request.all_token_ids, computed, stored, tables)
+        self._due.look_again(request_id, state.next_full_tokens - computed - num_scheduled)
+        self._note(share, request)
 
     def _offload_rest(self, state: RequestState, request: Request, tables: Tables) -> None:
         computed = min(request.num_computed_tokens, request.num_tokens - 1)
-        plan = self.leader.offload(state, request.all_token_ids, computed, computed, tables)
-        if plan is not None:
-            self._planned.append(plan.job_id)
-            self._late_offloads.append(plan)
-            self._pins.hold(plan)
-            self._events.note(plan.job_id, request)
+        self._note(self.leader.offload(state, request.all_token_ids, computed, computed, tables), request)
+
+    def _note(self, share: Share | None, request: Request) -> None:
+        if share is not None:
+            self._pins.hold(share)
+            self._planned.add(share.job_id)
+            self._events.note(share, request)
 
     def _new_step(self) -> None:
         self._onboards = []
-        self._late_offloads = []
         self._announced = {}
         self._failed_loads = {}
         self._new_finishing = {}
         self._overwritten = []
-        self._planned = []
+        self._planned = set()
+        self._has_polled = False
 
     def _targets(self, tables: Iterable[list[int]], first_token: int, num_tokens: int) -> tuple[int, ...]:
         """Device blocks that a load of these tokens would fill."""

@@ -11,7 +11,7 @@ from kvbm_core.observe.labels import FailureKind
 from kvbm_core.runtime.worker import Worker
 from kvbm_vllm.config import fails_by_block
 from kvbm_vllm.layout import device_memory
-from kvbm_vllm.metadata import DynamoConnectorMetadata
+from kvbm_vllm.metadata import DynamoConnectorMetadata, DynamoWorkerMetadata
 
 if TYPE_CHECKING:
     import torch
@@ -80,10 +80,11 @@ class WorkerSide:
     def bind(self, metadata: DynamoConnectorMetadata) -> None:
         """The plans of this step."""
         self._metadata = metadata
-        self._unsubmitted = [plan.job_id for plan in metadata.offloads]
-        self._finishing.update(metadata.finishing)
-        for request_id, blocks in metadata.failed_loads.items():
-            self._failed[request_id] = blocks
+        self._unsubmitted = [plan.job_id for plan in metadata.offloads] if metadata.offloads else []
+        if metadata.finishing:
+            self._finishing.update(metadata.finishing)
+        if metadata.failed_loads:
+            self._failed.update(metadata.failed_loads)
         for request_id, plan in metadata.onboards:
             self._loads[plan.job_id] = (request_id, tuple(b for move in plan.moves for b in move.device_blocks))
 
@@ -98,7 +99,8 @@ class WorkerSide:
         if metadata is None or self._started is metadata:
             return
         self._started = metadata
-        self.handle_preemptions(metadata)
+        if self._fenced is not metadata:
+            self.handle_preemptions(metadata)
         for _, plan in metadata.onboards:
             self.worker.submit(plan)
 
@@ -119,7 +121,10 @@ class WorkerSide:
             self.wait_for_save()
         if self._metadata is not None and self._metadata.is_idle:
             self._let_copies_run()
-        for result in self.worker.take():
+        ended = self.worker.take()
+        if not (self._loads or self._finishing or self._failed or self._received):
+            return set(), set()  # nobody waits for anything
+        for result in ended:
             request_id, blocks = self._loads.pop(result.job_id, (None, ()))
             if request_id is not None:
                 self._end_load(request_id, blocks, result.outcome)
@@ -147,6 +152,8 @@ class WorkerSide:
         return received
 
     def _sent(self) -> set[str]:
+        if not self._finishing:
+            return set()
         sent = {
             request_id
             for request_id, jobs in self._finishing.items()
@@ -165,6 +172,11 @@ class WorkerSide:
         """Requests whose load failed, for models with several groups (block ids are not unique there)."""
         requests, self._failed_requests = self._failed_requests, set()
         return requests
+
+    def take_metadata(self) -> DynamoWorkerMetadata | None:
+        """Acknowledgements for the leader; after ``get_finished`` in each step."""
+        acks = self.worker.take_acks()
+        return DynamoWorkerMetadata({self.worker.rank: acks}) if acks else None
 
     @guarded("unregister_kv_caches", lambda self: None)
     def unregister_kv_caches(self) -> None:

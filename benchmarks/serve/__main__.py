@@ -24,7 +24,7 @@ from benchmarks.tiny_model import ensure_model
 
 DEVICE_BLOCKS = 280  # of 32 tokens: room for two prompts of 4,000
 HOST_CACHE_GB = 1.0
-PAIRS, ROUNDS = 30, 32
+PAIRS, ROUNDS = 30, 40
 EMPTY_CONNECTOR = (
     "--kv-transfer-config",
     '{"kv_connector":"EmptyConnector","kv_role":"kv_both",'

@@ -13,7 +13,7 @@ from benchmarks.serve.workload import UniquePrompts
 
 PROMPT_TOKENS = 512
 ANSWER_TOKENS = 48
-REQUESTS = 24
+REQUESTS = 48
 CONCURRENCY = 8
 WARM_UP_ROUNDS = 2
 QUIET_S = 1.5  # vLLM's processes spin for a second after their last step, on cores that the other server needs

@@ -14,40 +14,60 @@ from kvbm_core.transfer.plan import GroupMove, TransferPlan
 from kvbm_core.types import BlockKey, Direction
 
 
-@dataclass
-class Job:
-    """One TransferPlan under way for ``state``. An offload holds a reservation, an onboard a lease."""
+@dataclass(slots=True)
+class Share:
+    """What one request has in a job: of an offload slots that are reserved, of an onboard slots that are leased.
 
-    plan: TransferPlan
+    ``num_tokens``: of an onboard, what the request need not compute. ``is_prefill``: more than one block per group.
+    """
+
+    job_id: int
     state: RequestState
     keys: tuple[BlockKey, ...]
-    waiting_ranks: set[int]
+    moves: tuple[GroupMove, ...]
     reservation: Reservation | None = None
     lease: Lease | None = None
     is_prefill: bool = False
     num_tokens: int = 0
-    """Of an onboard: what the request need not compute."""
-    acks: list[JobAck] = field(default_factory=list)
-
-    @property
-    def job_id(self) -> int:
-        """That of the plan."""
-        return self.plan.job_id
-
-    @property
-    def direction(self) -> Direction:
-        """That of the plan."""
-        return self.plan.direction
 
     @property
     def device_blocks(self) -> list[int]:
         """Read by an offload, written by an onboard; all groups together."""
-        return [block for move in self.plan.moves for block in move.device_blocks]
+        return [block for move in self.moves for block in move.device_blocks]
+
+
+@dataclass(slots=True)
+class Job:
+    """One TransferPlan: an onboard of one request, or what a step offloads, of any number of requests."""
+
+    job_id: int
+    direction: Direction
+    waiting_ranks: set[int]
+    shares: list[Share] = field(default_factory=list)
+    acks: list[JobAck] = field(default_factory=list)
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks to move, of all requests."""
+        return sum(len(share.keys) for share in self.shares)
 
     @property
     def outcome(self) -> Outcome:
         """OK only if every rank said so; else the first trouble."""
         return next((ack.outcome for ack in self.acks if ack.outcome is not Outcome.OK), Outcome.OK)
+
+    def plan(self) -> TransferPlan:
+        """The order to the workers; one move per group."""
+        if len(self.shares) == 1:
+            return TransferPlan(self.job_id, self.direction, self.shares[0].moves)
+        merged: dict[int, tuple[list[int], list[int]]] = {}
+        for share in self.shares:
+            for move in share.moves:
+                device_blocks, slots = merged.setdefault(move.group, ([], []))
+                device_blocks += move.device_blocks
+                slots += move.slots
+        moves = (GroupMove(group, tuple(blocks), tuple(slots)) for group, (blocks, slots) in sorted(merged.items()))
+        return TransferPlan(self.job_id, self.direction, tuple(moves))
 
 
 class JobBook:
@@ -70,18 +90,19 @@ class JobBook:
         """Every rank, as the set of those that have to answer."""
         return set(range(self._world_size))
 
-    def start(
-        self, state: RequestState, direction: Direction, keys: tuple[BlockKey, ...], moves: tuple[GroupMove, ...]
-    ) -> Job:
-        """A new job; waits for the answer of every rank from now on."""
-        plan = TransferPlan(self._next_id, direction, moves)
+    def start(self, direction: Direction) -> Job:
+        """A new job, empty; waits for the answer of every rank from now on."""
+        job = Job(self._next_id, direction, self.ranks())
         self._next_id += 1
-        job = Job(plan, state, keys, self.ranks())
         self._jobs[job.job_id] = job
-        if direction is Direction.OFFLOAD:
-            for block in job.device_blocks:
-                self._readers.setdefault(block, set()).add(job.job_id)
         return job
+
+    def add(self, job: Job, share: Share) -> None:
+        """Adds one request's blocks to a job that has not been sent yet."""
+        job.shares.append(share)
+        if job.direction is Direction.OFFLOAD:
+            for block in share.device_blocks:
+                self._readers.setdefault(block, set()).add(job.job_id)
 
     def acknowledge(self, rank: int, ack: JobAck) -> Job | None:
         """Notes one rank's answer; the job, removed, once all have answered. Late and double answers are counted."""
@@ -109,7 +130,7 @@ class JobBook:
     def _remove(self, job: Job) -> None:
         del self._jobs[job.job_id]
         if job.direction is Direction.OFFLOAD:
-            for block in set(job.device_blocks):
+            for block in _device_blocks(job):
                 readers = self._readers[block]
                 readers.discard(job.job_id)
                 if not readers:
@@ -120,7 +141,11 @@ class JobBook:
         expected: dict[int, set[int]] = {}
         for job in self._jobs.values():
             if job.direction is Direction.OFFLOAD:
-                for block in job.device_blocks:
+                for block in _device_blocks(job):
                     expected.setdefault(block, set()).add(job.job_id)
         if expected != self._readers:
             raise IntegrityError("device blocks are marked as read by offloads that are not in flight, or not marked")
+
+
+def _device_blocks(job: Job) -> set[int]:
+    return {block for share in job.shares for block in share.device_blocks}

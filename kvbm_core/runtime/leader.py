@@ -8,7 +8,7 @@ The two journeys of a block are in ``offload`` and ``onboard``.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from kvbm_core.clock import Clock
@@ -17,9 +17,9 @@ from kvbm_core.observe.labels import DropReason, FailureKind
 from kvbm_core.observe.log import RateLimitedLogger
 from kvbm_core.observe.metrics import Metrics
 from kvbm_core.runtime.handshake import Disabled, Handshake, RankAck, SlotsReady
-from kvbm_core.runtime.jobs import Job, JobBook
+from kvbm_core.runtime.jobs import Job, JobBook, Share
 from kvbm_core.runtime.messages import JobAck
-from kvbm_core.runtime.offload import Offloading
+from kvbm_core.runtime.offload import Offloading, OnShareEnd
 from kvbm_core.runtime.onboard import Onboarding
 from kvbm_core.runtime.request import BlockTable, RequestState
 from kvbm_core.tiers.groups import GroupSpec, base_block_tokens
@@ -41,7 +41,7 @@ class LeaderOptions:
 
 
 class Leader:
-    """``on_offload_end(job, state, committed)`` is told of the end of each offload; committed: it can be matched."""
+    """``on_offload_end(share, committed)`` is told of the end of each request's offload; committed: can be matched."""
 
     def __init__(  # noqa: PLR0917 - the parts of a leader, put together in one place
         self,
@@ -52,7 +52,7 @@ class Leader:
         clock: Clock,
         metrics: Metrics,
         options: LeaderOptions,
-        on_offload_end: Callable[[Job, RequestState | None, bool], None] | None = None,
+        on_offload_end: OnShareEnd = lambda share, committed: None,
     ) -> None:
         self.groups = groups
         self.tier = tier
@@ -61,10 +61,9 @@ class Leader:
         self.layout_fingerprint = ""
         self._handshake = handshake
         self._jobs = JobBook(world_size)
-        self._on_offload_end = on_offload_end or (lambda job, state, committed: None)
         self._requests: dict[str, RequestState] = {}
         self._log = RateLimitedLogger(log)
-        self._offloading = Offloading(groups, tier, self._jobs, metrics)
+        self._offloading = Offloading(groups, tier, self._jobs, metrics, on_offload_end)
         self._onboarding = Onboarding(
             groups,
             tier,
@@ -156,14 +155,19 @@ class Leader:
         computed_tokens: int,
         stored_tokens: int,
         tables: Sequence[BlockTable],
-    ) -> TransferPlan | None:
+    ) -> Share | None:
         """Writes through the full blocks up to ``stored_tokens`` that no copy below the device exists of.
 
         ``computed_tokens``: position before this step; windowed groups may already have given up blocks before it.
+        What is answered is part of the job that ``take_offloads`` closes.
         """
         if stored_tokens < state.next_full_tokens or not self.is_ready:
             return None
         return self._offloading.offload(state, tokens, computed_tokens, stored_tokens, tables)
+
+    def take_offloads(self) -> TransferPlan | None:
+        """Everything that ``offload`` has gathered, of all requests, as one plan to be sent now."""
+        return self._offloading.take()
 
     def abandon(self, job_id: int) -> None:
         """A plan that was made and never sent: its job ends as if every rank had refused it."""
@@ -192,6 +196,12 @@ class Leader:
         self.tier.reset()
 
     # ---------------------------------------------------------------- what workers said
+
+    def acknowledge(self, rank: int, acks: Iterable[JobAck]) -> None:
+        """What rank ``rank`` said, when the engine carries it here; else it comes with ``poll``."""
+        for ack in acks:
+            self._acknowledge(rank, ack)
+        self.publish_gauges()
 
     def poll(self) -> None:
         """Takes what has arrived since the last call. Never waits."""
@@ -250,19 +260,18 @@ class Leader:
             self.metrics.transfer_seconds(job.direction, max(ack.seconds + ack.queued_s for ack in job.acks))
         elif job.outcome is not Outcome.OK:
             self._count_failure(job)
-        self._drop_if_idle(job.state)
-        if is_offload:
-            self._on_offload_end(job, job.state, is_done)
+        for share in job.shares:
+            self._drop_if_idle(share.state)
 
     def _count_failure(self, job: Job) -> None:
         if job.direction is Direction.OFFLOAD and job.outcome is Outcome.REJECTED:
             # Cancelled before it began, because its device blocks were about to be overwritten.
-            self.metrics.dropped(DropReason.PREEMPTED, len(job.keys))
+            self.metrics.dropped(DropReason.PREEMPTED, job.num_blocks)
             return
         kind = f"{job.direction}_{job.outcome}"
         self.metrics.failure(kind)
         line = "kvbm: %s of %d blocks failed (%s); treated as a miss"
-        self._log.warning(kind, line, job.direction, len(job.keys), job.outcome)
+        self._log.warning(kind, line, job.direction, job.num_blocks, job.outcome)
 
     def _drop_if_idle(self, state: RequestState) -> None:
         is_idle = state.is_finished and not state.offload_jobs and state.onboard_job is None
@@ -275,7 +284,7 @@ class Leader:
         self._jobs.check_integrity()
         self._onboarding.check_integrity()
         jobs = self._jobs.jobs()
-        if self.tier.pending_blocks != sum(len(job.keys) for job in jobs if job.direction is Direction.OFFLOAD):
+        if self.tier.pending_blocks != sum(job.num_blocks for job in jobs if job.direction is Direction.OFFLOAD):
             raise IntegrityError("slots are reserved for no offload in flight")
         matches = sum(1 for state in self._requests.values() if state.match is not None)
         loads = sum(1 for job in jobs if job.direction is Direction.ONBOARD)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from kvbm_core.clock import Clock
 from kvbm_core.errors import IntegrityError, Outcome
 from kvbm_core.observe.metrics import Metrics
-from kvbm_core.runtime.jobs import Job, JobBook
+from kvbm_core.runtime.jobs import Job, JobBook, Share
 from kvbm_core.runtime.request import NULL_BLOCK, BlockTable, Match, RequestState
 from kvbm_core.tiers.groups import GroupSpec, alignment_tokens, longest_prefix_tokens, needed_blocks
 from kvbm_core.tiers.tier import BlockTier
@@ -77,15 +77,14 @@ class Onboarding:
         if moves is None or lease is None:
             self._tier.release(match.lease)
             return None
-        job = self._jobs.start(state, Direction.ONBOARD, lease.keys, moves)
-        job.lease = lease
-        job.num_tokens = num_tokens
+        job = self._jobs.start(Direction.ONBOARD)
+        self._jobs.add(job, Share(job.job_id, state, lease.keys, moves, lease=lease, num_tokens=num_tokens))
         for key in lease.keys:
             self._loading[key] = self._loading.get(key, 0) + 1
         state.onboard_job = job.job_id
         state.deferred_since_s = None
         state.host_hit_blocks = max(state.host_hit_blocks, num_tokens // self._align)
-        return job.plan
+        return job.plan()
 
     def let_go(self, state: RequestState) -> None:
         """Ends the promise that the last match was."""
@@ -95,23 +94,24 @@ class Onboarding:
 
     def end(self, job: Job) -> bool:
         """Every rank has answered. True if the blocks are on the device."""
-        state = job.state
-        for key in job.keys:
+        (share,) = job.shares
+        state = share.state
+        for key in share.keys:
             self._loading[key] -= 1
             if not self._loading[key]:
                 del self._loading[key]
         is_loaded = job.outcome is Outcome.OK
         if is_loaded:
-            self._metrics.matched_tokens(job.num_tokens)
-            self._metrics.onboarded_blocks(job.plan.num_blocks, Tier.HOST, Tier.DEVICE)
+            self._metrics.matched_tokens(share.num_tokens)
+            self._metrics.onboarded_blocks(sum(len(move.slots) for move in share.moves), Tier.HOST, Tier.DEVICE)
         else:
             # Never offered again: the engine recomputes, and the blocks are written anew, those too that it had
             # computed and we had taken for stored before this news came.
-            self._tier.forget(job.keys)
+            self._tier.forget(share.keys)
             state.restart_offload()
             state.host_hit_blocks = 0
-        if job.lease is not None:
-            self._tier.release(job.lease)
+        if share.lease is not None:
+            self._tier.release(share.lease)
         state.onboard_job = None
         # Its end has just been used; the part before that, which the device had, must not be evicted first.
         self._tier.touch(state.chain_keys())
@@ -119,19 +119,21 @@ class Onboarding:
 
     def renew_leases(self) -> None:
         """A slot is not reused while a worker may still read it: leases of loads in flight do not expire."""
+        if not self._loading:
+            return
         now_s = self._clock.now_s()
-        for job in self._jobs.jobs():
-            if job.lease is not None and job.lease.expires_at_s - now_s < self._lease_ttl_s / 2:
-                job.lease = self._tier.renew(job.lease, self._lease_ttl_s)
+        for share in (share for job in self._jobs.jobs() for share in job.shares):
+            if share.lease is not None and share.lease.expires_at_s - now_s < self._lease_ttl_s / 2:
+                share.lease = self._tier.renew(share.lease, self._lease_ttl_s)
 
     def check_integrity(self) -> None:
         """Raises IntegrityError unless what is marked as being loaded is what the loads in flight hold a lease on."""
         expected: dict[BlockKey, int] = {}
         for job in self._jobs.jobs():
-            if job.direction is Direction.ONBOARD:
-                if job.lease is None:
+            for share in job.shares if job.direction is Direction.ONBOARD else ():
+                if share.lease is None:
                     raise IntegrityError(f"job {job.job_id} reads slots that nobody holds")
-                for key in job.keys:
+                for key in share.keys:
                     expected[key] = expected.get(key, 0) + 1
         if expected != self._loading:
             raise IntegrityError("blocks are marked as being loaded by no job in flight, or not marked")

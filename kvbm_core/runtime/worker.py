@@ -28,12 +28,17 @@ FENCE_TIMEOUT_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class WorkerOptions:
-    """``transfer_deadline_s``: a plan not started by then is given up. ``verify``: compare bytes after an onboard."""
+    """``transfer_deadline_s``: a plan not started by then is given up. ``verify``: compare bytes after an onboard.
+
+    ``engine_carries_acks``: the adapter takes acknowledgements to the leader with what the engine sends there in each
+    step anyway (``take_acks``); else they go over the channel.
+    """
 
     transfer_deadline_s: float = 60.0
     max_concurrent_transfers: int = 4
     max_batch_blocks: int = 16
     verify: bool = False
+    engine_carries_acks: bool = False
 
 
 class Worker:
@@ -193,10 +198,20 @@ class Worker:
 
     def take(self) -> list[JobResult]:
         """Jobs that ended since the last call. Call it once per step: acknowledgements do not wait longer than that."""
+        if not self._done and not self._acks:  # most steps
+            return []
         with self._lock:
             done, self._done = self._done, []
         self._acknowledge()
         return done
+
+    def take_acks(self) -> list[JobAck]:
+        """Acknowledgements since the last call, for adapters that carry them: after ``take`` in each step."""
+        if not self._acks:
+            return []
+        with self._lock:
+            acks, self._acks = self._acks, []
+        return acks
 
     def wait(self, job_ids: Collection[int], timeout_s: float) -> bool:
         """Waits until these jobs have ended; False if time ran out."""
@@ -223,8 +238,7 @@ class Worker:
             log.warning("kvbm: worker %d: job %d: %s %s", self.rank, result.job_id, result.outcome, result.detail)
 
     def _acknowledge(self) -> None:
-        with self._lock:
-            acks, self._acks = self._acks, []
+        acks = [] if self._options.engine_carries_acks else self.take_acks()
         if acks:
             self._channel.send(Acks(self.rank, acks))
 

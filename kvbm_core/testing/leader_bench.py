@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 from kvbm_core.clock import ManualClock
 from kvbm_core.errors import Outcome
 from kvbm_core.observe.metrics import Metrics
 from kvbm_core.policy.lru import LruPolicy
 from kvbm_core.runtime.handshake import Handshake, RankAck, SlotsReady
-from kvbm_core.runtime.jobs import Job
 from kvbm_core.runtime.leader import Leader, LeaderOptions
 from kvbm_core.runtime.messages import JobAck
-from kvbm_core.runtime.request import RequestState
+from kvbm_core.runtime.offload import OnShareEnd
+from kvbm_core.runtime.request import BlockTable, RequestState
 from kvbm_core.tiers.groups import GroupSpec, base_block_tokens
 from kvbm_core.tiers.tier import BlockTier
 from kvbm_core.tokens.chain import TokenChain
@@ -35,7 +35,7 @@ class LeaderBench:
         groups: tuple[GroupSpec, ...] = ONE_GROUP,
         world_size: int = 1,
         options: LeaderOptions | None = None,
-        on_offload_end: Callable[[Job, RequestState | None, bool], None] | None = None,
+        on_offload_end: OnShareEnd = lambda share, committed: None,
     ) -> None:
         self.clock = ManualClock()
         self.evicted: list[BlockKey] = []
@@ -84,7 +84,19 @@ class LeaderBench:
             range(first_device_block, first_device_block + len(tokens) // group.block_size_tokens)
             for group in self.leader.groups
         ]
-        return self.leader.offload(state, tokens, 0, len(tokens), tables)
+        return self.offload_step(state, tokens, 0, len(tokens), tables)
+
+    def offload_step(
+        self,
+        state: RequestState,
+        tokens: Sequence[int],
+        computed_tokens: int,
+        stored_tokens: int,
+        tables: Sequence[BlockTable],
+    ) -> TransferPlan | None:
+        """A step in which nothing else is offloaded."""
+        self.leader.offload(state, tokens, computed_tokens, stored_tokens, tables)
+        return self.leader.take_offloads()
 
     def store(self, tokens: Sequence[int], request_id: str = "store") -> None:
         """A request that has come, has been written through and has gone."""

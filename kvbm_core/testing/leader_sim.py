@@ -12,7 +12,7 @@ from random import Random
 
 from kvbm_core.errors import Outcome
 from kvbm_core.runtime.handshake import RankAck
-from kvbm_core.runtime.jobs import Job
+from kvbm_core.runtime.jobs import Share
 from kvbm_core.runtime.leader import LeaderOptions
 from kvbm_core.runtime.request import NULL_BLOCK, RequestState
 from kvbm_core.testing.leader_bench import LeaderBench
@@ -103,13 +103,18 @@ class LeaderSim:
             (self._reset, 0.1),
             (self._time_passes, 1),
         )
-        self.random.choices([action for action, _ in actions], [weight for _, weight in actions])[0]()
+        action = self.random.choices([action for action, _ in actions], [weight for _, weight in actions])[0]
+        # Engines send what one step has gathered before anything else happens to its requests.
+        if action != self._schedule or self.random.random() < 0.5:
+            self._send_offloads()
+        action()
         self._release_kept()
 
     def end(self) -> None:
         """Everything ends by itself; nothing may be left."""
         while self.requests:
             self._finish(self.requests[-1])
+        self._send_offloads()
         while not all(worker.is_idle for worker in self.workers):
             self._work()
         while any(worker.acks for worker in self.workers):
@@ -255,14 +260,24 @@ class LeaderSim:
         after = min(len(request.tokens), before + self.random.randint(1, 9))
         self._compute(request, before, after)
         request.computed_tokens = after
-        plan = self.leader.offload(request.state, request.tokens, before, after, request.tables)
-        if plan is not None:
-            self._last_job = max(self._last_job, plan.job_id)
-            plan.check(self.shape.num_device_blocks, self.shape.num_slots)
-            for worker in self.workers:
-                worker.submit(plan)
+        share = self.leader.offload(request.state, request.tokens, before, after, request.tables)
+        if share is not None:
+            self._last_job = max(self._last_job, share.job_id)
         if after == len(request.tokens):
             self._finish(request)
+
+    def _send_offloads(self) -> None:
+        plan = self.leader.take_offloads()
+        if plan is None:
+            return
+        plan.check(self.shape.num_device_blocks, self.shape.num_slots)
+        if self.random.random() < 0.02:
+            self.leader.abandon(plan.job_id)
+            for worker in self.workers:
+                worker.drop(plan.job_id)
+            return
+        for worker in self.workers:
+            worker.submit(plan)
 
     # ---------------------------------------------------------------- ends
 
@@ -322,8 +337,8 @@ class LeaderSim:
         self.bench.clock.advance(self.random.choice([0.1, 1.0, 3.0]))
         self.leader.poll()
 
-    def _on_offload_end(self, job: Job, state: RequestState | None, committed: bool) -> None:
-        _expect(not (committed and job.job_id <= self._last_job_before_reset), "a block came back after the reset")
+    def _on_offload_end(self, share: Share, committed: bool) -> None:
+        _expect(not (committed and share.job_id <= self._last_job_before_reset), "a block came back after the reset")
 
 
 def _expect(is_true: bool, promise: str) -> None:

@@ -47,6 +47,10 @@ class SimWorker:
         """Takes a plan."""
         self._waiting[plan.job_id] = plan
 
+    def drop(self, job_id: int) -> None:
+        """The plan of this job was made and is never sent."""
+        self._outcomes[job_id] = Outcome.REJECTED
+
     def outcome(self, job_id: int) -> Outcome | None:
         """How the job ended, or None."""
         return self._outcomes.get(job_id)

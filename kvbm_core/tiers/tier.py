@@ -124,6 +124,8 @@ class BlockTier:
 
     def expire_leases(self) -> int:
         """Ends the leases whose time is over; returns how many."""
+        if not self._leases.live_leases:
+            return 0
         expired = self._leases.expire()
         for lease in expired:
             self._unpin(lease.keys)

@@ -148,6 +148,11 @@ class JobBoard:
             self.end(job, Outcome.REJECTED, "the executor was closed")
 
     @property
+    def has_onboard(self) -> bool:
+        """Whether an onboard waits to be started; a glance, without the lock."""
+        return bool(self._onboards)
+
+    @property
     def is_closed(self) -> bool:
         """Whether close was called."""
         return self._closed

@@ -58,7 +58,7 @@ FIELDS: dict[str, set[str]] = {
     "KVCacheGroupSpec": {"layer_names", "kv_cache_spec"},
     "AttentionSpec": {"block_size"},
     "KVCacheBlocks": {"get_block_ids"},
-    "KVConnectorOutput": {"finished_sending", "finished_recving"},
+    "KVConnectorOutput": {"finished_sending", "finished_recving", "kv_connector_worker_meta"},
     "VllmConfig": {
         "model_config",
         "cache_config",

@@ -5,19 +5,25 @@ from __future__ import annotations
 import pytest
 
 from kvbm_core.errors import IntegrityError, Outcome
-from kvbm_core.runtime.jobs import Job, JobBook
+from kvbm_core.runtime.jobs import Job, JobBook, Share
 from kvbm_core.runtime.messages import JobAck
 from kvbm_core.runtime.request import RequestState
 from kvbm_core.testing.leader_bench import ONE_GROUP, ROOT
 from kvbm_core.tokens.chain import TokenChain
-from kvbm_core.transfer.plan import GroupMove
+from kvbm_core.transfer.plan import GroupMove, TransferPlan
 from kvbm_core.types import Direction
 
 STATE = RequestState("r", TokenChain(ROOT, 4), ONE_GROUP)
 
 
 def start(book: JobBook, direction: Direction, *device_blocks: int) -> Job:
-    return book.start(STATE, direction, (), (GroupMove(0, device_blocks, tuple(range(len(device_blocks)))),))
+    job = book.start(direction)
+    add(book, job, GroupMove(0, device_blocks, tuple(range(len(device_blocks)))))
+    return job
+
+
+def add(book: JobBook, job: Job, *moves: GroupMove) -> None:
+    book.add(job, Share(job.job_id, STATE, (), moves))
 
 
 def ack(job: Job, outcome: Outcome = Outcome.OK) -> JobAck:
@@ -80,10 +86,26 @@ def test_offloads_are_readers_of_their_blocks_until_they_end_and_onboards_never(
 
 def test_a_block_that_two_groups_name_is_one_reader() -> None:
     book = JobBook(1)
-    moves = (GroupMove(0, (5,), (0,)), GroupMove(1, (5,), (1,)))
-    job = book.start(STATE, Direction.OFFLOAD, (), moves)
-    assert job.device_blocks == [5, 5] and book.readers_of([5]) == {job.job_id}
+    job = book.start(Direction.OFFLOAD)
+    add(book, job, GroupMove(0, (5,), (0,)), GroupMove(1, (5,), (1,)))
+    assert job.shares[0].device_blocks == [5, 5] and book.readers_of([5]) == {job.job_id}
     assert book.acknowledge(0, ack(job)) is job
+    book.check_integrity()
+
+
+def test_the_plan_of_several_requests_has_one_move_per_group() -> None:
+    book = JobBook(1)
+    job = book.start(Direction.OFFLOAD)
+    add(book, job, GroupMove(0, (5, 6), (0, 1)), GroupMove(2, (9,), (2,)))
+    add(book, job, GroupMove(1, (7,), (3,)), GroupMove(0, (4,), (4,)))
+    assert job.plan() == TransferPlan(
+        job.job_id,
+        Direction.OFFLOAD,
+        (GroupMove(0, (5, 6, 4), (0, 1, 4)), GroupMove(1, (7,), (3,)), GroupMove(2, (9,), (2,))),
+    )
+    assert book.readers_of([4]) == book.readers_of([9]) == {job.job_id}
+    assert book.acknowledge(0, ack(job)) is job
+    assert not book.readers_of([4, 5, 6, 7, 9])
     book.check_integrity()
 
 

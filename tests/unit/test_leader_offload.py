@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvbm_core.errors import Outcome
-from kvbm_core.runtime.jobs import Job
+from kvbm_core.runtime.jobs import Share
 from kvbm_core.runtime.request import RequestState
 from kvbm_core.testing.leader_bench import LeaderBench
 from kvbm_core.tiers.groups import GroupSpec
@@ -29,11 +29,11 @@ def test_full_blocks_are_copied_once_in_order_as_they_fill() -> None:
     bench = LeaderBench()
     state = bench.open()
     table = [[11, 12, 13, 14, 15]]
-    first = bench.leader.offload(state, PROMPT, 0, 10, table)
+    first = bench.offload_step(state, PROMPT, 0, 10, table)
     assert first is not None
     assert first == TransferPlan(first.job_id, Direction.OFFLOAD, (GroupMove(0, (11, 12), (0, 1)),))
-    assert bench.leader.offload(state, PROMPT, 10, 11, table) is None
-    second = bench.leader.offload(state, PROMPT, 11, 20, table)
+    assert bench.offload_step(state, PROMPT, 10, 11, table) is None
+    second = bench.offload_step(state, PROMPT, 11, 20, table)
     assert second is not None and second.moves[0].device_blocks == (13, 14, 15)
 
 
@@ -44,7 +44,7 @@ def test_blocks_made_by_decode_are_copied_too() -> None:
     tokens, stored = PROMPT[:8], []
     for token in range(12):
         tokens = [*tokens, token]
-        plan = bench.leader.offload(state, tokens, len(tokens) - 1, len(tokens), [range(1, 10)])
+        plan = bench.offload_step(state, tokens, len(tokens) - 1, len(tokens), [range(1, 10)])
         if plan is not None:
             stored += plan.moves[0].device_blocks
             bench.answer(plan)
@@ -53,21 +53,21 @@ def test_blocks_made_by_decode_are_copied_too() -> None:
 
 def test_blocks_the_engine_does_not_keep_are_left_out() -> None:
     bench = LeaderBench()
-    plan = bench.leader.offload(bench.open(), PROMPT, 0, 20, [[11, 0, 13, 0, 15]])
+    plan = bench.offload_step(bench.open(), PROMPT, 0, 20, [[11, 0, 13, 0, 15]])
     assert plan is not None and plan.moves[0].device_blocks == (11, 13, 15)
 
 
 def test_a_table_or_a_chain_that_is_short_bounds_what_is_copied() -> None:
     bench = LeaderBench()
-    plan = bench.leader.offload(bench.open("a"), PROMPT, 0, 20, [[11, 12]])
+    plan = bench.offload_step(bench.open("a"), PROMPT, 0, 20, [[11, 12]])
     assert plan is not None and plan.num_blocks == 2
-    plan = bench.leader.offload(bench.open("b"), OTHER[:9], 0, 20, [[11, 12, 13, 14, 15]])
+    plan = bench.offload_step(bench.open("b"), OTHER[:9], 0, 20, [[11, 12, 13, 14, 15]])
     assert plan is not None and plan.num_blocks == 2
 
 
 def test_blocks_that_a_window_may_have_given_up_are_not_read() -> None:
     bench = LeaderBench(groups=(GroupSpec(0, 4, window_tokens=5),))
-    plan = bench.leader.offload(bench.open(), PROMPT, 16, 20, [[11, 12, 13, 14, 15]])
+    plan = bench.offload_step(bench.open(), PROMPT, 16, 20, [[11, 12, 13, 14, 15]])
     # Position 16 sees 12 .. 16: block 3 is still there, those before may hold another request's bytes.
     assert plan is not None and plan.moves[0].device_blocks == (14, 15)
 
@@ -86,10 +86,57 @@ def test_the_same_prompt_at_the_same_time_is_copied_once() -> None:
     assert bench.metric("kvbm_offload_blocks_d2h") == 6
 
 
+def gather(bench: LeaderBench, state: RequestState, tokens: list[int], first_device_block: int) -> None:
+    table = range(first_device_block, first_device_block + len(tokens) // 4)
+    assert bench.leader.offload(state, tokens, 0, len(tokens), [table]) is not None
+
+
+def test_what_several_requests_fill_in_one_step_is_one_job() -> None:
+    bench = LeaderBench(16)
+    first, second = bench.open("first"), bench.open("second")
+    gather(bench, first, PROMPT, 1)
+    gather(bench, second, OTHER, 11)
+    plan = bench.leader.take_offloads()
+    assert plan is not None and bench.leader.take_offloads() is None
+    assert plan.moves == (GroupMove(0, (1, 2, 3, 4, 5, 11, 12, 13, 14, 15), tuple(range(10))),)
+    assert bench.leader.finish(first) == bench.leader.finish(second) == (plan.job_id,)
+    bench.answer(plan)
+    assert bench.resident_blocks(PROMPT) == bench.resident_blocks(OTHER) == 5
+    assert bench.metric("kvbm_offload_blocks_d2h") == 10
+    bench.assert_idle()
+
+
+def test_a_job_cancelled_because_of_one_request_is_made_again_for_the_others() -> None:
+    bench = LeaderBench(16)
+    preempted, other = bench.open("preempted"), bench.open("other")
+    gather(bench, preempted, PROMPT, 1)
+    gather(bench, other, OTHER, 11)
+    bench.answer(bench.leader.take_offloads(), Outcome.REJECTED)
+    assert bench.resident_blocks(PROMPT) == bench.resident_blocks(OTHER) == 0
+    again = bench.offload_step(other, [*OTHER, 1], 20, 21, [range(11, 17)])
+    assert again is not None and again.moves[0].device_blocks == (11, 12, 13, 14, 15)
+    bench.answer(again)
+    assert bench.resident_blocks(OTHER) == 5
+
+
+def test_an_open_job_can_be_abandoned_and_the_next_one_is_another() -> None:
+    bench = LeaderBench(16)
+    state = bench.open()
+    gather(bench, state, PROMPT, 1)
+    (job_id,) = state.offload_jobs
+    bench.leader.abandon(job_id)
+    assert bench.leader.take_offloads() is None and bench.tier.pending_blocks == 0
+    plan = offload(bench, state, PROMPT)
+    assert plan.job_id != job_id
+    bench.answer(plan)
+    bench.leader.finish(state)
+    bench.assert_idle()
+
+
 def test_a_request_scheduled_again_is_considered_from_its_start() -> None:
     bench = LeaderBench()
     state = bench.open()
-    bench.answer(offload(bench, state, PROMPT), Outcome.REJECTED)
+    bench.answer(offload(bench, state, PROMPT), Outcome.IO_ERROR)
     assert bench.offload(state, PROMPT) is None
     assert bench.match(state, PROMPT) == 0  # preempted: the engine asks again
     assert offload(bench, state, PROMPT).num_blocks == 5
@@ -135,9 +182,8 @@ def test_a_copy_that_failed_on_one_rank_leaves_nothing_and_counts_no_block(outco
 def test_the_listener_hears_of_every_end_and_what_it_meant() -> None:
     heard: list[tuple[int, str, bool]] = []
 
-    def on_end(job: Job, state: RequestState | None, committed: bool) -> None:
-        assert state is not None
-        heard.append((job.job_id, state.request_id, committed))
+    def on_end(share: Share, committed: bool) -> None:
+        heard.append((share.job_id, share.state.request_id, committed))
 
     bench = LeaderBench(on_offload_end=on_end)
     state = bench.open("r")

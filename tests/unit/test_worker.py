@@ -168,7 +168,8 @@ def test_bytes_go_down_and_come_back_elsewhere(tmp_path: Path, ranks: int) -> No
         assert engine.leader.layout_fingerprint == "-".join(f"layout{rank}" for rank in range(ranks))
         writer = engine.leader.open("writer", ROOT, None)
         tables = [[1, 2, 3, 4, 5], [5, 4, 3, 2, 1]]
-        engine.submit(engine.leader.offload(writer, PROMPT, 0, 20, tables))
+        engine.leader.offload(writer, PROMPT, 0, 20, tables)
+        engine.submit(engine.leader.take_offloads())
         expected = [
             [content(memory, group, block) for group in (0, 1) for block in tables[group]] for memory in engine.memories
         ]
@@ -362,7 +363,8 @@ def test_the_leader_hears_of_trouble_as_it_is(engine: Engine) -> None:
     worker = engine.workers[0]
     worker.judge_results(lambda result: JobResult(result.job_id, Outcome.CORRUPT, 0, 0.0, 0.0, "judged"))
     state = engine.leader.open("r", ROOT, None)
-    engine.submit(engine.leader.offload(state, PROMPT, 0, 20, [[1, 2, 3, 4, 5]] * 2))
+    engine.leader.offload(state, PROMPT, 0, 20, [[1, 2, 3, 4, 5]] * 2)
+    engine.submit(engine.leader.take_offloads())
     engine.settle()
     assert engine.tier.resident_blocks == 0
     assert engine.leader.metrics.snapshot()['kvbm_failures_total{kind="offload_corrupt"}'] == 1

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+from vllm.v1.outputs import KVConnectorOutput
 
 from kvbm_core.errors import Outcome
 from kvbm_core.runtime.leader import Leader
@@ -166,6 +167,10 @@ class KvbmEngine(Engine):
         while not condition():
             assert time.monotonic() < deadline_s, "what was waited for did not come"
             self.leader.poll()
+            for rank in self.ranks:  # carried by hand, as no step does
+                said = rank.connector.build_connector_worker_meta()
+                if said is not None:
+                    self.hooks.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=said))
 
     def settle(self) -> None:
         """Until no copy is under way any more, in the leader's eyes too."""
@@ -202,10 +207,11 @@ class KvbmEngine(Engine):
             "pending slots": tier.pending_blocks,
             "prefixes being loaded": leader.loading_blocks,
             "pinned device blocks": len(self.hooks._pins),
+            "requests in the calendar": len(self.hooks._due),
             "held copies": sum(executor.held for executor in self.executors),
         }
         for name, value in vars(self.hooks).items():
-            if isinstance(value, dict | list | set) and name not in {"_overwritten"}:
+            if isinstance(value, dict | list | set) and name not in {"_overwritten", "_roots"}:
                 left[f"scheduler{name}"] = len(value)
         for rank in self.ranks:
             for name, value in vars(rank.connector.worker_side).items():

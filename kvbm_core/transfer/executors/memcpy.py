@@ -112,8 +112,10 @@ class MemcpyExecutor:
             for batch in _batches(move, self._max_batch_blocks if is_offload else len(move.slots)):
                 self._copy(move.group, batch, is_offload)
                 num_bytes += len(batch) * self._device.views[move.group].block_bytes
-                while is_offload and (urgent := self._board.take(timeout_s=0, onboard_only=True)) is not None:
-                    self._execute(urgent)
+                while is_offload and self._board.has_onboard:
+                    urgent = self._board.take(timeout_s=0, onboard_only=True)
+                    if urgent is not None:
+                        self._execute(urgent)
         return num_bytes
 
     def _copy(self, group: int, batch: list[tuple[int, int]], is_offload: bool) -> None:
