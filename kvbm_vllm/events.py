@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from kvbm_core.observe.log import RateLimitedLogger
 from kvbm_core.runtime.jobs import Share
 from kvbm_core.tiers.groups import GroupSpec
-from kvbm_core.types import SEQUENCE_HASH_BYTES, BlockKey
+from kvbm_core.types import SEQUENCE_HASH_BYTES, BlockKey, group_of
 from kvbm_vllm.versions import Capabilities, known_fields
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ class EventFeed:
                 fields: dict[str, Any] = {
                     "block_hashes": [published],
                     "medium": self._medium,
-                    "group_idx": key[SEQUENCE_HASH_BYTES],
+                    "group_idx": group_of(key),
                 }
                 self._events.append(BlockRemoved(**known_fields(fields, self._capabilities.removed_event_fields)))
 

@@ -8,7 +8,7 @@ from heapq import heapify, heappop, heappush
 
 from kvbm_core.clock import Clock
 from kvbm_core.errors import IntegrityError
-from kvbm_core.types import BlockKey, SlotId
+from kvbm_core.types import BlockKey
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +18,7 @@ class Lease:
     lease_id: int
     owner: str
     keys: tuple[BlockKey, ...]
-    slots: tuple[SlotId, ...]
+    slots: tuple[int, ...]
     expires_at_s: float
 
 
@@ -35,7 +35,7 @@ class LeaseBook:
         self._by_expiry: list[tuple[float, int]] = []
         self._last_id = 0
 
-    def grant(self, owner: str, keys: Sequence[BlockKey], slots: Sequence[SlotId], ttl_s: float) -> Lease:
+    def grant(self, owner: str, keys: Sequence[BlockKey], slots: Sequence[int], ttl_s: float) -> Lease:
         """A lease of ``ttl_s`` seconds from now. ValueError if not positive, or if the lengths differ."""
         if not ttl_s > 0:
             raise ValueError(f"a lease lasts more than {ttl_s} s")

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from heapq import heapify, heappop, heappush
+import numpy as np
 
 from kvbm_core.errors import IntegrityError
-from kvbm_core.types import SlotId
+from kvbm_core.policy.recency import Slots, are_distinct
 
 
 class SlotPool:
-    """Hands out slots, lowest first, so that slots taken together are mostly neighbours and copies coalesce.
+    """Hands out slots: those given back last come first, and those of one call ascend, so that copies coalesce.
 
     One thread only. A call that raises has changed nothing.
     """
 
     def __init__(self, capacity_slots: int = 0) -> None:
-        # 1 = handed out. From _fresh on all slots are free; free ones below it are in the heap _returned.
-        self._used = bytearray(capacity_slots)
-        self._returned: list[SlotId] = []
+        self._used = np.zeros(capacity_slots, np.bool_)
+        # Free slots: a stack of those given back, _num_returned high, and everything from _fresh on.
+        self._returned = np.zeros(capacity_slots, np.int32)
+        self._num_returned = 0
         self._fresh = 0
 
     @property
@@ -29,61 +29,49 @@ class SlotPool:
     @property
     def free_slots(self) -> int:
         """Slots that can be allocated."""
-        return len(self._returned) + len(self._used) - self._fresh
+        return self._num_returned + len(self._used) - self._fresh
 
     def grow(self, capacity_slots: int) -> None:
         """Makes slots up to ``capacity_slots`` exist. Raises ValueError for fewer than there are."""
         if capacity_slots < len(self._used):
             raise ValueError(f"a pool of {len(self._used)} slots does not shrink to {capacity_slots}")
-        self._used.extend(bytes(capacity_slots - len(self._used)))
+        more = capacity_slots - len(self._used)
+        self._used = np.concatenate([self._used, np.zeros(more, np.bool_)])
+        self._returned = np.concatenate([self._returned, np.zeros(more, np.int32)])
 
-    def allocate(self, count: int) -> list[SlotId] | None:
+    def allocate(self, count: int) -> Slots | None:
         """Exactly ``count`` slots in ascending order, or None, and nothing is taken, if fewer are free."""
         if count < 0:
             raise ValueError(f"a count is not negative ({count})")
         if count > self.free_slots:
             return None
-        if count >= len(self._returned):
-            slots = sorted(self._returned)
-            self._returned.clear()
-        else:
-            slots = [heappop(self._returned) for _ in range(count)]
-        for slot in slots:
-            self._used[slot] = 1
-        num_fresh = count - len(slots)
-        end = self._fresh + num_fresh
-        self._used[self._fresh : end] = b"\1" * num_fresh
-        slots += map(SlotId, range(self._fresh, end))
-        self._fresh = end
+        num_returned = min(count, self._num_returned)
+        num_fresh = count - num_returned
+        self._num_returned -= num_returned
+        again = np.sort(self._returned[self._num_returned : self._num_returned + num_returned])
+        slots: Slots = np.concatenate([again, np.arange(self._fresh, self._fresh + num_fresh, dtype=np.int32)])
+        self._fresh += num_fresh
+        self._used[slots] = True
         return slots
 
-    def release(self, slots: Sequence[SlotId]) -> None:
+    def release(self, slots: Slots) -> None:
         """Gives slots back. Raises ValueError for a slot that is free, given twice or not of this pool."""
-        used = self._used
-        if not slots:
+        if not len(slots):
             return
-        if min(slots) < 0 or max(slots) >= len(used):
-            raise ValueError(f"a slot is outside the pool of {len(used)} slots")
-        if len(set(slots)) != len(slots):
+        if slots.min() < 0 or slots.max() >= len(self._used):
+            raise ValueError(f"a slot is outside the pool of {len(self._used)} slots")
+        if not are_distinct(slots):
             raise ValueError("a slot is released twice in one call")
-        for slot in slots:
-            if not used[slot]:
-                raise ValueError(f"slot {slot} is free already")
-        for slot in slots:
-            used[slot] = 0
-        returned = self._returned
-        # One heapify of many is cheaper than their pushes, and still in proportion to len(slots).
-        if len(slots) * 8 > len(returned):
-            returned.extend(slots)
-            heapify(returned)
-        else:
-            for slot in slots:
-                heappush(returned, slot)
+        if not self._used[slots].all():
+            raise ValueError(f"slot {slots[~self._used[slots]][0]} is free already")
+        self._used[slots] = False
+        self._returned[self._num_returned : self._num_returned + len(slots)] = slots
+        self._num_returned += len(slots)
 
     def check_integrity(self) -> None:
         """Raises IntegrityError if the books disagree. Cost grows with the capacity."""
-        if any(self._used[self._fresh :]):
+        if self._used[self._fresh :].any():
             raise IntegrityError("pool: a slot that was never handed out is in use")
-        free = [slot for slot in range(self._fresh) if not self._used[slot]]
-        if sorted(self._returned) != free:
+        free = np.flatnonzero(~self._used[: self._fresh])
+        if not np.array_equal(np.sort(self._returned[: self._num_returned]), free):
             raise IntegrityError("pool: the free slots are not those that are not in use")

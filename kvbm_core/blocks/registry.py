@@ -2,56 +2,104 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from kvbm_core.errors import IntegrityError
-from kvbm_core.types import BlockKey, SlotId
+from kvbm_core.policy.recency import Slots, as_slots
+from kvbm_core.types import BlockKey
+
+LOOKED_UP_AT_ONCE = 1024
 
 
 class BlockRegistry:
-    """Key to slot. A key is resident (can be matched) or pending (its bytes are on their way).
+    """Key to slot, and back. A key is resident (can be matched) or pending (its bytes are on their way).
 
+    No object of ours stands behind a block: one entry of a dict, and one place in a list of keys by slot.
     One thread only. A call that raises has changed nothing.
     """
 
     def __init__(self) -> None:
-        self._resident: dict[BlockKey, SlotId] = {}
-        self._pending: dict[BlockKey, SlotId] = {}
+        self._resident: dict[BlockKey, int] = {}
+        self._pending: dict[BlockKey, int] = {}
+        self._key_at: list[BlockKey | None] = []
+        # The last answer of find: the same keys are asked for again when they are leased and touched.
+        self._found: tuple[list[BlockKey], list[int]] | None = None
 
-    def reserve(self, keys: Sequence[BlockKey], slots: Sequence[SlotId]) -> None:
-        """Registers ``keys[i]`` as pending in ``slots[i]``.
+    def grow(self, capacity_slots: int) -> None:
+        """Slots below ``capacity_slots`` may be given from now on."""
+        self._key_at.extend([None] * (capacity_slots - len(self._key_at)))
 
-        Raises ValueError if the lengths differ, or a key is registered already or given twice.
+    def new_of(self, keys: Sequence[BlockKey]) -> tuple[BlockKey, ...]:
+        """Those of ``keys`` that are not registered, each once."""
+        once = dict.fromkeys(keys)
+        resident, pending = self._resident, self._pending
+        if resident.keys().isdisjoint(once) and pending.keys().isdisjoint(once):
+            return tuple(once)
+        return tuple(key for key in once if key not in resident and key not in pending)
+
+    def reserve(self, keys: Sequence[BlockKey], slots: Slots) -> None:
+        """Registers ``keys[i]`` as pending in ``slots[i]``; ``keys`` are what ``new_of`` said.
+
+        Raises ValueError if the lengths differ, or a key is on its way already or given twice.
         """
-        new = dict(zip(keys, slots, strict=True))
-        if len(new) != len(keys):
-            raise ValueError("reserve: a key is given twice")
-        if not (self._resident.keys().isdisjoint(new) and self._pending.keys().isdisjoint(new)):
-            raise ValueError("reserve: a key is registered already")
+        new = dict(zip(keys, slots.tolist(), strict=True))
+        if len(new) != len(keys) or not self._pending.keys().isdisjoint(new):
+            raise ValueError("reserve: a key is on its way already, or given twice")
         self._pending.update(new)
 
-    def commit(self, keys: Sequence[BlockKey]) -> None:
-        """Their bytes are there: pending ``keys`` become resident. Raises KeyError if one is not pending."""
-        pending, resident = self._pending, self._resident
+    def commit(self, keys: Sequence[BlockKey]) -> Slots:
+        """Their bytes are there: pending ``keys`` become resident. Their slots; KeyError if one is not pending."""
         _check_distinct(keys)
-        for key in keys:
-            if key not in pending:
-                raise KeyError(key)
-        for key in keys:
-            resident[key] = pending.pop(key)
+        pending, expected = self._pending, len(self._resident) + len(keys)
+        slots = [pending[key] for key in keys]
+        for key, slot in zip(keys, slots, strict=True):
+            del pending[key]
+            self._key_at[slot] = key
+        self._resident.update(zip(keys, slots, strict=True))
+        self._found = None
+        if len(self._resident) != expected:
+            raise IntegrityError("registry: a block has become resident twice")
+        return as_slots(slots)
 
-    def drop(self, keys: Sequence[BlockKey]) -> list[SlotId]:
-        """Forgets ``keys``, resident or pending; returns their slots in order. KeyError if one is neither."""
-        pending, resident = self._pending, self._resident
+    def cancel(self, keys: Sequence[BlockKey]) -> Slots:
+        """Forgets pending ``keys``; their slots in order. KeyError if one is not pending."""
         _check_distinct(keys)
+        slots = [self._pending[key] for key in keys]
         for key in keys:
-            if key not in resident and key not in pending:
-                raise KeyError(key)
-        return [resident.pop(key) if key in resident else pending.pop(key) for key in keys]
+            del self._pending[key]
+        return as_slots(slots)
 
-    def slot_of(self, key: BlockKey) -> SlotId | None:
-        """The slot of a resident block, else None."""
-        return self._resident.get(key)
+    def drop(self, slots: Slots) -> list[BlockKey]:
+        """Forgets the resident blocks in ``slots``; their keys in order. KeyError if there is none in one of them."""
+        numbers = slots.tolist()
+        keys = [key for key in map(self._key_at.__getitem__, numbers) if key is not None]
+        if len(keys) != len(numbers) or len(set(numbers)) != len(numbers):
+            raise KeyError("a slot holds no resident block, or is given twice")
+        resident, key_at = self._resident, self._key_at
+        for key, slot in zip(keys, numbers, strict=True):
+            del resident[key]
+            key_at[slot] = None
+        self._found = None
+        return keys
+
+    def find(self, keys: Sequence[BlockKey]) -> list[int]:
+        """Slots of the leading ``keys`` that are resident, up to the first that is not."""
+        if self._found is not None and self._found[0] == keys:  # cheap: the same objects in another list
+            return self._found[1]
+        get = self._resident.get
+        found: list[int] = []
+        for start in range(0, len(keys), LOOKED_UP_AT_ONCE):
+            slots = list(map(get, keys[start : start + LOOKED_UP_AT_ONCE]))
+            gap = slots.index(None) if None in slots else len(slots)
+            found += slots[:gap]  # type: ignore[arg-type]
+            if gap < len(slots):
+                break
+        self._found = (list(keys[: len(found)]), found)
+        return found
+
+    def slots_of(self, keys: Iterable[BlockKey]) -> Slots:
+        """Slots of those of ``keys`` that are resident."""
+        return as_slots([slot for slot in map(self._resident.get, keys) if slot is not None])
 
     def is_pending(self, key: BlockKey) -> bool:
         """Whether the block's bytes are on their way."""
@@ -68,14 +116,6 @@ class BlockRegistry:
     def __len__(self) -> int:
         return len(self._resident)
 
-    def match_prefix(self, keys: Sequence[BlockKey]) -> int:
-        """How many of ``keys``, from the first on and without a gap, are resident."""
-        resident = self._resident
-        for index, key in enumerate(keys):
-            if key not in resident:
-                return index
-        return len(keys)
-
     def keys(self) -> Iterator[BlockKey]:
         """The resident keys; not to be changed meanwhile."""
         return iter(self._resident)
@@ -87,6 +127,8 @@ class BlockRegistry:
         slots = {*self._resident.values(), *self._pending.values()}
         if len(slots) != len(self._resident) + len(self._pending):
             raise IntegrityError("registry: two keys share a slot")
+        if {key: slot for slot, key in enumerate(self._key_at) if key is not None} != self._resident:
+            raise IntegrityError("registry: slot and key do not point to each other")
 
 
 def _check_distinct(keys: Sequence[BlockKey]) -> None:

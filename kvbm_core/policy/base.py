@@ -2,52 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from collections.abc import Set as AbstractSet
 from typing import Protocol
 
-from kvbm_core.types import BlockKey
+from kvbm_core.policy.recency import Slots
 
 
 class EvictionPolicy(Protocol):
-    """Chooses which of a tier's blocks goes when room is needed. Knows keys only: no slots, no bytes.
+    """Chooses which of a tier's blocks goes when room is needed. Knows slot numbers only: no keys, no bytes.
 
-    Keys are given head first, in prefix order: of the keys of one call the tail is evicted before the head,
-    as a tail without its head is of no use. A sequence that arrives in several calls is touched as a whole
+    Slots are given as arrays (int32), head first, in prefix order: of the slots of one call the tail is evicted before
+    the head, as a tail without its head is of no use. A sequence that arrives in several calls is touched as a whole
     after each. One thread only. A call that raises has changed nothing.
     ``kvbm_core.testing.policy_contract`` is the test that every policy must pass.
     """
 
-    def insert(self, keys: Sequence[BlockKey]) -> None:
-        """Adds ``keys``, unpinned and most recent. Raises ValueError if one is there or given twice."""
+    def grow(self, capacity_slots: int) -> None:
+        """Slots below ``capacity_slots`` may be given from now on; a smaller number changes nothing."""
 
-    def touch(self, keys: Sequence[BlockKey]) -> None:
-        """``keys`` have been used again. Unknown and pinned keys are ignored."""
+    def insert(self, slots: Slots) -> None:
+        """Adds ``slots``, unpinned and most recent. Raises ValueError if one is there or given twice."""
 
-    def pin(self, keys: Sequence[BlockKey]) -> None:
-        """Keeps ``keys`` until as many unpins; counted, once per mention. KeyError if one is unknown."""
+    def touch(self, slots: Slots) -> None:
+        """``slots`` have been used again. Unknown and pinned ones are ignored."""
 
-    def unpin(self, keys: Sequence[BlockKey]) -> None:
-        """Takes back one pin per mention; the last one makes the key most recent.
+    def pin(self, slots: Slots) -> None:
+        """Keeps ``slots`` until as many unpins; counted, once per mention. KeyError if one is unknown."""
 
-        Raises KeyError if a key has fewer pins than that.
+    def unpin(self, slots: Slots) -> None:
+        """Takes back one pin per mention; the last one makes the slot most recent.
+
+        Raises KeyError if a slot has fewer pins than that.
         """
 
-    def remove(self, key: BlockKey) -> None:
-        """Takes ``key`` out. Raises KeyError if it is unknown, ValueError if it is pinned."""
+    def remove(self, slots: Slots) -> None:
+        """Takes ``slots`` out. Raises KeyError if one is unknown or given twice, ValueError if one is pinned."""
 
-    def evict(self, count_blocks: int, protected: AbstractSet[BlockKey] = frozenset()) -> list[BlockKey] | None:
-        """Takes out and returns exactly ``count_blocks`` keys, not pinned, not protected, next to go first.
+    def evict(self, count_blocks: int, protected: Slots | None = None) -> Slots | None:
+        """Takes out and returns exactly ``count_blocks`` slots, not pinned, not protected, next to go first.
 
         None, and nothing has changed, if there are not so many. Raises ValueError for a negative count.
         """
 
-    def is_pinned(self, key: BlockKey) -> bool:
-        """Whether ``key`` is here and pinned."""
+    def is_pinned(self, slot: int) -> bool:
+        """Whether ``slot`` is here and pinned."""
 
     @property
     def evictable_blocks(self) -> int:
-        """How many keys are not pinned."""
+        """How many slots are not pinned."""
 
     def check_integrity(self) -> None:
         """Raises IntegrityError if the policy's own books disagree. Cost grows with their size."""

@@ -2,93 +2,95 @@
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
-from collections.abc import Sequence
-from collections.abc import Set as AbstractSet
-from itertools import islice
+import numpy as np
 
 from kvbm_core.errors import IntegrityError
-from kvbm_core.types import BlockKey
+from kvbm_core.policy.recency import RecencyLog, Slots, are_distinct
 
 
 class LruPolicy:
     """EvictionPolicy: least recently used first, and within one call the tail first.
 
-    Pinned keys stand outside the queue, so no step meets them; evict costs O(count + protected keys met).
+    Pinned slots stand outside the queue, so no step meets them; evict costs O(count + protected slots met).
     """
 
     def __init__(self) -> None:
-        # Next to go first. OrderedDict, not dict: taking the first key of a dict rescans the holes before it.
-        self._queue: OrderedDict[BlockKey, None] = OrderedDict()
-        self._pins: dict[BlockKey, int] = {}
+        self._queue = RecencyLog()
+        self._pins = np.zeros(0, np.int32)
 
-    def insert(self, keys: Sequence[BlockKey]) -> None:
+    def grow(self, capacity_slots: int) -> None:
         """See EvictionPolicy."""
-        new = dict.fromkeys(reversed(keys))
-        if len(new) != len(keys):
-            raise ValueError("insert: a key is given twice")
-        if not (self._queue.keys().isdisjoint(new) and self._pins.keys().isdisjoint(new)):
-            raise ValueError("insert: a key is there already")
-        self._queue.update(new)
+        self._queue.grow(capacity_slots)
+        self._pins = np.concatenate([self._pins, np.zeros(max(0, capacity_slots - len(self._pins)), np.int32)])
 
-    def touch(self, keys: Sequence[BlockKey]) -> None:
+    def insert(self, slots: Slots) -> None:
         """See EvictionPolicy."""
-        queue = self._queue
-        for key in reversed(keys):
-            if key in queue:
-                queue.move_to_end(key)
+        if not are_distinct(slots):
+            raise ValueError("insert: a slot is given twice")
+        if self._queue.holds(slots).any() or self._pins[slots].any():
+            raise ValueError("insert: a slot is there already")
+        self._queue.append(slots[::-1])
 
-    def pin(self, keys: Sequence[BlockKey]) -> None:
+    def touch(self, slots: Slots) -> None:
         """See EvictionPolicy."""
-        queue, pins = self._queue, self._pins
-        for key in keys:
-            if key not in queue and key not in pins:
-                raise KeyError(key)
-        for key in keys:
-            if key in pins:
-                pins[key] += 1
-            else:
-                del queue[key]
-                pins[key] = 1
+        once = _first_mentions(slots[self._queue.holds(slots)])
+        self._queue.remove(once)
+        self._queue.append(once[::-1])
 
-    def unpin(self, keys: Sequence[BlockKey]) -> None:
+    def pin(self, slots: Slots) -> None:
         """See EvictionPolicy."""
-        queue, pins = self._queue, self._pins
-        for key, count in Counter(keys).items():
-            if pins.get(key, 0) < count:
-                raise KeyError(key)
-        for key in reversed(keys):
-            count = pins[key] - 1
-            if count:
-                pins[key] = count
-            else:
-                del pins[key]
-                queue[key] = None
+        queued = self._queue.holds(slots)
+        if not (queued | (self._pins[slots] > 0)).all():
+            raise KeyError("pin: a slot is unknown")
+        self._count(slots, 1)
+        self._queue.remove(_first_mentions(slots[queued]))
 
-    def remove(self, key: BlockKey) -> None:
+    def unpin(self, slots: Slots) -> None:
         """See EvictionPolicy."""
-        if key in self._pins:
-            raise ValueError("remove: the key is pinned")
-        del self._queue[key]
+        self._count(slots, -1)
+        left = self._pins[slots]
+        if (left < 0).any():
+            self._count(slots, 1)
+            raise KeyError("unpin: a slot has fewer pins than that")
+        self._queue.append(_first_mentions(slots[left == 0])[::-1])
 
-    def evict(self, count_blocks: int, protected: AbstractSet[BlockKey] = frozenset()) -> list[BlockKey] | None:
+    def _count(self, slots: Slots, change: int) -> None:
+        if are_distinct(slots):
+            self._pins[slots] += change
+        else:
+            np.add.at(self._pins, slots, change)
+
+    def remove(self, slots: Slots) -> None:
+        """See EvictionPolicy."""
+        if self._pins[slots].any():
+            raise ValueError("remove: a slot is pinned")
+        if not self._queue.holds(slots).all() or not are_distinct(slots):
+            raise KeyError("remove: a slot is unknown, or given twice")
+        self._queue.remove(slots)
+
+    def evict(self, count_blocks: int, protected: Slots | None = None) -> Slots | None:
         """See EvictionPolicy."""
         if count_blocks < 0:
             raise ValueError(f"evict: a count is not negative ({count_blocks})")
-        queue = self._queue
-        if count_blocks > len(queue):
+        if count_blocks > len(self._queue):
             return None
-        candidates = (key for key in queue if key not in protected) if protected else iter(queue)
-        victims = list(islice(candidates, count_blocks))
-        if len(victims) < count_blocks:
+        found: list[Slots] = [np.zeros(0, np.int32)]
+        missing = count_blocks
+        for slots in self._queue.oldest() if missing else ():
+            candidates = slots if protected is None else slots[~np.isin(slots, protected)]
+            found.append(candidates[:missing])
+            missing -= len(found[-1])
+            if not missing:
+                break
+        if missing:
             return None
-        for key in victims:
-            del queue[key]
+        victims = np.concatenate(found)
+        self._queue.remove(victims)
         return victims
 
-    def is_pinned(self, key: BlockKey) -> bool:
+    def is_pinned(self, slot: int) -> bool:
         """See EvictionPolicy."""
-        return key in self._pins
+        return bool(self._pins[slot])
 
     @property
     def evictable_blocks(self) -> int:
@@ -97,7 +99,15 @@ class LruPolicy:
 
     def check_integrity(self) -> None:
         """See EvictionPolicy."""
-        if not self._queue.keys().isdisjoint(self._pins):
-            raise IntegrityError("lru: a key is both pinned and evictable")
-        if any(count < 1 for count in self._pins.values()):
-            raise IntegrityError("lru: a key is pinned less than once")
+        self._queue.check_integrity()
+        if (self._pins < 0).any():
+            raise IntegrityError("lru: a slot is pinned less than never")
+        if self._queue.holds(np.flatnonzero(self._pins).astype(np.int32)).any():
+            raise IntegrityError("lru: a slot is both pinned and evictable")
+
+
+def _first_mentions(slots: Slots) -> Slots:
+    """``slots`` without what is repeated: its first place, which is nearest to the head, counts."""
+    if are_distinct(slots):
+        return slots
+    return np.array(list(dict.fromkeys(slots.tolist())), np.int32)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from kvbm_core.blocks.lease import Lease
-from kvbm_core.errors import IntegrityError, Outcome
+from kvbm_core.errors import Outcome
 from kvbm_core.runtime.messages import JobAck
 from kvbm_core.runtime.request import RequestState
 from kvbm_core.tiers.tier import Reservation
@@ -30,11 +30,6 @@ class Share:
     is_prefill: bool = False
     num_tokens: int = 0
 
-    @property
-    def device_blocks(self) -> list[int]:
-        """Read by an offload, written by an onboard; all groups together."""
-        return [block for move in self.moves for block in move.device_blocks]
-
 
 @dataclass(slots=True)
 class Job:
@@ -45,6 +40,8 @@ class Job:
     waiting_ranks: set[int]
     shares: list[Share] = field(default_factory=list)
     acks: list[JobAck] = field(default_factory=list)
+    device_blocks: set[int] = field(default_factory=set)
+    """Read by an offload, written by an onboard; all groups and requests together."""
 
     @property
     def num_blocks(self) -> int:
@@ -71,13 +68,12 @@ class Job:
 
 
 class JobBook:
-    """Jobs by id, and the device blocks that offloads still read. Ids are never reused."""
+    """Jobs by id. Ids are never reused."""
 
     def __init__(self, world_size: int) -> None:
         self._world_size = world_size
         self._next_id = 1
         self._jobs: dict[int, Job] = {}
-        self._readers: dict[int, set[int]] = {}
         self.stale_acks_total = 0
 
     def __len__(self) -> int:
@@ -100,9 +96,8 @@ class JobBook:
     def add(self, job: Job, share: Share) -> None:
         """Adds one request's blocks to a job that has not been sent yet."""
         job.shares.append(share)
-        if job.direction is Direction.OFFLOAD:
-            for block in share.device_blocks:
-                self._readers.setdefault(block, set()).add(job.job_id)
+        for move in share.moves:
+            job.device_blocks.update(move.device_blocks)
 
     def acknowledge(self, rank: int, ack: JobAck) -> Job | None:
         """Notes one rank's answer; the job, removed, once all have answered. Late and double answers are counted."""
@@ -114,38 +109,19 @@ class JobBook:
         job.acks.append(ack)
         if job.waiting_ranks:
             return None
-        self._remove(job)
+        del self._jobs[ack.job_id]
         return job
 
-    def readers_of(self, device_blocks: Iterable[int]) -> set[int]:
-        """Offloads under way that read any of ``device_blocks``."""
-        if not self._readers:
+    def readers_of(self, device_blocks: Collection[int]) -> set[int]:
+        """Offloads under way that read any of ``device_blocks``. Cost grows with the jobs in flight, which are few."""
+        if not device_blocks:
             return set()
-        return {job_id for block in device_blocks for job_id in self._readers.get(block, ())}
+        return {
+            job.job_id
+            for job in self._jobs.values()
+            if job.direction is Direction.OFFLOAD and not job.device_blocks.isdisjoint(device_blocks)
+        }
 
     def jobs(self) -> list[Job]:
         """Those in flight, oldest first."""
         return list(self._jobs.values())
-
-    def _remove(self, job: Job) -> None:
-        del self._jobs[job.job_id]
-        if job.direction is Direction.OFFLOAD:
-            for block in _device_blocks(job):
-                readers = self._readers[block]
-                readers.discard(job.job_id)
-                if not readers:
-                    del self._readers[block]
-
-    def check_integrity(self) -> None:
-        """Raises IntegrityError unless the readers are exactly those of the offloads in flight."""
-        expected: dict[int, set[int]] = {}
-        for job in self._jobs.values():
-            if job.direction is Direction.OFFLOAD:
-                for block in _device_blocks(job):
-                    expected.setdefault(block, set()).add(job.job_id)
-        if expected != self._readers:
-            raise IntegrityError("device blocks are marked as read by offloads that are not in flight, or not marked")
-
-
-def _device_blocks(job: Job) -> set[int]:
-    return {block for share in job.shares for block in share.device_blocks}

@@ -18,13 +18,12 @@ from kvbm_core.types import BlockKey, Direction, Tier
 OnShareEnd = Callable[[Share, bool], None]
 
 
-class _Block(NamedTuple):
-    """A full block of group ``position`` on the device; it ends at token ``end_tokens`` of its request."""
+class _Wanted(NamedTuple):
+    """Full blocks on the device, in prefix order: ``keys[i]`` of group ``positions[i]`` is in ``device_blocks[i]``."""
 
-    end_tokens: int
-    position: int
-    key: BlockKey
-    device_block: int
+    keys: Sequence[BlockKey]
+    device_blocks: Sequence[int]
+    positions: Sequence[int]
 
 
 class Offloading:
@@ -55,48 +54,64 @@ class Offloading:
     ) -> Share | None:
         """See Leader.offload."""
         state.chain.extend(tokens, stored_tokens)
-        wanted: list[_Block] = []
+        spans = []
         for g, (group, table) in enumerate(zip(self._groups, tables, strict=True)):
-            keys, size = state.keys(g), group.block_size_tokens
-            end = min(stored_tokens // size, len(table), len(keys))
-            start = max(state.next_offload[g], group.first_needed_block(computed_tokens))
-            present = (i for i in range(start, end) if table[i] != NULL_BLOCK)
-            wanted += (_Block((i + 1) * size, g, keys[i], table[i]) for i in present)
+            size = group.block_size_tokens
+            end = min(stored_tokens // size, len(table), len(state.keys(g)))
+            spans.append(range(max(state.next_offload[g], group.first_needed_block(computed_tokens)), end))
             state.next_offload[g] = max(state.next_offload[g], end)
         state.next_full_tokens = min(
             (block + 1) * group.block_size_tokens for block, group in zip(state.next_offload, self._groups, strict=True)
         )
-        # If the tier is short, all groups shall have the same prefix: one group's blocks are of no use alone.
-        if len(self._groups) > 1:
-            wanted.sort(key=lambda block: block.end_tokens)
-        return self._reserve(state, wanted) if wanted else None
+        wanted = self._wanted(state, tables, spans)
+        return self._reserve(state, wanted) if wanted.keys else None
 
-    def _reserve(self, state: RequestState, wanted: list[_Block]) -> Share | None:
-        keys = [block.key for block in wanted]
-        reservation = self._tier.reserve(keys, lambda: set(state.chain_keys()))
+    def _wanted(self, state: RequestState, tables: Sequence[BlockTable], spans: list[range]) -> _Wanted:
+        if len(spans) == 1:  # most models, and long prompts: slices, no object per block
+            (span,), (table,), keys = spans, tables, state.keys(0)
+            device_blocks = table[span.start : span.stop]
+            if NULL_BLOCK not in device_blocks:
+                return _Wanted(keys[span.start : span.stop], device_blocks, ())
+        blocks = [
+            ((block + 1) * self._groups[g].block_size_tokens, g, block)
+            for g, (span, table) in enumerate(zip(spans, tables, strict=True))
+            for block in span
+            if table[block] != NULL_BLOCK
+        ]
+        # If the tier is short, all groups shall have the same prefix: one group's blocks are of no use alone.
+        blocks.sort()
+        return _Wanted(
+            [state.keys(g)[block] for _, g, block in blocks],
+            [tables[g][block] for _, g, block in blocks],
+            [g for _, g, _ in blocks],
+        )
+
+    def _reserve(self, state: RequestState, wanted: _Wanted) -> Share | None:
+        reservation = self._tier.reserve(wanted.keys, lambda: set(state.chain_keys()))
         self._count_evictions()
-        if len(reservation.keys) < len(keys):
-            self._metrics.dropped(DropReason.NO_SPACE, self._tier.absent_of(keys))
+        if len(reservation.keys) < len(wanted.keys):
+            self._metrics.dropped(DropReason.NO_SPACE, self._tier.absent_of(wanted.keys))
         if not reservation.keys:
             return None
-        moves = self._moves(wanted, reservation)
         job = self._open = self._open or self._jobs.start(Direction.OFFLOAD)
-        is_prefill = len(wanted) > len(self._groups)
+        moves = self._moves(wanted, reservation)
+        is_prefill = len(wanted.keys) > len(self._groups)
         share = Share(job.job_id, state, reservation.keys, moves, reservation=reservation, is_prefill=is_prefill)
         self._jobs.add(job, share)
         state.offload_jobs.add(job.job_id)
         return share
 
-    def _moves(self, wanted: list[_Block], reservation: Reservation) -> tuple[GroupMove, ...]:
-        if len(self._groups) == 1 and len(reservation.keys) == len(wanted):
-            return (GroupMove(self._groups[0].index, tuple(block.device_block for block in wanted), reservation.slots),)
+    def _moves(self, wanted: _Wanted, reservation: Reservation) -> tuple[GroupMove, ...]:
+        if len(self._groups) == 1 and len(reservation.keys) == len(wanted.keys):
+            return (GroupMove(self._groups[0].index, tuple(wanted.device_blocks), reservation.slots),)
         slot_of = dict(zip(reservation.keys, reservation.slots, strict=True))
         per_group: dict[int, tuple[list[int], list[int]]] = {}
-        for block in wanted:
-            slot = slot_of.pop(block.key, None)
+        positions = wanted.positions or [0] * len(wanted.keys)
+        for key, device_block, g in zip(wanted.keys, wanted.device_blocks, positions, strict=True):
+            slot = slot_of.pop(key, None)
             if slot is not None:
-                device_blocks, slots = per_group.setdefault(block.position, ([], []))
-                device_blocks.append(block.device_block)
+                device_blocks, slots = per_group.setdefault(g, ([], []))
+                device_blocks.append(device_block)
                 slots.append(slot)
         return tuple(
             GroupMove(self._groups[g].index, tuple(device_blocks), tuple(slots))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 from kvbm_core.blocks.lease import Lease
 from kvbm_core.tiers.groups import GroupSpec, base_block_tokens
@@ -46,9 +47,12 @@ class RequestState:
     host_hit_blocks: int = 0
     is_finished: bool = False
     _keys: list[list[BlockKey]] = field(default_factory=list)
+    _steps: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._keys = [[] for _ in self.groups]
+        base = base_block_tokens(self.groups)
+        self._steps = [group.block_size_tokens // base for group in self.groups]
         self.restart_offload()
 
     def restart_offload(self) -> None:
@@ -57,10 +61,11 @@ class RequestState:
         self.next_full_tokens = 0
 
     def keys(self, position: int) -> list[BlockKey]:
-        """Keys of all full blocks of ``groups[position]`` that the chain knows so far."""
-        group, keys = self.groups[position], self._keys[position]
-        step = group.block_size_tokens // base_block_tokens(self.groups)
-        hashes = self.chain.hashes
+        """Keys of all full blocks of ``groups[position]`` that the chain knows so far. Not to be changed."""
+        group, step, hashes = self.groups[position], self._steps[position], self.chain.hashes
+        if step == 1 and not group.index:
+            return cast("list[BlockKey]", hashes)  # block_key(digest, 0) is the digest
+        keys = self._keys[position]
         if (len(keys) + 1) * step <= len(hashes):
             keys.extend(block_key(digest, group.index) for digest in hashes[(len(keys) + 1) * step - 1 :: step])
         return keys

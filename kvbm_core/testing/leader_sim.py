@@ -86,6 +86,8 @@ class LeaderSim:
         self._prefix_of: dict[BlockKey, tuple[int, tuple[int, ...]]] = {}
         self._last_job_before_reset = 0
         self._last_job = 0
+        # The job that gathers what is offloaded, if there is one.
+        self._open_jobs: set[int] = set()
         self._prompts: list[list[int]] = []
         self._count = 0
 
@@ -251,6 +253,8 @@ class LeaderSim:
                         _expect(right, f"{request.request_id} was given wrong bytes for {prefix}")
 
     def _run(self, request: SimRequest) -> None:
+        if request.state.offload_jobs & self._open_jobs:
+            self._send_offloads()  # no request runs twice in one step
         before = request.computed_tokens
         for group, table in zip(self.shape.groups, request.held, strict=True):
             for block in range(min(group.first_needed_block(before), len(table))):
@@ -263,11 +267,13 @@ class LeaderSim:
         share = self.leader.offload(request.state, request.tokens, before, after, request.tables)
         if share is not None:
             self._last_job = max(self._last_job, share.job_id)
+            self._open_jobs = {share.job_id}
         if after == len(request.tokens):
             self._finish(request)
 
     def _send_offloads(self) -> None:
         plan = self.leader.take_offloads()
+        self._open_jobs = set()
         if plan is None:
             return
         plan.check(self.shape.num_device_blocks, self.shape.num_slots)

@@ -2,84 +2,90 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from collections.abc import Set as AbstractSet
-
-from kvbm_core.types import BlockKey
+from kvbm_core.policy.recency import Slots, as_slots
 
 
 class NaiveLru:
-    """LruPolicy's twin: every key has a stamp of its last use, and evict sorts them all."""
+    """LruPolicy's twin: every slot has a stamp of its last use, and evict sorts them all."""
 
     def __init__(self) -> None:
         self._call = 0
-        self._stamps: dict[BlockKey, tuple[int, int]] = {}
-        self._pins: dict[BlockKey, int] = {}
+        self._stamps: dict[int, tuple[int, int]] = {}
+        self._pins: dict[int, int] = {}
 
-    def _use(self, keys: Sequence[BlockKey]) -> None:
+    def _use(self, slots: list[int]) -> None:
         # A later call is more recent; within a call an earlier position is.
         self._call += 1
-        for position, key in enumerate(keys):
-            if not self.is_pinned(key):
-                self._stamps[key] = max(self._stamps[key], (self._call, -position))
+        for position, slot in enumerate(slots):
+            if not self.is_pinned(slot):
+                self._stamps[slot] = max(self._stamps[slot], (self._call, -position))
 
-    def insert(self, keys: Sequence[BlockKey]) -> None:
+    def grow(self, capacity_slots: int) -> None:
         """See EvictionPolicy."""
-        if len(set(keys)) != len(keys) or any(key in self._stamps for key in keys):
-            raise ValueError("insert: a key is not new")
-        for key in keys:
-            self._stamps[key] = (0, 0)
-            self._pins[key] = 0
-        self._use(keys)
 
-    def touch(self, keys: Sequence[BlockKey]) -> None:
+    def insert(self, slots: Slots) -> None:
         """See EvictionPolicy."""
-        self._use([key for key in keys if key in self._stamps])
+        numbers = slots.tolist()
+        if len(set(numbers)) != len(numbers) or any(slot in self._stamps for slot in numbers):
+            raise ValueError("insert: a slot is not new")
+        for slot in numbers:
+            self._stamps[slot] = (0, 0)
+            self._pins[slot] = 0
+        self._use(numbers)
 
-    def pin(self, keys: Sequence[BlockKey]) -> None:
+    def touch(self, slots: Slots) -> None:
         """See EvictionPolicy."""
-        for key in keys:
-            if key not in self._stamps:
-                raise KeyError(key)
-        for key in keys:
-            self._pins[key] += 1
+        self._use([slot for slot in slots.tolist() if slot in self._stamps])
 
-    def unpin(self, keys: Sequence[BlockKey]) -> None:
+    def pin(self, slots: Slots) -> None:
         """See EvictionPolicy."""
-        for key in keys:
-            if self._pins.get(key, 0) < list(keys).count(key):
-                raise KeyError(key)
-        for key in keys:
-            self._pins[key] -= 1
-        self._use(keys)
+        for slot in slots.tolist():
+            if slot not in self._stamps:
+                raise KeyError(slot)
+        for slot in slots.tolist():
+            self._pins[slot] += 1
 
-    def remove(self, key: BlockKey) -> None:
+    def unpin(self, slots: Slots) -> None:
         """See EvictionPolicy."""
-        if self.is_pinned(key):
-            raise ValueError("remove: the key is pinned")
-        del self._stamps[key]
-        del self._pins[key]
+        numbers = slots.tolist()
+        for slot in numbers:
+            if self._pins.get(slot, 0) < numbers.count(slot):
+                raise KeyError(slot)
+        for slot in numbers:
+            self._pins[slot] -= 1
+        self._use(numbers)
 
-    def evict(self, count_blocks: int, protected: AbstractSet[BlockKey] = frozenset()) -> list[BlockKey] | None:
+    def remove(self, slots: Slots) -> None:
+        """See EvictionPolicy."""
+        numbers = slots.tolist()
+        if any(self.is_pinned(slot) for slot in numbers):
+            raise ValueError("remove: a slot is pinned")
+        if len(set(numbers)) != len(numbers) or not self._stamps.keys() >= set(numbers):
+            raise KeyError("remove: a slot is unknown, or given twice")
+        for slot in numbers:
+            del self._stamps[slot]
+            del self._pins[slot]
+
+    def evict(self, count_blocks: int, protected: Slots | None = None) -> Slots | None:
         """See EvictionPolicy."""
         if count_blocks < 0:
             raise ValueError("evict: a count is not negative")
-        allowed = [key for key in self._stamps if not self.is_pinned(key) and key not in protected]
-        victims = sorted(allowed, key=lambda key: self._stamps[key])[:count_blocks]
+        spared = set() if protected is None else set(protected.tolist())
+        allowed = [slot for slot in self._stamps if not self.is_pinned(slot) and slot not in spared]
+        victims = sorted(allowed, key=lambda slot: self._stamps[slot])[:count_blocks]
         if len(victims) < count_blocks:
             return None
-        for key in victims:
-            self.remove(key)
-        return victims
+        self.remove(as_slots(victims))
+        return as_slots(victims)
 
-    def is_pinned(self, key: BlockKey) -> bool:
+    def is_pinned(self, slot: int) -> bool:
         """See EvictionPolicy."""
-        return self._pins.get(key, 0) > 0
+        return self._pins.get(slot, 0) > 0
 
     @property
     def evictable_blocks(self) -> int:
         """See EvictionPolicy."""
-        return sum(1 for key in self._stamps if not self.is_pinned(key))
+        return sum(1 for slot in self._stamps if not self.is_pinned(slot))
 
     def check_integrity(self) -> None:
         """Nothing to check: the two dicts have the same keys by construction."""

@@ -4,16 +4,64 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from random import Random
 
 from kvbm_core.policy.base import EvictionPolicy
+from kvbm_core.policy.recency import as_slots
 from kvbm_core.types import BlockKey, SequenceHash, block_key
+
+CAPACITY_SLOTS = 100_000
 
 
 def sample_keys(start: int, stop: int) -> list[BlockKey]:
     """Distinct keys, one per number in ``start .. stop-1``."""
     return [block_key(SequenceHash(number.to_bytes(32, "little")), 0) for number in range(start, stop)]
+
+
+class ListPolicy:
+    """A policy whose slots go in and come out as lists."""
+
+    def __init__(self, policy: EvictionPolicy) -> None:
+        policy.grow(CAPACITY_SLOTS)
+        self.policy = policy
+        self.check_integrity = policy.check_integrity
+        self.is_pinned = policy.is_pinned
+
+    def insert(self, slots: Sequence[int]) -> None:
+        """As the policy's."""
+        self.policy.insert(as_slots(slots))
+
+    def touch(self, slots: Sequence[int]) -> None:
+        """As the policy's."""
+        self.policy.touch(as_slots(slots))
+
+    def pin(self, slots: Sequence[int]) -> None:
+        """As the policy's."""
+        self.policy.pin(as_slots(slots))
+
+    def unpin(self, slots: Sequence[int]) -> None:
+        """As the policy's."""
+        self.policy.unpin(as_slots(slots))
+
+    def remove(self, *slots: int) -> None:
+        """As the policy's."""
+        self.policy.remove(as_slots(slots))
+
+    def evict(self, count_blocks: int, protected: Iterable[int] = ()) -> list[int] | None:
+        """As the policy's."""
+        spared = as_slots(list(protected))
+        victims = self.policy.evict(count_blocks, spared if len(spared) else None)
+        return None if victims is None else victims.tolist()
+
+    @property
+    def evictable_blocks(self) -> int:
+        """As the policy's."""
+        return self.policy.evictable_blocks
+
+
+def _slots(start: int, stop: int) -> list[int]:
+    return list(range(start, stop))
 
 
 def _expect(is_true: bool, promise: str) -> None:
@@ -45,27 +93,31 @@ class EvictionPolicyContract(ABC):
     def make_policy(self) -> EvictionPolicy:
         """A new, empty policy."""
 
-    def filled(self, keys: Sequence[BlockKey]) -> EvictionPolicy:
-        """A policy that holds ``keys``, inserted as one sequence."""
-        policy = self.make_policy()
-        policy.insert(keys)
+    def new(self) -> ListPolicy:
+        """``make_policy`` with room for every slot used here."""
+        return ListPolicy(self.make_policy())
+
+    def filled(self, slots: Sequence[int]) -> ListPolicy:
+        """A policy that holds ``slots``, inserted as one sequence."""
+        policy = self.new()
+        policy.insert(slots)
         return policy
 
-    def all_evictable(self, policy: EvictionPolicy) -> list[BlockKey]:
+    def all_evictable(self, policy: ListPolicy) -> list[int]:
         """Empties ``policy`` of what is not pinned; the keys in the order they went."""
         victims = policy.evict(policy.evictable_blocks)
         _expect(victims is not None, "as many as are evictable can be evicted")
         return victims or []
 
     def test_a_new_policy_is_empty(self) -> None:
-        policy = self.make_policy()
+        policy = self.new()
         _expect(policy.evictable_blocks == 0, "a new policy is empty")
         _expect(policy.evict(0) == [], "nothing can always be evicted")
         _expect(policy.evict(1) is None, "an empty policy has no victim")
         policy.check_integrity()
 
     def test_evict_takes_exactly_n(self) -> None:
-        keys = sample_keys(0, 10)
+        keys = _slots(0, 10)
         policy = self.filled(keys)
         first = policy.evict(4) or []
         _expect(len(set(first)) == 4 and set(first) <= set(keys), "four of the keys")
@@ -73,7 +125,7 @@ class EvictionPolicyContract(ABC):
         _expect(sorted(first + self.all_evictable(policy)) == keys, "every key goes once")
 
     def test_evict_of_too_many_changes_nothing(self) -> None:
-        keys = sample_keys(0, 6)
+        keys = _slots(0, 6)
         policy, twin = self.filled(keys), self.filled(keys)
         _expect(policy.evict(7) is None, "six keys are not seven")
         _expect(policy.evict(5, {keys[0], keys[1]}) is None, "two of six are protected: five cannot go")
@@ -81,11 +133,11 @@ class EvictionPolicyContract(ABC):
         _expect(self.all_evictable(policy) == self.all_evictable(twin), "nor has the order changed")
 
     def test_a_negative_count_is_refused(self) -> None:
-        policy = self.filled(sample_keys(0, 2))
+        policy = self.filled(_slots(0, 2))
         _expect_raises(ValueError, lambda: policy.evict(-1))
 
     def test_the_tail_goes_before_the_head(self) -> None:
-        keys = sample_keys(0, 8)
+        keys = _slots(0, 8)
         _expect(self.all_evictable(self.filled(keys)) == keys[::-1], "after insert the tail goes first")
         touched = self.filled(keys)
         touched.touch(keys)
@@ -96,7 +148,7 @@ class EvictionPolicyContract(ABC):
         _expect(self.all_evictable(released) == keys[::-1], "after unpin the tail goes first")
 
     def test_pinned_keys_stay_until_the_last_unpin(self) -> None:
-        keys = sample_keys(0, 5)
+        keys = _slots(0, 5)
         policy = self.filled(keys)
         policy.pin(keys[:2])
         policy.pin(keys[:1])
@@ -110,7 +162,7 @@ class EvictionPolicyContract(ABC):
         _expect(self.all_evictable(policy) == [keys[0]], "and then the other")
 
     def test_a_key_given_twice_is_pinned_twice(self) -> None:
-        (key,) = sample_keys(0, 1)
+        (key,) = _slots(0, 1)
         policy = self.filled([key])
         policy.pin([key, key])
         policy.unpin([key])
@@ -120,7 +172,7 @@ class EvictionPolicyContract(ABC):
         _expect(not policy.is_pinned(key) and policy.evictable_blocks == 1, "no pin is left")
 
     def test_protected_keys_stay(self) -> None:
-        keys = sample_keys(0, 6)
+        keys = _slots(0, 6)
         policy = self.filled(keys)
         victims = policy.evict(3, {keys[5], keys[3], keys[0]})
         _expect(victims is not None and set(victims) == {keys[1], keys[2], keys[4]}, "the unprotected go")
@@ -128,7 +180,7 @@ class EvictionPolicyContract(ABC):
         _expect(len(self.all_evictable(policy)) == 3, "protection ends with the call")
 
     def test_unknown_and_pinned_keys_are_ignored_by_touch(self) -> None:
-        known, unknown = sample_keys(0, 3), sample_keys(3, 5)
+        known, unknown = _slots(0, 3), _slots(3, 5)
         policy = self.filled(known)
         policy.pin(known[:1])
         policy.touch([*unknown, *known])
@@ -136,7 +188,7 @@ class EvictionPolicyContract(ABC):
         policy.check_integrity()
 
     def test_remove(self) -> None:
-        keys = sample_keys(0, 3)
+        keys = _slots(0, 3)
         policy = self.filled(keys)
         policy.pin(keys[:1])
         _expect_raises(ValueError, lambda: policy.remove(keys[0]))
@@ -148,7 +200,7 @@ class EvictionPolicyContract(ABC):
         _expect(policy.evictable_blocks == 1, "what was removed can come again")
 
     def test_a_call_that_raises_changes_nothing(self) -> None:
-        keys, unknown = sample_keys(0, 4), sample_keys(4, 6)
+        keys, unknown = _slots(0, 4), _slots(4, 6)
         policy = self.filled(keys)
         policy.pin(keys[:1])
         _expect_raises(ValueError, lambda: policy.insert([unknown[0], keys[2]]))
@@ -168,8 +220,8 @@ class EvictionPolicyContract(ABC):
             self._walk(Random(seed))  # noqa: S311 (a test's randomness)
 
     def _walk(self, rng: Random) -> None:
-        policy, pins = self.make_policy(), dict[BlockKey, int]()
-        universe = sample_keys(0, 40)
+        policy, pins = self.new(), dict[int, int]()
+        universe = _slots(0, 40)
         for _ in range(300):
             some = rng.sample(universe, rng.randint(0, 6))
             match rng.randrange(5):
@@ -194,9 +246,7 @@ class EvictionPolicyContract(ABC):
             _expect(policy.evictable_blocks == unpinned, "evictable is what is not pinned")
             _expect(all(policy.is_pinned(k) == (pins.get(k, 0) > 0) for k in universe), "pins are counted")
 
-    def _evict_some(
-        self, policy: EvictionPolicy, pins: dict[BlockKey, int], protected: set[BlockKey], count: int
-    ) -> None:
+    def _evict_some(self, policy: ListPolicy, pins: dict[int, int], protected: set[int], count: int) -> None:
         allowed = {key for key, pinned in pins.items() if not pinned} - protected
         victims = policy.evict(count, protected)
         _expect((victims is None) == (count > len(allowed)), "None if and only if there are too few")
@@ -213,7 +263,7 @@ class EvictionPolicyContract(ABC):
             _expect(seconds < 20 * few[name], f"{name} takes {seconds} s among many, {few[name]} s among few")
 
     def _step_seconds(self, resident_blocks: int) -> dict[str, float]:
-        keys = sample_keys(0, resident_blocks)
+        keys = _slots(0, resident_blocks)
         policy = self.filled(keys)
         policy.pin(keys[: resident_blocks // 4])
         some = keys[resident_blocks // 2 :][:16]

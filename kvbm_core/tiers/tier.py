@@ -16,7 +16,8 @@ from kvbm_core.blocks.registry import BlockRegistry
 from kvbm_core.clock import Clock
 from kvbm_core.errors import IntegrityError
 from kvbm_core.policy.base import EvictionPolicy
-from kvbm_core.types import BlockKey, SlotId, Tier
+from kvbm_core.policy.recency import Slots, as_slots
+from kvbm_core.types import BlockKey, Tier
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +25,7 @@ class Reservation:
     """Slots being written: ``keys[i]`` goes to ``slots[i]``. Ended exactly once, by commit or abort."""
 
     keys: tuple[BlockKey, ...]
-    slots: tuple[SlotId, ...]
+    slots: tuple[int, ...]
     generation: int
 
 
@@ -76,6 +77,8 @@ class BlockTier:
         """Makes ``capacity_blocks`` slots usable in all; a smaller number changes nothing."""
         if capacity_blocks > self._pool.capacity_slots:
             self._pool.grow(capacity_blocks)
+            self._registry.grow(capacity_blocks)
+            self._policy.grow(capacity_blocks)
 
     def contains(self, key: BlockKey) -> bool:
         """Whether the block can be matched now."""
@@ -87,22 +90,17 @@ class BlockTier:
 
     def match_prefix(self, keys: Sequence[BlockKey]) -> int:
         """How many leading ``keys`` can be matched. Changes nothing (a probe is not a use)."""
-        count = self._registry.match_prefix(keys)
+        count = len(self._registry.find(keys))
         if self._doomed:
-            for index in range(count):
-                if keys[index] in self._doomed:
-                    return index
+            return next((index for index in range(count) if keys[index] in self._doomed), count)
         return count
 
     def lease(self, owner: str, keys: Sequence[BlockKey], ttl_s: float) -> Lease | None:
         """Pins ``keys`` for ``ttl_s`` seconds; None, and nothing pinned, unless all of them are there."""
-        slots: list[SlotId] = []
-        for key in keys:
-            slot = self._registry.slot_of(key)
-            if slot is None or key in self._doomed:
-                return None
-            slots.append(slot)
-        self._policy.pin(keys)
+        slots = self._registry.find(keys)
+        if len(slots) < len(keys) or (self._doomed and not self._doomed.isdisjoint(keys)):
+            return None
+        self._policy.pin(as_slots(slots))
         return self._leases.grant(owner, keys, slots, ttl_s)
 
     def renew(self, lease: Lease, ttl_s: float) -> Lease | None:
@@ -112,7 +110,7 @@ class BlockTier:
         """
         if not self._leases.is_live(lease):
             return None
-        self._policy.pin(lease.keys)
+        self._policy.pin(as_slots(lease.slots))
         renewed = self._leases.grant(lease.owner, lease.keys, lease.slots, ttl_s)
         self.release(lease)
         return renewed
@@ -120,7 +118,7 @@ class BlockTier:
     def release(self, lease: Lease) -> None:
         """Ends a lease; one that has expired or was released before is left alone."""
         if self._leases.release(lease):
-            self._unpin(lease.keys)
+            self._unpin(lease)
 
     def expire_leases(self) -> int:
         """Ends the leases whose time is over; returns how many."""
@@ -128,12 +126,13 @@ class BlockTier:
             return 0
         expired = self._leases.expire()
         for lease in expired:
-            self._unpin(lease.keys)
+            self._unpin(lease)
         return len(expired)
 
     def touch(self, keys: Sequence[BlockKey]) -> None:
         """Makes ``keys`` (a prefix, head first) recently used; the head is evicted after the tail."""
-        self._policy.touch(keys)
+        slots = self._registry.find(keys)
+        self._policy.touch(as_slots(slots) if len(slots) == len(keys) else self._registry.slots_of(keys))
 
     def reserve(self, keys: Sequence[BlockKey], protected: Callable[[], AbstractSet[BlockKey]]) -> Reservation:
         """Slots for those of ``keys`` that are neither there nor on their way, as many as can be had.
@@ -141,38 +140,35 @@ class BlockTier:
         Blocks are taken from the head of ``keys`` on; what does not fit is left out (compare the lengths).
         ``protected`` is asked only if something has to be evicted; its keys stay.
         """
-        new_keys = [key for key in keys if key not in self._registry and not self._registry.is_pending(key)]
-        new_keys = list(dict.fromkeys(new_keys))
+        new_keys = self._registry.new_of(keys)
         missing = len(new_keys) - self._pool.free_slots
         if missing > 0:
             self._make_room(missing, protected())
-        new_keys = new_keys[: self._pool.free_slots]
-        slots = self._pool.allocate(len(new_keys)) if new_keys else []
+            new_keys = new_keys[: self._pool.free_slots]
+        slots = self._pool.allocate(len(new_keys))
         if slots is None:
             raise IntegrityError("the pool refused slots that it had just counted as free")
-        if new_keys:
-            self._registry.reserve(new_keys, slots)
-        return Reservation(tuple(new_keys), tuple(slots), self._generation)
+        self._registry.reserve(new_keys, slots)
+        return Reservation(new_keys, tuple(slots.tolist()), self._generation)
 
     def commit(self, reservation: Reservation) -> bool:
         """The bytes are there: the blocks become matchable. False if a reset came in between (they are dropped)."""
         if reservation.generation != self._generation:
             self.abort(reservation)
             return False
-        self._registry.commit(reservation.keys)
-        self._policy.insert(reservation.keys)
+        self._policy.insert(self._registry.commit(reservation.keys))
         return True
 
     def abort(self, reservation: Reservation) -> None:
         """The bytes did not arrive: nothing stays registered, the slots are free again."""
-        self._pool.release(self._registry.drop(reservation.keys))
+        self._pool.release(self._registry.cancel(reservation.keys))
 
     def forget(self, keys: Sequence[BlockKey]) -> None:
         """Makes resident ``keys`` a miss from now on (a load of them failed); unknown ones are ignored."""
         present = [key for key in dict.fromkeys(keys) if self.contains(key)]
-        pinned = [key for key in present if self._policy.is_pinned(key)]
-        self._doomed.update(pinned)
-        self._drop([key for key in present if key not in self._doomed])
+        free = self._free_of(present)
+        self._doomed.update(present)
+        self._drop(free)
 
     def reset(self) -> int:
         """Forgets every block; what is being read leaves when its lease ends, what is being written never arrives.
@@ -193,7 +189,8 @@ class BlockTier:
         used = self._pool.capacity_slots - self._pool.free_slots
         if used != len(self._registry) + self._registry.pending_blocks:
             raise IntegrityError(f"{self.tier.name}: {used} slots in use, {len(self._registry)} blocks registered")
-        pinned = set(filter(self._policy.is_pinned, self._registry.keys()))
+        keys = list(self._registry.keys())
+        pinned = set(keys) - set(self._free_of(keys))
         if self._policy.evictable_blocks + len(pinned) != len(self._registry):
             raise IntegrityError(f"{self.tier.name}: the policy knows other blocks than the registry")
         if not self._doomed <= pinned:
@@ -202,27 +199,33 @@ class BlockTier:
             raise IntegrityError(f"{self.tier.name}: {len(pinned)} blocks are pinned and nobody holds a lease")
 
     def _make_room(self, count_blocks: int, protected: AbstractSet[BlockKey]) -> None:
-        victims = self._policy.evict(count_blocks, protected)
+        spared = self._registry.slots_of(protected) if protected else None
+        victims = self._policy.evict(count_blocks, spared)
         if victims is None:
-            spared = sum(1 for key in protected if key in self._registry and not self._policy.is_pinned(key))
-            possible = min(count_blocks, self._policy.evictable_blocks - spared)
-            victims = self._policy.evict(possible, protected) if possible > 0 else None
-        if victims:
+            num_spared = 0 if spared is None else sum(1 for slot in spared.tolist() if not self._policy.is_pinned(slot))
+            possible = min(count_blocks, self._policy.evictable_blocks - num_spared)
+            victims = self._policy.evict(possible, spared) if possible > 0 else None
+        if victims is not None and len(victims):
             self.evicted_blocks_total += len(victims)
-            self._pool.release(self._registry.drop(victims))
-            self._on_evict(victims)
+            self._leave(victims)
 
-    def _unpin(self, keys: Sequence[BlockKey]) -> None:
-        self._policy.unpin(keys)
+    def _unpin(self, lease: Lease) -> None:
+        self._policy.unpin(as_slots(lease.slots))
         if self._doomed:
-            free = [key for key in keys if key in self._doomed and not self._policy.is_pinned(key)]
-            self._doomed.difference_update(free)
-            self._drop(free)
+            self._drop(self._free_of([key for key in lease.keys if key in self._doomed]))
+
+    def _free_of(self, keys: Sequence[BlockKey]) -> list[BlockKey]:
+        slots = self._registry.slots_of(keys).tolist()
+        return [key for key, slot in zip(keys, slots, strict=True) if not self._policy.is_pinned(slot)]
 
     def _drop(self, keys: Sequence[BlockKey]) -> None:
-        if not keys:
-            return
-        for key in keys:
-            self._policy.remove(key)
-        self._pool.release(self._registry.drop(keys))
+        if keys:
+            slots = self._registry.slots_of(keys)
+            self._policy.remove(slots)
+            self._leave(slots)
+            self._doomed.difference_update(keys)
+
+    def _leave(self, slots: Slots) -> None:
+        keys = self._registry.drop(slots)
+        self._pool.release(slots)
         self._on_evict(keys)

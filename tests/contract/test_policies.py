@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from kvbm_core.policy.base import EvictionPolicy
 from kvbm_core.policy.lru import LruPolicy
+from kvbm_core.policy.recency import Slots
 from kvbm_core.testing.naive import NaiveLru
-from kvbm_core.testing.policy_contract import EvictionPolicyContract, sample_keys
+from kvbm_core.testing.policy_contract import EvictionPolicyContract, ListPolicy
 
 
 class TestLruPolicy(EvictionPolicyContract):
@@ -23,19 +25,19 @@ class TestNaiveLru(EvictionPolicyContract):
 
 
 class EvictsOneTooMany(LruPolicy):
-    def evict(self, count_blocks: int, protected: object = None) -> list[bytes] | None:
+    def evict(self, count_blocks: int, protected: object = None) -> Slots | None:
         return super().evict(count_blocks + 1)
 
 
 class LooksAtEverything(LruPolicy):
-    def touch(self, keys: object) -> None:
-        super().check_integrity()
-        super().touch([key for key in list(self._queue) if key in set(keys)])
+    def touch(self, slots: Slots) -> None:
+        everything = [slot for part in self._queue.oldest() for slot in part.tolist()]
+        super().touch(slots[np.isin(slots, everything)])
 
 
 class HeadFirst(LruPolicy):
-    def insert(self, keys: object) -> None:
-        super().insert(keys[::-1])
+    def insert(self, slots: Slots) -> None:
+        super().insert(slots[::-1])
 
 
 @pytest.mark.parametrize(
@@ -57,19 +59,18 @@ def test_the_contract_catches_a_broken_policy(broken: type[LruPolicy], test: str
 
 
 def test_lru_evicts_the_least_recently_used_sequence_first() -> None:
-    old, mid, new = sample_keys(0, 3), sample_keys(3, 6), sample_keys(6, 9)
-    policy = LruPolicy()
-    for keys in (old, mid, new):
-        policy.insert(keys)
+    old, mid, new = [0, 1, 2], [3, 4, 5], [6, 7, 8]
+    policy = ListPolicy(LruPolicy())
+    for slots in (old, mid, new):
+        policy.insert(slots)
     policy.touch(old)
     policy.pin(mid)
     policy.unpin(mid)
     assert policy.evict(9) == [*new[::-1], *old[::-1], *mid[::-1]]
 
 
-def test_lru_passes_over_protected_keys_without_moving_them() -> None:
-    keys = sample_keys(0, 5)
-    policy = LruPolicy()
-    policy.insert(keys)
-    assert policy.evict(1, {keys[4], keys[3]}) == [keys[2]]
-    assert policy.evict(4) == [keys[4], keys[3], keys[1], keys[0]]
+def test_lru_passes_over_protected_slots_without_moving_them() -> None:
+    policy = ListPolicy(LruPolicy())
+    policy.insert([0, 1, 2, 3, 4])
+    assert policy.evict(1, {4, 3}) == [2]
+    assert policy.evict(4) == [4, 3, 1, 0]

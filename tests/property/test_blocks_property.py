@@ -1,28 +1,24 @@
-"""Random histories: LRU against its naive twin, the books of one tier against a model, encodings read back."""
+"""Random histories: LRU against its naive twin, the log of uses against a list, encodings read back."""
 
 from __future__ import annotations
 
+from random import Random
 from struct import unpack_from
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from kvbm_core.blocks.lease import Lease, LeaseBook
-from kvbm_core.blocks.pool import SlotPool
-from kvbm_core.blocks.registry import BlockRegistry
-from kvbm_core.clock import ManualClock
 from kvbm_core.policy.lru import LruPolicy
+from kvbm_core.policy.recency import RecencyLog, as_slots
 from kvbm_core.testing.naive import NaiveLru
-from kvbm_core.testing.policy_contract import sample_keys
+from kvbm_core.testing.policy_contract import ListPolicy
 from kvbm_core.tokens.chain import TokenChain
 from kvbm_core.tokens.hashing import encode_fields
 from kvbm_core.tokens.namespace import KeyNamespace
-from kvbm_core.types import BlockKey, SlotId
 
-UNIVERSE = sample_keys(0, 24)
-SOME_KEYS = st.lists(st.sampled_from(UNIVERSE), max_size=8)
-A_FEW = st.integers(0, 10)
+UNIVERSE = range(24)
+SOME_SLOTS = st.lists(st.sampled_from(UNIVERSE), max_size=8)
 
 # Small, and full of what a careless encoding would trip over.
 TEXTS = st.text(st.sampled_from("a0\0sn\x01é\ud800"), max_size=4)
@@ -112,7 +108,13 @@ class LruAndItsTwin(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.policy, self.twin = LruPolicy(), NaiveLru()
+        self.naive = NaiveLru()
+        self.policy, self.twin = ListPolicy(LruPolicy()), ListPolicy(self.naive)
+
+    @property
+    def known(self) -> set[int]:
+        """Slots that both hold."""
+        return set(self.naive._stamps)
 
     def both(self, name: str, *args: object) -> None:
         """Calls ``name`` on both and compares what comes back."""
@@ -124,170 +126,107 @@ class LruAndItsTwin(RuleBasedStateMachine):
                 answers.append(type(error))
         assert answers[0] == answers[1], (name, args)
 
-    @rule(keys=SOME_KEYS)
-    def insert(self, keys: list[BlockKey]) -> None:
-        self.both("insert", keys)
+    @rule(slots=SOME_SLOTS)
+    def insert(self, slots: list[int]) -> None:
+        self.both("insert", slots)
 
-    @rule(keys=st.lists(st.sampled_from(UNIVERSE), max_size=8, unique=True))
-    def insert_new_ones(self, keys: list[BlockKey]) -> None:
-        self.both("insert", [key for key in keys if key not in self.twin._stamps])
+    @rule(slots=st.lists(st.sampled_from(UNIVERSE), max_size=8, unique=True))
+    def insert_new_ones(self, slots: list[int]) -> None:
+        self.both("insert", [slot for slot in slots if slot not in self.known])
 
-    @rule(keys=SOME_KEYS)
-    def touch(self, keys: list[BlockKey]) -> None:
-        self.both("touch", keys)
+    @rule(slots=SOME_SLOTS)
+    def touch(self, slots: list[int]) -> None:
+        self.both("touch", slots)
 
-    @rule(keys=SOME_KEYS)
-    def pin(self, keys: list[BlockKey]) -> None:
-        self.both("pin", keys)
+    @rule(slots=SOME_SLOTS)
+    def pin(self, slots: list[int]) -> None:
+        self.both("pin", slots)
 
-    @rule(keys=SOME_KEYS)
-    def pin_known_ones(self, keys: list[BlockKey]) -> None:
-        self.both("pin", [key for key in keys if key in self.twin._stamps])
+    @rule(slots=SOME_SLOTS)
+    def pin_known_ones(self, slots: list[int]) -> None:
+        self.both("pin", [slot for slot in slots if slot in self.known])
 
-    @rule(keys=SOME_KEYS)
-    def unpin(self, keys: list[BlockKey]) -> None:
-        self.both("unpin", keys)
+    @rule(slots=SOME_SLOTS)
+    def unpin(self, slots: list[int]) -> None:
+        self.both("unpin", slots)
 
-    @rule(keys=SOME_KEYS)
-    def unpin_pinned_ones(self, keys: list[BlockKey]) -> None:
-        self.both("unpin", [key for key in dict.fromkeys(keys) if self.twin.is_pinned(key)])
+    @rule(slots=SOME_SLOTS)
+    def unpin_pinned_ones(self, slots: list[int]) -> None:
+        self.both("unpin", [slot for slot in dict.fromkeys(slots) if self.twin.is_pinned(slot)])
 
-    @rule(key=st.sampled_from(UNIVERSE))
-    def remove(self, key: BlockKey) -> None:
-        self.both("remove", key)
+    @rule(slot=st.sampled_from(UNIVERSE))
+    def remove(self, slot: int) -> None:
+        self.both("remove", slot)
 
-    @rule(count=st.integers(-1, 10), protected=SOME_KEYS)
-    def evict(self, count: int, protected: list[BlockKey]) -> None:
+    @rule(count=st.integers(-1, 10), protected=SOME_SLOTS)
+    def evict(self, count: int, protected: list[int]) -> None:
         self.both("evict", count, frozenset(protected))
 
     @invariant()
     def they_agree(self) -> None:
         self.policy.check_integrity()
         assert self.policy.evictable_blocks == self.twin.evictable_blocks
-        assert all(self.policy.is_pinned(key) == self.twin.is_pinned(key) for key in UNIVERSE)
+        assert all(self.policy.is_pinned(slot) == self.twin.is_pinned(slot) for slot in UNIVERSE)
 
     def teardown(self) -> None:
         self.both("evict", self.twin.evictable_blocks)
 
 
-# ---------------------------------------------------------------- pool, registry, policy and leases of a tier
+# ---------------------------------------------------------------- the log of uses
 
 
-class BooksOfATier(RuleBasedStateMachine):
-    """What a tier does with its four books, against plain dicts; every slot is somewhere exactly once."""
+class LogAndAList(RuleBasedStateMachine):
+    """RecencyLog with chunks of four places beside a list; its size stays in proportion to what it holds."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.clock = ManualClock()
-        self.pool, self.registry, self.policy = SlotPool(), BlockRegistry(), LruPolicy()
-        self.leases = LeaseBook(self.clock)
-        self.resident: dict[BlockKey, SlotId] = {}
-        self.pending: dict[BlockKey, SlotId] = {}
-        self.held: list[Lease] = []
+        self.log = RecencyLog(chunk_bits=2)
+        self.log.grow(40)
+        self.slots: list[int] = []
 
-    @initialize(capacity=st.integers(1, 12))
-    def start(self, capacity: int) -> None:
-        self.pool.grow(capacity)
+    @rule(slots=st.lists(st.integers(0, 39), unique=True, max_size=40))
+    def append(self, slots: list[int]) -> None:
+        new = [slot for slot in slots if slot not in self.slots]
+        self.log.append(as_slots(new))
+        self.slots += new
 
-    @rule(more=st.integers(0, 3))
-    def grow(self, more: int) -> None:
-        self.pool.grow(self.pool.capacity_slots + more)
+    @rule(slots=st.lists(st.integers(0, 39), unique=True, max_size=40))
+    def remove(self, slots: list[int]) -> None:
+        here = [slot for slot in slots if slot in self.slots]
+        self.log.remove(as_slots(here))
+        self.slots = [slot for slot in self.slots if slot not in here]
 
-    @rule(keys=st.lists(st.sampled_from(UNIVERSE), max_size=6, unique=True))
-    def reserve(self, keys: list[BlockKey]) -> None:
-        keys = [key for key in keys if key not in self.resident and key not in self.pending]
-        free = self.pool.free_slots
-        slots = self.pool.allocate(len(keys))
-        assert (slots is None) == (len(keys) > free)
-        if slots is not None:
-            assert slots == sorted(slots)
-            assert not set(slots) & {*self.resident.values(), *self.pending.values()}
-            self.registry.reserve(keys, slots)
-            self.pending.update(zip(keys, slots, strict=True))
-
-    @rule(count=A_FEW)
-    def commit(self, count: int) -> None:
-        keys = list(self.pending)[:count]
-        self.registry.commit(keys)
-        self.policy.insert(keys)
-        self.resident.update({key: self.pending.pop(key) for key in keys})
-
-    @rule(count=A_FEW)
-    def abort(self, count: int) -> None:
-        keys = list(self.pending)[:count]
-        slots = self.registry.drop(keys)
-        assert slots == [self.pending.pop(key) for key in keys]
-        self.pool.release(slots)
-
-    @rule(count=A_FEW, protected=SOME_KEYS)
-    def evict(self, count: int, protected: list[BlockKey]) -> None:
-        leased = {key for lease in self.held for key in lease.keys}
-        allowed = self.resident.keys() - leased - set(protected)
-        victims = self.policy.evict(count, set(protected))
-        assert (victims is None) == (count > len(allowed))
-        if victims is not None:
-            assert len(victims) == count
-            assert set(victims) <= allowed
-            slots = self.registry.drop(victims)
-            assert slots == [self.resident.pop(key) for key in victims]
-            self.pool.release(slots)
-
-    @rule(keys=SOME_KEYS)
-    def touch(self, keys: list[BlockKey]) -> None:
-        self.policy.touch(keys)
-
-    @rule(keys=SOME_KEYS, ttl_s=st.integers(1, 5))
-    def lease_a_prefix(self, keys: list[BlockKey], ttl_s: int) -> None:
-        count = self.registry.match_prefix(keys)
-        assert all(key in self.resident for key in keys[:count])
-        assert count == len(keys) or keys[count] not in self.resident
-        self.policy.pin(keys[:count])
-        slots = [self.resident[key] for key in keys[:count]]
-        self.held.append(self.leases.grant("owner", keys[:count], slots, ttl_s))
-
-    @precondition(lambda self: self.held)
-    @rule(data=st.data())
-    def release(self, data: st.DataObject) -> None:
-        lease = data.draw(st.sampled_from(self.held))
-        self.held.remove(lease)
-        assert self.leases.release(lease)
-        assert not self.leases.release(lease)
-        self.policy.unpin(lease.keys)
-
-    @rule(seconds=st.integers(0, 3))
-    def time_passes(self, seconds: int) -> None:
-        self.clock.advance(seconds)
-        expired = self.leases.expire()
-        over = [lease for lease in self.held if lease.expires_at_s <= self.clock.now_s()]
-        assert sorted(lease.lease_id for lease in expired) == sorted(lease.lease_id for lease in over)
-        for lease in expired:
-            self.held.remove(lease)
-            assert not self.leases.release(lease)
-            self.policy.unpin(lease.keys)
+    @rule(slots=st.lists(st.integers(0, 39), unique=True, max_size=5), times=st.integers(1, 30))
+    def use_again(self, slots: list[int], times: int) -> None:
+        here = [slot for slot in slots if slot in self.slots]
+        for _ in range(times):
+            self.log.remove(as_slots(here))
+            self.log.append(as_slots(here))
+        self.slots = [slot for slot in self.slots if slot not in here] + here
 
     @invariant()
-    def the_books_agree(self) -> None:
-        for book in (self.pool, self.registry, self.policy, self.leases):
-            book.check_integrity()
-        assert dict.fromkeys(self.registry.keys()) == dict.fromkeys(self.resident)
-        assert all(self.registry.slot_of(key) == self.resident.get(key) for key in UNIVERSE)
-        assert all(self.registry.is_pending(key) == (key in self.pending) for key in UNIVERSE)
-        assert (len(self.registry), self.registry.pending_blocks) == (len(self.resident), len(self.pending))
-        used = self.pool.capacity_slots - self.pool.free_slots
-        assert used == len(self.resident) + len(self.pending)
+    def it_is_the_list(self) -> None:
+        self.log.check_integrity()
+        assert [slot for part in self.log.oldest() for slot in part.tolist()] == self.slots
+        assert len(self.log) == len(self.slots)
+        assert self.log.holds(as_slots(range(40))).tolist() == [slot in self.slots for slot in range(40)]
+        assert self.log.log_entries <= 160 + 16  # each of the 40 slots could keep one chunk alive, and no more
 
-    @invariant()
-    def leased_blocks_stay_where_they_are(self) -> None:
-        assert self.leases.live_leases == len(self.held)
-        leased = {key for lease in self.held for key in lease.keys}
-        for lease in self.held:
-            assert self.leases.is_live(lease)
-            assert [self.registry.slot_of(key) for key in lease.keys] == list(lease.slots)
-        assert all(self.policy.is_pinned(key) == (key in leased) for key in UNIVERSE)
-        assert self.policy.evictable_blocks == len(self.resident.keys() - leased)
+
+def test_the_log_stays_small_however_uneven_the_use_is() -> None:
+    log = RecencyLog(chunk_bits=4)
+    log.grow(1000)
+    log.append(as_slots(range(1000)))
+    random = Random(7)
+    for _ in range(3000):
+        slots = as_slots(random.sample(range(1000), 20))
+        log.remove(slots)
+        log.append(slots)
+    log.check_integrity()
+    assert log.log_entries < 3 * 1000
 
 
 TestLruAndItsTwin = LruAndItsTwin.TestCase
 TestLruAndItsTwin.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
-TestBooksOfATier = BooksOfATier.TestCase
-TestBooksOfATier.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestLogAndAList = LogAndAList.TestCase
+TestLogAndAList.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)

@@ -14,7 +14,7 @@ from kvbm_core.policy.lru import LruPolicy
 from kvbm_core.testing.policy_contract import sample_keys
 from kvbm_core.tiers.groups import GroupSpec, alignment_tokens, longest_prefix_tokens
 from kvbm_core.tiers.tier import BlockTier, Reservation
-from kvbm_core.types import BlockKey, SequenceHash, SlotId, Tier, block_key
+from kvbm_core.types import BlockKey, SequenceHash, Tier, block_key
 
 # ---------------------------------------------------------------- the longest prefix
 
@@ -98,7 +98,7 @@ class TierMachine(RuleBasedStateMachine):
         self.gone: list[BlockKey] = []
         self.tier = BlockTier(Tier.HOST, LruPolicy(), self.clock, on_evict=self.gone.extend)
         self.tier.grow(5)
-        self.resident: dict[BlockKey, SlotId] = {}
+        self.resident: dict[BlockKey, int] = {}
         self.doomed: set[BlockKey] = set()
         self.reservations: list[tuple[Reservation, bool]] = []  # with: made before a reset
         self.leases: list[Lease] = []

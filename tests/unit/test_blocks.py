@@ -9,57 +9,64 @@ import pytest
 
 from kvbm_core.blocks.lease import Lease, LeaseBook
 from kvbm_core.blocks.pool import SlotPool
-from kvbm_core.blocks.registry import BlockRegistry
+from kvbm_core.blocks.registry import LOOKED_UP_AT_ONCE, BlockRegistry
 from kvbm_core.clock import ManualClock
 from kvbm_core.errors import IntegrityError
 from kvbm_core.policy.admission import Admission, AdmissionState, AdmitAll
+from kvbm_core.policy.recency import Slots, as_slots
 from kvbm_core.testing.policy_contract import sample_keys
-from kvbm_core.types import SlotId
 
 A, B, C, D = sample_keys(0, 4)
 
 
-def slots(*numbers: int) -> list[SlotId]:
+def slots(*numbers: int) -> Slots:
     """Plain numbers as slots."""
-    return [SlotId(number) for number in numbers]
+    return as_slots(numbers)
 
 
 # ---------------------------------------------------------------- pool
 
 
-def test_slots_come_lowest_first_and_neighbouring() -> None:
+def take(pool: SlotPool, count: int) -> list[int] | None:
+    taken = pool.allocate(count)
+    return None if taken is None else taken.tolist()
+
+
+def test_slots_of_one_call_ascend_and_those_given_back_last_come_first() -> None:
     pool = SlotPool(8)
-    assert pool.allocate(3) == [0, 1, 2]
-    assert pool.allocate(3) == [3, 4, 5]
+    assert take(pool, 3) == [0, 1, 2]
+    assert take(pool, 3) == [3, 4, 5]
     pool.release(slots(5, 1, 2))
-    assert pool.allocate(2) == [1, 2]
-    assert pool.allocate(3) == [5, 6, 7]
+    assert take(pool, 2) == [1, 2]
+    assert take(pool, 3) == [5, 6, 7]
     pool.release(slots(6, 0, 3))
-    assert pool.allocate(3) == [0, 3, 6]
+    pool.release(slots(4))
+    assert take(pool, 1) == [4]
+    assert take(pool, 3) == [0, 3, 6]
     pool.check_integrity()
 
 
 def test_allocate_gives_all_or_nothing() -> None:
     pool = SlotPool(4)
-    assert pool.allocate(5) is None
+    assert take(pool, 5) is None
     assert pool.free_slots == 4
-    assert pool.allocate(0) == []
-    assert pool.allocate(4) == [0, 1, 2, 3]
-    assert pool.allocate(1) is None
-    assert pool.allocate(0) == []
+    assert take(pool, 0) == []
+    assert take(pool, 4) == [0, 1, 2, 3]
+    assert take(pool, 1) is None
+    assert take(pool, 0) == []
     with pytest.raises(ValueError, match="negative"):
         pool.allocate(-1)
 
 
 def test_a_pool_grows_and_never_shrinks() -> None:
     pool = SlotPool()
-    assert (pool.capacity_slots, pool.free_slots, pool.allocate(1)) == (0, 0, None)
+    assert (pool.capacity_slots, pool.free_slots, take(pool, 1)) == (0, 0, None)
     pool.grow(2)
-    assert pool.allocate(2) == [0, 1]
+    assert take(pool, 2) == [0, 1]
     pool.grow(4)
     assert (pool.capacity_slots, pool.free_slots) == (4, 2)
     pool.release(slots(1))
-    assert pool.allocate(3) == [1, 2, 3]
+    assert take(pool, 3) == [1, 2, 3]
     with pytest.raises(ValueError, match="shrink"):
         pool.grow(3)
     pool.check_integrity()
@@ -74,7 +81,7 @@ def test_a_pool_grows_and_never_shrinks() -> None:
         (slots(0, -1), "outside"),
     ],
 )
-def test_a_bad_release_changes_nothing(bad: list[SlotId], why: str) -> None:
+def test_a_bad_release_changes_nothing(bad: Slots, why: str) -> None:
     pool = SlotPool(4)
     pool.allocate(3)
     with pytest.raises(ValueError, match=why):
@@ -87,19 +94,10 @@ def test_a_bad_release_changes_nothing(bad: list[SlotId], why: str) -> None:
     assert pool.free_slots == 2
 
 
-def test_few_returned_to_many_keep_the_lowest_first() -> None:
-    pool = SlotPool(100)
-    pool.allocate(100)
-    pool.release([SlotId(slot) for slot in range(99, 0, -2)])
-    pool.release(slots(0, 2))
-    assert pool.allocate(4) == [0, 1, 2, 3]
-    pool.check_integrity()
-
-
 def test_the_pool_check_sees_a_lost_slot() -> None:
     pool = SlotPool(4)
     pool.allocate(2)
-    pool._used[1] = 0
+    pool._used[1] = False
     with pytest.raises(IntegrityError):
         pool.check_integrity()
 
@@ -107,81 +105,135 @@ def test_the_pool_check_sees_a_lost_slot() -> None:
 # ---------------------------------------------------------------- registry
 
 
-def test_a_block_is_matchable_from_commit_on() -> None:
+def a_registry() -> BlockRegistry:
     registry = BlockRegistry()
+    registry.grow(10)
+    return registry
+
+
+def test_a_block_can_be_found_from_commit_on() -> None:
+    registry = a_registry()
     registry.reserve([A, B], slots(7, 3))
-    assert (A in registry, registry.is_pending(A), registry.slot_of(A)) == (False, True, None)
-    assert (registry.match_prefix([A, B]), len(registry), registry.pending_blocks) == (0, 0, 2)
-    registry.commit([A])
-    assert (A in registry, registry.is_pending(A), registry.slot_of(A)) == (True, False, 7)
-    assert (registry.match_prefix([A, B]), len(registry), registry.pending_blocks) == (1, 1, 1)
+    assert (A in registry, registry.is_pending(A), registry.find([A])) == (False, True, [])
+    assert (registry.find([A, B]), len(registry), registry.pending_blocks) == ([], 0, 2)
+    assert registry.commit([A]).tolist() == [7]
+    assert (A in registry, registry.is_pending(A), registry.find([A])) == (True, False, [7])
+    assert (registry.find([A, B]), len(registry), registry.pending_blocks) == ([7], 1, 1)
     assert list(registry.keys()) == [A]
     registry.check_integrity()
 
 
-def test_drop_takes_both_kinds_and_gives_the_slots_in_order() -> None:
-    registry = BlockRegistry()
+def test_cancel_takes_what_is_on_its_way_and_drop_what_is_there() -> None:
+    registry = a_registry()
     registry.reserve([A, B, C], slots(5, 6, 7))
-    registry.commit([B])
-    assert registry.drop([C, B]) == [7, 6]
-    assert (len(registry), registry.pending_blocks) == (0, 1)
+    registry.commit([B, C])
+    assert registry.cancel([A]).tolist() == [5]
+    assert registry.drop(slots(7, 6)) == [C, B]
+    assert (len(registry), registry.pending_blocks) == (0, 0)
     registry.reserve([B], slots(6))
     registry.check_integrity()
 
 
-def test_match_prefix_stops_at_the_first_gap() -> None:
-    registry = BlockRegistry()
+def test_find_stops_at_the_first_gap() -> None:
+    registry = a_registry()
     registry.reserve([A, B, D], slots(0, 1, 2))
     registry.commit([A, B, D])
-    assert registry.match_prefix([A, B, C, D]) == 2
-    assert registry.match_prefix([C, A]) == 0
-    assert registry.match_prefix([A, B, D]) == 3
-    assert registry.match_prefix([]) == 0
+    assert registry.find([A, B, C, D]) == [0, 1]
+    assert registry.find([C, A]) == []
+    assert registry.find([A, B, D]) == [0, 1, 2]
+    assert registry.find([]) == []
+    assert registry.slots_of([C, D, A]).tolist() == [2, 0]
+
+
+def test_find_never_remembers_what_has_changed() -> None:
+    registry = a_registry()
+    registry.reserve([A, B, C], slots(0, 1, 2))
+    assert registry.find([A, B]) == []
+    registry.commit([A])
+    assert registry.find([A, B]) == [0]
+    registry.commit([B])
+    assert registry.find([A, B]) == registry.find([A, B]) == [0, 1]
+    registry.drop(slots(1))
+    assert registry.find([A, B]) == [0] and registry.find([B]) == []
+    registry.reserve([B], slots(1))
+    registry.commit([C])
+    assert registry.find([A, B, C]) == [0]
+
+
+def test_only_what_is_neither_there_nor_on_its_way_is_new() -> None:
+    registry = a_registry()
+    registry.reserve([A, B], slots(0, 1))
+    registry.commit([A])
+    assert registry.new_of([A, C, B, D, C]) == (C, D)
+    assert registry.new_of([D, C, D]) == (D, C)
+
+
+def test_find_sees_beyond_what_it_looks_up_at_once() -> None:
+    registry, keys = BlockRegistry(), sample_keys(0, 3 * LOOKED_UP_AT_ONCE)
+    registry.grow(len(keys))
+    registry.reserve(keys, slots(*range(len(keys))))
+    registry.commit(keys)
+    assert registry.find(keys) == list(range(len(keys)))
+    gap = 2 * LOOKED_UP_AT_ONCE + 5
+    registry.drop(slots(gap))
+    assert registry.find(keys) == list(range(gap))
 
 
 @pytest.mark.parametrize(
     ("error", "call"),
     [
-        (ValueError, lambda registry: registry.reserve([C, A], slots(8, 9))),
         (ValueError, lambda registry: registry.reserve([C, B], slots(8, 9))),
         (ValueError, lambda registry: registry.reserve([C, C], slots(8, 9))),
         (ValueError, lambda registry: registry.reserve([C, D], slots(8))),
         (KeyError, lambda registry: registry.commit([B, A])),
         (KeyError, lambda registry: registry.commit([B, C])),
         (KeyError, lambda registry: registry.commit([B, B])),
-        (KeyError, lambda registry: registry.drop([A, C])),
-        (KeyError, lambda registry: registry.drop([A, A])),
+        (KeyError, lambda registry: registry.cancel([B, A])),
+        (KeyError, lambda registry: registry.cancel([B, B])),
+        (KeyError, lambda registry: registry.drop(slots(0, 1))),
+        (KeyError, lambda registry: registry.drop(slots(0, 0))),
     ],
 )
 def test_misuse_of_the_registry_changes_nothing(
     error: type[Exception], call: Callable[[BlockRegistry], object]
 ) -> None:
-    registry = BlockRegistry()
+    registry = a_registry()
     registry.reserve([A, B], slots(0, 1))
     registry.commit([A])
     with pytest.raises(error):
         call(registry)
     assert [key in registry for key in (A, B, C, D)] == [True, False, False, False]
     assert [registry.is_pending(key) for key in (A, B, C, D)] == [False, True, False, False]
-    assert registry.slot_of(A) == 0
+    assert registry.find([A]) == [0]
+    registry.check_integrity()
 
 
 def test_the_registry_check_sees_a_slot_with_two_blocks() -> None:
-    registry = BlockRegistry()
+    registry = a_registry()
     registry.reserve([A, B], slots(1, 1))
     with pytest.raises(IntegrityError, match="share a slot"):
         registry.check_integrity()
 
 
-def test_match_prefix_does_not_grow_with_the_resident_blocks() -> None:
+def test_the_registry_check_sees_a_slot_that_does_not_know_its_block() -> None:
+    registry = a_registry()
+    registry.reserve([A], slots(1))
+    registry.commit([A])
+    registry._key_at[1] = None
+    with pytest.raises(IntegrityError, match="point to each other"):
+        registry.check_integrity()
+
+
+def test_find_does_not_grow_with_the_resident_blocks() -> None:
     def seconds(num_blocks: int) -> float:
         registry, keys = BlockRegistry(), sample_keys(0, num_blocks)
-        registry.reserve(keys, [SlotId(slot) for slot in range(num_blocks)])
+        registry.grow(num_blocks)
+        registry.reserve(keys, slots(*range(num_blocks)))
         registry.commit(keys)
         times = []
-        for _ in range(30):
+        for first in range(30):
             start = time.perf_counter()
-            assert registry.match_prefix(keys[:100]) == 100
+            assert len(registry.find(keys[first : first + 100])) == 100
             times.append(time.perf_counter() - start)
         return min(times)
 
@@ -193,7 +245,7 @@ def test_match_prefix_does_not_grow_with_the_resident_blocks() -> None:
 
 def test_a_lease_ends_once_by_release() -> None:
     book = LeaseBook(ManualClock())
-    lease = book.grant("request-1", [A, B], slots(0, 1), ttl_s=5.0)
+    lease = book.grant("request-1", [A, B], (0, 1), ttl_s=5.0)
     assert (lease.owner, lease.keys, lease.slots, lease.expires_at_s) == ("request-1", (A, B), (0, 1), 5.0)
     assert book.is_live(lease)
     assert book.release(lease)
@@ -204,9 +256,9 @@ def test_a_lease_ends_once_by_release() -> None:
 def test_a_lease_ends_once_by_expiry() -> None:
     clock = ManualClock(100.0)
     book = LeaseBook(clock)
-    late = book.grant("late", [A], slots(0), ttl_s=20.0)
-    soon = book.grant("soon", [A], slots(0), ttl_s=10.0)
-    released = book.grant("released", [A], slots(0), ttl_s=5.0)
+    late = book.grant("late", [A], (0,), ttl_s=20.0)
+    soon = book.grant("soon", [A], (0,), ttl_s=10.0)
+    released = book.grant("released", [A], (0,), ttl_s=5.0)
     book.release(released)
     clock.advance(9.9)
     assert book.expire() == []
@@ -224,7 +276,7 @@ def test_a_lease_ends_once_by_expiry() -> None:
 def test_a_lease_past_its_time_can_still_be_released() -> None:
     clock = ManualClock()
     book = LeaseBook(clock)
-    lease = book.grant("r", [A], slots(0), ttl_s=1.0)
+    lease = book.grant("r", [A], (0,), ttl_s=1.0)
     clock.advance(2.0)
     assert book.release(lease)
     assert book.expire() == []
@@ -232,7 +284,7 @@ def test_a_lease_past_its_time_can_still_be_released() -> None:
 
 def test_the_lease_of_another_book_is_not_live() -> None:
     book, other = LeaseBook(ManualClock()), LeaseBook(ManualClock())
-    mine, theirs = (each.grant("r", [A], slots(0), ttl_s=1.0) for each in (book, other))
+    mine, theirs = (each.grant("r", [A], (0,), ttl_s=1.0) for each in (book, other))
     assert mine == theirs
     assert not book.is_live(theirs)
     assert not book.release(theirs)
@@ -243,17 +295,17 @@ def test_a_lease_is_for_a_time_and_for_as_many_slots_as_keys() -> None:
     book = LeaseBook(ManualClock())
     for ttl_s in (0.0, -1.0, float("nan")):
         with pytest.raises(ValueError, match="lasts"):
-            book.grant("r", [A], slots(0), ttl_s)
+            book.grant("r", [A], (0,), ttl_s)
     with pytest.raises(ValueError, match="slots"):
-        book.grant("r", [A, B], slots(0), 1.0)
+        book.grant("r", [A, B], (0,), 1.0)
     assert book.live_leases == 0
 
 
 def test_released_leases_do_not_pile_up() -> None:
     book = LeaseBook(ManualClock())
-    kept = [book.grant("kept", [A], slots(0), ttl_s=1e6) for _ in range(10)]
+    kept = [book.grant("kept", [A], (0,), ttl_s=1e6) for _ in range(10)]
     for _ in range(10_000):
-        book.release(book.grant("short", [A], slots(0), ttl_s=1e6))
+        book.release(book.grant("short", [A], (0,), ttl_s=1e6))
     assert len(book._by_expiry) < 200
     assert all(book.is_live(lease) for lease in kept)
     book.check_integrity()
@@ -261,7 +313,7 @@ def test_released_leases_do_not_pile_up() -> None:
 
 def test_the_lease_check_sees_one_that_never_expires() -> None:
     book = LeaseBook(ManualClock())
-    book._live[9] = Lease(9, "r", (A,), (SlotId(0),), 1.0)
+    book._live[9] = Lease(9, "r", (A,), (0,), 1.0)
     with pytest.raises(IntegrityError, match="never expire"):
         book.check_integrity()
 

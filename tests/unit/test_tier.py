@@ -7,9 +7,10 @@ import pytest
 from kvbm_core.clock import ManualClock
 from kvbm_core.errors import IntegrityError
 from kvbm_core.policy.lru import LruPolicy
+from kvbm_core.policy.recency import as_slots
 from kvbm_core.testing.policy_contract import sample_keys
 from kvbm_core.tiers.tier import BlockTier
-from kvbm_core.types import BlockKey, SlotId, Tier
+from kvbm_core.types import BlockKey, Tier
 
 KEYS = sample_keys(0, 10)
 
@@ -105,7 +106,7 @@ def test_a_lease_is_all_or_nothing() -> None:
     bench = Bench()
     bench.store(*KEYS[:2])
     assert bench.tier.lease("x", KEYS[:3], 1.0) is None
-    assert bench.tier.live_leases == 0 and not bench.policy.is_pinned(KEYS[0])
+    assert bench.tier.live_leases == 0 and not bench.policy.is_pinned(0)
 
 
 def test_an_expired_lease_pins_nothing_and_its_release_is_no_second_unpin() -> None:
@@ -118,7 +119,7 @@ def test_an_expired_lease_pins_nothing_and_its_release_is_no_second_unpin() -> N
     assert bench.tier.expire_leases() == 1
     bench.tier.release(short)
     bench.tier.check_integrity()
-    assert bench.policy.is_pinned(KEYS[0]) and not bench.policy.is_pinned(KEYS[1])
+    assert bench.policy.is_pinned(short.slots[0]) and not bench.policy.is_pinned(short.slots[1])
     assert bench.tier.renew(short, 1.0) is None
 
 
@@ -154,7 +155,7 @@ def test_a_block_forgotten_while_it_is_read_keeps_its_slot_until_the_reader_ends
     bench.tier.release(lease)
     bench.tier.check_integrity()
     assert bench.gone == [KEYS[0]]
-    assert bench.tier.reserve(KEYS[1:2], frozenset).slots == (SlotId(0),)
+    assert bench.tier.reserve(KEYS[1:2], frozenset).slots == (0,)
 
 
 def test_match_prefix_stops_at_a_doomed_block() -> None:
@@ -188,7 +189,7 @@ def test_a_tier_grows_and_never_shrinks() -> None:
 def test_integrity_notices_a_block_that_the_policy_lost() -> None:
     bench = Bench()
     bench.store(*KEYS[:2])
-    bench.policy.remove(KEYS[0])
+    bench.policy.remove(as_slots([0]))
     with pytest.raises(IntegrityError):
         bench.tier.check_integrity()
 
@@ -196,6 +197,6 @@ def test_integrity_notices_a_block_that_the_policy_lost() -> None:
 def test_integrity_notices_a_pin_without_a_lease() -> None:
     bench = Bench()
     bench.store(*KEYS[:2])
-    bench.policy.pin(KEYS[:1])
+    bench.policy.pin(as_slots([0]))
     with pytest.raises(IntegrityError, match="nobody holds a lease"):
         bench.tier.check_integrity()
