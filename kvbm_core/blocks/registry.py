@@ -97,6 +97,10 @@ class BlockRegistry:
         self._found = (list(keys[: len(found)]), found)
         return found
 
+    def keys_in(self, slots: Slots) -> list[BlockKey | None]:
+        """Keys of the resident blocks in ``slots``; None where there is none."""
+        return [self._key_at[slot] for slot in slots.tolist()]
+
     def slots_of(self, keys: Iterable[BlockKey]) -> Slots:
         """Slots of those of ``keys`` that are resident."""
         return as_slots([slot for slot in map(self._resident.get, keys) if slot is not None])

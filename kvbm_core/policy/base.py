@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
+
 from kvbm_core.policy.recency import Slots
+
+Spare = Callable[[Slots], npt.NDArray[np.bool_]]
 
 
 class EvictionPolicy(Protocol):
@@ -37,8 +43,10 @@ class EvictionPolicy(Protocol):
     def remove(self, slots: Slots) -> None:
         """Takes ``slots`` out. Raises KeyError if one is unknown or given twice, ValueError if one is pinned."""
 
-    def evict(self, count_blocks: int, protected: Slots | None = None) -> Slots | None:
-        """Takes out and returns exactly ``count_blocks`` slots, not pinned, not protected, next to go first.
+    def evict(self, count_blocks: int, spare: Spare | None = None) -> Slots | None:
+        """Takes out and returns exactly ``count_blocks`` slots, not pinned and not spared, next to go first.
+
+        ``spare(slots)`` says which of some candidates stay for now; it is asked about no more than are needed.
 
         None, and nothing has changed, if there are not so many. Raises ValueError for a negative count.
         """

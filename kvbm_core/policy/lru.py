@@ -5,13 +5,14 @@ from __future__ import annotations
 import numpy as np
 
 from kvbm_core.errors import IntegrityError
+from kvbm_core.policy.base import Spare
 from kvbm_core.policy.recency import RecencyLog, Slots, are_distinct
 
 
 class LruPolicy:
     """EvictionPolicy: least recently used first, and within one call the tail first.
 
-    Pinned slots stand outside the queue, so no step meets them; evict costs O(count + protected slots met).
+    Pinned slots stand outside the queue, so no step meets them; evict costs O(count + slots spared).
     """
 
     def __init__(self) -> None:
@@ -68,7 +69,7 @@ class LruPolicy:
             raise KeyError("remove: a slot is unknown, or given twice")
         self._queue.remove(slots)
 
-    def evict(self, count_blocks: int, protected: Slots | None = None) -> Slots | None:
+    def evict(self, count_blocks: int, spare: Spare | None = None) -> Slots | None:
         """See EvictionPolicy."""
         if count_blocks < 0:
             raise ValueError(f"evict: a count is not negative ({count_blocks})")
@@ -77,9 +78,12 @@ class LruPolicy:
         found: list[Slots] = [np.zeros(0, np.int32)]
         missing = count_blocks
         for slots in self._queue.oldest() if missing else ():
-            candidates = slots if protected is None else slots[~np.isin(slots, protected)]
-            found.append(candidates[:missing])
-            missing -= len(found[-1])
+            start = 0
+            while missing and start < len(slots):
+                some = slots[start : start + missing]
+                start += len(some)
+                found.append(some if spare is None else some[~spare(some)])
+                missing -= len(found[-1])
             if not missing:
                 break
         if missing:

@@ -87,7 +87,7 @@ class Offloading:
         )
 
     def _reserve(self, state: RequestState, wanted: _Wanted) -> Share | None:
-        reservation = self._tier.reserve(wanted.keys, lambda: set(state.chain_keys()))
+        reservation = self._tier.reserve(wanted.keys, state.own_keys)
         self._count_evictions()
         if len(reservation.keys) < len(wanted.keys):
             self._metrics.dropped(DropReason.NO_SPACE, self._tier.absent_of(wanted.keys))

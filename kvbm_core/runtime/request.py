@@ -48,6 +48,8 @@ class RequestState:
     is_finished: bool = False
     _keys: list[list[BlockKey]] = field(default_factory=list)
     _steps: list[int] = field(default_factory=list)
+    _own: set[BlockKey] = field(default_factory=set)
+    _own_hashes: int = 0
 
     def __post_init__(self) -> None:
         self._keys = [[] for _ in self.groups]
@@ -69,6 +71,14 @@ class RequestState:
         if (len(keys) + 1) * step <= len(hashes):
             keys.extend(block_key(digest, group.index) for digest in hashes[(len(keys) + 1) * step - 1 :: step])
         return keys
+
+    def own_keys(self) -> set[BlockKey]:
+        """The keys of all groups as a set, which grows with the chain instead of being made anew. Not to be changed."""
+        if self._own_hashes < len(self.chain.hashes):
+            for position, step in enumerate(self._steps):
+                self._own.update(self.keys(position)[self._own_hashes // step :])
+            self._own_hashes = len(self.chain.hashes)
+        return self._own
 
     def chain_keys(self) -> list[BlockKey]:
         """The keys of all groups in prefix order: a block that ends earlier comes first."""

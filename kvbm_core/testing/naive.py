@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kvbm_core.policy.base import Spare
 from kvbm_core.policy.recency import Slots, as_slots
 
 
@@ -66,12 +67,13 @@ class NaiveLru:
             del self._stamps[slot]
             del self._pins[slot]
 
-    def evict(self, count_blocks: int, protected: Slots | None = None) -> Slots | None:
+    def evict(self, count_blocks: int, spare: Spare | None = None) -> Slots | None:
         """See EvictionPolicy."""
         if count_blocks < 0:
             raise ValueError("evict: a count is not negative")
-        spared = set() if protected is None else set(protected.tolist())
-        allowed = [slot for slot in self._stamps if not self.is_pinned(slot) and slot not in spared]
+        allowed = [slot for slot in self._stamps if not self.is_pinned(slot)]
+        if spare is not None:
+            allowed = [slot for slot in allowed if not spare(as_slots([slot]))[0]]
         victims = sorted(allowed, key=lambda slot: self._stamps[slot])[:count_blocks]
         if len(victims) < count_blocks:
             return None

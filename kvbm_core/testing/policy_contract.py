@@ -7,6 +7,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from random import Random
 
+import numpy as np
+
 from kvbm_core.policy.base import EvictionPolicy
 from kvbm_core.policy.recency import as_slots
 from kvbm_core.types import BlockKey, SequenceHash, block_key
@@ -51,7 +53,7 @@ class ListPolicy:
     def evict(self, count_blocks: int, protected: Iterable[int] = ()) -> list[int] | None:
         """As the policy's."""
         spared = as_slots(list(protected))
-        victims = self.policy.evict(count_blocks, spared if len(spared) else None)
+        victims = self.policy.evict(count_blocks, (lambda slots: np.isin(slots, spared)) if len(spared) else None)
         return None if victims is None else victims.tolist()
 
     @property

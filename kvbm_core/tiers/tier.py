@@ -10,6 +10,9 @@ from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
+
 from kvbm_core.blocks.lease import Lease, LeaseBook
 from kvbm_core.blocks.pool import SlotPool
 from kvbm_core.blocks.registry import BlockRegistry
@@ -199,12 +202,14 @@ class BlockTier:
             raise IntegrityError(f"{self.tier.name}: {len(pinned)} blocks are pinned and nobody holds a lease")
 
     def _make_room(self, count_blocks: int, protected: AbstractSet[BlockKey]) -> None:
-        spared = self._registry.slots_of(protected) if protected else None
-        victims = self._policy.evict(count_blocks, spared)
+        def spare(slots: Slots) -> npt.NDArray[np.bool_]:
+            return np.array([key in protected for key in self._registry.keys_in(slots)], np.bool_)
+
+        victims = self._policy.evict(count_blocks, spare if protected else None)
         if victims is None:
-            num_spared = 0 if spared is None else sum(1 for slot in spared.tolist() if not self._policy.is_pinned(slot))
+            num_spared = len(self._free_of([key for key in protected if key in self._registry]))
             possible = min(count_blocks, self._policy.evictable_blocks - num_spared)
-            victims = self._policy.evict(possible, spared) if possible > 0 else None
+            victims = self._policy.evict(possible, spare) if possible > 0 else None
         if victims is not None and len(victims):
             self.evicted_blocks_total += len(victims)
             self._leave(victims)

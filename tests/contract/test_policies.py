@@ -25,7 +25,7 @@ class TestNaiveLru(EvictionPolicyContract):
 
 
 class EvictsOneTooMany(LruPolicy):
-    def evict(self, count_blocks: int, protected: object = None) -> Slots | None:
+    def evict(self, count_blocks: int, spare: object = None) -> Slots | None:
         return super().evict(count_blocks + 1)
 
 
