@@ -45,29 +45,32 @@ class BlockRegistry:
         new = dict(zip(keys, slots.tolist(), strict=True))
         if len(new) != len(keys) or not self._pending.keys().isdisjoint(new):
             raise ValueError("reserve: a key is on its way already, or given twice")
-        self._pending.update(new)
+        if self._pending:
+            self._pending.update(new)
+        else:  # no other job is under way: nothing to copy
+            self._pending = new
 
     def commit(self, keys: Sequence[BlockKey]) -> Slots:
         """Their bytes are there: pending ``keys`` become resident. Their slots; KeyError if one is not pending."""
-        _check_distinct(keys)
-        pending, expected = self._pending, len(self._resident) + len(keys)
-        slots = [pending[key] for key in keys]
+        slots = self._take_pending(keys)
+        resident, key_at, expected = self._resident, self._key_at, len(self._resident) + len(keys)
+        resident.update(zip(keys, slots, strict=True))
         for key, slot in zip(keys, slots, strict=True):
-            del pending[key]
-            self._key_at[slot] = key
-        self._resident.update(zip(keys, slots, strict=True))
+            key_at[slot] = key
         self._found = None
-        if len(self._resident) != expected:
+        if len(resident) != expected:
             raise IntegrityError("registry: a block has become resident twice")
         return as_slots(slots)
 
     def cancel(self, keys: Sequence[BlockKey]) -> Slots:
         """Forgets pending ``keys``; their slots in order. KeyError if one is not pending."""
-        _check_distinct(keys)
-        slots = [self._pending[key] for key in keys]
-        for key in keys:
-            del self._pending[key]
-        return as_slots(slots)
+        return as_slots(self._take_pending(keys))
+
+    def _take_pending(self, keys: Sequence[BlockKey]) -> list[int]:
+        once = set(keys)
+        if len(once) != len(keys) or not once <= self._pending.keys():
+            raise KeyError("a key is not on its way, or given twice")
+        return list(map(self._pending.pop, keys))
 
     def drop(self, slots: Slots) -> list[BlockKey]:
         """Forgets the resident blocks in ``slots``; their keys in order. KeyError if there is none in one of them."""
@@ -133,8 +136,3 @@ class BlockRegistry:
             raise IntegrityError("registry: two keys share a slot")
         if {key: slot for slot, key in enumerate(self._key_at) if key is not None} != self._resident:
             raise IntegrityError("registry: slot and key do not point to each other")
-
-
-def _check_distinct(keys: Sequence[BlockKey]) -> None:
-    if len(set(keys)) != len(keys):
-        raise KeyError("a key is given twice")

@@ -148,9 +148,11 @@ class Offloading:
             self._metrics.dropped(DropReason.RESET, len(share.keys))
             return False
         self._metrics.offloaded_blocks(len(share.keys), Tier.DEVICE, Tier.HOST)
-        # What came last must go first. Not after each decoded block (the chain is long); once more at the end.
-        if share.is_prefill or share.state.is_finished:
-            self._tier.touch(share.state.chain_keys())
+        # What came last must go first. Not after each decoded block (the chain is long); once more at the end. What
+        # came all at once is in order.
+        chain = share.state.chain_keys()
+        if (share.is_prefill or share.state.is_finished) and len(share.keys) < len(chain):
+            self._tier.touch(chain)
         return True
 
     def _count_evictions(self) -> None:
