@@ -39,5 +39,5 @@ bench: setup ## TTFT and throughput with and without kvbm (BENCH_ARGS="..." goes
 	@$(BIN)/python -m benchmarks.serve $(BENCH_ARGS)
 
 clean: ## remove the environment, caches and results
-	rm -rf $(VENV) $(CONTRACT) build dist demo-output bench-output .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(CONTRACT) build dist kvbm_core/native/*.so demo-output bench-output .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -128,6 +128,7 @@ def make_environment(venv: Path, extras: Sequence[str], *, engine: bool = True) 
         _install_engine(venv, cuda=cuda)
     suffix = f"[{','.join(extras)}]" if extras else ""
     _pip(venv, f"kvbm{suffix} from this checkout", "install", "-e", f"{REPOSITORY}{suffix}")
+    _tell_native(venv)
     if engine:
         _check_engine(venv)
     wanted.write(stamp_path)
@@ -244,10 +245,18 @@ def _python_of(venv: Path) -> Path:
     return venv / "bin" / "python"
 
 
+def _tell_native(venv: Path) -> None:
+    # pip hides what the build says about a compiler that is missing or fails.
+    question = "import sys, kvbm_core.native; sys.exit(kvbm_core.native.native is None)"
+    if subprocess.run([str(_python_of(venv)), "-c", question], check=False).returncode:
+        _say("kvbm's native module was not built: Python code does the same, slower; install a C compiler for it")
+
+
 def _fingerprint() -> str:
-    """Changes when a dependency or this program does, or the checkout stands elsewhere."""
+    """Changes when a dependency, the native module or this program does, or the checkout stands elsewhere."""
     digest = hashlib.sha256(str(REPOSITORY).encode())
-    for path in (REPOSITORY / "pyproject.toml", Path(__file__)):
+    native = (REPOSITORY / "hatch_build.py", REPOSITORY / "kvbm_core" / "native" / "_kvbm.c")
+    for path in (REPOSITORY / "pyproject.toml", Path(__file__), *native):
         digest.update(path.read_bytes())
     return digest.hexdigest()
 

@@ -7,6 +7,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from hashlib import sha256
 
+from kvbm_core.native import native
 from kvbm_core.tokens.hashing import block_header, hash_block
 from kvbm_core.types import SEQUENCE_HASH_BYTES, SequenceHash
 
@@ -48,25 +49,38 @@ class TokenChain:
 
     def _append(self, raw: bytes) -> None:
         step = 4 * self._block_size_tokens
-        header = block_header(step)
-        extra_of_block = self._extra_of_block
         parent = self.hashes[-1] if self.hashes else self._root
+        if self._extra_of_block is None:
+            self.hashes += _chain(parent, block_header(step), raw, step)
+            return
         for start in range(0, len(raw), step):
-            block = raw[start : start + step]
-            if extra_of_block is None:
-                # hash_block without its checks: the hot loop of a long prompt.
-                parent = SequenceHash(sha256(header + parent + block).digest())
-            else:
-                parent = hash_block(parent, block, extra_of_block(len(self.hashes)))
+            parent = hash_block(parent, raw[start : start + step], self._extra_of_block(len(self.hashes)))
             self.hashes.append(parent)
 
 
-def _le_u32(tokens: Sequence[int]) -> bytes:
-    # array: three times faster than numpy on a list of ints, and it refuses what does not fit.
-    try:
-        packed = array("I", list(tokens))
-    except (OverflowError, TypeError) as error:
-        raise ValueError(f"a token is not an unsigned 32 bit integer: {error}") from error
+def chain_in_python(parent: bytes, header: bytes, tokens: bytes, step: int) -> list[SequenceHash]:
+    """``hash_block`` for each ``step`` bytes of ``tokens``, without its checks; see Native.chain."""
+    hashes: list[SequenceHash] = []
+    for start in range(0, len(tokens), step):
+        parent = sha256(header + parent + tokens[start : start + step]).digest()
+        hashes.append(SequenceHash(parent))
+    return hashes
+
+
+def pack_in_python(tokens: Sequence[int]) -> bytes:
+    """See Native.pack_u32. array: three times faster than numpy on a list of ints, and it refuses what does not fit."""
+    packed = array("I", list(tokens))
     if sys.byteorder == "big":
         packed.byteswap()
     return packed.tobytes()
+
+
+_chain = chain_in_python if native is None else native.chain
+_pack = pack_in_python if native is None else native.pack_u32
+
+
+def _le_u32(tokens: Sequence[int]) -> bytes:
+    try:
+        return _pack(tokens)
+    except (OverflowError, TypeError) as error:
+        raise ValueError(f"a token is not an unsigned 32 bit integer: {error}") from error

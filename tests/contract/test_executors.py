@@ -10,6 +10,7 @@ import pytest
 
 from kvbm_core.clock import Clock
 from kvbm_core.errors import Outcome, UnsupportedError
+from kvbm_core.native import Ids, native
 from kvbm_core.storage.host_slab import HUGE_PAGE_BYTES, HostSlab
 from kvbm_core.testing.cuda_double import CudaDouble, DoubleEvent
 from kvbm_core.testing.executor_contract import (
@@ -22,15 +23,22 @@ from kvbm_core.testing.executor_contract import (
     two_group_memory,
 )
 from kvbm_core.transfer.executor import DeviceMemory, Executor
+from kvbm_core.transfer.executors import memcpy
 from kvbm_core.transfer.executors.cuda import CudaExecutor, addresses, cut_at_chunks
-from kvbm_core.transfer.executors.memcpy import MemcpyExecutor
+from kvbm_core.transfer.executors.memcpy import Lanes, MemcpyExecutor, copy_in_python, copy_natively
 from kvbm_core.transfer.factory import make_executor, slab_preparation
 from kvbm_core.transfer.plan import JobResult
 from kvbm_core.types import Direction
 
 
 class TestMemcpyExecutor(ExecutorContract):
-    """The executor for CPU engines."""
+    """The executor for CPU engines, copying with numpy."""
+
+    copy_lanes = staticmethod(copy_in_python)
+
+    @pytest.fixture(autouse=True)
+    def _copies(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(memcpy, "copy_lanes", self.copy_lanes)
 
     def make_executor(
         self,
@@ -55,8 +63,8 @@ class TestMemcpyExecutor(ExecutorContract):
         first_batch, go_on = threading.Event(), threading.Event()
 
         class Held(MemcpyExecutor):
-            def _copy(self, group: int, batch: list[tuple[int, int]], is_offload: bool) -> None:
-                super()._copy(group, batch, is_offload)
+            def _copy(self, group: int, device_blocks: Ids, slots: Ids, is_offload: bool) -> None:
+                super()._copy(group, device_blocks, slots, is_offload)
                 if is_offload and not first_batch.is_set():
                     first_batch.set()
                     assert go_on.wait(LONG_S)
@@ -76,6 +84,18 @@ class TestMemcpyExecutor(ExecutorContract):
         assert listener.ids() == [3, 1, 2]
         executor.close()
         host.close()
+
+
+@pytest.mark.skipif(
+    native is None, reason="NOT RUN: the native module (no C compiler when kvbm was installed, or KVBM_NATIVE=0)"
+)
+class TestNativeMemcpyExecutor(TestMemcpyExecutor):
+    """The executor for CPU engines, copying with the native module."""
+
+    @staticmethod
+    def copy_lanes(lanes: Lanes, dst_ids: Ids, src_ids: Ids) -> None:
+        assert native is not None
+        copy_natively(native, lanes, dst_ids, src_ids)
 
 
 class TestCudaExecutor(ExecutorContract):

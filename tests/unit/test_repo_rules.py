@@ -19,7 +19,7 @@ MAX_FUNCTION_LINES = 50
 
 # Left to right as data flows; a module imports from its own place or further left.
 CORE_ORDER = (
-    ("types", "errors", "config", "clock"),
+    ("types", "errors", "config", "clock", "native"),
     ("tokens",),
     ("layout",),
     ("policy",),

@@ -3,25 +3,51 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
-import numpy.typing as npt
 
 from kvbm_core.clock import Clock, SystemClock
 from kvbm_core.errors import Outcome
 from kvbm_core.layout.view import Segment, pair_segments
+from kvbm_core.native import Bytes, Ids, Native, native
 from kvbm_core.storage.host_slab import HostSlab
-from kvbm_core.transfer.coalesce import Run, runs_both_ways
+from kvbm_core.transfer.coalesce import runs_both_ways
 from kvbm_core.transfer.digests import SlotDigests, device_blocks_of, gather
 from kvbm_core.transfer.executor import DeviceMemory, refusal_of
 from kvbm_core.transfer.jobs import Job, JobBoard
-from kvbm_core.transfer.plan import GroupMove, JobResult, TransferPlan
+from kvbm_core.transfer.plan import JobResult, TransferPlan
 from kvbm_core.types import Direction
 
-Bytes = npt.NDArray[np.uint8]
+Lanes = Sequence[tuple[Bytes, Bytes]]
+"""Targets and sources, each ``[piece, block, byte]``; all have the same blocks."""
+
+
+def copy_in_python(lanes: Lanes, dst_ids: Ids, src_ids: Ids) -> None:
+    """Native.copy_blocks for several lanes: one numpy call for each run of blocks that are neighbours on both sides."""
+    for dst, src in lanes:
+        if (dst.shape[0], dst.shape[2], len(dst_ids)) != (src.shape[0], src.shape[2], len(src_ids)):
+            raise ValueError(f"{len(src_ids)} blocks of {src.shape} cannot be copied to {len(dst_ids)} of {dst.shape}")
+        for side, ids in ((dst, dst_ids), (src, src_ids)):
+            if len(ids) and not 0 <= ids.min() <= ids.max() < side.shape[1]:
+                raise IndexError(f"blocks {ids.min()}..{ids.max()} are not in 0..{side.shape[1] - 1}")
+    for run in runs_both_ways(src_ids.tolist(), dst_ids.tolist()):
+        end = run.dst + run.count * run.step
+        targets = slice(run.dst, end if end >= 0 else None, run.step)  # a slice that descends to 0 must have no end
+        for dst, src in lanes:
+            np.copyto(dst[:, targets], src[:, run.src : run.src + run.count])
+
+
+def copy_natively(native: Native, lanes: Lanes, dst_ids: Ids, src_ids: Ids) -> None:
+    """The same with the C module, which loses nothing where blocks have no neighbours."""
+    for dst, src in lanes:
+        native.copy_blocks(dst, dst_ids, src, src_ids)
+
+
+copy_lanes = copy_in_python if native is None else partial(copy_natively, native)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,24 +135,24 @@ class MemcpyExecutor:
         is_offload = plan.direction is Direction.OFFLOAD
         num_bytes = 0
         for move in plan.moves:
-            for batch in _batches(move, self._max_batch_blocks if is_offload else len(move.slots)):
-                self._copy(move.group, batch, is_offload)
-                num_bytes += len(batch) * self._device.views[move.group].block_bytes
+            device_blocks, slots = np.array(move.device_blocks, np.int64), np.array(move.slots, np.int64)
+            size_blocks = self._max_batch_blocks if is_offload else max(1, len(slots))
+            for start in range(0, len(slots), size_blocks):
+                batch = slice(start, start + size_blocks)
+                self._copy(move.group, device_blocks[batch], slots[batch], is_offload)
                 while is_offload and self._board.has_onboard:
                     urgent = self._board.take(timeout_s=0, onboard_only=True)
                     if urgent is not None:
                         self._execute(urgent)
+            num_bytes += len(slots) * self._device.views[move.group].block_bytes
         return num_bytes
 
-    def _copy(self, group: int, batch: list[tuple[int, int]], is_offload: bool) -> None:
-        for run in runs_both_ways([device for device, _ in batch], [slot for _, slot in batch]):
-            device_blocks, slots = _slices(run)
-            for lane in self._lanes[group]:
-                device, host = lane.device[:, device_blocks], lane.host[:, slots]
-                if is_offload:
-                    np.copyto(host, device)
-                else:
-                    np.copyto(device, host)
+    def _copy(self, group: int, device_blocks: Ids, slots: Ids, is_offload: bool) -> None:
+        lanes = self._lanes[group]
+        if is_offload:
+            copy_lanes([(lane.host, lane.device) for lane in lanes], slots, device_blocks)
+        else:
+            copy_lanes([(lane.device, lane.host) for lane in lanes], device_blocks, slots)
 
     def _verify(self, plan: TransferPlan) -> list[int]:
         """Notes what was offloaded; the slots whose content is not what was offloaded to them."""
@@ -141,23 +167,11 @@ class MemcpyExecutor:
         return wrong
 
 
-def _batches(move: GroupMove, size_blocks: int) -> Iterator[list[tuple[int, int]]]:
-    pairs = list(zip(move.device_blocks, move.slots, strict=True))
-    for start in range(0, len(pairs), max(1, size_blocks)):
-        yield pairs[start : start + size_blocks]
-
-
-def _slices(run: Run) -> tuple[slice, slice]:
-    """Device blocks and slots of a run; a slice that descends to 0 must have no end."""
-    end = run.dst + run.count * run.step
-    return slice(run.src, run.src + run.count), slice(run.dst, end if end >= 0 else None, run.step)
-
-
 def _lanes(device: DeviceMemory, host: HostSlab, group: int) -> list[_Lane]:
     """Pairs of device and slot segments, with pairs at equal distances taken together.
 
-    One numpy call then copies a run of blocks for many layers: less interpreter time, and the GIL is given
-    up for longer stretches instead of being fought for after every page.
+    One call then copies blocks for many layers: less interpreter time, and the GIL is given up for longer
+    stretches instead of being fought for after every page.
     """
     view = device.views[group]
     pairs = list(pair_segments(view, host.view(view.block_bytes)))

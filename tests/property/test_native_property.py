@@ -1,0 +1,248 @@
+"""The native module and the Python beside it, against hashlib and numpy on random inputs."""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvbm_core.native import Bytes, Ids, native
+from kvbm_core.tokens.chain import chain_in_python, pack_in_python
+from kvbm_core.transfer.executors.memcpy import Lanes, copy_in_python, copy_natively
+
+Chain = Callable[[bytes, bytes, bytes, int], list[bytes]]
+Pack = Callable[[object], bytes]
+Copy = Callable[[Lanes, Ids, Ids], None]
+
+needs_native = pytest.mark.skipif(
+    native is None, reason="NOT RUN: the native module (no C compiler when kvbm was installed, or KVBM_NATIVE=0)"
+)
+
+
+def native_function(name: str) -> object:
+    """A function of the module by its name; in a test that is skipped where there is no module."""
+    return pytest.param(getattr(native, name, None), id=name, marks=needs_native)
+
+
+def copy_with_native(lanes: Lanes, dst_ids: Ids, src_ids: Ids) -> None:
+    assert native is not None
+    copy_natively(native, lanes, dst_ids, src_ids)
+
+
+CHAINS = [pytest.param(chain_in_python, id="python"), native_function("chain"), native_function("chain_portable")]
+PACKS = [pytest.param(pack_in_python, id="python"), native_function("pack_u32")]
+COPIES = [pytest.param(copy_in_python, id="python"), pytest.param(copy_with_native, id="native", marks=needs_native)]
+
+# ---------------------------------------------------------------- chain
+
+
+def chain_by_hashlib(parent: bytes, header: bytes, tokens: bytes, step: int) -> list[bytes]:
+    digests = []
+    for start in range(0, len(tokens), step):
+        digest = hashlib.sha256()
+        for part in (header, parent, tokens[start : start + step]):
+            digest.update(part)
+        parent = digest.digest()
+        digests.append(parent)
+    return digests
+
+
+@pytest.mark.parametrize("chain", CHAINS)
+@given(
+    parent=st.binary(min_size=32, max_size=32),
+    header=st.binary(max_size=130),
+    step=st.integers(1, 200),
+    num_blocks=st.integers(0, 4),
+    data=st.data(),
+)
+def test_chain(chain: Chain, *, parent: bytes, header: bytes, step: int, num_blocks: int, data: st.DataObject) -> None:
+    tokens = data.draw(st.binary(min_size=step * num_blocks, max_size=step * num_blocks))
+    expected = chain_by_hashlib(parent, header, tokens, step)
+    assert chain(parent, header, tokens, step) == expected
+    assert chain(parent, header, bytearray(tokens), step) == expected
+
+
+@pytest.mark.parametrize("chain", CHAINS)
+def test_every_length_of_a_message_is_padded_right(chain: Chain) -> None:
+    tokens = bytes(range(256)) * 2
+    for step in range(1, 200):
+        part = tokens[: 2 * step]
+        assert chain(b"p" * 32, b"", part, step) == chain_by_hashlib(b"p" * 32, b"", part, step), step
+
+
+@pytest.mark.parametrize("chain", CHAINS)
+def test_long_chains_in_several_threads(chain: Chain) -> None:
+    """Long enough for the GIL to be given away."""
+    inputs = [np.random.default_rng(seed).bytes(256 << 10) for seed in range(4)]
+    with ThreadPoolExecutor(4) as pool:
+        results = list(pool.map(lambda tokens: chain(b"p" * 32, b"h", tokens, 64), inputs))
+    assert results == [chain_by_hashlib(b"p" * 32, b"h", tokens, 64) for tokens in inputs]
+
+
+@pytest.mark.parametrize("chain", CHAINS[1:])
+def test_chain_refuses_what_is_no_chain(chain: Chain) -> None:
+    for parent, tokens, step in ((b"p" * 31, b"1234", 4), (b"p" * 32, b"12345", 4), (b"p" * 32, b"1234", 0)):
+        with pytest.raises(ValueError, match="bytes"):
+            chain(parent, b"", tokens, step)
+    with pytest.raises(ValueError, match="whole blocks"):
+        chain(b"p" * 32, b"", b"1234", -(2**63))
+    assert chain(b"p" * 32, b"", b"", 2**63 - 1) == []
+    with pytest.raises(TypeError):
+        chain(b"p" * 32, b"", "1234", 4)  # type: ignore[arg-type]
+
+
+# ---------------------------------------------------------------- pack_u32
+
+
+class Index:
+    """A number by ``__index__``, like numpy's; it may do something first."""
+
+    def __init__(self, value: int, first: Callable[[], object] = lambda: None) -> None:
+        self.value, self.first = value, first
+
+    def __index__(self) -> int:
+        self.first()
+        return self.value
+
+
+@pytest.mark.parametrize("pack", PACKS)
+@given(tokens=st.lists(st.integers(0, 2**32 - 1) | st.booleans() | st.sampled_from([np.uint32(7), np.int64(2**31)])))
+def test_pack(pack: Pack, tokens: list[int]) -> None:
+    expected = struct.pack(f"<{len(tokens)}I", *map(int, tokens))
+    assert pack(tokens) == expected
+    assert pack(tuple(tokens)) == expected
+    assert pack([Index(int(token)) for token in tokens]) == expected
+
+
+@pytest.mark.parametrize("pack", PACKS)
+def test_pack_takes_any_sequence(pack: Pack) -> None:
+    assert pack(range(3)) == pack(np.arange(3)) == struct.pack("<3I", 0, 1, 2)
+
+
+@pytest.mark.parametrize("pack", PACKS)
+@pytest.mark.parametrize("token", [-1, 2**32, 2**64, -(2**70), Index(-1)])
+def test_pack_refuses_what_does_not_fit(pack: Pack, token: object) -> None:
+    with pytest.raises(OverflowError):
+        pack([1, token, 2])
+
+
+@pytest.mark.parametrize("pack", PACKS)
+@pytest.mark.parametrize("token", [1.5, np.float64(1), "1", None, b"1", [1]])
+def test_pack_refuses_what_is_no_number(pack: Pack, token: object) -> None:
+    with pytest.raises(TypeError):
+        pack([1, token, 2])
+
+
+@pytest.mark.parametrize("pack", PACKS[1:])
+def test_pack_survives_a_list_that_shrinks_while_it_is_read(pack: Pack) -> None:
+    tokens: list[object] = [1, 2, 3]
+    tokens[0] = Index(1, tokens.clear)
+    with pytest.raises(ValueError, match="fewer"):
+        pack(tokens)
+
+
+# ---------------------------------------------------------------- copy_blocks
+
+
+@st.composite
+def block_arrays(draw: st.DrawFn, num_pieces: int, num_bytes: int) -> tuple[Bytes, Bytes]:
+    """Random memory, and ``[piece, block, byte]`` over all of it with any order of the axes and gaps between."""
+    num_blocks = draw(st.integers(1, 6))
+    pieces_inside, gaps = draw(st.booleans()), [draw(st.integers(0, 3)) for _ in range(2)]
+    inner = num_bytes + gaps[0]
+    outer = inner * (num_pieces if pieces_inside else num_blocks) + gaps[1]
+    strides = (inner, outer, 1) if pieces_inside else (outer, inner, 1)
+    start = draw(st.integers(0, 9))
+    size = start + outer * (num_blocks if pieces_inside else num_pieces)
+    memory = np.frombuffer(draw(st.randoms(use_true_random=False)).randbytes(size), np.uint8).copy()
+    shape = (num_pieces, num_blocks, num_bytes)
+    view: Bytes = np.ndarray(shape, np.uint8, buffer=memory, offset=start, strides=strides)
+    return memory, view[:, ::-1] if draw(st.booleans()) else view
+
+
+@pytest.mark.parametrize("copy", COPIES)
+@given(num_pieces=st.integers(1, 3), num_bytes=st.integers(1, 70), data=st.data())
+def test_copy(copy: Copy, num_pieces: int, num_bytes: int, data: st.DataObject) -> None:
+    memory, dst = data.draw(block_arrays(num_pieces, num_bytes))
+    _, src = data.draw(block_arrays(num_pieces, num_bytes))
+    targets = data.draw(st.lists(st.integers(0, dst.shape[1] - 1), unique=True))
+    sources = [data.draw(st.integers(0, src.shape[1] - 1)) for _ in targets]
+    before = memory.copy()
+    written = np.zeros_like(memory)
+    place = dst.__array_interface__["data"][0] - memory.__array_interface__["data"][0]
+    mark: Bytes = np.ndarray(dst.shape, np.uint8, buffer=written, offset=place, strides=dst.strides)
+    mark[:, targets] = 1
+    copy([(dst, src)], np.array(targets, np.int64), np.array(sources, np.int64))
+    assert (dst[:, targets] == src[:, sources]).all()
+    assert (memory == before)[written == 0].all(), "bytes of no target block were written"
+
+
+@pytest.mark.parametrize("copy", COPIES)
+@pytest.mark.parametrize("num_bytes", [1, 4095, 4096, (2 << 20) + 1])
+def test_copy_of_large_pieces_for_several_lanes(copy: Copy, num_bytes: int) -> None:
+    random = np.random.default_rng(num_bytes)
+    sources = [random.integers(0, 256, (2, 5, num_bytes), dtype=np.uint8) for _ in range(2)]
+    targets = [np.zeros((2, 4, num_bytes), np.uint8) for _ in sources]
+    copy(list(zip(targets, sources, strict=True)), np.array([3, 0, 1]), np.array([4, 2, 0]))
+    for dst, src in zip(targets, sources, strict=True):
+        assert (dst[:, [3, 0, 1]] == src[:, [4, 2, 0]]).all() and not dst[:, 2].any()
+
+
+@pytest.mark.parametrize("copy", COPIES)
+@pytest.mark.parametrize("shift_bytes", [-65, -1, 0, 1, 64])
+def test_a_block_may_overlap_its_target(copy: Copy, shift_bytes: int) -> None:
+    memory = np.random.default_rng(1).integers(0, 256, 1000, dtype=np.uint8)
+    content = memory[100:900].copy()
+    src, dst = memory[100:900].reshape(1, 1, 800), memory[100 + shift_bytes : 900 + shift_bytes].reshape(1, 1, 800)
+    copy([(dst, src)], np.array([0]), np.array([0]))
+    assert (dst == content).all()
+
+
+@pytest.mark.parametrize("copy", COPIES)
+@pytest.mark.parametrize("wrong", [-1, 5, 2**62, -(2**63)])
+def test_copy_checks_every_block_before_it_writes(copy: Copy, wrong: int) -> None:
+    dst, src = np.zeros((2, 5, 8), np.uint8), np.ones((2, 5, 8), np.uint8)
+    good, bad = np.array([0, 1, 2]), np.array([0, 1, wrong])
+    for dst_ids, src_ids in ((good, bad), (bad, good)):
+        with pytest.raises(IndexError, match=r"not in 0\.\.4"):
+            copy([(dst, src)], dst_ids, src_ids)
+    assert not dst.any()
+
+
+@pytest.mark.parametrize("copy", COPIES)
+def test_copy_refuses_what_does_not_fit(copy: Copy) -> None:
+    dst, ids = np.zeros((2, 5, 8), np.uint8), np.array([0, 1])
+    for src in (np.ones((1, 5, 8), np.uint8), np.ones((2, 5, 7), np.uint8)):
+        with pytest.raises(ValueError, match="cannot be copied"):
+            copy([(dst, src)], ids, ids)
+    with pytest.raises(ValueError, match="cannot be copied"):
+        copy([(dst, dst.copy())], ids, ids[:1])
+    fixed = np.zeros((2, 5, 8), np.uint8)
+    fixed.flags.writeable = False
+    with pytest.raises(ValueError, match="read-only"):
+        copy([(fixed, dst)], ids, ids)
+    copy([(dst, dst.copy())], ids[:0], ids[:0])
+    assert not dst.any()
+
+
+@needs_native
+def test_the_native_copy_refuses_arrays_of_another_kind() -> None:
+    dst, src, ids = np.zeros((2, 5, 8), np.uint8), np.ones((2, 5, 8), np.uint8), np.array([0, 1])
+    wide, planes = np.ones((2, 5, 16), np.uint8), np.ones((5, 8), np.uint8)
+    for other in (wide[:, :, ::2], wide.view(np.uint16), planes):
+        with pytest.raises(ValueError, match="neighbouring bytes"):
+            copy_with_native([(dst, other)], ids, ids)
+    for wrong_ids in (ids.astype(np.int32), ids.astype(np.float64), ids.astype(np.uint64), ids.reshape(1, 2)):
+        with pytest.raises(ValueError, match="int64"):
+            copy_with_native([(dst, src)], wrong_ids, wrong_ids)
+    with pytest.raises((ValueError, BufferError)):
+        copy_with_native([(dst, src)], np.array([0, 9, 1])[::2], ids)
+    with pytest.raises(TypeError):
+        copy_with_native([(dst, None)], ids, ids)  # type: ignore[list-item]
+    assert not dst.any()

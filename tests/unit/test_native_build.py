@@ -1,0 +1,83 @@
+"""How the native module is built, left out, and switched off."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("hatchling", reason="NOT RUN: the build of the native module: hatchling is not installed")
+from hatch_build import SOURCE, NativeBuildHook, compile_native
+
+ROOT = Path(__file__).resolve().parents[2]
+BUILT = SOURCE.with_suffix(str(sysconfig.get_config_var("EXT_SUFFIX")))
+COMPILER = shlex.split(os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc")[0]
+
+needs_compiler = pytest.mark.skipif(
+    shutil.which(COMPILER) is None or not Path(sysconfig.get_paths()["include"], "Python.h").exists(),
+    reason="NOT RUN: the build of the native module: no C compiler or no Python.h",
+)
+
+
+class Notes:
+    """The part of hatchling's application that the hook speaks to."""
+
+    def __init__(self) -> None:
+        self.warnings: list[str] = []
+
+    def display_warning(self, text: str) -> None:
+        self.warnings.append(text)
+
+
+def run_hook(root: Path) -> tuple[dict[str, object], list[str]]:
+    """What the hook adds to a wheel made in ``root``, and its warnings."""
+    (root / SOURCE).parent.mkdir(parents=True)
+    shutil.copy(ROOT / SOURCE, root / SOURCE)
+    (root / BUILT).write_bytes(b"an older build")
+    notes, build_data = Notes(), dict[str, object]()
+    hook = NativeBuildHook(str(root), {}, None, None, str(root), "wheel", notes)  # type: ignore[arg-type]
+    hook.initialize("standard", build_data)
+    return build_data, notes.warnings
+
+
+@needs_compiler
+def test_the_source_compiles_without_a_warning(tmp_path: Path) -> None:
+    assert compile_native(ROOT, tmp_path / "module.so", "-Werror") is None
+    assert (tmp_path / "module.so").stat().st_size > 0
+
+
+@needs_compiler
+def test_the_module_is_in_the_wheel_and_the_wheel_is_for_this_platform(tmp_path: Path) -> None:
+    build_data, warnings = run_hook(tmp_path)
+    assert build_data == {"artifacts": [f"/{BUILT.as_posix()}"], "pure_python": False, "infer_tag": True}
+    assert warnings == []
+    assert (tmp_path / BUILT).stat().st_size > 1000
+    assert sorted(path.name for path in (tmp_path / SOURCE).parent.iterdir()) == sorted([SOURCE.name, BUILT.name])
+
+
+@pytest.mark.parametrize("compiler", ["/bin/false", "/nowhere/cc"])
+def test_without_a_compiler_there_is_one_warning_and_a_pure_wheel(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiler: str
+) -> None:
+    monkeypatch.setenv("CC", compiler)
+    build_data, warnings = run_hook(tmp_path)
+    assert build_data == {}
+    (warning,) = warnings
+    assert "without its native module" in warning and compiler in warning
+    assert not (tmp_path / BUILT).exists(), "an older build would be imported"
+
+
+@pytest.mark.parametrize(("value", "is_off"), [("0", True), ("", False)])
+def test_a_variable_switches_it_off(value: str, is_off: bool) -> None:
+    program = "from kvbm_core.native import native; print(native is None)"
+    result = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, env={**os.environ, "KVBM_NATIVE": value}, capture_output=True
+    )
+    built = (ROOT / BUILT).exists()
+    assert result.stdout.decode().strip() == str(is_off or not built), result.stderr
