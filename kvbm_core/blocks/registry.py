@@ -8,7 +8,8 @@ from kvbm_core.errors import IntegrityError
 from kvbm_core.policy.recency import Slots, as_slots
 from kvbm_core.types import BlockKey
 
-LOOKED_UP_AT_ONCE = 1024
+# Few at first, so that a miss costs little, then more.
+FIRST_LOOKED_UP, LOOKED_UP_AT_ONCE = 8, 1024
 
 
 class BlockRegistry:
@@ -91,8 +92,10 @@ class BlockRegistry:
             return self._found[1]
         get = self._resident.get
         found: list[int] = []
-        for start in range(0, len(keys), LOOKED_UP_AT_ONCE):
-            slots = list(map(get, keys[start : start + LOOKED_UP_AT_ONCE]))
+        end = 0
+        while end < len(keys):
+            start, end = end, end + min(max(FIRST_LOOKED_UP, 8 * end), LOOKED_UP_AT_ONCE)
+            slots = list(map(get, keys[start:end]))
             gap = slots.index(None) if None in slots else len(slots)
             found += slots[:gap]  # type: ignore[arg-type]
             if gap < len(slots):
