@@ -85,6 +85,7 @@ def build_scheduler_side(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
         base_namespace(vllm_config, base_block_tokens(groups), ""),
         events,
         hold_back_tokens=_hold_back_tokens(vllm_config, groups),
+        decode_run_tokens=settings.decode_run_tokens,
         guard_state=GuardState(metrics),
     )
     engine = str(vllm_config.kv_transfer_config.engine_id)[:8] if vllm_config.kv_transfer_config else "0"

@@ -48,10 +48,10 @@ class EventFeed:
         self._published: dict[BlockKey, bytes] = {}
         self._log = RateLimitedLogger(log)
 
-    def note(self, share: Share, request: Request) -> None:
-        """Remembers whose blocks a share of a job writes, until it ends."""
+    def note(self, job_id: int, request: Request) -> None:
+        """Remembers a request whose blocks a job writes, until its share ends."""
         if self.enabled:
-            self._request_of[share.job_id, share.state.request_id] = request
+            self._request_of[job_id, request.request_id] = request
 
     def on_end(self, share: Share, committed: bool) -> None:
         """A share of an offload is over; blocks that became matchable are announced."""

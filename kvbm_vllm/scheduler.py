@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from random import Random
 from typing import TYPE_CHECKING
 
 from kvbm_core.observe.guard import GuardState, guarded
 from kvbm_core.runtime.due import DueRequests
-from kvbm_core.runtime.jobs import Share
 from kvbm_core.runtime.leader import Leader
 from kvbm_core.runtime.request import NULL_BLOCK, RequestState
+from kvbm_core.tiers.groups import GroupSpec, alignment_tokens
 from kvbm_core.tokens.namespace import KeyNamespace
 from kvbm_core.transfer.plan import TransferPlan
 from kvbm_core.types import SequenceHash
@@ -41,6 +42,17 @@ _NO_EVENTS: Iterable[KVCacheEvent] = ()
 _COMPLETE = frozenset({"FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED"})
 
 
+def decode_wait_tokens(groups: tuple[GroupSpec, ...], run_tokens: int) -> int:
+    """Tokens to wait for beyond the next full block, so that what decoding fills is stored in runs of ``run_tokens``.
+
+    None where blocks leave a window: they would be gone before they are stored.
+    """
+    block_tokens = alignment_tokens(groups)
+    if any(group.window_tokens is not None for group in groups):
+        return 0
+    return max(0, run_tokens // block_tokens - 1) * block_tokens
+
+
 class SchedulerSide:
     """One engine's scheduler side. Every public method is guarded: an exception here is a miss and a count."""
 
@@ -51,6 +63,7 @@ class SchedulerSide:
         events: EventFeed,
         *,
         hold_back_tokens: int,
+        decode_run_tokens: int = 0,
         guard_state: GuardState,
     ) -> None:
         self.leader = leader
@@ -60,6 +73,9 @@ class SchedulerSide:
         self._hold_back_tokens = hold_back_tokens
         self._pins = DevicePins(leader.groups)
         self._due = DueRequests()
+        self._block_tokens = alignment_tokens(leader.groups)
+        self._random = Random(0)  # noqa: S311 - spreads work, decides nothing
+        self._decode_wait_tokens = decode_wait_tokens(leader.groups, decode_run_tokens)
         # Whether what the workers said has been taken in this step.
         self._has_polled = False
         self._requests: dict[str, Request] = {}
@@ -139,9 +155,11 @@ class SchedulerSide:
         fences = tuple(sorted(self.leader.readers_of(self._overwritten)))
         self._plan_offloads(scheduler_output)
         offload = self.leader.take_offloads()
+        for share in offload.shares if offload is not None else ():
+            self._pins.hold(share)
         metadata = DynamoConnectorMetadata(
             onboards=self._onboards,
-            offloads=[] if offload is None else [offload],
+            offloads=[] if offload is None else [offload.plan()],
             failed_loads=self._failed_loads,
             fences=fences,
             is_idle=scheduler_output.total_num_scheduled_tokens == 0,
@@ -290,19 +308,28 @@ class SchedulerSide:
         stored = min(computed + num_scheduled, request.num_tokens)
         if stored > request.num_prompt_tokens:
             stored = max(request.num_prompt_tokens, stored - self._hold_back_tokens)
-        share = self.leader.offload(state, request.all_token_ids, computed, stored, tables)
-        self._due.look_again(request_id, state.next_full_tokens - computed - num_scheduled)
-        self._note(share, request)
+        job_id = self.leader.offload(state, request.all_token_ids, computed, stored, tables)
+        wait_tokens = state.next_full_tokens - computed - num_scheduled
+        if computed >= request.num_prompt_tokens:
+            wait_tokens += self._decode_wait_tokens
+        elif stored >= request.num_prompt_tokens:
+            wait_tokens += self._first_wait_tokens()
+        self._due.look_again(request_id, wait_tokens)
+        self._note(job_id, request)
+
+    def _first_wait_tokens(self) -> int:
+        # Requests that began together would all store their runs in one step: their first runs are of any length.
+        num_blocks = self._decode_wait_tokens // self._block_tokens
+        return self._random.randint(0, num_blocks) * self._block_tokens
 
     def _offload_rest(self, state: RequestState, request: Request, tables: Tables) -> None:
         computed = min(request.num_computed_tokens, request.num_tokens - 1)
         self._note(self.leader.offload(state, request.all_token_ids, computed, computed, tables), request)
 
-    def _note(self, share: Share | None, request: Request) -> None:
-        if share is not None:
-            self._pins.hold(share)
-            self._planned.add(share.job_id)
-            self._events.note(share, request)
+    def _note(self, job_id: int | None, request: Request) -> None:
+        if job_id is not None:
+            self._planned.add(job_id)
+            self._events.note(job_id, request)
 
     def _new_step(self) -> None:
         self._onboards = []

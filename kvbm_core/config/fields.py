@@ -91,6 +91,9 @@ class SettingFields(BaseSettings):
     share_wait_s: r.SecondsOrZero = _setting(
         "KVBM_SHARE_WAIT_S", 1.0, "Seconds a request waits for blocks another one is bringing; 0 = never."
     )
+    decode_run_tokens: r.CountOrZero = _setting(
+        "KVBM_DECODE_RUN_TOKENS", 128, "What decoding fills is stored so many tokens at a time; 0 = each block at once."
+    )
     verify_onboard: r.Flag = _setting(
         "KVBM_VERIFY_ONBOARD", False, "Compare a checksum of every onboarded block; slow, for finding faults."
     )

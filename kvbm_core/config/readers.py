@@ -140,6 +140,7 @@ SecondsOrZero = Annotated[float, PlainValidator(float_reader(_SECONDS_OR_ZERO, M
 OptionalCount = Annotated[int | None, _int(1, MAX_COUNT)]
 OptionalCountOrZero = Annotated[int | None, _int(0, MAX_COUNT)]
 Count = Annotated[int, _int(1, 1_000_000)]
+CountOrZero = Annotated[int, _int(0, 1_000_000)]
 Priority = Annotated[int, _int(0, 2**32 - 1)]
 Port = Annotated[int, PlainValidator(_read_port)]
 OptionalPort = Annotated[int | None, PlainValidator(_read_optional_port)]

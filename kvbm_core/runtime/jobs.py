@@ -99,6 +99,10 @@ class JobBook:
         for move in share.moves:
             job.device_blocks.update(move.device_blocks)
 
+    def cancel(self, job: Job) -> None:
+        """Takes back a job that has nothing to do."""
+        del self._jobs[job.job_id]
+
     def acknowledge(self, rank: int, ack: JobAck) -> Job | None:
         """Notes one rank's answer; the job, removed, once all have answered. Late and double answers are counted."""
         job = self._jobs.get(ack.job_id)

@@ -17,7 +17,7 @@ from kvbm_core.observe.labels import DropReason, FailureKind
 from kvbm_core.observe.log import RateLimitedLogger
 from kvbm_core.observe.metrics import Metrics
 from kvbm_core.runtime.handshake import Disabled, Handshake, RankAck, SlotsReady
-from kvbm_core.runtime.jobs import Job, JobBook, Share
+from kvbm_core.runtime.jobs import Job, JobBook
 from kvbm_core.runtime.messages import JobAck
 from kvbm_core.runtime.offload import Offloading, OnShareEnd
 from kvbm_core.runtime.onboard import Onboarding
@@ -83,8 +83,8 @@ class Leader:
 
     @property
     def pending_jobs(self) -> int:
-        """Transfers that some rank has not answered yet."""
-        return len(self._jobs)
+        """Transfers that were sent, and that some rank has not answered yet."""
+        return len(self._jobs) - self._offloading.has_gathered
 
     def is_pending(self, job_id: int) -> bool:
         """Whether some rank has not answered this transfer yet."""
@@ -155,19 +155,25 @@ class Leader:
         computed_tokens: int,
         stored_tokens: int,
         tables: Sequence[BlockTable],
-    ) -> Share | None:
+    ) -> int | None:
         """Writes through the full blocks up to ``stored_tokens`` that no copy below the device exists of.
 
         ``computed_tokens``: position before this step; windowed groups may already have given up blocks before it.
-        What is answered is part of the job that ``take_offloads`` closes.
+        Answers the job in which they will be, with ``take_offloads``; None if no block is full.
         """
         if stored_tokens < state.next_full_tokens or not self.is_ready:
             return None
         return self._offloading.offload(state, tokens, computed_tokens, stored_tokens, tables)
 
-    def take_offloads(self) -> TransferPlan | None:
-        """All that ``offload`` has gathered, of all requests, as one plan; to be sent before its blocks are reused."""
-        return self._offloading.take()
+    def take_offloads(self) -> Job | None:
+        """All that ``offload`` has gathered, of all requests, as one job; to be sent before its blocks are reused."""
+        if not self._offloading.has_gathered:
+            return None
+        gathered = self._offloading.gathered_states()
+        job = self._offloading.take()
+        for state in gathered:
+            self._drop_if_idle(state)
+        return job
 
     def abandon(self, job_id: int) -> None:
         """A plan that was made and never sent: its job ends as if every rank had refused it."""
@@ -193,6 +199,7 @@ class Leader:
         """Forgets every block of the tier; what is on its way will not be committed."""
         for state in self._requests.values():
             self._onboarding.let_go(state)
+        self._offloading.forget_gathered()
         self.tier.reset()
 
     # ---------------------------------------------------------------- what workers said
@@ -225,7 +232,7 @@ class Leader:
     def publish_gauges(self) -> None:
         """How full the tier is, what is pinned, what is under way: now."""
         self.metrics.tier_usage(Tier.HOST, self.tier.resident_blocks, self.tier.capacity_blocks)
-        self.metrics.set_pending_jobs(len(self._jobs))
+        self.metrics.set_pending_jobs(self.pending_jobs)
         self.metrics.set_live_leases(self.tier.live_leases)
 
     def _on_slots(self, event: SlotsReady) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from typing import NamedTuple
 
 from kvbm_core.errors import IntegrityError, Outcome
@@ -12,7 +13,7 @@ from kvbm_core.runtime.jobs import Job, JobBook, Share
 from kvbm_core.runtime.request import NULL_BLOCK, BlockTable, RequestState
 from kvbm_core.tiers.groups import GroupSpec
 from kvbm_core.tiers.tier import BlockTier, Reservation
-from kvbm_core.transfer.plan import GroupMove, TransferPlan
+from kvbm_core.transfer.plan import GroupMove
 from kvbm_core.types import BlockKey, Direction, Tier
 
 OnShareEnd = Callable[[Share, bool], None]
@@ -24,13 +25,43 @@ class _Wanted(NamedTuple):
     keys: Sequence[BlockKey]
     device_blocks: Sequence[int]
     positions: Sequence[int]
+    """Empty: all are of the first group."""
+
+    def only(self, places: list[int]) -> _Wanted:
+        """Those at ``places``."""
+        positions = [self.positions[i] for i in places] if self.positions else ()
+        return _Wanted([self.keys[i] for i in places], [self.device_blocks[i] for i in places], positions)
+
+
+def _own_keys(states: list[RequestState]) -> AbstractSet[BlockKey]:
+    return states[0].own_keys() if len(states) == 1 else _OwnKeys(states)
+
+
+class _OwnKeys(AbstractSet[BlockKey]):
+    """The keys of several requests; a set of sets, as one set of all would have to be made anew in each step."""
+
+    def __init__(self, states: list[RequestState]) -> None:
+        self._sets = [state.own_keys() for state in states]
+
+    def __contains__(self, key: object) -> bool:
+        return any(key in keys for keys in self._sets)
+
+    def __bool__(self) -> bool:
+        return True  # without counting them
+
+    def __iter__(self) -> Iterator[BlockKey]:
+        return iter(set().union(*self._sets))
+
+    def __len__(self) -> int:
+        return len(set().union(*self._sets))
 
 
 class Offloading:
     """Part of the Leader, on its thread.
 
-    What requests offload is gathered in one open job until ``take``: one plan per step, and one answer to it,
-    however many requests have filled a block. ``on_share_end(share, committed)`` is told of each request's end in it.
+    What requests offload is gathered until ``take``, which makes one job of it: slots for all blocks at once, one plan
+    per step and one answer to it, however many requests have filled a block. ``on_share_end(share, committed)`` is
+    told of each request's end in it; a share without blocks had nothing new, or found no room.
     """
 
     def __init__(
@@ -41,7 +72,9 @@ class Offloading:
         self._jobs = jobs
         self._metrics = metrics
         self._on_share_end = on_share_end
+        # The next job, which has its number as soon as somebody waits for it, and what it will read.
         self._open: Job | None = None
+        self._gathered: list[tuple[RequestState, _Wanted]] = []
         self._evicted_seen = 0
 
     def offload(
@@ -51,7 +84,7 @@ class Offloading:
         computed_tokens: int,
         stored_tokens: int,
         tables: Sequence[BlockTable],
-    ) -> Share | None:
+    ) -> int | None:
         """See Leader.offload."""
         state.chain.extend(tokens, stored_tokens)
         spans = []
@@ -64,7 +97,13 @@ class Offloading:
             (block + 1) * group.block_size_tokens for block, group in zip(state.next_offload, self._groups, strict=True)
         )
         wanted = self._wanted(state, tables, spans)
-        return self._reserve(state, wanted) if wanted.keys else None
+        if not wanted.keys:
+            return None
+        if self._open is None:
+            self._open = self._jobs.start(Direction.OFFLOAD)
+        self._gathered.append((state, wanted))
+        state.offload_jobs.add(self._open.job_id)
+        return self._open.job_id
 
     def _wanted(self, state: RequestState, tables: Sequence[BlockTable], spans: list[range]) -> _Wanted:
         if len(spans) == 1:  # most models, and long prompts: slices, no object per block
@@ -86,47 +125,86 @@ class Offloading:
             [g for _, g, _ in blocks],
         )
 
-    def _reserve(self, state: RequestState, wanted: _Wanted) -> Share | None:
-        reservation = self._tier.reserve(wanted.keys, state.own_keys)
-        self._count_evictions()
-        if len(reservation.keys) < len(wanted.keys):
-            self._metrics.dropped(DropReason.NO_SPACE, self._tier.absent_of(wanted.keys))
-        if not reservation.keys:
-            return None
-        job = self._open = self._open or self._jobs.start(Direction.OFFLOAD)
-        moves = self._moves(wanted, reservation)
-        is_prefill = len(wanted.keys) > len(self._groups)
-        share = Share(job.job_id, state, reservation.keys, moves, reservation=reservation, is_prefill=is_prefill)
-        self._jobs.add(job, share)
-        state.offload_jobs.add(job.job_id)
-        return share
+    @property
+    def has_gathered(self) -> bool:
+        """Whether there is something to take."""
+        return bool(self._gathered)
 
-    def _moves(self, wanted: _Wanted, reservation: Reservation) -> tuple[GroupMove, ...]:
-        if len(self._groups) == 1 and len(reservation.keys) == len(wanted.keys):
-            return (GroupMove(self._groups[0].index, tuple(wanted.device_blocks), reservation.slots),)
-        slot_of = dict(zip(reservation.keys, reservation.slots, strict=True))
+    def gathered_states(self) -> list[RequestState]:
+        """The requests that have something to offload."""
+        return [state for state, _ in self._gathered]
+
+    def take(self) -> Job | None:
+        """Closes the open job, to be sent now. None if there is nothing to offload."""
+        job, self._open = self._open, None
+        gathered, self._gathered = self._gathered, []
+        if job is None:
+            return None
+        keys: Sequence[BlockKey] = gathered[0][1].keys
+        if len(gathered) > 1:
+            keys = [key for _, wanted in gathered for key in wanted.keys]
+        reservation = self._tier.reserve(keys, lambda: _own_keys([state for state, _ in gathered]))
+        self._count_evictions()
+        if len(reservation.keys) < len(keys):
+            self._metrics.dropped(DropReason.NO_SPACE, self._tier.absent_of(keys))
+        for share in self._shares(job.job_id, gathered, reservation, is_whole=len(reservation.keys) == len(keys)):
+            if share.keys:
+                self._jobs.add(job, share)
+            else:
+                share.state.offload_jobs.discard(job.job_id)
+                self._on_share_end(share, False)
+        if job.shares:
+            return job
+        self._jobs.cancel(job)
+        return None
+
+    def _shares(
+        self, job_id: int, gathered: list[tuple[RequestState, _Wanted]], reservation: Reservation, *, is_whole: bool
+    ) -> Iterator[Share]:
+        slot_of = {} if is_whole else dict(zip(reservation.keys, reservation.slots, strict=True))
+        end = 0
+        for state, wanted in gathered:
+            start, end = end, end + len(wanted.keys)
+            keys, slots, picked = reservation.keys[start:end], reservation.slots[start:end], wanted
+            if not is_whole:  # some are there already, on their way, or find no room
+                found = [(i, slot_of.pop(key, None)) for i, key in enumerate(wanted.keys)]
+                places = [i for i, slot in found if slot is not None]
+                slots = tuple(slot for _, slot in found if slot is not None)
+                keys = tuple(wanted.keys[i] for i in places)
+                picked = wanted.only(places)
+            share = Share(job_id, state, keys, self._moves(picked, slots))
+            share.reservation = Reservation(keys, slots, reservation.generation)
+            share.is_prefill = len(wanted.keys) > len(self._groups)
+            yield share
+
+    def _moves(self, wanted: _Wanted, slots: tuple[int, ...]) -> tuple[GroupMove, ...]:
+        if not wanted.positions:
+            return (GroupMove(self._groups[0].index, tuple(wanted.device_blocks), slots),) if slots else ()
         per_group: dict[int, tuple[list[int], list[int]]] = {}
-        positions = wanted.positions or [0] * len(wanted.keys)
-        for key, device_block, g in zip(wanted.keys, wanted.device_blocks, positions, strict=True):
-            slot = slot_of.pop(key, None)
-            if slot is not None:
-                device_blocks, slots = per_group.setdefault(g, ([], []))
-                device_blocks.append(device_block)
-                slots.append(slot)
+        for device_block, g, slot in zip(wanted.device_blocks, wanted.positions, slots, strict=True):
+            blocks, group_slots = per_group.setdefault(g, ([], []))
+            blocks.append(device_block)
+            group_slots.append(slot)
         return tuple(
-            GroupMove(self._groups[g].index, tuple(device_blocks), tuple(slots))
-            for g, (device_blocks, slots) in sorted(per_group.items())
+            GroupMove(self._groups[g].index, tuple(blocks), tuple(group_slots))
+            for g, (blocks, group_slots) in sorted(per_group.items())
         )
 
-    def take(self) -> TransferPlan | None:
-        """Closes the open job: its plan, to be sent now. None if there is nothing to offload."""
-        job, self._open = self._open, None
-        return job.plan() if job is not None else None
+    def forget_gathered(self) -> None:
+        """What has been gathered is not to be stored any more; its job stays, empty, for those who wait for it."""
+        self._gathered = [(state, _Wanted((), (), ())) for state, _ in self._gathered]
 
     def end(self, job: Job) -> bool:
         """Every rank has answered. True if blocks can be matched from now on."""
         if job is self._open:  # abandoned before it was sent
             self._open = None
+            gathered, self._gathered = self._gathered, []
+            for state, _ in gathered:
+                state.restart_offload()
+                state.offload_jobs.discard(job.job_id)
+                job.shares.append(Share(job.job_id, state, (), ()))
+                self._on_share_end(job.shares[-1], False)
+            return False
         committed = [self._end_share(share, job.outcome) for share in job.shares]
         return any(committed)
 

@@ -96,7 +96,12 @@ class LeaderBench:
     ) -> TransferPlan | None:
         """A step in which nothing else is offloaded."""
         self.leader.offload(state, tokens, computed_tokens, stored_tokens, tables)
-        return self.leader.take_offloads()
+        return self.take_offloads()
+
+    def take_offloads(self) -> TransferPlan | None:
+        """The plan of all that was gathered."""
+        job = self.leader.take_offloads()
+        return None if job is None else job.plan()
 
     def store(self, tokens: Sequence[int], request_id: str = "store") -> None:
         """A request that has come, has been written through and has gone."""

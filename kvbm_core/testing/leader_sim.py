@@ -264,17 +264,20 @@ class LeaderSim:
         after = min(len(request.tokens), before + self.random.randint(1, 9))
         self._compute(request, before, after)
         request.computed_tokens = after
-        share = self.leader.offload(request.state, request.tokens, before, after, request.tables)
-        if share is not None:
-            self._last_job = max(self._last_job, share.job_id)
-            self._open_jobs = {share.job_id}
+        job_id = self.leader.offload(request.state, request.tokens, before, after, request.tables)
+        if job_id is not None:
+            self._last_job = max(self._last_job, job_id)
+            self._open_jobs = {job_id}
         if after == len(request.tokens):
             self._finish(request)
 
     def _send_offloads(self) -> None:
-        plan = self.leader.take_offloads()
-        self._open_jobs = set()
+        open_jobs, self._open_jobs = self._open_jobs, set()
+        plan = self.bench.take_offloads()
         if plan is None:
+            for worker in self.workers:
+                for job_id in open_jobs:
+                    worker.drop(job_id)
             return
         plan.check(self.shape.num_device_blocks, self.shape.num_slots)
         if self.random.random() < 0.02:

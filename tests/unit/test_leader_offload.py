@@ -96,8 +96,8 @@ def test_what_several_requests_fill_in_one_step_is_one_job() -> None:
     first, second = bench.open("first"), bench.open("second")
     gather(bench, first, PROMPT, 1)
     gather(bench, second, OTHER, 11)
-    plan = bench.leader.take_offloads()
-    assert plan is not None and bench.leader.take_offloads() is None
+    plan = bench.take_offloads()
+    assert plan is not None and bench.take_offloads() is None
     assert plan.moves == (GroupMove(0, (1, 2, 3, 4, 5, 11, 12, 13, 14, 15), tuple(range(10))),)
     assert bench.leader.finish(first) == bench.leader.finish(second) == (plan.job_id,)
     bench.answer(plan)
@@ -111,7 +111,7 @@ def test_a_job_cancelled_because_of_one_request_is_made_again_for_the_others() -
     preempted, other = bench.open("preempted"), bench.open("other")
     gather(bench, preempted, PROMPT, 1)
     gather(bench, other, OTHER, 11)
-    bench.answer(bench.leader.take_offloads(), Outcome.REJECTED)
+    bench.answer(bench.take_offloads(), Outcome.REJECTED)
     assert bench.resident_blocks(PROMPT) == bench.resident_blocks(OTHER) == 0
     again = bench.offload_step(other, [*OTHER, 1], 20, 21, [range(11, 17)])
     assert again is not None and again.moves[0].device_blocks == (11, 12, 13, 14, 15)
@@ -125,7 +125,7 @@ def test_an_open_job_can_be_abandoned_and_the_next_one_is_another() -> None:
     gather(bench, state, PROMPT, 1)
     (job_id,) = state.offload_jobs
     bench.leader.abandon(job_id)
-    assert bench.leader.take_offloads() is None and bench.tier.pending_blocks == 0
+    assert bench.take_offloads() is None and bench.tier.pending_blocks == 0
     plan = offload(bench, state, PROMPT)
     assert plan.job_id != job_id
     bench.answer(plan)

@@ -96,6 +96,10 @@ class Engine:
             if register:
                 worker.register(memory, f"layout{worker.rank}")
 
+    def submit_offloads(self) -> None:
+        job = self.leader.take_offloads()
+        self.submit(None if job is None else job.plan())
+
     def _wrapper(self, worker: Worker) -> Callable[[Executor], Executor]:
         def wrap(inner: Executor) -> Executor:
             self.gates[worker.rank] = Gate(inner, worker)
@@ -169,7 +173,7 @@ def test_bytes_go_down_and_come_back_elsewhere(tmp_path: Path, ranks: int) -> No
         writer = engine.leader.open("writer", ROOT, None)
         tables = [[1, 2, 3, 4, 5], [5, 4, 3, 2, 1]]
         engine.leader.offload(writer, PROMPT, 0, 20, tables)
-        engine.submit(engine.leader.take_offloads())
+        engine.submit_offloads()
         expected = [
             [content(memory, group, block) for group in (0, 1) for block in tables[group]] for memory in engine.memories
         ]
@@ -364,7 +368,7 @@ def test_the_leader_hears_of_trouble_as_it_is(engine: Engine) -> None:
     worker.judge_results(lambda result: JobResult(result.job_id, Outcome.CORRUPT, 0, 0.0, 0.0, "judged"))
     state = engine.leader.open("r", ROOT, None)
     engine.leader.offload(state, PROMPT, 0, 20, [[1, 2, 3, 4, 5]] * 2)
-    engine.submit(engine.leader.take_offloads())
+    engine.submit_offloads()
     engine.settle()
     assert engine.tier.resident_blocks == 0
     assert engine.leader.metrics.snapshot()['kvbm_failures_total{kind="offload_corrupt"}'] == 1

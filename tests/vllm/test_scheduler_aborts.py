@@ -177,7 +177,7 @@ def test_a_match_that_was_never_used_holds_nothing(tmp_path: Path) -> None:
 def test_an_aborted_preempted_request_whose_old_copy_still_runs(tmp_path: Path) -> None:
     # Preempted while its blocks are being stored, loading them back, aborted when the leader knows that the load is
     # over and vLLM does not: its id may be reported to vLLM once only.
-    with KvbmEngine(tmp_path) as engine:
+    with KvbmEngine(tmp_path, extra={"decode_run_tokens": 0}) as engine:
         engine.add("x", range(40), 20)
         engine.run(until=lambda: len(engine.record.outputs["x"]) == 1)
         engine.settle()

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 from vllm.v1.request import RequestStatus
 
+from kvbm_core.tiers.groups import GroupSpec
 from kvbm_core.types import Direction
+from kvbm_vllm.scheduler import decode_wait_tokens
 from tests.vllm.harness import adapter, media
 from tests.vllm.kvbm_engine import KvbmEngine, specs_to_try
 
@@ -242,7 +244,7 @@ def test_a_sequence_loses_its_tail_first(tmp_path: Path) -> None:
 
 
 def test_an_offload_delays_neither_the_forward_pass_nor_the_next_step(tmp_path: Path) -> None:
-    with KvbmEngine(tmp_path) as engine:
+    with KvbmEngine(tmp_path, extra={"decode_run_tokens": 0}) as engine:
         engine.hold(Direction.OFFLOAD)
         engine.add("a", range(30), 20)
         engine.run(until=lambda: len(engine.record.outputs["a"]) == 19)
@@ -290,3 +292,37 @@ def test_positions_grow_without_gaps(tmp_path: Path) -> None:
         assert found == [0, 8, 24, 40, 60]
         assert all(a <= b for a, b in pairwise(found))
         engine.assert_clean()
+
+
+def test_what_decoding_fills_is_stored_in_runs_and_the_rest_at_the_end(tmp_path: Path) -> None:
+    with KvbmEngine(tmp_path, extra={"decode_run_tokens": 16}) as engine:  # four blocks
+        engine.add("a", range(40), 30)
+        stored = []
+        while engine.scheduler.has_requests():
+            engine.step()
+            engine.settle()
+            stored.append(engine.leader.tier.resident_blocks)
+        engine.run()
+        engine.settle()
+        sizes = {after - before for before, after in pairwise([10, *stored]) if after != before}
+        assert stored[0] == 10 and max(sizes) == 4, "whole runs, after a first one of any length"
+        assert len([size for size in sizes if size]) <= 3
+        assert engine.leader.tier.resident_blocks == 17  # 69 tokens have KV: nothing that is full was left out
+        engine.assert_clean()
+
+
+@pytest.mark.parametrize(
+    ("groups", "run_tokens", "wait_tokens"),
+    [
+        ((GroupSpec(0, 16),), 128, 112),
+        ((GroupSpec(0, 16),), 16, 0),
+        ((GroupSpec(0, 16),), 0, 0),
+        ((GroupSpec(0, 256),), 128, 0),
+        ((GroupSpec(0, 16), GroupSpec(1, 32)), 128, 96),
+        ((GroupSpec(0, 16), GroupSpec(1, 16, window_tokens=64)), 128, 0),
+    ],
+)
+def test_how_long_a_decoding_request_is_left_alone(
+    groups: tuple[GroupSpec, ...], run_tokens: int, wait_tokens: int
+) -> None:
+    assert decode_wait_tokens(groups, run_tokens) == wait_tokens
