@@ -8,11 +8,12 @@ BIN := $(VENV)/bin
 SETUP_FLAGS ?=
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
+ONLY ?=
 
-.PHONY: help setup demo contract test lint typecheck bench clean
+.PHONY: help setup demo contract test lint typecheck bench bench-full clean
 
 help: ## this list
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 20
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
 
 setup: ## the environment: vLLM (CUDA or CPU), kvbm, tools (SETUP_FLAGS=--without-engine for the core alone)
 	@test -n "$(PYTHON)" || { echo "no Python 3.10+ found: install python3.11, or say make PYTHON=/path/to/python3" >&2; exit 1; }
@@ -35,9 +36,12 @@ lint: setup ## ruff, rules and format
 typecheck: setup ## mypy, strict
 	@$(BIN)/mypy
 
-bench: setup ## TTFT and throughput with and without kvbm (BENCH_ARGS="..." goes to benchmarks.serve)
-	@$(BIN)/python -m benchmarks.serve $(BENCH_ARGS)
+bench: setup ## all measurements beside the peers (ONLY=leader,transfer for some; BENCH_ARGS goes through)
+	@$(BIN)/python -m benchmarks $(if $(ONLY),--only $(ONLY)) $(BENCH_ARGS)
+
+bench-full: setup ## the same with more rounds
+	@$(BIN)/python -m benchmarks --full $(if $(ONLY),--only $(ONLY)) $(BENCH_ARGS)
 
 clean: ## remove the environment, caches and results
-	rm -rf $(VENV) $(CONTRACT) build dist kvbm_core/native/*.so demo-output bench-output .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(CONTRACT) build dist kvbm_core/native/*.so demo-output benchmarks/results .bench-peers .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -7,7 +7,7 @@ import platform
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from benchmarks.server import vllm_version
+from benchmarks.server import ServerError, vllm_version
 
 
 def machine_facts() -> dict[str, str]:
@@ -18,7 +18,7 @@ def machine_facts() -> dict[str, str]:
         "memory": f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 1e9:.0f} GB",
         "kernel": platform.release(),
         "python": platform.python_version(),
-        "vllm": vllm_version(),
+        "vllm": _vllm(),
         "torch": _version("torch"),
         "kvbm": _version("kvbm"),
         "load average": " ".join(f"{load:.2f}" for load in os.getloadavg()),
@@ -28,6 +28,13 @@ def machine_facts() -> dict[str, str]:
 def _field(path: Path, name: str) -> str:
     lines = path.read_text(errors="replace").splitlines() if path.exists() else []
     return next((line.partition(":")[2].strip() for line in lines if line.startswith(name)), "")
+
+
+def _vllm() -> str:
+    try:
+        return vllm_version()
+    except ServerError:
+        return "not installed"
 
 
 def _version(distribution: str) -> str:

@@ -6,14 +6,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from benchmarks.client import Answer, EngineClient
-from benchmarks.serve.figures import Figure
+from benchmarks.figures import Figure, Goal
 from benchmarks.serve.workload import UniquePrompts
 
 PROMPT_TOKENS = 4000
 ANSWER_TOKENS = 8
 FORGOTTEN_AFTER = 3  # the device cache holds two prompts, so a prompt is gone when three others have followed
 WARM_UP_PAIRS = 2
-GOAL = 0.10
+GOAL = Goal(f"TTFT of a {PROMPT_TOKENS:,}-token host hit", "ms", 0.10, "lower", "the same prompt cold")
 
 
 @dataclass(frozen=True)
@@ -68,14 +68,8 @@ async def _come_back(client: EngineClient, prompt: list[int], cold: Answer, cold
 
 def figure(pairs: list[Pair]) -> Figure:
     """The row of the report."""
-    return Figure(
-        name=f"TTFT of a {PROMPT_TOKENS:,}-token host hit",
-        unit="ms",
-        pairs=tuple((1000 * pair.hit.ttft_s, 1000 * pair.cold.ttft_s) for pair in pairs),
-        peer="the same prompt cold",
-        goal=GOAL,
-        better="lower",
-    )
+    hits = tuple(1000 * pair.hit.ttft_s for pair in pairs)
+    return Figure(GOAL, hits, {GOAL.against: tuple(1000 * pair.cold.ttft_s for pair in pairs)})
 
 
 def complaints(pairs: list[Pair]) -> list[str]:

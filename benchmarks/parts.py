@@ -1,0 +1,10 @@
+"""The parts of the suite, in the order in which they run. A new part is one more line here."""
+
+from __future__ import annotations
+
+from benchmarks.leader.part import LeaderPart
+from benchmarks.serve.part import ServePart
+from benchmarks.suite import Part
+from benchmarks.transfer.part import TransferPart
+
+PARTS: tuple[Part, ...] = (LeaderPart(), TransferPart(), ServePart())

@@ -1,0 +1,86 @@
+"""Both servers are started, measured in turns and stopped."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+from collections.abc import Sequence
+from contextlib import ExitStack
+
+import httpx
+
+from benchmarks.client import EngineClient
+from benchmarks.figures import Figure, Goal
+from benchmarks.serve import throughput, ttft
+from benchmarks.server import ServerError, ServerOptions, VllmServer
+from benchmarks.suite import CannotRun, Findings, Options
+from benchmarks.tiny_model import ensure_model
+
+DEVICE_BLOCKS = 280  # of 32 tokens: room for two prompts of 4,000, or for 64 short requests at once
+HOST_CACHE_GB = 1.0
+EMPTY_CONNECTOR = (
+    "--kv-transfer-config",
+    '{"kv_connector":"EmptyConnector","kv_role":"kv_both",'
+    '"kv_connector_module_path":"benchmarks.serve.empty_connector"}',
+)
+
+
+class ServePart:
+    """TTFT and throughput on real servers, with kvbm and without."""
+
+    name = "serve"
+    help = "TTFT of a host hit, throughput with nothing to reuse; two vLLM servers"
+    goals: Sequence[Goal] = (ttft.GOAL, *(load.goal for load in throughput.LOADS))
+
+    def run(self, options: Options) -> Findings:
+        """See Part."""
+        if importlib.util.find_spec("vllm") is None:
+            raise CannotRun("vLLM is not installed")
+        try:
+            return self._run(options)
+        except (ServerError, httpx.HTTPError) as error:
+            raise CannotRun(str(error).partition("\n")[0]) from error
+
+    def _run(self, options: Options) -> Findings:
+        with ExitStack() as stack:
+            options.told("building the model")
+            model = ensure_model(options.output / "tiny-qwen3")
+            servers = []
+            for name, host_cache_gb in (("with-kvbm", HOST_CACHE_GB), ("without-kvbm", None)):
+                options.told(f"starting vllm serve {name}")
+                extra = EMPTY_CONNECTOR if options.empty_connector and host_cache_gb is None else ()
+                settings = ServerOptions(model, DEVICE_BLOCKS, host_cache_gb, dtype=options.dtype, arguments=extra)
+                servers.append(stack.enter_context(VllmServer(settings, options.output / f"vllm-{name}.log")))
+            peer = "vLLM, empty connector" if options.empty_connector else "vLLM, no connector"
+            figures, complaints = asyncio.run(_measure(*servers, peer=peer, options=options))
+        settings_of_run = {
+            "model": "tiny Qwen3, random weights, 4 layers",
+            "dtype": options.dtype,
+            "device cache": f"{DEVICE_BLOCKS} blocks of 32 tokens",
+            "host cache": f"{HOST_CACHE_GB:g} GB",
+            "ttft": f"{ttft.PROMPT_TOKENS} tokens, one request at a time",
+            **{load.goal.name: load.text for load in throughput.LOADS},
+        }
+        return Findings(figures, complaints, settings_of_run)
+
+
+async def _measure(
+    with_kvbm: VllmServer, without: VllmServer, *, peer: str, options: Options
+) -> tuple[list[Figure], list[str]]:
+    """The figures, and what was wrong with the answers."""
+    pairs, rounds = options.choose(8, 30, 60), options.choose(3, 22, 80)
+    model = str(with_kvbm.options.model)
+    async with (
+        EngineClient(with_kvbm.base_url, model, with_kvbm.metrics_url) as ours,
+        EngineClient(without.base_url, model) as plain,
+    ):
+        measured = await ttft.measure(ours, pairs, options.seed, options.told)
+        figures, complaints = [ttft.figure(measured)], ttft.complaints(measured)
+        for number, load in enumerate(throughput.LOADS, 1):
+            loaded = await throughput.measure(
+                ours, plain, load, rounds=rounds, seed=options.seed + number, told=options.told
+            )
+            options.told(f"{load.goal.name}: asking again what was answered otherwise")
+            complaints += await throughput.ask_again_alone(ours, plain, load, loaded)
+            figures.append(throughput.figure(load, loaded, peer))
+    return figures, complaints

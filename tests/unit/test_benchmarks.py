@@ -1,0 +1,273 @@
+"""The benchmark suite judges, keeps and refuses as it says; and what it times would notice a wrong answer."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+pytest.importorskip("httpx")
+pytest.importorskip("matplotlib")
+
+from benchmarks import __main__ as program
+from benchmarks.figures import LIMIT, Figure, Goal
+from benchmarks.leader import hashing, index
+from benchmarks.leader.index import IndexBench, Resident, new_hashes
+from benchmarks.leader.sides import OurSide
+from benchmarks.parts import PARTS
+from benchmarks.report import Report
+from benchmarks.suite import CannotRun, Effort, Findings, Options, WrongAnswer, run_part
+from kvbm_core.types import Direction
+
+ROOT = Path(__file__).resolve().parents[2]
+FASTER = Goal("time", "ms", 0.5, "lower")
+MORE = Goal("rate", "blocks/s", 4.0, "higher")
+AT_MOST = Goal("size", "bytes", 256.0, "lower", LIMIT)
+
+
+# ---------------------------------------------------------------- figures
+
+
+def test_the_ratio_is_the_median_of_the_pairs() -> None:
+    figure = Figure(FASTER, (1.0, 10.0, 3.0), {"peer": (2.0, 40.0, 4.0)})
+    assert figure.ratio == 0.5
+    assert figure.verdict == "met"
+    assert replace(figure, ours=(1.1, 30.0, 3.0)).verdict == "short"
+
+
+@pytest.mark.parametrize(("goal", "best"), [(FASTER, "low"), (MORE, "high")])
+def test_the_best_peer_is_the_one_that_is_hardest_to_beat(goal: Goal, best: str) -> None:
+    figure = Figure(goal, (1.0,), {"middle": (5.0,), "low": (2.0,), "high": (9.0,)})
+    assert figure.reference == best
+    assert figure.ratio == 1.0 / figure.peers[best][0]
+
+
+def test_a_named_peer_is_the_reference_even_if_another_is_better() -> None:
+    figure = Figure(replace(MORE, against="limit of memory"), (8.0,), {"limit of memory": (2.0,), "other": (7.0,)})
+    assert (figure.ratio, figure.verdict) == (4.0, "met")
+
+
+@pytest.mark.parametrize(("ours", "verdict"), [(256.0, "met"), (257.0, "short")])
+def test_a_limit_is_held_against_our_value(ours: float, verdict: str) -> None:
+    assert Figure(AT_MOST, (1.0, ours, 9999.0)).verdict == verdict
+
+
+def test_a_ratio_without_a_peer_is_not_run() -> None:
+    assert Figure(FASTER, (1.0,)).verdict == "not run"
+    assert Figure(AT_MOST, ()).verdict == "not run"
+
+
+def test_a_figure_survives_json() -> None:
+    figure = Figure(FASTER, (1.0, 2.0), {"peer": (2.0, 3.0)}, "a note")
+    assert Figure.read(json.loads(json.dumps(figure.plain()))) == figure
+
+
+# ---------------------------------------------------------------- report and suite
+
+
+class FakePart:
+    """A part with one row; ``outcome`` is what its run gives."""
+
+    help = "a part for tests"
+    goals: Sequence[Goal] = (FASTER,)
+
+    def __init__(self, name: str, outcome: Findings | Exception) -> None:
+        self.name = name
+        self._outcome = outcome
+
+    def run(self, options: Options) -> Findings:
+        """See Part."""
+        if isinstance(self._outcome, Exception):
+            raise self._outcome
+        return self._outcome
+
+
+@pytest.fixture(autouse=True)
+def no_engine_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Machine facts ask for vLLM's version; the core's tests run without it."""
+    monkeypatch.setattr("benchmarks.suite.machine_facts", lambda: {"cpu": "test"})
+
+
+def findings(ours: float, peer: float = 10.0) -> Findings:
+    """One measured row."""
+    return Findings([Figure(FASTER, (ours,), {"peer": (peer,)})])
+
+
+def rows(folder: Path) -> list[dict[str, str]]:
+    """The rows of latest.json."""
+    found = json.loads((folder / "latest.json").read_text())["rows"]
+    assert isinstance(found, list)
+    return found
+
+
+def test_parts_that_are_not_run_now_keep_their_rows_and_date(tmp_path: Path) -> None:
+    first = Report(tmp_path, ["one", "two"])
+    first.add(replace(run_part(FakePart("two", findings(9.0)), Options()), measured_at="long ago"))
+    second = Report(tmp_path, ["one", "two"])
+    second.add(run_part(FakePart("one", findings(1.0)), Options()))
+    assert [(row["part"], row["verdict"], row["measured"]) for row in rows(tmp_path)] == [
+        ("one", "met", "now"),
+        ("two", "short", "long ago"),
+    ]
+    assert (tmp_path / "one.png").exists()
+    assert "long ago" in (tmp_path / "latest.md").read_text()
+
+
+def test_a_part_that_is_run_again_replaces_its_rows(tmp_path: Path) -> None:
+    for ours in (1.0, 9.0):
+        Report(tmp_path, ["one"]).add(run_part(FakePart("one", findings(ours)), Options()))
+    assert [row["verdict"] for row in rows(tmp_path)] == ["short"]
+
+
+@pytest.mark.parametrize("text", ["no json", "[]", '{"parts": {"one": {}}}'])
+def test_an_unreadable_earlier_report_is_no_obstacle(tmp_path: Path, text: str) -> None:
+    (tmp_path / "latest.json").write_text(text)
+    Report(tmp_path, ["one"]).add(run_part(FakePart("one", findings(1.0)), Options()))
+    assert [row["verdict"] for row in rows(tmp_path)] == ["met"]
+
+
+def test_a_part_that_cannot_run_says_so_in_its_rows_and_in_one_line(tmp_path: Path) -> None:
+    report = Report(tmp_path, ["one"])
+    report.add(run_part(FakePart("one", CannotRun("the peer is not installed")), Options()))
+    assert [row["verdict"] for row in rows(tmp_path)] == ["not run"]
+    console = Console(width=120, record=True)
+    report.show(console)
+    assert console.export_text().count("not run: one: the peer is not installed") == 1
+    assert not report.complaints
+
+
+def test_a_wrong_answer_is_a_complaint_and_no_figure(tmp_path: Path) -> None:
+    report = Report(tmp_path, ["one"])
+    report.add(run_part(FakePart("one", WrongAnswer("found what was never stored")), Options()))
+    assert report.complaints == ["one: found what was never stored"]
+    assert [row["verdict"] for row in rows(tmp_path)] == ["not run"]
+
+
+def test_names_are_unique() -> None:
+    parts = [part.name for part in PARTS]
+    goals = [(part.name, goal.name) for part in PARTS for goal in part.goals]
+    assert {"leader", "transfer", "serve"} <= set(parts)
+    assert len(set(parts)) == len(parts)
+    assert len(set(goals)) == len(goals)
+
+
+def test_the_command_line() -> None:
+    parsed = program._parse(["--only", "transfer,leader", "--quick"], "bench", "")
+    assert [part.name for part in parsed.only] == ["leader", "transfer"]
+    assert parsed.effort is Effort.QUICK
+    assert [part.name for part in program._parse([], "bench", "").only] == [part.name for part in PARTS]
+    assert [part.name for part in program._parse([], "bench", "serve").only] == ["serve"]
+    with pytest.raises(SystemExit):
+        program._parse(["--only", "sevre"], "bench", "")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["bench"], "-m benchmarks"),
+        (["bench", "ONLY=leader,transfer"], "-m benchmarks --only leader,transfer"),
+        (["bench-full", "ONLY=serve", "BENCH_ARGS=--seed 2"], "-m benchmarks --full --only serve --seed 2"),
+    ],
+)
+def test_make_passes_everything_on(arguments: list[str], expected: str) -> None:
+    result = subprocess.run(["make", "-n", *arguments], cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert " ".join(result.stdout.split("python ")[-1].split()) == expected
+
+
+# ---------------------------------------------------------------- what is timed
+
+
+def small_index(side: OurSide) -> IndexBench:
+    """As the real one, with room for two prompts."""
+    hashes = new_hashes(random.Random(1), 2 * index.PROMPT_BLOCKS)
+    return IndexBench([Resident.fill(side, hashes)], Resident.fill(OurSide(len(hashes)), hashes), seed=1)
+
+
+def test_the_index_is_measured_with_evictions() -> None:
+    side = OurSide(2 * index.PROMPT_BLOCKS)
+    figures = small_index(side).measure(2, lambda text: None)
+    assert [figure.goal for figure in figures] == list(index.GOALS)
+    assert all(len(figure.ours) == 2 for figure in figures)
+    assert side.evicted_blocks == 2 * index.CHURN_BATCHES * index.BATCH_BLOCKS
+    side.close()
+
+
+@pytest.mark.parametrize("lie", ["lookup", "read", "store"])
+def test_an_index_that_answers_wrongly_is_noticed(lie: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    side = OurSide(2 * index.PROMPT_BLOCKS)
+    bench = small_index(side)
+    monkeypatch.setattr(side, lie, lambda keys: len(keys) - 1)
+    with pytest.raises(WrongAnswer, match="kvbm"):
+        bench.measure(1, lambda text: None)
+
+
+def test_a_lookup_that_finds_what_was_never_stored_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    side = OurSide(2 * index.PROMPT_BLOCKS)
+    bench = small_index(side)
+    monkeypatch.setattr(side, "lookup", len)
+    with pytest.raises(WrongAnswer, match="of 0 blocks"):
+        bench.measure(1, lambda text: None)
+
+
+def test_a_wrong_hash_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hashing, "PROMPT_TOKENS", 64)
+    monkeypatch.setattr(hashing, "peer_hashers", dict)
+    chain, extend = hashing.measure(2, seed=1)
+    assert (len(chain.ours), len(extend.ours)) == (2, 2 * hashing.EXTENSIONS)
+    monkeypatch.setattr(hashing, "hash_block", lambda parent, tokens: parent)
+    with pytest.raises(WrongAnswer, match="block 0"):
+        hashing.measure(2, seed=1)
+
+
+@pytest.mark.parametrize("direction", list(Direction))
+@pytest.mark.parametrize("way", ["execute", "torch_per_page", "torch_indexed"])
+def test_copies_are_compared_byte_by_byte(way: str, direction: Direction) -> None:
+    pytest.importorskip("torch")
+    from benchmarks.transfer.memory import CopyBench
+
+    bench = CopyBench(page_bytes=512, num_moved=6, seed=1)
+    choice = bench.choose()
+    bench.wipe(direction, choice)
+    with pytest.raises(WrongAnswer, match="wrong bytes"):
+        bench.check("nobody", choice)
+    if way == "execute":
+        bench.execute(bench.plan(direction, choice))
+        bench.check_outcomes()
+    else:
+        getattr(bench, way)(direction, choice)
+    bench.check(way, choice)
+    bench.slots[choice.slots[-1], -1, -1] ^= 1
+    with pytest.raises(WrongAnswer, match="wrong bytes"):
+        bench.check(way, choice)
+    bench.close()
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("policy", ["lru", "arc"])
+def test_vllms_index_passes_the_same_checks(policy: str) -> None:
+    pytest.importorskip("vllm")
+    from benchmarks.leader.vllm_sides import VllmSide
+
+    draw = random.Random(1)
+    hashes = new_hashes(draw, 2 * index.PROMPT_BLOCKS)
+    peer = Resident.fill(VllmSide(len(hashes), policy), hashes)
+    ours = Resident.fill(OurSide(len(hashes)), hashes)
+    bench = IndexBench([ours, peer], ours, seed=1)
+    bench._read_round(0)
+    bench._churn(peer)
+
+
+@pytest.mark.vllm
+def test_steps_offload_each_full_block_once() -> None:
+    pytest.importorskip("vllm")
+    from benchmarks.leader import metadata
+
+    figure = metadata._decode(metadata.DECODE[256], 32, 2 * metadata.BLOCK_TOKENS, seed=1)
+    assert len(figure.ours) == 2 * metadata.BLOCK_TOKENS
