@@ -1,4 +1,4 @@
-"""Builds kvbm_core/native/_kvbm.c into the wheel, or beside its source for an editable installation.
+"""Builds the C files of kvbm_core/native into the wheel, or beside them for an editable installation.
 
 Optional: without a working C compiler (CC, or the one that Python was built with) or Python's headers there
 is one warning, and a wheel for any platform on which Python code does the same.
@@ -15,6 +15,7 @@ from pathlib import Path
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
+# One module of all C files in this one's folder; it has the name of this one.
 SOURCE = Path("kvbm_core", "native", "_kvbm.c")
 # Nothing that only this machine's CPU has: what there is beyond the baseline is found out when the module is loaded.
 # NDEBUG is for the checks inside Python's own headers.
@@ -26,7 +27,8 @@ def compile_native(root: Path, target: Path, *flags: str) -> str | None:
     compiler = shlex.split(os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc")
     include = sysconfig.get_paths()["include"]
     partial = target.with_suffix(".partial")
-    command = [*compiler, *FLAGS, *flags, f"-I{include}", str(root / SOURCE), "-o", str(partial)]
+    sources = sorted(str(path) for path in (root / SOURCE.parent).glob("*.c"))
+    command = [*compiler, *FLAGS, *flags, f"-I{include}", *sources, "-o", str(partial)]
     try:
         result = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
     except OSError as error:

@@ -255,8 +255,8 @@ def _tell_native(venv: Path) -> None:
 def _fingerprint() -> str:
     """Changes when a dependency, the native module or this program does, or the checkout stands elsewhere."""
     digest = hashlib.sha256(str(REPOSITORY).encode())
-    native = (REPOSITORY / "hatch_build.py", REPOSITORY / "kvbm_core" / "native" / "_kvbm.c")
-    for path in (REPOSITORY / "pyproject.toml", Path(__file__), *native):
+    native = sorted((REPOSITORY / "kvbm_core" / "native").glob("*.[ch]"))
+    for path in (REPOSITORY / "pyproject.toml", REPOSITORY / "hatch_build.py", Path(__file__), *native):
         digest.update(path.read_bytes())
     return digest.hexdigest()
 

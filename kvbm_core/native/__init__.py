@@ -1,4 +1,4 @@
-"""The loops that Python is too slow for, in C (_kvbm.c): optional, built with the package where there is a compiler.
+"""The loops that Python is too slow for, in C (_kvbm.c, _index.c): optional, built where there is a compiler.
 
 ``native`` is None where the module was not built, or ``KVBM_NATIVE=0`` stood in the environment when this was
 imported. Whoever uses it has the same function in plain Python beside it, and both pass the same tests.
@@ -13,16 +13,70 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from kvbm_core.types import SequenceHash
+from kvbm_core.types import BlockKey, SequenceHash
 
 VARIABLE = "KVBM_NATIVE"
 
 Bytes = npt.NDArray[np.uint8]
 Ids = npt.NDArray[np.int64]
+Slots = npt.NDArray[np.int32]
+
+
+class Index(Protocol):
+    """Which block is in which slot: BlockRegistry with arrays in place of results.
+
+    The methods that have a namesake in kvbm_core/blocks/registry.py do the same; ``slots`` that are filled are at
+    least as long as ``keys``. ``in`` and ``len`` are about resident blocks. TypeError for a key that is not bytes,
+    ValueError for one of another length than a BlockKey's. A call that raises has changed nothing, and leaves what it
+    was to fill undefined. One thread only.
+    """
+
+    def grow(self, capacity_slots: int, /) -> None:
+        """As the registry's. MemoryError, or ValueError for more than 2 ** 30 slots."""
+
+    def new_of(self, keys: Sequence[BlockKey], /) -> tuple[BlockKey, ...]:
+        """As the registry's."""
+
+    def reserve(self, keys: Sequence[BlockKey], slots: Slots, /) -> None:
+        """As the registry's."""
+
+    def commit(self, keys: Sequence[BlockKey], slots: Slots, /) -> None:
+        """As the registry's; fills ``slots``."""
+
+    def cancel(self, keys: Sequence[BlockKey], slots: Slots, /) -> None:
+        """As the registry's; fills ``slots``."""
+
+    def drop(self, slots: Slots, /) -> list[BlockKey]:
+        """As the registry's."""
+
+    def find(self, keys: Sequence[BlockKey], slots: Slots, /) -> int:
+        """Fills in the slots of the leading resident ``keys``; returns how many."""
+
+    def slots_of(self, keys: Sequence[BlockKey], slots: Slots, /) -> int:
+        """Fills in the slots of those of ``keys`` that are resident; returns how many."""
+
+    def keys_in(self, slots: Slots, /) -> list[BlockKey | None]:
+        """As the registry's."""
+
+    def is_pending(self, key: BlockKey, /) -> bool:
+        """As the registry's."""
+
+    def pending_blocks(self) -> int:
+        """As the registry's."""
+
+    def check(self) -> str | None:
+        """What is wrong with the index; None if nothing is."""
+
+    def __contains__(self, key: BlockKey, /) -> bool: ...
+
+    def __len__(self) -> int: ...
 
 
 class Native(Protocol):
-    """What the C module offers. Safe to call from any thread."""
+    """What the C module offers. Its functions are safe to call from any thread."""
+
+    def Index(self, seed: int, /) -> Index:
+        """An empty index; ``seed`` (64 bits) is what nobody outside shall know of its hash function."""
 
     def chain(
         self, parent: bytes, header: bytes, tokens: bytes | bytearray | memoryview, step: int, /

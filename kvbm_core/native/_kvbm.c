@@ -379,11 +379,12 @@ static PyMethodDef METHODS[] = {
     {NULL, NULL, 0, NULL},
 };
 
+int kvbm_add_index(PyObject *module); /* _index.c */
+
 static int execute(PyObject *module)
 {
-    (void)module;
     compress = best_compress();
-    return 0;
+    return kvbm_add_index(module);
 }
 
 static PyModuleDef_Slot SLOTS[] = {{Py_mod_exec, (void *)execute}, {0, NULL}};

@@ -89,7 +89,7 @@ class BlockTier:
 
     def absent_of(self, keys: Sequence[BlockKey]) -> int:
         """How many different ``keys`` are neither in a slot nor on their way to one."""
-        return sum(1 for key in set(keys) if key not in self._registry and not self._registry.is_pending(key))
+        return len(self._registry.new_of(keys))
 
     def match_prefix(self, keys: Sequence[BlockKey]) -> int:
         """How many leading ``keys`` can be matched. Changes nothing (a probe is not a use)."""
@@ -103,8 +103,8 @@ class BlockTier:
         slots = self._registry.find(keys)
         if len(slots) < len(keys) or (self._doomed and not self._doomed.isdisjoint(keys)):
             return None
-        self._policy.pin(as_slots(slots))
-        return self._leases.grant(owner, keys, slots, ttl_s)
+        self._policy.pin(slots)
+        return self._leases.grant(owner, keys, slots.tolist(), ttl_s)
 
     def renew(self, lease: Lease, ttl_s: float) -> Lease | None:
         """A new lease on the same slots in place of ``lease``; None if that had ended.
@@ -135,7 +135,7 @@ class BlockTier:
     def touch(self, keys: Sequence[BlockKey]) -> None:
         """Makes ``keys`` (a prefix, head first) recently used; the head is evicted after the tail."""
         slots = self._registry.find(keys)
-        self._policy.touch(as_slots(slots) if len(slots) == len(keys) else self._registry.slots_of(keys))
+        self._policy.touch(slots if len(slots) == len(keys) else self._registry.slots_of(keys))
 
     def reserve(self, keys: Sequence[BlockKey], protected: Callable[[], AbstractSet[BlockKey]]) -> Reservation:
         """Slots for those of ``keys`` that are neither there nor on their way, as many as can be had.

@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 
 from kvbm_core.blocks.lease import Lease, LeaseBook
 from kvbm_core.blocks.pool import SlotPool
-from kvbm_core.blocks.registry import LOOKED_UP_AT_ONCE, BlockRegistry
+from kvbm_core.blocks.registry import (
+    LOOKED_UP_AT_ONCE,
+    AnyBlockRegistry,
+    BlockRegistry,
+    NativeBlockRegistry,
+    PyBlockRegistry,
+)
 from kvbm_core.clock import ManualClock
 from kvbm_core.errors import IntegrityError
+from kvbm_core.native import native
 from kvbm_core.policy.admission import Admission, AdmissionState, AdmitAll
 from kvbm_core.policy.recency import Slots, as_slots
 from kvbm_core.testing.policy_contract import sample_keys
+from kvbm_core.types import BlockKey, SequenceHash, block_key
 
 A, B, C, D = sample_keys(0, 4)
 
@@ -105,26 +113,39 @@ def test_the_pool_check_sees_a_lost_slot() -> None:
 # ---------------------------------------------------------------- registry
 
 
-def a_registry() -> BlockRegistry:
-    registry = BlockRegistry()
-    registry.grow(10)
-    return registry
+needs_native = pytest.mark.skipif(
+    native is None, reason="NOT RUN: the registry in C (no C compiler when kvbm was installed, or KVBM_NATIVE=0)"
+)
 
 
-def test_a_block_can_be_found_from_commit_on() -> None:
-    registry = a_registry()
+@pytest.fixture(params=[PyBlockRegistry, pytest.param(NativeBlockRegistry, marks=needs_native)])
+def registry(request: pytest.FixtureRequest) -> AnyBlockRegistry:
+    """One of ten slots."""
+    made: AnyBlockRegistry = request.param()
+    made.grow(10)
+    return made
+
+
+def found(registry: AnyBlockRegistry, keys: Sequence[BlockKey]) -> list[int]:
+    return registry.find(keys).tolist()
+
+
+def test_the_registry_in_c_is_used_where_there_is_one() -> None:
+    assert isinstance(BlockRegistry(), PyBlockRegistry if native is None else NativeBlockRegistry)
+
+
+def test_a_block_can_be_found_from_commit_on(registry: AnyBlockRegistry) -> None:
     registry.reserve([A, B], slots(7, 3))
-    assert (A in registry, registry.is_pending(A), registry.find([A])) == (False, True, [])
-    assert (registry.find([A, B]), len(registry), registry.pending_blocks) == ([], 0, 2)
+    assert (A in registry, registry.is_pending(A), found(registry, [A])) == (False, True, [])
+    assert (found(registry, [A, B]), len(registry), registry.pending_blocks) == ([], 0, 2)
     assert registry.commit([A]).tolist() == [7]
-    assert (A in registry, registry.is_pending(A), registry.find([A])) == (True, False, [7])
-    assert (registry.find([A, B]), len(registry), registry.pending_blocks) == ([7], 1, 1)
+    assert (A in registry, registry.is_pending(A), found(registry, [A])) == (True, False, [7])
+    assert (found(registry, [A, B]), len(registry), registry.pending_blocks) == ([7], 1, 1)
     assert list(registry.keys()) == [A]
     registry.check_integrity()
 
 
-def test_cancel_takes_what_is_on_its_way_and_drop_what_is_there() -> None:
-    registry = a_registry()
+def test_cancel_takes_what_is_on_its_way_and_drop_what_is_there(registry: AnyBlockRegistry) -> None:
     registry.reserve([A, B, C], slots(5, 6, 7))
     registry.commit([B, C])
     assert registry.cancel([A]).tolist() == [5]
@@ -134,49 +155,46 @@ def test_cancel_takes_what_is_on_its_way_and_drop_what_is_there() -> None:
     registry.check_integrity()
 
 
-def test_find_stops_at_the_first_gap() -> None:
-    registry = a_registry()
+def test_find_stops_at_the_first_gap(registry: AnyBlockRegistry) -> None:
     registry.reserve([A, B, D], slots(0, 1, 2))
     registry.commit([A, B, D])
-    assert registry.find([A, B, C, D]) == [0, 1]
-    assert registry.find([C, A]) == []
-    assert registry.find([A, B, D]) == [0, 1, 2]
-    assert registry.find([]) == []
+    assert found(registry, [A, B, C, D]) == [0, 1]
+    assert found(registry, [C, A]) == []
+    assert found(registry, [A, B, D]) == [0, 1, 2]
+    assert found(registry, []) == []
     assert registry.slots_of([C, D, A]).tolist() == [2, 0]
 
 
-def test_find_never_remembers_what_has_changed() -> None:
-    registry = a_registry()
+def test_find_never_remembers_what_has_changed(registry: AnyBlockRegistry) -> None:
     registry.reserve([A, B, C], slots(0, 1, 2))
-    assert registry.find([A, B]) == []
+    assert found(registry, [A, B]) == []
     registry.commit([A])
-    assert registry.find([A, B]) == [0]
+    assert found(registry, [A, B]) == [0]
     registry.commit([B])
-    assert registry.find([A, B]) == registry.find([A, B]) == [0, 1]
+    assert found(registry, [A, B]) == found(registry, [A, B]) == [0, 1]
     registry.drop(slots(1))
-    assert registry.find([A, B]) == [0] and registry.find([B]) == []
+    assert found(registry, [A, B]) == [0] and found(registry, [B]) == []
     registry.reserve([B], slots(1))
     registry.commit([C])
-    assert registry.find([A, B, C]) == [0]
+    assert found(registry, [A, B, C]) == [0]
 
 
-def test_only_what_is_neither_there_nor_on_its_way_is_new() -> None:
-    registry = a_registry()
+def test_only_what_is_neither_there_nor_on_its_way_is_new(registry: AnyBlockRegistry) -> None:
     registry.reserve([A, B], slots(0, 1))
     registry.commit([A])
     assert registry.new_of([A, C, B, D, C]) == (C, D)
     assert registry.new_of([D, C, D]) == (D, C)
 
 
-def test_find_sees_beyond_what_it_looks_up_at_once() -> None:
-    registry, keys = BlockRegistry(), sample_keys(0, 3 * LOOKED_UP_AT_ONCE)
+def test_find_sees_beyond_what_it_looks_up_at_once(registry: AnyBlockRegistry) -> None:
+    keys = sample_keys(0, 3 * LOOKED_UP_AT_ONCE)
     registry.grow(len(keys))
     registry.reserve(keys, slots(*range(len(keys))))
     registry.commit(keys)
-    assert registry.find(keys) == list(range(len(keys)))
+    assert found(registry, keys) == list(range(len(keys)))
     gap = 2 * LOOKED_UP_AT_ONCE + 5
     registry.drop(slots(gap))
-    assert registry.find(keys) == list(range(gap))
+    assert found(registry, keys) == list(range(gap))
 
 
 @pytest.mark.parametrize(
@@ -184,7 +202,13 @@ def test_find_sees_beyond_what_it_looks_up_at_once() -> None:
     [
         (ValueError, lambda registry: registry.reserve([C, B], slots(8, 9))),
         (ValueError, lambda registry: registry.reserve([C, C], slots(8, 9))),
+        (ValueError, lambda registry: registry.reserve([C, A], slots(8, 9))),
         (ValueError, lambda registry: registry.reserve([C, D], slots(8))),
+        (ValueError, lambda registry: registry.reserve([C, D], slots(8, 0))),
+        (ValueError, lambda registry: registry.reserve([C, D], slots(8, 1))),
+        (ValueError, lambda registry: registry.reserve([C, D], slots(8, 8))),
+        (ValueError, lambda registry: registry.reserve([C, D], slots(8, 10))),
+        (ValueError, lambda registry: registry.reserve([C, D], slots(8, -1))),
         (KeyError, lambda registry: registry.commit([B, A])),
         (KeyError, lambda registry: registry.commit([B, C])),
         (KeyError, lambda registry: registry.commit([B, B])),
@@ -192,31 +216,55 @@ def test_find_sees_beyond_what_it_looks_up_at_once() -> None:
         (KeyError, lambda registry: registry.cancel([B, B])),
         (KeyError, lambda registry: registry.drop(slots(0, 1))),
         (KeyError, lambda registry: registry.drop(slots(0, 0))),
+        (IndexError, lambda registry: registry.drop(slots(0, 10))),
+        (IndexError, lambda registry: registry.keys_in(slots(0, 10))),
     ],
 )
 def test_misuse_of_the_registry_changes_nothing(
-    error: type[Exception], call: Callable[[BlockRegistry], object]
+    registry: AnyBlockRegistry, error: type[Exception], call: Callable[[AnyBlockRegistry], object]
 ) -> None:
-    registry = a_registry()
     registry.reserve([A, B], slots(0, 1))
     registry.commit([A])
     with pytest.raises(error):
         call(registry)
     assert [key in registry for key in (A, B, C, D)] == [True, False, False, False]
     assert [registry.is_pending(key) for key in (A, B, C, D)] == [False, True, False, False]
-    assert registry.find([A]) == [0]
+    assert found(registry, [A]) == [0]
+    registry.check_integrity()
+    registry.reserve([C, D], slots(8, 9))
+
+
+def test_blocks_of_other_groups_are_other_blocks(registry: AnyBlockRegistry) -> None:
+    keys = [block_key(SequenceHash(A), group) for group in (0, 1, 255)]
+    registry.reserve(keys, slots(3, 4, 5))
+    registry.commit(keys[::2])
+    assert [key in registry for key in keys] == [True, False, True]
+    assert registry.keys_in(slots(3, 4, 5, 6)) == [keys[0], None, keys[2], None]
+    assert registry.drop(slots(5, 3)) == [keys[2], keys[0]]
     registry.check_integrity()
 
 
 def test_the_registry_check_sees_a_slot_with_two_blocks() -> None:
-    registry = a_registry()
-    registry.reserve([A, B], slots(1, 1))
+    registry = PyBlockRegistry()
+    registry.grow(10)
+    registry.reserve([A, B], slots(1, 2))
+    registry._pending[B] = 1
     with pytest.raises(IntegrityError, match="share a slot"):
         registry.check_integrity()
 
 
+def test_the_registry_check_sees_a_slot_that_is_not_marked_as_taken() -> None:
+    registry = PyBlockRegistry()
+    registry.grow(10)
+    registry.reserve([A, B], slots(1, 2))
+    registry._is_taken[1] = False
+    with pytest.raises(IntegrityError, match="taken"):
+        registry.check_integrity()
+
+
 def test_the_registry_check_sees_a_slot_that_does_not_know_its_block() -> None:
-    registry = a_registry()
+    registry = PyBlockRegistry()
+    registry.grow(10)
     registry.reserve([A], slots(1))
     registry.commit([A])
     registry._key_at[1] = None

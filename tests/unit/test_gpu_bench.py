@@ -1,0 +1,300 @@
+"""The benchmark for GPUs, on a machine that has none: its stages tried dry, its judgement with made-up figures."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import io
+import json
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.gpu import report, stages
+from benchmarks.gpu.__main__ import STAGES, load_stage, main
+from benchmarks.gpu.rows import Cell, Goal, Result, Row
+from benchmarks.gpu.stages import Options, complete, run_here
+
+needs_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="NOT RUN: copies; torch is missing")
+needs_httpx = pytest.mark.skipif(importlib.util.find_spec("httpx") is None, reason="NOT RUN: serving; httpx is missing")
+SHARE = Goal("share", "GB/s", "limit", 0.9, "higher")
+
+
+@pytest.mark.parametrize(
+    ("row", "verdict"),
+    [
+        (Row(SHARE, (9.0, 8.0, 1.0), (10.0, 8.0, 10.0)), "met"),  # by pairs: 0.9, 1.0, 0.1
+        (Row(SHARE, (8.9,), (10.0,)), "short"),
+        (Row(SHARE, (8.9,)), "failed: no samples"),
+        (Row(SHARE, failure="it hung"), "failed: it hung"),
+        (Row(Goal("wrong", "copies", bound=0), (0.0,)), "met"),
+        (Row(Goal("wrong", "copies", bound=0), (1.0,)), "short"),
+        (Row(Goal("rate", "GB/s"), (1.0,)), "measured"),
+    ],
+)
+def test_a_row_judges_the_median_of_pairs(row: Row, verdict: str) -> None:
+    assert row.verdict == verdict
+    assert Row.read(json.loads(json.dumps(row.plain()))) == row
+    dry = row.cells(is_dry=True)[-1]
+    assert dry == (verdict if verdict.startswith("failed") else "dry run")
+
+
+class Breaking:
+    """A stage that raises after its first row."""
+
+    name, help, share = "breaking", "", 0.1
+
+    def goals(self, options: Options) -> Sequence[Goal]:
+        return (SHARE, Goal("second", ""))
+
+    def run(self, options: Options) -> Iterator[Result]:
+        yield Row(SHARE, (1.0,), (1.0,))
+        yield Cell("table", {"a": "1"})
+        raise MemoryError("no more memory\nand a long story")
+
+
+def test_what_a_stage_found_before_it_failed_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    stage, options, sink = Breaking(), Options(tmp_path), io.StringIO()
+    assert not run_here(stage, options, sink)
+    assert "MemoryError" in capsys.readouterr().err
+    path = stages.result_path(options, stage.name)
+    path.write_text(sink.getvalue() + '{"row": {"go')  # killed while it wrote
+    results = complete(stage.goals(options), *stages._read(path), "")
+    assert results[:2] == [Row(SHARE, (1.0,), (1.0,)), Cell("table", {"a": "1"})]
+    assert [row.verdict for row in results[2:] if isinstance(row, Row)] == ["failed: MemoryError: no more memory"]
+
+
+def test_a_stage_that_hangs_or_dies_is_a_reason_and_nothing_of_it_runs_on() -> None:
+    hanging = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
+    assert stages._wait(hanging, 0.05) == "out of time after 0 s"
+    assert hanging.poll() is not None
+    assert hanging.stdin is not None
+    hanging.stdin.close()
+    dying = subprocess.Popen([sys.executable, "-c", "import os; os.abort()"], stderr=subprocess.DEVNULL)
+    assert stages._wait(dying, 30.0) == "ended by signal 6"
+    (row,) = complete([SHARE], [], None, "ended by signal 6")
+    assert isinstance(row, Row) and row.verdict == "failed: ended by signal 6"
+
+
+@needs_torch
+def test_a_dry_run_brings_out_every_row(tmp_path: Path) -> None:
+    assert main(["--dry-run", "--output", str(tmp_path), "--only", "checks,copies,pinned,ways"]) == 0
+    raw = json.loads((tmp_path / "gpu.json").read_text())
+    assert raw["dry_run"] and raw["closing"].endswith(report.DRY)
+    options = Options(tmp_path, is_dry=True)
+    for name in ("checks", "copies", "pinned", "ways"):
+        goals = [goal.name for goal in load_stage(name).goals(options)]
+        assert sorted(row["goal"]["name"] for row in raw["rows"][name]) == sorted(goals), name
+    (failing,) = [row for row in raw["rows"]["checks"] if "fail" in row["goal"]["name"]]
+    assert failing["ours"] == [0.0], failing
+    ways = [cell["values"] for cell in raw["tables"]["ways"]]
+    assert ways and not [values for values in ways if "failed" in values]
+    assert any(values["way"].startswith("triton") for values in ways) == (
+        importlib.util.find_spec("triton") is not None
+    )
+    text = (tmp_path / "gpu.md").read_text()
+    assert "| dry run |" in text and "| met |" not in text
+
+
+@needs_torch
+def test_bytes_that_did_not_arrive_are_seen(tmp_path: Path) -> None:
+    from benchmarks.gpu.device import DryGpu
+    from benchmarks.gpu.memory import LAYOUTS, Cache, Pool, WrongBytes
+    from kvbm_core.types import Direction
+
+    device = DryGpu()
+    pool = Pool(device, page_bytes=1024, layers=3, num_blocks=6, seed=1)
+    for layout in LAYOUTS:
+        cache = Cache(pool, layout)
+        choice, other = pool.choose()
+        assert not set(choice.slots) & set(other.slots) and not set(choice.blocks) & set(other.blocks)
+        cache.finish(cache.submit([(choice, Direction.OFFLOAD)]))
+        cache.check("offload", choice)
+        pool.slab.array[choice.slots[-1] * pool.slab.slot_bytes + 2 * 1024] ^= 1
+        with pytest.raises(WrongBytes, match=layout):
+            cache.check("one byte", choice)
+        pool.change()
+        cache.finish(cache.submit([(choice, Direction.ONBOARD)]))
+        cache.check("onboard", choice)
+        pool.change()
+        with pytest.raises(WrongBytes):
+            cache.check("nothing was copied", choice)
+        cache.close()
+    pool.close()
+    device.close()
+
+
+@needs_torch
+def test_the_layouts_are_those_of_vllm() -> None:
+    import torch
+
+    from benchmarks.gpu.memory import CROSS_LAYER, HEADS, LAYOUTS, PER_LAYER_HND, kv_tensors
+
+    raw = torch.arange(2 * 3 * HEADS * 5 * 64, dtype=torch.int32)
+    for layout in LAYOUTS:
+        tensors = kv_tensors(raw, layout, 2, 3)
+        assert [tuple(tensor.shape) for tensor in tensors] == [(3, HEADS, 5, 64)] * 2
+        assert (tensors[0].stride(1) > tensors[0].stride(2)) == (layout == PER_LAYER_HND)
+        assert (tensors[0].stride(0) == 2 * HEADS * 5 * 64) == (layout == CROSS_LAYER)
+
+
+def test_addresses_by_numpy_are_those_of_the_executor() -> None:
+    from benchmarks.gpu.raw_batch import PieceTable
+    from kvbm_core.layout.view import BlockView, Segment, pair_segments
+    from kvbm_core.transfer.executors.cuda import addresses, cut_at_chunks
+
+    device = BlockView(9, tuple(Segment(storage, 64, 3000, 2500) for storage in (0, 1)))
+    pairs = pair_segments(device, BlockView(9, (Segment(0, 0, 5000, 5000),)))
+    blocks, slots, bases, chunk_bytes = [7, 2, 4], [0, 8, 3], [1 << 20, 1 << 30], 1024
+    lists = addresses(pairs, [(7, 0, 1), (2, 8, 1), (4, 3, 1)], bases, 4096)
+    on_device, on_host, sizes = cut_at_chunks(*lists, 4096, chunk_bytes)
+    table = PieceTable(pairs, bases, 4096, chunk_bytes)
+    onboard = [array.tolist() for array in table.arrays(blocks, slots, to_host=False)]
+    assert sorted(zip(*onboard, strict=True)) == sorted(zip(on_device, on_host, sizes, strict=True))
+    offload = [array.tolist() for array in table.arrays(blocks, slots, to_host=True)]
+    assert offload == [onboard[1], onboard[0], onboard[2]]
+
+
+@needs_torch
+def test_numa_nodes_are_read(tmp_path: Path) -> None:
+    from benchmarks.gpu.pinned import numa_nodes
+
+    for node, cpus in (("node0", "0-2,7\n"), ("node1", "3\n"), ("node2", "\n")):
+        (tmp_path / node).mkdir()
+        (tmp_path / node / "cpulist").write_text(cpus)
+    assert numa_nodes(tmp_path) == {0: {0, 1, 2, 7}, 1: {3}}
+
+
+def serving_rows(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, broken: Sequence[str]
+) -> tuple[dict[str, Row], list[Cell]]:
+    """The serving stage's results with made-up measurements, ours twice as fast as the others."""
+    from benchmarks.gpu import serving
+    from benchmarks.gpu.chat import Pair, Played
+
+    def measure(side: str, *arguments: Any) -> serving.Measured:
+        if side in broken:
+            raise RuntimeError("would not start")
+        factor = 0.5 if side == serving.OURS else 1.0
+        turns = ((9.0, 9.0), (factor, factor), (factor, factor))
+        return [Pair(1.0, 0.1 * factor, 512, True)], Played(turns, 100 / factor, 4096)
+
+    monkeypatch.setattr(serving, "_measure", measure)
+    monkeypatch.setattr(serving, "install", lambda options: None)
+    monkeypatch.setattr(serving, "write_model", lambda options: tmp_path)
+    monkeypatch.setattr(serving, "exit_on_sigterm", lambda: None)
+    options = Options(tmp_path, is_dry=True)
+    results = list(serving.ServingStage().run(options))
+    rows = [result for result in results if isinstance(result, Row)]
+    assert sorted(row.goal.name for row in rows) == sorted(g.name for g in serving.ServingStage().goals(options))
+    return {row.goal.name: row for row in rows}, [cell for cell in results if isinstance(cell, Cell)]
+
+
+@needs_httpx
+def test_servers_are_compared_and_one_that_fails_spoils_only_its_rows(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from benchmarks.gpu import serving
+
+    rows, cells = serving_rows(monkeypatch, tmp_path, [])
+    assert {row.verdict for row in rows.values()} == {"met"}
+    assert rows[serving.HIT.name].ratio == pytest.approx(0.05)
+    assert rows[serving.P99.name].ratio == pytest.approx(0.5)  # a first turn, cold for all, is not in it
+    assert rows[serving.RATE.name].ratio == pytest.approx(2.0)
+    assert len(cells) == 3 * 3
+    rows, _ = serving_rows(monkeypatch, tmp_path, [serving.OFFLOADING])
+    failed = {name for name, row in rows.items() if row.verdict.startswith("failed: OffloadingConnector: RuntimeError")}
+    assert failed == {g.name for g in (serving.HIT_PEER, serving.P50, serving.P99, serving.WORST, serving.RATE)}
+    rows, _ = serving_rows(monkeypatch, tmp_path, [serving.OURS])
+    assert all(row.verdict.startswith("failed: kvbm") for row in rows.values())
+
+
+@needs_httpx
+def test_in_a_dry_run_a_peer_that_needs_a_gpu_is_stood_in_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from benchmarks.gpu import serving
+    from benchmarks.server import ServerError
+
+    measured: list[str] = []
+
+    def measure(side: str, *arguments: Any) -> str:
+        measured.append(side)
+        if side == serving.OFFLOADING:
+            raise ServerError("vllm serve ended: CPU Offloading is currently only supported on CUDA-alike")
+        return side
+
+    monkeypatch.setattr(serving, "_measure", measure)
+    rest: Any = (None, None, 0)
+    assert serving._measure_or_stand_in(serving.OFFLOADING, *rest, Options(tmp_path, is_dry=True)) == serving.NONE
+    assert measured == [serving.OFFLOADING, serving.NONE]
+    with pytest.raises(ServerError):
+        serving._measure_or_stand_in(serving.OFFLOADING, *rest, Options(tmp_path))
+
+
+@needs_httpx
+def test_the_servers_differ_by_their_connector_alone(tmp_path: Path) -> None:
+    from benchmarks.gpu import serving
+
+    options = Options(tmp_path)
+    load = serving.load_of(options, 44 * 10**9)
+    assert load.users == 16 and load.users * load.final_tokens > 3 * serving.DEVICE_TOKENS
+    assert load.users * load.final_tokens * serving.KV_BYTES_PER_TOKEN < 44e9
+    assert serving.load_of(options, 20 * 10**9).users < 16
+    with pytest.raises(MemoryError):
+        serving.load_of(options, 12 * 10**9)
+    made = {side: serving.server_options(side, load, tmp_path, 10**9, options) for side in serving.SIDES}
+    plain = made[serving.NONE]
+    assert made[serving.OURS].host_cache_gb == 1.0 and made[serving.OURS].arguments == plain.arguments
+    peer = made[serving.OFFLOADING].arguments
+    assert peer[: len(plain.arguments)] == plain.arguments
+    config = json.loads(peer[-1])
+    assert config["kv_connector"] == "OffloadingConnector"
+    assert config["kv_connector_extra_config"] == {"cpu_bytes_to_use": 10**9}
+    assert plain.max_model_len_tokens > load.final_tokens
+
+
+@needs_httpx
+def test_a_chat_goes_on_from_the_answers() -> None:
+    from benchmarks.client import Answer
+    from benchmarks.gpu.chat import EXTERNAL_HITS, Load, percentile, play
+
+    class Client:
+        """Remembers what it is asked; an answer is the prompt's length, twice."""
+
+        def __init__(self) -> None:
+            self.prompts: list[list[int]] = []
+
+        async def complete(self, prompt: list[int], max_tokens: int) -> Answer:
+            self.prompts.append(list(prompt))
+            await asyncio.sleep(0)
+            return Answer("", (len(prompt),) * max_tokens, len(prompt), 0.25, 1.0)
+
+        async def engine_metrics(self) -> dict[str, float]:
+            return {EXTERNAL_HITS: 7.0 * len(self.prompts)}
+
+    client: Any = Client()
+    load = Load(10, 1, users=3, rounds=2, opening_tokens=5, turn_tokens=4, answer_tokens=2, at_once=2, vocabulary=100)
+    played = asyncio.run(play(client, load, seed=1))
+    first, second = client.prompts[:3], client.prompts[3:]
+    assert [len(prompt) for prompt in client.prompts] == [5] * 3 + [11] * 3
+    assert [prompt[:7] for prompt in second] == [[*prompt, 5, 5] for prompt in first]
+    assert len({tuple(prompt) for prompt in first}) == 3
+    assert load.final_tokens == 13
+    assert played.ttft_s == ((0.25,) * 3,) * 2 and played.all_ttft_s == [0.25] * 3
+    assert played.external_tokens == 42 and played.tokens_per_s > 0
+    assert [percentile(range(100), share) for share in (0.0, 0.5, 0.99, 1.0)] == [0, 50, 99, 99]
+
+
+def test_the_stages_fit_into_the_time() -> None:
+    shares = [load_stage(name).share for name in STAGES if importlib.util.find_spec("torch") and name != "serving"]
+    assert sum(shares) <= 0.6  # the servers get what is left
+
+
+@pytest.mark.parametrize("arguments", [["--only", "ways,nothing"], ["--stage", "nothing"]])
+def test_an_unknown_stage_is_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(arguments)
+    assert "nothing" in capsys.readouterr().err
