@@ -35,6 +35,8 @@ class DevicePins:
 
     def hold(self, share: Share) -> None:
         """Until ``release_ended``. Call it while the request still holds the blocks."""
+        if not self._windowed:
+            return
         numbers = [number for move in share.moves if move.group in self._windowed for number in move.device_blocks]
         if self._pool is not None and numbers:
             blocks = [self._pool.blocks[number] for number in numbers]

@@ -268,16 +268,17 @@ class SchedulerSide:
             self._tables[new.req_id] = tuple(list(ids) for ids in new.block_ids)
             self._note_overwritten(new.block_ids, new.num_computed_tokens)
         cached = scheduler_output.scheduled_cached_reqs
+        overwritten = self._overwritten
         grown = [(i, ids) for i, ids in enumerate(cached.new_block_ids) if ids is not None]
         for i, new_ids in grown:
             request_id = cached.req_ids[i]
             if request_id in cached.resumed_req_ids:
                 self._tables[request_id] = tuple(list(ids) for ids in new_ids)
                 self._note_overwritten(new_ids, cached.num_computed_tokens[i])
-            elif request_id in self._tables:
-                for table, ids in zip(self._tables[request_id], new_ids, strict=True):
+            elif (tables := self._tables.get(request_id)) is not None:
+                for table, ids in zip(tables, new_ids, strict=True):
                     table.extend(ids)
-                    self._overwritten.extend(ids)
+                    overwritten.extend(ids)
 
     def _note_overwritten(self, tables: Iterable[list[int]], computed_tokens: int) -> None:
         for group, table in zip(self.leader.groups, tables, strict=False):
@@ -310,11 +311,11 @@ class SchedulerSide:
             stored = max(request.num_prompt_tokens, stored - self._hold_back_tokens)
         job_id = self.leader.offload(state, request.all_token_ids, computed, stored, tables)
         wait_tokens = state.next_full_tokens - computed - num_scheduled
-        if computed >= request.num_prompt_tokens:
-            wait_tokens += self._decode_wait_tokens
-        elif stored >= request.num_prompt_tokens:
-            wait_tokens += self._first_wait_tokens()
-        self._due.look_again(request_id, wait_tokens)
+        may_wait = bool(self._decode_wait_tokens) and stored >= request.num_prompt_tokens
+        if may_wait:
+            is_decoding = computed >= request.num_prompt_tokens
+            wait_tokens += self._decode_wait_tokens if is_decoding else self._first_wait_tokens()
+        self._due.look_again(request_id, wait_tokens, may_wait=may_wait)
         self._note(job_id, request)
 
     def _first_wait_tokens(self) -> int:

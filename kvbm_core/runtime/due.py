@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+STRIDE = 16
+
 
 class DueRequests:
     """A calendar of steps. In most steps each running request gets one token, so the step in which its next block is
@@ -43,9 +45,14 @@ class DueRequests:
             self.look_again(key, 1)
         return found
 
-    def look_again(self, request_id: str, after_tokens: int) -> None:
-        """``request_id`` is of interest when it has got ``after_tokens`` more tokens (at least one is waited for)."""
+    def look_again(self, request_id: str, after_tokens: int, *, may_wait: bool = False) -> None:
+        """``request_id`` is of interest when it has got ``after_tokens`` more tokens (at least one is waited for).
+
+        ``may_wait``: or up to STRIDE - 1 steps later, together with others.
+        """
         step = self._step + max(1, after_tokens)
+        if may_wait:
+            step = -(-step // STRIDE) * STRIDE
         self._due_step[request_id] = step
         self._calendar.setdefault(step, []).append(request_id)
 

@@ -87,15 +87,14 @@ class Offloading:
     ) -> int | None:
         """See Leader.offload."""
         state.chain.extend(tokens, stored_tokens)
-        spans = []
+        spans, next_full_tokens = [], []
         for g, (group, table) in enumerate(zip(self._groups, tables, strict=True)):
-            size = group.block_size_tokens
+            size, next_block = group.block_size_tokens, state.next_offload[g]
             end = min(stored_tokens // size, len(table), len(state.keys(g)))
-            spans.append(range(max(state.next_offload[g], group.first_needed_block(computed_tokens)), end))
-            state.next_offload[g] = max(state.next_offload[g], end)
-        state.next_full_tokens = min(
-            (block + 1) * group.block_size_tokens for block, group in zip(state.next_offload, self._groups, strict=True)
-        )
+            spans.append(range(max(next_block, group.first_needed_block(computed_tokens)), end))
+            state.next_offload[g] = next_block = max(next_block, end)
+            next_full_tokens.append((next_block + 1) * size)
+        state.next_full_tokens = min(next_full_tokens)
         wanted = self._wanted(state, tables, spans)
         if not wanted.keys:
             return None
@@ -172,10 +171,9 @@ class Offloading:
                 slots = tuple(slot for _, slot in found if slot is not None)
                 keys = tuple(wanted.keys[i] for i in places)
                 picked = wanted.only(places)
-            share = Share(job_id, state, keys, self._moves(picked, slots))
-            share.reservation = Reservation(keys, slots, reservation.generation)
-            share.is_prefill = len(wanted.keys) > len(self._groups)
-            yield share
+            own = Reservation(keys, slots, reservation.generation)
+            is_prefill = len(wanted.keys) > len(self._groups)
+            yield Share(job_id, state, keys, self._moves(picked, slots), reservation=own, is_prefill=is_prefill)
 
     def _moves(self, wanted: _Wanted, slots: tuple[int, ...]) -> tuple[GroupMove, ...]:
         if not wanted.positions:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -23,8 +23,7 @@ from kvbm_core.policy.recency import Slots, as_slots
 from kvbm_core.types import BlockKey, Tier
 
 
-@dataclass(frozen=True, slots=True)
-class Reservation:
+class Reservation(NamedTuple):
     """Slots being written: ``keys[i]`` goes to ``slots[i]``. Ended exactly once, by commit or abort."""
 
     keys: tuple[BlockKey, ...]

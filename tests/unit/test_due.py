@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvbm_core.runtime.due import DueRequests
+from kvbm_core.runtime.due import STRIDE, DueRequests
 
 
 def test_a_request_is_looked_at_when_it_has_got_its_tokens() -> None:
@@ -63,3 +63,13 @@ def test_no_full_block_is_missed(steps: list[dict[str, int]], block: int) -> Non
         for key in found:
             due.look_again(key, block - length[key] % block)
     assert len(due) == len(length)
+
+
+def test_those_that_may_wait_are_looked_at_together() -> None:
+    due = DueRequests()
+    for tokens, name in enumerate("abcdefgh", start=1):
+        due.look_again(name, tokens, may_wait=True)
+    due.look_again("exact", 3)
+    running = dict.fromkeys([*"abcdefgh", "exact"], 1)
+    steps = [due.next_step(running, len(running)) for _ in range(STRIDE)]
+    assert steps == [[], [], ["exact"], *([[]] * (STRIDE - 4)), list("abcdefgh")]
