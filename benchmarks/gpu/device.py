@@ -9,13 +9,14 @@ from typing import Any, Protocol, cast
 
 import torch
 
-from benchmarks.gpu.raw_batch import CopyArrays, batch_by_library
+from benchmarks.gpu.raw_batch import batch_by_library
 from kvbm_core.storage.host_slab import HostSlab
 from kvbm_core.testing.cuda_double import CudaDouble
 from kvbm_core.transfer.executor import DeviceMemory, Executor
 from kvbm_core.transfer.executors.cuda import CudaExecutor
 from kvbm_core.transfer.executors.cuda_runtime import Copies, CudaApi, CudaError, CudaRuntime, ways_to_copy
 from kvbm_core.transfer.factory import make_executor
+from kvbm_core.transfer.pieces import CopyArrays
 
 MATRIX = 8192
 WAIT_S = 60.0

@@ -14,10 +14,9 @@ from kvbm_core.errors import Outcome
 from kvbm_core.layout.tensors import view_of_tensors
 from kvbm_core.layout.view import Segment, pair_segments
 from kvbm_core.storage.host_slab import HostSlab
-from kvbm_core.transfer.coalesce import runs
 from kvbm_core.transfer.executor import DeviceMemory
-from kvbm_core.transfer.executors.cuda import addresses, cut_at_chunks
 from kvbm_core.transfer.executors.cuda_runtime import Copies
+from kvbm_core.transfer.pieces import PieceTable
 from kvbm_core.transfer.plan import GroupMove, TransferPlan
 from kvbm_core.transfer.torch_memory import describe_tensors
 from kvbm_core.types import Direction
@@ -105,6 +104,7 @@ class Cache:
         self.pages = pages if layout == CROSS_LAYER else pages.transpose(0, 1)
         self.pairs: Sequence[tuple[Segment, Segment]] = pair_segments(self.view, pool.slab.view(self.view.block_bytes))
         self.bases = [pool.device.api.address_of(storage) for storage in storages]
+        self.table = PieceTable(self.pairs, self.bases, pool.slab.address, pool.slab.chunk_bytes)
         self.executor = pool.device.executor(self.memory, pool.slab)
 
     def submit(self, choices: Sequence[tuple[Choice, Direction]]) -> list[int]:
@@ -124,10 +124,9 @@ class Cache:
 
     def copies(self, choice: Choice, direction: Direction) -> Copies:
         """Addresses of a whole choice, for those who copy without the executor."""
-        slab = self.pool.slab
-        device, host, sizes = addresses(self.pairs, runs(choice.blocks, choice.slots), self.bases, slab.address)
-        device, host, sizes = cut_at_chunks(device, host, sizes, slab.address, slab.chunk_bytes)
-        return (host, device, sizes) if direction is Direction.OFFLOAD else (device, host, sizes)
+        arrays = self.table.arrays(choice.blocks, choice.slots, to_host=direction is Direction.OFFLOAD)
+        targets, sources, sizes = (numbers.tolist() for numbers in arrays)
+        return targets, sources, sizes
 
     def check(self, what: str, *choices: Choice) -> None:
         """Every slot holds its block, compared on the device; WrongBytes if not."""

@@ -1,21 +1,14 @@
-"""A candidate for the executor's CPU side: addresses computed by NumPy, handed to cudaMemcpyBatchAsync as they lie.
+"""A candidate for the executor's CPU side: addresses handed to cudaMemcpyBatchAsync as NumPy has computed them.
 
-The executor makes a Python list entry for each piece, and cuda-python converts each of them once more.
+The executor makes lists of them for cuda-python, which converts each number once more.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
-import numpy as np
-import numpy.typing as npt
-
-from kvbm_core.layout.view import Segment
-
-Numbers = npt.NDArray[np.int64]
-CopyArrays = tuple[Numbers, Numbers, Numbers]
-"""Targets, sources and sizes, as in Copies."""
+from kvbm_core.transfer.pieces import CopyArrays
 
 _STREAM_ORDER = 1
 _PREFER_OVERLAP_WITH_COMPUTE = 1
@@ -31,41 +24,6 @@ class _Attributes(ctypes.Structure):
         ("target_location", ctypes.c_int * 2),
         ("flags", ctypes.c_uint),
     )
-
-
-class PieceTable:
-    """Where the pieces of a block are on both sides. A copy a piece: neighbouring blocks are not made one."""
-
-    def __init__(
-        self,
-        pairs: Sequence[tuple[Segment, Segment]],
-        device_bases: Sequence[int],
-        host_base: int,
-        chunk_bytes: int,
-    ) -> None:
-        device, host = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
-        self._device = np.array([device_bases[s.storage] + s.offset_bytes for s in device], np.int64)
-        self._host = np.array([host_base + s.offset_bytes for s in host], np.int64)
-        self._device_strides = np.array([s.block_stride_bytes for s in device], np.int64)
-        self._host_strides = np.array([s.block_stride_bytes for s in host], np.int64)
-        self._sizes = np.array([s.nbytes for s in device], np.int64)
-        self._host_base, self._chunk_bytes = host_base, chunk_bytes
-
-    def arrays(self, blocks: Sequence[int], slots: Sequence[int], *, to_host: bool) -> CopyArrays:
-        """The copies of blocks to or from slots; none lies in two chunks of the slab, which were pinned apart."""
-        device = (self._device + np.array(blocks, np.int64)[:, None] * self._device_strides).ravel()
-        host = (self._host + np.array(slots, np.int64)[:, None] * self._host_strides).ravel()
-        sizes = np.tile(self._sizes, len(blocks))
-        while True:
-            room = self._chunk_bytes - (host - self._host_base) % self._chunk_bytes
-            over = sizes > room
-            if not over.any():
-                return (host, device, sizes) if to_host else (device, host, sizes)
-            head, rest = room[over], sizes[over] - room[over]
-            sizes[over] = head
-            device = np.concatenate((device, device[over] + head))
-            host = np.concatenate((host, host[over] + head))
-            sizes = np.concatenate((sizes, rest))
 
 
 def batch_by_library(cuda_version: str) -> Callable[[CopyArrays, int], int]:

@@ -12,7 +12,6 @@ from typing import Any
 from benchmarks.gpu.copies import Limit, make_pool
 from benchmarks.gpu.device import CopyWay, Device, finish, open_device
 from benchmarks.gpu.memory import CROSS_LAYER, PER_LAYER_NHD, Cache, Choice, Pool, size_text
-from benchmarks.gpu.raw_batch import PieceTable
 from benchmarks.gpu.rows import Cell, Goal, Result, Row
 from benchmarks.gpu.stages import Options, now_s, told_by
 from kvbm_core.types import Direction
@@ -105,11 +104,8 @@ def ways_of(cache: Cache, programs: Sequence[int]) -> dict[str, Queue]:
 
 
 def _by_arrays(cache: Cache) -> Queue:
-    slab = cache.pool.slab
-    table = PieceTable(cache.pairs, cache.bases, slab.address, slab.chunk_bytes)
-
     def queue(choice: Choice, direction: Direction, stream: Any) -> None:
-        arrays = table.arrays(choice.blocks, choice.slots, to_host=direction is Direction.OFFLOAD)
+        arrays = cache.table.arrays(choice.blocks, choice.slots, to_host=direction is Direction.OFFLOAD)
         cache.pool.device.copy_arrays(arrays, stream)
 
     return queue

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import pytest
 
 from kvbm_core.clock import Clock
 from kvbm_core.errors import Outcome, UnsupportedError
+from kvbm_core.layout.view import BlockView, Segment
 from kvbm_core.native import Ids, native
 from kvbm_core.storage.host_slab import HUGE_PAGE_BYTES, HostSlab
 from kvbm_core.testing.cuda_double import CudaDouble, DoubleEvent
@@ -24,9 +25,10 @@ from kvbm_core.testing.executor_contract import (
 )
 from kvbm_core.transfer.executor import DeviceMemory, Executor
 from kvbm_core.transfer.executors import memcpy
-from kvbm_core.transfer.executors.cuda import CudaExecutor, addresses, cut_at_chunks
+from kvbm_core.transfer.executors.cuda import CudaExecutor
 from kvbm_core.transfer.executors.memcpy import Lanes, MemcpyExecutor, copy_in_python, copy_natively
 from kvbm_core.transfer.factory import make_executor, slab_preparation
+from kvbm_core.transfer.pieces import PieceTable
 from kvbm_core.transfer.plan import JobResult
 from kvbm_core.types import Direction
 
@@ -192,34 +194,58 @@ class TestCudaExecutor(ExecutorContract):
             assert [sum(sizes) // block_bytes for _, _, sizes in self.cuda.batches] == [4, 2]
 
 
+def naive_copies(
+    pairs: Sequence[tuple[Segment, Segment]], bases: Sequence[int], blocks: Sequence[int], slots: Sequence[int]
+) -> dict[int, int]:
+    """Which device byte goes with which host byte."""
+    return {
+        HOST_BASE + b.offset_bytes + slot * b.block_stride_bytes + i: bases[a.storage]
+        + a.offset_bytes
+        + block * a.block_stride_bytes
+        + i
+        for block, slot in zip(blocks, slots, strict=True)
+        for a, b in pairs
+        for i in range(a.nbytes)
+    }
+
+
+HOST_BASE = 5000
+
+
+@pytest.mark.parametrize("chunk_bytes", [7, 64, 1 << 20])
+@pytest.mark.parametrize("gap_bytes", [0, 3])
+def test_the_pieces_of_blocks_are_found_byte_by_byte(gap_bytes: int, chunk_bytes: int) -> None:
+    sizes = (10, 4, 6)  # the first two are dense on the device if there is no gap, and never in the slab
+    segments = [Segment(storage, 2 * storage, size + gap_bytes, size) for storage, size in enumerate(sizes)]
+    starts = (0, 10, 14)
+    interleaved = [Segment(0, start, 20, size) for start, size in zip(starts, sizes, strict=True)]
+    in_rows = [Segment(0, 200 * i, size, size) for i, size in enumerate(sizes)]
+    bases = [1 << 12, 1 << 16, 1 << 20]
+    blocks, slots = [3, 4, 5, 1, 9], [6, 7, 8, 0, 2]
+    for host in (interleaved, in_rows, [*interleaved[:1], *in_rows[1:]]):
+        pairs = list(zip(segments, host, strict=True))
+        table = PieceTable(pairs, bases, HOST_BASE, chunk_bytes)
+        targets, sources, nbytes = table.arrays(blocks, slots, to_host=True)
+        found = {
+            target + i: source + i
+            for target, source, size in zip(targets.tolist(), sources.tolist(), nbytes.tolist(), strict=True)
+            for i in range(size)
+        }
+        assert found == naive_copies(pairs, bases, blocks, slots) and sum(nbytes) == len(found)
+        assert ((targets - HOST_BASE) // chunk_bytes == (targets - HOST_BASE + nbytes - 1) // chunk_bytes).all()
+        onboard = table.arrays(blocks, slots, to_host=False)
+        assert [column.tolist() for column in onboard] == [sources.tolist(), targets.tolist(), nbytes.tolist()]
+
+
 def test_neighbouring_blocks_are_one_copy_where_both_sides_are_dense() -> None:
-    device = two_group_memory()
-    packed = device.views[0]
-    (segment,) = packed.segments
-    dense = ((segment, segment),)
-    assert addresses(dense, [(2, 4, 3)], [1000], 5000) == (
-        [1000 + 2 * segment.nbytes],
-        [5000 + 4 * segment.nbytes],
-        [3 * segment.nbytes],
-    )
-    apart = device.views[1].segments
-    padded = tuple((s, s) for s in apart[:1])
-    assert addresses(padded, [(0, 0, 2)], [0, 0], 0)[2] == [2 * apart[0].nbytes]
-
-
-def test_no_copy_lies_in_two_pinned_chunks() -> None:
-    device, host, sizes = cut_at_chunks([100, 900], [1000, 1190], [50, 30], 1000, 200)
-    assert (device, host, sizes) == ([100, 900, 910], [1000, 1190, 1200], [50, 10, 20])
-    many = cut_at_chunks([0], [7], [1000], 0, 64)
-    assert sum(many[2]) == 1000
-    assert all(h // 64 == (h + n - 1) // 64 for h, n in zip(many[1], many[2], strict=True))
-    assert [h - d for d, h in zip(many[0], many[1], strict=True)] == [7] * len(many[0])
+    segment = Segment(0, 16, 100, 100)
+    table = PieceTable(((segment, segment),), [1000], HOST_BASE, 1 << 20)
+    arrays = table.arrays([2, 3, 4, 9], [4, 5, 6, 0], to_host=False)
+    assert [column.tolist() for column in arrays] == [[1216, 1916], [5416, 5016], [300, 100]]
 
 
 def test_slots_across_chunks_come_back_exactly() -> None:
     """Slots of 768 KiB do not divide chunks of 2 MiB."""
-    from kvbm_core.layout.view import BlockView, Segment
-
     slot_bytes = 768 << 10
     view = BlockView(6, (Segment(0, 0, slot_bytes, slot_bytes),))
     content = np.random.default_rng(3).integers(0, 256, 6 * slot_bytes, dtype=np.uint8)

@@ -142,23 +142,6 @@ def test_the_layouts_are_those_of_vllm() -> None:
         assert (tensors[0].stride(0) == 2 * HEADS * 5 * 64) == (layout == CROSS_LAYER)
 
 
-def test_addresses_by_numpy_are_those_of_the_executor() -> None:
-    from benchmarks.gpu.raw_batch import PieceTable
-    from kvbm_core.layout.view import BlockView, Segment, pair_segments
-    from kvbm_core.transfer.executors.cuda import addresses, cut_at_chunks
-
-    device = BlockView(9, tuple(Segment(storage, 64, 3000, 2500) for storage in (0, 1)))
-    pairs = pair_segments(device, BlockView(9, (Segment(0, 0, 5000, 5000),)))
-    blocks, slots, bases, chunk_bytes = [7, 2, 4], [0, 8, 3], [1 << 20, 1 << 30], 1024
-    lists = addresses(pairs, [(7, 0, 1), (2, 8, 1), (4, 3, 1)], bases, 4096)
-    on_device, on_host, sizes = cut_at_chunks(*lists, 4096, chunk_bytes)
-    table = PieceTable(pairs, bases, 4096, chunk_bytes)
-    onboard = [array.tolist() for array in table.arrays(blocks, slots, to_host=False)]
-    assert sorted(zip(*onboard, strict=True)) == sorted(zip(on_device, on_host, sizes, strict=True))
-    offload = [array.tolist() for array in table.arrays(blocks, slots, to_host=True)]
-    assert offload == [onboard[1], onboard[0], onboard[2]]
-
-
 @needs_torch
 def test_numa_nodes_are_read(tmp_path: Path) -> None:
     from benchmarks.gpu.pinned import numa_nodes

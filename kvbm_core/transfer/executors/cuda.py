@@ -12,13 +12,13 @@ import numpy.typing as npt
 
 from kvbm_core.clock import Clock, SystemClock
 from kvbm_core.errors import Outcome
-from kvbm_core.layout.view import Segment, pair_segments
+from kvbm_core.layout.view import pair_segments
 from kvbm_core.storage.host_slab import HostSlab
-from kvbm_core.transfer.coalesce import runs
 from kvbm_core.transfer.digests import SlotDigests, device_blocks_of
 from kvbm_core.transfer.executor import DeviceMemory, refusal_of
-from kvbm_core.transfer.executors.cuda_runtime import Copies, CudaApi
+from kvbm_core.transfer.executors.cuda_runtime import CudaApi
 from kvbm_core.transfer.jobs import Job, JobBoard
+from kvbm_core.transfer.pieces import PieceTable
 from kvbm_core.transfer.plan import JobResult, TransferPlan
 from kvbm_core.types import Direction
 
@@ -63,7 +63,10 @@ class CudaExecutor:
         self._max_concurrent, self._max_batch_blocks = max_concurrent, max_batch_blocks
         self._digests = SlotDigests() if verify else None
         self._bases = [api.address_of(storage) for storage in device.storages]
-        self._pairs = [pair_segments(view, host.view(view.block_bytes)) for view in device.views]
+        self._tables = [
+            PieceTable(pair_segments(view, host.view(view.block_bytes)), self._bases, host.address, host.chunk_bytes)
+            for view in device.views
+        ]
         self._streams = {
             Direction.ONBOARD: api.create_stream(high_priority=True),
             Direction.OFFLOAD: api.create_stream(high_priority=False),
@@ -141,12 +144,9 @@ class CudaExecutor:
         return flight
 
     def _copy(self, direction: Direction, group: int, device_blocks: Sequence[int], slots: Sequence[int]) -> None:
-        blocks_runs = runs(device_blocks, slots)
-        device, host, sizes = addresses(self._pairs[group], blocks_runs, self._bases, self._host.address)
-        boundary = (self._host.address, self._host.chunk_bytes)
-        device, host, sizes = cut_at_chunks(device, host, sizes, *boundary)
-        copies = (host, device, sizes) if direction is Direction.OFFLOAD else (device, host, sizes)
-        self._api.copy(copies, self._streams[direction])
+        arrays = self._tables[group].arrays(device_blocks, slots, to_host=direction is Direction.OFFLOAD)
+        targets, sources, sizes = (numbers.tolist() for numbers in arrays)
+        self._api.copy((targets, sources, sizes), self._streams[direction])
 
     def _read_back(self, flight: _Flight, stream: Any) -> None:
         """Queues copies of the device blocks to memory of our own, in stream order after the job's copies."""
@@ -190,51 +190,3 @@ class CudaExecutor:
                 self._digests.record(slot, content)
             return []
         return [slot for slot, content in flight.readback if not self._digests.matches(slot, content)]
-
-
-def addresses(
-    pairs: Sequence[tuple[Segment, Segment]],
-    block_runs: Sequence[tuple[int, int, int]],
-    device_bases: Sequence[int],
-    host_base: int,
-) -> Copies:
-    """Device addresses, host addresses and sizes of all pieces of all runs.
-
-    A run whose pieces touch on both sides is one copy, else each block's piece is one.
-    """
-    device: list[int] = []
-    host: list[int] = []
-    sizes: list[int] = []
-    for a, b in pairs:
-        is_dense = a.nbytes == a.block_stride_bytes == b.block_stride_bytes
-        device_start, host_start = device_bases[a.storage] + a.offset_bytes, host_base + b.offset_bytes
-        for block, slot, count in block_runs:
-            first_device = device_start + block * a.block_stride_bytes
-            first_host = host_start + slot * b.block_stride_bytes
-            if is_dense:
-                device.append(first_device)
-                host.append(first_host)
-                sizes.append(a.nbytes * count)
-            else:
-                device.extend(first_device + i * a.block_stride_bytes for i in range(count))
-                host.extend(first_host + i * b.block_stride_bytes for i in range(count))
-                sizes.extend([a.nbytes] * count)
-    return device, host, sizes
-
-
-def cut_at_chunks(device: list[int], host: list[int], sizes: list[int], host_base: int, chunk_bytes: int) -> Copies:
-    """The same copies, none of which lies in two chunks of the slab.
-
-    Each chunk was pinned by itself, and a copy over two registrations may be refused.
-    """
-    cut: Copies = ([], [], [])
-    for device_address, host_address, nbytes in zip(device, host, sizes, strict=True):
-        done = 0
-        while done < nbytes:
-            room = chunk_bytes - (host_address + done - host_base) % chunk_bytes
-            step = min(room, nbytes - done)
-            cut[0].append(device_address + done)
-            cut[1].append(host_address + done)
-            cut[2].append(step)
-            done += step
-    return cut
