@@ -5,15 +5,6 @@ from __future__ import annotations
 from enum import Enum, IntEnum
 from typing import NewType
 
-SlotId = NewType("SlotId", int)
-"""A physical place for one block in one tier: 0 .. capacity-1, the same number on every rank."""
-
-DeviceBlockId = NewType("DeviceBlockId", int)
-"""The engine's page id in its device cache."""
-
-JobId = NewType("JobId", int)
-"""Names one TransferPlan of one leader; never reused within a process."""
-
 SequenceHash = NewType("SequenceHash", bytes)
 """32 bytes: digest of the whole prefix up to and including a block, under a KeyNamespace."""
 

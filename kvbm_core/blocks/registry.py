@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import cast
 
 import numpy as np
 
@@ -113,7 +114,7 @@ class PyBlockRegistry:
             start, end = end, end + min(max(FIRST_LOOKED_UP, 8 * end), LOOKED_UP_AT_ONCE)
             slots = list(map(get, keys[start:end]))
             gap = slots.index(None) if None in slots else len(slots)
-            found += slots[:gap]  # type: ignore[arg-type]
+            found += cast("list[int]", slots[:gap])
             if gap < len(slots):
                 break
         self._found = (list(keys[: len(found)]), as_slots(found))
