@@ -104,6 +104,7 @@ def build_worker_side(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -
         max_concurrent_transfers=settings.max_concurrent_transfers,
         max_batch_blocks=settings.max_transfer_batch_size,
         verify=settings.verify_onboard,
+        near_memory=not settings.disable_numa,
         engine_carries_acks=True,
     )
     world_size = world_size_of(vllm_config)

@@ -11,6 +11,7 @@ import torch
 
 from benchmarks.gpu.raw_batch import batch_by_library
 from kvbm_core.storage.host_slab import HostSlab
+from kvbm_core.storage.numa import cpus_near
 from kvbm_core.testing.cuda_double import CudaDouble
 from kvbm_core.transfer.executor import DeviceMemory, Executor
 from kvbm_core.transfer.executors.cuda import CudaExecutor
@@ -31,6 +32,8 @@ class Device(Protocol):
     api: CudaApi
     torch_device: torch.device
     pin: Callable[[int, int], Callable[[], None] | None] | None
+    near_cpus: frozenset[int]
+    """Where the worker's slab is touched; empty: anywhere."""
 
     def executor(self, memory: DeviceMemory, slab: HostSlab) -> Executor:
         """As the worker makes it."""
@@ -73,6 +76,7 @@ class Gpu:
         self._runtime = CudaRuntime(0)
         self.api: CudaApi = self._runtime
         self.pin: Callable[[int, int], Callable[[], None] | None] | None = self._runtime.pin
+        self.near_cpus = cpus_near(self._runtime.pci_address())
         self._runtime.bind_thread()
         self._ways = self.copy_ways()
         self._batch: Callable[[CopyArrays, int], int] | None = None
@@ -152,6 +156,7 @@ class DryGpu:
         self._double = CudaDouble()
         self.api: CudaApi = self._double
         self.pin: Callable[[int, int], Callable[[], None] | None] | None = None
+        self.near_cpus: frozenset[int] = frozenset()
 
     def executor(self, memory: DeviceMemory, slab: HostSlab) -> Executor:
         """See Device."""

@@ -63,7 +63,7 @@ class Pool:
         self.bytes = torch.randint(
             0, 256, (num_blocks * layers * page_bytes,), dtype=torch.uint8, device=device.torch_device
         )
-        self.slab = HostSlab(num_blocks, layers * page_bytes, prepare=device.pin)
+        self.slab = HostSlab(num_blocks, layers * page_bytes, prepare=device.pin, cpus=device.near_cpus)
         if not self.slab.wait_ready(WAIT_S):
             raise MemoryError(f"no host memory for {self.bytes.numel() >> 20} MiB of slots: {self.slab.failure}")
 

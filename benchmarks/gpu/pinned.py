@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -19,6 +18,7 @@ from benchmarks.gpu.device import WAIT_S, Device, finish, open_device
 from benchmarks.gpu.rows import Cell, Goal, Result, Row
 from benchmarks.gpu.stages import Options, median_of, now_s, told_by
 from kvbm_core.storage.host_slab import HostSlab
+from kvbm_core.storage.numa import cpus_in
 from kvbm_core.transfer.executors.cuda_runtime import CudaError
 
 NBYTES = 1 << 30
@@ -70,11 +70,11 @@ def _kinds(device: Device) -> dict[str, Kind]:
         }
     else:
         kinds = {"cudaHostAlloc": lambda nbytes: nullcontext(device.pinned(nbytes).numpy())}
-    kinds["registered huge pages"] = partial(_registered, device)
+    kinds["registered huge pages"] = partial(_registered, device, device.near_cpus)
     nodes = numa_nodes(Path("/sys/devices/system/node"))
     if len(nodes) > 1:
         for node, cpus in nodes.items():
-            kinds[f"registered huge pages, NUMA node {node}"] = partial(_on_cpus, device, cpus)
+            kinds[f"registered huge pages, NUMA node {node}"] = partial(_registered, device, cpus)
     kinds["not pinned"] = lambda nbytes: nullcontext(np.ones(nbytes, np.uint8))
     return kinds
 
@@ -135,9 +135,9 @@ def _host_alloc(nbytes: int, flags: int) -> Iterator[Memory]:
 
 
 @contextmanager
-def _registered(device: Device, nbytes: int) -> Iterator[Memory]:
-    """The product's own slab."""
-    slab = HostSlab(1, nbytes, prepare=device.pin, chunk_bytes=SLAB_CHUNK_BYTES)
+def _registered(device: Device, cpus: frozenset[int], nbytes: int) -> Iterator[Memory]:
+    """The product's own slab, touched first by a thread that runs on ``cpus``."""
+    slab = HostSlab(1, nbytes, prepare=device.pin, cpus=cpus, chunk_bytes=SLAB_CHUNK_BYTES)
     try:
         if not slab.wait_ready(WAIT_S):
             raise CudaError(f"no pinned memory: {slab.failure}")
@@ -146,33 +146,10 @@ def _registered(device: Device, nbytes: int) -> Iterator[Memory]:
         slab.close()
 
 
-@contextmanager
-def _on_cpus(device: Device, cpus: set[int], nbytes: int) -> Iterator[Memory]:
-    """The slab, first touched by a thread that runs on ``cpus``."""
-    with _bound_to(cpus), _registered(device, nbytes) as memory:
-        yield memory
-
-
-@contextmanager
-def _bound_to(cpus: set[int]) -> Iterator[None]:
-    """The calling thread, and those that it starts, run on ``cpus``."""
-    before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, cpus & before or before)
-    try:
-        yield
-    finally:
-        os.sched_setaffinity(0, before)
-
-
-def numa_nodes(folder: Path) -> dict[int, set[int]]:
+def numa_nodes(folder: Path) -> dict[int, frozenset[int]]:
     """CPUs of each node that has some."""
-    nodes: dict[int, set[int]] = {}
-    for node in sorted(folder.glob("node[0-9]*")):
-        cpus: set[int] = set()
-        for part in (node / "cpulist").read_text().strip().split(","):
-            first, _, last = part.partition("-")
-            if first:
-                cpus |= set(range(int(first), int(last or first) + 1))
-        if cpus:
-            nodes[int(node.name.removeprefix("node"))] = cpus
-    return nodes
+    found = {
+        int(node.name.removeprefix("node")): cpus_in((node / "cpulist").read_text())
+        for node in sorted(folder.glob("node[0-9]*"))
+    }
+    return {node: cpus for node, cpus in found.items() if cpus}

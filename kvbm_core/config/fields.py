@@ -69,10 +69,10 @@ class SettingFields(BaseSettings):
         "DYN_KVBM_DISABLE_WRITE_COMBINED", False, "Accepted; host memory is never write-combined here."
     )
     disable_numa: r.Flag = _setting(
-        "DYN_MEMORY_DISABLE_NUMA", False, "Accepted; host memory is not bound to NUMA nodes in this release."
+        "DYN_MEMORY_DISABLE_NUMA", False, "Take host memory from any NUMA node, not from the GPU's."
     )
     enable_numa: r.Flag = _setting(
-        "DYN_KVBM_ENABLE_NUMA", False, "Deprecated by KVBM.", later="NUMA binding is not in this release"
+        "DYN_KVBM_ENABLE_NUMA", False, "Deprecated by KVBM: accepted, host memory is NUMA-local unless disabled."
     )
 
     # Transfers

@@ -17,7 +17,7 @@ from kvbm_core.runtime.endpoint import Endpoint
 from kvbm_core.runtime.messages import PROTOCOL_VERSION, Acks, Configure, Hello, JobAck, Message, Ready, Refused
 from kvbm_core.storage.host_slab import HostSlab, available_memory_bytes
 from kvbm_core.transfer.executor import DeviceMemory, Executor
-from kvbm_core.transfer.factory import make_executor, slab_preparation
+from kvbm_core.transfer.factory import make_executor, slab_cpus, slab_preparation
 from kvbm_core.transfer.plan import JobResult, TransferPlan
 from kvbm_core.types import Direction
 
@@ -31,7 +31,7 @@ class WorkerOptions:
     """``transfer_deadline_s``: a plan not started by then is given up. ``verify``: compare bytes after an onboard.
 
     ``engine_carries_acks``: the adapter takes acknowledgements to the leader with what the engine sends there in each
-    step anyway (``take_acks``); else they go over the channel.
+    step anyway (``take_acks``); else they go over the channel. ``near_memory``: host memory from the GPU's NUMA node.
     """
 
     transfer_deadline_s: float = 60.0
@@ -39,6 +39,7 @@ class WorkerOptions:
     max_batch_blocks: int = 16
     verify: bool = False
     engine_carries_acks: bool = False
+    near_memory: bool = True
 
 
 class Worker:
@@ -122,6 +123,7 @@ class Worker:
             slot_bytes,
             prepare=slab_preparation(memory),
             on_ready=self._slots_ready,
+            cpus=slab_cpus(memory) if self._options.near_memory else (),
         )
         try:
             executor = make_executor(

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from kvbm_core.clock import Clock, SystemClock
 from kvbm_core.errors import UnsupportedError
 from kvbm_core.storage.host_slab import HostSlab
+from kvbm_core.storage.numa import cpus_near
 from kvbm_core.transfer.executor import DeviceMemory, Executor
 from kvbm_core.transfer.plan import JobResult
 
@@ -59,6 +60,15 @@ def slab_preparation(device: DeviceMemory) -> Callable[[int, int], Callable[[], 
     from kvbm_core.transfer.executors.cuda_runtime import CudaRuntime
 
     return CudaRuntime(device.storages[0].device.index).pin
+
+
+def slab_cpus(device: DeviceMemory) -> frozenset[int]:
+    """What HostSlab's ``cpus`` should be for this device memory: those near the GPU, or anywhere for a CPU."""
+    if not _is_cuda(device):
+        return frozenset()
+    from kvbm_core.transfer.executors.cuda_runtime import CudaRuntime
+
+    return cpus_near(CudaRuntime(device.storages[0].device.index).pci_address())
 
 
 def _is_cuda(device: DeviceMemory) -> bool:

@@ -112,6 +112,13 @@ class CudaRuntime:
             del self._ways[0]
         raise CudaError("no CUDA copy function works here")
 
+    def pci_address(self) -> str:
+        """Where the device sits, as the kernel names it; empty if this torch does not say."""
+        found = self._torch.cuda.get_device_properties(self._device)
+        if not hasattr(found, "pci_bus_id"):
+            return ""
+        return f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
+
     def pin(self, address: int, nbytes: int) -> Callable[[], None]:
         """Page-locks host memory for fast copies; returns what undoes it. CudaError if refused."""
         self.bind_thread()

@@ -1,0 +1,64 @@
+"""CPUs near a device, from sysfs as Linux writes it, and the slab's thread among them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from kvbm_core.storage.host_slab import HostSlab
+from kvbm_core.storage.numa import cpus_in, cpus_near
+
+ADDRESS = "0000:1b:00.0"
+WAIT_S = 30.0
+
+
+def sysfs_with(tmp_path: Path, cpulist: str) -> Path:
+    folder = tmp_path / "bus/pci/devices" / ADDRESS
+    folder.mkdir(parents=True)
+    (folder / "local_cpulist").write_text(cpulist)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("text", "cpus"), [("0-3,8\n", {0, 1, 2, 3, 8}), ("5", {5}), ("\n", set()), ("0-1,64-65\n", {0, 1, 64, 65})]
+)
+def test_the_kernels_lists_are_read(text: str, cpus: set[int]) -> None:
+    assert cpus_in(text) == cpus
+
+
+def test_only_cpus_that_this_process_may_use_are_near(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {1, 2, 9})
+    assert cpus_near(ADDRESS, sysfs_with(tmp_path, "0-3\n")) == {1, 2}
+
+
+@pytest.mark.parametrize("cpulist", ["0-9\n", "5-6\n", "\n", "what\n"])
+def test_no_binding_where_there_is_nothing_to_choose(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cpulist: str
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {1, 2})
+    assert cpus_near(ADDRESS, sysfs_with(tmp_path, cpulist)) == frozenset()
+
+
+def test_an_unknown_device_is_near_nothing(tmp_path: Path) -> None:
+    assert cpus_near("", tmp_path) == cpus_near(ADDRESS, tmp_path) == frozenset()
+
+
+def test_the_slab_is_touched_on_the_cpus_it_was_given() -> None:
+    chosen = max(os.sched_getaffinity(0))
+    ran_on: list[set[int]] = []
+    slab = HostSlab(2, 4096, prepare=lambda address, nbytes: ran_on.append(os.sched_getaffinity(0)), cpus={chosen})
+    try:
+        assert slab.wait_ready(WAIT_S)
+        assert ran_on == [{chosen}]
+    finally:
+        slab.close()
+
+
+def test_cpus_that_do_not_exist_are_no_reason_to_fail() -> None:
+    slab = HostSlab(2, 4096, cpus={100_000})
+    try:
+        assert slab.wait_ready(WAIT_S)
+    finally:
+        slab.close()
