@@ -1,4 +1,4 @@
-"""The loops that Python is too slow for, in C (_kvbm.c, _index.c): optional, built where there is a compiler.
+"""The loops that Python is too slow for, in C (_kvbm.c, _copy.c, _index.c): optional, built where there is a compiler.
 
 ``native`` is None where the module was not built, or ``KVBM_NATIVE=0`` stood in the environment when this was
 imported. Whoever uses it has the same function in plain Python beside it, and both pass the same tests.
@@ -100,6 +100,12 @@ class Native(Protocol):
         pair. ValueError for arrays that do not fit each other or cannot be written, IndexError for a block that is
         not there, and nothing has been copied.
         """
+
+    def copy_blocks_plain(self, dst: Bytes, dst_ids: Ids, src: Bytes, src_ids: Ids, /) -> None:
+        """``copy_blocks`` as on CPUs where memmove is best; here for the tests."""
+
+    def copy_blocks_streaming(self, dst: Bytes, dst_ids: Ids, src: Bytes, src_ids: Ids, /) -> None:
+        """``copy_blocks`` as on CPUs where stores that bypass the caches are best; here for the tests."""
 
     def pack_u32(self, tokens: Sequence[int], /) -> bytes:
         """The tokens as little-endian 32 bit numbers. OverflowError or TypeError for one that is none."""

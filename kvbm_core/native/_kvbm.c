@@ -271,120 +271,22 @@ static PyObject *pack_u32(PyObject *module, PyObject *tokens)
     return packed;
 }
 
-/* ---------------------------------------------------------------- copy_blocks
- *
- * libc's memmove, piece by piece: 0.84 (8 KiB) to 1.0 (from 128 KiB) of one memmove of everything, where stores
- * that bypass the caches made 0.74 to 0.87 (measured on one Xeon with AVX-512).
- */
-
-typedef struct { char *dst; const char *src; } pair_t;
-
-static int is_int64(const Py_buffer *ids)
-{
-    return ids->ndim == 1 && ids->itemsize == 8 && ids->format != NULL
-           && (strcmp(ids->format, "l") == 0 || strcmp(ids->format, "q") == 0);
-}
-
-/* Whether the two sides and the ids fit each other; sets an error if not. */
-static int shapes_fit(const Py_buffer *dst, const Py_buffer *dst_ids, const Py_buffer *src, const Py_buffer *src_ids)
-{
-    const Py_buffer *sides[] = {dst, src}, *ids[] = {dst_ids, src_ids};
-    for (int i = 0; i < 2; i++) {
-        if (sides[i]->ndim != 3 || sides[i]->itemsize != 1 || (sides[i]->shape[2] > 1 && sides[i]->strides[2] != 1)) {
-            PyErr_SetString(PyExc_ValueError, "blocks are [piece, block, byte] arrays of single, neighbouring bytes");
-            return 0;
-        }
-        if (!is_int64(ids[i])) {
-            PyErr_SetString(PyExc_ValueError, "ids are an array of int64");
-            return 0;
-        }
-    }
-    if (dst->shape[0] != src->shape[0] || dst->shape[2] != src->shape[2]) {
-        PyErr_Format(PyExc_ValueError, "%zd pieces of %zd bytes cannot be copied to %zd pieces of %zd", src->shape[0],
-                     src->shape[2], dst->shape[0], dst->shape[2]);
-        return 0;
-    }
-    if (dst_ids->shape[0] != src_ids->shape[0]) {
-        PyErr_Format(PyExc_ValueError, "%zd blocks cannot be copied to %zd", src_ids->shape[0], dst_ids->shape[0]);
-        return 0;
-    }
-    return 1;
-}
-
-/* The address of block `ids[n]`; NULL with an error set if there is no such block. */
-static char *block_at(const Py_buffer *side, const Py_buffer *ids, Py_ssize_t n)
-{
-    int64_t id = ((const int64_t *)ids->buf)[n];
-    if (id < 0 || id >= side->shape[1]) {
-        PyErr_Format(PyExc_IndexError, "block %lld is not in 0..%zd", (long long)id, side->shape[1] - 1);
-        return NULL;
-    }
-    return (char *)side->buf + id * side->strides[1];
-}
-
-static PyObject *copy_all(const Py_buffer *dst, const Py_buffer *dst_ids, const Py_buffer *src,
-                          const Py_buffer *src_ids)
-{
-    if (!shapes_fit(dst, dst_ids, src, src_ids))
-        return NULL;
-    Py_ssize_t count = dst_ids->shape[0];
-    /* Addresses are taken before the GIL is given away: the ids may change under us, and must not be trusted twice. */
-    pair_t *pairs = PyMem_New(pair_t, count);
-    if (pairs == NULL)
-        return PyErr_NoMemory();
-    for (Py_ssize_t n = 0; n < count; n++) {
-        pairs[n].dst = block_at(dst, dst_ids, n);
-        pairs[n].src = pairs[n].dst == NULL ? NULL : block_at(src, src_ids, n);
-        if (pairs[n].src == NULL) {
-            PyMem_Free(pairs);
-            return NULL;
-        }
-    }
-    Py_BEGIN_ALLOW_THREADS
-    for (Py_ssize_t n = 0; n < count; n++)
-        for (Py_ssize_t piece = 0; piece < dst->shape[0]; piece++)
-            memmove(pairs[n].dst + piece * dst->strides[0], pairs[n].src + piece * src->strides[0],
-                    (size_t)dst->shape[2]);
-    Py_END_ALLOW_THREADS
-    PyMem_Free(pairs);
-    Py_RETURN_NONE;
-}
-
-static PyObject *copy_blocks(PyObject *module, PyObject *args)
-{
-    static const int flags[] = {PyBUF_STRIDES | PyBUF_WRITABLE, PyBUF_ND | PyBUF_FORMAT, PyBUF_STRIDES,
-                                PyBUF_ND | PyBUF_FORMAT};
-    PyObject *objects[4], *result = NULL;
-    Py_buffer views[4];
-    int got = 0;
-    (void)module;
-    if (!PyArg_ParseTuple(args, "OOOO:copy_blocks", &objects[0], &objects[1], &objects[2], &objects[3]))
-        return NULL;
-    while (got < 4 && PyObject_GetBuffer(objects[got], &views[got], flags[got]) == 0)
-        got++;
-    if (got == 4)
-        result = copy_all(&views[0], &views[1], &views[2], &views[3]);
-    while (got > 0)
-        PyBuffer_Release(&views[--got]);
-    return result;
-}
-
 /* ---------------------------------------------------------------- module */
 
 static PyMethodDef METHODS[] = {
     {"chain", chain, METH_VARARGS, NULL},
     {"chain_portable", chain_portable, METH_VARARGS, NULL},
     {"pack_u32", pack_u32, METH_O, NULL},
-    {"copy_blocks", copy_blocks, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
 
+int kvbm_add_copies(PyObject *module); /* _copy.c */
 int kvbm_add_index(PyObject *module); /* _index.c */
 
 static int execute(PyObject *module)
 {
     compress = best_compress();
-    return kvbm_add_index(module);
+    return kvbm_add_copies(module) < 0 ? -1 : kvbm_add_index(module);
 }
 
 static PyModuleDef_Slot SLOTS[] = {{Py_mod_exec, (void *)execute}, {0, NULL}};

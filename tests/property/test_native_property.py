@@ -37,7 +37,24 @@ def copy_with_native(lanes: Lanes, dst_ids: Ids, src_ids: Ids) -> None:
 
 CHAINS = [pytest.param(chain_in_python, id="python"), native_function("chain"), native_function("chain_portable")]
 PACKS = [pytest.param(pack_in_python, id="python"), native_function("pack_u32")]
-COPIES = [pytest.param(copy_in_python, id="python"), pytest.param(copy_with_native, id="native", marks=needs_native)]
+
+
+def native_copy(name: str) -> object:
+    """As ``copy_with_native``, the CPU's best way or one that another CPU would choose."""
+
+    def copy(lanes: Lanes, dst_ids: Ids, src_ids: Ids) -> None:
+        for dst, src in lanes:
+            getattr(native, name)(dst, dst_ids, src, src_ids)
+
+    return pytest.param(copy, id=name, marks=needs_native)
+
+
+COPIES = [
+    pytest.param(copy_in_python, id="python"),
+    pytest.param(copy_with_native, id="native", marks=needs_native),
+    native_copy("copy_blocks_plain"),
+    native_copy("copy_blocks_streaming"),
+]
 
 # ---------------------------------------------------------------- chain
 
@@ -167,7 +184,7 @@ def block_arrays(draw: st.DrawFn, num_pieces: int, num_bytes: int) -> tuple[Byte
 
 
 @pytest.mark.parametrize("copy", COPIES)
-@given(num_pieces=st.integers(1, 3), num_bytes=st.integers(1, 70), data=st.data())
+@given(num_pieces=st.integers(1, 3), num_bytes=st.integers(1, 70) | st.integers(1000, 1400), data=st.data())
 def test_copy(copy: Copy, num_pieces: int, num_bytes: int, data: st.DataObject) -> None:
     memory, dst = data.draw(block_arrays(num_pieces, num_bytes))
     _, src = data.draw(block_arrays(num_pieces, num_bytes))
@@ -184,7 +201,7 @@ def test_copy(copy: Copy, num_pieces: int, num_bytes: int, data: st.DataObject) 
 
 
 @pytest.mark.parametrize("copy", COPIES)
-@pytest.mark.parametrize("num_bytes", [1, 4095, 4096, (2 << 20) + 1])
+@pytest.mark.parametrize("num_bytes", [1, 1023, 1024, 4095, 4096, 20_000, (2 << 20) + 1])
 def test_copy_of_large_pieces_for_several_lanes(copy: Copy, num_bytes: int) -> None:
     random = np.random.default_rng(num_bytes)
     sources = [random.integers(0, 256, (2, 5, num_bytes), dtype=np.uint8) for _ in range(2)]
@@ -197,9 +214,9 @@ def test_copy_of_large_pieces_for_several_lanes(copy: Copy, num_bytes: int) -> N
 @pytest.mark.parametrize("copy", COPIES)
 @pytest.mark.parametrize("shift_bytes", [-65, -1, 0, 1, 64])
 def test_a_block_may_overlap_its_target(copy: Copy, shift_bytes: int) -> None:
-    memory = np.random.default_rng(1).integers(0, 256, 1000, dtype=np.uint8)
-    content = memory[100:900].copy()
-    src, dst = memory[100:900].reshape(1, 1, 800), memory[100 + shift_bytes : 900 + shift_bytes].reshape(1, 1, 800)
+    memory = np.random.default_rng(1).integers(0, 256, 5200, dtype=np.uint8)
+    content = memory[100:5100].copy()
+    src, dst = memory[100:5100].reshape(1, 1, 5000), memory[100 + shift_bytes : 5100 + shift_bytes].reshape(1, 1, 5000)
     copy([(dst, src)], np.array([0]), np.array([0]))
     assert (dst == content).all()
 

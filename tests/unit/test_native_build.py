@@ -16,6 +16,7 @@ pytest.importorskip("hatchling", reason="NOT RUN: the build of the native module
 from hatch_build import SOURCE, NativeBuildHook, compile_native
 
 ROOT = Path(__file__).resolve().parents[2]
+SOURCES = sorted((ROOT / SOURCE.parent).glob("*.[ch]"))
 BUILT = SOURCE.with_suffix(str(sysconfig.get_config_var("EXT_SUFFIX")))
 COMPILER = shlex.split(os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc")[0]
 
@@ -38,7 +39,8 @@ class Notes:
 def run_hook(root: Path) -> tuple[dict[str, object], list[str]]:
     """What the hook adds to a wheel made in ``root``, and its warnings."""
     (root / SOURCE).parent.mkdir(parents=True)
-    shutil.copy(ROOT / SOURCE, root / SOURCE)
+    for source in SOURCES:
+        shutil.copy(source, root / SOURCE.parent)
     (root / BUILT).write_bytes(b"an older build")
     notes, build_data = Notes(), dict[str, object]()
     hook = NativeBuildHook(str(root), {}, None, None, str(root), "wheel", notes)  # type: ignore[arg-type]
@@ -58,7 +60,9 @@ def test_the_module_is_in_the_wheel_and_the_wheel_is_for_this_platform(tmp_path:
     assert build_data == {"artifacts": [f"/{BUILT.as_posix()}"], "pure_python": False, "infer_tag": True}
     assert warnings == []
     assert (tmp_path / BUILT).stat().st_size > 1000
-    assert sorted(path.name for path in (tmp_path / SOURCE).parent.iterdir()) == sorted([SOURCE.name, BUILT.name])
+    assert sorted(path.name for path in (tmp_path / SOURCE).parent.iterdir()) == sorted(
+        [*(source.name for source in SOURCES), BUILT.name]
+    )
 
 
 @pytest.mark.parametrize("compiler", ["/bin/false", "/nowhere/cc"])
