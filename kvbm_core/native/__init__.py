@@ -1,4 +1,5 @@
-"""The loops that Python is too slow for, in C (_kvbm.c, _copy.c, _index.c): optional, built where there is a compiler.
+"""The loops that Python is too slow for, in C (_kvbm.c, _copy.c, _index.c, _aio.c): optional, built where there is a
+compiler.
 
 ``native`` is None where the module was not built, or ``KVBM_NATIVE=0`` stood in the environment when this was
 imported. Whoever uses it has the same function in plain Python beside it, and both pass the same tests.
@@ -20,6 +21,7 @@ VARIABLE = "KVBM_NATIVE"
 Bytes = npt.NDArray[np.uint8]
 Ids = npt.NDArray[np.int64]
 Slots = npt.NDArray[np.int32]
+Numbers = npt.NDArray[np.uint64]
 
 
 class Index(Protocol):
@@ -72,8 +74,47 @@ class Index(Protocol):
     def __len__(self) -> int: ...
 
 
+class Aio(Protocol):
+    """Requests to one open file by Linux AIO, which takes and ends them asynchronously with O_DIRECT only.
+
+    Without O_DIRECT ``submit`` waits for the data. ``fd`` stays open until ``close`` has answered True, and memory that
+    is in flight stays where it is. One thread only: RuntimeError for a call while another one is under way.
+    """
+
+    def submit(self, is_write: bool, tags: Ids, offsets: Ids, counts: Slots, pieces: Numbers, /) -> None:
+        """Starts requests, as many as ``depth`` allows; the others as those end that are collected.
+
+        Request ``i`` has ``counts[i]`` of ``pieces``, which are pairs of address and bytes, and follow each other as
+        the requests do. What the kernel refuses ends as any other. ValueError for arrays that do not fit each other,
+        or after ``close``, and nothing has been started. The GIL is not held while the kernel works.
+        """
+
+    def collect(self, timeout_s: float, /) -> list[tuple[int, int]]:
+        """(tag, bytes moved or -errno) of those that have ended, at least one unless ``timeout_s`` goes by.
+
+        Waits only if something is in flight, and without the GIL. What a signal's handler raises comes out of here,
+        and nothing is lost.
+        """
+
+    @property
+    def in_flight(self) -> int:
+        """How many were submitted and not collected."""
+
+    def close(self, timeout_s: float, /) -> bool:
+        """Collects until nothing is in flight, and gives everything back; False if time was over before that.
+
+        Then, what the kernel still works on stays in memory for good, unless a later call finds it ended.
+        """
+
+
 class Native(Protocol):
     """What the C module offers. Its functions are safe to call from any thread."""
+
+    def Aio(self, fd: int, depth: int, /) -> Aio:
+        """With at most ``depth`` requests in the kernel. OSError if it has no AIO, or not for so many.
+
+        Not there where the module was compiled without Linux' headers, or for 32 bits.
+        """
 
     def Index(self, seed: int, /) -> Index:
         """An empty index; ``seed`` (64 bits) is what nobody outside shall know of its hash function."""

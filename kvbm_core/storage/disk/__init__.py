@@ -1,0 +1,1 @@
+"""Blocks on a local disk: slots of a preallocated file, each a record that describes and checks itself."""
