@@ -38,18 +38,23 @@ class Answer:
 
 @dataclass(frozen=True)
 class CacheCounts:
-    """What a prompt did not have to compute: tokens found on the device, and tokens kvbm brought back."""
+    """What a prompt did not have to compute: tokens found on the device, and tokens and blocks kvbm brought back.
+
+    ``disk_blocks``: those of them that came from the disk.
+    """
 
     device_tokens: int
-    host_tokens: int
+    kvbm_tokens: int
     onboarded_blocks: int
+    disk_blocks: int = 0
 
     def since(self, earlier: CacheCounts) -> CacheCounts:
         """The difference to an earlier reading."""
         return CacheCounts(
             self.device_tokens - earlier.device_tokens,
-            self.host_tokens - earlier.host_tokens,
+            self.kvbm_tokens - earlier.kvbm_tokens,
             self.onboarded_blocks - earlier.onboarded_blocks,
+            self.disk_blocks - earlier.disk_blocks,
         )
 
 
@@ -79,22 +84,34 @@ class EngineClient:
         body = {"prompt": prompt if isinstance(prompt, str) else list(prompt)}
         return await self._ask("/v1/completions", body, max_tokens, fields)
 
+    async def complete_at_once(self, prompt: Sequence[int], max_tokens: int) -> Answer:
+        """As ``complete``, the whole answer in one piece: a token costs client and server next to nothing."""
+        request = self._request({"prompt": list(prompt)}, max_tokens) | {"stream": False}
+        sent_s = time.perf_counter()
+        response = await self._http.post("/v1/completions", json=request)
+        total_s = time.perf_counter() - sent_s
+        answer = response.raise_for_status().json()
+        (choice,) = answer["choices"]
+        usage = int(answer["usage"]["prompt_tokens"])
+        return Answer(choice["text"], tuple(choice["token_ids"]), usage, total_s, total_s)
+
     async def chat(self, messages: Sequence[Message], max_tokens: int, **fields: object) -> Answer:
         """POST /v1/chat/completions; ``fields`` are further fields of the request."""
         return await self._ask("/v1/chat/completions", {"messages": list(messages)}, max_tokens, fields)
 
-    async def _ask(self, path: str, body: dict[str, Any], max_tokens: int, fields: Mapping[str, object]) -> Answer:
-        request = {
+    def _request(self, body: dict[str, Any], max_tokens: int) -> dict[str, Any]:
+        return {
             **body,
             "model": self._model,
             "max_tokens": max_tokens,
             "temperature": 0.0,
             "ignore_eos": True,
-            "stream": True,
-            "stream_options": {"include_usage": True},
             "return_token_ids": True,
-            **fields,
         }
+
+    async def _ask(self, path: str, body: dict[str, Any], max_tokens: int, fields: Mapping[str, object]) -> Answer:
+        streamed = {"stream": True, "stream_options": {"include_usage": True}}
+        request = {**self._request(body, max_tokens), **streamed, **fields}
         sent_s = time.perf_counter()
         ttft_s, prompt_tokens = 0.0, 0
         text: list[str] = []
@@ -162,10 +179,12 @@ class EngineClient:
     async def cache_counts(self) -> CacheCounts:
         """Counters of both endpoints at this moment; device tokens as vLLM counts its prefix cache hits."""
         engine, kvbm = await self.engine_metrics(), await self.kvbm_metrics()
+        from_disk = int(kvbm.get("kvbm_onboard_blocks_d2d", 0))
         return CacheCounts(
             device_tokens=int(engine.get("vllm:prefix_cache_hits_total", 0)),
-            host_tokens=int(kvbm.get("kvbm_matched_tokens", 0)),
-            onboarded_blocks=int(kvbm.get("kvbm_onboard_blocks_h2d", 0)),
+            kvbm_tokens=int(kvbm.get("kvbm_matched_tokens", 0)),
+            onboarded_blocks=int(kvbm.get("kvbm_onboard_blocks_h2d", 0)) + from_disk,
+            disk_blocks=from_disk,
         )
 
 

@@ -63,7 +63,7 @@ async def _come_back(client: EngineClient, prompt: list[int], cold: Answer, cold
     hit = await client.complete(prompt, 1)
     found = (await client.cache_counts()).since(before)
     hit_answer = await client.complete(prompt, ANSWER_TOKENS)
-    return Pair(cold, cold_answer, hit, hit_answer, found.host_tokens, found.device_tokens)
+    return Pair(cold, cold_answer, hit, hit_answer, found.kvbm_tokens, found.device_tokens)
 
 
 def figure(pairs: list[Pair]) -> Figure:

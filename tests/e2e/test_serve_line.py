@@ -97,7 +97,7 @@ def test_resetting_kvbm_too_forgets_the_prompt(server: VllmServer) -> None:
             before = await client.cache_counts()
             again = await client.complete(prompt, ANSWER_TOKENS)
             found = (await client.cache_counts()).since(before)
-            assert (found.host_tokens, found.device_tokens) == (0, 0)
+            assert (found.kvbm_tokens, found.device_tokens) == (0, 0)
             assert again.token_ids == first.token_ids
 
     asyncio.run(scenario())
@@ -115,7 +115,7 @@ def test_another_salt_is_another_cache(server: VllmServer) -> None:
             for salt in ({"cache_salt": "tenant b"}, {}, {"cache_salt": "tenant a"}):
                 before = await client.cache_counts()
                 await client.complete(prompt, ANSWER_TOKENS, **salt)
-                matched.append((await client.cache_counts()).since(before).host_tokens)
+                matched.append((await client.cache_counts()).since(before).kvbm_tokens)
             assert matched == [0, 0, FULL_BLOCKS * 32]
 
     asyncio.run(scenario())
