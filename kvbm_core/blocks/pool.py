@@ -31,13 +31,25 @@ class SlotPool:
         """Slots that can be allocated."""
         return self._num_returned + len(self._used) - self._fresh
 
-    def grow(self, capacity_slots: int) -> None:
-        """Makes slots up to ``capacity_slots`` exist. Raises ValueError for fewer than there are."""
+    def grow(self, capacity_slots: int, used: Slots | None = None) -> None:
+        """Makes slots up to ``capacity_slots`` exist, free but for those of the new ones in ``used``.
+
+        Raises ValueError for fewer than there are, or if ``used`` are not new ones.
+        """
         if capacity_slots < len(self._used):
             raise ValueError(f"a pool of {len(self._used)} slots does not shrink to {capacity_slots}")
-        more = capacity_slots - len(self._used)
+        old_slots, more = len(self._used), capacity_slots - len(self._used)
+        if used is not None and len(used) and not old_slots <= used.min() <= used.max() < capacity_slots:
+            raise ValueError(f"slots in use are not all in {old_slots}..{capacity_slots - 1}")
         self._used = np.concatenate([self._used, np.zeros(more, np.bool_)])
         self._returned = np.concatenate([self._returned, np.zeros(more, np.int32)])
+        if used is not None and len(used):
+            self._used[used] = True
+            # What is free is not in one piece any more: it is handed out like slots that were given back.
+            free = self._fresh + np.flatnonzero(~self._used[self._fresh :])
+            self._returned[self._num_returned : self._num_returned + len(free)] = free[::-1]
+            self._num_returned += len(free)
+            self._fresh = capacity_slots
 
     def allocate(self, count: int) -> Slots | None:
         """Exactly ``count`` slots in ascending order, or None, and nothing is taken, if fewer are free."""

@@ -82,13 +82,39 @@ class BlockTier:
             self._registry.grow(capacity_blocks)
             self._policy.grow(capacity_blocks)
 
+    def restore(self, capacity_blocks: int, batches: Sequence[Sequence[tuple[BlockKey, int]]]) -> int:
+        """As ``grow``, with (block, slot) that the new slots hold already; returns how many were taken in.
+
+        ``batches``: the least recent first, each head first. A key that is here already stays where it is.
+        ValueError if a slot is none of the new ones.
+        """
+        taken: dict[BlockKey, int] = {}
+        for batch in batches:
+            taken.update((key, slot) for key, slot in batch if key not in taken)
+        new_keys = self._registry.new_of(list(taken))
+        slots = as_slots([taken[key] for key in new_keys])
+        self._pool.grow(max(capacity_blocks, self._pool.capacity_slots), slots)
+        self._registry.grow(self._pool.capacity_slots)
+        self._policy.grow(self._pool.capacity_slots)
+        self._registry.reserve(new_keys, slots)
+        self._registry.commit(new_keys)
+        is_new = set(new_keys)
+        for batch in batches:
+            here = [slot for key, slot in batch if key in is_new and taken[key] == slot]
+            self._policy.insert(as_slots(here))
+        return len(new_keys)
+
     def contains(self, key: BlockKey) -> bool:
         """Whether the block can be matched now."""
         return key in self._registry and key not in self._doomed
 
-    def absent_of(self, keys: Sequence[BlockKey]) -> int:
-        """How many different ``keys`` are neither in a slot nor on their way to one."""
-        return len(self._registry.new_of(keys))
+    def keys(self) -> list[BlockKey]:
+        """The blocks that can be matched, in no order. Cost grows with their number."""
+        return list(filter(self.contains, self._registry.keys()))
+
+    def new_of(self, keys: Sequence[BlockKey]) -> tuple[BlockKey, ...]:
+        """Those of ``keys`` that are neither in a slot nor on their way to one, each once."""
+        return self._registry.new_of(keys)
 
     def match_prefix(self, keys: Sequence[BlockKey]) -> int:
         """How many leading ``keys`` can be matched. Changes nothing (a probe is not a use)."""
@@ -116,6 +142,10 @@ class BlockTier:
         renewed = self._leases.grant(lease.owner, lease.keys, lease.slots, ttl_s)
         self.release(lease)
         return renewed
+
+    def is_live(self, lease: Lease) -> bool:
+        """Whether the lease has neither been released nor expired."""
+        return self._leases.is_live(lease)
 
     def release(self, lease: Lease) -> None:
         """Ends a lease; one that has expired or was released before is left alone."""
@@ -178,7 +208,7 @@ class BlockTier:
         Returns how many blocks were forgotten.
         """
         self._generation += 1
-        resident = list(filter(self.contains, self._registry.keys()))
+        resident = self.keys()
         self.forget(resident)
         return len(resident)
 

@@ -1,0 +1,172 @@
+"""Opens a file for blocks, finds out what its directory supports, and gives it its space."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import logging
+import mmap
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvbm_core.storage.disk.record import SECTOR_BYTES
+
+ZEROS_BYTES = 16 << 20
+SETTING = "DYN_KVBM_DISK_CACHE_DIR"
+
+log = logging.getLogger("kvbm")
+
+
+class DiskError(OSError):
+    """A directory or file that cannot hold blocks; the text is one line that says what to do."""
+
+
+class DirectoryBusyError(DiskError):
+    """Another process has the file."""
+
+
+@dataclass(frozen=True, slots=True)
+class FileOptions:
+    """``is_direct``: past the page cache, where that works. ``opens_direct``: asked for at open, not after it.
+
+    ``zero_fill``: where space cannot be reserved, it is written full of zeros; else the file stays sparse.
+    """
+
+    is_direct: bool = True
+    opens_direct: bool = False
+    zero_fill: bool = False
+
+
+@dataclass(slots=True)
+class OpenFile:
+    """An open, locked file. ``is_direct``: all addresses, sizes and offsets must be whole sectors."""
+
+    fd: int
+    path: Path
+    is_direct: bool
+    is_reserved: bool = False
+
+    def close(self) -> None:
+        """Gives up the file and its lock; idempotent."""
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+
+def open_file(path: Path, options: FileOptions) -> OpenFile:
+    """Opens or creates ``path`` and locks it. DirectoryBusyError if another process has it, else DiskError."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        fd, is_direct = _open(path, flags, options)
+    except OSError as error:
+        raise DiskError(error.errno, f"kvbm: {path}: {error.strerror}; {remedy_for(error.errno)}") from error
+    opened = OpenFile(fd, path, is_direct)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if opened.is_direct and not _reads_directly(fd):
+            _set_direct(fd, False)
+            opened.is_direct = False
+    except OSError as error:
+        opened.close()
+        if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+            raise DirectoryBusyError(errno.EBUSY, f"kvbm: {path}: another process uses it") from error
+        raise DiskError(error.errno, f"kvbm: {path}: {error.strerror}; {remedy_for(error.errno)}") from error
+    return opened
+
+
+def reserve(opened: OpenFile, num_bytes: int, options: FileOptions) -> None:
+    """Makes the file ``num_bytes`` long, with its space reserved if that is possible. DiskError if there is too little.
+
+    What is in it stays, up to the new length.
+    """
+    try:
+        if os.fstat(opened.fd).st_size > num_bytes:
+            os.ftruncate(opened.fd, num_bytes)
+        opened.is_reserved = _fallocate(opened.fd, num_bytes)
+        if not opened.is_reserved and options.zero_fill:
+            _fill_with_zeros(opened.fd, num_bytes)
+            opened.is_reserved = True
+        elif not opened.is_reserved:
+            os.ftruncate(opened.fd, num_bytes)
+            log.warning(
+                "kvbm: %s: space cannot be reserved here, the file is sparse; the disk may fill up", opened.path
+            )
+    except OSError as error:
+        room = os.statvfs(opened.path.parent)
+        free_bytes = room.f_bavail * room.f_frsize
+        raise DiskError(
+            error.errno,
+            f"kvbm: {opened.path}: {error.strerror} for {num_bytes / 1e9:.2f} GB ({free_bytes / 1e9:.2f} GB are free);"
+            f" {remedy_for(error.errno)}",
+        ) from error
+
+
+def _open(path: Path, flags: int, options: FileOptions) -> tuple[int, bool]:
+    if options.is_direct and options.opens_direct:
+        try:
+            return os.open(path, flags | os.O_DIRECT, 0o600), True
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+    fd = os.open(path, flags, 0o600)
+    return fd, options.is_direct and not options.opens_direct and _set_direct(fd, True)
+
+
+def _set_direct(fd: int, is_direct: bool) -> bool:
+    flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+    try:
+        fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT if is_direct else flags & ~os.O_DIRECT)
+    except OSError:
+        return False
+    return True
+
+
+def _reads_directly(fd: int) -> bool:
+    """Whether sector by sector works; some file systems accept the flag and want larger pieces."""
+    with mmap.mmap(-1, SECTOR_BYTES) as sector:
+        try:
+            os.preadv(fd, [sector], 0)
+        except OSError as error:
+            if error.errno == errno.EINVAL:
+                return False
+            raise
+    return True
+
+
+def _fallocate(fd: int, num_bytes: int) -> bool:
+    """False where the file system does not know it. os.posix_fallocate would write into each block instead."""
+    fallocate = ctypes.CDLL(None, use_errno=True).fallocate
+    fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+    while fallocate(fd, 0, 0, num_bytes) != 0:
+        code = ctypes.get_errno()
+        if code in (errno.EOPNOTSUPP, errno.ENOSYS):
+            return False
+        if code != errno.EINTR:
+            raise OSError(code, os.strerror(code))
+    return True
+
+
+def _fill_with_zeros(fd: int, num_bytes: int) -> None:
+    """From the present end on; what is there stays."""
+    size = os.fstat(fd).st_size // SECTOR_BYTES * SECTOR_BYTES
+    with mmap.mmap(-1, ZEROS_BYTES) as zeros:
+        view = memoryview(zeros)
+        try:
+            while size < num_bytes:
+                size += os.pwritev(fd, [view[: min(ZEROS_BYTES, num_bytes - size)]], size)
+        finally:
+            view.release()
+
+
+def remedy_for(code: int | None) -> str:
+    """What to do about an ``errno`` of a file or its directory."""
+    if code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return "set a smaller DYN_KVBM_DISK_CACHE_GB, or make room"
+    if code in (errno.EROFS, errno.EACCES, errno.EPERM):
+        return f"set {SETTING} to a directory that can be written"
+    if code in (errno.EMFILE, errno.ENFILE):
+        return "raise the limit of open files (ulimit -n)"
+    return f"set {SETTING} to a directory on a local disk"

@@ -1,0 +1,130 @@
+"""One file of slots: its identity, its life, its place for each record."""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+import secrets
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvbm_core.storage.disk.allocate import DiskError, FileOptions, OpenFile, open_file, remedy_for, reserve
+from kvbm_core.storage.disk.record import (
+    FIRST_SLOT_BYTES,
+    FORMAT_VERSION,
+    SECTOR_BYTES,
+    FileHeader,
+    foreign_version,
+    pack_file,
+    record_bytes,
+    unpack_file,
+)
+
+LIFE_BYTES = 16
+SUFFIX = ".blocks"
+
+log = logging.getLogger("kvbm")
+
+
+class ForeignFormatError(DiskError):
+    """The file was written by another version of kvbm; it is left as it is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """What the slots are for: ``num_slots`` blocks of ``payload_bytes``; ``fingerprint``: 16 bytes, what they mean."""
+
+    num_slots: int
+    payload_bytes: int
+    fingerprint: bytes
+
+    def __post_init__(self) -> None:
+        if self.num_slots < 1 or self.payload_bytes < 1 or len(self.fingerprint) != LIFE_BYTES:
+            raise ValueError(f"no geometry of a block file: {self}")
+
+    @property
+    def file_bytes(self) -> int:
+        """Of the whole file."""
+        return FIRST_SLOT_BYTES + self.num_slots * record_bytes(self.payload_bytes)
+
+
+class BlockFile:
+    """An open block file. Opening one that fits takes up what is in it; another one of this version is begun anew.
+
+    Raises DiskError (one line) if the directory cannot hold it, DirectoryBusyError if another process has it,
+    ForeignFormatError if another version of kvbm wrote it. One thread only.
+    """
+
+    def __init__(self, path: Path, geometry: Geometry, options: FileOptions | None = None) -> None:
+        self.geometry = geometry
+        self.was_empty = True
+        options = options or FileOptions()
+        self._open: OpenFile = open_file(path, options)
+        try:
+            self.life = self._take_up()
+            reserve(self._open, geometry.file_bytes, options)
+            self._write_header()
+        except BaseException as error:
+            self._open.close()
+            if isinstance(error, OSError) and not isinstance(error, DiskError):
+                text = f"kvbm: {path}: {error.strerror}; {remedy_for(error.errno)}"
+                raise DiskError(error.errno, text) from error
+            raise
+
+    @property
+    def fd(self) -> int:
+        """The file descriptor; -1 once closed."""
+        return self._open.fd
+
+    @property
+    def path(self) -> Path:
+        """Where it is."""
+        return self._open.path
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether it is read and written past the page cache."""
+        return self._open.is_direct
+
+    @property
+    def is_reserved(self) -> bool:
+        """Whether its space is its own, so that the disk cannot fill up under it."""
+        return self._open.is_reserved
+
+    def begin_new_life(self) -> None:
+        """Forgets all records, durably: they belong to a life that is over. OSError if the disk does not take it."""
+        self.life = secrets.token_bytes(LIFE_BYTES)
+        self._write_header()
+        os.fdatasync(self.fd)
+
+    def close(self) -> None:
+        """Idempotent."""
+        self._open.close()
+
+    def _take_up(self) -> bytes:
+        sector = _read_sector(self.fd)
+        version = foreign_version(sector) if sector else None
+        if version is not None:
+            raise ForeignFormatError(
+                f"kvbm: {self.path} is of format {version}, this kvbm writes {FORMAT_VERSION}; it is left as it is"
+            )
+        header = unpack_file(sector) if sector else None
+        known = None if header is None else (header.payload_bytes, header.fingerprint)
+        if header is not None and known == (self.geometry.payload_bytes, self.geometry.fingerprint):
+            self.was_empty = False
+            return header.life
+        return secrets.token_bytes(LIFE_BYTES)
+
+    def _write_header(self) -> None:
+        header = FileHeader(self.life, self.geometry.fingerprint, self.geometry.payload_bytes, self.geometry.num_slots)
+        with mmap.mmap(-1, SECTOR_BYTES) as sector:  # page-aligned, as direct writes want it
+            sector[:] = pack_file(header)
+            written = os.pwritev(self.fd, [sector], 0)
+        if written != SECTOR_BYTES:
+            raise DiskError(f"kvbm: {self.path}: the file's header could not be written")
+
+
+def _read_sector(fd: int) -> bytes:
+    with mmap.mmap(-1, SECTOR_BYTES) as sector:
+        return sector[:SECTOR_BYTES] if os.preadv(fd, [sector], 0) == SECTOR_BYTES else b""

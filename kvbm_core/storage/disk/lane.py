@@ -1,0 +1,311 @@
+"""Records of one block file read or written, many at a time, straight between memory and disk."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from kvbm_core.clock import Clock, SystemClock
+from kvbm_core.errors import Outcome
+from kvbm_core.storage.disk.block_file import BlockFile
+from kvbm_core.storage.disk.io import FileIo, Transfer
+from kvbm_core.storage.disk.record import (
+    MAX_KEY_BYTES,
+    SECTOR_BYTES,
+    RecordHeader,
+    pack_record,
+    payload_digest,
+    record_bytes,
+    slot_offset_bytes,
+    unpack_record,
+)
+from kvbm_core.types import BlockKey
+
+REQUEST_BYTES = 1 << 20
+"""Records in neighbouring slots travel in one request of about so many bytes."""
+IN_FLIGHT_BYTES = 32 << 20
+MAX_RECORDS = 512
+"""Records in flight at most; each has a cell for its header."""
+MAX_REQUEST_RECORDS = 128
+
+OnDone = Callable[[int, Outcome], None]
+
+
+class Record(NamedTuple):
+    """A block: its key, its slot in the file, and where its bytes are, or go to, in memory."""
+
+    key: BlockKey
+    slot: int
+    address: int
+
+
+class _Run(NamedTuple):
+    """Records (numbers of the call) in neighbouring slots, and the cells of their headers."""
+
+    indices: Sequence[int]
+    cells: Sequence[int]
+
+
+class Lane:
+    """Reads or writes records of one file. One thread only; a file may have one lane for each direction.
+
+    Memory at ``Record.address``: whole sectors from a sector's boundary on, ``record_bytes - SECTOR_BYTES`` of them.
+    A request that has not ended by its deadline is TIMED_OUT and still in flight: memory that it reads into must not be
+    used for anything else while ``holds`` says so.
+    """
+
+    def __init__(self, file: BlockFile, io: FileIo, *, first_sequence: int = 0, clock: Clock | None = None) -> None:
+        self._file = file
+        self._io = io
+        self._clock = clock or SystemClock()
+        self._payload_bytes = file.geometry.payload_bytes
+        self._stored_bytes = record_bytes(self._payload_bytes) - SECTOR_BYTES
+        self._next_sequence = first_sequence
+        self._cells = mmap.mmap(-1, MAX_RECORDS * SECTOR_BYTES)
+        self._cells_at = ctypes.addressof(ctypes.c_char.from_buffer(self._cells))
+        self._free_cells = list(range(MAX_RECORDS))
+        self._next_tag = 0
+        self._late: dict[int, tuple[_Run, frozenset[int]]] = {}
+
+    def write(self, records: Sequence[Record], *, deadline_s: float, on_done: OnDone | None = None) -> list[Outcome]:
+        """OK: the disk has taken the record (a crash may still lose it). ``on_done(i, outcome)`` as each one ends.
+
+        ValueError, and nothing is done, for a key that no record holds.
+        """
+        if wrong := [len(record.key) for record in records if not 0 < len(record.key) <= MAX_KEY_BYTES]:
+            raise ValueError(f"a key of {wrong[0]} bytes does not go into a record")
+        self._next_sequence += 1
+        return _Move(self, records, deadline_s, on_done, is_write=True).run()
+
+    def read(self, records: Sequence[Record], *, deadline_s: float, on_done: OnDone | None = None) -> list[Outcome]:
+        """OK: the memory holds what was written under this key; else it holds garbage.
+
+        MISS: another block is in that slot, or none; INCOMPATIBLE: one of another meaning; CORRUPT: it does not verify.
+        """
+        return _Move(self, records, deadline_s, on_done, is_write=False).run()
+
+    def headers(self, slots: Sequence[int], *, deadline_s: float) -> list[RecordHeader | None]:
+        """What stands in these slots, of this life of the file; None for nothing, or nothing that could be read."""
+        move = _HeaderRead(self, [Record(BlockKey(b""), slot, 0) for slot in slots], deadline_s)
+        move.run()
+        return move.found
+
+    def holds(self, address: int) -> bool:
+        """Whether a late request may still read from, or write to, this address of a record."""
+        self._reap(0.0)
+        return any(address in addresses for _, addresses in self._late.values())
+
+    @property
+    def late_requests(self) -> int:
+        """Requests that were given up and have not ended."""
+        return len(self._late)
+
+    def close(self, timeout_s: float) -> bool:
+        """False if a request is still in flight: its memory, here and the caller's, then has to stay."""
+        if not self._io.close(timeout_s):
+            _KEPT.append(self._cells)
+            return False
+        self._late.clear()
+        return True
+
+    def _reap(self, timeout_s: float) -> None:
+        if self._late and self._io.in_flight:
+            for tag, _ in self._io.collect(timeout_s):
+                self._forget_late(tag)
+
+    def _forget_late(self, tag: int) -> None:
+        run, _ = self._late.pop(tag)
+        self._free_cells += run.cells
+
+
+_KEPT: list[mmap.mmap] = []  # cells that the kernel may still write into
+
+
+class _Move:
+    """One call of a lane."""
+
+    def __init__(
+        self,
+        lane: Lane,
+        records: Sequence[Record],
+        deadline_s: float,
+        on_done: OnDone | None,
+        *,
+        is_write: bool,
+    ) -> None:
+        self._lane = lane
+        self._records = records
+        self._deadline_at_s = lane._clock.now_s() + deadline_s
+        self._on_done = on_done
+        self._is_write = is_write
+        self._outcomes: list[Outcome | None] = [None] * len(records)
+        self._in_flight: dict[int, _Run] = {}
+        self._bytes_each = self._piece_bytes()
+        self._waiting = deque(self._runs())
+
+    def run(self) -> list[Outcome]:
+        """Until all have ended or time is over."""
+        lane = self._lane
+        try:
+            while self._waiting or self._in_flight:
+                self._start()
+                left_s = self._deadline_at_s - lane._clock.now_s()
+                if left_s <= 0:
+                    break
+                for tag, moved in lane._io.collect(left_s):
+                    if tag in self._in_flight:
+                        self._end(self._in_flight.pop(tag), moved)
+                    else:
+                        lane._forget_late(tag)
+        finally:
+            self._give_up()
+        return [outcome or Outcome.TIMED_OUT for outcome in self._outcomes]
+
+    # ---------------------------------------------------------------- what a subclass does otherwise
+
+    def _piece_bytes(self) -> int:
+        return SECTOR_BYTES + self._lane._stored_bytes
+
+    def _pieces(self, index: int, cell: int) -> list[tuple[int, int]]:
+        lane, record = self._lane, self._records[index]
+        if self._is_write:
+            self._fill_cell(record, cell)
+        return [
+            (lane._cells_at + cell * SECTOR_BYTES, SECTOR_BYTES),
+            (record.address, lane._stored_bytes),
+        ]
+
+    def _judge(self, index: int, cell: int) -> Outcome:
+        if self._is_write:
+            return Outcome.OK
+        record, header = self._records[index], self._header(index, cell)
+        if header is None:
+            return Outcome.CORRUPT
+        geometry = self._lane._file.geometry
+        if (header.fingerprint, header.payload_bytes) != (geometry.fingerprint, geometry.payload_bytes):
+            return Outcome.INCOMPATIBLE
+        if (header.key, header.life, header.slot) != (record.key, self._lane._file.life, record.slot):
+            return Outcome.MISS
+        return Outcome.OK if payload_digest(self._payload(record)) == header.digest else Outcome.CORRUPT
+
+    # ---------------------------------------------------------------- records
+
+    def _fill_cell(self, record: Record, cell: int) -> None:
+        lane, geometry = self._lane, self._lane._file.geometry
+        header = RecordHeader(
+            lane._file.life,
+            geometry.fingerprint,
+            record.slot,
+            lane._next_sequence,
+            geometry.payload_bytes,
+            record.key,
+            payload_digest(self._payload(record)),
+        )
+        lane._cells[cell * SECTOR_BYTES : (cell + 1) * SECTOR_BYTES] = pack_record(header)
+
+    def _payload(self, record: Record) -> memoryview:
+        return memoryview((ctypes.c_char * self._lane._payload_bytes).from_address(record.address)).cast("B")
+
+    def _header(self, index: int, cell: int) -> RecordHeader | None:
+        return unpack_record(self._lane._cells[cell * SECTOR_BYTES : (cell + 1) * SECTOR_BYTES])
+
+    # ---------------------------------------------------------------- requests
+
+    def _runs(self) -> list[list[int]]:
+        """Neighbours in the file together, up to a request's size; in the order of the slots."""
+        most = max(1, min(MAX_REQUEST_RECORDS, REQUEST_BYTES // self._bytes_each))
+        runs: list[list[int]] = []
+        last_slot = -1
+        for index in sorted(range(len(self._records)), key=lambda index: self._records[index].slot):
+            slot = self._records[index].slot
+            if runs and slot == last_slot + 1 and len(runs[-1]) < most and self._may_join():
+                runs[-1].append(index)
+            else:
+                runs.append([index])
+            last_slot = slot
+        return runs
+
+    def _may_join(self) -> bool:
+        return True
+
+    def _start(self) -> None:
+        lane = self._lane
+        room = max(1, IN_FLIGHT_BYTES // self._bytes_each) - sum(len(run.indices) for run in self._in_flight.values())
+        transfers = []
+        while self._waiting and len(self._waiting[0]) <= len(lane._free_cells) and room > 0:
+            indices = self._waiting.popleft()
+            room -= len(indices)
+            cells = [lane._free_cells.pop() for _ in indices]
+            pieces = [piece for pair in zip(indices, cells, strict=True) for piece in self._pieces(*pair)]
+            offset_bytes = slot_offset_bytes(self._records[indices[0]].slot, lane._payload_bytes)
+            self._in_flight[lane._next_tag] = _Run(indices, cells)
+            transfers.append(Transfer(lane._next_tag, offset_bytes, pieces))
+            lane._next_tag += 1
+            if len(transfers) >= 4:  # the disk has work while the next headers are made
+                lane._io.submit(transfers, is_write=self._is_write)
+                transfers = []
+        if transfers:
+            lane._io.submit(transfers, is_write=self._is_write)
+
+    def _end(self, run: _Run, moved: int) -> None:
+        is_whole = moved == len(run.indices) * self._bytes_each
+        if not is_whole and len(run.indices) > 1:
+            # One bad place shall not cost its neighbours: each by itself, once.
+            self._waiting.extend([index] for index in run.indices)
+        else:
+            for index, cell in zip(run.indices, run.cells, strict=True):
+                self._finish(index, self._judge(index, cell) if is_whole else self._failure(moved))
+        self._lane._free_cells += run.cells
+
+    def _failure(self, moved: int) -> Outcome:
+        if self._is_write and (moved >= 0 or -moved in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)):
+            return Outcome.NO_SPACE
+        # The file ends before the record does: nothing was ever written there.
+        return Outcome.MISS if moved >= 0 else Outcome.IO_ERROR
+
+    def _finish(self, index: int, outcome: Outcome) -> None:
+        self._outcomes[index] = outcome
+        if self._on_done is not None:
+            self._on_done(index, outcome)
+
+    def _give_up(self) -> None:
+        for tag, run in self._in_flight.items():
+            addresses = frozenset(self._records[index].address for index in run.indices)
+            self._lane._late[tag] = (run, addresses)
+        self._in_flight.clear()
+        self._waiting.clear()
+        for index, outcome in enumerate(self._outcomes):
+            if outcome is None:
+                self._finish(index, Outcome.TIMED_OUT)
+
+
+class _HeaderRead(_Move):
+    """Headers alone."""
+
+    def __init__(self, lane: Lane, records: Sequence[Record], deadline_s: float) -> None:
+        self.found: list[RecordHeader | None] = [None] * len(records)
+        super().__init__(lane, records, deadline_s, None, is_write=False)
+
+    def _piece_bytes(self) -> int:
+        return SECTOR_BYTES
+
+    def _pieces(self, index: int, cell: int) -> list[tuple[int, int]]:
+        return [(self._lane._cells_at + cell * SECTOR_BYTES, SECTOR_BYTES)]
+
+    def _may_join(self) -> bool:
+        return False  # their payloads lie between them
+
+    def _judge(self, index: int, cell: int) -> Outcome:
+        header, geometry = self._header(index, cell), self._lane._file.geometry
+        is_ours = (
+            header is not None
+            and header.life == self._lane._file.life
+            and header.slot == self._records[index].slot
+            and (header.fingerprint, header.payload_bytes) == (geometry.fingerprint, geometry.payload_bytes)
+        )
+        self.found[index] = header if is_ours else None
+        return Outcome.OK if is_ours else Outcome.MISS

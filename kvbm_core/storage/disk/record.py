@@ -1,0 +1,140 @@
+"""What stands on the disk: one header for the file, and one before each block's bytes. Pure arithmetic.
+
+Version 1, little-endian. The file: its header, then from FIRST_SLOT_BYTES on slot after slot, each a record's header
+and the block's bytes, filled up to whole sectors. A header fills a sector and ends with the xxh3_128 of the rest of it,
+so no bit of it can change unseen. A record's header names everything that its block depends on, and holds the xxh3_128
+of the bytes: what is read is either what was written under that key in this life of the file, or it does not verify.
+No promise rests on the order or the completeness of writes.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Any, NamedTuple
+
+import xxhash
+
+from kvbm_core.types import BlockKey
+
+FORMAT_VERSION = 1
+SECTOR_BYTES = 4096
+FIRST_SLOT_BYTES = 1 << 20  # whole huge pages and flash pages before the first slot
+MAX_KEY_BYTES = 40
+DIGEST_BYTES = 16
+BODY_BYTES = SECTOR_BYTES - DIGEST_BYTES
+
+_FILE_MAGIC = b"KVBMFILE"
+_RECORD_MAGIC = b"KVBMBLOK"
+# magic, version, header bytes; life, fingerprint, payload bytes, slots
+_FILE = struct.Struct("<8sHH4x16s16sQQ")
+# magic, version, key bytes; life, fingerprint, slot, sequence, payload bytes, key, digest of the payload
+_RECORD = struct.Struct("<8sHH4x16s16sQQQ40s16s")
+
+
+class FileHeader(NamedTuple):
+    """``life``: 16 random bytes; records of another life (before a reset, of another file) do not count.
+
+    ``fingerprint``: 16 bytes, of what the bytes of a block mean.
+    """
+
+    life: bytes
+    fingerprint: bytes
+    payload_bytes: int
+    num_slots: int
+
+
+class RecordHeader(NamedTuple):
+    """``sequence`` grows with the time of writing; records of one call share it, in the order of their slots."""
+
+    life: bytes
+    fingerprint: bytes
+    slot: int
+    sequence: int
+    payload_bytes: int
+    key: BlockKey
+    digest: bytes
+
+
+def whole_sectors(num_bytes: int) -> int:
+    """``num_bytes``, or the next number that is whole sectors."""
+    return -(-num_bytes // SECTOR_BYTES) * SECTOR_BYTES
+
+
+def record_bytes(payload_bytes: int) -> int:
+    """What a slot takes in the file."""
+    return SECTOR_BYTES + whole_sectors(payload_bytes)
+
+
+def slot_offset_bytes(slot: int, payload_bytes: int) -> int:
+    """Where a slot begins."""
+    return FIRST_SLOT_BYTES + slot * record_bytes(payload_bytes)
+
+
+def payload_digest(payload: memoryview) -> bytes:
+    """The checksum of a block's bytes."""
+    return xxhash.xxh3_128_digest(payload)
+
+
+def pack_file(header: FileHeader) -> bytes:
+    """One sector."""
+    body = _FILE.pack(_FILE_MAGIC, FORMAT_VERSION, SECTOR_BYTES, *header)
+    return _sealed(body)
+
+
+def pack_record(header: RecordHeader) -> bytes:
+    """One sector. ValueError for a key that is empty or longer than MAX_KEY_BYTES."""
+    life, fingerprint, slot, sequence, payload_bytes, key, digest = header
+    if not 0 < len(key) <= MAX_KEY_BYTES:
+        raise ValueError(f"a key of {len(key)} bytes does not go into a record")
+    return _sealed(
+        _RECORD.pack(
+            _RECORD_MAGIC,
+            FORMAT_VERSION,
+            len(key),
+            life,
+            fingerprint,
+            slot,
+            sequence,
+            payload_bytes,
+            key,
+            digest,
+        )
+    )
+
+
+def foreign_version(sector: bytes | memoryview) -> int | None:
+    """The version of a file of ours that this kvbm does not know; None for any other content."""
+    magic, version = struct.unpack_from("<8sH", sector)
+    return int(version) if magic == _FILE_MAGIC and version != FORMAT_VERSION else None
+
+
+def unpack_file(sector: bytes | memoryview) -> FileHeader | None:
+    """The header of a file, or None if the sector is none of this version."""
+    fields = _opened(sector, _FILE, _FILE_MAGIC)
+    if fields is None or fields[2] != SECTOR_BYTES:
+        return None
+    return FileHeader(*fields[3:])
+
+
+def unpack_record(sector: bytes | memoryview) -> RecordHeader | None:
+    """The header of a record, or None if the sector is none of this version."""
+    fields = _opened(sector, _RECORD, _RECORD_MAGIC)
+    if fields is None or not 0 < fields[2] <= MAX_KEY_BYTES:
+        return None
+    key_bytes, (life, fingerprint, slot, sequence, payload_bytes, key, digest) = fields[2], fields[3:]
+    return RecordHeader(life, fingerprint, slot, sequence, payload_bytes, BlockKey(key[:key_bytes]), digest)
+
+
+def _sealed(fields: bytes) -> bytes:
+    body = fields.ljust(BODY_BYTES, b"\0")
+    return body + xxhash.xxh3_128_digest(body)
+
+
+def _opened(sector: bytes | memoryview, form: struct.Struct, magic: bytes) -> tuple[Any, ...] | None:
+    view = memoryview(sector)
+    if len(view) != SECTOR_BYTES or view[: len(magic)] != magic:
+        return None
+    if xxhash.xxh3_128_digest(view[:BODY_BYTES]) != view[BODY_BYTES:]:
+        return None
+    fields = form.unpack_from(view)
+    return fields if fields[1] == FORMAT_VERSION else None

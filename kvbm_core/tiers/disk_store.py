@@ -1,0 +1,201 @@
+"""The disk as a BlockStore: blocks by key, for whoever has no leader (a library, an engine's storage back end)."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from kvbm_core.blocks.lease import Lease
+from kvbm_core.clock import Clock, SystemClock
+from kvbm_core.errors import Outcome
+from kvbm_core.policy.base import EvictionPolicy
+from kvbm_core.policy.lru import LruPolicy
+from kvbm_core.storage.disk.allocate import FileOptions
+from kvbm_core.storage.disk.block_file import BlockFile, Geometry
+from kvbm_core.storage.disk.recovery import Found, Recovery, batches_of, is_block_key
+from kvbm_core.storage.disk.side import Side
+from kvbm_core.tiers.tier import BlockTier, Reservation
+from kvbm_core.types import BlockKey, Tier
+
+CLOSE_TIMEOUT_S = 10.0
+OWNER = "disk store"
+
+
+class DiskStore:
+    """BlockStore in one block file. Safe to call from any thread; a read does not wait for a write.
+
+    What an earlier process left in the file is found again in the background (``wait_recovered``). Memory that is
+    whole sectors on a sector's boundary is read and written without a copy. A read that is TIMED_OUT may still be
+    written into the caller's memory of that kind later: ``holds`` says so.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        geometry: Geometry,
+        options: FileOptions | None = None,
+        *,
+        policy: EvictionPolicy | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        self._clock = clock = clock or SystemClock()
+        self._file = BlockFile(path, geometry, options)
+        self._books = threading.Lock()
+        self._tier = BlockTier(Tier.DISK, policy or LruPolicy(), clock)
+        self._writer = Side(self._file, clock, is_write=True, first_sequence=time.time_ns())
+        self._reader = Side(self._file, clock, is_write=False)
+        self._closed = False
+        self._was_cleared = False
+        self._late: list[Reservation] = []  # of writes that were given up and may still land in their slots
+        self._recovery = Recovery(self._file, self._take_in, clock)
+
+    @property
+    def resident_blocks(self) -> int:
+        """Blocks that can be got."""
+        with self._books:
+            return self._tier.resident_blocks
+
+    def wait_recovered(self, timeout_s: float) -> bool:
+        """Waits until all of the file has been looked at; False if time ran out."""
+        return self._recovery.wait(timeout_s)
+
+    def holds(self, target: memoryview) -> bool:
+        """Whether a late read may still write into it."""
+        address = self._reader.address_of(target)
+        with self._reader.lock:
+            return address is not None and self._reader.lane.holds(address)
+
+    def contains_many(self, keys: Sequence[BlockKey], *, deadline_s: float) -> list[Outcome]:
+        """See BlockStore; no I/O."""
+        with self._books:
+            if self._closed:
+                return [Outcome.REJECTED] * len(keys)
+            return [Outcome.OK if self._tier.contains(key) else Outcome.MISS for key in keys]
+
+    def put_many(self, keys: Sequence[BlockKey], payloads: Sequence[memoryview], *, deadline_s: float) -> list[Outcome]:
+        """See BlockStore. Makes room by evicting; a block that is here already is not written again."""
+        self._check(keys, payloads)
+        deadline_at_s = self._clock.now_s() + deadline_s
+        if not self._writer.lock.acquire(timeout=max(0.0, deadline_s)):
+            return [Outcome.BUSY] * len(keys)
+        try:
+            with self._books:
+                if self._closed:
+                    return [Outcome.REJECTED] * len(keys)
+                self._take_back_slots()
+                reserved = self._tier.reserve(keys, frozenset)
+            payload_of = dict(zip(keys, payloads, strict=True))
+            blocks = list(zip(reserved.keys, reserved.slots, strict=True))
+            left_s = deadline_at_s - self._clock.now_s()
+            outcomes = self._writer.transfer(blocks, [payload_of[key] for key in reserved.keys], deadline_s=left_s)
+            with self._books:
+                self._settle(reserved, outcomes)
+                outcome_of = dict(zip(reserved.keys, outcomes, strict=True))
+                self._tier.touch([key for key in keys if key not in outcome_of])
+                return [outcome_of.get(key) or self._present(key) for key in keys]
+        finally:
+            self._writer.lock.release()
+
+    def get_many(self, keys: Sequence[BlockKey], targets: Sequence[memoryview], *, deadline_s: float) -> list[Outcome]:
+        """See BlockStore. A block that does not verify is forgotten."""
+        self._check(keys, targets)
+        if any(target.readonly for target in targets):
+            raise ValueError("a target is read-only")
+        deadline_at_s = self._clock.now_s() + deadline_s
+        if not self._reader.lock.acquire(timeout=max(0.0, deadline_s)):
+            return [Outcome.BUSY] * len(keys)
+        try:
+            with self._books:
+                if self._closed:
+                    return [Outcome.REJECTED] * len(keys)
+                here = [i for i, key in enumerate(keys) if self._tier.contains(key)]
+                left_s = deadline_at_s - self._clock.now_s()
+                lease = self._lease(list(dict.fromkeys(keys[i] for i in here)), left_s)
+            outcomes = [Outcome.MISS] * len(keys)
+            if lease is not None:
+                slot_of = dict(zip(lease.keys, lease.slots, strict=True))
+                blocks = [(keys[i], slot_of[keys[i]]) for i in here]
+                read = self._reader.transfer(blocks, [targets[i] for i in here], deadline_s=left_s)
+                for i, outcome in zip(here, read, strict=True):
+                    outcomes[i] = outcome
+                with self._books:
+                    self._tier.release(lease)
+                    self._tier.touch(lease.keys)
+                    bad = (Outcome.MISS, Outcome.CORRUPT, Outcome.INCOMPATIBLE)
+                    self._tier.forget([keys[i] for i in here if outcomes[i] in bad])
+            return outcomes
+        finally:
+            self._reader.lock.release()
+
+    def remove_many(self, keys: Sequence[BlockKey], *, deadline_s: float) -> list[Outcome]:
+        """See BlockStore. No I/O: a record stays until its slot is used again; a restart finds it (but see clear)."""
+        outcomes = self.contains_many(keys, deadline_s=deadline_s)
+        with self._books:
+            self._tier.forget([key for key, outcome in zip(keys, outcomes, strict=True) if outcome is Outcome.OK])
+        return outcomes
+
+    def clear(self) -> None:
+        """Forgets everything, for good. OSError if the disk does not take that."""
+        with self._writer.lock, self._books:
+            self._was_cleared = True
+            self._tier.reset()
+            self._file.begin_new_life()
+
+    def scan(self) -> Iterator[BlockKey]:
+        """See BlockStore."""
+        with self._books:
+            keys = self._tier.keys()
+        return iter(keys)
+
+    def close(self) -> None:
+        """See BlockStore."""
+        self._recovery.close()
+        with self._writer.lock, self._reader.lock, self._books:
+            if not self._closed:
+                self._closed = True
+                ended = [side.close(CLOSE_TIMEOUT_S) for side in (self._writer, self._reader)]
+                if all(ended):
+                    self._file.close()
+
+    # ---------------------------------------------------------------- inside
+
+    def _take_in(self, end: int, found: list[Found]) -> None:
+        with self._books:
+            self._tier.restore(end, [] if self._was_cleared else batches_of(found))
+
+    def _check(self, keys: Sequence[BlockKey], buffers: Sequence[memoryview]) -> None:
+        size = self._file.geometry.payload_bytes
+        if len(keys) != len(buffers) or any(buffer.nbytes != size or not buffer.c_contiguous for buffer in buffers):
+            raise ValueError(f"each key needs a buffer of exactly {size} bytes in one piece")
+        if not all(map(is_block_key, keys)):
+            raise ValueError("a key is a SequenceHash and, but for group 0, the number of its group")
+
+    def _present(self, key: BlockKey) -> Outcome:
+        return Outcome.OK if self._tier.contains(key) else Outcome.NO_SPACE
+
+    def _lease(self, keys: Sequence[BlockKey], deadline_s: float) -> Lease | None:
+        return self._tier.lease(OWNER, keys, 2 * max(0.0, deadline_s) + 1) if keys else None
+
+    def _settle(self, reserved: Reservation, outcomes: list[Outcome]) -> None:
+        """Each record for itself: what was written is here, what may yet be written keeps its slot, the rest is not."""
+        by_end: dict[Outcome, list[int]] = {}
+        for i, outcome in enumerate(outcomes):
+            by_end.setdefault(outcome, []).append(i)
+        for outcome, chosen in by_end.items():
+            keys, slots = tuple(reserved.keys[i] for i in chosen), tuple(reserved.slots[i] for i in chosen)
+            part = Reservation(keys, slots, reserved.generation)
+            if outcome is Outcome.OK:
+                self._tier.commit(part)
+            elif outcome is Outcome.TIMED_OUT:
+                self._late.append(part)
+            else:
+                self._tier.abort(part)
+
+    def _take_back_slots(self) -> None:
+        """Those of late writes, once all these have ended: until then one may land on top of a newer block."""
+        self._writer.lane.holds(0)  # looks what has ended
+        if not self._writer.lane.late_requests:
+            while self._late:
+                self._tier.abort(self._late.pop())
