@@ -42,11 +42,13 @@ class Conversations:
         self._client = client
         self._users = users
         self._turns = turns
+        self._histories: list[list[Message]] = []
 
     async def play(self, *, ask_again: bool, told: Told) -> list[Turn]:
         """All turns, users in rotation; ``ask_again`` sends every prompt a second time right after the first."""
         await self._client.chat([_message(WARM_UP_USER, 0)], ANSWER_TOKENS)
         histories: list[list[Message]] = [[] for _ in range(self._users)]
+        self._histories = histories
         played: list[Turn] = []
         for turn in range(self._turns):
             for user, history in enumerate(histories):
@@ -58,6 +60,13 @@ class Conversations:
                 history.append({"role": "assistant", "content": first.answer.text})
                 told(turn * self._users + user + 1, self._turns * self._users)
         return played
+
+    async def last_turns(self, client: EngineClient) -> list[Turn]:
+        """The last prompt of every user once more, to another server."""
+        self._client = client
+        await self._client.chat([_message(WARM_UP_USER, 0)], ANSWER_TOKENS)
+        last = self._turns - 1
+        return [await self._ask(history[:-1], user, last, again=False) for user, history in enumerate(self._histories)]
 
     async def _ask(self, history: list[Message], user: int, turn: int, *, again: bool) -> Turn:
         before = await self._client.cache_counts()

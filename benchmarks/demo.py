@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import shutil
 import sys
 import time
 from collections.abc import Iterator
@@ -29,6 +30,7 @@ BLOCK_TOKENS = 32
 DEVICE_TOKENS = 4096
 DEVICE_BLOCKS = DEVICE_TOKENS // BLOCK_TOKENS + 1  # one is vLLM's own
 HOST_CACHE_GB = 1.0
+DISK_CACHE_GB = 1.0
 USERS = 6
 TURNS = 4
 # In float32 a whole and a resumed prefill give the same tokens. In bfloat16 vLLM's own prefix cache already
@@ -86,42 +88,73 @@ def run_demo(console: Console, output: Path) -> int:
     )
     with steps.step("building a tiny model with random weights"):
         model = ensure_model(output / "tiny-qwen3")
-    plain = _serve_and_play(steps, model, output / "vllm-without-kvbm.log", None)
-    with_kvbm = _serve_and_play(steps, model, output / "vllm-with-kvbm.log", HOST_CACHE_GB)
-    comparison = compare(plain, with_kvbm)
+    disk = output / "disk-tier"
+    shutil.rmtree(disk, ignore_errors=True)
+    plain, _ = _serve_and_play(steps, _options(model, None, disk), output / "vllm-without-kvbm.log")
+    options = _options(model, HOST_CACHE_GB, disk)
+    with_kvbm, conversations = _serve_and_play(steps, options, output / "vllm-with-kvbm.log")
+    restarted = _serve_again(steps, options, output / "vllm-with-kvbm-again.log", conversations)
+    shutil.rmtree(disk, ignore_errors=True)
+    comparison = compare(plain, with_kvbm, restarted, BLOCK_TOKENS)
     plot = draw_plot(comparison, output / "demo.png")
     show(console, comparison, plot, steps.elapsed_s)
     return 0 if comparison.good else 1
 
 
-def _serve_and_play(steps: Steps, model: Path, log_path: Path, host_cache_gb: float | None) -> list[Turn]:
-    name = "without kvbm" if host_cache_gb is None else "with kvbm"
-    options = ServerOptions(
+def _options(model: Path, host_cache_gb: float | None, disk: Path) -> ServerOptions:
+    return ServerOptions(
         model,
         DEVICE_BLOCKS,
         host_cache_gb,
         dtype=DTYPE,
         max_model_len_tokens=DEVICE_TOKENS,
         block_size_tokens=BLOCK_TOKENS,
+        env={"DYN_KVBM_DISK_CACHE_GB": str(DISK_CACHE_GB), "DYN_KVBM_DISK_CACHE_DIR": str(disk)},
     )
+
+
+@contextmanager
+def _serving(steps: Steps, options: ServerOptions, log_path: Path, starting: str) -> Iterator[VllmServer]:
     server = VllmServer(options, log_path)
     try:
-        starting = f"starting vllm serve {name} on loopback"
         with steps.step(starting) as status:
             server.start(progress=lambda seconds, line: status.update(f"{starting}: {seconds:.0f} s"))
-        with steps.step(f"playing {USERS} conversations {name}") as status:
-            return asyncio.run(_play(server, model, status, ask_again=host_cache_gb is not None))
+        yield server
     finally:
         server.stop()
 
 
-async def _play(server: VllmServer, model: Path, status: Status, *, ask_again: bool) -> list[Turn]:
+def _serve_and_play(steps: Steps, options: ServerOptions, log_path: Path) -> tuple[list[Turn], Conversations]:
+    """All conversations; a server with kvbm is killed when they are over."""
+    has_kvbm = options.host_cache_gb is not None
+    name = "with kvbm" if has_kvbm else "without kvbm"
+    with _serving(steps, options, log_path, f"starting vllm serve {name} on loopback") as server:
+        with steps.step(f"playing {USERS} conversations {name}") as status:
+            played = asyncio.run(_play(server, status, ask_again=has_kvbm))
+        if has_kvbm:
+            server.kill()
+        return played
+
+
+async def _play(server: VllmServer, status: Status, *, ask_again: bool) -> tuple[list[Turn], Conversations]:
     metrics_url = server.metrics_url if server.options.host_cache_gb is not None else None
-    async with EngineClient(server.base_url, str(model), metrics_url) as client:
+    async with EngineClient(server.base_url, str(server.options.model), metrics_url) as client:
         conversations = Conversations(client, USERS, TURNS)
-        return await conversations.play(
+        played = await conversations.play(
             ask_again=ask_again, told=lambda done, total: status.update(f"turn {done} of {total}")
         )
+        return played, conversations
+
+
+def _serve_again(steps: Steps, options: ServerOptions, log_path: Path, conversations: Conversations) -> list[Turn]:
+    async def ask(server: VllmServer) -> list[Turn]:
+        async with EngineClient(server.base_url, str(server.options.model), server.metrics_url) as client:
+            return await conversations.last_turns(client)
+
+    again = "starting vllm serve with kvbm again, after kill -9"
+    asking = f"asking for the last turn of {USERS} conversations again"
+    with _serving(steps, options, log_path, again) as server, steps.step(asking):
+        return asyncio.run(ask(server))
 
 
 if __name__ == "__main__":

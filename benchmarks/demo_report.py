@@ -20,10 +20,11 @@ class State(Enum):
 
     COLD = "cold"
     HOST = "host hit"
+    DISK = "disk hit, new process"
     DEVICE = "device hit"
 
 
-COLORS = {State.COLD: "#8c8c8c", State.HOST: "#2a7f62", State.DEVICE: "#8fc1e3"}
+COLORS = {State.COLD: "#8c8c8c", State.HOST: "#2a7f62", State.DEVICE: "#8fc1e3", State.DISK: "#c9822b"}
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,7 @@ class Row:
     prompt_tokens: float
     device_tokens: float
     host_tokens: float
+    disk_tokens: float
     ttft_s: float
     each_ttft_s: tuple[float, ...]
 
@@ -49,11 +51,13 @@ class Comparison:
     differing: tuple[Turn, ...]
     onboarded_blocks: int
     missed: tuple[Turn, ...]  # returning users whose conversation did not come back from host memory
+    restarted_from_disk: int  # conversations that came back from disk after the server was killed
+    lost: tuple[Turn, ...]  # and those that did not
 
     @property
     def good(self) -> bool:
-        """Whether every answer was the same, and every returning conversation came back from host memory."""
-        return not self.differing and not self.missed
+        """Whether every answer was the same, and every returning conversation came back from host memory or disk."""
+        return not self.differing and not self.missed and not self.lost
 
     def row(self, turn: int, state: State, *, with_kvbm: bool) -> Row | None:
         """The row of a turn, if it was measured."""
@@ -61,28 +65,34 @@ class Comparison:
         return next((row for row in self.rows if (row.turn, row.state, row.with_kvbm) == wanted), None)
 
 
-def compare(plain: Sequence[Turn], with_kvbm: Sequence[Turn]) -> Comparison:
-    """Hold every answer with kvbm against the engine without it."""
+def compare(
+    plain: Sequence[Turn], with_kvbm: Sequence[Turn], restarted: Sequence[Turn], block_tokens: int
+) -> Comparison:
+    """Hold every answer with kvbm against the engine without it; ``restarted``: after the server had been killed."""
     reference = {(turn.user, turn.turn): turn.answer.token_ids for turn in plain}
-    differing = [turn for turn in with_kvbm if turn.answer.token_ids != reference[turn.user, turn.turn]]
+    answered = [*with_kvbm, *restarted]
+    differing = [turn for turn in answered if turn.answer.token_ids != reference[turn.user, turn.turn]]
     returning = [turn for turn in with_kvbm if turn.turn > 0 and not turn.again]
     turns = sorted({turn.turn for turn in plain})
     rows: list[Row] = []
     for number in turns:
         state = State.COLD if number == 0 else State.HOST
-        rows.append(_row(number, State.COLD, plain, with_kvbm=False, again=False))
-        rows.append(_row(number, state, with_kvbm, with_kvbm=True, again=False))
-        rows.append(_row(number, State.DEVICE, with_kvbm, with_kvbm=True, again=True))
+        rows.append(_row(number, State.COLD, plain, block_tokens, with_kvbm=False, again=False))
+        rows.append(_row(number, state, with_kvbm, block_tokens, with_kvbm=True, again=False))
+        rows.append(_row(number, State.DEVICE, with_kvbm, block_tokens, with_kvbm=True, again=True))
+    rows.append(_row(turns[-1], State.DISK, restarted, block_tokens, with_kvbm=True, again=False))
     return Comparison(
         rows=tuple(rows),
-        answers=len(with_kvbm),
+        answers=len(answered),
         differing=tuple(differing),
         onboarded_blocks=sum(turn.found.onboarded_blocks for turn in with_kvbm),
-        missed=tuple(turn for turn in returning if turn.found.host_tokens == 0),
+        missed=tuple(turn for turn in returning if turn.found.kvbm_tokens == 0),
+        restarted_from_disk=sum(turn.found.disk_blocks > 0 for turn in restarted),
+        lost=tuple(turn for turn in restarted if turn.found.disk_blocks == 0),
     )
 
 
-def _row(number: int, state: State, turns: Sequence[Turn], *, with_kvbm: bool, again: bool) -> Row:
+def _row(number: int, state: State, turns: Sequence[Turn], block_tokens: int, *, with_kvbm: bool, again: bool) -> Row:
     chosen = [turn for turn in turns if turn.turn == number and turn.again == again]
     return Row(
         turn=number,
@@ -90,7 +100,8 @@ def _row(number: int, state: State, turns: Sequence[Turn], *, with_kvbm: bool, a
         with_kvbm=with_kvbm,
         prompt_tokens=median(turn.answer.prompt_tokens for turn in chosen),
         device_tokens=median(turn.found.device_tokens for turn in chosen),
-        host_tokens=median(turn.found.host_tokens for turn in chosen),
+        host_tokens=median(turn.found.kvbm_tokens - block_tokens * turn.found.disk_blocks for turn in chosen),
+        disk_tokens=median(block_tokens * turn.found.disk_blocks for turn in chosen),
         ttft_s=median(turn.answer.ttft_s for turn in chosen),
         each_ttft_s=tuple(turn.answer.ttft_s for turn in chosen),
     )
@@ -105,12 +116,19 @@ def show(console: Console, comparison: Comparison, plot: Path, elapsed_s: float)
     else:
         console.print(
             f"[green]✓[/green] all {comparison.answers} answers with kvbm are, token for token, those of the engine"
-            " without it: cold, host hit and device hit"
+            " without it: cold, host hit, device hit, and disk hit after kill -9"
         )
     if comparison.missed:
         console.print(f"[red]✗ {len(comparison.missed)} returning conversations were not found in host memory[/red]")
     else:
         console.print(f"[green]✓[/green] {comparison.onboarded_blocks:,} blocks came back from host memory")
+    if comparison.lost:
+        console.print(f"[red]✗ {len(comparison.lost)} conversations were not found on disk after the restart[/red]")
+    else:
+        console.print(
+            f"[green]✓[/green] {comparison.restarted_from_disk} conversations were still there after kill -9 of the"
+            " server, on disk"
+        )
     console.print(f"  plot: {plot}   time: {elapsed_s:.0f} s, no process left running\n")
     console.print("To serve a model of your own (20 GB of host memory for its cache):\n")
     line = f"  DYN_KVBM_CPU_CACHE_GB=20 vllm serve YOUR_MODEL --kv-transfer-config '{connector_config()}'"
@@ -122,7 +140,8 @@ def _table(comparison: Comparison) -> Table:
         title="Medians over the users",
         title_justify="left",
     )
-    for heading in ("turn", "state", "prompt tokens", "matched: device", "matched: host", "TTFT ms", "against cold"):
+    headings = ("turn", "state", "prompt tokens", "matched: device", "host", "disk", "TTFT ms", "against cold")
+    for heading in headings:
         table.add_column(heading, justify="left" if heading == "state" else "right")
     for row in comparison.rows:
         cold = comparison.row(row.turn, State.COLD, with_kvbm=False)
@@ -134,9 +153,10 @@ def _table(comparison: Comparison) -> Table:
             f"{row.prompt_tokens:,.0f}",
             f"{row.device_tokens:,.0f}",
             f"{row.host_tokens:,.0f}",
+            f"{row.disk_tokens:,.0f}",
             f"{1000 * row.ttft_s:,.0f}",
             "" if is_cold or cold is None else f"{cold.ttft_s / row.ttft_s:.1f} x faster",
-            style="bold" if row.state is State.HOST else None,
+            style="bold" if row.state in (State.HOST, State.DISK) else None,
             end_section=row.state is State.DEVICE,
         )
     return table

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvbm_core.clock import SystemClock
@@ -13,11 +14,18 @@ from kvbm_core.observe.labels import FailureKind
 from kvbm_core.observe.log import CacheStatsLog, setup_logging
 from kvbm_core.observe.metrics import Metrics
 from kvbm_core.observe.server import MetricsServer
+from kvbm_core.policy.admission import AdmitAll
+from kvbm_core.policy.frequency import FrequencyFilter
 from kvbm_core.policy.lru import LruPolicy
 from kvbm_core.runtime.channel import LeaderChannel
+from kvbm_core.runtime.disk_folder import DiskFolder
 from kvbm_core.runtime.handshake import Handshake
-from kvbm_core.runtime.leader import Leader, LeaderOptions
+from kvbm_core.runtime.leader import DiskSetup, Leader, LeaderOptions
+from kvbm_core.runtime.messages import DiskShare, Message
 from kvbm_core.runtime.worker import Worker, WorkerOptions
+from kvbm_core.runtime.worker_disk import WorkerDiskOptions
+from kvbm_core.storage.disk.allocate import FileOptions
+from kvbm_core.storage.disk.record import SECTOR_BYTES
 from kvbm_core.storage.host_slab import available_memory_bytes
 from kvbm_core.tiers.groups import GroupSpec, base_block_tokens
 from kvbm_core.tiers.tier import BlockTier
@@ -46,12 +54,61 @@ class SchedulerAssembly:
     stats_log: CacheStatsLog
     channel: LeaderChannel
     server: MetricsServer | None
+    disk: _Disk
 
     def close(self) -> None:
         """Ends threads and sockets. May be called twice."""
         self.channel.close()
         if self.server is not None:
             self.server.close()
+        self.disk.close()
+
+
+class _Disk:
+    """The disk tier of the leader's process: whether there is one, where, and how its orders leave."""
+
+    def __init__(self, settings: KvbmSettings, world_size: int, clock: SystemClock) -> None:
+        self._settings = settings
+        self._world_size = world_size
+        self._clock = clock
+        self._folder: DiskFolder | None = None
+        self._channel: LeaderChannel | None = None
+        self._handshake: Handshake | None = None
+
+    def setup(self) -> DiskSetup | None:
+        """For the leader; None without a disk tier."""
+        settings = self._settings
+        if not settings.has_disk_tier:
+            return None
+        is_filtered = settings.has_host_tier and not settings.disable_disk_offload_filter
+        admission = FrequencyFilter(self._clock) if is_filtered else AdmitAll()
+        if not settings.has_host_tier:
+            log.warning(
+                "kvbm: a disk tier without a host tier is experimental; all blocks go to disk, without a filter"
+            )
+        return DiskSetup(admission, self._broadcast, is_bypass=not settings.has_host_tier)
+
+    def connect(self, channel: LeaderChannel, handshake: Handshake) -> None:
+        """Orders go to these workers from now on; before, nobody is there to take one."""
+        self._channel, self._handshake = channel, handshake
+
+    def _broadcast(self, message: Message) -> None:
+        if self._channel is not None and self._handshake is not None:
+            for peer in self._handshake.peers():
+                self._channel.send(peer, message)
+
+    def plan(self, block_bytes: int, fingerprint: str) -> DiskShare | None:
+        """See Handshake."""
+        if not self._settings.has_disk_tier:
+            return None
+        slots = self._settings.disk_tier_slots(block_bytes + self._world_size * SECTOR_BYTES)
+        self._folder = DiskFolder(Path(self._settings.disk_cache_dir), fingerprint)
+        return DiskShare(str(self._folder.path), slots)
+
+    def close(self) -> None:
+        """Gives the folder up."""
+        if self._folder is not None:
+            self._folder.close()
 
 
 def build_scheduler_side(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> SchedulerAssembly:
@@ -68,18 +125,21 @@ def build_scheduler_side(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
     metrics, clock = Metrics(settings.cache_stats_max_requests), SystemClock()
     events = _event_feed(vllm_config, settings, groups, capabilities)
     tier = BlockTier(Tier.HOST, LruPolicy(), clock, on_evict=events.on_evict)
-    handshake = Handshake(world_size, settings.host_tier_slots)
+    disk = _Disk(settings, world_size, clock)
+    handshake = Handshake(world_size, settings.host_tier_slots, disk.plan)
     options = LeaderOptions(
         settings.lease_ttl_s, settings.share_wait_s, bool(vllm_config.cache_config.enable_prefix_caching)
     )
-    leader = Leader(groups, tier, handshake, world_size, clock, metrics, options, events.on_end)
+    leader = Leader(groups, tier, handshake, world_size, clock, metrics, options, events.on_end, disk.setup())
     channel = LeaderChannel(
         endpoint_of(vllm_config, settings),
         handshake.on_message,
         on_bad_frames=lambda: metrics.failure(FailureKind.BAD_MESSAGE),
     )
+    disk.connect(channel, handshake)
     # So that the first request is cached too; without an answer the engine serves and the tier joins later.
     handshake.wait(settings.start_wait_s)
+    leader.catch_up()
     hooks = SchedulerSide(
         leader,
         base_namespace(vllm_config, base_block_tokens(groups), ""),
@@ -91,7 +151,7 @@ def build_scheduler_side(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
     engine = str(vllm_config.kv_transfer_config.engine_id)[:8] if vllm_config.kv_transfer_config else "0"
     stats_log = CacheStatsLog(metrics, settings.cache_stats_log_interval_s, engine)
     server = _metrics_server(vllm_config, settings, metrics)
-    return SchedulerAssembly(hooks, StatsReporter(metrics, clock), stats_log, channel, server)
+    return SchedulerAssembly(hooks, StatsReporter(metrics, clock), stats_log, channel, server, disk)
 
 
 def build_worker_side(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> WorkerSide:
@@ -105,6 +165,14 @@ def build_worker_side(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -
         max_batch_blocks=settings.max_transfer_batch_size,
         verify=settings.verify_onboard,
         near_memory=not settings.disable_numa,
+        disk=WorkerDiskOptions(
+            FileOptions(
+                is_direct=not settings.disk_disable_o_direct,
+                opens_direct=settings.disk_allocator_type == "open-direct",
+                zero_fill=settings.disk_zerofill_fallback,
+            ),
+            settings.disk_deadline_s,
+        ),
         engine_carries_acks=True,
     )
     world_size = world_size_of(vllm_config)

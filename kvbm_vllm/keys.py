@@ -6,10 +6,13 @@ In doubt about an input, the request is not cached: ``uncacheable_reason`` names
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvbm_core.tokens.hashing import encode_fields
 from kvbm_core.tokens.namespace import KeyNamespace
+from kvbm_core.tokens.weights import weights_stamp
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -30,8 +33,32 @@ def base_namespace(vllm_config: VllmConfig, block_size_tokens: int, layout_finge
             ("quantization", str(model.quantization or "")),
             ("hf_overrides", str(sorted(str(item) for item in _items(model.hf_overrides)))),
             ("served_code", str(model.code_revision or "")),
+            ("weights", _weights_of(vllm_config)),
         ),
     )
+
+
+def _weights_of(vllm_config: VllmConfig) -> str:
+    """What tells these weights from others of the same name: blocks on disk outlive the process that computed them."""
+    model, load_format = vllm_config.model_config, str(vllm_config.load_config.load_format)
+    if load_format == "dummy":
+        return f"dummy/{model.seed}"
+    return _stamp_of(str(model.model_weights or model.model), str(model.revision or ""))
+
+
+@lru_cache(maxsize=1024)
+def _stamp_of(name: str, revision: str) -> str:
+    folder = Path(name)
+    if not folder.exists():  # a model of the hub: the snapshot that was downloaded, if it can be found
+        from huggingface_hub import try_to_load_from_cache
+        from huggingface_hub.errors import HFValidationError
+
+        try:
+            config = try_to_load_from_cache(name, "config.json", revision=revision or None)
+        except HFValidationError:
+            config = None
+        folder = Path(config).parent if isinstance(config, str) else folder
+    return weights_stamp(folder)
 
 
 def _items(value: object) -> list[object]:
@@ -51,7 +78,7 @@ def uncacheable_reason(request: Request) -> str | None:
 def adapter_of(request: Request) -> str:
     """The request's LoRA adapter as its namespace knows it; "" without one."""
     lora = request.lora_request
-    return "" if lora is None else f"{lora.lora_name}\0{lora.lora_path}"
+    return "" if lora is None else f"{lora.lora_name}\0{lora.lora_path}\0{_stamp_of(str(lora.lora_path), '')}"
 
 
 def multimodal_extras(request: Request, block_size_tokens: int) -> Callable[[int], bytes] | None:

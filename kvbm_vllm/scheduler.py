@@ -271,7 +271,8 @@ class SchedulerSide:
         cached = scheduler_output.scheduled_cached_reqs
         overwritten = self._overwritten
         # No new blocks is None, for nearly every request in nearly every step: passed over in C.
-        for request_id, new_ids in compress(zip(cached.req_ids, cached.new_block_ids, strict=True), cached.new_block_ids):
+        given = cached.new_block_ids
+        for request_id, new_ids in compress(zip(cached.req_ids, given, strict=True), given):
             if request_id in cached.resumed_req_ids:
                 self._tables[request_id] = tuple(list(ids) for ids in new_ids)
                 self._note_overwritten(new_ids, cached.num_computed_tokens[cached.req_ids.index(request_id)])

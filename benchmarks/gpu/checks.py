@@ -18,6 +18,7 @@ from benchmarks.gpu.stages import REPOSITORY, Options
 from kvbm_core.clock import Clock
 from kvbm_core.storage.host_slab import HostSlab
 from kvbm_core.testing.executor_contract import LONG_S, NUM_SLOTS, Bench, ExecutorContract, two_group_memory
+from kvbm_core.transfer.digests import SlotDigests
 from kvbm_core.transfer.executor import DeviceMemory, Executor
 from kvbm_core.transfer.executors.cuda import CudaExecutor
 from kvbm_core.transfer.executors.cuda_runtime import CudaError
@@ -75,8 +76,9 @@ class GpuContract(ExecutorContract):
     ) -> Executor:
         """See ExecutorContract."""
         api: Any = self._api
+        digests = SlotDigests() if verify else None
         return CudaExecutor(
-            device, host, api, max_concurrent=1, max_batch_blocks=4, on_done=on_done, verify=verify, clock=clock
+            device, host, api, max_concurrent=1, max_batch_blocks=4, on_done=on_done, digests=digests, clock=clock
         )
 
     def break_copies(self, bench: Bench, broken: bool) -> None:

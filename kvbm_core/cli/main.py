@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvbm_core import __version__
+from kvbm_core.cli.disk import disk_app
 from kvbm_core.cli.serve_line import vllm_serve_line
 from kvbm_core.cli.status import StatusError, fetch_samples, status_rows
 from kvbm_core.config import KvbmSettings, SettingRow, SettingSource
@@ -39,6 +40,9 @@ The engine loads it; this command only looks and explains. A first session:
 `kvbm config` lists every setting, its present value and where that came from.
 """,
 )
+
+
+app.add_typer(disk_app, name="disk")
 
 
 def _console() -> Console:

@@ -10,7 +10,6 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, Settings
 from kvbm_core.config import readers as r
 
 _DISK_DIR = "/tmp"  # noqa: S108 - KVBM's default, a directory and not a file name
-_DISK = "the disk tier is not in this release"
 _NCCL = "NCCL broadcast is not in this release; every rank loads its own copy"
 _CONSOLIDATOR = "the event consolidator is not in this release"
 
@@ -36,28 +35,30 @@ class SettingFields(BaseSettings):
         "DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS", None, "Host tier, in blocks; wins over gigabytes."
     )
     disk_cache_gb: r.GigabytesOrZero = _setting(
-        "DYN_KVBM_DISK_CACHE_GB", None, "Disk tier, in gigabytes (1e9 bytes), over all ranks.", later=_DISK
+        "DYN_KVBM_DISK_CACHE_GB", None, "Disk tier, in gigabytes (1e9 bytes), over all ranks."
     )
     disk_cache_override_num_blocks: r.OptionalCountOrZero = _setting(
         "DYN_KVBM_DISK_CACHE_OVERRIDE_NUM_BLOCKS",
         None,
         "Disk tier, in blocks; wins over gigabytes.",
-        later=_DISK,
     )
     disk_cache_dir: r.Text = _setting(
-        "DYN_KVBM_DISK_CACHE_DIR", _DISK_DIR, "Directory of the disk tier, created if absent.", later=_DISK
+        "DYN_KVBM_DISK_CACHE_DIR", _DISK_DIR, "Directory of the disk tier, created if absent."
     )
     disk_zerofill_fallback: r.Presence = _setting(
-        "DYN_KVBM_DISK_ZEROFILL_FALLBACK", False, "Write zeros where fallocate is unsupported.", later=_DISK
+        "DYN_KVBM_DISK_ZEROFILL_FALLBACK", False, "Write zeros where fallocate is unsupported."
     )
     disk_disable_o_direct: r.Presence = _setting(
-        "DYN_KVBM_DISK_DISABLE_O_DIRECT", False, "Use the page cache for the disk tier.", later=_DISK
+        "DYN_KVBM_DISK_DISABLE_O_DIRECT", False, "Use the page cache for the disk tier."
     )
     disk_allocator_type: r.DiskAllocator = _setting(
-        "DYN_KVBM_DISK_ALLOCATOR_TYPE", "default", "How O_DIRECT is set: default or open-direct.", later=_DISK
+        "DYN_KVBM_DISK_ALLOCATOR_TYPE", "default", "How O_DIRECT is set: default or open-direct."
     )
     disable_disk_offload_filter: r.Flag = _setting(
-        "DYN_KVBM_DISABLE_DISK_OFFLOAD_FILTER", False, "Offload to disk also what was never hit.", later=_DISK
+        "DYN_KVBM_DISABLE_DISK_OFFLOAD_FILTER", False, "Offload to disk also what was never hit."
+    )
+    disk_deadline_s: r.Seconds = _setting(
+        "KVBM_DISK_DEADLINE_S", 10.0, "A read or write of the disk that takes longer is given up."
     )
     host_offload_prefix_min_priority: r.Priority = _setting(
         "DYN_KVBM_HOST_OFFLOAD_PREFIX_MIN_PRIORITY",

@@ -17,6 +17,9 @@ from kvbm_core.errors import ConfigError
 
 _CPU_GB = "DYN_KVBM_CPU_CACHE_GB"
 _CPU_BLOCKS = "DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS"
+_DISK_GB = "DYN_KVBM_DISK_CACHE_GB"
+_STAGED_BYTES = 512_000_000
+_MIN_STAGED_BLOCKS = 64
 _PORTS = ("leader_zmq_pub_port", "leader_zmq_ack_port", "metrics_port")
 _BYTES_PER_GB = 1e9
 _FIRST_FREE_PORT = 1024
@@ -153,15 +156,33 @@ class KvbmSettings(SettingFields):
 
     def require_tier(self) -> None:
         """Raises ConfigError if no tier of this release is configured."""
-        if self.cpu_cache_gb is not None or self.cpu_cache_override_num_blocks is not None:
+        if self.has_host_tier or self.has_disk_tier:
             return
-        disk = {name: getattr(self, name) for name in ("disk_cache_gb", "disk_cache_override_num_blocks")}
-        for name, value in disk.items():
-            if value:
-                remedy = f"disk without host memory is not in this release; set {_CPU_GB} too"
-                raise ConfigError(self.env_names()[name], value, remedy)
         remedy = "no cache tier is configured; set it to gigabytes of host memory over all ranks, such as 20"
         raise ConfigError(_CPU_GB, "(unset)", remedy)
+
+    @property
+    def has_host_tier(self) -> bool:
+        """Whether a size of the host tier is set."""
+        return self.cpu_cache_gb is not None or self.cpu_cache_override_num_blocks is not None
+
+    @property
+    def has_disk_tier(self) -> bool:
+        """Whether a size of the disk tier is set, and is not 0."""
+        return bool(self.disk_cache_gb or self.disk_cache_override_num_blocks)
+
+    def disk_tier_slots(self, bytes_per_block_all_ranks: int) -> int:
+        """Slots of the disk tier, the same number on every rank; 0 if there is none.
+
+        The size is that of one block with its record's header, over all ranks. ConfigError if not even one fits.
+        """
+        if self.disk_cache_override_num_blocks is not None:
+            return self.disk_cache_override_num_blocks
+        slots = round((self.disk_cache_gb or 0.0) * _BYTES_PER_GB) // bytes_per_block_all_ranks
+        if self.disk_cache_gb and not slots:
+            need_gb = f"{bytes_per_block_all_ranks / _BYTES_PER_GB:.9f}"
+            raise ConfigError(_DISK_GB, self.disk_cache_gb, f"holds no block; one takes {need_gb} GB")
+        return slots
 
     def host_tier_slots(self, bytes_per_block_all_ranks: int) -> int:
         """
@@ -172,6 +193,9 @@ class KvbmSettings(SettingFields):
         if bytes_per_block_all_ranks <= 0:
             raise ValueError(f"a block cannot have {bytes_per_block_all_ranks} bytes")
         self.require_tier()
+        if not self.has_host_tier:  # disk alone: blocks pass through a little host memory on their way
+            staged = max(_MIN_STAGED_BLOCKS, _STAGED_BYTES // bytes_per_block_all_ranks)
+            return min(staged, max(1, self.disk_tier_slots(bytes_per_block_all_ranks)))
         if self.cpu_cache_override_num_blocks is not None:
             return self.cpu_cache_override_num_blocks
         slots = round((self.cpu_cache_gb or 0.0) * _BYTES_PER_GB) // bytes_per_block_all_ranks

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
@@ -32,6 +33,9 @@ class AdmissionPolicy(Protocol):
     def decide(self, key: BlockKey, size_bytes: int, state: AdmissionState) -> Admission:
         """ADMIT: store it. REJECT: do not. LATER: not now, but it may be offered again."""
 
+    def hit(self, keys: Sequence[BlockKey]) -> None:
+        """``keys`` were found in this tier or in one above it."""
+
 
 class AdmitAll:
     """AdmissionPolicy: everything comes in."""
@@ -39,3 +43,6 @@ class AdmitAll:
     def decide(self, key: BlockKey, size_bytes: int, state: AdmissionState) -> Admission:
         """ADMIT."""
         return Admission.ADMIT
+
+    def hit(self, keys: Sequence[BlockKey]) -> None:
+        """Makes no difference."""

@@ -160,6 +160,10 @@ class LeaderChannel:
         for identity, answer in self._on_message(frames[0], message):
             self._loop.socket.send_multipart([identity, encode(answer)])
 
+    def send(self, identity: Identity, message: Message) -> None:
+        """Queues ``message`` for one worker; any thread."""
+        self._loop.post([identity, encode(message)])
+
     def close(self) -> None:
         """Ends the thread, closes and removes the socket. May be called twice."""
         self._loop.close()

@@ -1,6 +1,7 @@
 """How a leader learns its workers: sizes in, number of slots out, readiness in.
 
-Runs on the channel's thread; what the leader needs is handed over in ``inbox`` (a deque, safe between two threads).
+Runs on the channel's thread; what the leader needs is handed over in ``inbox`` and ``found`` (deques, safe between two
+threads).
 Until every worker is ready the tier has no slots: the engine serves, without hits.
 """
 
@@ -8,12 +9,30 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvbm_core.errors import ConfigError
-from kvbm_core.runtime.messages import PROTOCOL_VERSION, Configure, Hello, JobAck, Message, Ready, Refused
+from kvbm_core.runtime.messages import (
+    PROTOCOL_VERSION,
+    Acks,
+    Configure,
+    DiskFound,
+    DiskRefused,
+    DiskShare,
+    ForgetDisk,
+    Hello,
+    JobAck,
+    Message,
+    Ready,
+    Refused,
+    Store,
+)
+from kvbm_core.storage.disk.allocate import DiskError
+from kvbm_core.storage.disk.recovery import Found
+from kvbm_core.types import BlockKey
 
 log = logging.getLogger("kvbm")
 
@@ -44,29 +63,62 @@ class Disabled:
     reason: str
 
 
-LeaderEvent = SlotsReady | RankAck | Disabled
+@dataclass(frozen=True, slots=True)
+class DiskSlotsFound:
+    """Disk slots below ``end`` are usable on one rank; ``found``: what it has in the newest of them."""
+
+    rank: int
+    end: int
+    found: list[Found]
+
+
+@dataclass(frozen=True, slots=True)
+class DiskOff:
+    """The disk cannot be used; ``reason`` is one line."""
+
+    reason: str
+
+
+LeaderEvent = SlotsReady | RankAck | Disabled | DiskOff
+PlanDisk = Callable[[int, str], DiskShare | None]
 
 
 class Handshake:
     """``size_tier(bytes of a block over all ranks)`` answers the number of slots, or raises ConfigError.
 
+    ``plan_disk(the same, fingerprint of the layout)`` answers where the disk tier is, None for no such tier.
+
     A rank is the peer that said hello for it: what others say in its name (a worker left over from an engine that
     died, on the same port) is dropped and counted.
     """
 
-    def __init__(self, world_size: int, size_tier: Callable[[int], int]) -> None:
+    def __init__(
+        self,
+        world_size: int,
+        size_tier: Callable[[int], int],
+        plan_disk: PlanDisk = lambda block_bytes, fingerprint: None,
+    ) -> None:
         self.inbox: deque[LeaderEvent] = deque()
+        self.found: deque[DiskSlotsFound] = deque()
         self._world_size = world_size
         self._size_tier = size_tier
+        self._plan_disk = plan_disk
+        self._disk: DiskShare | None = None
         self._hellos: dict[int, tuple[bytes, Hello]] = {}
         self._ready: dict[int, int] = {}
         self._num_slots: int | None = None
         self._answered = threading.Event()
+        self._disk_ranks: set[int] = set()
+        self._disk_answered = threading.Event()
         self.foreign_total = 0
 
     def wait(self, timeout_s: float) -> bool:
-        """Waits, at start-up only, until the first slots are usable or the tier is off; False if time ran out."""
-        return self._answered.wait(timeout_s)
+        """Waits, at start only, until the first slots are usable and what is on disk is known; False if time ran out.
+
+        Or until the tier is off. Both go on in the background.
+        """
+        ends_at_s = time.monotonic() + timeout_s
+        return self._answered.wait(timeout_s) and self._disk_answered.wait(ends_at_s - time.monotonic())
 
     def on_message(self, identity: bytes, message: Message) -> list[tuple[bytes, Message]]:
         """Takes one message of one worker; returns the answers."""
@@ -74,13 +126,31 @@ class Handshake:
             return self._hello(identity, message)
         if isinstance(message, Refused):
             self._disable(f"worker {message.rank}: {message.reason}")
-        elif isinstance(message, Configure) or self._peer_of(message.rank) != identity:
+        elif isinstance(message, Configure | Store | ForgetDisk) or self._peer_of(message.rank) != identity:
             self.foreign_total += 1
         elif isinstance(message, Ready):
             self._on_ready(message)
-        else:
+        elif isinstance(message, Acks):
             self.inbox.extend(RankAck(message.rank, ack) for ack in message.acks)
+        elif isinstance(message, DiskRefused):
+            self.inbox.append(DiskOff(f"worker {message.rank}: {message.reason}"))
+            self._disk_answered.set()
+        else:
+            self._on_disk_found(message)
         return []
+
+    def _on_disk_found(self, message: DiskFound) -> None:
+        records = zip(message.slots, message.keys, message.sequences, strict=True)
+        found = [Found(slot, BlockKey(key), sequence) for slot, key, sequence in records]
+        self.found.append(DiskSlotsFound(message.rank, message.end, found))
+        if self._disk is not None and message.end >= self._disk.num_slots:
+            self._disk_ranks.add(message.rank)
+            if len(self._disk_ranks) == self._world_size:
+                self._disk_answered.set()
+
+    def peers(self) -> list[bytes]:
+        """The workers that said hello."""
+        return [identity for identity, _ in self._hellos.values()]
 
     def _peer_of(self, rank: int) -> bytes | None:
         hello = self._hellos.get(rank)
@@ -89,6 +159,7 @@ class Handshake:
     def _disable(self, reason: str) -> None:
         self.inbox.append(Disabled(reason))
         self._answered.set()
+        self._disk_answered.set()
 
     def _hello(self, identity: bytes, hello: Hello) -> list[tuple[bytes, Message]]:
         problem = self._problem_of(identity, hello)
@@ -97,7 +168,7 @@ class Handshake:
             return [(identity, Refused(hello.rank, problem))]
         self._hellos[hello.rank] = (identity, hello)
         if self._num_slots is not None:
-            return [(identity, Configure(self._num_slots))]
+            return [(identity, Configure(self._num_slots, self._disk))]
         if len(self._hellos) < self._world_size:
             return []
         try:
@@ -105,7 +176,16 @@ class Handshake:
         except ConfigError as error:
             self._disable(str(error))
             return [(who, Refused(rank, str(error))) for rank, (who, _) in self._hellos.items()]
-        return [(who, Configure(self._num_slots)) for who, _ in self._hellos.values()]
+        try:
+            self._disk = self._plan_disk(self._block_bytes(), self._fingerprint())
+        except (ConfigError, DiskError) as error:
+            self.inbox.append(DiskOff(str(error.args[-1])))
+        if self._disk is None:
+            self._disk_answered.set()
+        return [(who, Configure(self._num_slots, self._disk)) for who, _ in self._hellos.values()]
+
+    def _fingerprint(self) -> str:
+        return "-".join(self._hellos[rank][1].fingerprint for rank in sorted(self._hellos))
 
     def _problem_of(self, identity: bytes, hello: Hello) -> str | None:
         if hello.protocol != PROTOCOL_VERSION:
@@ -122,14 +202,13 @@ class Handshake:
         self._ready[ready.rank] = max(ready.ready_slots, self._ready.get(ready.rank, 0))
         if self._num_slots is None or len(self._ready) < self._world_size:
             return
-        fingerprints = [self._hellos[rank][1].fingerprint for rank in sorted(self._hellos)]
         self.inbox.append(
             SlotsReady(
                 slots=min(*self._ready.values(), self._num_slots),
                 planned_slots=self._num_slots,
                 block_bytes=self._block_bytes(),
                 num_device_blocks=min(hello.num_device_blocks for _, hello in self._hellos.values()),
-                fingerprint="-".join(fingerprints),
+                fingerprint=self._fingerprint(),
             )
         )
         self._answered.set()

@@ -10,7 +10,7 @@ from kvbm_core.errors import Outcome
 from kvbm_core.runtime.messages import JobAck
 from kvbm_core.runtime.request import RequestState
 from kvbm_core.tiers.tier import Reservation
-from kvbm_core.transfer.plan import GroupMove, TransferPlan
+from kvbm_core.transfer.plan import DiskPlan, GroupMove, TransferPlan
 from kvbm_core.types import BlockKey, Direction
 
 
@@ -18,6 +18,7 @@ from kvbm_core.types import BlockKey, Direction
 class Share:
     """What one request has in a job: of an offload slots that are reserved, of an onboard slots that are leased.
 
+    An onboard that ``reads`` blocks from the disk (``disk_lease``) has slots reserved for them too.
     ``num_tokens``: of an onboard, what the request need not compute. ``is_prefill``: more than one block per group.
     """
 
@@ -29,6 +30,8 @@ class Share:
     lease: Lease | None = None
     is_prefill: bool = False
     num_tokens: int = 0
+    disk_lease: Lease | None = None
+    reads: DiskPlan | None = None
 
 
 @dataclass(slots=True)
@@ -56,7 +59,7 @@ class Job:
     def plan(self) -> TransferPlan:
         """The order to the workers; one move per group."""
         if len(self.shares) == 1:
-            return TransferPlan(self.job_id, self.direction, self.shares[0].moves)
+            return TransferPlan(self.job_id, self.direction, self.shares[0].moves, self.shares[0].reads)
         merged: dict[int, tuple[list[int], list[int]]] = {}
         for share in self.shares:
             for move in share.moves:
@@ -88,10 +91,14 @@ class JobBook:
 
     def start(self, direction: Direction) -> Job:
         """A new job, empty; waits for the answer of every rank from now on."""
-        job = Job(self._next_id, direction, self.ranks())
-        self._next_id += 1
+        job = Job(self.new_id(), direction, self.ranks())
         self._jobs[job.job_id] = job
         return job
+
+    def new_id(self) -> int:
+        """The number of a job, in this book or elsewhere in the leader."""
+        self._next_id += 1
+        return self._next_id - 1
 
     def add(self, job: Job, share: Share) -> None:
         """Adds one request's blocks to a job that has not been sent yet."""

@@ -16,9 +16,11 @@ from kvbm_core.errors import IntegrityError, Outcome
 from kvbm_core.observe.labels import DropReason, FailureKind
 from kvbm_core.observe.log import RateLimitedLogger
 from kvbm_core.observe.metrics import Metrics
+from kvbm_core.policy.admission import AdmissionPolicy
+from kvbm_core.runtime.disk import DiskOptions, DiskTier
 from kvbm_core.runtime.handshake import Disabled, Handshake, RankAck, SlotsReady
 from kvbm_core.runtime.jobs import Job, JobBook
-from kvbm_core.runtime.messages import JobAck
+from kvbm_core.runtime.messages import JobAck, Message
 from kvbm_core.runtime.offload import Offloading, OnShareEnd
 from kvbm_core.runtime.onboard import Onboarding
 from kvbm_core.runtime.request import BlockTable, RequestState
@@ -30,6 +32,9 @@ from kvbm_core.types import Direction, SequenceHash, Tier
 
 log = logging.getLogger("kvbm")
 
+MAX_CHUNKS_PER_POLL = 4
+"""Of what workers found on disk, some thousand blocks each: each costs milliseconds of the engine's step."""
+
 
 @dataclass(frozen=True, slots=True)
 class LeaderOptions:
@@ -38,6 +43,15 @@ class LeaderOptions:
     lease_ttl_s: float = 30.0
     share_wait_s: float = 1.0
     share_loads: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class DiskSetup:
+    """What a leader with a disk tier needs; ``send`` reaches every worker and does not wait."""
+
+    admission: AdmissionPolicy
+    send: Callable[[Message], None]
+    is_bypass: bool = False
 
 
 class Leader:
@@ -53,6 +67,7 @@ class Leader:
         metrics: Metrics,
         options: LeaderOptions,
         on_offload_end: OnShareEnd = lambda share, committed: None,
+        disk: DiskSetup | None = None,
     ) -> None:
         self.groups = groups
         self.tier = tier
@@ -63,6 +78,19 @@ class Leader:
         self._jobs = JobBook(world_size)
         self._requests: dict[str, RequestState] = {}
         self._log = RateLimitedLogger(log)
+        self.disk: DiskTier | None = None
+        if disk is not None:
+            self.disk = DiskTier(
+                tier,
+                disk.admission,
+                disk.send,
+                self._jobs.new_id,
+                world_size,
+                clock,
+                metrics,
+                DiskOptions(lease_ttl_s=options.lease_ttl_s, is_bypass=disk.is_bypass),
+            )
+        self._clock = clock
         self._offloading = Offloading(groups, tier, self._jobs, metrics, on_offload_end)
         self._onboarding = Onboarding(
             groups,
@@ -72,6 +100,7 @@ class Leader:
             metrics,
             lease_ttl_s=options.lease_ttl_s,
             share_wait_s=options.share_wait_s if options.share_loads else 0.0,
+            disk=self.disk,
         )
 
     # ---------------------------------------------------------------- state
@@ -191,7 +220,7 @@ class Leader:
         self._onboarding.let_go(state)
         state.is_finished = True
         self.tier.touch(state.chain_keys())
-        self.metrics.request_hits(state.host_hit_blocks, 0, state.queried_blocks)
+        self.metrics.request_hits(state.host_hit_blocks, state.disk_hit_blocks, state.queried_blocks)
         self._drop_if_idle(state)
         return tuple(sorted(state.offload_jobs))
 
@@ -201,6 +230,8 @@ class Leader:
             self._onboarding.let_go(state)
         self._offloading.forget_gathered()
         self.tier.reset()
+        if self.disk is not None:
+            self.disk.reset()
 
     # ---------------------------------------------------------------- what workers said
 
@@ -222,16 +253,36 @@ class Leader:
                 self._on_slots(event)
             elif isinstance(event, Disabled):
                 self._disable(event.reason)
+            elif self.disk is not None:
+                self.disk.turn_off(event.reason)
+        self._take_in_found(MAX_CHUNKS_PER_POLL)
+        # Before any lease is ended: those of copies that are under way hold, however long nobody has called.
         self._onboarding.renew_leases()
-        expired = self.tier.expire_leases()
+        if self.disk is not None:
+            self.disk.renew_leases(self._clock.now_s())
+        expired = self.tier.expire_leases() + (self.disk.tier.expire_leases() if self.disk is not None else 0)
         if expired:
             self.metrics.failure(FailureKind.LEASE_EXPIRED, expired)
         if has_news:
             self.publish_gauges()
 
+    def catch_up(self) -> None:
+        """As ``poll``, with everything that has been found on disk so far; at start, when nobody waits for a step."""
+        self._take_in_found(len(self._handshake.found))
+        self.poll()
+
+    def _take_in_found(self, most_chunks: int) -> None:
+        found = self._handshake.found
+        for _ in range(min(most_chunks, len(found))):
+            chunk = found.popleft()
+            if self.disk is not None:
+                self.disk.take_in(chunk.rank, chunk.end, chunk.found)
+
     def publish_gauges(self) -> None:
         """How full the tier is, what is pinned, what is under way: now."""
         self.metrics.tier_usage(Tier.HOST, self.tier.resident_blocks, self.tier.capacity_blocks)
+        if self.disk is not None:
+            self.metrics.tier_usage(Tier.DISK, self.disk.tier.resident_blocks, self.disk.tier.capacity_blocks)
         self.metrics.set_pending_jobs(self.pending_jobs)
         self.metrics.set_live_leases(self.tier.live_leases)
 
@@ -257,6 +308,13 @@ class Leader:
         self.metrics.failure(FailureKind.HANDSHAKE)
 
     def _acknowledge(self, rank: int, ack: JobAck) -> None:
+        if ack.is_late:  # nothing is freed before the second answer, but nobody is sent there for a while
+            if self.disk is not None:
+                self.disk.judge(ack.outcome)
+            return
+        if self.disk is not None and self.disk.owns(ack.job_id):
+            self.disk.acknowledge(rank, ack)
+            return
         job = self._jobs.acknowledge(rank, ack)
         if job is None:
             return
@@ -268,6 +326,8 @@ class Leader:
         elif job.outcome is not Outcome.OK:
             self._count_failure(job)
         for share in job.shares:
+            if is_offload and is_done and self.disk is not None:
+                self.disk.offer(share.keys)
             self._drop_if_idle(share.state)
 
     def _count_failure(self, job: Job) -> None:
@@ -290,12 +350,15 @@ class Leader:
         self.tier.check_integrity()
         self._onboarding.check_integrity()
         jobs = self._jobs.jobs()
-        if self.tier.pending_blocks != sum(job.num_blocks for job in jobs if job.direction is Direction.OFFLOAD):
+        offloading = sum(job.num_blocks for job in jobs if job.direction is Direction.OFFLOAD)
+        if self.tier.pending_blocks != offloading + self._onboarding.reserved_blocks(self._requests.values()):
             raise IntegrityError("slots are reserved for no offload in flight")
         matches = sum(1 for state in self._requests.values() if state.match is not None)
         loads = sum(1 for job in jobs if job.direction is Direction.ONBOARD)
-        if not loads <= self.tier.live_leases <= loads + matches:
+        if self.disk is None and not loads <= self.tier.live_leases <= loads + matches:
             raise IntegrityError(f"{self.tier.live_leases} leases for {loads} loads and {matches} matches")
+        if self.disk is not None:
+            self.disk.check_integrity()
         for state in self._requests.values():
             own_jobs = {*state.offload_jobs, *filter(None, [state.onboard_job])}
             if not all(job_id in self._jobs for job_id in own_jobs) or (state.is_finished and not own_jobs):

@@ -9,7 +9,7 @@ import msgspec
 
 from kvbm_core.errors import Outcome
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 MAX_MESSAGE_BYTES = 4 * 1024 * 1024
 
 
@@ -26,10 +26,18 @@ class Hello(msgspec.Struct, tag="hello", frozen=True, forbid_unknown_fields=True
     """Of the bytes in one slot of this rank."""
 
 
+class DiskShare(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where each rank keeps its block file, and how many slots it has."""
+
+    folder: str
+    num_slots: int
+
+
 class Configure(msgspec.Struct, tag="configure", frozen=True, forbid_unknown_fields=True):
-    """Leader -> worker: how many slots of the host tier every rank allocates."""
+    """Leader -> worker: how many slots of the host tier every rank allocates, and the disk's, if there is one."""
 
     num_slots: int
+    disk: DiskShare | None = None
 
 
 class Ready(msgspec.Struct, tag="ready", frozen=True, forbid_unknown_fields=True):
@@ -40,13 +48,17 @@ class Ready(msgspec.Struct, tag="ready", frozen=True, forbid_unknown_fields=True
 
 
 class JobAck(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One finished job on one rank. ``seconds`` is the copy's time, ``queued_s`` the time before it."""
+    """One finished job on one rank. ``seconds`` is the copy's time, ``queued_s`` the time before it.
+
+    ``is_late``: it was given up, and the kernel may still touch its slots; the answer that counts comes after that.
+    """
 
     job_id: int
     outcome: Outcome
     num_bytes: int
     seconds: float
     queued_s: float
+    is_late: bool = False
 
 
 class Acks(msgspec.Struct, tag="acks", frozen=True, forbid_unknown_fields=True):
@@ -63,7 +75,37 @@ class Refused(msgspec.Struct, tag="refused", frozen=True, forbid_unknown_fields=
     reason: str
 
 
-Message = Hello | Configure | Ready | Acks | Refused
+class DiskFound(msgspec.Struct, tag="disk_found", frozen=True, forbid_unknown_fields=True):
+    """Worker -> leader: disk slots below ``end`` can be used; what the newest of them hold, and when it was written."""
+
+    rank: int
+    end: int
+    slots: list[int]
+    keys: list[bytes]
+    sequences: list[int]
+
+
+class DiskRefused(msgspec.Struct, tag="disk_refused", frozen=True, forbid_unknown_fields=True):
+    """Worker -> leader: this rank serves without its disk; ``reason`` is one line for the log."""
+
+    rank: int
+    reason: str
+
+
+class Store(msgspec.Struct, tag="store", frozen=True, forbid_unknown_fields=True):
+    """Leader -> worker: host slots to be written to the disk; a DiskPlan. Answered by an ack."""
+
+    job_id: int
+    keys: list[bytes]
+    slots: list[int]
+    disk_slots: list[int]
+
+
+class ForgetDisk(msgspec.Struct, tag="forget_disk", frozen=True, forbid_unknown_fields=True):
+    """Leader -> worker: nothing that is on the disk now is to be found again, also after a restart."""
+
+
+Message = Hello | Configure | Ready | Acks | Refused | DiskFound | DiskRefused | Store | ForgetDisk
 
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)

@@ -145,7 +145,7 @@ class Offloading:
         reservation = self._tier.reserve(keys, lambda: _own_keys([state for state, _ in gathered]))
         self._count_evictions()
         if len(reservation.keys) < len(keys):
-            self._metrics.dropped(DropReason.NO_SPACE, self._tier.absent_of(keys))
+            self._metrics.dropped(DropReason.NO_SPACE, len(self._tier.new_of(keys)))
         for share in self._shares(job.job_id, gathered, reservation, is_whole=len(reservation.keys) == len(keys)):
             if share.keys:
                 self._jobs.add(job, share)

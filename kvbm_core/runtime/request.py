@@ -8,6 +8,7 @@ from typing import cast
 
 from kvbm_core.blocks.lease import Lease
 from kvbm_core.tiers.groups import GroupSpec, base_block_tokens
+from kvbm_core.tiers.tier import Reservation
 from kvbm_core.tokens.chain import TokenChain
 from kvbm_core.types import BlockKey, block_key
 
@@ -18,12 +19,20 @@ NULL_BLOCK = 0
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """A promise: ``lease`` holds the slots of ``blocks[g]`` (block indices of group g) until it is released."""
+    """A promise: ``slots`` are those of ``keys``, the blocks ``blocks[g]`` of each group g one after the other.
+
+    ``lease`` holds those that are in the host tier. The rest is on the disk, held by ``disk_lease``, and has slots
+    reserved to be read into. Until the promise is kept or let go.
+    """
 
     computed_tokens: int
     prefix_tokens: int
     blocks: tuple[range, ...]
-    lease: Lease
+    keys: Sequence[BlockKey]
+    slots: Sequence[int]
+    lease: Lease | None
+    disk_lease: Lease | None = None
+    reservation: Reservation | None = None
 
 
 @dataclass
@@ -45,6 +54,7 @@ class RequestState:
     deferred_since_s: float | None = None
     queried_blocks: int = 0
     host_hit_blocks: int = 0
+    disk_hit_blocks: int = 0
     is_finished: bool = False
     _keys: list[list[BlockKey]] = field(default_factory=list)
     _steps: list[int] = field(default_factory=list)

@@ -9,14 +9,32 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+
+import msgspec
 
 from kvbm_core.errors import ConfigError, Outcome
 from kvbm_core.runtime.channel import WorkerChannel
 from kvbm_core.runtime.endpoint import Endpoint
-from kvbm_core.runtime.messages import PROTOCOL_VERSION, Acks, Configure, Hello, JobAck, Message, Ready, Refused
+from kvbm_core.runtime.messages import (
+    PROTOCOL_VERSION,
+    Acks,
+    Configure,
+    DiskShare,
+    ForgetDisk,
+    Hello,
+    JobAck,
+    Message,
+    Ready,
+    Refused,
+    Store,
+)
+from kvbm_core.runtime.worker_disk import WorkerDisk, WorkerDiskOptions
+from kvbm_core.storage.disk.record import whole_sectors
 from kvbm_core.storage.host_slab import HostSlab, available_memory_bytes
+from kvbm_core.transfer.digests import SlotDigests
 from kvbm_core.transfer.executor import DeviceMemory, Executor
+from kvbm_core.transfer.executors.pipeline import PipelineExecutor
 from kvbm_core.transfer.factory import make_executor, slab_cpus, slab_preparation
 from kvbm_core.transfer.plan import JobResult, TransferPlan
 from kvbm_core.types import Direction
@@ -40,6 +58,7 @@ class WorkerOptions:
     verify: bool = False
     engine_carries_acks: bool = False
     near_memory: bool = True
+    disk: WorkerDiskOptions = field(default_factory=WorkerDiskOptions)
 
 
 class Worker:
@@ -53,12 +72,15 @@ class Worker:
         self._fingerprint = ""
         self._slab: HostSlab | None = None
         self._executor: Executor | None = None
+        self._disk: WorkerDisk | None = None
         self._is_refused = False
         self._lock = threading.Lock()
         self._done: list[JobResult] = []
         self._acks: list[JobAck] = []
         self._in_flight: dict[int, Direction] = {}
         self._overwritten: set[int] = set()
+        # Given up, while their host slots are still being written to: their answers, for when that is over.
+        self._late: dict[int, JobAck] = {}
         self._wrap: Callable[[Executor], Executor] = lambda executor: executor
         self._judge: Callable[[JobResult], JobResult] = lambda result: result
         self._channel = WorkerChannel(endpoint, self._on_message)
@@ -107,13 +129,19 @@ class Worker:
             log.error("kvbm: worker %d: refused by the leader: %s", self.rank, message.reason)
         elif isinstance(message, Configure) and self._slab is None and self._memory is not None:
             try:
-                self._allocate(message.num_slots, self._memory)
+                self._allocate(message, self._memory)
             except Exception as error:  # out of memory, no executor for this memory...: serve without, and say why
                 self._is_refused = True
                 self._channel.send(Refused(self.rank, f"cannot allocate {message.num_slots} blocks: {error}"))
+        elif isinstance(message, Store):
+            self._store(message)
+        elif isinstance(message, ForgetDisk) and self._disk is not None:
+            self._disk.forget_all()
 
-    def _allocate(self, num_slots: int, memory: DeviceMemory) -> None:
-        slot_bytes = max(view.block_bytes for view in memory.views)
+    def _allocate(self, message: Configure, memory: DeviceMemory) -> None:
+        num_slots, slot_bytes = message.num_slots, max(view.block_bytes for view in memory.views)
+        if message.disk is not None:
+            slot_bytes = whole_sectors(slot_bytes)
         needed, available = num_slots * slot_bytes, available_memory_bytes()
         if needed > available:
             need = f"rank {self.rank} needs {needed / 1e9:.2f} GB, {available / 1e9:.2f} GB are free"
@@ -126,20 +154,36 @@ class Worker:
             cpus=slab_cpus(memory) if self._options.near_memory else (),
         )
         try:
-            executor = make_executor(
-                memory,
-                slab,
-                max_concurrent=self._options.max_concurrent_transfers,
-                max_batch_blocks=self._options.max_batch_blocks,
-                on_done=self._finished,
-                verify=self._options.verify,
-            )
+            executor = self._make_executor(message.disk, memory, slab)
         except Exception:
             slab.close()
             raise
         self._slab = slab
         self._executor = self._wrap(executor)
         self._slots_ready(slab.ready_slots)
+
+    def _make_executor(self, share: DiskShare | None, memory: DeviceMemory, slab: HostSlab) -> Executor:
+        digests = SlotDigests() if self._options.verify else None
+
+        def make(on_done: Callable[[JobResult], None]) -> Executor:
+            return make_executor(
+                memory,
+                slab,
+                max_concurrent=self._options.max_concurrent_transfers,
+                max_batch_blocks=self._options.max_batch_blocks,
+                on_done=on_done,
+                digests=digests,
+            )
+
+        if share is None:
+            return make(self._finished)
+        disk = WorkerDisk(self.rank, self._world_size, self._options.disk, self._channel.send)
+        if not disk.open(share, slab.slot_bytes, self._fingerprint):
+            return make(self._finished)
+        self._disk = disk
+        return PipelineExecutor(
+            make, lambda on_done: disk.start(slab, on_done, self._released), slab.slot_bytes, self._finished, digests
+        )
 
     def _slots_ready(self, slots: int) -> None:
         # The leader may send plans as soon as it hears this; slots that were ready before the executor are told after.
@@ -223,7 +267,27 @@ class Worker:
         """Waits until nothing is under way; False if time ran out."""
         return self._executor is None or self._executor.drain(timeout_s)
 
+    def _store(self, message: Store) -> None:
+        if self._disk is None:
+            self._channel.send(Acks(self.rank, [JobAck(message.job_id, Outcome.REJECTED, 0, 0.0, 0.0)]))
+            return
+        self._disk.store(message, deadline_s=self._options.transfer_deadline_s)
+
+    def _released(self, job_id: int) -> None:
+        if self._disk is not None and self._disk.is_store(job_id):
+            self._disk.released(job_id)
+            return
+        with self._lock:
+            ack = self._late.pop(job_id, None)
+            if ack is None:  # its end comes only now
+                return
+            self._acks.append(ack)
+        self._acknowledge()
+
     def _finished(self, result: JobResult) -> None:
+        if self._disk is not None and self._disk.is_store(result.job_id):
+            self._disk.stored(result)
+            return
         result = self._judge(result)
         with self._lock:
             direction = self._in_flight.pop(result.job_id, None)
@@ -231,7 +295,11 @@ class Worker:
                 self._overwritten.discard(result.job_id)
                 result = replace(result, outcome=Outcome.TIMED_OUT, detail="its source was overwritten meanwhile")
             self._done.append(result)
-            self._acks.append(JobAck(result.job_id, result.outcome, result.num_bytes, result.seconds, result.queued_s))
+            ack = JobAck(result.job_id, result.outcome, result.num_bytes, result.seconds, result.queued_s)
+            if result.is_late:
+                self._late[result.job_id] = ack
+                ack = msgspec.structs.replace(ack, is_late=True)
+            self._acks.append(ack)
             may_wait = direction is Direction.OFFLOAD and bool(self._in_flight)
         # Several offloads in one message: each message wakes threads that the engine's own compete with.
         if not may_wait:
@@ -248,6 +316,8 @@ class Worker:
         """Closes the channel, ends the executor (waits for running copies), frees the slab. May be called twice."""
         # First: its thread is the one that makes executor and slab.
         self._channel.close()
+        if self._disk is not None:
+            self._disk.close()
         if self._executor is not None:
             self._executor.close()
         if self._slab is not None:

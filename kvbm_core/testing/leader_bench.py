@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
-from kvbm_core.clock import ManualClock
+from kvbm_core.clock import Clock, ManualClock
 from kvbm_core.errors import Outcome
 from kvbm_core.observe.metrics import Metrics
+from kvbm_core.policy.admission import AdmissionPolicy, AdmitAll
 from kvbm_core.policy.lru import LruPolicy
-from kvbm_core.runtime.handshake import Handshake, RankAck, SlotsReady
-from kvbm_core.runtime.leader import Leader, LeaderOptions
-from kvbm_core.runtime.messages import JobAck
+from kvbm_core.runtime.disk import DiskTier
+from kvbm_core.runtime.handshake import DiskSlotsFound, Handshake, RankAck, SlotsReady
+from kvbm_core.runtime.leader import DiskSetup, Leader, LeaderOptions
+from kvbm_core.runtime.messages import ForgetDisk, JobAck, Message, Store
 from kvbm_core.runtime.offload import OnShareEnd
 from kvbm_core.runtime.request import BlockTable, RequestState
+from kvbm_core.storage.disk.recovery import Found
 from kvbm_core.tiers.groups import GroupSpec, base_block_tokens
 from kvbm_core.tiers.tier import BlockTier
 from kvbm_core.tokens.chain import TokenChain
@@ -23,6 +27,19 @@ from kvbm_core.types import BlockKey, Tier
 ROOT = KeyNamespace("bench").root()
 BLOCK_TOKENS = 4
 ONE_GROUP = (GroupSpec(0, BLOCK_TOKENS),)
+
+
+@dataclass(frozen=True, slots=True)
+class BenchDisk:
+    """A disk tier of ``num_slots`` empty slots, there at once; 0: the test says when with ``LeaderBench.disk_found``.
+
+    ``send``: gets what the leader says to the workers, besides ``LeaderBench.sent``. ``is_bypass``: see DiskSetup.
+    """
+
+    num_slots: int = 16
+    make_admission: Callable[[Clock], AdmissionPolicy] = lambda clock: AdmitAll()
+    send: Callable[[Message], None] = lambda message: None
+    is_bypass: bool = False
 
 
 class LeaderBench:
@@ -36,8 +53,11 @@ class LeaderBench:
         world_size: int = 1,
         options: LeaderOptions | None = None,
         on_offload_end: OnShareEnd = lambda share, committed: None,
+        disk: BenchDisk | None = None,
     ) -> None:
         self.clock = ManualClock()
+        self.sent: list[Message] = []
+        self._send_on = (lambda message: None) if disk is None else disk.send
         self.evicted: list[BlockKey] = []
         self.world_size = world_size
         self.tier = BlockTier(Tier.HOST, LruPolicy(), self.clock, on_evict=self.evicted.extend)
@@ -51,14 +71,54 @@ class LeaderBench:
             Metrics(),
             options or LeaderOptions(),
             on_offload_end,
+            None if disk is None else DiskSetup(disk.make_admission(self.clock), self._send, disk.is_bypass),
         )
         if num_slots:
             self.slots_ready(num_slots)
+        if disk is not None and disk.num_slots:
+            self.disk_found(disk.num_slots)
+
+    def _send(self, message: Message) -> None:
+        self.sent.append(message)
+        self._send_on(message)
 
     def slots_ready(self, num_slots: int) -> None:
         """Every rank has slots 0 .. ``num_slots``-1."""
         self.handshake.inbox.append(SlotsReady(num_slots, num_slots, 1, 1, "fingerprint"))
         self.leader.poll()
+
+    @property
+    def disk(self) -> DiskTier:
+        """The leader's disk tier; AssertionError if it has none."""
+        if self.leader.disk is None:
+            raise AssertionError("this leader has no disk")
+        return self.leader.disk
+
+    def disk_found(self, end: int, found: Sequence[Found] = (), ranks: Iterable[int] | None = None) -> None:
+        """``ranks`` (default: all) have looked at their disk slots below ``end``; the leader has read it."""
+        for rank in range(self.world_size) if ranks is None else ranks:
+            self.handshake.found.append(DiskSlotsFound(rank, end, list(found)))
+        self.leader.catch_up()
+
+    def take_sent(self) -> list[Store | ForgetDisk]:
+        """What the leader has said to the workers since the last call."""
+        sent, self.sent = self.sent, []
+        return [message for message in sent if isinstance(message, Store | ForgetDisk)]
+
+    def stores(self) -> list[Store]:
+        """As ``take_sent``, and there were only orders to store."""
+        sent = self.take_sent()
+        if any(isinstance(message, ForgetDisk) for message in sent):
+            raise AssertionError("the workers were told to forget their disks")
+        return [message for message in sent if isinstance(message, Store)]
+
+    def write_to_disk(self, outcome: Outcome = Outcome.OK, ranks: Iterable[int] | None = None) -> int:
+        """``ranks`` (default: all) answer the orders that have come since; how many blocks those were."""
+        orders = self.stores()
+        for order in orders:
+            self.say(order.job_id, outcome, ranks)
+        self.leader.poll()
+        return sum(len(order.keys) for order in orders)
 
     def say(self, job_id: int, outcome: Outcome = Outcome.OK, ranks: Iterable[int] | None = None) -> None:
         """Puts answers of ``ranks`` (default: all) into the inbox; the leader has not read them yet."""
@@ -115,6 +175,13 @@ class LeaderBench:
         """As the engine asks: one token is left to compute."""
         return self.leader.match(state, tokens, computed_tokens, len(tokens) - 1)
 
+    def keys(self, tokens: Sequence[int]) -> list[BlockKey]:
+        """The keys of ``tokens``' full blocks, one group after the other."""
+        chain = TokenChain(ROOT, base_block_tokens(self.leader.groups))
+        chain.extend(tokens)
+        probe = RequestState("probe", chain, self.leader.groups)
+        return [key for g in range(len(self.leader.groups)) for key in probe.keys(g)]
+
     def resident_blocks(self, tokens: Sequence[int]) -> int:
         """How many leading blocks of ``tokens`` the tier has, all groups together. Holds nothing."""
         chain = TokenChain(ROOT, base_block_tokens(self.leader.groups))
@@ -136,5 +203,8 @@ class LeaderBench:
             "pending blocks": self.tier.pending_blocks,
             "blocks being loaded": self.leader.loading_blocks,
         }
+        if self.leader.disk is not None:
+            left["leases on disk blocks"] = self.leader.disk.tier.live_leases
+            left["blocks being stored"] = self.leader.disk.storing_blocks
         if any(left.values()):
             raise AssertionError(f"something is left: {left}")

@@ -6,6 +6,7 @@ copies end in any order, fail, or are cancelled; acknowledgements come late, in 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from random import Random
@@ -15,9 +16,10 @@ from kvbm_core.runtime.handshake import RankAck
 from kvbm_core.runtime.jobs import Share
 from kvbm_core.runtime.leader import LeaderOptions
 from kvbm_core.runtime.request import NULL_BLOCK, RequestState
-from kvbm_core.testing.leader_bench import LeaderBench
+from kvbm_core.testing.leader_bench import BenchDisk, LeaderBench
 from kvbm_core.testing.sim_worker import SimWorker, oracle
 from kvbm_core.tiers.groups import GroupSpec, alignment_tokens
+from kvbm_core.transfer.plan import TransferPlan
 from kvbm_core.types import BlockKey
 
 VOCABULARY = 3
@@ -67,18 +69,9 @@ class LeaderSim:
         self.shape = shape
         self.random = random
         self.loads_ok = 0
-        self.bench = LeaderBench(
-            shape.num_slots,
-            groups=shape.groups,
-            world_size=shape.world_size,
-            options=shape.options,
-            on_offload_end=self._on_offload_end,
-        )
+        self.bench = self._make_bench()
         self.leader = self.bench.leader
-        self.workers = [
-            SimWorker(rank, shape.num_device_blocks, shape.num_slots, random, shape.failure_rate)
-            for rank in range(shape.world_size)
-        ]
+        self.workers = self._make_workers()
         self.requests: list[SimRequest] = []
         self.free_blocks = list(range(1, shape.num_device_blocks))
         # Blocks of requests that are gone, until these jobs have ended on every rank.
@@ -91,11 +84,28 @@ class LeaderSim:
         self._prompts: list[list[int]] = []
         self._count = 0
 
+    def _make_bench(self, disk: BenchDisk | None = None) -> LeaderBench:
+        return LeaderBench(
+            self.shape.num_slots,
+            groups=self.shape.groups,
+            world_size=self.shape.world_size,
+            options=self.shape.options,
+            on_offload_end=self._on_offload_end,
+            disk=disk,
+        )
+
+    def _make_workers(self) -> Sequence[SimWorker]:
+        shape = self.shape
+        return [
+            SimWorker(rank, shape.num_device_blocks, shape.num_slots, self.random, shape.failure_rate)
+            for rank in range(shape.world_size)
+        ]
+
     # ---------------------------------------------------------------- driving
 
-    def step(self) -> None:
-        """Something happens, somewhere."""
-        actions = (
+    def _actions(self) -> list[tuple[Callable[[], None], float]]:
+        """What may happen, and how often."""
+        return [
             (self._arrive, 3),
             (self._schedule, 10),
             (self._work, 10),
@@ -104,7 +114,11 @@ class LeaderSim:
             (self._preempt, 0.7),
             (self._reset, 0.1),
             (self._time_passes, 1),
-        )
+        ]
+
+    def step(self) -> None:
+        """Something happens, somewhere."""
+        actions = self._actions()
         action = self.random.choices([action for action, _ in actions], [weight for _, weight in actions])[0]
         # Engines send what one step has gathered before anything else happens to its requests.
         if action != self._schedule or self.random.random() < 0.5:
@@ -117,14 +131,13 @@ class LeaderSim:
         while self.requests:
             self._finish(self.requests[-1])
         self._send_offloads()
-        while not all(worker.is_idle for worker in self.workers):
+        while any(worker.acks or not worker.is_idle for worker in self.workers):
             self._work()
-        while any(worker.acks for worker in self.workers):
             self._hear()
         self._release_kept()
         self.bench.assert_idle()
         self.check_bytes()
-        _expect(not self.kept and len(self.free_blocks) == self.shape.num_device_blocks - 1, "device blocks leaked")
+        expect(not self.kept and len(self.free_blocks) == self.shape.num_device_blocks - 1, "device blocks leaked")
 
     def check_bytes(self) -> None:
         """Each block that could be matched now has the right bytes in its slot, on every rank."""
@@ -133,7 +146,7 @@ class LeaderSim:
             lease = self.bench.tier.lease("check", [key], 1.0)
             if lease is not None:
                 for worker in self.workers:
-                    _expect(worker.in_slot(lease.slots[0]) == oracle(worker.rank, group, prefix), f"slot of {prefix}")
+                    expect(worker.in_slot(lease.slots[0]) == oracle(worker.rank, group, prefix), f"slot of {prefix}")
                 self.bench.tier.release(lease)
 
     # ---------------------------------------------------------------- requests
@@ -185,13 +198,16 @@ class LeaderSim:
             plan = self.leader.onboard(request.state, matched, request.held)
             if plan is not None:
                 self._last_job = max(self._last_job, plan.job_id)
-                plan.check(self.shape.num_device_blocks, self.shape.num_slots)
+                self._look_at_plan(plan)
                 if self.random.random() < 0.05:
                     self.leader.abandon(plan.job_id)
                     return
                 request.stage, request.load, request.loaded_tokens = Stage.LOADING, plan.job_id, on_device + matched
                 for worker in self.workers:
                     worker.submit(plan)
+
+    def _look_at_plan(self, plan: TransferPlan) -> None:
+        plan.check(self.shape.num_device_blocks, self.shape.num_slots)
 
     def _allocate(self, request: SimRequest, on_device: int, prefix: int) -> bool:
         tables: list[list[int]] = []
@@ -250,7 +266,7 @@ class LeaderSim:
                 for worker in self.workers:
                     if table[block] != NULL_BLOCK:
                         right = worker.on_device(table[block]) == oracle(worker.rank, group.index, prefix)
-                        _expect(right, f"{request.request_id} was given wrong bytes for {prefix}")
+                        expect(right, f"{request.request_id} was given wrong bytes for {prefix}")
 
     def _run(self, request: SimRequest) -> None:
         if request.state.offload_jobs & self._open_jobs:
@@ -326,7 +342,7 @@ class LeaderSim:
     def _reset(self) -> None:
         self.leader.reset()
         self._last_job_before_reset = self._last_job
-        _expect(self.bench.tier.resident_blocks == 0, "a block survived the reset")
+        expect(self.bench.tier.resident_blocks == 0, "a block survived the reset")
 
     # ---------------------------------------------------------------- the rest of the world
 
@@ -347,9 +363,10 @@ class LeaderSim:
         self.leader.poll()
 
     def _on_offload_end(self, share: Share, committed: bool) -> None:
-        _expect(not (committed and share.job_id <= self._last_job_before_reset), "a block came back after the reset")
+        expect(not (committed and share.job_id <= self._last_job_before_reset), "a block came back after the reset")
 
 
-def _expect(is_true: bool, promise: str) -> None:
+def expect(is_true: bool, promise: str) -> None:
+    """AssertionError with ``promise`` unless it is kept."""
     if not is_true:
         raise AssertionError(promise)

@@ -90,7 +90,7 @@ class BlockTier:
         """
         taken: dict[BlockKey, int] = {}
         for batch in batches:
-            taken.update((key, slot) for key, slot in batch if key not in taken)
+            taken.update(batch)  # of two with one key the more recent
         new_keys = self._registry.new_of(list(taken))
         slots = as_slots([taken[key] for key in new_keys])
         self._pool.grow(max(capacity_blocks, self._pool.capacity_slots), slots)

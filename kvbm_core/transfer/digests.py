@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 import numpy.typing as npt
@@ -39,6 +39,12 @@ class SlotDigests:
         digest = self._digest(content.data)
         with self._lock:
             self._of_slot[slot] = digest
+
+    def forget(self, slots: Iterable[int]) -> None:
+        """These slots are filled by somebody else."""
+        with self._lock:
+            for slot in slots:
+                self._of_slot.pop(slot, None)
 
     def matches(self, slot: int, content: npt.NDArray[np.uint8]) -> bool:
         """False if ``slot`` was filled from other bytes; a slot that no offload filled cannot be judged."""

@@ -72,6 +72,8 @@ class Executor(Protocol):
 
 def refusal_of(plan: TransferPlan, device: DeviceMemory, host: HostSlab) -> tuple[Outcome, str] | None:
     """Why the plan cannot be executed, or None."""
+    if plan.reads is not None:
+        return Outcome.REJECTED, "there is no disk here to read from"
     if any(not 0 <= move.group < len(device.views) for move in plan.moves):
         return Outcome.REJECTED, f"there are {len(device.views)} KV cache groups"
     try:

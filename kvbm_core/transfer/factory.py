@@ -8,6 +8,7 @@ from kvbm_core.clock import Clock, SystemClock
 from kvbm_core.errors import UnsupportedError
 from kvbm_core.storage.host_slab import HostSlab
 from kvbm_core.storage.numa import cpus_near
+from kvbm_core.transfer.digests import SlotDigests
 from kvbm_core.transfer.executor import DeviceMemory, Executor
 from kvbm_core.transfer.plan import JobResult
 
@@ -19,22 +20,22 @@ def make_executor(
     max_concurrent: int = 4,
     max_batch_blocks: int = 16,
     on_done: Callable[[JobResult], None] | None = None,
-    verify: bool = False,
+    digests: SlotDigests | None = None,
     clock: Clock | None = None,
 ) -> Executor:
     """The executor for this device memory. UnsupportedError if there is none.
 
     ``max_concurrent`` jobs are in flight on a GPU (the CPU executor runs one at a time, as one thread
-    already takes much of the memory bandwidth that the model needs too). ``verify`` makes sure after each
-    onboard that the device holds the bytes that were offloaded, or reports CORRUPT. ``on_done`` gets every
-    result, from any thread.
+    already takes much of the memory bandwidth that the model needs too). With ``digests`` it is
+    made sure after each onboard that the device holds the bytes that were offloaded, else it is CORRUPT.
+    ``on_done`` gets every result, from any thread.
     """
     clock = clock or SystemClock()
     if device.is_cpu:
         from kvbm_core.transfer.executors.memcpy import MemcpyExecutor
 
         return MemcpyExecutor(
-            device, host, max_batch_blocks=max_batch_blocks, on_done=on_done, verify=verify, clock=clock
+            device, host, max_batch_blocks=max_batch_blocks, on_done=on_done, digests=digests, clock=clock
         )
     if _is_cuda(device):
         from kvbm_core.transfer.executors.cuda import CudaExecutor
@@ -47,7 +48,7 @@ def make_executor(
             max_concurrent=max_concurrent,
             max_batch_blocks=max_batch_blocks,
             on_done=on_done,
-            verify=verify,
+            digests=digests,
             clock=clock,
         )
     raise UnsupportedError(f"kvbm: no way to copy from {type(device.storages[0]).__name__} storages")

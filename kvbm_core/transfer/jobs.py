@@ -7,11 +7,11 @@ import threading
 from collections import deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from kvbm_core.clock import Clock
 from kvbm_core.errors import Outcome
-from kvbm_core.transfer.plan import JobResult, TransferPlan
+from kvbm_core.transfer.plan import DiskPlan, JobResult, TransferPlan
 from kvbm_core.types import Direction
 
 MAX_QUEUED_JOBS = 4096
@@ -19,18 +19,21 @@ MAX_QUEUED_JOBS = 4096
 logger = logging.getLogger(__name__)
 
 
-@dataclass(slots=True)
-class Job:
+PlanT = TypeVar("PlanT", bound=TransferPlan | DiskPlan)
+
+
+@dataclass
+class Job(Generic[PlanT]):
     """A plan on its way. ``token`` is whatever the executor noted when it was submitted."""
 
-    plan: TransferPlan
+    plan: PlanT
     submitted_s: float
     deadline_at_s: float | None
     token: Any = None
     started_s: float | None = None
 
 
-class JobBoard:
+class JobBoard(Generic[PlanT]):
     """Jobs waiting, running and ended. Thread safe; every job ends in exactly one result.
 
     A result goes to ``on_done`` (from the thread that ended the job, without any lock held) if there is
@@ -41,13 +44,14 @@ class JobBoard:
         self._clock = clock
         self._on_done = on_done
         self._changed = threading.Condition()
-        self._onboards: deque[Job] = deque()
-        self._offloads: deque[Job] = deque()
+        self._onboards: deque[Job[PlanT]] = deque()
+        self._offloads: deque[Job[PlanT]] = deque()
         self._live: set[int] = set()
         self._results: list[JobResult] = []
         self._closed = False
+        self._is_woken = False
 
-    def add(self, plan: TransferPlan, deadline_s: float | None, token: Any = None) -> None:
+    def add(self, plan: PlanT, deadline_s: float | None, token: Any = None) -> None:
         """Queues a plan; a full or closed board ends it at once. ValueError if the job id is in flight."""
         now_s = self._clock.now_s()
         job = Job(plan, now_s, None if deadline_s is None else now_s + deadline_s, token)
@@ -66,7 +70,7 @@ class JobBoard:
         if refusal is not None:
             self.end(job, *refusal)
 
-    def refuse(self, plan: TransferPlan, outcome: Outcome, detail: str) -> None:
+    def refuse(self, plan: PlanT, outcome: Outcome, detail: str) -> None:
         """Ends a plan that was never queued."""
         with self._changed:
             if plan.job_id in self._live:
@@ -74,15 +78,15 @@ class JobBoard:
             self._live.add(plan.job_id)
         self.end(Job(plan, self._clock.now_s(), None), outcome, detail)
 
-    def take(self, *, timeout_s: float | None = None, onboard_only: bool = False) -> Job | None:
+    def take(self, *, timeout_s: float | None = None, onboard_only: bool = False) -> Job[PlanT] | None:
         """The next job to start: onboards first, then the oldest; those past their deadline are ended.
 
-        Waits up to ``timeout_s`` (None = for ever) for one; None if there is none or the board is closed.
+        Waits up to ``timeout_s`` (None = for ever) for one; None if there is none, after ``wake`` or ``close``.
         """
         while True:
             with self._changed:
-                if not self._changed.wait_for(lambda: self._closed or self._has_job(onboard_only), timeout_s):
-                    return None
+                self._changed.wait_for(lambda: self._closed or self._is_woken or self._has_job(onboard_only), timeout_s)
+                self._is_woken = False
                 if not self._has_job(onboard_only):
                     return None
                 job = (self._onboards or self._offloads).popleft()
@@ -91,11 +95,14 @@ class JobBoard:
                 return job
             self.end(job, Outcome.TIMED_OUT, "the deadline passed before the job could start")
 
-    def end(self, job: Job, outcome: Outcome, detail: str = "", *, num_bytes: int = 0) -> None:
+    def end(
+        self, job: Job[PlanT], outcome: Outcome, detail: str = "", *, num_bytes: int = 0, is_late: bool = False
+    ) -> None:
         """Publishes the result; a job that never started has no seconds, only time in the queue."""
         now_s = self._clock.now_s()
         started_s = now_s if job.started_s is None else job.started_s
-        result = JobResult(job.plan.job_id, outcome, num_bytes, now_s - started_s, started_s - job.submitted_s, detail)
+        seconds, queued_s = now_s - started_s, started_s - job.submitted_s
+        result = JobResult(job.plan.job_id, outcome, num_bytes, seconds, queued_s, detail, is_late)
         if self._on_done is not None:
             try:
                 self._on_done(result)
@@ -136,6 +143,12 @@ class JobBoard:
         with self._changed:
             self._changed.wait(timeout_s)
 
+    def wake(self) -> None:
+        """Lets a ``take`` that waits look around: it answers None."""
+        with self._changed:
+            self._is_woken = True
+            self._changed.notify_all()
+
     def close(self) -> None:
         """Ends waiting jobs as REJECTED; ``take`` returns None from now on."""
         with self._changed:
@@ -157,7 +170,7 @@ class JobBoard:
         """Whether close was called."""
         return self._closed
 
-    def _queue_of(self, job: Job) -> deque[Job]:
+    def _queue_of(self, job: Job[PlanT]) -> deque[Job[PlanT]]:
         return self._onboards if job.plan.direction is Direction.ONBOARD else self._offloads
 
     def _has_job(self, onboard_only: bool) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvbm_core.errors import Outcome
-from kvbm_core.types import Direction
+from kvbm_core.types import BlockKey, Direction
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,12 +19,37 @@ class GroupMove:
 
 
 @dataclass(frozen=True, slots=True)
+class DiskPlan:
+    """Blocks between host slots and the disk's: ``keys[i]`` is in ``slots[i]`` and in ``disk_slots[i]``.
+
+    OFFLOAD writes them to the disk, ONBOARD reads them from there. One job, as TransferPlan.
+    """
+
+    job_id: int
+    direction: Direction
+    keys: tuple[BlockKey, ...]
+    slots: tuple[int, ...]
+    disk_slots: tuple[int, ...]
+
+    def check(self, num_slots: int, num_disk_slots: int) -> None:
+        """ValueError for numbers out of range, unequal lengths or a target named twice."""
+        if not len(self.keys) == len(self.slots) == len(self.disk_slots):
+            raise ValueError(f"{len(self.keys)} keys, {len(self.slots)} slots and {len(self.disk_slots)} on the disk")
+        _check_range("slot", self.slots, num_slots)
+        _check_range("disk slot", self.disk_slots, num_disk_slots)
+        targets = self.disk_slots if self.direction is Direction.OFFLOAD else self.slots
+        if len(set(targets)) != len(targets):
+            raise ValueError(f"a target of job {self.job_id} is named twice")
+
+
+@dataclass(frozen=True, slots=True)
 class TransferPlan:
-    """One job: everything moves or the job has failed."""
+    """One job: everything moves or the job has failed. ``reads``: what has to come up into its slots first."""
 
     job_id: int
     direction: Direction
     moves: tuple[GroupMove, ...]
+    reads: DiskPlan | None = None
 
     @property
     def num_blocks(self) -> int:
@@ -59,7 +84,10 @@ def _check_range(what: str, numbers: Sequence[int], limit: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class JobResult:
-    """How a job ended: ``seconds`` of copying after ``queued_s`` of waiting; ``detail`` says why not OK."""
+    """How a job ended: ``seconds`` of copying after ``queued_s`` of waiting; ``detail`` says why not OK.
+
+    ``is_late``: given up while the disk may still write into its slots; they are not to be used until it is released.
+    """
 
     job_id: int
     outcome: Outcome
@@ -67,3 +95,4 @@ class JobResult:
     seconds: float
     queued_s: float
     detail: str = ""
+    is_late: bool = False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,9 +13,11 @@ from kvbm_core.clock import Clock
 from kvbm_core.errors import Outcome, UnsupportedError
 from kvbm_core.layout.view import BlockView, Segment
 from kvbm_core.native import Ids, native
+from kvbm_core.storage.disk.block_file import BlockFile, Geometry
 from kvbm_core.storage.host_slab import HUGE_PAGE_BYTES, HostSlab
 from kvbm_core.testing.cuda_double import CudaDouble, DoubleEvent
 from kvbm_core.testing.executor_contract import (
+    HELD_JOB,
     LONG_S,
     NUM_SLOTS,
     Bench,
@@ -23,11 +26,15 @@ from kvbm_core.testing.executor_contract import (
     plan,
     two_group_memory,
 )
+from kvbm_core.transfer.digests import SlotDigests
 from kvbm_core.transfer.executor import DeviceMemory, Executor
 from kvbm_core.transfer.executors import memcpy
 from kvbm_core.transfer.executors.cuda import CudaExecutor
+from kvbm_core.transfer.executors.disk import DiskExecutor
 from kvbm_core.transfer.executors.memcpy import Lanes, MemcpyExecutor, copy_in_python, copy_natively
+from kvbm_core.transfer.executors.pipeline import PipelineExecutor
 from kvbm_core.transfer.factory import make_executor, slab_preparation
+from kvbm_core.transfer.jobs import MAX_QUEUED_JOBS
 from kvbm_core.transfer.pieces import PieceTable
 from kvbm_core.transfer.plan import JobResult
 from kvbm_core.types import Direction
@@ -51,7 +58,8 @@ class TestMemcpyExecutor(ExecutorContract):
         verify: bool,
         clock: Clock | None,
     ) -> Executor:
-        return make_executor(device, host, max_batch_blocks=4, on_done=on_done, verify=verify, clock=clock)
+        digests = SlotDigests() if verify else None
+        return make_executor(device, host, max_batch_blocks=4, on_done=on_done, digests=digests, clock=clock)
 
     def break_copies(self, bench: Bench, broken: bool) -> None:
         executor = bench.executor
@@ -126,7 +134,7 @@ class TestCudaExecutor(ExecutorContract):
             max_concurrent=max_concurrent,
             max_batch_blocks=4,
             on_done=on_done,
-            verify=verify,
+            digests=SlotDigests() if verify else None,
             clock=clock,
         )
 
@@ -192,6 +200,66 @@ class TestCudaExecutor(ExecutorContract):
             assert self.finish(bench, plan(1, Direction.OFFLOAD, range(6), range(6))).outcome is Outcome.OK
             block_bytes = bench.device.views[0].block_bytes
             assert [sum(sizes) // block_bytes for _, _, sizes in self.cuda.batches] == [4, 2]
+
+
+class TestPipelineExecutor(ExecutorContract):
+    """A device with a disk beside it: plans without reads are not to notice."""
+
+    @pytest.fixture(autouse=True)
+    def _folder(self, tmp_path: Path) -> None:
+        self.path = tmp_path / "contract.blocks"
+
+    def make_executor(
+        self,
+        device: DeviceMemory,
+        host: HostSlab,
+        *,
+        on_done: Callable[[JobResult], None] | None,
+        verify: bool,
+        clock: Clock | None,
+    ) -> Executor:
+        digests = SlotDigests() if verify else None
+        results: list[JobResult] = []
+        geometry = Geometry(NUM_SLOTS, host.slot_bytes, b"contract".ljust(16))
+        executor = PolledPipeline(
+            lambda done: MemcpyExecutor(device, host, max_batch_blocks=4, on_done=done, digests=digests, clock=clock),
+            lambda done: DiskExecutor(BlockFile(self.path, geometry), host, on_done=done, clock=clock),
+            host.slot_bytes,
+            on_done or results.append,
+            digests,
+        )
+        executor.results = results
+        return executor
+
+    def break_copies(self, bench: Bench, broken: bool) -> None:
+        executor = bench.executor
+        assert isinstance(executor, PipelineExecutor) and isinstance(executor._device, MemcpyExecutor)
+        for lanes in executor._device._lanes:
+            for lane in lanes:
+                lane.device.flags.writeable = not broken
+
+    def test_the_queue_is_bounded(self) -> None:
+        """Results are not kept here for a poll: what waits or runs is what counts."""
+        listener = Listener()
+        with self.bench(on_done=listener) as bench:
+            with self.held(bench, listener):
+                for job_id in range(MAX_QUEUED_JOBS + 9):
+                    bench.executor.submit(plan(job_id + HELD_JOB + 1, Direction.OFFLOAD, [1], [1]))
+            assert bench.executor.drain(LONG_S)
+            outcomes = [result.outcome for result in listener.results]
+            assert (outcomes.count(Outcome.OK), outcomes.count(Outcome.BUSY)) == (MAX_QUEUED_JOBS, 10)
+
+
+class PolledPipeline(PipelineExecutor):
+    """Keeps its results for ``poll``, as the contract asks for where there is no listener."""
+
+    results: list[JobResult]
+
+    def poll(self) -> list[JobResult]:
+        """See Executor."""
+        taken = self.results[:]
+        self.results.clear()
+        return taken
 
 
 def naive_copies(

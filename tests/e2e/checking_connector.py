@@ -1,8 +1,9 @@
 """DynamoConnector that checks every byte: what an onboard left on the device against what the offload read there.
 
-Loaded by real engines in place of DynamoConnector. The comparison is of whole copies, made from the device tensors
-with plain indexing and kept here; it shares no code with the transfer engine. Counts and the first difference go to
-the file named by KVBM_TEST_BYTES_REPORT, one file per rank. KVBM_TEST_FAIL_EVERY=n makes every n-th onboard fail.
+Loaded by real engines in place of DynamoConnector. The comparison is of digests, made from the device tensors with
+plain indexing and kept here; it shares no code with the transfer engine. Counts go to the file named by
+KVBM_TEST_BYTES_REPORT, one file per rank. KVBM_TEST_FAIL_EVERY=n makes every n-th onboard fail. What goes to the disk
+is noted in the file named by KVBM_TEST_DISK_LEDGER (one per rank), for the engine that comes after a kill.
 """
 
 from __future__ import annotations
@@ -11,53 +12,88 @@ import json
 import os
 from collections.abc import Collection
 from dataclasses import replace
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from kvbm_core.errors import Outcome
+from kvbm_core.runtime.messages import Store
+from kvbm_core.runtime.worker_disk import WorkerDisk
 from kvbm_core.transfer.executor import Executor
-from kvbm_core.transfer.plan import JobResult, TransferPlan
+from kvbm_core.transfer.plan import DiskPlan, JobResult, TransferPlan
 from kvbm_core.types import Direction
 from kvbm_vllm.connector import DynamoConnector
 
 
 class ByteLedger:
-    """Copies of what was offloaded, by (group, slot); compared after each onboard."""
+    """Digests of what was offloaded, by (group, slot); compared after each onboard."""
 
-    def __init__(self, layers: list[list[torch.Tensor]], num_blocks: int, report: Path) -> None:
+    def __init__(self, layers: list[list[torch.Tensor]], num_blocks: int, report: Path, disk_ledger: Path) -> None:
         self.layers = layers
         self.num_blocks = num_blocks
         self.report = report
-        self.copies: dict[tuple[int, int], bytes] = {}
+        self.disk_ledger = disk_ledger
+        self.copies: dict[tuple[int, int], str] = {}
+        # Disk slot -> its digest in each group (a block is of one group only).
+        self.on_disk: dict[int, dict[int, str]] = {}
+        if disk_ledger.exists():
+            for line in disk_ledger.read_text().splitlines():
+                slot, digests = json.loads(line)
+                self.on_disk[slot] = {int(group): digest for group, digest in digests.items()}
         self.counts = {"offloaded": 0, "onboarded": 0, "different": 0, "unknown": 0, "failed_on_purpose": 0}
+        self.counts |= {"stored": 0, "read": 0}
 
-    def device_bytes(self, group: int, block: int) -> bytes:
-        """All layers of one device block."""
+    def digest(self, group: int, block: int) -> str:
+        """Of all layers of one device block."""
         parts = []
         for tensor in self.layers[group]:
             per_block = tensor.shape[0] // self.num_blocks
             piece = tensor[block * per_block : (block + 1) * per_block].contiguous().view(torch.uint8)
             parts.append(piece.numpy().tobytes())
-        return b"".join(parts)
+        return blake2b(b"".join(parts), digest_size=16).hexdigest()
 
     def note_offload(self, plan: TransferPlan) -> None:
         """The device bytes of a plan, before anything else can change them."""
         for move in plan.moves:
             for block, slot in zip(move.device_blocks, move.slots, strict=True):
-                self.copies[move.group, slot] = self.device_bytes(move.group, block)
+                for group in range(len(self.layers)):
+                    self.copies.pop((group, slot), None)
+                self.copies[move.group, slot] = self.digest(move.group, block)
                 self.counts["offloaded"] += 1
 
+    def note_store(self, slots: list[int], disk_slots: list[int]) -> None:
+        """Host slots that go to the disk now; nobody writes to them meanwhile."""
+        lines = []
+        for slot, disk_slot in zip(slots, disk_slots, strict=True):
+            groups = [group for group in range(len(self.layers)) if (group, slot) in self.copies]
+            self.on_disk[disk_slot] = {group: self.copies[group, slot] for group in groups}
+            lines.append(json.dumps([disk_slot, self.on_disk[disk_slot]]) + "\n")
+        with self.disk_ledger.open("a") as file:
+            file.writelines(lines)
+        self.counts["stored"] += len(slots)
+
+    def note_reads(self, reads: DiskPlan) -> None:
+        """Host slots that hold now what is in these disk slots."""
+        for slot, disk_slot in zip(reads.slots, reads.disk_slots, strict=True):
+            for group in range(len(self.layers)):
+                self.copies.pop((group, slot), None)
+            for group, digest in self.on_disk.get(disk_slot, {}).items():
+                self.copies[group, slot] = digest
+        self.counts["read"] += len(reads.slots)
+
     def check_onboard(self, plan: TransferPlan) -> None:
-        """The device bytes after a load, against the copy of their slot."""
+        """The device bytes after a load, against the digest of their slot."""
+        if plan.reads is not None:
+            self.note_reads(plan.reads)
         for move in plan.moves:
             for block, slot in zip(move.device_blocks, move.slots, strict=True):
                 self.counts["onboarded"] += 1
                 expected = self.copies.get((move.group, slot))
                 if expected is None:
                     self.counts["unknown"] += 1
-                elif expected != self.device_bytes(move.group, block):
+                elif expected != self.digest(move.group, block):
                     self.counts["different"] += 1
         self.write()
 
@@ -126,7 +162,15 @@ class CheckingConnector(DynamoConnector):
         layers = [[kv_caches[name] for name in group.layer_names] for group in config.kv_cache_groups]
         worker = self.worker_side.worker
         report = Path(f"{os.environ['KVBM_TEST_BYTES_REPORT']}.{worker.rank}")
-        ledger = ByteLedger(layers, int(config.num_blocks), report)
+        disk_ledger = Path(f"{os.environ.get('KVBM_TEST_DISK_LEDGER', report)}.{worker.rank}.disk")
+        ledger = ByteLedger(layers, int(config.num_blocks), report, disk_ledger)
+        real_store = WorkerDisk.store
+
+        def store(disk: WorkerDisk, message: Store, *, deadline_s: float) -> None:
+            ledger.note_store(message.slots, message.disk_slots)
+            real_store(disk, message, deadline_s=deadline_s)
+
+        WorkerDisk.store = store  # type: ignore[method-assign,assignment]
         executors: list[CheckingExecutor] = []
 
         def wrap(inner: Executor) -> Executor:

@@ -27,7 +27,16 @@ def run_engine(folder: Path, job: dict[str, Any], **environment: str) -> dict[st
     }
     command = [sys.executable, "-m", "tests.e2e.offline", str(job_file), str(result_file)]
     with log_file.open("w") as log:
-        done = subprocess.run(command, env=env, stdout=log, stderr=subprocess.STDOUT, timeout=TIMEOUT_S, check=False)
+        # A session of its own: a job that kills itself takes its workers along, and nobody else.
+        done = subprocess.run(
+            command,
+            env=env,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            timeout=TIMEOUT_S,
+            check=False,
+            start_new_session=True,
+        )
     assert result_file.is_file(), f"engine ended with {done.returncode}:\n{log_file.read_text()[-4000:]}"
     result: dict[str, Any] = json.loads(result_file.read_text())
     result["bytes"] = [json.loads(path.read_text()) for path in sorted(folder.glob("bytes.*"))]

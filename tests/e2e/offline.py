@@ -2,13 +2,14 @@
 
 JOB: {"model", "llm": keyword arguments of vllm.LLM, "connector": bool, "rounds": [{"prompts": [[token, ...], ...],
 "max_tokens", "together": bool}]}. RESULT: for each round the answers, cached tokens and TTFT of each prompt; the
-leader's counters and what is still open when all is done.
+leader's counters and what is still open when all is done. With "dies" the process then kills itself, as SIGKILL would.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -65,7 +66,8 @@ def _leader_state(llm: Any) -> dict[str, Any]:
     deadline_s = time.monotonic() + SETTLE_S
     while time.monotonic() < deadline_s:
         leader.poll()
-        if not leader.pending_jobs and not leader.open_requests:
+        is_storing = leader.disk is not None and leader.disk.storing_blocks
+        if not leader.pending_jobs and not leader.open_requests and not is_storing:
             break  # the last request's last blocks are sent with the next step, which a server makes by itself
         llm.llm_engine.step()
     leader.check_integrity()
@@ -76,6 +78,7 @@ def _leader_state(llm: Any) -> dict[str, Any]:
             "requests": leader.open_requests,
             "leases": leader.tier.live_leases,
             "pending_blocks": leader.tier.pending_blocks,
+            "stores": leader.disk.storing_blocks if leader.disk is not None else 0,
         },
     }
 
@@ -90,6 +93,8 @@ def main() -> None:
     else:
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "0|1"
     Path(sys.argv[2]).write_text(json.dumps(run(job)))
+    if job.get("dies"):
+        os.killpg(os.getpgid(0), signal.SIGKILL)
 
 
 if __name__ == "__main__":

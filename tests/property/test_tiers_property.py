@@ -233,7 +233,7 @@ class TierMachine(RuleBasedStateMachine):
         assert self.tier.live_leases == len(self.leases)
         run = next((i for i, key in enumerate(UNIVERSE) if key not in self.visible()), len(UNIVERSE))
         assert self.tier.match_prefix(UNIVERSE) == run
-        assert self.tier.absent_of(UNIVERSE) == len(set(UNIVERSE) - set(self.resident) - self.pending())
+        assert len(self.tier.new_of(UNIVERSE)) == len(set(UNIVERSE) - set(self.resident) - self.pending())
 
 
 TierMachine.TestCase.settings = settings(max_examples=80, stateful_step_count=40)

@@ -32,7 +32,7 @@ CORE_ORDER = (
 )
 CORE_RANK = {name: rank for rank, names in enumerate(CORE_ORDER) for name in names}
 NETWORK_MODULES = {"zmq", "aetcd", "nats", "boto3", "httpx", "requests", "aiohttp"}
-ENGINE_MODULES = {"torch", "vllm", "sglang", "tensorrt_llm", "transformers", "cuda", "nixl"}
+ENGINE_MODULES = {"torch", "vllm", "sglang", "tensorrt_llm", "transformers", "huggingface_hub", "cuda", "nixl"}
 FORBIDDEN_MODULES = {"pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve"}
 FORBIDDEN_CALLS = {"eval", "exec", "torch.load", "yaml.load", "os.system", "os.popen"}
 GENERATED = {"__pycache__", "results"}  # what Python and `make bench` write

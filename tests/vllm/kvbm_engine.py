@@ -117,10 +117,19 @@ class KvbmEngine(Engine):
     """Serves with DynamoConnector, loaded by the guides' command line. The host tier is ready when it is made."""
 
     def __init__(
-        self, folder: Path, *, host_blocks: int = 256, extra: dict[str, Any] | None = None, **spec: Any
+        self,
+        folder: Path,
+        *,
+        host_blocks: int = 256,
+        disk_blocks: int = 0,
+        extra: dict[str, Any] | None = None,
+        **spec: Any,
     ) -> None:
         self.executors: list[FaultyExecutor] = []
         settings = {"cpu_cache_override_num_blocks": host_blocks, **(extra or {})}
+        if disk_blocks:  # all that the host has goes there, unless ``extra`` says otherwise
+            settings.setdefault("disable_disk_offload_filter", True)
+            settings |= {"disk_cache_override_num_blocks": disk_blocks, "disk_cache_dir": str(folder / "disk")}
         super().__init__(EngineSpec(extra_config=settings, **spec), folder)
         assert isinstance(self.connector, DynamoConnector)
         self.hooks = self.connector.scheduler_side.hooks
@@ -174,7 +183,8 @@ class KvbmEngine(Engine):
 
     def settle(self) -> None:
         """Until no copy is under way any more, in the leader's eyes too."""
-        self.wait_for(lambda: self.leader.pending_jobs == 0)
+        disk = self.leader.disk
+        self.wait_for(lambda: self.leader.pending_jobs == 0 and (disk is None or disk.storing_blocks == 0))
 
     def hold(self, direction: Direction) -> None:
         """Holds back copies on all ranks."""
@@ -206,6 +216,7 @@ class KvbmEngine(Engine):
             "leases": tier.live_leases,
             "pending slots": tier.pending_blocks,
             "prefixes being loaded": leader.loading_blocks,
+            "disk leases": 0 if leader.disk is None else leader.disk.tier.live_leases,
             "pinned device blocks": len(self.hooks._pins),
             "requests in the calendar": len(self.hooks._due),
             "held copies": sum(executor.held for executor in self.executors),

@@ -21,6 +21,15 @@ SPECS: dict[str, dict[str, Any]] = {
     "hybrid, async": {"num_blocks": 80, "host_blocks": 90, "windows": (None, 12, None, 12), "async_scheduling": True},
     "window": {"num_blocks": 40, "host_blocks": 60, "windows": (8,), "async_scheduling": True},
     "tiny host": {"num_blocks": 40, "host_blocks": 7, "layout": "BLHNC"},
+    "disk": {"num_blocks": 40, "host_blocks": 25, "disk_blocks": 300, "async_scheduling": True},
+    "disk, filtered, two ranks": {
+        "num_blocks": 40,
+        "host_blocks": 25,
+        "disk_blocks": 60,
+        "ranks": 2,
+        "extra": {"disable_disk_offload_filter": False},
+    },
+    "disk, hybrid": {"num_blocks": 80, "host_blocks": 40, "disk_blocks": 400, "windows": (None, 8)},
 }
 STEPS = 300
 

@@ -59,7 +59,7 @@ class AioIo:
         return self._aio.close(timeout_s)
 
 
-def make_file_io(fd: int, *, is_direct: bool, depth: int = 32) -> FileIo:
+def make_file_io(fd: int, *, is_direct: bool, depth: int = 128) -> FileIo:
     """The best there is for ``fd``: AIO for a file opened with O_DIRECT where kernel and module have it, else threads.
 
     ``depth`` is for AIO alone.

@@ -17,7 +17,7 @@ from kvbm_core.storage.disk.record import (
     MAX_KEY_BYTES,
     SECTOR_BYTES,
     RecordHeader,
-    pack_record,
+    pack_record_into,
     payload_digest,
     record_bytes,
     slot_offset_bytes,
@@ -27,7 +27,9 @@ from kvbm_core.types import BlockKey
 
 REQUEST_BYTES = 1 << 20
 """Records in neighbouring slots travel in one request of about so many bytes."""
-IN_FLIGHT_BYTES = 32 << 20
+IN_FLIGHT_BYTES = 64 << 20
+SUBMITTED_BYTES = 1 << 20
+"""Handed to the kernel together, while the headers of the next are made; larger requests alone."""
 MAX_RECORDS = 512
 """Records in flight at most; each has a cell for its header."""
 MAX_REQUEST_RECORDS = 128
@@ -67,6 +69,7 @@ class Lane:
         self._next_sequence = first_sequence
         self._cells = mmap.mmap(-1, MAX_RECORDS * SECTOR_BYTES)
         self._cells_at = ctypes.addressof(ctypes.c_char.from_buffer(self._cells))
+        self._payload_type = ctypes.c_char * self._payload_bytes
         self._free_cells = list(range(MAX_RECORDS))
         self._next_tag = 0
         self._late: dict[int, tuple[_Run, frozenset[int]]] = {}
@@ -144,6 +147,7 @@ class _Move:
         self._is_write = is_write
         self._outcomes: list[Outcome | None] = [None] * len(records)
         self._in_flight: dict[int, _Run] = {}
+        self._in_flight_records = 0
         self._bytes_each = self._piece_bytes()
         self._waiting = deque(self._runs())
 
@@ -156,14 +160,23 @@ class _Move:
                 left_s = self._deadline_at_s - lane._clock.now_s()
                 if left_s <= 0:
                     break
-                for tag, moved in lane._io.collect(left_s):
-                    if tag in self._in_flight:
-                        self._end(self._in_flight.pop(tag), moved)
-                    else:
-                        lane._forget_late(tag)
+                ended = [(self._take_out(tag), moved) for tag, moved in lane._io.collect(left_s)]
+                self._start()  # first: the disk is not to wait for checksums
+                for run, moved in ended:
+                    if run is not None:
+                        self._end(run, moved)
         finally:
             self._give_up()
         return [outcome or Outcome.TIMED_OUT for outcome in self._outcomes]
+
+    def _take_out(self, tag: int) -> _Run | None:
+        """The run that has ended; None for one of an earlier call that had been given up."""
+        run = self._in_flight.pop(tag, None)
+        if run is None:
+            self._lane._forget_late(tag)
+        else:
+            self._in_flight_records -= len(run.indices)
+        return run
 
     # ---------------------------------------------------------------- what a subclass does otherwise
 
@@ -205,10 +218,10 @@ class _Move:
             record.key,
             payload_digest(self._payload(record)),
         )
-        lane._cells[cell * SECTOR_BYTES : (cell + 1) * SECTOR_BYTES] = pack_record(header)
+        pack_record_into(lane._cells, cell * SECTOR_BYTES, header)
 
-    def _payload(self, record: Record) -> memoryview:
-        return memoryview((ctypes.c_char * self._lane._payload_bytes).from_address(record.address)).cast("B")
+    def _payload(self, record: Record) -> ctypes.Array[ctypes.c_char]:
+        return self._lane._payload_type.from_address(record.address)
 
     def _header(self, index: int, cell: int) -> RecordHeader | None:
         return unpack_record(self._lane._cells[cell * SECTOR_BYTES : (cell + 1) * SECTOR_BYTES])
@@ -234,20 +247,22 @@ class _Move:
 
     def _start(self) -> None:
         lane = self._lane
-        room = max(1, IN_FLIGHT_BYTES // self._bytes_each) - sum(len(run.indices) for run in self._in_flight.values())
-        transfers = []
-        while self._waiting and len(self._waiting[0]) <= len(lane._free_cells) and room > 0:
+        most = max(1, IN_FLIGHT_BYTES // self._bytes_each)
+        transfers: list[Transfer] = []
+        num_bytes = 0
+        while self._waiting and len(self._waiting[0]) <= len(lane._free_cells) and self._in_flight_records < most:
             indices = self._waiting.popleft()
-            room -= len(indices)
+            self._in_flight_records += len(indices)
             cells = [lane._free_cells.pop() for _ in indices]
             pieces = [piece for pair in zip(indices, cells, strict=True) for piece in self._pieces(*pair)]
             offset_bytes = slot_offset_bytes(self._records[indices[0]].slot, lane._payload_bytes)
             self._in_flight[lane._next_tag] = _Run(indices, cells)
             transfers.append(Transfer(lane._next_tag, offset_bytes, pieces))
             lane._next_tag += 1
-            if len(transfers) >= 4:  # the disk has work while the next headers are made
+            num_bytes += len(indices) * self._bytes_each
+            if num_bytes >= SUBMITTED_BYTES:
                 lane._io.submit(transfers, is_write=self._is_write)
-                transfers = []
+                transfers, num_bytes = [], 0
         if transfers:
             lane._io.submit(transfers, is_write=self._is_write)
 
@@ -277,6 +292,7 @@ class _Move:
             addresses = frozenset(self._records[index].address for index in run.indices)
             self._lane._late[tag] = (run, addresses)
         self._in_flight.clear()
+        self._in_flight_records = 0
         self._waiting.clear()
         for index, outcome in enumerate(self._outcomes):
             if outcome is None:

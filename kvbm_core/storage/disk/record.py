@@ -9,6 +9,8 @@ No promise rests on the order or the completeness of writes.
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import struct
 from typing import Any, NamedTuple
 
@@ -70,7 +72,7 @@ def slot_offset_bytes(slot: int, payload_bytes: int) -> int:
     return FIRST_SLOT_BYTES + slot * record_bytes(payload_bytes)
 
 
-def payload_digest(payload: memoryview) -> bytes:
+def payload_digest(payload: memoryview | ctypes.Array[ctypes.c_char]) -> bytes:
     """The checksum of a block's bytes."""
     return xxhash.xxh3_128_digest(payload)
 
@@ -83,23 +85,32 @@ def pack_file(header: FileHeader) -> bytes:
 
 def pack_record(header: RecordHeader) -> bytes:
     """One sector. ValueError for a key that is empty or longer than MAX_KEY_BYTES."""
+    sector = bytearray(SECTOR_BYTES)
+    pack_record_into(sector, 0, header)
+    return bytes(sector)
+
+
+def pack_record_into(buffer: bytearray | mmap.mmap, offset: int, header: RecordHeader) -> None:
+    """As ``pack_record``, into a sector at ``offset`` that has never held anything but headers of records."""
     life, fingerprint, slot, sequence, payload_bytes, key, digest = header
     if not 0 < len(key) <= MAX_KEY_BYTES:
         raise ValueError(f"a key of {len(key)} bytes does not go into a record")
-    return _sealed(
-        _RECORD.pack(
-            _RECORD_MAGIC,
-            FORMAT_VERSION,
-            len(key),
-            life,
-            fingerprint,
-            slot,
-            sequence,
-            payload_bytes,
-            key,
-            digest,
-        )
+    _RECORD.pack_into(
+        buffer,
+        offset,
+        _RECORD_MAGIC,
+        FORMAT_VERSION,
+        len(key),
+        life,
+        fingerprint,
+        slot,
+        sequence,
+        payload_bytes,
+        key,
+        digest,
     )
+    with memoryview(buffer) as view, view[offset : offset + BODY_BYTES] as body:
+        view[offset + BODY_BYTES : offset + SECTOR_BYTES] = xxhash.xxh3_128_digest(body)
 
 
 def foreign_version(sector: bytes | memoryview) -> int | None:

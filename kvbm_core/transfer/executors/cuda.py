@@ -30,7 +30,7 @@ POLL_INTERVAL_S = 0.0005
 class _Flight:
     """A job whose copies the GPU has. ``readback``, if any, is filled with the device blocks by the GPU."""
 
-    job: Job
+    job: Job[TransferPlan]
     num_bytes: int = 0
     event: Any = None
     readback: list[tuple[int, npt.NDArray[np.uint8]]] = field(default_factory=list)
@@ -54,14 +54,14 @@ class CudaExecutor:
         max_concurrent: int = 4,
         max_batch_blocks: int = 16,
         on_done: Callable[[JobResult], None] | None = None,
-        verify: bool = False,
+        digests: SlotDigests | None = None,
         clock: Clock | None = None,
     ) -> None:
         if max_concurrent < 1 or max_batch_blocks < 1:
             raise ValueError(f"max_concurrent={max_concurrent}, max_batch_blocks={max_batch_blocks}")
         self._device, self._host, self._api = device, host, api
         self._max_concurrent, self._max_batch_blocks = max_concurrent, max_batch_blocks
-        self._digests = SlotDigests() if verify else None
+        self._digests = digests
         self._bases = [api.address_of(storage) for storage in device.storages]
         self._tables = [
             PieceTable(pair_segments(view, host.view(view.block_bytes)), self._bases, host.address, host.chunk_bytes)
@@ -72,7 +72,7 @@ class CudaExecutor:
             Direction.OFFLOAD: api.create_stream(high_priority=False),
         }
         self._flights: list[_Flight] = []
-        self._board = JobBoard(clock or SystemClock(), on_done)
+        self._board: JobBoard[TransferPlan] = JobBoard(clock or SystemClock(), on_done)
         self._thread = threading.Thread(target=self._work, name="kvbm-cuda", daemon=True)
         self._thread.start()
 
@@ -121,7 +121,7 @@ class CudaExecutor:
                 self._board.pause(POLL_INTERVAL_S)
             self._flights = [flight for flight in self._flights if not self._land(flight)]
 
-    def _launch(self, job: Job) -> _Flight:
+    def _launch(self, job: Job[TransferPlan]) -> _Flight:
         """Queues all copies of a job. If that fails half way, what was queued is still waited for."""
         plan = job.plan
         flight = _Flight(job)

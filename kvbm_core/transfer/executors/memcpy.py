@@ -71,7 +71,7 @@ class MemcpyExecutor:
         *,
         max_batch_blocks: int = 16,
         on_done: Callable[[JobResult], None] | None = None,
-        verify: bool = False,
+        digests: SlotDigests | None = None,
         clock: Clock | None = None,
     ) -> None:
         if max_batch_blocks < 1:
@@ -79,9 +79,9 @@ class MemcpyExecutor:
         self._device = device
         self._host = host
         self._max_batch_blocks = max_batch_blocks
-        self._digests = SlotDigests() if verify else None
+        self._digests = digests
         self._lanes = [_lanes(device, host, group) for group in range(len(device.views))]
-        self._board = JobBoard(clock or SystemClock(), on_done)
+        self._board: JobBoard[TransferPlan] = JobBoard(clock or SystemClock(), on_done)
         self._thread = threading.Thread(target=self._work, name="kvbm-memcpy", daemon=True)
         self._thread.start()
 
@@ -119,7 +119,7 @@ class MemcpyExecutor:
         while (job := self._board.take()) is not None:
             self._execute(job)
 
-    def _execute(self, job: Job) -> None:
+    def _execute(self, job: Job[TransferPlan]) -> None:
         try:
             num_bytes = self._move(job.plan)
             wrong = self._verify(job.plan)

@@ -1,0 +1,78 @@
+"""The folder of one engine's block files below DYN_KVBM_DISK_CACHE_DIR."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import logging
+import os
+from itertools import count
+from pathlib import Path
+
+from kvbm_core.errors import ConfigError
+from kvbm_core.storage.disk.allocate import SETTING
+from kvbm_core.storage.disk.block_file import SUFFIX
+from kvbm_core.storage.disk.record import SECTOR_BYTES, foreign_version
+
+TOP = "kvbm"
+LOCK = "lock"
+MAX_ENGINES = 64
+
+log = logging.getLogger("kvbm")
+
+
+class DiskFolder:
+    """Takes the first free folder for a layout, so that an engine finds again what it left.
+
+    Several engines with the same layout have a folder each. The lock goes with the process. ConfigError, one line, if
+    the directory cannot be used.
+    """
+
+    def __init__(self, directory: Path, fingerprint: str) -> None:
+        self._fd = -1
+        name = hashlib.sha256(fingerprint.encode()).hexdigest()[:16]
+        try:
+            for number in count():
+                if number == MAX_ENGINES:
+                    raise ConfigError(
+                        SETTING, directory, f"{MAX_ENGINES} engines use it already; set another directory"
+                    )
+                self.path = directory / TOP / f"{name}-{number}"
+                if self._take():
+                    return
+        except OSError as error:
+            self.close()
+            remedy = f"{error.strerror}; set it to a directory on a local disk that can be written"
+            raise ConfigError(SETTING, directory, remedy) from error
+
+    def _take(self) -> bool:
+        """False if another engine has it, or another version of kvbm left its files there."""
+        self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._fd = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno != errno.EWOULDBLOCK:
+                raise
+            self.close()
+            return False
+        for path in self.path.glob(f"*{SUFFIX}"):
+            version = _version_of(path)
+            if version is not None:
+                log.warning("kvbm: %s is of format %d, not this kvbm's; it is left as it is", path, version)
+                self.close()
+                return False
+        return True
+
+    def close(self) -> None:
+        """Another engine may have it from now on; idempotent."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+
+def _version_of(path: Path) -> int | None:
+    with path.open("rb") as file:
+        sector = file.read(SECTOR_BYTES)
+    return foreign_version(sector) if len(sector) == SECTOR_BYTES else None

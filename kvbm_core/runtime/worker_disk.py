@@ -1,0 +1,149 @@
+"""A worker's part of the disk tier: the block file of its rank, what is found in it, and what goes there."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from kvbm_core.errors import Outcome
+from kvbm_core.runtime.messages import Acks, DiskFound, DiskRefused, DiskShare, JobAck, Message, Store
+from kvbm_core.storage.disk.allocate import DirectoryBusyError, DiskError, FileOptions
+from kvbm_core.storage.disk.block_file import SUFFIX, BlockFile, Geometry
+from kvbm_core.storage.disk.recovery import Found, Recovery
+from kvbm_core.storage.host_slab import HostSlab
+from kvbm_core.transfer.executors.disk import DiskExecutor
+from kvbm_core.transfer.plan import DiskPlan, JobResult
+from kvbm_core.types import BlockKey, Direction
+
+LOCK_WAIT_S = 4.0  # less than the channel's thread, which waits, is given to end
+LOCK_RETRY_S = 0.1
+
+log = logging.getLogger("kvbm")
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerDiskOptions:
+    """``io_deadline_s``: a read or write that takes longer is given up."""
+
+    file: FileOptions = field(default_factory=FileOptions)
+    io_deadline_s: float = 10.0
+
+
+class WorkerDisk:
+    """``open``, then ``start``, on the channel's thread; the rest is safe from any thread."""
+
+    def __init__(self, rank: int, world_size: int, options: WorkerDiskOptions, send: Callable[[Message], None]) -> None:
+        self._rank = rank
+        self._world_size = world_size
+        self._options = options
+        self._send = send
+        self._file: BlockFile | None = None
+        self._executor: DiskExecutor | None = None
+        self._recovery: Recovery | None = None
+        self._lock = threading.Lock()
+        self._stores: set[int] = set()
+        self._late: dict[int, JobAck] = {}
+
+    def open(self, share: DiskShare, slot_bytes: int, fingerprint: str) -> bool:
+        """Opens this rank's file and tells the leader if that failed; then the rank serves without a disk."""
+        path = Path(share.folder) / f"rank-{self._rank}-of-{self._world_size}{SUFFIX}"
+        meaning = hashlib.sha256(f"{fingerprint}/{slot_bytes}".encode()).digest()[:16]
+        try:
+            self._file = self._open(path, Geometry(share.num_slots, slot_bytes, meaning))
+        except DiskError as error:
+            log.error("%s", error.args[-1])
+            self._send(DiskRefused(self._rank, str(error.args[-1])))
+            return False
+        how = "O_DIRECT" if self._file.is_direct else "page cache"
+        space = "space reserved" if self._file.is_reserved else "sparse"
+        log.info("kvbm: disk tier: %s, %.2f GB (%s, %s)", path, self._file.geometry.file_bytes / 1e9, how, space)
+        return True
+
+    def _open(self, path: Path, geometry: Geometry) -> BlockFile:
+        # The worker of an engine that was killed may need a moment to end.
+        ends_at_s = time.monotonic() + LOCK_WAIT_S
+        while True:
+            try:
+                return BlockFile(path, geometry, self._options.file)
+            except DirectoryBusyError:
+                if time.monotonic() > ends_at_s:
+                    raise
+                time.sleep(LOCK_RETRY_S)
+
+    def start(
+        self, slab: HostSlab, on_done: Callable[[JobResult], None], on_released: Callable[[int], None]
+    ) -> DiskExecutor:
+        """The executor of the open file, whose content is looked at from now on."""
+        if self._file is None:
+            raise ValueError("the disk is not open")
+        self._executor = DiskExecutor(
+            self._file,
+            slab,
+            on_done=on_done,
+            on_released=on_released,
+            io_deadline_s=self._options.io_deadline_s,
+            first_sequence=time.time_ns(),
+        )
+        self._recovery = Recovery(self._file, self._tell_found)
+        return self._executor
+
+    def _tell_found(self, end: int, found: list[Found]) -> None:
+        slots, keys, sequences = [record.slot for record in found], [], []
+        for record in found:
+            keys.append(bytes(record.key))
+            sequences.append(record.sequence)
+        self._send(DiskFound(self._rank, end, slots, keys, sequences))
+
+    def store(self, message: Store, *, deadline_s: float) -> None:
+        """Writes host slots to the disk; the leader hears of the end."""
+        keys = tuple(BlockKey(key) for key in message.keys)
+        plan = DiskPlan(message.job_id, Direction.OFFLOAD, keys, tuple(message.slots), tuple(message.disk_slots))
+        with self._lock:
+            self._stores.add(plan.job_id)
+        if self._executor is None:
+            self.stored(JobResult(plan.job_id, Outcome.REJECTED, 0, 0.0, 0.0, "no disk"))
+            return
+        self._executor.submit(plan, deadline_s=deadline_s)
+
+    def is_store(self, job_id: int) -> bool:
+        """Whether this job is one of ``store``."""
+        with self._lock:
+            return job_id in self._stores
+
+    def stored(self, result: JobResult) -> None:
+        """The end of a ``store``. Not carried by the engine's steps: there may be none for a long time."""
+        ack = JobAck(result.job_id, result.outcome, result.num_bytes, result.seconds, result.queued_s)
+        with self._lock:
+            if result.is_late:
+                self._late[result.job_id] = ack
+                ack = msgspec.structs.replace(ack, is_late=True)
+            else:
+                self._stores.discard(result.job_id)
+        if result.outcome is not Outcome.OK:
+            log.warning("kvbm: worker %d: disk job %d: %s", self._rank, result.job_id, result.detail)
+        self._send(Acks(self._rank, [ack]))
+
+    def released(self, job_id: int) -> None:
+        """A late ``store`` is over: its slots are free."""
+        with self._lock:
+            self._stores.discard(job_id)
+            ack = self._late.pop(job_id, None)
+        if ack is not None:
+            self._send(Acks(self._rank, [ack]))
+
+    def forget_all(self) -> None:
+        """See DiskExecutor.forget_all."""
+        if self._executor is not None:
+            self._executor.forget_all()
+
+    def close(self) -> None:
+        """Ends the search for what is on the disk; the executor is closed by whoever it was given to."""
+        if self._recovery is not None:
+            self._recovery.close()

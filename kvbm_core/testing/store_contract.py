@@ -1,0 +1,336 @@
+# ruff: noqa: S101  (a conformance suite is made of asserts)
+"""What every BlockStore must do: subclass the class, say how to make a store, run pytest."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from random import Random
+
+from kvbm_core.errors import Outcome
+from kvbm_core.storage.base import BlockStore
+from kvbm_core.testing.file_io_contract import memory_of
+from kvbm_core.types import BlockKey, SequenceHash, block_key
+
+LONG_S = 30.0
+"""A deadline longer than anything here takes."""
+NUM_BLOCKS = 24
+"""What the stores under test have room for."""
+NOT_NOW = {Outcome.OK, Outcome.MISS, Outcome.BUSY, Outcome.TIMED_OUT, Outcome.NO_SPACE, Outcome.IO_ERROR}
+"""What a call without time may answer; CORRUPT would be a block that nobody damaged."""
+
+
+def key_of(number: int, group: int = 0) -> BlockKey:
+    """A key; different for different arguments."""
+    return block_key(SequenceHash(Random(number).randbytes(32)), group)  # noqa: S311 (a test's randomness)
+
+
+def content_of(key: BlockKey, num_bytes: int) -> bytes:
+    """The bytes that the suite puts under ``key``: all of them depend on all of it."""
+    return Random(bytes(key)).randbytes(num_bytes)  # noqa: S311 (a test's randomness)
+
+
+def buffers(count: int, num_bytes: int, *, skew_bytes: int = 0) -> list[memoryview]:
+    """Writable memory from pages' starts on, or ``skew_bytes`` behind them. Any address will do for a store."""
+    step_bytes = -(-(num_bytes + skew_bytes) // 4096) * 4096
+    memory = memory_of(count * step_bytes).data
+    return [memory[start : start + num_bytes] for start in range(skew_bytes, count * step_bytes, step_bytes)]
+
+
+class BlockStoreContract(ABC):
+    """The promises of ``storage.base.BlockStore``."""
+
+    payload_bytes = 8192
+    skew_bytes = 0
+    """How far behind a page's start the buffers begin."""
+
+    @abstractmethod
+    def stores(self) -> AbstractContextManager[BlockStore]:
+        """A new and empty store with room for NUM_BLOCKS blocks of ``payload_bytes``; what it needs goes afterwards.
+
+        It is closed by the suite.
+        """
+
+    @contextmanager
+    def opened(self) -> Iterator[BlockStore]:
+        """A store, closed afterwards."""
+        with self.stores() as store:
+            try:
+                yield store
+            finally:
+                store.close()
+
+    # ---------------------------------------------------------------- helpers
+
+    def new_buffers(self, count: int) -> list[memoryview]:
+        """Of the size of blocks, full of zeros."""
+        return buffers(count, self.payload_bytes, skew_bytes=self.skew_bytes)
+
+    def put(self, store: BlockStore, keys: Sequence[BlockKey], deadline_s: float = LONG_S) -> list[Outcome]:
+        """Puts each key's ``content_of``; the memory is overwritten afterwards, as it is the caller's again."""
+        payloads = self.new_buffers(len(keys))
+        for key, payload in zip(keys, payloads, strict=True):
+            payload[:] = content_of(key, self.payload_bytes)
+        outcomes = store.put_many(keys, payloads, deadline_s=deadline_s)
+        assert len(outcomes) == len(keys)
+        if Outcome.TIMED_OUT not in outcomes:
+            for payload in payloads:
+                payload[:] = bytes(self.payload_bytes)
+        return outcomes
+
+    def get(self, store: BlockStore, keys: Sequence[BlockKey], deadline_s: float = LONG_S) -> list[Outcome]:
+        """Gets them and checks every byte of what is OK."""
+        targets = self.new_buffers(len(keys))
+        outcomes = store.get_many(keys, targets, deadline_s=deadline_s)
+        assert len(outcomes) == len(keys)
+        for key, target, outcome in zip(keys, targets, outcomes, strict=True):
+            assert outcome is not Outcome.OK or target == content_of(key, self.payload_bytes), "wrong bytes"
+        return outcomes
+
+    @staticmethod
+    def contained(store: BlockStore, keys: Sequence[BlockKey]) -> list[Outcome]:
+        """``contains_many`` with time enough."""
+        return store.contains_many(keys, deadline_s=LONG_S)
+
+    # ---------------------------------------------------------------- what is there
+
+    def test_what_was_put_is_got_and_what_was_not_is_a_miss(self) -> None:
+        keys = [key_of(number) for number in range(6)] + [key_of(0, group=3)]
+        with self.opened() as store:
+            assert list(store.scan()) == []
+            assert self.contained(store, keys) == self.get(store, keys) == [Outcome.MISS] * 7
+            assert self.put(store, keys[::2]) == [Outcome.OK] * 4
+            held = [Outcome.OK, Outcome.MISS] * 3 + [Outcome.OK]
+            assert self.contained(store, keys) == held
+            assert self.get(store, keys) == held, "the misses between them cost nothing"
+            assert self.get(store, keys[::-1]) == held[::-1], "the answers are in the order of the keys"
+            assert set(store.scan()) == set(keys[::2])
+            assert len(list(store.scan())) == 4
+
+    def test_nothing_asked_is_nothing_answered(self) -> None:
+        with self.opened() as store:
+            assert self.contained(store, []) == self.put(store, []) == self.get(store, []) == []
+            assert store.remove_many([], deadline_s=LONG_S) == []
+
+    def test_removed_blocks_are_gone_and_can_be_put_again(self) -> None:
+        keys = [key_of(number) for number in range(5)]
+        with self.opened() as store:
+            self.put(store, keys)
+            removed = store.remove_many([keys[1], key_of(99), keys[3]], deadline_s=LONG_S)
+            assert removed == [Outcome.OK, Outcome.MISS, Outcome.OK]
+            held = [Outcome.OK, Outcome.MISS, Outcome.OK, Outcome.MISS, Outcome.OK]
+            assert self.contained(store, keys) == self.get(store, keys) == held
+            assert set(store.scan()) == {keys[0], keys[2], keys[4]}
+            assert store.remove_many(keys[1:2], deadline_s=LONG_S) == [Outcome.MISS]
+            assert self.put(store, keys) == self.get(store, keys) == [Outcome.OK] * 5
+
+    def test_a_key_may_be_given_twice_in_one_call(self) -> None:
+        one, two, other = (key_of(number) for number in range(3))
+        with self.opened() as store:
+            assert self.put(store, [one, two, one, one]) == [Outcome.OK] * 4
+            held = [Outcome.OK, Outcome.MISS, Outcome.OK, Outcome.OK, Outcome.MISS]
+            assert self.get(store, [one, other, one, two, other]) == held
+            assert sorted(store.scan()) == sorted([one, two])
+            removed = store.remove_many([one, one], deadline_s=LONG_S)
+            assert Outcome.OK in removed and set(removed) <= {Outcome.OK, Outcome.MISS}
+            assert self.contained(store, [one, two]) == [Outcome.MISS, Outcome.OK]
+
+    def test_putting_a_block_again_is_ok(self) -> None:
+        keys = [key_of(number) for number in range(3)]
+        with self.opened() as store:
+            for _ in range(3):
+                assert self.put(store, keys) == self.get(store, keys) == [Outcome.OK] * 3
+            assert len(list(store.scan())) == 3
+
+    def test_more_blocks_than_fit_cost_old_ones_and_never_bytes(self) -> None:
+        keys = [key_of(number) for number in range(3 * NUM_BLOCKS)]
+        with self.opened() as store:
+            for start in range(0, len(keys), 4):
+                assert self.put(store, keys[start : start + 4]) == [Outcome.OK] * 4, "room is made"
+                assert self.get(store, keys[start : start + 4]) == [Outcome.OK] * 4
+            held = list(store.scan())
+            assert 4 <= len(held) == len(set(held)) <= NUM_BLOCKS
+            outcomes = self.get(store, keys)
+            assert {key for key, outcome in zip(keys, outcomes, strict=True) if outcome is Outcome.OK} == set(held)
+            assert set(outcomes) == {Outcome.OK, Outcome.MISS}
+
+    def test_more_blocks_in_one_call_than_fit(self) -> None:
+        keys = [key_of(number) for number in range(2 * NUM_BLOCKS)]
+        with self.opened() as store:
+            outcomes = self.put(store, keys)
+            assert Outcome.OK in outcomes and set(outcomes) <= {Outcome.OK, Outcome.NO_SPACE}
+            put = [key for key, outcome in zip(keys, outcomes, strict=True) if outcome is Outcome.OK]
+            assert self.get(store, put) == [Outcome.OK] * len(put), "OK means that it can be got"
+
+    def test_a_scan_outlives_changes(self) -> None:
+        keys = [key_of(number) for number in range(6)]
+        with self.opened() as store:
+            self.put(store, keys)
+            found = store.scan()
+            seen = {next(found)}
+            store.remove_many(keys[:3], deadline_s=LONG_S)
+            self.put(store, [key_of(50)])
+            seen |= set(found)
+            assert set(keys[3:]) <= seen <= {*keys, key_of(50)}
+
+    # ---------------------------------------------------------------- misuse
+
+    def test_buffers_of_another_size_are_refused(self) -> None:
+        keys = [key_of(0), key_of(1)]
+        with self.opened() as store:
+            self.put(store, keys[:1])
+            for size in (self.payload_bytes - 1, self.payload_bytes + 1, 0):
+                wrong = [self.new_buffers(1)[0], memoryview(bytearray(size))]
+                _refuses(store.put_many, keys, wrong)
+                _refuses(store.get_many, keys, wrong)
+            for count in (1, 3):
+                uneven = self.new_buffers(count)
+                _refuses(store.put_many, keys, uneven)
+                _refuses(store.get_many, keys, uneven)
+            assert self.contained(store, keys) == [Outcome.OK, Outcome.MISS], "what raised changed nothing"
+            self._still_has_all_its_room(store)
+
+    def test_memory_that_cannot_be_used_is_refused(self) -> None:
+        keys, size = [key_of(0), key_of(1)], self.payload_bytes
+        with self.opened() as store:
+            self.put(store, keys)
+            apart = memoryview(bytearray(2 * size))[::2]
+            read_only = memoryview(bytes(size))
+            good = self.new_buffers(1)[0]
+            _refuses(store.put_many, [key_of(2), key_of(3)], [good, apart])
+            _refuses(store.get_many, keys, [good, apart])
+            _refuses(store.get_many, keys, [good, read_only])
+            payload = memoryview(content_of(key_of(4), size))
+            assert store.put_many([key_of(4)], [payload], deadline_s=LONG_S) == [Outcome.OK], "it is only read"
+            assert self.get(store, [*keys, key_of(4)]) == [Outcome.OK] * 3
+            self._still_has_all_its_room(store)
+
+    def _still_has_all_its_room(self, store: BlockStore) -> None:
+        """Nothing that was refused holds a place: as many blocks as ever can be put, all of them new."""
+        for turn in range(2):
+            keys = [key_of(1000 * turn + number + 500) for number in range(NUM_BLOCKS)]
+            assert self.put(store, keys) == self.get(store, keys) == [Outcome.OK] * NUM_BLOCKS
+
+    # ---------------------------------------------------------------- time, end, threads
+
+    def test_a_call_without_time_answers_and_does_no_harm(self) -> None:
+        keys = [key_of(number) for number in range(8)]
+        kept: list[memoryview] = []  # a late read may still write there
+        with self.opened() as store:
+            self.put(store, keys[:4])
+            for deadline_s in (0.0, -1.0, -0.001):
+                started_s = time.monotonic()
+                assert set(self.put(store, keys[4:], deadline_s)) <= NOT_NOW
+                kept += self.new_buffers(8)
+                outcomes = store.get_many(keys, kept[-8:], deadline_s=deadline_s)
+                assert set(outcomes) <= NOT_NOW
+                for key, target, outcome in zip(keys, kept[-8:], outcomes, strict=True):
+                    assert outcome is not Outcome.OK or target == content_of(key, self.payload_bytes)
+                assert len(store.contains_many(keys, deadline_s=deadline_s)) == 8
+                assert len(store.remove_many(keys[3:4], deadline_s=deadline_s)) == 1
+                assert time.monotonic() - started_s < LONG_S / 2, "it does not wait"
+            assert set(self.get(store, keys)) <= {Outcome.OK, Outcome.MISS}
+            _until(lambda: self.put(store, keys[4:]) == self.get(store, keys[4:]) == [Outcome.OK] * 4)
+
+    def test_after_close_everything_is_rejected(self) -> None:
+        keys = [key_of(0), key_of(1)]
+        with self.stores() as store:
+            self.put(store, keys)
+            store.close()
+            store.close()
+            rejected = [Outcome.REJECTED] * 2
+            assert self.contained(store, keys) == self.put(store, keys) == self.get(store, keys) == rejected
+            assert store.remove_many(keys, deadline_s=LONG_S) == rejected
+
+    def test_many_threads_at_once_see_only_right_bytes(self) -> None:
+        failures: list[BaseException] = []
+        counts = dict.fromkeys(Outcome, 0)
+
+        def work(number: int) -> None:
+            rng = Random(number)  # noqa: S311 (a test's randomness)
+            try:
+                for _ in range(30):
+                    keys = [key_of(rng.randrange(3 * NUM_BLOCKS // 2)) for _ in range(rng.randrange(1, 6))]
+                    what = rng.random()
+                    if what < 0.4:
+                        outcomes = self.put(store, keys)
+                    elif what < 0.9:
+                        outcomes = self.get(store, keys)
+                    else:
+                        outcomes = store.remove_many(keys, deadline_s=LONG_S)
+                        set(store.scan())
+                    for outcome in outcomes:
+                        counts[outcome] += 1
+            except BaseException as error:
+                failures.append(error)
+
+        with self.opened() as store:
+            threads = [threading.Thread(target=work, args=(number,)) for number in range(6)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            if failures:
+                raise failures[0]
+            bad = {outcome for outcome, count in counts.items() if count}
+            assert bad <= {Outcome.OK, Outcome.MISS, Outcome.NO_SPACE}, counts
+            assert counts[Outcome.OK] > counts[Outcome.MISS] / 4, counts
+            self._still_has_all_its_room(store)
+
+    def test_close_while_others_work_ends_their_calls(self) -> None:
+        keys = [key_of(number) for number in range(8)]
+        failures: list[BaseException] = []
+        at_work = threading.Barrier(4)
+
+        def work() -> None:
+            try:
+                at_work.wait(LONG_S)
+                while Outcome.REJECTED not in (outcomes := self.put(store, keys) + self.get(store, keys)):
+                    assert set(outcomes) <= {Outcome.OK, Outcome.MISS, Outcome.NO_SPACE}
+            except BaseException as error:
+                failures.append(error)
+
+        with self.opened() as store:
+            threads = [threading.Thread(target=work) for _ in range(3)]
+            for thread in threads:
+                thread.start()
+            at_work.wait(LONG_S)
+            store.close()
+            for thread in threads:
+                thread.join(LONG_S)
+                assert not thread.is_alive()
+        if failures:
+            raise failures[0]
+
+    def test_close_gives_back_files_and_threads(self) -> None:
+        with self.opened() as store:  # what is loaded with the first one may stay
+            self.put(store, [key_of(0)])
+        files, threads = _open_files(), set(threading.enumerate())
+        for _ in range(3):
+            with self.opened() as store:
+                self.put(store, [key_of(0)])
+                self.get(store, [key_of(0), key_of(1)])
+        assert _open_files() == files
+        assert set(threading.enumerate()) <= threads
+
+
+def _refuses(call: Callable[..., object], keys: Sequence[BlockKey], memory: Sequence[memoryview]) -> None:
+    try:
+        call(keys, memory, deadline_s=LONG_S)
+    except ValueError:
+        return
+    raise AssertionError("ValueError was not raised")
+
+
+def _until(is_so: Callable[[], bool]) -> None:
+    end_s = time.monotonic() + LONG_S
+    while not is_so():
+        assert time.monotonic() < end_s, "it does not come to be"
+
+
+def _open_files() -> list[str]:
+    return sorted(os.listdir("/proc/self/fd"))

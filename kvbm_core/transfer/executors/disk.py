@@ -1,0 +1,157 @@
+"""Moves blocks between the host slab and a block file: one thread reads, one writes."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
+
+from kvbm_core.clock import Clock, SystemClock
+from kvbm_core.errors import Outcome
+from kvbm_core.storage.disk.aio_io import make_file_io
+from kvbm_core.storage.disk.block_file import BlockFile
+from kvbm_core.storage.disk.lane import Lane, Record
+from kvbm_core.storage.host_slab import HostSlab
+from kvbm_core.transfer.jobs import Job, JobBoard
+from kvbm_core.transfer.plan import DiskPlan, JobResult
+from kvbm_core.types import Direction
+
+LOOK_FOR_LATE_S = 0.05
+CLOSE_TIMEOUT_S = 10.0
+
+log = logging.getLogger("kvbm")
+
+_KEPT: list[DiskExecutor] = []  # those with a request that never ended
+OnBlock = Callable[[int, Outcome], None]
+"""``on_block(i, outcome)``: block i of the plan has ended, before its job has; from the reading thread."""
+
+
+class DiskExecutor:
+    """Executes DiskPlans. Safe to call from any thread; a job's result goes to ``on_done`` from any thread.
+
+    What did not end within ``io_deadline_s`` is TIMED_OUT and late: its slots, in memory and on disk, are not to be
+    used for anything else until ``on_released(job_id)``. The slab's slots are whole sectors
+    (``HostSlab.slot_bytes`` is what the file's geometry says).
+    """
+
+    def __init__(
+        self,
+        file: BlockFile,
+        host: HostSlab,
+        *,
+        on_done: Callable[[JobResult], None],
+        on_released: Callable[[int], None] = lambda job_id: None,
+        io_deadline_s: float = 10.0,
+        first_sequence: int = 0,
+        clock: Clock | None = None,
+    ) -> None:
+        if host.slot_bytes != file.geometry.payload_bytes:
+            raise ValueError(f"slots of {host.slot_bytes} bytes, records of {file.geometry.payload_bytes}")
+        clock = clock or SystemClock()
+        self._file = file
+        self._host = host
+        self._memory: object = host.array  # a slab keeps its memory as long as somebody has an array of it
+        self.on_released = on_released
+        self._io_deadline_s = io_deadline_s
+        self._lanes = [
+            Lane(file, make_file_io(file.fd, is_direct=file.is_direct), first_sequence=first_sequence, clock=clock)
+            for _ in Direction
+        ]
+        self._reads: JobBoard[DiskPlan] = JobBoard(clock, on_done)
+        self._writes: JobBoard[DiskPlan] = JobBoard(clock, on_done)
+        self._new_life = threading.Event()
+        self._num_resets = 0
+        self._threads = [
+            threading.Thread(target=partial(self._work, board, lane), name=f"kvbm-disk-{name}", daemon=True)
+            for name, board, lane in zip(("reader", "writer"), (self._reads, self._writes), self._lanes, strict=True)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, plan: DiskPlan, *, deadline_s: float | None = None, on_block: OnBlock | None = None) -> None:
+        """Queues a plan and returns at once; see Executor.submit."""
+        board = self._board(plan.direction)
+        try:
+            plan.check(self._host.ready_slots, self._file.geometry.num_slots)
+        except ValueError as error:
+            board.refuse(plan, Outcome.REJECTED, str(error))
+            return
+        board.add(plan, deadline_s, on_block if board is self._reads else self._num_resets)
+
+    def forget_all(self) -> None:
+        """Nothing that is on the disk, or waits to go there, will be found again, also after a restart.
+
+        Done by the writing thread, which rejects what was submitted before.
+        """
+        self._num_resets += 1
+        self._new_life.set()
+        self._writes.wake()
+
+    def wait(self, job_ids: Collection[int] | None, timeout_s: float) -> bool:
+        """Waits until these jobs (None = all) have ended, in whatever way; False after ``timeout_s``."""
+        return self._reads.wait(job_ids, timeout_s) and self._writes.wait(job_ids, timeout_s)
+
+    def close(self) -> None:
+        """Rejects what waits, lets what runs end within its deadline, ends the threads; idempotent."""
+        for board in (self._reads, self._writes):
+            board.close()
+        for thread in self._threads:
+            thread.join()
+        self._lanes = [lane for lane in self._lanes if not lane.close(CLOSE_TIMEOUT_S)]
+        if self._lanes:  # a late read may still end: neither file nor memory may become somebody else's
+            _KEPT.append(self)
+            return
+        self._file.close()
+        self._memory = None
+
+    def _board(self, direction: Direction) -> JobBoard[DiskPlan]:
+        return self._writes if direction is Direction.OFFLOAD else self._reads
+
+    def _work(self, board: JobBoard[DiskPlan], lane: Lane) -> None:
+        late: dict[int, Sequence[int]] = {}
+        while not board.is_closed:
+            job = board.take(timeout_s=LOOK_FOR_LATE_S if late else None)
+            if board is self._writes and self._new_life.is_set():
+                self._begin_new_life()
+            if job is not None and board is self._writes and job.token != self._num_resets:
+                board.end(job, Outcome.REJECTED, "a reset came before it could be written")
+            elif job is not None:
+                late.update(self._execute(job, board, lane))
+            for job_id in [job_id for job_id, held in late.items() if not any(map(lane.holds, held))]:
+                del late[job_id]
+                self.on_released(job_id)
+        if board is self._writes and self._new_life.is_set():
+            self._begin_new_life()
+
+    def _begin_new_life(self) -> None:
+        self._new_life.clear()
+        try:
+            self._file.begin_new_life()
+        except OSError as error:  # in this process nothing of before is found again; a restart might
+            log.error("kvbm: %s: a reset could not be written down: %s", self._file.path, error)
+
+    def _execute(self, job: Job[DiskPlan], board: JobBoard[DiskPlan], lane: Lane) -> dict[int, Sequence[int]]:
+        """Ends the job; what is late of it: its id and the addresses that are not free yet."""
+        plan, size = job.plan, self._host.slot_bytes
+        records = [
+            Record(key, disk_slot, self._host.address + slot * size)
+            for key, slot, disk_slot in zip(plan.keys, plan.slots, plan.disk_slots, strict=True)
+        ]
+        is_read = plan.direction is Direction.ONBOARD
+        try:
+            move = partial(lane.read, on_done=job.token) if is_read else lane.write
+            outcomes = move(records, deadline_s=self._io_deadline_s)
+        except Exception as error:  # whatever happens to a job is its outcome, and the thread goes on
+            log.exception("kvbm: disk job %d", plan.job_id)
+            outcomes, detail = [Outcome.IO_ERROR], f"{type(error).__name__}: {error}"
+        else:
+            detail = ""
+        bad = [outcome for outcome in outcomes if outcome is not Outcome.OK]
+        held = [record.address for record in records if bad and lane.holds(record.address)]
+        if bad:
+            detail = detail or f"{len(bad)} of {len(records)} blocks: {bad[0]} in {self._file.path}"
+            board.end(job, bad[0], detail, is_late=bool(held))
+        else:
+            board.end(job, Outcome.OK, num_bytes=len(records) * size)
+        return {plan.job_id: held} if held else {}

@@ -1,0 +1,208 @@
+"""Plans whose blocks are partly on disk: disk -> host slot -> device, chunk by chunk, over two other executors."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import count
+
+from kvbm_core.errors import Outcome
+from kvbm_core.transfer.digests import SlotDigests
+from kvbm_core.transfer.executor import Executor
+from kvbm_core.transfer.executors.disk import DiskExecutor
+from kvbm_core.transfer.plan import GroupMove, JobResult, TransferPlan
+
+CHUNK_BYTES = 8 << 20
+
+OnDone = Callable[[JobResult], None]
+
+
+@dataclass
+class _Load:
+    """A plan with reads. ``chunk_of[i]``: the chunk of read i; a chunk goes up when all of it has been read."""
+
+    plan: TransferPlan
+    chunk_of: list[int]
+    unread: list[int]
+    copies: list[TransferPlan]
+    deadline_s: float | None
+    copying: set[int] = field(default_factory=set)
+    read_result: JobResult | None = None
+    failure: JobResult | None = None
+    num_bytes: int = 0
+    is_over: bool = False
+    is_released: bool = False
+
+
+class PipelineExecutor:
+    """Executor: passes plans without reads to ``device``; while a chunk of another one is copied, the next is read.
+
+    The parts of a plan are jobs of their own, with negative numbers. The plan has ended when all of them have. Copies
+    that were not begun when a read failed are left out.
+    """
+
+    def __init__(
+        self,
+        make_device: Callable[[OnDone], Executor],
+        make_disk: Callable[[OnDone], DiskExecutor],
+        block_bytes: int,
+        on_done: OnDone,
+        digests: SlotDigests | None = None,
+    ) -> None:
+        self._chunk_blocks = max(1, CHUNK_BYTES // block_bytes)
+        self._on_done = on_done
+        self._digests = digests
+        self._changed = threading.Condition()
+        self._loads: dict[int, _Load] = {}
+        self._parent_of: dict[int, int] = {}
+        self._part_ids = count(-1, -1)
+        self.disk = make_disk(self._disk_done)
+        self._on_released, self.disk.on_released = self.disk.on_released, self._disk_released
+        try:
+            self._device = make_device(self._device_done)
+        except BaseException:
+            self.disk.close()
+            raise
+
+    def submit(self, plan: TransferPlan, *, deadline_s: float | None = None) -> None:
+        """See Executor."""
+        if plan.reads is None:
+            self._device.submit(plan, deadline_s=deadline_s)
+            return
+        try:
+            load, resident = self._split(plan, deadline_s)
+        except ValueError as error:  # unequal lengths
+            self._on_done(JobResult(plan.job_id, Outcome.REJECTED, 0, 0.0, 0.0, str(error)))
+            return
+        with self._changed:
+            if plan.job_id in self._loads:
+                raise ValueError(f"job {plan.job_id} is already in flight")
+            self._loads[plan.job_id] = load
+            if self._digests is not None:  # the disk's records have checksums of their own
+                self._digests.forget(plan.reads.slots)
+            parts = [self._part_of(load, resident)] if resident.moves else []
+        for part in parts:
+            self._device.submit(part, deadline_s=deadline_s)
+        self.disk.submit(plan.reads, deadline_s=deadline_s, on_block=partial(self._block_read, load))
+
+    def poll(self) -> list[JobResult]:
+        """Always empty: results go to the listener."""
+        return []
+
+    def cancel(self, job_id: int) -> bool:
+        """See Executor; a plan with reads has begun as soon as it is submitted."""
+        return job_id not in self._loads and self._device.cancel(job_id)
+
+    def wait(self, job_ids: Collection[int], timeout_s: float) -> bool:
+        """See Executor."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._loads.keys().isdisjoint(job_ids), timeout_s):
+                return False
+        return self._device.wait(job_ids, timeout_s)
+
+    def drain(self, timeout_s: float) -> bool:
+        """See Executor. What goes down to the disk is not waited for: no device memory has to do with it."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: not self._loads, timeout_s):
+                return False
+        return self._device.drain(timeout_s)
+
+    def close(self) -> None:
+        """See Executor."""
+        self.disk.close()
+        self._device.close()
+
+    # ---------------------------------------------------------------- parts
+
+    def _split(self, plan: TransferPlan, deadline_s: float | None) -> tuple[_Load, TransferPlan]:
+        """Copies per chunk of reads, in the order of the plan; and what is in its slots already."""
+        slots = plan.reads.slots if plan.reads is not None else ()
+        chunk_of_slot = {slot: number // self._chunk_blocks for number, slot in enumerate(slots)}
+        num_chunks = -(-len(slots) // self._chunk_blocks)
+        unread = [0] * num_chunks
+        for chunk in chunk_of_slot.values():
+            unread[chunk] += 1
+        resident = num_chunks
+        picked: list[list[GroupMove]] = [[] for _ in range(num_chunks + 1)]
+        for move in plan.moves:
+            pairs: dict[int, tuple[list[int], list[int]]] = {}
+            for device_block, slot in zip(move.device_blocks, move.slots, strict=True):
+                blocks, own = pairs.setdefault(chunk_of_slot.get(slot, resident), ([], []))
+                blocks.append(device_block)
+                own.append(slot)
+            for chunk, (blocks, own) in pairs.items():
+                picked[chunk].append(GroupMove(move.group, tuple(blocks), tuple(own)))
+        copies = [TransferPlan(0, plan.direction, tuple(moves)) for moves in picked]
+        load = _Load(plan, [chunk_of_slot[slot] for slot in slots], unread, copies, deadline_s)
+        return load, copies.pop()
+
+    def _part_of(self, load: _Load, copies: TransferPlan) -> TransferPlan:
+        part = replace(copies, job_id=next(self._part_ids))
+        self._parent_of[part.job_id] = load.plan.job_id
+        load.copying.add(part.job_id)
+        return part
+
+    def _block_read(self, load: _Load, number: int, outcome: Outcome) -> None:
+        if outcome is not Outcome.OK:
+            return  # the job's result will say so
+        chunk = load.chunk_of[number]
+        with self._changed:
+            load.unread[chunk] -= 1
+            if load.unread[chunk] or load.failure is not None or not load.copies[chunk].moves:
+                return
+            part = self._part_of(load, load.copies[chunk])
+        self._device.submit(part, deadline_s=load.deadline_s)
+
+    def _disk_done(self, result: JobResult) -> None:
+        with self._changed:
+            load = self._loads.get(result.job_id)
+            if load is not None:
+                load.read_result = result
+                if result.outcome is not Outcome.OK:
+                    load.failure = load.failure or result
+        if load is None:
+            self._on_done(result)
+        else:
+            self._end_if_over(load)
+
+    def _disk_released(self, job_id: int) -> None:
+        with self._changed:
+            load = self._loads.get(job_id)
+            if load is not None:  # its result is not out yet; nobody is to hear of the end before that
+                load.is_released = True
+                return
+        self._on_released(job_id)
+
+    def _device_done(self, result: JobResult) -> None:
+        with self._changed:
+            load = self._loads.get(self._parent_of.pop(result.job_id, 0))
+            if load is not None:
+                load.copying.discard(result.job_id)
+                load.num_bytes += result.num_bytes
+                if result.outcome is not Outcome.OK:
+                    load.failure = load.failure or result
+        if load is None:
+            self._on_done(result)
+        else:
+            self._end_if_over(load)
+
+    def _end_if_over(self, load: _Load) -> None:
+        with self._changed:
+            read = load.read_result
+            if read is None or load.copying or load.is_over:
+                return
+            load.is_over = True
+            failure = load.failure
+        result = replace(read, job_id=load.plan.job_id, num_bytes=load.num_bytes)
+        if failure is not None:
+            result = replace(result, outcome=failure.outcome, detail=failure.detail, num_bytes=0)
+        try:
+            self._on_done(result)
+        finally:
+            with self._changed:
+                self._loads.pop(load.plan.job_id, None)
+                self._changed.notify_all()
+            if load.is_released:
+                self._on_released(load.plan.job_id)

@@ -1,0 +1,94 @@
+"""The disk tier on real vLLM: what neither the device nor the host has room for comes back from disk, byte for byte,
+also after SIGKILL, and with all ranks of a tensor-parallel engine."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.engine_child import answers, assert_bytes_equal, assert_nothing_left, cached, run_engine
+
+BLOCK = 32
+PROMPT_TOKENS = 4000
+PROMPT_BLOCKS = PROMPT_TOKENS // BLOCK
+NUM_PROMPTS = 10
+DEVICE_FOR_TWO = 2 * (PROMPT_BLOCKS + 2) + 1
+DEVICE_FOR_ALL = NUM_PROMPTS * (PROMPT_BLOCKS + 4) + 1
+
+pytestmark = pytest.mark.timeout(900)
+
+
+def environment(tmp_path: Path, **more: str) -> dict[str, str]:
+    """A host tier for four prompts, and a disk for all."""
+    return {
+        "DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS": str(4 * PROMPT_BLOCKS),
+        "DYN_KVBM_DISK_CACHE_GB": "1.5",
+        "DYN_KVBM_DISK_CACHE_DIR": str(tmp_path / "cache"),
+        "KVBM_TEST_DISK_LEDGER": str(tmp_path / "ledger"),
+        **more,
+    }
+
+
+def job(model: Path, prompts: list[list[int]], rounds: int, **more: Any) -> dict[str, Any]:
+    """The prompts one after the other, ``rounds`` times."""
+    llm = {"block_size": BLOCK, "max_model_len": 4096, "num_gpu_blocks_override": DEVICE_FOR_TWO, **more.pop("llm", {})}
+    spec = [{"prompts": prompts, "max_tokens": 8}] * rounds
+    return {"model": str(model), "llm": llm, "connector": True, "rounds": spec, **more}
+
+
+@pytest.fixture
+def prompts(rng: random.Random) -> list[list[int]]:
+    """Ten that share nothing."""
+    return [[rng.randrange(3, 500) for _ in range(PROMPT_TOKENS)] for _ in range(NUM_PROMPTS)]
+
+
+def test_ten_prompts_come_back_from_disk_and_again_after_sigkill(
+    tiny_model: Path, tmp_path: Path, prompts: list[list[int]]
+) -> None:
+    env = environment(tmp_path, DYN_KVBM_DISABLE_DISK_OFFLOAD_FILTER="1")
+    plain_job = job(tiny_model, prompts, 2, llm={"num_gpu_blocks_override": DEVICE_FOR_ALL}) | {"connector": False}
+    plain = run_engine(tmp_path / "plain", plain_job)
+    first = run_engine(tmp_path / "first", job(tiny_model, prompts, 2, dies=True), **env)
+    assert min(cached(first, 1)) >= PROMPT_TOKENS - BLOCK
+    assert (answers(first, 0), answers(first, 1)) == (answers(plain, 0), answers(plain, 1))
+    assert_bytes_equal(first, ranks=1, at_least=NUM_PROMPTS * (PROMPT_BLOCKS - 1))
+    assert_nothing_left(first)
+    # The host has room for four of ten that come in turns: LRU has never the one that is wanted.
+    assert first["metrics"]["kvbm_onboard_blocks_d2d"] >= (NUM_PROMPTS - 4) * (PROMPT_BLOCKS - 1)
+    assert first["bytes"][0]["stored"] == first["metrics"]["kvbm_offload_blocks_h2d"] >= NUM_PROMPTS * PROMPT_BLOCKS
+
+    again = run_engine(tmp_path / "again", job(tiny_model, prompts, 1), **env)
+    assert min(cached(again, 0)) >= PROMPT_TOKENS - BLOCK, "not even the first request hit the disk"
+    assert answers(again, 0) == answers(plain, 1)
+    assert_bytes_equal(again, ranks=1, at_least=NUM_PROMPTS * (PROMPT_BLOCKS - 1))
+    assert again["metrics"]["kvbm_onboard_blocks_d2d"] >= NUM_PROMPTS * (PROMPT_BLOCKS - 1)
+    assert_nothing_left(again)
+
+
+def test_both_ranks_find_their_shards_after_sigkill(tiny_model: Path, tmp_path: Path, prompts: list[list[int]]) -> None:
+    env = environment(tmp_path, DYN_KVBM_DISABLE_DISK_OFFLOAD_FILTER="1")
+    llm = {"tensor_parallel_size": 2}
+    first = run_engine(tmp_path / "first", job(tiny_model, prompts[:5], 2, llm=llm, dies=True), **env)
+    again = run_engine(tmp_path / "again", job(tiny_model, prompts[:5], 1, llm=llm), **env)
+    assert min(cached(again, 0)) >= PROMPT_TOKENS - BLOCK
+    assert answers(again, 0) == answers(first, 1)
+    assert_bytes_equal(again, ranks=2, at_least=4 * (PROMPT_BLOCKS - 1))
+    assert all(counts["read"] >= 4 * (PROMPT_BLOCKS - 1) for counts in again["bytes"])
+
+
+def test_windows_and_a_disk_without_a_host_tier(tiny_hybrid_model: Path, tmp_path: Path, rng: random.Random) -> None:
+    texts = [[rng.randrange(3, 500) for _ in range(1500)] for _ in range(6)]
+    env = environment(tmp_path, DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS="", DYN_KVBM_CPU_CACHE_GB="")
+    llm = {"num_gpu_blocks_override": 260, "max_model_len": 2048}
+    plain_llm = {**llm, "num_gpu_blocks_override": 1400}
+    plain = run_engine(tmp_path / "plain", job(tiny_hybrid_model, texts, 2, llm=plain_llm) | {"connector": False})
+    first = run_engine(tmp_path / "first", job(tiny_hybrid_model, texts, 2, llm=llm, dies=True), **env)
+    again = run_engine(tmp_path / "again", job(tiny_hybrid_model, texts, 1, llm=llm), **env)
+    assert answers(first, 1) == answers(again, 0) == answers(plain, 1)
+    assert min(cached(again, 0)) > 0
+    assert again["bytes"][0]["read"] > 0
+    assert_bytes_equal(again, ranks=1, at_least=1)
+    assert_nothing_left(again)

@@ -1,0 +1,216 @@
+"""Which folder an engine's blocks are in: the same again after a restart, never one that somebody else has."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from kvbm_core.errors import ConfigError
+from kvbm_core.runtime import disk_folder as module
+from kvbm_core.runtime.disk_folder import LOCK, MAX_ENGINES, TOP, DiskFolder
+from kvbm_core.storage.disk.allocate import FileOptions
+from kvbm_core.storage.disk.block_file import SUFFIX, BlockFile, Geometry
+from kvbm_core.storage.disk.record import FORMAT_VERSION, SECTOR_BYTES
+
+LAYOUT = "layout0-layout1"
+NOBODY = 65534
+HOLD = """
+import sys
+from pathlib import Path
+from kvbm_core.runtime.disk_folder import DiskFolder
+folder = DiskFolder(Path(sys.argv[1]), sys.argv[2])
+print(folder.path, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    return tmp_path / "not" / "there" / "yet"
+
+
+def open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def numbers(*folders: DiskFolder) -> list[int]:
+    """Which of the folders of its layout each one is."""
+    return [int(folder.path.name.rsplit("-", 1)[1]) for folder in folders]
+
+
+def block_file(folder: Path, version: int = FORMAT_VERSION) -> Path:
+    """A file as engines leave it, of this version of the format or of another."""
+    path = folder / f"rank-0-of-1{SUFFIX}"
+    BlockFile(path, Geometry(1, 100, bytes(16)), FileOptions(is_direct=False)).close()
+    with path.open("r+b") as file:
+        file.seek(8)  # after the magic
+        file.write(version.to_bytes(2, "little"))
+    return path
+
+
+@contextmanager
+def another_engine(directory: Path, fingerprint: str) -> Iterator[tuple[subprocess.Popen[str], Path]]:
+    """A process that holds a folder, and which one."""
+    command = [sys.executable, "-c", HOLD, str(directory), fingerprint]
+    root = Path(__file__).resolve().parents[2]
+    with subprocess.Popen(command, cwd=root, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            yield process, Path(process.stdout.readline().rstrip("\n"))
+        finally:
+            process.kill()
+
+
+def test_the_first_free_folder_is_taken_and_found_again(directory: Path) -> None:
+    before = open_files()
+    first = DiskFolder(directory, LAYOUT)
+    assert first.path.parent == directory / TOP and first.path.is_dir()
+    assert first.path.stat().st_mode & 0o777 == 0o700
+    (first.path / "kept").write_text("x")
+    for _ in range(2):
+        first.close()
+    again = DiskFolder(directory, LAYOUT)
+    assert again.path == first.path and (again.path / "kept").exists()
+    first.close()  # has nothing to do with who has it now
+    second = DiskFolder(directory, LAYOUT)
+    assert numbers(again, second) == [0, 1]
+    for folder in (again, second):
+        folder.close()
+    assert open_files() == before
+
+
+def test_engines_of_one_layout_have_a_folder_each(directory: Path) -> None:
+    folders = [DiskFolder(directory, LAYOUT) for _ in range(4)]
+    assert numbers(*folders) == [0, 1, 2, 3]
+    folders[1].close()
+    folders.append(DiskFolder(directory, LAYOUT))
+    assert numbers(folders[-1]) == [1]
+    for folder in folders:
+        folder.close()
+
+
+def test_other_layouts_are_elsewhere(directory: Path) -> None:
+    one, other = DiskFolder(directory, LAYOUT), DiskFolder(directory, LAYOUT + "x")
+    assert numbers(one, other) == [0, 0] and one.path != other.path
+    for folder in (one, other):
+        folder.close()
+
+
+def test_a_folder_goes_with_the_process_that_had_it(directory: Path) -> None:
+    with another_engine(directory, LAYOUT) as (process, path):
+        second = DiskFolder(directory, LAYOUT)
+        assert numbers(second) == [1] and path == directory / TOP / second.path.name.replace("-1", "-0")
+        process.send_signal(signal.SIGKILL)
+        process.wait(60.0)
+        third = DiskFolder(directory, LAYOUT)
+        assert third.path == path
+        for folder in (second, third):
+            folder.close()
+
+
+@pytest.mark.parametrize("version", [0, FORMAT_VERSION + 1, 65535])
+def test_what_another_version_left_is_passed_over_and_said(
+    directory: Path, caplog: pytest.LogCaptureFixture, version: int
+) -> None:
+    first = DiskFolder(directory, LAYOUT)
+    path = block_file(first.path, version)
+    content = path.read_bytes()
+    first.close()
+    before = open_files()
+    with caplog.at_level(logging.WARNING, "kvbm"):
+        again = DiskFolder(directory, LAYOUT)
+    assert numbers(again) == [1] and path.read_bytes() == content
+    (record,) = caplog.records
+    assert f"{path} is of format {version}" in record.getMessage() and "\n" not in record.getMessage()
+    with (first.path / LOCK).open() as lock:  # that version may have it
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    again.close()
+    assert open_files() == before
+
+
+def test_files_of_this_version_and_of_nobody_are_no_reason_to_go_elsewhere(directory: Path) -> None:
+    first = DiskFolder(directory, LAYOUT)
+    block_file(first.path)
+    (first.path / f"rank-1-of-2{SUFFIX}").write_bytes(bytes(SECTOR_BYTES - 1))  # cut off
+    (first.path / f"rank-2-of-2{SUFFIX}").write_bytes(os.urandom(SECTOR_BYTES))
+    first.close()
+    again = DiskFolder(directory, LAYOUT)
+    assert again.path == first.path
+    again.close()
+
+
+def refusal(directory: Path) -> str:
+    """Why not; nothing is left open."""
+    before = open_files()
+    with pytest.raises(ConfigError) as caught:
+        DiskFolder(directory, LAYOUT)
+    assert caught.value.setting == "DYN_KVBM_DISK_CACHE_DIR"
+    assert len(str(caught.value).splitlines()) == 1 and str(directory) in str(caught.value)
+    caught.value.__traceback__ = None
+    assert open_files() == before
+    return str(caught.value)
+
+
+def test_a_directory_that_cannot_be_written_is_one_clear_line(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    is_root = os.geteuid() == 0
+    if is_root:  # may write everywhere
+        os.seteuid(NOBODY)
+    try:
+        text = refusal(tmp_path)
+    finally:
+        if is_root:
+            os.seteuid(0)
+        tmp_path.chmod(0o700)
+    assert "Permission denied; set it to a directory on a local disk that can be written" in text
+
+
+def test_a_file_where_the_directory_should_be_is_one_clear_line(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    assert "Not a directory" in refusal(tmp_path / "file") or "File exists" in refusal(tmp_path / "file")
+
+
+def test_a_file_system_without_locks_is_one_clear_line(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def flock(fd: int, how: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    assert "No locks available" in refusal(directory)
+
+
+def test_a_block_file_that_cannot_be_read_is_one_clear_line_and_holds_no_lock(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(path: Path) -> int | None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    first = DiskFolder(directory, LAYOUT)
+    block_file(first.path)
+    first.close()
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "_version_of", fail)
+        assert "Input/output error" in refusal(directory)
+    again = DiskFolder(directory, LAYOUT)
+    assert again.path == first.path
+    again.close()
+
+
+def test_there_are_not_folders_without_end(directory: Path) -> None:
+    folders = [DiskFolder(directory, LAYOUT) for _ in range(MAX_ENGINES)]
+    assert numbers(*folders) == list(range(MAX_ENGINES))
+    assert f"{MAX_ENGINES} engines use it already; set another directory" in refusal(directory)
+    folders[40].close()
+    folders[40] = DiskFolder(directory, LAYOUT)
+    assert numbers(folders[40]) == [40]
+    for folder in folders:
+        folder.close()

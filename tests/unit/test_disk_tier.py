@@ -1,0 +1,408 @@
+"""The leader's side of the disk: what goes there, resets, disks that fail, and what an earlier process left."""
+
+from __future__ import annotations
+
+from itertools import count
+
+import pytest
+
+from kvbm_core.clock import ManualClock
+from kvbm_core.errors import IntegrityError, Outcome
+from kvbm_core.observe.metrics import Metrics
+from kvbm_core.policy.admission import AdmitAll
+from kvbm_core.policy.frequency import FrequencyFilter
+from kvbm_core.policy.lru import LruPolicy
+from kvbm_core.runtime.breaker import FAILURES_IN_A_ROW, FIRST_PAUSE_S
+from kvbm_core.runtime.disk import STORE_BLOCKS, DiskOptions, DiskTier
+from kvbm_core.runtime.handshake import DiskOff, DiskSlotsFound
+from kvbm_core.runtime.leader import MAX_CHUNKS_PER_POLL
+from kvbm_core.runtime.messages import ForgetDisk, JobAck, Message, Store
+from kvbm_core.storage.disk.recovery import Found
+from kvbm_core.testing.leader_bench import BenchDisk, LeaderBench
+from kvbm_core.tiers.tier import BlockTier
+from kvbm_core.types import BlockKey, Tier
+from tests.unit.disk_bench import OTHER, PROMPT, TABLE, bench_of, leave_host, load, loading, on_disk, reads_of, stored
+
+FILTERED = BenchDisk(make_admission=FrequencyFilter)
+FAILED = [Outcome.IO_ERROR, Outcome.TIMED_OUT, Outcome.REJECTED, Outcome.BUSY, Outcome.NO_SPACE]
+
+
+# ---------------------------------------------------------------- the way down
+
+
+def test_what_is_in_the_host_is_ordered_to_the_disk_from_where_it_is() -> None:
+    bench = bench_of()
+    bench.store(PROMPT)
+    (order,) = bench.stores()
+    lease = bench.tier.lease("probe", bench.keys(PROMPT), 1.0)
+    assert lease is not None
+    bench.tier.release(lease)
+    assert [BlockKey(key) for key in order.keys] == bench.keys(PROMPT) and tuple(order.slots) == lease.slots
+    assert len(set(order.disk_slots)) == 5 and all(0 <= slot < 16 for slot in order.disk_slots)
+    assert on_disk(bench, PROMPT) == 0 and bench.disk.storing_blocks == 5
+    assert bench.metric("kvbm_offload_blocks_h2d") == 0
+    bench.say(order.job_id)
+    bench.leader.poll()
+    assert on_disk(bench, PROMPT) == 5
+    assert bench.metric("kvbm_offload_blocks_h2d") == 5
+    assert bench.metric('kvbm_tier_blocks{tier="disk",state="used"}') == 5
+    assert bench.metric('kvbm_tier_blocks{tier="disk",state="capacity"}') == 16
+    bench.assert_idle()
+
+
+def test_the_filter_lets_through_what_has_been_used_again() -> None:
+    bench = bench_of(disk=FILTERED)
+    bench.store(PROMPT)
+    bench.store(PROMPT)  # computed again, not brought up: no hit
+    assert bench.stores() == []
+    load(bench)
+    (order,) = bench.stores()
+    assert [BlockKey(key) for key in order.keys] == bench.keys(PROMPT)[:4]
+    bench.say(order.job_id)
+    bench.leader.poll()
+    assert on_disk(bench, PROMPT) == 4
+    load(bench)
+    assert bench.stores() == []  # they are there
+    bench.assert_idle()
+
+
+def test_a_block_is_on_the_disk_when_every_rank_has_said_so() -> None:
+    bench = bench_of(world_size=2)
+    bench.store(PROMPT)
+    (order,) = bench.stores()
+    for outcome in (Outcome.OK, Outcome.IO_ERROR):  # a rank's first word counts
+        bench.say(order.job_id, outcome, ranks=[1])
+        bench.leader.poll()
+        assert on_disk(bench, PROMPT) == 0 and bench.tier.live_leases == 1
+    bench.say(order.job_id, ranks=[0])
+    bench.leader.poll()
+    assert on_disk(bench, PROMPT) == 5
+    bench.say(order.job_id, Outcome.IO_ERROR, ranks=[0])  # over: it changes nothing
+    bench.leader.poll()
+    assert on_disk(bench, PROMPT) == 5 and bench.leader.stale_acks_total == 1
+    bench.assert_idle()
+
+
+def test_past_the_host_it_is_counted_as_device_to_disk() -> None:
+    bench = bench_of(disk=BenchDisk(is_bypass=True))
+    stored(bench)
+    assert bench.metric("kvbm_offload_blocks_d2d") == 5 and bench.metric("kvbm_offload_blocks_h2d") == 0
+
+
+@pytest.mark.parametrize("outcome", FAILED)
+def test_a_store_that_failed_on_one_rank_leaves_nothing_and_is_tried_again_with_the_next_hit(outcome: Outcome) -> None:
+    bench = bench_of(world_size=2)
+    bench.store(PROMPT)
+    (order,) = bench.stores()
+    bench.say(order.job_id, outcome, ranks=[0])
+    bench.say(order.job_id, ranks=[1])
+    bench.leader.poll()
+    assert on_disk(bench, PROMPT) == 0
+    assert bench.metric(f'kvbm_failures_total{{kind="offload_{outcome}"}}') == 1
+    assert bench.metric('kvbm_dropped_blocks_total{reason="transfer_failed"}') == 5
+    assert bench.metric("kvbm_offload_blocks_h2d") == 0
+    bench.assert_idle()
+    load(bench)
+    assert bench.write_to_disk() == 4
+    assert on_disk(bench, PROMPT) == 4
+
+
+def test_long_prompts_go_in_several_orders_and_what_is_too_much_waits_or_is_dropped() -> None:
+    clock, metrics = ManualClock(), Metrics()
+    host, sent = BlockTier(Tier.HOST, LruPolicy(), clock), list[Message]()
+    keys = [BlockKey(bytes([number]) * 32) for number in range(200)]
+    host.grow(200)
+    host.commit(host.reserve(keys, frozenset))
+    limit = DiskOptions(max_storing_blocks=STORE_BLOCKS + 5, max_waiting_blocks=150)
+    disk = DiskTier(host, AdmitAll(), sent.append, count(1).__next__, 1, clock, metrics, limit)
+    disk.take_in(0, 300, [])
+    disk.offer(keys)
+
+    def orders() -> list[Store]:
+        return [message for message in sent if isinstance(message, Store)]
+
+    assert [len(order.keys) for order in orders()] == [STORE_BLOCKS, 5]
+    assert metrics.snapshot()['kvbm_dropped_blocks_total{reason="queue_full"}'] == 50
+    assert disk.storing_blocks == 150
+    host.forget(keys[100:110])  # what has left the host meanwhile is left out
+    answered = 0
+    while answered < len(orders()):
+        assert disk.tier.pending_blocks <= STORE_BLOCKS + 5
+        assert disk.acknowledge(0, JobAck(orders()[answered].job_id, Outcome.OK, 1, 0.0, 0.0))
+        answered += 1
+    assert [BlockKey(key) for order in orders() for key in order.keys] == [*keys[:100], *keys[110:150]]
+    assert disk.storing_blocks == 0
+    disk.check_integrity()
+
+
+def test_a_disk_that_fails_is_not_waited_for() -> None:
+    clock, metrics = ManualClock(), Metrics()
+    host, sent = BlockTier(Tier.HOST, LruPolicy(), clock), list[Message]()
+    keys = [BlockKey(bytes([number]) * 32) for number in range(20)]
+    host.grow(20)
+    host.commit(host.reserve(keys, frozenset))
+    disk = DiskTier(
+        host, AdmitAll(), sent.append, count(1).__next__, 1, clock, metrics, DiskOptions(max_storing_blocks=2)
+    )
+    disk.take_in(0, 300, [])
+    disk.offer(keys)
+    for number in (1, 2, 3):
+        disk.acknowledge(0, JobAck(number, Outcome.IO_ERROR, 0, 0.0, 0.0))
+    assert disk.storing_blocks == 0 and len(sent) == 3
+    assert metrics.snapshot()['kvbm_dropped_blocks_total{reason="transfer_failed"}'] == 20
+    disk.check_integrity()
+
+
+def test_what_finds_no_place_is_dropped_and_counted_and_what_is_old_makes_room() -> None:
+    bench = bench_of(disk=BenchDisk(3))
+    bench.store(PROMPT)
+    (order,) = bench.stores()
+    no_space = 'kvbm_dropped_blocks_total{reason="no_space"}'
+    assert [BlockKey(key) for key in order.keys] == bench.keys(PROMPT)[:3] and bench.metric(no_space) == 2
+    bench.store(OTHER)  # all places are being written
+    assert bench.stores() == [] and bench.metric(no_space) == 7
+    bench.say(order.job_id)
+    bench.leader.poll()
+    assert on_disk(bench, PROMPT) == 3
+    bench.store(list(range(500, 508)))
+    assert bench.write_to_disk() == 2
+    assert on_disk(bench, PROMPT) == 1  # the tail went first
+    assert bench.metric('kvbm_evicted_blocks_total{tier="disk"}') == 2
+    bench.assert_idle()
+
+
+def test_a_slot_that_is_being_stored_is_not_given_away_however_long_it_takes() -> None:
+    bench = bench_of(num_slots=5)
+    bench.store(PROMPT)
+    (order,) = bench.stores()
+    for pause_s in (4.0, 4.0, 1000.0):  # the last is longer than the lease, without a poll in between
+        bench.clock.advance(pause_s)
+        bench.leader.poll()
+    assert bench.offload(bench.open("other"), OTHER) is None  # no slot is free
+    bench.tier.forget(bench.keys(PROMPT))
+    assert bench.offload(bench.open("other"), OTHER) is None
+    bench.say(order.job_id)
+    bench.leader.poll()
+    assert bench.metric('kvbm_failures_total{kind="lease_expired"}') == 0
+    assert on_disk(bench, PROMPT) == 5 and bench.tier.live_leases == 0
+
+
+def test_what_has_left_the_host_by_now_is_not_stored_and_the_rest_is() -> None:
+    bench = bench_of(disk=FILTERED)
+    bench.store(PROMPT)
+    leave_host(bench, [1])
+    keys = bench.keys(PROMPT)
+    bench.disk.hit(keys)
+    (order,) = bench.stores()
+    assert [BlockKey(key) for key in order.keys] == [keys[0], *keys[2:]]
+    bench.say(order.job_id)
+    bench.leader.poll()
+    bench.assert_idle()
+
+
+def test_nothing_is_stored_before_the_slots_are_there() -> None:
+    bench = bench_of(world_size=2, disk=BenchDisk(0))
+    bench.store(PROMPT)
+    bench.disk_found(8, ranks=[0])
+    load(bench)
+    assert bench.stores() == []
+    bench.disk_found(8, ranks=[1])
+    load(bench)
+    assert bench.write_to_disk() == 4
+
+
+def test_integrity_notices_a_lost_order() -> None:
+    bench = bench_of()
+    bench.store(PROMPT)
+    bench.leader.check_integrity()
+    bench.disk._jobs.clear()
+    with pytest.raises(IntegrityError):
+        bench.leader.check_integrity()
+
+
+# ---------------------------------------------------------------- resets
+
+
+def test_a_reset_while_storing_forgets_here_and_on_the_disks() -> None:
+    bench = bench_of(world_size=2)
+    stored(bench, OTHER)
+    bench.store(PROMPT)
+    (order,) = bench.stores()
+    bench.say(order.job_id, ranks=[0])
+    bench.leader.reset()
+    assert bench.take_sent() == [ForgetDisk()]
+    assert bench.disk.tier.resident_blocks == 0
+    bench.say(order.job_id, ranks=[1])
+    bench.leader.poll()
+    assert on_disk(bench, PROMPT) == 0 and bench.resident_blocks(PROMPT) == 0
+    assert bench.metric("kvbm_offload_blocks_h2d") == 5  # OTHER
+    assert bench.metric('kvbm_dropped_blocks_total{reason="reset"}') == 5
+    bench.assert_idle()
+    stored(bench)
+
+
+def test_what_was_found_before_a_reset_and_is_heard_after_it_is_not_taken_in() -> None:
+    bench = bench_of(world_size=2, disk=BenchDisk(0))
+    keys = bench.keys(PROMPT)
+    bench.disk_found(4, [Found(0, keys[0], 1)], ranks=[0])
+    bench.leader.reset()
+    bench.disk_found(4, [Found(0, keys[0], 1)], ranks=[1])
+    bench.disk_found(8, [Found(5, keys[1], 1)])
+    assert bench.disk.tier.resident_blocks == 0 and bench.disk.tier.capacity_blocks == 8
+    bench.take_sent()
+    stored(bench)
+
+
+def test_a_reset_between_match_and_load_takes_the_promise_back() -> None:
+    bench = bench_of()
+    stored(bench)
+    leave_host(bench, range(5))
+    state = bench.open()
+    assert bench.match(state, PROMPT) == 16
+    bench.leader.reset()
+    assert bench.leader.onboard(state, 16, TABLE) is None
+    bench.leader.finish(state)
+    bench.assert_idle()
+
+
+def test_a_reset_during_a_load_lets_it_end_and_keeps_nothing() -> None:
+    bench = bench_of()
+    stored(bench)
+    leave_host(bench, range(5))
+    state, plan = loading(bench)
+    bench.leader.reset()
+    assert bench.disk.tier.live_leases == 1  # it is being read
+    bench.answer(plan)
+    assert bench.resident_blocks(PROMPT) == 0 and on_disk(bench, PROMPT) == 0
+    bench.leader.finish(state)
+    bench.assert_idle()
+
+
+# ---------------------------------------------------------------- a disk that fails
+
+
+def break_disk(bench: LeaderBench) -> None:
+    """The disk fails as often as it takes."""
+    for number in range(FAILURES_IN_A_ROW):
+        bench.store(range(1000 + 8 * number, 1008 + 8 * number))
+        assert bench.write_to_disk(Outcome.TIMED_OUT) == 2
+
+
+def test_a_disk_that_fails_is_left_alone_and_tried_again_later() -> None:
+    bench = bench_of(num_slots=20)
+    stored(bench)
+    leave_host(bench, range(1, 5))
+    break_disk(bench)
+    assert not bench.disk.is_usable
+    state = bench.open()
+    assert bench.match(state, PROMPT) == 4  # what the host has
+    bench.store(OTHER)
+    assert bench.stores() == []
+    bench.clock.advance(FIRST_PAUSE_S)
+    assert bench.match(state, PROMPT) == 16
+    bench.leader.finish(state)
+    load(bench)
+    bench.store(list(range(700, 708)))
+    assert bench.write_to_disk() == 2
+    bench.assert_idle()
+
+
+def test_a_load_that_works_ends_the_count_of_failures() -> None:
+    bench = bench_of(num_slots=20)
+    stored(bench)
+    for number in range(FAILURES_IN_A_ROW + 2):
+        leave_host(bench, [3])
+        load(bench)
+        bench.store(range(1000 + 8 * number, 1008 + 8 * number))
+        bench.write_to_disk(Outcome.IO_ERROR)
+    assert bench.disk.is_usable
+
+
+def test_refused_orders_are_no_failures_of_the_disk() -> None:
+    bench = bench_of(num_slots=20)
+    for number in range(FAILURES_IN_A_ROW):
+        bench.store(range(1000 + 8 * number, 1008 + 8 * number))
+        assert bench.write_to_disk(Outcome.REJECTED) == 2
+    assert bench.disk.is_usable
+
+
+@pytest.mark.parametrize(
+    ("outcome", "is_failure"),
+    [
+        (Outcome.IO_ERROR, True),
+        (Outcome.TIMED_OUT, True),
+        (Outcome.CORRUPT, False),
+        (Outcome.MISS, False),
+        (Outcome.REJECTED, False),
+    ],
+)
+def test_loads_that_fail_count_unless_only_the_record_is_bad(outcome: Outcome, is_failure: bool) -> None:
+    bench = bench_of()
+    prompts = [list(range(1000 * n, 1000 * n + 5)) for n in range(1, FAILURES_IN_A_ROW + 1)]
+    for prompt in prompts:
+        stored(bench, prompt)
+        leave_host(bench, [0], prompt)
+    for prompt in prompts:
+        assert bench.disk.is_usable
+        state = bench.open()
+        assert bench.match(state, prompt) == 4
+        bench.answer(bench.leader.onboard(state, 4, TABLE), outcome)
+        bench.leader.finish(state)
+    assert bench.disk.is_usable is not is_failure
+    bench.assert_idle()
+
+
+def test_a_disk_that_is_off_is_not_used_and_the_host_serves_on() -> None:
+    bench = bench_of()
+    stored(bench)
+    leave_host(bench, [2])
+    bench.handshake.inbox.append(DiskOff("broken"))
+    bench.handshake.inbox.append(DiskOff("broken too"))
+    bench.leader.poll()
+    assert bench.disk.off_reason == "broken too" and not bench.disk.is_usable
+    assert bench.leader.disabled_reason is None
+    state = bench.open()
+    assert bench.match(state, PROMPT) == 8
+    bench.store(OTHER)
+    assert bench.stores() == [] and bench.resident_blocks(OTHER) == 5
+    bench.leader.finish(state)
+    bench.assert_idle()
+
+
+# ---------------------------------------------------------------- what an earlier process left
+
+
+def test_only_what_every_rank_has_in_the_same_slot_is_taken_in() -> None:
+    bench = bench_of(world_size=2, disk=BenchDisk(0))
+    keys = bench.keys(PROMPT)
+    mine = [Found(slot, key, 10) for slot, key in enumerate(keys)]
+    theirs = [Found(0, keys[0], 7), Found(1, keys[2], 7), Found(2, keys[1], 7), Found(7, keys[3], 7)]
+    bench.disk_found(8, mine, ranks=[0])
+    assert bench.disk.tier.capacity_blocks == 0  # not before both have looked
+    bench.disk_found(8, [*theirs, Found(4, keys[4], 8)], ranks=[1])
+    assert bench.disk.tier.capacity_blocks == 8
+    assert [bench.disk.contains(key) for key in keys] == [True, False, False, False, True]
+    bench.disk.check_integrity()
+
+
+def test_a_step_takes_in_a_little_of_what_was_found_and_the_start_all_of_it() -> None:
+    bench = bench_of(disk=BenchDisk(0))
+    chunks = [DiskSlotsFound(0, end, []) for end in range(8, 8 * (MAX_CHUNKS_PER_POLL + 4), 8)]
+    bench.handshake.found.extend(chunks)
+    bench.leader.poll()
+    assert bench.disk.tier.capacity_blocks == 8 * MAX_CHUNKS_PER_POLL
+    bench.leader.catch_up()
+    assert bench.disk.tier.capacity_blocks == chunks[-1].end
+
+
+def test_what_was_found_can_be_loaded_and_the_oldest_makes_room() -> None:
+    bench = bench_of(disk=BenchDisk(0))
+    keys, others = bench.keys(PROMPT), bench.keys(OTHER)
+    found = [*(Found(slot, key, 20) for slot, key in enumerate(keys)), *(Found(5 + i, others[i], 10) for i in (0, 1))]
+    bench.disk_found(7, found)
+    plan = load(bench)
+    assert reads_of(plan).disk_slots == (0, 1, 2, 3) and reads_of(plan).keys == tuple(keys[:4])
+    bench.store(list(range(500, 508)))
+    assert bench.write_to_disk() == 2
+    assert not any(map(bench.disk.contains, others)) and on_disk(bench, PROMPT) == 5
+    bench.assert_idle()

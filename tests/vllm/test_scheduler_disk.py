@@ -1,0 +1,154 @@
+"""The disk tier under vLLM's own scheduler: what left the host comes back from disk, every byte checked."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvbm_core.errors import Outcome
+from kvbm_core.types import Direction
+from tests.vllm.kvbm_engine import KvbmEngine, specs_to_try
+
+every_kind = pytest.mark.parametrize("spec", specs_to_try().values(), ids=specs_to_try().keys())
+TIGHT: dict[str, Any] = {"host_blocks": 30, "disk_blocks": 1000}
+ALL = range(50)
+OTHERS = tuple(range(start, start + 60) for start in range(1000, 5001, 250))
+FROM_DISK = "kvbm_onboard_blocks_d2d"
+TO_DISK = "kvbm_offload_blocks_h2d"
+
+
+def push_out(engine: KvbmEngine, times: int = 1) -> None:
+    """Other prompts take the places in the device cache and in the host tier."""
+    for turn in range(times):
+        for prompt in OTHERS:
+            engine.ask(f"other {prompt.start} {turn} {engine.record.steps}", prompt)
+            engine.forget_device()
+
+
+@every_kind
+def test_a_prompt_comes_back_from_disk_and_then_from_the_host(spec: dict[str, Any], tmp_path: Path) -> None:
+    with KvbmEngine(tmp_path, **{**TIGHT, **spec}) as engine:
+        first = engine.ask("a", ALL, 8)
+        engine.forget_device()
+        push_out(engine)
+        before = engine.metric(FROM_DISK)
+        assert engine.ask("b", ALL, 8) == first
+        assert engine.external_tokens("b") == 49 // engine.spec.block_size_tokens * engine.spec.block_size_tokens
+        from_disk = engine.metric(FROM_DISK)
+        assert from_disk > before
+        engine.forget_device()
+        assert engine.ask("c", ALL, 8) == first
+        assert engine.external_tokens("c") == engine.external_tokens("b")
+        assert engine.metric(FROM_DISK) == from_disk, "what came from disk was not kept in the host"
+        engine.assert_clean()
+
+
+@every_kind
+def test_a_new_engine_finds_what_the_old_one_left(spec: dict[str, Any], tmp_path: Path) -> None:
+    with KvbmEngine(tmp_path, **{**TIGHT, **spec}) as engine:
+        first = engine.ask("a", ALL, 8)
+        engine.settle()
+        stored = engine.metric(TO_DISK)
+        assert stored > 0
+    with KvbmEngine(tmp_path, **{**TIGHT, **spec}) as engine:
+        assert engine.leader.disk is not None
+        engine.wait_for(lambda: engine.leader.disk.tier.capacity_blocks == TIGHT["disk_blocks"])  # type: ignore[union-attr]
+        assert engine.leader.disk.tier.resident_blocks == stored
+        assert engine.ask("b", ALL, 8) == first
+        assert engine.external_tokens("b") == 49 // engine.spec.block_size_tokens * engine.spec.block_size_tokens
+        assert engine.metric(FROM_DISK) > 0
+        engine.assert_clean()
+
+
+def test_a_reset_is_for_good(tmp_path: Path) -> None:
+    with KvbmEngine(tmp_path, **TIGHT) as engine:
+        engine.ask("a", ALL)
+        engine.settle()
+        assert engine.reset_device(with_connector=True)
+        engine.ask("new", range(500, 550))
+        engine.settle()
+        kept = engine.metric(TO_DISK)
+    with KvbmEngine(tmp_path, **TIGHT) as engine:
+        assert engine.leader.disk is not None
+        assert 0 < engine.leader.disk.tier.resident_blocks < kept
+        engine.ask("b", ALL)
+        assert engine.promised("b") == [0]
+        engine.ask("new", range(500, 550))
+        assert engine.external_tokens("new") == 48
+        engine.assert_clean()
+
+
+def test_the_filter_lets_pass_what_was_hit(tmp_path: Path) -> None:
+    with KvbmEngine(tmp_path, disk_blocks=300, extra={"disable_disk_offload_filter": False}) as engine:
+        engine.ask("a", ALL)
+        engine.forget_device()
+        assert engine.metric(TO_DISK) == 0
+        engine.ask("b", ALL)
+        engine.settle()
+        assert engine.metric(TO_DISK) == 12
+        engine.assert_clean()
+
+
+@pytest.mark.parametrize("outcome", [Outcome.CORRUPT, Outcome.IO_ERROR, Outcome.TIMED_OUT, Outcome.MISS])
+def test_a_load_from_disk_that_fails_is_computed(outcome: Outcome, tmp_path: Path) -> None:
+    with KvbmEngine(tmp_path, **TIGHT) as engine:
+        first = engine.ask("a", ALL, 8)
+        engine.forget_device()
+        push_out(engine)
+        for executor in engine.executors:
+            executor.fail_next(Direction.ONBOARD, outcome)
+        assert engine.ask("b", ALL, 8) == first
+        engine.forget_device()
+        assert engine.ask("c", ALL, 8) == first
+        engine.assert_clean()
+
+
+@pytest.mark.parametrize("when", ["held", "started"])
+def test_abort_while_loading_from_disk(when: str, tmp_path: Path) -> None:
+    with KvbmEngine(tmp_path, **TIGHT) as engine:
+        first = engine.ask("a", ALL, 8)
+        engine.forget_device()
+        push_out(engine)
+        if when == "held":
+            engine.hold(Direction.ONBOARD)
+        engine.add("b", ALL, 8)
+        engine.step()
+        engine.abort("b")
+        engine.release(Direction.ONBOARD)
+        engine.run()
+        engine.forget_device()
+        assert engine.ask("c", ALL, 8) == first
+        engine.assert_clean()
+
+
+def test_a_prompt_that_the_host_cannot_hold_comes_back_as_far_as_it_can(tmp_path: Path) -> None:
+    with KvbmEngine(tmp_path, host_blocks=8, disk_blocks=300) as engine:
+        first = engine.ask("a", ALL, 8)
+        for name in ("b", "c"):
+            engine.forget_device()
+            assert engine.ask(name, ALL, 8) == first
+            assert engine.external_tokens(name) == 8 * engine.spec.block_size_tokens
+        engine.assert_clean()
+
+
+def test_two_engines_on_one_directory_have_a_folder_each(tmp_path: Path) -> None:
+    with KvbmEngine(tmp_path, **TIGHT) as one, KvbmEngine(tmp_path, **TIGHT) as other:
+        assert one.ask("a", ALL, 8) == other.ask("a", ALL, 8)
+        for engine in (one, other):
+            engine.settle()
+            assert engine.metric(TO_DISK) > 0
+    assert len(list((tmp_path / "disk" / "kvbm").iterdir())) == 2
+
+
+def test_a_directory_that_cannot_be_used_leaves_the_host_tier(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "disk").write_text("a file where a directory should be")
+    with KvbmEngine(tmp_path, **TIGHT) as engine:
+        first = engine.ask("a", ALL, 8)
+        engine.forget_device()
+        assert engine.ask("b", ALL, 8) == first
+        assert engine.external_tokens("b") == 48
+        lines = [record.getMessage() for record in caplog.records if "the disk tier is off" in record.getMessage()]
+        assert len(lines) == 1 and "DYN_KVBM_DISK_CACHE_DIR" in lines[0] and "\n" not in lines[0]
+        engine.assert_clean()
