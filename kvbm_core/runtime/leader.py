@@ -244,7 +244,7 @@ class Leader:
     def poll(self) -> None:
         """Takes what has arrived since the last call. Never waits."""
         inbox = self._handshake.inbox
-        has_news = bool(inbox)
+        has_news = bool(inbox) or bool(self._handshake.found)
         while inbox:
             event = inbox.popleft()
             if isinstance(event, RankAck):
