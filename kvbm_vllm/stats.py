@@ -20,6 +20,8 @@ COUNTERS = {
     "kvbm_matched_tokens": "matched_tokens",
     "kvbm_offload_blocks_d2h": "offloaded_blocks",
     "kvbm_onboard_blocks_h2d": "onboarded_blocks",
+    "kvbm_offload_blocks_h2d": "stored_on_disk_blocks",
+    "kvbm_onboard_blocks_d2d": "onboarded_from_disk_blocks",
     'kvbm_bytes_total{direction="offload"}': "offloaded_bytes",
     'kvbm_bytes_total{direction="onboard"}': "onboarded_bytes",
 }

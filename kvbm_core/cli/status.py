@@ -71,9 +71,17 @@ def status_rows(samples: Samples) -> Iterator[Row]:
         "host hit rate (recent requests)",
         f"{100 * _total(samples, 'kvbm_host_cache_hit_rate'):.1f} %",
     )
+    disk_rate, has_disk = _total(samples, "kvbm_disk_cache_hit_rate"), _has_disk(samples)
+    if has_disk:
+        yield "hits", "disk hit rate (recent requests)", f"{100 * disk_rate:.1f} %"
     yield "hits", "tokens matched", _count(_total(samples, "kvbm_matched_tokens"))
     yield "offloaded", "device to host", _blocks(_total(samples, "kvbm_offload_blocks_d2h"))
+    if has_disk:
+        to_disk = _total(samples, "kvbm_offload_blocks_h2d") + _total(samples, "kvbm_offload_blocks_d2d")
+        yield "offloaded", "to disk", _blocks(to_disk)
     yield "onboarded", "host to device", _blocks(_total(samples, "kvbm_onboard_blocks_h2d"))
+    if has_disk:
+        yield "onboarded", "disk to device", _blocks(_total(samples, "kvbm_onboard_blocks_d2d"))
     for labels, value in samples.get("kvbm_bytes_total", ()):
         direction = labels.get("direction", "")
         mean = _mean_ms(samples, direction)
@@ -87,6 +95,11 @@ def status_rows(samples: Samples) -> Iterator[Row]:
             yield section, " ".join(labels.values()), _count(value)
         if not moved:
             yield section, "none", "0"
+
+
+def _has_disk(samples: Samples) -> bool:
+    tiers = samples.get("kvbm_tier_blocks", ())
+    return any(value for labels, value in tiers if (labels.get("tier"), labels.get("state")) == ("disk", "capacity"))
 
 
 def _tier_rows(samples: Samples) -> Iterator[Row]:

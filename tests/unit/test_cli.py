@@ -145,6 +145,28 @@ def test_status_reads_a_live_endpoint(metrics_port: int) -> None:
         assert words in text
 
 
+def test_status_shows_the_disk_where_there_is_one(metrics_port: int) -> None:
+    assert "disk" not in on_one_line(run("status", "--port", str(metrics_port)).output)
+    metrics = Metrics()
+    metrics.offloaded_blocks(40, Tier.HOST, Tier.DISK)
+    metrics.onboarded_blocks(30, Tier.DISK, Tier.DEVICE)
+    metrics.request_hits(0, 2, 4)
+    metrics.tier_usage(Tier.DISK, 40, 400)
+    server = MetricsServer(0, metrics, "127.0.0.1")
+    assert server.start()
+    try:
+        text = on_one_line(run("status", "--port", str(server.bound_port)).output)
+    finally:
+        server.close()
+    for words in (
+        "disk hit rate (recent requests) 50.0 %",
+        "to disk 40 blocks",
+        "disk to device 30 blocks",
+        "disk 40 of 400 blocks (10 %)",
+    ):
+        assert words in text
+
+
 def test_status_as_json_has_every_series(metrics_port: int) -> None:
     series = json.loads(run("status", "--port", str(metrics_port), "--json").stdout)
     assert {"name": "kvbm_offload_blocks_d2h", "labels": {}, "value": 300.0} in series
