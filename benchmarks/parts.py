@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from benchmarks.leader.part import LeaderPart
 from benchmarks.serve.part import ServePart
+from benchmarks.storage.part import StoragePart
 from benchmarks.suite import Part
 from benchmarks.transfer.part import TransferPart
 
-PARTS: tuple[Part, ...] = (LeaderPart(), TransferPart(), ServePart())
+PARTS: tuple[Part, ...] = (LeaderPart(), TransferPart(), StoragePart(), ServePart())

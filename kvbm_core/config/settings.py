@@ -169,7 +169,8 @@ class KvbmSettings(SettingFields):
     @property
     def has_disk_tier(self) -> bool:
         """Whether a size of the disk tier is set, and is not 0."""
-        return bool(self.disk_cache_gb or self.disk_cache_override_num_blocks)
+        blocks = self.disk_cache_override_num_blocks
+        return bool(self.disk_cache_gb) if blocks is None else blocks > 0
 
     def disk_tier_slots(self, bytes_per_block_all_ranks: int) -> int:
         """Slots of the disk tier, the same number on every rank; 0 if there is none.

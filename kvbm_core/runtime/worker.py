@@ -74,6 +74,7 @@ class Worker:
         self._executor: Executor | None = None
         self._disk: WorkerDisk | None = None
         self._is_refused = False
+        self._is_closed = False
         self._lock = threading.Lock()
         self._done: list[JobResult] = []
         self._acks: list[JobAck] = []
@@ -158,6 +159,9 @@ class Worker:
         except Exception:
             slab.close()
             raise
+        if self._is_closed:  # while files were being made
+            self._end(executor, slab)
+            return
         self._slab = slab
         self._executor = self._wrap(executor)
         self._slots_ready(slab.ready_slots)
@@ -314,12 +318,15 @@ class Worker:
 
     def close(self) -> None:
         """Closes the channel, ends the executor (waits for running copies), frees the slab. May be called twice."""
+        self._is_closed = True
         # First: its thread is the one that makes executor and slab.
         self._channel.close()
+        if self._executor is not None and self._slab is not None:
+            self._end(self._executor, self._slab)
+        self._executor = None
+
+    def _end(self, executor: Executor, slab: HostSlab) -> None:
         if self._disk is not None:
             self._disk.close()
-        if self._executor is not None:
-            self._executor.close()
-        if self._slab is not None:
-            self._slab.close()
-        self._executor = None
+        executor.close()
+        slab.close()

@@ -11,7 +11,7 @@ WEIGHT_SUFFIXES = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf", ".n
 
 
 def weights_stamp(folder: Path) -> str:
-    """32 hex digits of the weights and configuration in ``folder``; "" if there is no such folder or file.
+    """32 hex digits of the weights and configuration in ``folder``; "" if there are no weights in it, or no folder.
 
     Of each file of weights the size and three samples are read, of ``*.json`` everything: training changes next to
     every number, and copying none. Takes milliseconds; the same on every machine.
@@ -24,7 +24,7 @@ def weights_stamp(folder: Path) -> str:
             digest.update(path.read_bytes() if path.suffix == ".json" else _samples(path))
     except OSError:
         return ""
-    return digest.hexdigest()[:32] if files else ""
+    return digest.hexdigest()[:32] if any(path.suffix in WEIGHT_SUFFIXES for path in files) else ""
 
 
 def _files(folder: Path) -> list[Path]:

@@ -188,6 +188,7 @@ def test_close_with_a_late_read_leaves_file_and_memory_to_it(path: Path, monkeyp
             bench.host.close()
             assert bench.file.fd >= 0 and is_mapped(address)
         gate.set()
+        monkeypatch.setattr(disk_module, "CLOSE_TIMEOUT_S", LONG_S)
         bench.executor.close()
         assert bench.file.fd == -1 and disk_threads() == set()
         gc.collect()

@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-from itertools import count
-
 import pytest
 
-from kvbm_core.clock import ManualClock
 from kvbm_core.errors import IntegrityError, Outcome
-from kvbm_core.observe.metrics import Metrics
-from kvbm_core.policy.admission import AdmitAll
 from kvbm_core.policy.frequency import FrequencyFilter
-from kvbm_core.policy.lru import LruPolicy
 from kvbm_core.runtime.breaker import FAILURES_IN_A_ROW, FIRST_PAUSE_S
-from kvbm_core.runtime.disk import STORE_BLOCKS, DiskOptions, DiskTier
 from kvbm_core.runtime.handshake import DiskOff, DiskSlotsFound
 from kvbm_core.runtime.leader import MAX_CHUNKS_PER_POLL
-from kvbm_core.runtime.messages import ForgetDisk, JobAck, Message, Store
+from kvbm_core.runtime.messages import ForgetDisk
 from kvbm_core.storage.disk.recovery import Found
 from kvbm_core.testing.leader_bench import BenchDisk, LeaderBench
-from kvbm_core.tiers.tier import BlockTier
-from kvbm_core.types import BlockKey, Tier
+from kvbm_core.types import BlockKey
 from tests.unit.disk_bench import OTHER, PROMPT, TABLE, bench_of, leave_host, load, loading, on_disk, reads_of, stored
 
 FILTERED = BenchDisk(make_admission=FrequencyFilter)
@@ -105,52 +97,6 @@ def test_a_store_that_failed_on_one_rank_leaves_nothing_and_is_tried_again_with_
     load(bench)
     assert bench.write_to_disk() == 4
     assert on_disk(bench, PROMPT) == 4
-
-
-def test_long_prompts_go_in_several_orders_and_what_is_too_much_waits_or_is_dropped() -> None:
-    clock, metrics = ManualClock(), Metrics()
-    host, sent = BlockTier(Tier.HOST, LruPolicy(), clock), list[Message]()
-    keys = [BlockKey(bytes([number]) * 32) for number in range(200)]
-    host.grow(200)
-    host.commit(host.reserve(keys, frozenset))
-    limit = DiskOptions(max_storing_blocks=STORE_BLOCKS + 5, max_waiting_blocks=150)
-    disk = DiskTier(host, AdmitAll(), sent.append, count(1).__next__, 1, clock, metrics, limit)
-    disk.take_in(0, 300, [])
-    disk.offer(keys)
-
-    def orders() -> list[Store]:
-        return [message for message in sent if isinstance(message, Store)]
-
-    assert [len(order.keys) for order in orders()] == [STORE_BLOCKS, 5]
-    assert metrics.snapshot()['kvbm_dropped_blocks_total{reason="queue_full"}'] == 50
-    assert disk.storing_blocks == 150
-    host.forget(keys[100:110])  # what has left the host meanwhile is left out
-    answered = 0
-    while answered < len(orders()):
-        assert disk.tier.pending_blocks <= STORE_BLOCKS + 5
-        assert disk.acknowledge(0, JobAck(orders()[answered].job_id, Outcome.OK, 1, 0.0, 0.0))
-        answered += 1
-    assert [BlockKey(key) for order in orders() for key in order.keys] == [*keys[:100], *keys[110:150]]
-    assert disk.storing_blocks == 0
-    disk.check_integrity()
-
-
-def test_a_disk_that_fails_is_not_waited_for() -> None:
-    clock, metrics = ManualClock(), Metrics()
-    host, sent = BlockTier(Tier.HOST, LruPolicy(), clock), list[Message]()
-    keys = [BlockKey(bytes([number]) * 32) for number in range(20)]
-    host.grow(20)
-    host.commit(host.reserve(keys, frozenset))
-    disk = DiskTier(
-        host, AdmitAll(), sent.append, count(1).__next__, 1, clock, metrics, DiskOptions(max_storing_blocks=2)
-    )
-    disk.take_in(0, 300, [])
-    disk.offer(keys)
-    for number in (1, 2, 3):
-        disk.acknowledge(0, JobAck(number, Outcome.IO_ERROR, 0, 0.0, 0.0))
-    assert disk.storing_blocks == 0 and len(sent) == 3
-    assert metrics.snapshot()['kvbm_dropped_blocks_total{reason="transfer_failed"}'] == 20
-    disk.check_integrity()
 
 
 def test_what_finds_no_place_is_dropped_and_counted_and_what_is_old_makes_room() -> None:

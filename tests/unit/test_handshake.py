@@ -5,8 +5,27 @@ from __future__ import annotations
 import pytest
 
 from kvbm_core.errors import ConfigError, Outcome
-from kvbm_core.runtime.handshake import Disabled, Handshake, RankAck, SlotsReady
-from kvbm_core.runtime.messages import PROTOCOL_VERSION, Acks, Configure, Hello, JobAck, Ready, Refused
+from kvbm_core.runtime.handshake import Disabled, DiskOff, DiskSlotsFound, Handshake, PlanDisk, RankAck, SlotsReady
+from kvbm_core.runtime.messages import (
+    PROTOCOL_VERSION,
+    Acks,
+    Configure,
+    DiskFound,
+    DiskRefused,
+    DiskShare,
+    ForgetDisk,
+    Hello,
+    JobAck,
+    Message,
+    Ready,
+    Refused,
+    Store,
+    decode,
+    encode,
+)
+from kvbm_core.storage.disk.allocate import DiskError
+from kvbm_core.storage.disk.recovery import CHUNK_SLOTS, Found
+from kvbm_core.types import BlockKey
 
 A, B, STRANGER = b"a", b"b", b"stranger"
 
@@ -156,3 +175,134 @@ def test_a_worker_that_cannot_take_part_is_heard_without_a_hello() -> None:
     handshake = Handshake(1, lambda block_bytes: 8)
     assert handshake.on_message(A, Refused(0, "unknown layout")) == []
     assert reason(handshake) == "worker 0: unknown layout"
+
+
+# ---------------------------------------------------------------- the disk
+
+
+SHARE = DiskShare("folder", 5)
+
+
+def with_disk(num_ranks: int, plan_disk: PlanDisk = lambda block_bytes, fingerprint: SHARE) -> Handshake:
+    """Every rank has said hello."""
+    handshake = Handshake(num_ranks, lambda block_bytes: 8, plan_disk)
+    for rank, identity in enumerate((A, B)[:num_ranks]):
+        handshake.on_message(identity, hello(rank, num_ranks))
+    return handshake
+
+
+def test_the_disk_is_planned_once_for_all_ranks_and_told_to_each() -> None:
+    asked: list[tuple[int, str]] = []
+
+    def plan_disk(block_bytes: int, fingerprint: str) -> DiskShare:
+        asked.append((block_bytes, fingerprint))
+        return SHARE
+
+    handshake = Handshake(2, lambda block_bytes: 8, plan_disk)
+    assert handshake.on_message(B, hello(1, 2)) == [] and asked == [] and handshake.peers() == [B]
+    assert sorted(handshake.on_message(A, hello(0, 2))) == [(A, Configure(8, SHARE)), (B, Configure(8, SHARE))]
+    assert handshake.on_message(B, hello(1, 2)) == [(B, Configure(8, SHARE))]  # the answer had been lost
+    assert asked == [(201, "layout0-layout1")]  # in the order of the ranks, not of their hellos
+    assert sorted(handshake.peers()) == [A, B] and not handshake.inbox
+
+
+@pytest.mark.parametrize(
+    "error", [ConfigError("DYN_KVBM_DISK_CACHE_GB", 1, "too small"), DiskError(28, "kvbm: no room; make room")]
+)
+def test_a_disk_that_cannot_be_leaves_the_host_tier_on(error: Exception) -> None:
+    def refuse(block_bytes: int, fingerprint: str) -> DiskShare:
+        raise error
+
+    handshake = Handshake(1, lambda block_bytes: 8, refuse)
+    assert handshake.on_message(A, hello()) == [(A, Configure(8))]
+    (event,) = handshake.inbox
+    assert event == DiskOff(str(error.args[-1])) and event.reason.startswith("kvbm: ")
+    assert handshake.on_message(A, hello()) == [(A, Configure(8))]  # and it is not tried again
+    assert len(handshake.inbox) == 1
+    handshake.on_message(A, Ready(0, 8))
+    assert handshake.wait(0)
+
+
+def test_what_a_rank_found_on_its_disk_reaches_the_leader() -> None:
+    handshake = with_disk(2)
+    handshake.on_message(B, DiskFound(1, 40, [3, 39], [b"k" * 32, b"l" * 33], [70, 60]))
+    handshake.on_message(A, DiskFound(0, 40, [], [], []))
+    handshake.on_message(A, DiskRefused(0, "no room"))
+    assert list(handshake.found) == [
+        DiskSlotsFound(1, 40, [Found(3, BlockKey(b"k" * 32), 70), Found(39, BlockKey(b"l" * 33), 60)]),
+        DiskSlotsFound(0, 40, []),
+    ]
+    assert list(handshake.inbox) == [DiskOff("worker 0: no room")] and handshake.foreign_total == 0
+
+
+def test_the_start_waits_until_every_rank_knows_all_of_its_disk() -> None:
+    handshake = with_disk(2)
+    handshake.on_message(A, Ready(0, 8))
+    handshake.on_message(B, Ready(1, 8))
+    assert not handshake.wait(0)
+    for identity, rank, end in ((A, 0, SHARE.num_slots), (A, 0, SHARE.num_slots), (B, 1, SHARE.num_slots - 1)):
+        handshake.on_message(identity, DiskFound(rank, end, [], [], []))
+        assert not handshake.wait(0)
+    handshake.on_message(B, DiskFound(1, SHARE.num_slots, [], [], []))
+    assert handshake.wait(0)
+
+
+def test_the_start_does_not_wait_for_a_disk_that_is_refused() -> None:
+    handshake = with_disk(2)
+    for identity, rank in ((A, 0), (B, 1)):
+        handshake.on_message(identity, Ready(rank, 8))
+    handshake.on_message(B, DiskRefused(1, "no room"))
+    assert handshake.wait(0)
+
+
+def test_the_start_waits_for_the_host_tier_too() -> None:
+    handshake = with_disk(1)
+    handshake.on_message(A, DiskFound(0, SHARE.num_slots, [], [], []))
+    assert not handshake.wait(0)
+    handshake.on_message(A, Ready(0, 8))
+    assert handshake.wait(0)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        DiskFound(0, 40, [3], [b"k" * 32], [70]),
+        DiskRefused(0, "no room"),
+        DiskFound(7, 40, [], [], []),
+        DiskRefused(-1, "no room"),
+        Store(1, [b"k" * 32], [1], [1]),
+        ForgetDisk(),
+    ],
+    ids=["found", "refused", "found by nobody", "refused by nobody", "store", "forget"],
+)
+def test_nobody_speaks_for_the_disk_of_another_rank_nor_for_the_leader(message: Message) -> None:
+    handshake = with_disk(1)
+    assert handshake.on_message(STRANGER, message) == []
+    assert not handshake.inbox and not handshake.found and handshake.foreign_total == 1
+
+
+def test_what_is_found_in_lists_of_unequal_lengths_is_no_news() -> None:
+    handshake = with_disk(1)
+    with pytest.raises(ValueError, match="zip"):  # the channel logs it and goes on
+        handshake.on_message(A, DiskFound(0, 40, [3, 4], [b"k" * 32], [70]))
+    assert not handshake.found
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        Configure(8, SHARE),
+        DiskFound(1, 4096, [0, 5], [b"k" * 32, b"\xff" * 33], [2**63, 0]),
+        DiskRefused(3, "no room"),
+        Store(2**40, [b"k" * 33], [1], [2]),
+        ForgetDisk(),
+    ],
+)
+def test_what_is_said_about_disks_survives_the_wire(message: Message) -> None:
+    assert decode(encode(message)) == message
+
+
+def test_the_largest_chunk_of_found_blocks_fits_into_a_message() -> None:
+    chunk = range(CHUNK_SLOTS)
+    message = DiskFound(0, 2**40, [2**40 + i for i in chunk], [b"k" * 33] * CHUNK_SLOTS, [2**62 + i for i in chunk])
+    assert decode(encode(message)) == message

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
+
 import pytest
 
+from kvbm_core.clock import SystemClock
 from kvbm_core.errors import Outcome
 from kvbm_core.runtime.jobs import Job, JobBook, Share
 from kvbm_core.runtime.messages import JobAck
 from kvbm_core.runtime.request import RequestState
+from kvbm_core.testing.executor_contract import LONG_S
 from kvbm_core.testing.leader_bench import ONE_GROUP, ROOT
 from kvbm_core.tokens.chain import TokenChain
+from kvbm_core.transfer import jobs as board_module
+from kvbm_core.transfer.jobs import JobBoard
 from kvbm_core.transfer.plan import GroupMove, TransferPlan
 from kvbm_core.types import Direction
 
@@ -103,3 +110,68 @@ def test_the_plan_of_several_requests_has_one_move_per_group() -> None:
     assert book.readers_of([4]) == book.readers_of([9]) == {job.job_id}
     assert book.acknowledge(0, ack(job)) is job
     assert not book.readers_of([4, 5, 6, 7, 9])
+
+
+# ---------------------------------------------------------------- the board of an executor: wake
+
+
+Taken = board_module.Job[TransferPlan] | None
+
+
+class Taker:
+    """A thread in ``take``."""
+
+    def __init__(self, board: JobBoard[TransferPlan], waiting: threading.Event) -> None:
+        self.taken: list[Taken] = []
+        self._thread = threading.Thread(target=lambda: self.taken.append(board.take()))
+        self._thread.start()
+        assert waiting.wait(LONG_S)
+        assert self._thread.is_alive() and not self.taken
+
+    def end(self) -> Taken:
+        self._thread.join(LONG_S)
+        (taken,) = self.taken
+        return taken
+
+
+def board_and_waiting() -> tuple[JobBoard[TransferPlan], threading.Event]:
+    """The event is set when somebody waits for a job, holding the lock: what is done next comes after that."""
+    board: JobBoard[TransferPlan] = JobBoard(SystemClock(), None)
+    waiting, wait = threading.Event(), board._changed.wait
+
+    def waits(timeout: float | None = None) -> bool:
+        waiting.set()
+        return wait(timeout)
+
+    board._changed.wait = waits  # type: ignore[method-assign]
+    return board, waiting
+
+
+@pytest.mark.parametrize("ends", [JobBoard.wake, JobBoard.close])
+def test_who_waits_for_a_job_looks_around_when_woken(ends: Callable[[JobBoard[TransferPlan]], None]) -> None:
+    board, waiting = board_and_waiting()
+    taker = Taker(board, waiting)
+    ends(board)
+    assert taker.end() is None
+    assert board.is_closed == (ends is JobBoard.close)
+
+
+def test_a_wake_while_nobody_waits_is_kept_for_the_next_and_only_for_him() -> None:
+    board, waiting = board_and_waiting()
+    board.wake()
+    board.wake()
+    assert board.take() is None  # without a timeout: it would wait for ever
+    assert board.take(timeout_s=0.0) is None
+    taker = Taker(board, waiting)  # waits: no wake is left
+    board.add(TransferPlan(7, Direction.OFFLOAD, ()), None)
+    job = taker.end()
+    assert job is not None and job.plan.job_id == 7
+
+
+def test_a_wake_takes_no_job_away() -> None:
+    board, _ = board_and_waiting()
+    for job_id in (7, 8):
+        board.add(TransferPlan(job_id, Direction.OFFLOAD, ()), None)
+    board.wake()
+    taken = [board.take(timeout_s=0.0) for _ in range(3)]
+    assert [job and job.plan.job_id for job in taken] == [7, 8, None]

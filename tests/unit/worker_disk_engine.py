@@ -1,0 +1,122 @@
+"""A leader and workers with a disk, as in one process of an engine, without the engine: over real channel and files."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+from kvbm_core.clock import SystemClock
+from kvbm_core.observe.metrics import Metrics
+from kvbm_core.policy.admission import AdmitAll
+from kvbm_core.policy.lru import LruPolicy
+from kvbm_core.runtime.channel import LeaderChannel
+from kvbm_core.runtime.disk import DiskTier
+from kvbm_core.runtime.endpoint import Endpoint
+from kvbm_core.runtime.handshake import Handshake
+from kvbm_core.runtime.leader import DiskSetup, Leader, LeaderOptions
+from kvbm_core.runtime.messages import DiskShare, Message
+from kvbm_core.runtime.worker import Worker, WorkerOptions
+from kvbm_core.runtime.worker_disk import WorkerDiskOptions
+from kvbm_core.storage.disk.allocate import FileOptions
+from kvbm_core.storage.disk.record import whole_sectors
+from kvbm_core.testing.executor_contract import two_group_memory
+from kvbm_core.testing.leader_bench import ROOT
+from kvbm_core.tiers.tier import BlockTier
+from kvbm_core.transfer.plan import TransferPlan
+from kvbm_core.types import Tier
+from tests.faults.doubles import BUFFERED
+from tests.unit.test_worker import GROUPS, NUM_SLOTS, PROMPT, Engine, content
+
+DISK_SLOTS = 40
+NUM_TOKENS = 20
+TABLES = [[1, 2, 3, 4, 5], [5, 4, 3, 2, 1]]
+ELSEWHERE = [[7, 8, 9, 10, 11], [3, 6, 1, 9, 2]]
+
+
+class DiskEngine(Engine):
+    """Engine with a disk tier in ``folder``/blocks. Blocks of PROMPT are those of the device blocks of TABLES."""
+
+    def __init__(
+        self, folder: Path, ranks: int = 1, *, io_deadline_s: float = 20.0, options: FileOptions = BUFFERED
+    ) -> None:
+        path = folder / "s.sock"
+        self.endpoint = Endpoint(f"ipc://{path}", path)
+        self.folder = folder / "blocks"
+        self.news = threading.Condition()
+        self.handshake = Handshake(ranks, lambda block_bytes: NUM_SLOTS, self._plan_disk)
+        clock = SystemClock()
+        self.tier = BlockTier(Tier.HOST, LruPolicy(), clock)
+        setup = DiskSetup(AdmitAll(), self.tell_all)
+        self.leader = Leader(GROUPS, self.tier, self.handshake, ranks, clock, Metrics(), LeaderOptions(), disk=setup)
+        self.channel = LeaderChannel(self.endpoint, self._on_message)  # type: ignore[arg-type]
+        self.memories = [two_group_memory(seed=rank + 1) for rank in range(ranks)]
+        worker_options = WorkerOptions(verify=True, disk=WorkerDiskOptions(options, io_deadline_s))
+        self.workers = [Worker(rank, ranks, self.endpoint, worker_options) for rank in range(ranks)]
+        for worker, memory in zip(self.workers, self.memories, strict=True):
+            worker.register(memory, f"layout{worker.rank}")
+
+    def _plan_disk(self, block_bytes: int, fingerprint: str) -> DiskShare:
+        return DiskShare(str(self.folder), DISK_SLOTS)
+
+    def tell_all(self, message: Message) -> None:
+        for peer in self.handshake.peers():
+            self.channel.send(peer, message)
+
+    def rank_file(self, rank: int = 0) -> Path:
+        """Where a rank keeps its blocks."""
+        return self.folder / f"rank-{rank}-of-{len(self.workers)}.blocks"
+
+    @property
+    def slot_bytes(self) -> int:
+        """Of a record's payload."""
+        return whole_sectors(max(view.block_bytes for view in self.memories[0].views))
+
+    @property
+    def disk(self) -> DiskTier:
+        assert self.leader.disk is not None
+        return self.leader.disk
+
+    def wait_ready(self) -> None:
+        """Slots of the host, and all of the disk's files looked at."""
+        self.wait_for(lambda: self.tier.capacity_blocks == NUM_SLOTS)
+        self.wait_for(lambda: self.disk.tier.capacity_blocks == DISK_SLOTS)
+
+    def expected(self) -> list[list[bytes]]:
+        """The blocks of PROMPT on each rank."""
+        return [
+            [content(memory, group, block) for group in (0, 1) for block in TABLES[group]]
+            for memory in (two_group_memory(seed=worker.rank + 1) for worker in self.workers)
+        ]
+
+    def on_devices(self) -> list[list[bytes]]:
+        """What is on each rank where PROMPT was onboarded to."""
+        return [
+            [content(memory, group, block) for group in (0, 1) for block in ELSEWHERE[group]]
+            for memory in self.memories
+        ]
+
+    def offload_prompt(self, name: str = "writer") -> None:
+        """Offloads it; what follows goes by itself."""
+        state = self.leader.open(name, ROOT, None)
+        self.leader.offload(state, PROMPT, 0, NUM_TOKENS, TABLES)
+        self.submit_offloads()
+        self.settle()
+        self.leader.finish(state)
+
+    def store_prompt(self) -> None:
+        """Offloads it, and waits until the disks have it."""
+        self.offload_prompt()
+        self.wait_for(lambda: self.disk.tier.resident_blocks == 10 and not self.disk.storing_blocks)
+
+    def onboard_prompt(self, name: str = "reader") -> TransferPlan | None:
+        """Onboards what there is of it, elsewhere; the plan, once every rank has answered."""
+        state = self.leader.open(name, ROOT, None)
+        try:
+            found = self.leader.match(state, PROMPT, 0, NUM_TOKENS)
+            if not found:
+                return None
+            plan = self.submit(self.leader.onboard(state, found, ELSEWHERE))
+            self.settle()
+            return plan
+        finally:
+            self.leader.finish(state)
