@@ -18,8 +18,10 @@ class FrequencyFilter:
     """AdmissionPolicy: admits blocks whose count is at least ADMITTED_FROM.
 
     A block's count is 1 when it is offered first, doubles with each hit, and loses 1 with each DECAY_S that goes by;
-    at 0 it is forgotten. At most ``max_entries`` are remembered: the one longest without an offer or a hit goes first.
-    Numbers are those of the KVBM guides; there, hits were never counted.
+    at 0 it is forgotten. A further offer is a use as well: the block had left the tier above and was computed again.
+    At most ``max_entries`` are remembered: the one longest without an offer or a hit goes first.
+    Numbers are those of the KVBM guides, whose filter counts hits, and whose code offers; a trace says to count both
+    (docs/benchmarks.md, "trace").
     """
 
     def __init__(self, clock: Clock, *, max_entries: int = MAX_ENTRIES, decay_s: float = DECAY_S) -> None:
@@ -34,9 +36,10 @@ class FrequencyFilter:
         return len(self._entries)
 
     def decide(self, key: BlockKey, size_bytes: int, state: AdmissionState) -> Admission:
-        """ADMIT, or LATER until there have been hits."""
+        """ADMIT, or LATER until it has been hit, or offered again."""
         step = self._step()
-        count = max(1, self._count(key, step))
+        count = self._count(key, step)
+        count = min(MAX_COUNT, 2 * count) if count > 0 else 1
         self._set(key, count, step)
         return Admission.ADMIT if count >= ADMITTED_FROM else Admission.LATER
 

@@ -140,10 +140,11 @@ def test_a_lane_that_only_says_ok_is_noticed(call: str, make_side: MakeSide, mon
 
 def test_one_wrong_bit_is_noticed(make_side: MakeSide, monkeypatch: pytest.MonkeyPatch) -> None:
     side, read = make_side(KvbmSide), Lane.read
+    before = int(side._blocks.slab.array[-1])
 
     def flip(self: Lane, records: Sequence[Record], *, deadline_s: float) -> list[Outcome]:
         outcomes = read(self, records, deadline_s=deadline_s)
-        side._blocks.slab.array[-1] ^= 1
+        side._blocks.slab.array[-1] = before ^ 1  # however many batches there are
         return outcomes
 
     monkeypatch.setattr(Lane, "read", flip)

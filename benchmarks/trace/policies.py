@@ -1,0 +1,66 @@
+"""The admission policies that a trace compares: what kvbm has, and candidates that stand between them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from kvbm_core.clock import Clock
+from kvbm_core.policy.admission import Admission, AdmissionPolicy, AdmissionState, AdmitAll
+from kvbm_core.policy.frequency import ADMITTED_FROM, MAX_ENTRIES, FrequencyFilter
+from kvbm_core.types import BlockKey
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """``make`` answers a new one. A candidate is not in the product."""
+
+    name: str
+    make: Callable[[Clock], AdmissionPolicy]
+    is_candidate: bool = False
+
+
+class HitsAlone(FrequencyFilter):
+    """AdmissionPolicy: as FrequencyFilter, but a further offer changes nothing. So the KVBM guides describe theirs."""
+
+    def decide(self, key: BlockKey, size_bytes: int, state: AdmissionState) -> Admission:
+        """ADMIT, or LATER until there have been hits."""
+        step = self._step()
+        count = max(1, self._count(key, step))
+        self._set(key, count, step)
+        return Admission.ADMIT if count >= ADMITTED_FROM else Admission.LATER
+
+
+class RejectFirst:
+    """AdmissionPolicy: a block comes in from its second offer, or its first hit, on. Time makes no difference.
+
+    At most ``max_entries`` are remembered: the one longest without an offer or a hit goes first.
+    """
+
+    def __init__(self, max_entries: int = MAX_ENTRIES) -> None:
+        self._max_entries = max_entries
+        self._seen: dict[BlockKey, None] = {}
+
+    def decide(self, key: BlockKey, size_bytes: int, state: AdmissionState) -> Admission:
+        """ADMIT, or LATER the first time."""
+        is_known = key in self._seen
+        self.hit([key])
+        return Admission.ADMIT if is_known else Admission.LATER
+
+    def hit(self, keys: Sequence[BlockKey]) -> None:
+        """See AdmissionPolicy."""
+        for key in keys:
+            self._seen.pop(key, None)
+            self._seen[key] = None
+            if len(self._seen) > self._max_entries:
+                del self._seen[next(iter(self._seen))]
+
+
+POLICIES = (
+    Policy("AdmitAll", lambda clock: AdmitAll()),
+    Policy("FrequencyFilter", FrequencyFilter),
+    Policy("hits alone", HitsAlone, is_candidate=True),
+    Policy("reject first", lambda clock: RejectFirst(), is_candidate=True),
+)
+ADMIT_ALL = 0
+"""Its place in POLICIES."""
