@@ -7,6 +7,7 @@ import fcntl
 import hashlib
 import logging
 import os
+import stat
 from itertools import count
 from pathlib import Path
 
@@ -48,7 +49,10 @@ class DiskFolder:
 
     def _take(self) -> bool:
         """False if another engine has it, or another version of kvbm left its files there."""
-        self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self.path.parent.parent.mkdir(parents=True, exist_ok=True)
+        for folder in (self.path.parent, self.path):
+            folder.mkdir(exist_ok=True, mode=0o700)
+            _check_owner(folder)
         self._fd = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -70,6 +74,14 @@ class DiskFolder:
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
+
+
+def _check_owner(folder: Path) -> None:
+    """Whoever can write there can make this engine load KV of their making. ConfigError for a folder not our own."""
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & stat.S_IWOTH:
+        remedy = f"{folder} belongs to another user, or others can write to it; set a directory of your own"
+        raise ConfigError(SETTING, folder.parent, remedy)
 
 
 def _version_of(path: Path) -> int | None:

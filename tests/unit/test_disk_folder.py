@@ -214,3 +214,27 @@ def test_there_are_not_folders_without_end(directory: Path) -> None:
     assert numbers(folders[40]) == [40]
     for folder in folders:
         folder.close()
+
+
+def test_a_folder_in_which_others_could_plant_blocks_is_refused(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    DiskFolder(directory, LAYOUT).close()
+    (directory / TOP).chmod(0o707)
+    with pytest.raises(ConfigError, match=r"DYN_KVBM_DISK_CACHE_DIR=.*a directory of your own") as open_to_all:
+        DiskFolder(directory, LAYOUT)
+    (directory / TOP).chmod(0o700)
+    DiskFolder(directory, LAYOUT).close()
+    monkeypatch.setattr(os, "geteuid", lambda: NOBODY)
+    with pytest.raises(ConfigError, match="belongs to another user") as foreign:
+        DiskFolder(directory, LAYOUT)
+    for error in (open_to_all, foreign):
+        assert "\n" not in str(error.value)
+
+
+def test_a_link_to_somewhere_else_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / TOP).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ConfigError, match="a directory of your own"):
+        DiskFolder(tmp_path, LAYOUT)
+    assert list((tmp_path / "elsewhere").iterdir()) == []
