@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Annotated, NoReturn, Protocol, TypeVar
+from typing import Annotated, Protocol, TypeVar
 
 import typer
 from rich.console import Console
@@ -24,6 +24,7 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
+from kvbm_core.cli.console import fail, table_console
 from kvbm_core.cli.disk_report import (
     BAD_KINDS,
     Checked,
@@ -44,7 +45,6 @@ from kvbm_core.storage.disk.verify import Findings, erase, held_for_erasing, occ
 
 DAMAGED_EXIT = 1
 BAD_USAGE_EXIT = 2
-TABLE_WIDTH = 132
 
 Out = TypeVar("Out")
 Out_co = TypeVar("Out_co", covariant=True)
@@ -105,7 +105,7 @@ def inspect_command(
         typer.echo(json.dumps(as_json(directory, looked), indent=2))
         return
     _nothing_there(directory, identities)
-    console = _console()
+    console = table_console()
     if any(one.identity.kind is Kind.BLOCKS for one in looked):
         console.print(files_table(directory, looked, now_ns))
     if any(one.contents.used for one in looked):
@@ -144,7 +144,7 @@ def verify_command(
         erased = _erase(checked, held) if erase_damaged else 0
     took_s = clock.now_s() - started_s
     if any(one.identity.kind is Kind.BLOCKS for one in checked):
-        _console().print(verify_table(directory, checked, took_s))
+        table_console().print(verify_table(directory, checked, took_s))
     for line in (*damage_lines(directory, checked), *notes(directory, [one.looked() for one in checked])):
         typer.echo(line)
     typer.echo(_verdict(checked, erased if erase_damaged else None))
@@ -192,7 +192,7 @@ def _held(identities: Sequence[Identity], held: dict[Path, int], stack: ExitStac
             try:
                 held[identity.path] = stack.enter_context(held_for_erasing(identity.path))
             except DiskError as error:
-                _fail(f"kvbm disk verify: --erase-damaged: {error.strerror or error}")
+                fail(f"kvbm disk verify: --erase-damaged: {error.strerror or error}", BAD_USAGE_EXIT)
             again[number] = identify(identity.path, is_held_by_us=True)
     return again
 
@@ -204,7 +204,10 @@ def _erase(checked: Sequence[Checked], held: dict[Path, int]) -> int:
             try:
                 erased += erase(held[one.identity.path], one.identity.header, one.findings.damaged)
             except OSError as error:
-                _fail(f"kvbm disk verify: {one.identity.path}: {error.strerror}: not all damaged records were erased")
+                fail(
+                    f"kvbm disk verify: {one.identity.path}: {error.strerror}: not all damaged records were erased",
+                    BAD_USAGE_EXIT,
+                )
     return erased
 
 
@@ -233,9 +236,12 @@ def _identities(directory: Path, command: str) -> list[Identity]:
     except NotADirectoryError:
         pass
     except FileNotFoundError:
-        _fail(f"kvbm disk {command}: no such directory: {directory}: {remedy}")
+        fail(f"kvbm disk {command}: no such directory: {directory}: {remedy}", BAD_USAGE_EXIT)
     except OSError as error:
-        _fail(f"kvbm disk {command}: {directory} cannot be read ({error.strerror}): run this as the engine's user")
+        fail(
+            f"kvbm disk {command}: {directory} cannot be read ({error.strerror}): run this as the engine's user",
+            BAD_USAGE_EXIT,
+        )
     closed: list[OSError] = []
     identities = [identify(path) for path in find_files(directory, closed.append)]
     return identities + [Identity(Path(error.filename), Kind.UNREADABLE, error.strerror or "") for error in closed]
@@ -256,13 +262,3 @@ def _progress(*columns: ProgressColumn) -> Progress:
     console = Console(stderr=True)
     shown = (TextColumn("{task.description}"), BarColumn(), *columns)
     return Progress(*shown, console=console, transient=True, disable=not console.is_terminal)
-
-
-def _console() -> Console:
-    console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=TABLE_WIDTH)
-
-
-def _fail(message: str) -> NoReturn:
-    typer.echo(message, err=True)
-    raise typer.Exit(BAD_USAGE_EXIT)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from typing import Annotated, NoReturn
+from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from kvbm_core import __version__
+from kvbm_core.cli.console import fail, table_console
 from kvbm_core.cli.disk import disk_app
 from kvbm_core.cli.serve_line import vllm_serve_line
 from kvbm_core.cli.status import StatusError, fetch_samples, status_rows
@@ -19,7 +19,6 @@ from kvbm_core.errors import ConfigError
 
 BAD_CONFIG_EXIT = 2
 UNREACHABLE_EXIT = 1
-TABLE_WIDTH = 120
 
 app = typer.Typer(
     name="kvbm",
@@ -45,17 +44,6 @@ The engine loads it; this command only looks and explains. A first session:
 app.add_typer(disk_app, name="disk")
 
 
-def _console() -> Console:
-    """A console as wide as the terminal; wide enough for the tables where there is none."""
-    console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=TABLE_WIDTH)
-
-
-def _fail(message: str, exit_code: int) -> NoReturn:
-    typer.echo(message, err=True)
-    raise typer.Exit(exit_code)
-
-
 @app.command()
 def config(
     changed: Annotated[bool, typer.Option("--changed", help="Only what differs from the default.")] = False,
@@ -69,7 +57,7 @@ def config(
     try:
         settings = KvbmSettings.from_env(None)
     except ConfigError as error:
-        _fail(str(error), BAD_CONFIG_EXIT)
+        fail(str(error), BAD_CONFIG_EXIT)
     rows = [row for row in settings.describe() if not changed or row.source is not SettingSource.DEFAULT]
     if as_json:
         typer.echo(json.dumps([_as_json(row) for row in rows], indent=2))
@@ -78,7 +66,7 @@ def config(
         for row in rows:
             style = "" if row.source is SettingSource.DEFAULT else "bold"
             table.add_row(row.env, _value_text(row.value), row.source.value, row.doc, style=style)
-        _console().print(table)
+        table_console().print(table)
     for line in settings.warnings:
         typer.echo(f"warning: {line}", err=True)
 
@@ -116,7 +104,7 @@ def status(
     try:
         samples = fetch_samples(host, port, timeout_s)
     except StatusError as error:
-        _fail(f"kvbm status: {error}", UNREACHABLE_EXIT)
+        fail(f"kvbm status: {error}", UNREACHABLE_EXIT)
     if as_json:
         series = [
             {"name": name, "labels": labels, "value": value}
@@ -136,7 +124,7 @@ def _print_sections(title: str, rows: Iterable[tuple[str, str, str]]) -> None:
     for section, lines in sections.items():
         for number, (what, value) in enumerate(lines):
             table.add_row("" if number else section, what, value, end_section=number == len(lines) - 1)
-    _console().print(table)
+    table_console().print(table)
 
 
 @app.command("serve-line")

@@ -38,7 +38,6 @@ class _StoreJob:
     reservation: Reservation
     waiting_ranks: set[int]
     outcomes: list[Outcome] = field(default_factory=list)
-    num_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +74,7 @@ class DiskTier:
     ) -> None:
         self.tier = BlockTier(Tier.DISK, LruPolicy(), clock)
         self.off_reason: str | None = None
+        self.block_bytes = 0  # over all ranks; known when they are
         self._host = host
         self._admission = admission
         self._send = send
@@ -148,7 +148,7 @@ class DiskTier:
             self.tier.pending_blocks,
         )
         decide = self._admission.decide
-        chosen = [key for key in self.tier.new_of(keys) if decide(key, 0, state) is Admission.ADMIT]
+        chosen = [key for key in self.tier.new_of(keys) if decide(key, self.block_bytes, state) is Admission.ADMIT]
         room = max(0, self._options.max_waiting_blocks - len(self._waiting))
         self._waiting.extend(chosen[:room])
         self._metrics.dropped(DropReason.QUEUE_FULL, len(chosen) - room)
@@ -191,7 +191,6 @@ class DiskTier:
             return False
         job.waiting_ranks.discard(rank)
         job.outcomes.append(ack.outcome)
-        job.num_bytes += ack.num_bytes
         if job.waiting_ranks:
             return False
         del self._jobs[ack.job_id]

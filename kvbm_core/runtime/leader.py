@@ -297,6 +297,8 @@ class Leader:
                 event.num_device_blocks * event.block_bytes / 1e9,
             )
         self.layout_fingerprint = event.fingerprint
+        if self.disk is not None:
+            self.disk.block_bytes = event.block_bytes
         self.tier.grow(event.slots)
         if event.slots == event.planned_slots:
             log.info("kvbm: host tier ready: %d blocks, %.2f GB", event.slots, event.slots * event.block_bytes / 1e9)
