@@ -1,22 +1,20 @@
 """vLLM's scheduler hooks -> the leader. Runs in the engine-core process, on the scheduler's thread.
 
-Device block tables are followed from SchedulerOutput (new requests bring the whole table, cached ones what was added,
-resumed ones the whole table again). ``update_state_after_alloc`` passes all blocks of a request each time it is called,
-so nothing is appended there: it is only where a load learns its targets.
+``update_state_after_alloc`` passes all blocks of a request each time it is called: it is only where a load learns its
+targets. What a request has on the device is followed in tables.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from itertools import compress
 from random import Random
 from typing import TYPE_CHECKING
 
 from kvbm_core.observe.guard import GuardState, guarded
 from kvbm_core.runtime.due import DueRequests
 from kvbm_core.runtime.leader import Leader
-from kvbm_core.runtime.request import NULL_BLOCK, RequestState
+from kvbm_core.runtime.request import RequestState
 from kvbm_core.tiers.groups import GroupSpec, alignment_tokens
 from kvbm_core.tokens.namespace import KeyNamespace
 from kvbm_core.transfer.plan import TransferPlan
@@ -25,6 +23,7 @@ from kvbm_vllm.events import EventFeed
 from kvbm_vllm.keys import adapter_of, multimodal_extras, uncacheable_reason
 from kvbm_vllm.metadata import DynamoConnectorMetadata, DynamoWorkerMetadata
 from kvbm_vllm.pins import DevicePins
+from kvbm_vllm.tables import DeviceTables, Tables
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_events import KVCacheEvent
@@ -33,8 +32,6 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
-
-Tables = tuple[list[int], ...]
 
 MAX_KNOWN_ROOTS = 1024
 _NO_MATCH: tuple[int | None, bool] = (0, False)
@@ -83,7 +80,7 @@ class SchedulerSide:
         # By adapter and salt: most requests share theirs with others.
         self._roots: dict[tuple[str, str | None], SequenceHash] = {}
         self._uncached: set[str] = set()
-        self._tables: dict[str, Tables] = {}
+        self._tables = DeviceTables(leader.groups)
         self._onboards: list[tuple[str, TransferPlan]] = []
         # Loads promised to vLLM and not yet sent to the workers: each must be made or be reported as failed.
         self._announced: dict[str, tuple[int, ...]] = {}
@@ -94,7 +91,6 @@ class SchedulerSide:
         self._loaded_at: dict[str, int] = {}
         self._finishing: dict[str, tuple[int, ...]] = {}
         self._new_finishing: dict[str, tuple[int, ...]] = {}
-        self._overwritten: list[int] = []
         # Plans made for this step, to be taken back if the step's metadata cannot be built.
         self._planned: set[int] = set()
 
@@ -139,21 +135,22 @@ class SchedulerSide:
         self._loaded_at[request.request_id] = request.num_preemptions
         tables = blocks.get_block_ids()
         first_token = state.match.computed_tokens if state is not None and state.match is not None else 0
-        self._announced[request.request_id] = self._targets(tables, first_token, num_external_tokens)
+        self._announced[request.request_id] = self._tables.targets(tables, first_token, num_external_tokens)
         plan = self.leader.onboard(state, num_external_tokens, tables) if state is not None else None
         if plan is None:
             self._failed_loads[request.request_id] = self._announced[request.request_id]
             return
         self._planned.add(plan.job_id)
         self._onboards.append((request.request_id, plan))
-        self._overwritten.extend(block for move in plan.moves for block in move.device_blocks)
+        self._tables.note_overwritten(block for move in plan.moves for block in move.device_blocks)
 
     @guarded("build_connector_meta", lambda self, scheduler_output: self._fallback_metadata())
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> DynamoConnectorMetadata:
         """Everything the workers do in this step."""
         self._poll()
-        self._follow_tables(scheduler_output)
-        fences = tuple(sorted(self.leader.readers_of(self._overwritten)))
+        # With no job in flight nobody can be reading what is overwritten.
+        overwritten = self._tables.follow(scheduler_output, note_grown=self.leader.pending_jobs > 0)
+        fences = tuple(sorted(self.leader.readers_of(overwritten)))
         self._plan_offloads(scheduler_output)
         offload = self.leader.take_offloads()
         for share in offload.shares if offload is not None else ():
@@ -248,7 +245,7 @@ class SchedulerSide:
 
     def _forget(self, request_id: str) -> bool:
         self._requests.pop(request_id, None)
-        self._tables.pop(request_id, None)
+        self._tables.forget(request_id)
         self._uncached.discard(request_id)
         self._due.forget(request_id)
         self._receiving.discard(request_id)
@@ -263,27 +260,6 @@ class SchedulerSide:
             self.leader.poll()
             self._pins.release_ended(self.leader.is_pending)
             self._has_polled = True
-
-    def _follow_tables(self, scheduler_output: SchedulerOutput) -> None:
-        for new in scheduler_output.scheduled_new_reqs:
-            self._tables[new.req_id] = tuple(list(ids) for ids in new.block_ids)
-            self._note_overwritten(new.block_ids, new.num_computed_tokens)
-        cached = scheduler_output.scheduled_cached_reqs
-        overwritten = self._overwritten
-        # No new blocks is None, for nearly every request in nearly every step: passed over in C.
-        given = cached.new_block_ids
-        for request_id, new_ids in compress(zip(cached.req_ids, given, strict=True), given):
-            if request_id in cached.resumed_req_ids:
-                self._tables[request_id] = tuple(list(ids) for ids in new_ids)
-                self._note_overwritten(new_ids, cached.num_computed_tokens[cached.req_ids.index(request_id)])
-            elif (tables := self._tables.get(request_id)) is not None:
-                for table, ids in zip(tables, new_ids, strict=True):
-                    table.extend(ids)
-                    overwritten.extend(ids)
-
-    def _note_overwritten(self, tables: Iterable[list[int]], computed_tokens: int) -> None:
-        for group, table in zip(self.leader.groups, tables, strict=False):
-            self._overwritten.extend(table[computed_tokens // group.block_size_tokens :])
 
     def _plan_offloads(self, scheduler_output: SchedulerOutput) -> None:
         scheduled, cached = scheduler_output.num_scheduled_tokens, scheduler_output.scheduled_cached_reqs
@@ -300,7 +276,7 @@ class SchedulerSide:
 
     def _offload_full(self, request_id: str, computed: int, num_scheduled: int) -> None:
         request = self._requests.get(request_id)
-        tables = self._tables.get(request_id)
+        tables = self._tables.of(request_id)
         state = self._state_of(request) if request is not None else None
         if request is None or state is None or not tables:
             if request_id not in self._uncached:
@@ -338,23 +314,14 @@ class SchedulerSide:
         self._announced = {}
         self._failed_loads = {}
         self._new_finishing = {}
-        self._overwritten = []
         self._planned = set()
         self._has_polled = False
-
-    def _targets(self, tables: Iterable[list[int]], first_token: int, num_tokens: int) -> tuple[int, ...]:
-        """Device blocks that a load of these tokens would fill."""
-        wanted: set[int] = set()
-        for group, table in zip(self.leader.groups, tables, strict=False):
-            size = group.block_size_tokens
-            wanted.update(table[first_token // size : -(-(first_token + num_tokens) // size)])
-        return tuple(sorted(wanted - {NULL_BLOCK}))
 
     # ---------------------------------------------------------------- when something broke
 
     def _promise_broken(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         if num_external_tokens:
-            every = self._targets(blocks.get_block_ids(), 0, request.num_tokens)
+            every = self._tables.targets(blocks.get_block_ids(), 0, request.num_tokens)
             targets = self._announced.setdefault(request.request_id, every)
             self._onboards = [entry for entry in self._onboards if entry[0] != request.request_id]
             self._failed_loads[request.request_id] = targets

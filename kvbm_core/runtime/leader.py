@@ -198,9 +198,9 @@ class Leader:
         """All that ``offload`` has gathered, of all requests, as one job; to be sent before its blocks are reused."""
         if not self._offloading.has_gathered:
             return None
-        gathered = self._offloading.gathered_states()
+        finished = [state for state in self._offloading.gathered_states() if state.is_finished]
         job = self._offloading.take()
-        for state in gathered:
+        for state in finished:
             self._drop_if_idle(state)
         return job
 

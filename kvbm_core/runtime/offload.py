@@ -87,15 +87,14 @@ class Offloading:
     ) -> int | None:
         """See Leader.offload."""
         state.chain.extend(tokens, stored_tokens)
-        spans, next_full_tokens = [], []
-        for g, (group, table) in enumerate(zip(self._groups, tables, strict=True)):
-            size, next_block = group.block_size_tokens, state.next_offload[g]
-            end = min(stored_tokens // size, len(table), len(state.keys(g)))
-            spans.append(range(max(next_block, group.first_needed_block(computed_tokens)), end))
-            state.next_offload[g] = next_block = max(next_block, end)
-            next_full_tokens.append((next_block + 1) * size)
-        state.next_full_tokens = min(next_full_tokens)
-        wanted = self._wanted(state, tables, spans)
+        limits = (computed_tokens, stored_tokens)
+        if len(tables) == 1 == len(self._groups):  # most models: no loops for each request of each step
+            span, state.next_full_tokens = self._next_span(state, 0, tables[0], limits)
+            wanted = self._of_one_group(state, tables[0], span)
+        else:
+            spans = [self._next_span(state, g, tables[g], limits) for g in range(len(self._groups))]
+            state.next_full_tokens = min(next_full_tokens for _, next_full_tokens in spans)
+            wanted = self._wanted(state, tables, [span for span, _ in spans])
         if not wanted.keys:
             return None
         if self._open is None:
@@ -104,12 +103,24 @@ class Offloading:
         state.offload_jobs.add(self._open.job_id)
         return self._open.job_id
 
+    def _next_span(self, state: RequestState, g: int, table: BlockTable, limits: tuple[int, int]) -> tuple[range, int]:
+        """Blocks of group ``g`` to consider now, which are considered from here on, and when the next one is full."""
+        computed_tokens, stored_tokens = limits
+        group, next_block = self._groups[g], state.next_offload[g]
+        size = group.block_size_tokens
+        end = min(stored_tokens // size, len(table), len(state.keys(g)))
+        first = max(next_block, group.first_needed_block(computed_tokens)) if group.window_tokens else next_block
+        if end > next_block:
+            state.next_offload[g] = next_block = end
+        return range(first, end), (next_block + 1) * size
+
+    def _of_one_group(self, state: RequestState, table: BlockTable, span: range) -> _Wanted:
+        device_blocks = table[span.start : span.stop]  # long prompts: slices, no object per block
+        if NULL_BLOCK in device_blocks:
+            return self._wanted(state, (table,), [span])
+        return _Wanted(state.keys(0)[span.start : span.stop], device_blocks, ())
+
     def _wanted(self, state: RequestState, tables: Sequence[BlockTable], spans: list[range]) -> _Wanted:
-        if len(spans) == 1:  # most models, and long prompts: slices, no object per block
-            (span,), (table,), keys = spans, tables, state.keys(0)
-            device_blocks = table[span.start : span.stop]
-            if NULL_BLOCK not in device_blocks:
-                return _Wanted(keys[span.start : span.stop], device_blocks, ())
         blocks = [
             ((block + 1) * self._groups[g].block_size_tokens, g, block)
             for g, (span, table) in enumerate(zip(spans, tables, strict=True))
@@ -173,7 +184,7 @@ class Offloading:
                 picked = wanted.only(places)
             own = Reservation(keys, slots, reservation.generation)
             is_prefill = len(wanted.keys) > len(self._groups)
-            yield Share(job_id, state, keys, self._moves(picked, slots), reservation=own, is_prefill=is_prefill)
+            yield Share(job_id, state, keys, self._moves(picked, slots), own, None, is_prefill)
 
     def _moves(self, wanted: _Wanted, slots: tuple[int, ...]) -> tuple[GroupMove, ...]:
         if not wanted.positions:

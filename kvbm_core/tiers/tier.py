@@ -232,7 +232,7 @@ class BlockTier:
 
     def _make_room(self, count_blocks: int, protected: AbstractSet[BlockKey]) -> None:
         def spare(slots: Slots) -> npt.NDArray[np.bool_]:
-            return np.array([key in protected for key in self._registry.keys_in(slots)], np.bool_)
+            return np.fromiter(map(protected.__contains__, self._registry.keys_in(slots)), np.bool_, len(slots))
 
         victims = self._policy.evict(count_blocks, spare if protected else None)
         if victims is None:

@@ -219,10 +219,11 @@ class KvbmEngine(Engine):
             "disk leases": 0 if leader.disk is None else leader.disk.tier.live_leases,
             "pinned device blocks": len(self.hooks._pins),
             "requests in the calendar": len(self.hooks._due),
+            "block tables": len(self.hooks._tables),
             "held copies": sum(executor.held for executor in self.executors),
         }
         for name, value in vars(self.hooks).items():
-            if isinstance(value, dict | list | set) and name not in {"_overwritten", "_roots"}:
+            if isinstance(value, dict | list | set) and name != "_roots":
                 left[f"scheduler{name}"] = len(value)
         for rank in self.ranks:
             for name, value in vars(rank.connector.worker_side).items():
