@@ -84,16 +84,12 @@ class EngineClient:
         body = {"prompt": prompt if isinstance(prompt, str) else list(prompt)}
         return await self._ask("/v1/completions", body, max_tokens, fields)
 
-    async def complete_at_once(self, prompt: Sequence[int], max_tokens: int) -> Answer:
-        """As ``complete``, the whole answer in one piece: a token costs client and server next to nothing."""
-        request = self._request({"prompt": list(prompt)}, max_tokens) | {"stream": False}
-        sent_s = time.perf_counter()
+    async def complete_batch(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[tuple[int, ...]]:
+        """Prompts that come in one request, and so reach the engine together: the tokens of each one's answer."""
+        request = self._request({"prompt": [list(prompt) for prompt in prompts]}, max_tokens) | {"stream": False}
         response = await self._http.post("/v1/completions", json=request)
-        total_s = time.perf_counter() - sent_s
-        answer = response.raise_for_status().json()
-        (choice,) = answer["choices"]
-        usage = int(answer["usage"]["prompt_tokens"])
-        return Answer(choice["text"], tuple(choice["token_ids"]), usage, total_s, total_s)
+        choices = sorted(response.raise_for_status().json()["choices"], key=lambda choice: int(choice["index"]))
+        return [tuple(choice["token_ids"]) for choice in choices]
 
     async def chat(self, messages: Sequence[Message], max_tokens: int, **fields: object) -> Answer:
         """POST /v1/chat/completions; ``fields`` are further fields of the request."""

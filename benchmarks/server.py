@@ -218,9 +218,6 @@ class VllmServer:
             "HF_HUB_OFFLINE": "1",
             "VLLM_NO_USAGE_STATS": "1",
             "VLLM_SERVER_DEV_MODE": "1",  # for /reset_prefix_cache
-            # The default of 5 s closes a client's connections between two measured rounds: 64 that are opened anew at
-            # once overflow the queue of a server that is busy, and wait for seconds.
-            "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "600",
         }
         if engine_is_for_cpu():
             env.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB; --num-gpu-blocks-override takes less

@@ -68,7 +68,7 @@ async def _measure(
     with_kvbm: VllmServer, without: VllmServer, *, peer: str, options: Options
 ) -> tuple[list[Figure], list[str]]:
     """The figures, and what was wrong with the answers."""
-    pairs, rounds = options.choose(8, 30, 60), options.choose(3, 22, 80)
+    pairs, rounds = options.choose(8, 30, 60), options.choose(3, 30, 80)
     model = str(with_kvbm.options.model)
     async with (
         EngineClient(with_kvbm.base_url, model, with_kvbm.metrics_url) as ours,
