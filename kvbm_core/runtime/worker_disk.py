@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -16,7 +17,9 @@ from kvbm_core.errors import Outcome
 from kvbm_core.runtime.messages import Acks, DiskFound, DiskRefused, DiskShare, JobAck, Message, Store
 from kvbm_core.storage.disk.allocate import DirectoryBusyError, DiskError, FileOptions
 from kvbm_core.storage.disk.block_file import SUFFIX, BlockFile, Geometry
-from kvbm_core.storage.disk.recovery import Found, Recovery
+from kvbm_core.storage.disk.choose import AUTO, chosen_file_io
+from kvbm_core.storage.disk.io import FileIo
+from kvbm_core.storage.disk.recovery import SCAN_DEPTH, Found, Recovery
 from kvbm_core.storage.host_slab import HostSlab
 from kvbm_core.transfer.executors.disk import DiskExecutor
 from kvbm_core.transfer.plan import DiskPlan, JobResult
@@ -30,10 +33,11 @@ log = logging.getLogger("kvbm")
 
 @dataclass(frozen=True, slots=True)
 class WorkerDiskOptions:
-    """``io_deadline_s``: a read or write that takes longer is given up."""
+    """``io_deadline_s``: a read or write that takes longer is given up. ``io``: see ``chosen_file_io``."""
 
     file: FileOptions = field(default_factory=FileOptions)
     io_deadline_s: float = 10.0
+    io: str = AUTO
 
 
 class WorkerDisk:
@@ -45,6 +49,7 @@ class WorkerDisk:
         self._options = options
         self._send = send
         self._file: BlockFile | None = None
+        self._ios: list[FileIo] | None = None
         self._executor: DiskExecutor | None = None
         self._recovery: Recovery | None = None
         self._lock = threading.Lock()
@@ -57,14 +62,31 @@ class WorkerDisk:
         meaning = hashlib.sha256(f"{fingerprint}/{slot_bytes}".encode()).digest()[:16]
         try:
             self._file = self._open(path, Geometry(share.num_slots, slot_bytes, meaning))
+            self._ios = self._make_ios(self._file)
         except DiskError as error:
             log.error("%s", error.args[-1])
             self._send(DiskRefused(self._rank, str(error.args[-1])))
             return False
         how = "O_DIRECT" if self._file.is_direct else "page cache"
         space = "space reserved" if self._file.is_reserved else "sparse"
-        log.info("kvbm: disk tier: %s, %.2f GB (%s, %s)", path, self._file.geometry.file_bytes / 1e9, how, space)
+        size_gb = self._file.geometry.file_bytes / 1e9
+        log.info("kvbm: disk tier: %s, %.2f GB (%s, %s, I/O: %s)", path, size_gb, how, space, self._options.io)
         return True
+
+    def _make_ios(self, file: BlockFile) -> list[FileIo] | None:
+        """Those that a setting names: made now, as now is when the leader can be told that there are none."""
+        if self._options.io == AUTO:
+            return None
+        ios: list[FileIo] = []
+        try:
+            for _ in Direction:
+                ios.append(chosen_file_io(file.fd, is_direct=file.is_direct, kind=self._options.io))
+        except DiskError:
+            for io in ios:
+                io.close(0.0)
+            file.close()
+            raise
+        return ios
 
     def _open(self, path: Path, geometry: Geometry) -> BlockFile:
         # The worker of an engine that was killed may need a moment to end.
@@ -90,8 +112,13 @@ class WorkerDisk:
             on_released=on_released,
             io_deadline_s=self._options.io_deadline_s,
             first_sequence=time.time_ns(),
+            ios=self._ios,
         )
-        self._recovery = Recovery(self._file, self._tell_found)
+        make_io = None
+        if self._options.io != AUTO:
+            read_by = partial(chosen_file_io, kind=self._options.io, depth=SCAN_DEPTH)
+            make_io = partial(read_by, self._file.fd, is_direct=self._file.is_direct)
+        self._recovery = Recovery(self._file, self._tell_found, make_io=make_io)
         return self._executor
 
     def _tell_found(self, end: int, found: list[Found]) -> None:

@@ -21,6 +21,7 @@ import numpy as np
 from kvbm_core.native import Bytes
 from kvbm_core.storage.disk.aio_io import AioIo, has_aio
 from kvbm_core.storage.disk.io import FileIo, Transfer
+from kvbm_core.storage.disk.nixl_io import NixlIo
 
 UNIT_BYTES = 4096
 """What O_DIRECT asks of addresses, offsets and lengths at most."""
@@ -43,6 +44,16 @@ def why_no_aio() -> str | None:
     except OSError as error:
         if error.errno in (errno.ENOSYS, errno.EPERM):
             return f"this kernel, or what it runs in, has none: {error}"
+    return None
+
+
+def why_no_nixl() -> str | None:
+    """Why NixlIo cannot be tested here; None if it can, by its POSIX plugin."""
+    with tempfile.TemporaryFile() as file:
+        try:
+            NixlIo(file.fileno()).close(LONG_S)
+        except OSError as error:
+            return str(error.strerror)
     return None
 
 

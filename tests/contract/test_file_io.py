@@ -15,9 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvbm_core.native import native
-from kvbm_core.storage.disk import aio_io
+from kvbm_core.storage.disk import aio_io, nixl_io
 from kvbm_core.storage.disk.aio_io import AioIo, make_file_io
 from kvbm_core.storage.disk.io import FileIo, ThreadIo, Transfer
+from kvbm_core.storage.disk.nixl_io import NixlIo
 from kvbm_core.testing.file_io_contract import (
     LONG_S,
     UNIT_BYTES,
@@ -27,10 +28,13 @@ from kvbm_core.testing.file_io_contract import (
     memory_of,
     whole,
     why_no_aio,
+    why_no_nixl,
 )
 
 NO_AIO = why_no_aio()
 needs_aio = pytest.mark.skipif(NO_AIO is not None, reason=f"NOT RUN: asynchronous disk I/O: {NO_AIO}")
+NO_NIXL = why_no_nixl()
+needs_nixl = pytest.mark.skipif(NO_NIXL is not None, reason=f"NOT RUN: disk I/O by NIXL: {NO_NIXL}")
 
 
 class TestThreadIo(FileIoContract):
@@ -59,13 +63,40 @@ class TestAioIoOneByOne(TestAioIoDirect):
         return AioIo(fd, depth=1)
 
 
+@needs_nixl
+class TestNixlIo(FileIoContract):
+    def make_io(self, fd: int) -> FileIo:
+        return NixlIo(fd)
+
+
+@needs_nixl
+class TestNixlIoDirect(TestNixlIo):
+    is_direct = True
+
+
+@needs_nixl
+class TestNixlIoByAio(TestNixlIoDirect):
+    """As in a container that forbids io_uring."""
+
+    def make_io(self, fd: int) -> FileIo:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(nixl_io, "QUEUES", ("aio",))
+            return NixlIo(fd)
+
+
 SUITES = [
     TestThreadIo,
     TestThreadIoDirect,
     pytest.param(TestAioIo, marks=needs_aio),
     pytest.param(TestAioIoDirect, marks=needs_aio),
+    pytest.param(TestNixlIo, marks=needs_nixl),
+    pytest.param(TestNixlIoDirect, marks=needs_nixl),
 ]
-MAKERS = [pytest.param(ThreadIo, id="ThreadIo"), pytest.param(AioIo, id="AioIo", marks=needs_aio)]
+MAKERS = [
+    pytest.param(ThreadIo, id="ThreadIo"),
+    pytest.param(AioIo, id="AioIo", marks=needs_aio),
+    pytest.param(NixlIo, id="NixlIo", marks=needs_nixl),
+]
 Maker = Callable[[int], FileIo]
 SHAPES = st.builds(Shape, st.booleans(), st.integers(0, 3), st.lists(st.integers(0, 4), max_size=6))
 

@@ -52,6 +52,7 @@ DEFAULTS = {
     "KVBM_SHARE_WAIT_S": 1,
     "KVBM_DECODE_RUN_TOKENS": 128,
     "KVBM_DISK_DEADLINE_S": 10.0,
+    "KVBM_DISK_IO": "auto",
     "KVBM_START_WAIT_S": 5,
     "KVBM_VERIFY_ONBOARD": False,
     "KVBM_EVENTS_MEDIUM": "CPU_TIER1",
@@ -170,6 +171,7 @@ def test_one_setting_under_two_names() -> None:
         ("DYN_KVBM_DISK_ALLOCATOR_TYPE", "direct"),
         *(("DYN_KVBM_DISK_CACHE_OVERRIDE_NUM_BLOCKS", bad) for bad in ("-1", "1.5", "many")),
         *(("KVBM_DISK_DEADLINE_S", bad) for bad in ("0", "-1", "soon", "inf")),
+        *(("KVBM_DISK_IO", bad) for bad in ("nixl", "GDS", "0")),
         ("DYN_KVBM_MAX_CONCURRENT_TRANSFERS", "0"),
         ("DYN_KVBM_MAX_TRANSFER_BATCH_SIZE", "x"),
         ("DYN_KVBM_LEADER_WORKER_INIT_TIMEOUT_SECS", "0"),
@@ -245,6 +247,7 @@ def test_the_disks_settings_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
         "DYN_KVBM_DISK_ALLOCATOR_TYPE": ("open-direct", "open-direct"),
         "DYN_KVBM_DISABLE_DISK_OFFLOAD_FILTER": ("true", True),
         "KVBM_DISK_DEADLINE_S": ("2.5", 2.5),
+        "KVBM_DISK_IO": ("nixl-posix", "nixl-posix"),
     }
     for env, (text, _) in given.items():
         monkeypatch.setenv(env, text)

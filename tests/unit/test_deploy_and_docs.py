@@ -136,6 +136,19 @@ def test_setup_refuses_a_folder_that_is_no_environment(tmp_path: Path) -> None:
     assert (tmp_path / "letter.txt").read_text() == "keep me"
 
 
+def test_setup_goes_on_without_nixl(tmp_path: Path) -> None:
+    program = f"import sys; sys.path.insert(0, {str(DEPLOY)!r}); import setup_env; from pathlib import Path; " + (
+        f"setup_env._install_nixl(Path({str(tmp_path)!r}))"
+    )
+    python = tmp_path / "bin" / "python"
+    python.parent.mkdir()
+    python.write_text("#!/bin/sh\necho $@; exit 1\n")
+    python.chmod(0o755)
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert "going on without NIXL" in result.stdout
+    assert "--no-deps nixl==" in result.stderr, "torch would come along"
+
+
 def test_setup_reads_a_wheels_requirements_without_torch(tmp_path: Path) -> None:
     wheel = tmp_path / "engine-1-py3-none-any.whl"
     declared = ["numpy>=1", "torch==2.13.0+cpu", "torchvision; extra == 'x'", "torchaudio", "zmq; extra == 'net'"]

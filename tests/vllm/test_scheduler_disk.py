@@ -8,10 +8,13 @@ from typing import Any
 import pytest
 
 from kvbm_core.errors import Outcome
+from kvbm_core.storage.disk import nixl_io
+from kvbm_core.testing.file_io_contract import why_no_nixl
 from kvbm_core.types import Direction
 from tests.vllm.kvbm_engine import KvbmEngine, specs_to_try
 
 every_kind = pytest.mark.parametrize("spec", specs_to_try().values(), ids=specs_to_try().keys())
+NO_NIXL = why_no_nixl()
 TIGHT: dict[str, Any] = {"host_blocks": 30, "disk_blocks": 1000}
 ALL = range(50)
 OTHERS = tuple(range(start, start + 60) for start in range(1000, 5001, 250))
@@ -59,6 +62,18 @@ def test_a_new_engine_finds_what_the_old_one_left(spec: dict[str, Any], tmp_path
         assert engine.ask("b", ALL, 8) == first
         assert engine.external_tokens("b") == 49 // engine.spec.block_size_tokens * engine.spec.block_size_tokens
         assert engine.metric(FROM_DISK) > 0
+        engine.assert_clean()
+
+
+@pytest.mark.skipif(NO_NIXL is not None, reason=f"NOT RUN: disk I/O by NIXL: {NO_NIXL}")
+def test_a_prompt_comes_back_from_disk_by_nixl(tmp_path: Path) -> None:
+    with KvbmEngine(tmp_path, **TIGHT, extra={"KVBM_DISK_IO": "nixl-posix"}) as engine:
+        first = engine.ask("a", ALL, 8)
+        engine.forget_device()
+        push_out(engine)
+        before, agents = engine.metric(FROM_DISK), len(nixl_io._OPEN)
+        assert engine.ask("b", ALL, 8) == first
+        assert engine.metric(FROM_DISK) > before and agents >= 2
         engine.assert_clean()
 
 

@@ -9,7 +9,7 @@ import queue
 import threading
 import time
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 
 class Transfer(NamedTuple):
@@ -56,6 +56,17 @@ class FileIo(Protocol):
 
         False if something is still in flight: the file has to stay open then, or another file with its number would
         be written to.
+        """
+
+
+@runtime_checkable
+class TakesMemory(Protocol):
+    """A FileIo that is faster when it knows beforehand which memory it will be used with."""
+
+    def register(self, address: int, nbytes: int, unit_bytes: int) -> None:
+        """Tells of memory that stays where it is until ``close``, and is used by whole units from its start on.
+
+        It need not be there yet: a unit is touched when it is first used.
         """
 
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from kvbm_core.clock import Clock, SystemClock
 from kvbm_core.errors import Outcome
 from kvbm_core.storage.disk.block_file import BlockFile
-from kvbm_core.storage.disk.io import FileIo, Transfer
+from kvbm_core.storage.disk.io import FileIo, TakesMemory, Transfer
 from kvbm_core.storage.disk.record import (
     MAX_KEY_BYTES,
     SECTOR_BYTES,
@@ -69,6 +69,8 @@ class Lane:
         self._next_sequence = first_sequence
         self._cells = mmap.mmap(-1, MAX_RECORDS * SECTOR_BYTES)
         self._cells_at = ctypes.addressof(ctypes.c_char.from_buffer(self._cells))
+        if isinstance(io, TakesMemory):
+            io.register(self._cells_at, len(self._cells), SECTOR_BYTES)
         self._payload_type = ctypes.c_char * self._payload_bytes
         self._free_cells = list(range(MAX_RECORDS))
         self._next_tag = 0

@@ -11,7 +11,9 @@ from typing import NamedTuple
 from kvbm_core.clock import Clock, SystemClock
 from kvbm_core.storage.disk.aio_io import make_file_io
 from kvbm_core.storage.disk.block_file import BlockFile
+from kvbm_core.storage.disk.io import FileIo
 from kvbm_core.storage.disk.lane import Lane
+from kvbm_core.storage.numa import leave_bound_core
 from kvbm_core.types import SEQUENCE_HASH_BYTES, BlockKey
 
 CHUNK_SLOTS = 4096
@@ -49,13 +51,21 @@ class Recovery:
     """Looks at the header of every slot, in a thread of its own; a new file is done at once.
 
     ``on_chunk`` is called in that thread, slots in ascending order, the last time with ``end`` = all slots, also if
-    the disk fails in between: what could not be read is simply not there.
+    the disk fails in between: what could not be read is simply not there. ``make_io``: how it reads; as is best for
+    the file unless given.
     """
 
-    def __init__(self, file: BlockFile, on_chunk: OnChunk, clock: Clock | None = None) -> None:
+    def __init__(
+        self,
+        file: BlockFile,
+        on_chunk: OnChunk,
+        clock: Clock | None = None,
+        make_io: Callable[[], FileIo] | None = None,
+    ) -> None:
         self._file = file
         self._on_chunk = on_chunk
         self._clock = clock or SystemClock()
+        self._make_io = make_io or self._make_best_io
         self._stopping = threading.Event()
         self._done = threading.Event()
         self.found_blocks = 0
@@ -73,6 +83,7 @@ class Recovery:
         self._thread.join()
 
     def _work(self) -> None:
+        leave_bound_core()
         started_s = self._clock.now_s()
         try:
             if self._file.was_empty:
@@ -89,10 +100,12 @@ class Recovery:
             took_s = self._clock.now_s() - started_s
             log.info("kvbm: %s: %d blocks found in %.1f s", self._file.path, self.found_blocks, took_s)
 
+    def _make_best_io(self) -> FileIo:
+        return make_file_io(self._file.fd, is_direct=self._file.is_direct, depth=SCAN_DEPTH)
+
     def _scan(self) -> None:
         num_slots = self._file.geometry.num_slots
-        io = make_file_io(self._file.fd, is_direct=self._file.is_direct, depth=SCAN_DEPTH)
-        lane = Lane(self._file, io, clock=self._clock)
+        lane = Lane(self._file, self._make_io(), clock=self._clock)
         try:
             for start in range(0, num_slots, CHUNK_SLOTS):
                 if self._stopping.is_set():

@@ -11,8 +11,10 @@ from kvbm_core.clock import Clock, SystemClock
 from kvbm_core.errors import Outcome
 from kvbm_core.storage.disk.aio_io import make_file_io
 from kvbm_core.storage.disk.block_file import BlockFile
+from kvbm_core.storage.disk.io import FileIo, TakesMemory
 from kvbm_core.storage.disk.lane import Lane, Record
 from kvbm_core.storage.host_slab import HostSlab
+from kvbm_core.storage.numa import leave_bound_core
 from kvbm_core.transfer.jobs import Job, JobBoard
 from kvbm_core.transfer.plan import DiskPlan, JobResult
 from kvbm_core.types import Direction
@@ -32,7 +34,8 @@ class DiskExecutor:
 
     What did not end within ``io_deadline_s`` is TIMED_OUT and late: its slots, in memory and on disk, are not to be
     used for anything else until ``on_released(job_id)``. The slab's slots are whole sectors
-    (``HostSlab.slot_bytes`` is what the file's geometry says).
+    (``HostSlab.slot_bytes`` is what the file's geometry says). ``ios``: one to read by and one to write by, which this
+    closes; made here unless given.
     """
 
     def __init__(
@@ -45,6 +48,7 @@ class DiskExecutor:
         io_deadline_s: float = 10.0,
         first_sequence: int = 0,
         clock: Clock | None = None,
+        ios: Sequence[FileIo] | None = None,
     ) -> None:
         if host.slot_bytes != file.geometry.payload_bytes:
             raise ValueError(f"slots of {host.slot_bytes} bytes, records of {file.geometry.payload_bytes}")
@@ -54,10 +58,12 @@ class DiskExecutor:
         self._memory: object = host.array  # a slab keeps its memory as long as somebody has an array of it
         self.on_released = on_released
         self._io_deadline_s = io_deadline_s
-        self._lanes = [
-            Lane(file, make_file_io(file.fd, is_direct=file.is_direct), first_sequence=first_sequence, clock=clock)
-            for _ in Direction
-        ]
+        if ios is None:
+            ios = [make_file_io(file.fd, is_direct=file.is_direct) for _ in Direction]
+        for io in ios:
+            if isinstance(io, TakesMemory):
+                io.register(host.address, host.num_slots * host.slot_bytes, host.slot_bytes)
+        self._lanes = [Lane(file, io, first_sequence=first_sequence, clock=clock) for io in ios]
         self._reads: JobBoard[DiskPlan] = JobBoard(clock, on_done)
         self._writes: JobBoard[DiskPlan] = JobBoard(clock, on_done)
         self._new_life = threading.Event()
@@ -109,6 +115,7 @@ class DiskExecutor:
         return self._writes if direction is Direction.OFFLOAD else self._reads
 
     def _work(self, board: JobBoard[DiskPlan], lane: Lane) -> None:
+        leave_bound_core()
         late: dict[int, Sequence[int]] = {}
         while not board.is_closed:
             job = board.take(timeout_s=LOOK_FOR_LATE_S if late else None)

@@ -1,0 +1,304 @@
+"""NixlIo beyond the contract: its memory, its queues, what never ends; and the setting that chooses it."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import os
+import resource
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvbm_core.clock import SystemClock
+from kvbm_core.config.settings import KvbmSettings
+from kvbm_core.errors import ConfigError, Outcome
+from kvbm_core.runtime.messages import Acks, DiskFound, DiskRefused, DiskShare, Store
+from kvbm_core.runtime.worker_disk import WorkerDisk, WorkerDiskOptions
+from kvbm_core.storage.disk import nixl_io
+from kvbm_core.storage.disk.aio_io import AioIo
+from kvbm_core.storage.disk.allocate import DiskError
+from kvbm_core.storage.disk.block_file import BlockFile, Geometry
+from kvbm_core.storage.disk.choose import chosen_file_io
+from kvbm_core.storage.disk.io import FileIo, ThreadIo, Transfer
+from kvbm_core.storage.disk.lane import Lane, Record
+from kvbm_core.storage.disk.nixl_io import NixlIo
+from kvbm_core.storage.disk.record import SECTOR_BYTES
+from kvbm_core.storage.host_slab import HostSlab
+from kvbm_core.testing.file_io_contract import LONG_S, finish, memory_of, random_bytes, whole, why_no_aio, why_no_nixl
+from kvbm_core.testing.store_contract import key_of
+from tests.faults.doubles import BUFFERED
+from tests.unit.test_worker_disk import Ends
+
+NO_NIXL = why_no_nixl()
+needs_nixl = pytest.mark.skipif(NO_NIXL is not None, reason=f"NOT RUN: disk I/O by NIXL: {NO_NIXL}")
+UNIT = 4096
+CONTENT = random_bytes(40 * UNIT)
+
+
+@pytest.fixture
+def fd(tmp_path: Path) -> Iterator[int]:
+    """A file of CONTENT."""
+    path = tmp_path / "file"
+    path.write_bytes(CONTENT)
+    number = os.open(path, os.O_RDWR)
+    yield number
+    os.close(number)
+
+
+@pytest.fixture
+def io(fd: int) -> Iterator[NixlIo]:
+    made = NixlIo(fd)
+    yield made
+    assert made.close(LONG_S) and made not in nixl_io._OPEN
+
+
+# ---------------------------------------------------------------- memory
+
+
+@needs_nixl
+def test_memory_that_was_told_of_is_registered_once_by_spans(io: NixlIo, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nixl_io, "SPAN_BYTES", 4 * UNIT)
+    memory = memory_of(14 * UNIT)
+    slab = memory[: 12 * UNIT]
+    first = slab.ctypes.data
+    io.register(first, len(slab), 3 * UNIT)  # a span is one unit then, as two would be more than asked for
+    assert not io._spans, "it may not be there yet"
+    for slot, spans in ((0, [0]), (3, [0, 3]), (0, [0, 3])):
+        part = slab[slot * 3 * UNIT : (slot + 1) * 3 * UNIT]
+        io.submit([whole(part, 1, 5 * UNIT)], is_write=False)
+        assert finish(io) == {1: 3 * UNIT} and part.tobytes() == CONTENT[5 * UNIT : 8 * UNIT]
+        assert sorted(io._spans) == [first + span * 3 * UNIT for span in spans]
+    # Across units, over the end, and beside it: none is inside one span.
+    for start, count in ((2, 2), (11, 2), (12, 2)):
+        part = memory[start * UNIT : (start + count) * UNIT]
+        io.submit([whole(part, 1)], is_write=False)
+        assert finish(io) == {1: count * UNIT} and part.tobytes() == CONTENT[: count * UNIT]
+    assert len(io._spans) == 2
+
+
+@needs_nixl
+def test_memory_of_others_is_forgotten_with_the_request(io: NixlIo) -> None:
+    memory = memory_of(2 * UNIT)
+    transfers = [whole(part, n) for n, part in enumerate(memory.reshape(2, -1))]
+    io.submit(transfers, is_write=False)
+    assert finish(io) == {0: UNIT, 1: UNIT}
+    with pytest.raises(Exception, match="NOT_FOUND"):  # NIXL's own words for memory that it does not know
+        nixl_io._request(io._agent, "POSIX", (io._fd, 0), transfers[0].pieces, is_write=False)
+
+
+@needs_nixl
+def test_nothing_lands_in_memory_after_a_request_has_failed(io: NixlIo, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NIXL tells of an error when all pieces have ended: only so can the request be done again, and its memory used."""
+    memory, other = memory_of(1000 * UNIT), memory_of(UNIT)
+    os.truncate(io._fd, 1001 * UNIT)
+    with suppress(OSError):  # where it can be had, as requests take longest with it
+        fcntl.fcntl(io._fd, fcntl.F_SETFL, os.O_RDWR | os.O_DIRECT)
+    nowhere = (UNIT, UNIT)  # the first pages are nobody's
+    transfer = Transfer(0, 0, [nowhere, *((memory.ctypes.data + n * UNIT, UNIT) for n in range(1000))])
+    failed: list[int] = []
+
+    def used_for_something_else(transfer: Transfer, is_write: bool) -> None:
+        memory[:] = 7
+        failed.append(transfer.tag)
+        io._ended.append((transfer.tag, 0))
+
+    monkeypatch.setattr(io, "_do_plainly", used_for_something_else)
+    io.submit([transfer], is_write=False)
+    assert finish(io) == {0: 0} and failed == [0]
+    for _ in range(20):
+        io.submit([whole(other)], is_write=False)
+        assert finish(io) == {0: UNIT}
+    assert (memory == 7).all()
+
+
+@needs_nixl
+def test_more_pieces_than_nixl_has_room_for_wait(io: NixlIo, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nixl_io, "PIECES_IN_FLIGHT", 4)
+    memory = memory_of(40 * UNIT)
+    transfers = [
+        Transfer(n, n * 2 * UNIT, [(part.ctypes.data, UNIT), (part.ctypes.data + UNIT, UNIT)])
+        for n, part in enumerate(memory.reshape(20, -1))
+    ]
+    io.submit(transfers, is_write=False)
+    assert io.in_flight == 20 and io._waiting
+    assert finish(io) == {n: 2 * UNIT for n in range(20)}
+    assert memory.tobytes() == CONTENT and io._pieces_in_flight == 0
+
+
+# ---------------------------------------------------------------- errors, ends
+
+
+@needs_nixl
+def test_a_write_past_the_limit_of_files_says_so(io: NixlIo) -> None:
+    memory, (soft, hard) = memory_of(2 * UNIT), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (41 * UNIT, hard))
+    try:
+        io.submit([whole(memory, 1, 40 * UNIT), whole(memory, 2, 50 * UNIT)], is_write=True)
+        assert finish(io) == {1: UNIT, 2: -errno.EFBIG}
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@needs_nixl
+def test_what_does_not_end_is_kept_until_it_does() -> None:
+    """A read of an empty pipe."""
+    source, sink = os.pipe()
+    io, memory = NixlIo(source), memory_of(UNIT)
+    if io.queue != "uring":
+        assert io.close(LONG_S)
+        pytest.skip("NOT RUN: a request that never ends: needs io_uring")
+    io.submit([whole(memory, 3)], is_write=False)
+    assert io.collect(0) == [] and io.collect(0.01) == [] and io.in_flight == 1
+    assert io.close(0.01) is False and io.close(0) is False and io in nixl_io._OPEN
+    with pytest.raises(ValueError):
+        io.submit([whole(memory, 4)], is_write=False)
+    os.write(sink, CONTENT[:UNIT])
+    assert io.close(LONG_S) and io.close(0) and io not in nixl_io._OPEN
+    assert memory.tobytes() == CONTENT[:UNIT]
+    for number in (source, sink):
+        os.close(number)
+
+
+# ---------------------------------------------------------------- what cannot be had
+
+
+def test_an_unknown_plugin_is_a_mistake(fd: int) -> None:
+    with pytest.raises(ValueError, match="UCX is none of POSIX, GDS, GDS_MT"):
+        NixlIo(fd, "UCX")
+
+
+def test_where_there_is_no_nixl_one_line_says_how_to_get_it(fd: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "nixl", None)
+    with pytest.raises(DiskError) as caught:
+        chosen_file_io(fd, is_direct=False, kind="nixl-posix")
+    text = str(caught.value.strerror)
+    assert text.startswith("kvbm: KVBM_DISK_IO=nixl-posix: NIXL cannot be imported (") and "\n" not in text
+    assert text.endswith("; pip install 'kvbm[nixl]', or set KVBM_DISK_IO=auto")
+
+
+@needs_nixl
+@pytest.mark.parametrize(("kind", "plugin"), [("nixl-gds", "GDS"), ("nixl-gds-mt", "GDS_MT")])
+def test_where_there_is_no_gpu_one_line_says_what_gds_needs(fd: int, kind: str, plugin: str) -> None:
+    try:
+        io = chosen_file_io(fd, is_direct=False, kind=kind)
+    except DiskError as error:
+        need = f"NIXL cannot load its {plugin} plugin: it needs an NVIDIA GPU, its driver and libcufile"
+        assert error.strerror == f"kvbm: KVBM_DISK_IO={kind}: {need}, or set KVBM_DISK_IO=auto"
+        assert error.errno == errno.ENOTSUP
+    else:
+        assert io.close(LONG_S)
+        pytest.skip(f"NOT RUN: {plugin} that is missing: this machine has it")
+
+
+def refusing(refused: set[str]) -> type[Any]:
+    """NIXL's agent on a machine that has not all queues."""
+    import nixl
+
+    class Agent(nixl.nixl_agent):
+        def create_backend(self, backend: str, params: dict[str, str]) -> None:
+            if refused & params.keys():
+                raise nixl._bindings.nixlBackendError("no such queue")
+            super().create_backend(backend, params)
+
+    return Agent
+
+
+@needs_nixl
+def test_aio_does_it_where_io_uring_is_forbidden(fd: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nixl.nixl_agent", refusing({"use_uring"}))
+    io = NixlIo(fd)
+    assert io.queue == "aio" and io.close(LONG_S)
+    monkeypatch.setattr("nixl.nixl_agent", refusing({"use_uring", "use_aio"}))
+    with pytest.raises(OSError, match="neither io_uring nor Linux AIO"):
+        NixlIo(fd)
+
+
+# ---------------------------------------------------------------- the setting
+
+
+def test_each_value_of_the_setting_is_one_that_can_be_chosen(fd: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVBM_DISK_IO", "fast")
+    with pytest.raises(ConfigError) as caught:
+        KvbmSettings.from_env()
+    kinds = str(caught.value).partition("write one of ")[2].split(", ")
+    types: dict[str, type[FileIo]] = {"threads": ThreadIo, "auto": ThreadIo, "aio": AioIo, "nixl-posix": NixlIo}
+    assert types.keys() <= set(kinds) and len(kinds) == 6
+    missing = {"aio": why_no_aio(), "nixl-posix": NO_NIXL}
+    for kind in kinds:
+        monkeypatch.setenv("KVBM_DISK_IO", kind)
+        assert KvbmSettings.from_env().disk_io == kind
+        try:
+            io = chosen_file_io(fd, is_direct=False, kind=kind)
+        except DiskError:
+            assert missing.get(kind) or kind.startswith("nixl-gds")
+        else:
+            assert type(io) is types.get(kind, NixlIo) and io.close(LONG_S)
+
+
+@needs_nixl
+def test_records_go_through_a_lane(tmp_path: Path) -> None:
+    file = BlockFile(tmp_path / "x.blocks", Geometry(8, 2 * SECTOR_BYTES, bytes(16)))
+    io = NixlIo(file.fd)
+    lane, memory = Lane(file, io, clock=SystemClock()), memory_of(len(CONTENT))
+    size = 2 * SECTOR_BYTES
+    memory[: 5 * size] = list(CONTENT[: 5 * size])
+    slots = (1, 2, 3, 6, 0)
+    records = [Record(key_of(slot), slot, memory.ctypes.data + n * size) for n, slot in enumerate(slots)]
+    assert lane.write(records, deadline_s=LONG_S) == [Outcome.OK] * 5
+    memory[:] = 0
+    assert lane.read([*records, Record(key_of(4), 4, memory.ctypes.data + 5 * size)], deadline_s=LONG_S) == [
+        *[Outcome.OK] * 5,
+        Outcome.CORRUPT,
+    ]
+    assert memory[: 5 * size].tobytes() == CONTENT[: 5 * size]
+    found = lane.headers(range(8), deadline_s=LONG_S)
+    assert [header is not None for header in found] == [slot in slots for slot in range(8)]
+    assert len(io._spans) == 1, "the lane's headers"
+    assert lane.close(LONG_S)
+    file.close()
+
+
+@needs_nixl
+def test_a_workers_disk_by_nixl_is_found_again(tmp_path: Path) -> None:
+    options, found = WorkerDiskOptions(BUFFERED, LONG_S, "nixl-posix"), list[int]()
+    for disk_slot in (3, 1):
+        before = set(nixl_io._OPEN)
+        ends, host = Ends(), HostSlab(4, SECTOR_BYTES)
+        assert host.wait_ready(LONG_S)
+        disk = WorkerDisk(0, 1, options, ends)
+        assert disk.open(DiskShare(str(tmp_path), 4), SECTOR_BYTES, "layout")
+        assert [io._regions for io in nixl_io._OPEN - before] == [[], []]
+        executor = disk.start(host, disk.stored, lambda job_id: None)
+        assert all(len(io._regions) == 2 for io in nixl_io._OPEN - before if io in disk._ios), "slab and headers"
+        (message,) = ends.wait_for(DiskFound)
+        assert isinstance(message, DiskFound)
+        found += message.slots
+        disk.store(Store(5, [bytes([disk_slot]) * 32], [0], [disk_slot]), deadline_s=LONG_S)
+        (acks,) = ends.wait_for(Acks)
+        assert isinstance(acks, Acks) and [ack.outcome for ack in acks.acks] == [Outcome.OK]
+        disk.close()
+        executor.close()
+        host.close()
+        assert before == nixl_io._OPEN
+    assert found == [3]
+
+
+def test_a_kind_that_cannot_be_had_is_told_to_the_leader(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, "nixl", None)
+    ends = Ends()
+    disk = WorkerDisk(0, 1, WorkerDiskOptions(BUFFERED, io="nixl-gds"), ends)
+    with caplog.at_level(logging.ERROR, "kvbm"):
+        assert not disk.open(DiskShare(str(tmp_path), 4), SECTOR_BYTES, "layout")
+    (refused,) = ends.of(DiskRefused)
+    assert isinstance(refused, DiskRefused)
+    assert refused.reason.startswith("kvbm: KVBM_DISK_IO=nixl-gds: ") and "\n" not in refused.reason
+    assert caplog.messages == [refused.reason]
+    BlockFile(tmp_path / "rank-0-of-1.blocks", Geometry(4, SECTOR_BYTES, bytes(16)), BUFFERED).close()
