@@ -277,7 +277,9 @@ class SchedulerSide:
     def _offload_full(self, request_id: str, computed: int, num_scheduled: int) -> None:
         request = self._requests.get(request_id)
         tables = self._tables.of(request_id)
-        state = self._state_of(request) if request is not None else None
+        state = self.leader.request(request_id)
+        if state is None and request is not None:
+            state = self._state_of(request)
         if request is None or state is None or not tables:
             if request_id not in self._uncached:
                 self._due.look_again(request_id, 1)  # until there are slots

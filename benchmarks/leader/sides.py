@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from kvbm_core.clock import SystemClock
 from kvbm_core.policy.lru import LruPolicy
-from kvbm_core.tiers.tier import BlockTier
+from kvbm_core.tiers.tier import BlockTier, protect_nothing
 from kvbm_core.types import BlockKey, Tier
 
 LEASE_S = 30.0
@@ -56,7 +56,7 @@ class OurSide:
 
     def store(self, keys: list[Any]) -> int:
         """See Side."""
-        reservation = self._tier.reserve(keys, set)
+        reservation = self._tier.reserve(keys, protect_nothing)
         self._tier.commit(reservation)
         return len(reservation.keys)
 

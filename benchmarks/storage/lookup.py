@@ -11,7 +11,7 @@ from benchmarks.suite import expect
 from benchmarks.timing import timed
 from kvbm_core.clock import SystemClock
 from kvbm_core.policy.lru import LruPolicy
-from kvbm_core.tiers.tier import BlockTier
+from kvbm_core.tiers.tier import BlockTier, protect_nothing
 from kvbm_core.types import BlockKey, Tier
 
 IN_ORDER = Goal("lookup of 8,192 keys, 1M on disk, stored in order, no I/O", "ms", 1.0, "lower", LIMIT)
@@ -41,7 +41,7 @@ def full_tier(hashes: list[bytes]) -> BlockTier:
     tier = BlockTier(Tier.DISK, LruPolicy(), SystemClock())
     tier.grow(len(hashes))
     for start in range(0, len(hashes), BATCH_BLOCKS):
-        tier.commit(tier.reserve([BlockKey(each) for each in hashes[start : start + BATCH_BLOCKS]], set))
+        tier.commit(tier.reserve([BlockKey(each) for each in hashes[start : start + BATCH_BLOCKS]], protect_nothing))
     expect(tier.resident_blocks == len(hashes), f"{tier.resident_blocks} of {len(hashes)} blocks are resident")
     return tier
 

@@ -107,7 +107,7 @@ class Replay:
 
     def _keep_on_device(self, state: RequestState) -> None:
         """As engines do: the whole prompt is most recent, and its tail goes before its head."""
-        self._device.commit(self._device.reserve(state.keys(0), state.own_keys))
+        self._device.commit(self._device.reserve(state.keys(0), lambda _: state.own_keys()))
         self._device.touch(state.keys(0))
 
     def check(self) -> None:

@@ -19,6 +19,7 @@ from kvbm_core.errors import ConfigError
 from kvbm_core.observe.log import RateLimitedLogger
 from kvbm_core.runtime.endpoint import Endpoint, EndpointLock
 from kvbm_core.runtime.messages import MAX_MESSAGE_BYTES, Message, decode, encode
+from kvbm_core.storage.numa import leave_bound_core
 
 log = logging.getLogger("kvbm")
 
@@ -70,6 +71,7 @@ class _Loop:
         return True
 
     def _run(self) -> None:
+        leave_bound_core()
         poller = zmq.Poller()
         poller.register(self._wake_fd, zmq.POLLIN)
         while not self._closing:

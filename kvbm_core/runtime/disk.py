@@ -17,7 +17,7 @@ from kvbm_core.policy.lru import LruPolicy
 from kvbm_core.runtime.breaker import Breaker
 from kvbm_core.runtime.messages import ForgetDisk, JobAck, Message, Store
 from kvbm_core.storage.disk.recovery import Found, batches_of
-from kvbm_core.tiers.tier import BlockTier, Reservation
+from kvbm_core.tiers.tier import BlockTier, Reservation, protect_nothing
 from kvbm_core.types import BlockKey, Direction, Tier
 
 OWNER = "disk"
@@ -166,7 +166,7 @@ class DiskTier:
                 self._store(batch)
 
     def _store(self, keys: Sequence[BlockKey]) -> None:
-        reservation = self.tier.reserve(keys, frozenset)
+        reservation = self.tier.reserve(keys, protect_nothing)
         evicted = self.tier.evicted_blocks_total - self._evicted_seen
         self._evicted_seen += evicted
         self._metrics.evicted(Tier.DISK, evicted)

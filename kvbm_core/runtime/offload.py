@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
+from functools import partial
 from typing import NamedTuple
 
 from kvbm_core.errors import IntegrityError, Outcome
@@ -33,7 +34,10 @@ class _Wanted(NamedTuple):
         return _Wanted([self.keys[i] for i in places], [self.device_blocks[i] for i in places], positions)
 
 
-def _own_keys(states: list[RequestState]) -> AbstractSet[BlockKey]:
+def _own_keys(states: list[RequestState], new_keys: Sequence[BlockKey]) -> AbstractSet[BlockKey]:
+    """What must not be evicted for ``new_keys``, which are of these requests: their prefixes would have holes."""
+    if len(new_keys) == sum(state.num_keys for state in states):
+        return frozenset()  # nothing of them is there yet
     return states[0].own_keys() if len(states) == 1 else _OwnKeys(states)
 
 
@@ -153,7 +157,7 @@ class Offloading:
         keys: Sequence[BlockKey] = gathered[0][1].keys
         if len(gathered) > 1:
             keys = [key for _, wanted in gathered for key in wanted.keys]
-        reservation = self._tier.reserve(keys, lambda: _own_keys([state for state, _ in gathered]))
+        reservation = self._tier.reserve(keys, partial(_own_keys, [state for state, _ in gathered]))
         self._count_evictions()
         if len(reservation.keys) < len(keys):
             self._metrics.dropped(DropReason.NO_SPACE, len(self._tier.new_of(keys)))

@@ -82,6 +82,11 @@ class RequestState:
             keys.extend(block_key(digest, group.index) for digest in hashes[(len(keys) + 1) * step - 1 :: step])
         return keys
 
+    @property
+    def num_keys(self) -> int:
+        """How many keys all groups have so far."""
+        return sum(len(self.chain.hashes) // step for step in self._steps)
+
     def own_keys(self) -> set[BlockKey]:
         """The keys of all groups as a set, which grows with the chain instead of being made anew. Not to be changed."""
         if self._own_hashes < len(self.chain.hashes):

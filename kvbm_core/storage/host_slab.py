@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import logging
 import mmap
@@ -15,11 +14,10 @@ import numpy as np
 import numpy.typing as npt
 
 from kvbm_core.layout.view import BlockView, Segment
+from kvbm_core.storage.huge_pages import HUGE_PAGE_BYTES, MADV_HUGEPAGE, advise
 
-HUGE_PAGE_BYTES = 2 << 20
 _PAGE_BYTES = mmap.PAGESIZE
 _MADV_DONTFORK = 10
-_MADV_HUGEPAGE = 14
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; python's mmap module does not name it and would hold the GIL
 
 logger = logging.getLogger(__name__)
@@ -118,8 +116,8 @@ class HostSlab:
     def _make_ready(self) -> None:
         _run_on(self._cpus)
         total_bytes = self.num_slots * self.slot_bytes
-        _advise(self.address, total_bytes, _MADV_HUGEPAGE)
-        _advise(self.address, total_bytes, _MADV_DONTFORK)  # a fork would turn pinned pages into copies
+        advise(self.address, total_bytes, MADV_HUGEPAGE)
+        advise(self.address, total_bytes, _MADV_DONTFORK)  # a fork would turn pinned pages into copies
         for start in range(0, total_bytes, self.chunk_bytes):
             if self._stopping:
                 return
@@ -134,7 +132,7 @@ class HostSlab:
                 return
 
     def _make_chunk_ready(self, start: int, nbytes: int) -> None:
-        if not _advise(self.address + start, nbytes, _MADV_POPULATE_WRITE):
+        if not advise(self.address + start, nbytes, _MADV_POPULATE_WRITE):
             self.array[start : start + nbytes : _PAGE_BYTES] = 0
         if self._prepare is not None:
             undo = self._prepare(self.address + start, nbytes)
@@ -156,18 +154,6 @@ def _run_on(cpus: Collection[int]) -> None:
         os.sched_setaffinity(0, cpus)
     except OSError as error:  # slower copies, not wrong ones
         logger.info("kvbm: host memory is not bound to a NUMA node: %s", error)
-
-
-def _advise(address: int, nbytes: int, advice: int) -> bool:
-    """madvise without the GIL; False if the kernel does not know ``advice``. OSError if out of memory."""
-    madvise = ctypes.CDLL(None, use_errno=True).madvise
-    madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    if madvise(address, nbytes, advice) == 0:
-        return True
-    code = ctypes.get_errno()
-    if code in (errno.ENOMEM, errno.EFAULT):
-        raise OSError(code, "no memory for the host tier")
-    return False
 
 
 def available_memory_bytes(root: Path = Path("/")) -> int:

@@ -16,7 +16,7 @@ from kvbm_core.storage.disk.allocate import FileOptions
 from kvbm_core.storage.disk.block_file import BlockFile, Geometry
 from kvbm_core.storage.disk.recovery import Found, Recovery, batches_of, is_block_key
 from kvbm_core.storage.disk.side import Side
-from kvbm_core.tiers.tier import BlockTier, Reservation
+from kvbm_core.tiers.tier import BlockTier, Reservation, protect_nothing
 from kvbm_core.types import BlockKey, Tier
 
 CLOSE_TIMEOUT_S = 10.0
@@ -85,7 +85,7 @@ class DiskStore:
                 if self._closed:
                     return [Outcome.REJECTED] * len(keys)
                 self._take_back_slots()
-                reserved = self._tier.reserve(keys, frozenset)
+                reserved = self._tier.reserve(keys, protect_nothing)
             payload_of = dict(zip(keys, payloads, strict=True))
             blocks = list(zip(reserved.keys, reserved.slots, strict=True))
             left_s = deadline_at_s - self._clock.now_s()

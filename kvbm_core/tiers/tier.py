@@ -22,6 +22,14 @@ from kvbm_core.policy.base import EvictionPolicy
 from kvbm_core.policy.recency import Slots, as_slots
 from kvbm_core.types import BlockKey, Tier
 
+Protected = Callable[[Sequence[BlockKey]], AbstractSet[BlockKey]]
+"""What has to stay where it is when room is made for these keys."""
+
+
+def protect_nothing(new_keys: Sequence[BlockKey]) -> AbstractSet[BlockKey]:
+    """Everything may be evicted for them."""
+    return frozenset()
+
 
 class Reservation(NamedTuple):
     """Slots being written: ``keys[i]`` goes to ``slots[i]``. Ended exactly once, by commit or abort."""
@@ -166,16 +174,16 @@ class BlockTier:
         slots = self._registry.find(keys)
         self._policy.touch(slots if len(slots) == len(keys) else self._registry.slots_of(keys))
 
-    def reserve(self, keys: Sequence[BlockKey], protected: Callable[[], AbstractSet[BlockKey]]) -> Reservation:
+    def reserve(self, keys: Sequence[BlockKey], protected: Protected) -> Reservation:
         """Slots for those of ``keys`` that are neither there nor on their way, as many as can be had.
 
         Blocks are taken from the head of ``keys`` on; what does not fit is left out (compare the lengths).
-        ``protected`` is asked only if something has to be evicted; its keys stay.
+        ``protected`` is asked only if something has to be evicted; the keys that it answers stay.
         """
         new_keys = self._registry.new_of(keys)
         missing = len(new_keys) - self._pool.free_slots
         if missing > 0:
-            self._make_room(missing, protected())
+            self._make_room(missing, protected(new_keys))
             new_keys = new_keys[: self._pool.free_slots]
         slots = self._pool.allocate(len(new_keys))
         if slots is None:

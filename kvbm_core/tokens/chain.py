@@ -32,6 +32,7 @@ class TokenChain:
         self._root = root
         self._block_size_tokens = block_size_tokens
         self._extra_of_block = extra_of_block
+        self._header = block_header(4 * block_size_tokens)
 
     def extend(self, tokens: Sequence[int], total_tokens: int | None = None) -> None:
         """Adds the hashes of blocks that have become full.
@@ -51,7 +52,7 @@ class TokenChain:
         step = 4 * self._block_size_tokens
         parent = self.hashes[-1] if self.hashes else self._root
         if self._extra_of_block is None:
-            self.hashes += _chain(parent, block_header(step), raw, step)
+            self.hashes += _chain(parent, self._header, raw, step)
             return
         for start in range(0, len(raw), step):
             parent = hash_block(parent, raw[start : start + step], self._extra_of_block(len(self.hashes)))

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvbm_core.errors import Outcome
 from kvbm_core.types import BlockKey, Direction
 
 
-@dataclass(frozen=True, slots=True)
-class GroupMove:
+class GroupMove(NamedTuple):
     """Blocks of one KV cache group: ``device_blocks[i]`` goes to ``slots[i]`` or comes from there."""
 
     group: int

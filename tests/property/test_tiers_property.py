@@ -134,7 +134,7 @@ class TierMachine(RuleBasedStateMachine):
         new = [key for key in dict.fromkeys(keys) if key not in self.resident and key not in self.pending()]
         free = self.tier.capacity_blocks - len(self.resident) - len(self.pending())
         evictable = self.visible() - self.pinned() - protected
-        reservation = self.tier.reserve(keys, lambda: protected)
+        reservation = self.tier.reserve(keys, lambda _: protected)
         gone = self.take_gone()
         assert gone <= evictable
         assert len(gone) == min(max(0, len(new) - free), len(evictable))

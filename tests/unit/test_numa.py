@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import threading
 from pathlib import Path
 
 import pytest
 
 from kvbm_core.storage.host_slab import HostSlab
-from kvbm_core.storage.numa import cpus_in, cpus_near
+from kvbm_core.storage.numa import cpus_in, cpus_near, leave_bound_core
 
 ADDRESS = "0000:1b:00.0"
 WAIT_S = 30.0
@@ -62,3 +64,35 @@ def test_cpus_that_do_not_exist_are_no_reason_to_fail() -> None:
         assert slab.wait_ready(WAIT_S)
     finally:
         slab.close()
+
+
+def _worker(bound: set[int], answer: multiprocessing.SimpleQueue[tuple[set[int], set[int]]]) -> None:
+    """An engine's worker process: binds its thread, then starts another one."""
+    os.sched_setaffinity(0, bound)
+    found: list[set[int]] = []
+
+    def copy() -> None:
+        leave_bound_core()
+        found.append(os.sched_getaffinity(0))
+
+    thread = threading.Thread(target=copy)
+    thread.start()
+    thread.join()
+    answer.put((found[0], os.sched_getaffinity(0)))
+
+
+@pytest.mark.parametrize("cores", [1, 2])
+def test_a_thread_that_copies_leaves_the_core_that_the_engine_computes_on_and_no_wider_binding(cores: int) -> None:
+    allowed = os.sched_getaffinity(0)
+    if len(allowed) < 2:
+        pytest.skip("needs two CPUs")
+    bound = set(sorted(allowed)[:cores])
+    context = multiprocessing.get_context("spawn")
+    answer: multiprocessing.SimpleQueue[tuple[set[int], set[int]]] = context.SimpleQueue()
+    process = context.Process(target=_worker, args=(bound, answer))
+    process.start()
+    copying, computing = answer.get()
+    process.join(WAIT_S)
+    assert process.exitcode == 0 and computing == bound
+    # With all CPUs but one gone there is no other to go to; a binding to several cores is not the engine's own.
+    assert copying == (allowed - bound if cores == 1 else bound)

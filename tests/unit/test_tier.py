@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
 from kvbm_core.clock import ManualClock
@@ -87,7 +89,7 @@ def test_pinned_and_protected_blocks_stay_and_the_rest_is_still_used() -> None:
     bench.store(*KEYS[:4])
     lease = bench.tier.lease("reader", [KEYS[3]], 10.0)
     assert lease is not None
-    reservation = bench.tier.reserve(KEYS[5:9], lambda: {KEYS[0], KEYS[3], KEYS[9]})
+    reservation = bench.tier.reserve(KEYS[5:9], lambda _: {KEYS[0], KEYS[3], KEYS[9]})
     assert reservation.keys == tuple(KEYS[5:7])
     assert sorted(bench.gone) == sorted([KEYS[1], KEYS[2]])
     assert bench.has() == [KEYS[0], KEYS[3]]
@@ -96,7 +98,7 @@ def test_pinned_and_protected_blocks_stay_and_the_rest_is_still_used() -> None:
 def test_protection_is_asked_for_only_when_something_must_go() -> None:
     bench = Bench(4)
 
-    def ask() -> frozenset[BlockKey]:
+    def ask(new_keys: Sequence[BlockKey]) -> frozenset[BlockKey]:
         raise AssertionError("nothing has to be evicted")
 
     assert bench.tier.reserve(KEYS[:4], ask).keys == tuple(KEYS[:4])

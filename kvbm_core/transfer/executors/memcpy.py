@@ -15,6 +15,8 @@ from kvbm_core.errors import Outcome
 from kvbm_core.layout.view import Segment, pair_segments
 from kvbm_core.native import Bytes, Ids, Native, native
 from kvbm_core.storage.host_slab import HostSlab
+from kvbm_core.storage.huge_pages import HugePages
+from kvbm_core.storage.numa import leave_bound_core
 from kvbm_core.transfer.coalesce import runs_both_ways
 from kvbm_core.transfer.digests import SlotDigests, device_blocks_of, gather
 from kvbm_core.transfer.executor import DeviceMemory, refusal_of
@@ -116,8 +118,16 @@ class MemcpyExecutor:
         self._lanes = []  # the slab can be unmapped only when no array of it is left
 
     def _work(self) -> None:
-        while (job := self._board.take()) is not None:
-            self._execute(job)
+        leave_bound_core()
+        pages = HugePages(self._device.storages)
+        while True:
+            job = self._board.take(timeout_s=0.0 if pages else None)
+            if job is not None:
+                self._execute(job)
+            elif self._board.is_closed:
+                return
+            elif pages:  # only while there is nothing to copy
+                pages.step()
 
     def _execute(self, job: Job[TransferPlan]) -> None:
         try:
