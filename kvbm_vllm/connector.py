@@ -7,6 +7,7 @@ of the KVBM guides.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, cast
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole, SupportsHMA
@@ -71,14 +72,14 @@ class DynamoConnector(KVConnectorBase_V1, SupportsHMA):
         """False: a lost copy is a later miss, not an undelivered result."""
         return False
 
-    @property
+    @cached_property  # asked for in every hook of every step
     def scheduler_side(self) -> SchedulerAssembly:
         """The scheduler's part; asking an instance of the other role is misuse."""
         if self._leader_part is None:
             raise TypeError("this connector has the worker's role")
         return self._leader_part
 
-    @property
+    @cached_property
     def worker_side(self) -> WorkerSide:
         """The worker's part; asking an instance of the other role is misuse."""
         if self._worker_part is None:

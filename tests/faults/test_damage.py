@@ -323,7 +323,7 @@ def test_a_file_of_no_format_of_ours_is_begun_anew(tmp_path: Path, rng: Random) 
         assert reopened(path) == MISS4
 
 
-@pytest.mark.parametrize("version", [0, FORMAT_VERSION + 1, 77, 65535])
+@pytest.mark.parametrize("version", [FORMAT_VERSION + 1, 77, 65535])
 def test_a_file_of_another_version_is_left_as_it_is(path: Path, version: int) -> None:
     damage(path, VERSION_FIELD.start, version.to_bytes(2, "little"))
     content, changed_ns = path.read_bytes(), path.stat().st_mtime_ns

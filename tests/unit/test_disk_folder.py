@@ -118,7 +118,7 @@ def test_a_folder_goes_with_the_process_that_had_it(directory: Path) -> None:
             folder.close()
 
 
-@pytest.mark.parametrize("version", [0, FORMAT_VERSION + 1, 65535])
+@pytest.mark.parametrize("version", [FORMAT_VERSION + 1, 65535])
 def test_what_another_version_left_is_passed_over_and_said(
     directory: Path, caplog: pytest.LogCaptureFixture, version: int
 ) -> None:

@@ -104,7 +104,7 @@ def test_what_is_no_whole_sector_is_nothing() -> None:
             assert unpack_file(other) is None and unpack_record(other) is None
 
 
-@pytest.mark.parametrize("version", [0, FORMAT_VERSION + 1, 0xFFFF])
+@pytest.mark.parametrize("version", [FORMAT_VERSION + 1, 0xFFFF])
 def test_another_version_is_told_from_damage(version: int) -> None:
     field = version.to_bytes(2, "little")
     for sector in (changed(pack_file(FILE), 8, field), pack_file(FILE)[:8] + field + bytes(SECTOR_BYTES - 10)):
@@ -113,6 +113,12 @@ def test_another_version_is_told_from_damage(version: int) -> None:
     assert foreign_version(changed(pack_record(RECORD), 8, field)) is None
     assert unpack_record(changed(pack_record(RECORD), 8, field)) is None
     assert foreign_version(b"a text of some length".ljust(SECTOR_BYTES)) is None
+
+
+@pytest.mark.parametrize("num_bytes", range(1, 12))
+def test_the_beginning_of_a_header_of_ours_is_damage(num_bytes: int) -> None:
+    torn = pack_file(FILE)[:num_bytes].ljust(SECTOR_BYTES, b"\0")
+    assert foreign_version(torn) is None and unpack_file(torn) is None
 
 
 def test_a_header_of_another_size_is_none_of_this_version() -> None:

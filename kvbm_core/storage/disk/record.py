@@ -114,9 +114,12 @@ def pack_record_into(buffer: bytearray | mmap.mmap, offset: int, header: RecordH
 
 
 def foreign_version(sector: bytes | memoryview) -> int | None:
-    """The version of a file of ours that this kvbm does not know; None for any other content."""
+    """The version of a file of ours that this kvbm does not know; None for any other content.
+
+    0 was never one: it is what a loss of power leaves of a header of which only the first bytes were written.
+    """
     magic, version = struct.unpack_from("<8sH", sector)
-    return int(version) if magic == _FILE_MAGIC and version != FORMAT_VERSION else None
+    return int(version) if magic == _FILE_MAGIC and version not in (0, FORMAT_VERSION) else None
 
 
 def unpack_file(sector: bytes | memoryview) -> FileHeader | None:
