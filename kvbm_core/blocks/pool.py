@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from kvbm_core.errors import IntegrityError
-from kvbm_core.policy.recency import Slots, are_distinct, ascending
+from kvbm_core.policy.recency import Slots, are_distinct
 
 
 class SlotPool:
@@ -61,7 +61,7 @@ class SlotPool:
         num_fresh = count - num_returned
         self._num_returned -= num_returned
         again = np.sort(self._returned[self._num_returned : self._num_returned + num_returned])
-        slots: Slots = np.concatenate([again, ascending(self._fresh, num_fresh).astype(np.int32)])
+        slots: Slots = np.concatenate([again, np.arange(self._fresh, self._fresh + num_fresh, dtype=np.int32)])
         self._fresh += num_fresh
         self._used[slots] = True
         return slots

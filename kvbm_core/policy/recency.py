@@ -20,7 +20,6 @@ Slots = npt.NDArray[np.int32]
 
 CHUNK_BITS = 10
 MERGES_PER_CHUNK = 4
-FEW_NUMBERS = 4096
 FEW = 16
 _NOWHERE = -1
 
@@ -75,7 +74,7 @@ class RecencyLog:
             part = slots[start : start + self._chunk - self._fill]
             first = self._tail * self._chunk + self._fill
             self._entries[first : first + len(part)] = part
-            self._where[part] = ascending(first, len(part))
+            self._where[part] = _span(first, len(part))
             self._live[self._tail] += len(part)
             self._fill += len(part)
             start += len(part)
@@ -118,7 +117,7 @@ class RecencyLog:
     def _alive(self, chunk: int) -> npt.NDArray[np.int64]:
         """Places of the chunk's live entries."""
         first = chunk * self._chunk
-        places = ascending(first, self._fill if chunk == self._tail else self._chunk)
+        places = _span(first, self._fill if chunk == self._tail else self._chunk)
         alive: npt.NDArray[np.int64] = places[self._where[self._entries[places]] == places]
         return alive
 
@@ -166,20 +165,13 @@ class RecencyLog:
         start = first * self._chunk
         self._entries[start : start + len(slots)] = slots
         # What lies behind are old entries of this chunk: those of slots that are still here must not look alive.
-        self._where[slots] = ascending(start, len(slots))
+        self._where[slots] = _span(start, len(slots))
         self._live[first] = len(slots)
         self._live[second] = 0
         self._unlink(second)
 
 
-# np.arange gives the interpreter away, however few numbers it makes: a scheduler's thread would wait for it each time.
-_ASCENDING = np.arange(FEW_NUMBERS, dtype=np.int64)
-
-
-def ascending(first: int, count: int) -> npt.NDArray[np.int64]:
-    """``count`` numbers from ``first`` on."""
-    if count <= FEW_NUMBERS:
-        return _ASCENDING[:count] + first
+def _span(first: int, count: int) -> npt.NDArray[np.int64]:
     return np.arange(first, first + count, dtype=np.int64)
 
 

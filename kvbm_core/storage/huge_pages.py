@@ -31,7 +31,8 @@ class HugePages:
     """Moves memory that is in use into huge pages, a page at a time: for an engine's KV cache in ordinary memory.
 
     Its bytes stay the same, and whoever uses them meanwhile waits for one page at most. ``memories`` are 1-D uint8
-    arrays that outlive this object. Ends at the first refusal (an old kernel, no huge page free): only speed is lost.
+    arrays that outlive this object. What the kernel refuses stays as it is, and without memory left this ends: only
+    speed is lost.
     """
 
     def __init__(self, memories: Sequence[Any], enabled: Path = _ENABLED) -> None:
@@ -55,10 +56,7 @@ class HugePages:
         """One huge page more: some milliseconds."""
         address = self._steps.popleft()
         try:
-            is_done = advise(address, HUGE_PAGE_BYTES, MADV_HUGEPAGE) and advise(
-                address, HUGE_PAGE_BYTES, _MADV_COLLAPSE
-            )
+            advise(address, HUGE_PAGE_BYTES, MADV_HUGEPAGE)  # enough where nothing has been touched yet
+            advise(address, HUGE_PAGE_BYTES, _MADV_COLLAPSE)
         except OSError:
-            is_done = False
-        if not is_done:
             self._steps.clear()

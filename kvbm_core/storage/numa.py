@@ -32,13 +32,13 @@ def cpus_near(pci_address: str, sysfs: Path = Path("/sys")) -> frozenset[int]:
 def leave_bound_core() -> None:
     """Lets the calling thread, which only copies or waits, run beside the cores that an engine computes on.
 
-    An engine's worker process binds the thread that computes to one core, and each thread that is started later
+    An engine's worker process binds its main thread, which computes, to one core, and each thread that is started later
     inherits that: there a copy would hold up the whole forward pass. The thread goes to the other CPUs of the same NUMA
     node, or of any, that the engine process which started the worker may use. It stays if there are none, and where it
     was not the engine that bound it (another program started this process, or more than one core is left).
     """
     try:
-        bound, parent = os.sched_getaffinity(0), os.getppid()
+        bound, parent = os.sched_getaffinity(os.getpid()), os.getppid()
         is_worker = os.path.samefile(f"/proc/{parent}/exe", "/proc/self/exe")
         others = os.sched_getaffinity(parent) - bound
         if is_worker and len(bound) == 1 and others:

@@ -9,7 +9,7 @@ from itertools import chain
 import numpy as np
 
 from kvbm_core.native import native
-from kvbm_core.storage.disk.io import FileIo, ThreadIo, Transfer
+from kvbm_core.storage.disk.io import FileIo, ThreadIo, Transfer, tags_of
 
 has_aio = hasattr(native, "Aio")
 """Whether the native module is there and was built with Linux' headers; the kernel may still have no AIO."""
@@ -29,14 +29,11 @@ class AioIo:
 
     def submit(self, transfers: Sequence[Transfer], *, is_write: bool) -> None:
         """See FileIo; a call that raises has submitted nothing."""
-        tags = [transfer.tag for transfer in transfers]
-        new = set(tags)
-        if len(new) < len(tags) or not self._tags.isdisjoint(new):
-            raise ValueError(f"of the requests {tags} one is in flight, or given twice")
+        new = tags_of(transfers, self._tags)
         pieces = chain.from_iterable(chain.from_iterable(transfer.pieces for transfer in transfers))
         self._aio.submit(
             is_write,
-            np.array(tags, np.int64),
+            np.array([transfer.tag for transfer in transfers], np.int64),
             np.array([transfer.offset_bytes for transfer in transfers], np.int64),
             np.array([len(transfer.pieces) for transfer in transfers], np.int32),
             np.fromiter(pieces, np.uint64),

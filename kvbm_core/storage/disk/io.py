@@ -9,6 +9,7 @@ import queue
 import threading
 import time
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from typing import NamedTuple, Protocol, runtime_checkable
 
 
@@ -26,6 +27,14 @@ class Transfer(NamedTuple):
     def num_bytes(self) -> int:
         """Of all pieces."""
         return sum(nbytes for _, nbytes in self.pieces)
+
+
+def tags_of(transfers: Sequence[Transfer], in_flight: AbstractSet[int]) -> set[int]:
+    """The tags of new requests. ValueError for one that is in flight, or given twice."""
+    tags = {transfer.tag for transfer in transfers}
+    if len(tags) < len(transfers) or not in_flight.isdisjoint(tags):
+        raise ValueError(f"of the requests {tags} one is in flight, or given twice")
+    return tags
 
 
 class FileIo(Protocol):
@@ -86,10 +95,9 @@ class ThreadIo:
 
     def submit(self, transfers: Sequence[Transfer], *, is_write: bool) -> None:
         """See FileIo."""
-        tags = {transfer.tag for transfer in transfers}
-        if self._is_closed or len(tags) < len(transfers) or not self._tags.isdisjoint(tags):
-            raise ValueError(f"of the requests {tags} one is in flight or given twice, or this is closed")
-        self._tags |= tags
+        if self._is_closed:
+            raise ValueError("this is closed")
+        self._tags |= tags_of(transfers, self._tags)
         for transfer in transfers:
             self._waiting.put((transfer, is_write))
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvbm_core.storage.disk.io import ThreadIo, Transfer
+from kvbm_core.storage.disk.io import ThreadIo, Transfer, tags_of
 
 PLUGINS = ("POSIX", "GDS", "GDS_MT")
 QUEUES = ("uring", "aio")
@@ -82,10 +82,9 @@ class NixlIo:
 
     def submit(self, transfers: Sequence[Transfer], *, is_write: bool) -> None:
         """See FileIo."""
-        tags = {transfer.tag for transfer in transfers}
-        if self._is_closed or len(tags) < len(transfers) or not self._tags.isdisjoint(tags):
-            raise ValueError(f"of the requests {tags} one is in flight or given twice, or this is closed")
-        self._tags |= tags
+        if self._is_closed:
+            raise ValueError("this is closed")
+        self._tags |= tags_of(transfers, self._tags)
         for transfer in transfers:
             self._waiting.append((transfer, is_write))
         self._start_waiting()
