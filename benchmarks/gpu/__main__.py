@@ -21,6 +21,7 @@ STAGES = {
     "copies": ("copies", "CopiesStage"),
     "pinned": ("pinned", "PinnedStage"),
     "ways": ("ways", "WaysStage"),
+    "layers": ("layers", "LayersStage"),
     "serving": ("serving", "ServingStage"),
 }
 

@@ -20,6 +20,7 @@ from kvbm_core.transfer.factory import make_executor
 from kvbm_core.transfer.pieces import CopyArrays
 
 MATRIX = 8192
+HIDDEN, LAYER_WEIGHTS = 4096, 47_000  # a layer of Qwen3-8B, about 190 million weights, as one matrix
 WAIT_S = 60.0
 
 CopyWay = Callable[[Copies, Any], None]
@@ -59,6 +60,12 @@ class Device(Protocol):
     def matmul_s(self, count: int) -> float:
         """Seconds on the GPU of ``count`` matrix products in a row."""
 
+    def compute_stream(self) -> Any:
+        """Where ``layer`` computes."""
+
+    def layer(self, tokens: int) -> Callable[[], None]:
+        """Queues about as much computing as a layer of an 8B model has for ``tokens`` tokens."""
+
     def synchronize(self) -> None:
         """Waits until the GPU has nothing left to do."""
 
@@ -81,6 +88,7 @@ class Gpu:
         self._ways = self.copy_ways()
         self._batch: Callable[[CopyArrays, int], int] | None = None
         self._matrices: list[torch.Tensor] = []
+        self._layer_weights: list[torch.Tensor] = []
 
     def executor(self, memory: DeviceMemory, slab: HostSlab) -> Executor:
         """See Device."""
@@ -139,6 +147,22 @@ class Gpu:
         end.synchronize()
         return float(start.elapsed_time(end)) / 1e3
 
+    def compute_stream(self) -> Any:
+        """See Device."""
+        return torch.cuda.current_stream(self.torch_device)
+
+    def layer(self, tokens: int) -> Callable[[], None]:
+        """See Device."""
+        if not self._layer_weights:
+            self._layer_weights = [torch.randn(HIDDEN, LAYER_WEIGHTS, dtype=torch.bfloat16, device=self.torch_device)]
+        x = torch.randn(tokens, HIDDEN, dtype=torch.bfloat16, device=self.torch_device)
+        out = torch.empty(tokens, LAYER_WEIGHTS, dtype=torch.bfloat16, device=self.torch_device)
+
+        def compute() -> None:
+            torch.mm(x, self._layer_weights[0], out=out)
+
+        return compute
+
     def synchronize(self) -> None:
         """See Device."""
         torch.cuda.synchronize()
@@ -146,6 +170,7 @@ class Gpu:
     def close(self) -> None:
         """See Device."""
         self._matrices = []
+        self._layer_weights = []
 
 
 class DryGpu:
@@ -194,6 +219,19 @@ class DryGpu:
         for _ in range(count):
             torch.mm(a, a)
         return time.perf_counter() - started_s
+
+    def compute_stream(self) -> Any:
+        """See Device."""
+        return self._double.compute
+
+    def layer(self, tokens: int) -> Callable[[], None]:
+        """See Device."""
+        x = torch.ones(tokens, 64)
+
+        def product() -> None:
+            torch.mm(x, x.T)
+
+        return lambda: self._double.compute_calls(product)
 
     def synchronize(self) -> None:
         """See Device; whoever used a stream of the double has waited for its event."""

@@ -82,17 +82,19 @@ def test_a_stage_that_hangs_or_dies_is_a_reason_and_nothing_of_it_runs_on() -> N
 
 @needs_torch
 def test_a_dry_run_brings_out_every_row(tmp_path: Path) -> None:
-    assert main(["--dry-run", "--output", str(tmp_path), "--only", "checks,copies,pinned,ways"]) == 0
+    assert main(["--dry-run", "--output", str(tmp_path), "--only", "checks,copies,pinned,ways,layers"]) == 0
     raw = json.loads((tmp_path / "gpu.json").read_text())
     assert raw["dry_run"] and raw["closing"].endswith(report.DRY)
     options = Options(tmp_path, is_dry=True)
-    for name in ("checks", "copies", "pinned", "ways"):
+    for name in ("checks", "copies", "pinned", "ways", "layers"):
         goals = [goal.name for goal in load_stage(name).goals(options)]
         assert sorted(row["goal"]["name"] for row in raw["rows"][name]) == sorted(goals), name
     (failing,) = [row for row in raw["rows"]["checks"] if "fail" in row["goal"]["name"]]
     assert failing["ours"] == [0.0], failing
     ways = [cell["values"] for cell in raw["tables"]["ways"]]
-    assert ways and not [values for values in ways if "failed" in values]
+    layers = [cell["values"] for cell in raw["tables"]["layers"]]
+    for cells in (ways, layers):
+        assert cells and not [values for values in cells if "failed" in values]
     assert any(values["way"].startswith("triton") for values in ways) == (
         importlib.util.find_spec("triton") is not None
     )
