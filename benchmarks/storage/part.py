@@ -17,7 +17,7 @@ TOTAL_BYTES = 2 << 30
 QUICK_BYTES = 256 << 20
 SMALL_BYTES = 512 << 20
 """Beside vLLM, which takes long for many small files, and for checksums."""
-FILES = 2  # ours and a peer's
+FILES = 3  # ours, that of AIO alone, and a peer's
 SPARE_BYTES = 1 << 30
 
 
@@ -89,6 +89,8 @@ def _settings(scene: Scene, small_bytes: int) -> dict[str, str]:
         "kvbm": f"batches of {BATCH_BYTES >> 20} MiB between a host slab and one block file, checksums on",
         "patterns": f"{throughput.PROMPTS}: neighbouring slots in a batch, the batches in any order;"
         f" {throughput.SCATTERED}: single blocks, no two of a batch neighbours",
+        throughput.AIO_ALONE: "Linux AIO into and from the same memory, blocks in random order, one request each;"
+        " fio uses the same few buffers again and again, which stay in the CPU's cache",
         "checksums": "the peer has a constant in place of the digest of a block's bytes; its header is sealed as ever",
     }
     if has_fio:

@@ -11,6 +11,7 @@ from pathlib import Path
 from statistics import median
 
 from benchmarks.figures import Figure, Goal
+from benchmarks.storage.aio_side import AioSide
 from benchmarks.storage.blocks import Blocks
 from benchmarks.storage.fio_side import ENGINES, FioSide
 from benchmarks.storage.kvbm_side import KvbmSide, Order, WithoutChecksum, as_prompts, scattered
@@ -18,9 +19,9 @@ from benchmarks.storage.sides import Rates, Side
 from benchmarks.timing import rotated
 from kvbm_core.storage.disk.aio_io import make_file_io
 from kvbm_core.storage.disk.block_file import BlockFile, Geometry
-from kvbm_core.storage.disk.io import FileIo, ThreadIo
+from kvbm_core.storage.disk.io import FileIo
 
-PROMPTS, SCATTERED, THREADS = "as prompts are stored", "scattered", "kvbm by threads"
+PROMPTS, SCATTERED, AIO_ALONE = "as prompts are stored", "scattered", "AIO alone"
 NO_CHECKSUM = "no checksum of the bytes"
 BETTER_FIO = "better fio"
 VLLM = "vLLM fs tier"
@@ -99,24 +100,39 @@ class _Bench:
     blocks: Blocks
     file: BlockFile
     scene: Scene
+    stack: ExitStack
 
-    def ours(self, kind: type[KvbmSide], name: str, order: Order, make_io: Callable[[], FileIo] | None = None) -> Side:
-        """A side of ours; ``make_io``: other than what the product would take."""
-        return kind(name, self.file, self.blocks, make_io or self._best_io, order=order, seed=self.scene.seed)
+    def ours(self, kind: type[KvbmSide], name: str, order: Order) -> Side:
+        """A side of ours."""
+        return kind(name, self.file, self.blocks, self._best_io, order=order, seed=self.scene.seed)
+
+    def alone(self) -> Side:
+        """What the disk gives to as much memory as ours; in a file of its own."""
+        path = self.scene.folder / "alone.blocks"
+        self.stack.callback(path.unlink, missing_ok=True)
+        file = BlockFile(path, self.file.geometry)
+        self.stack.callback(file.close)
+        return AioSide(AIO_ALONE, file.fd, self.blocks, self._best_io_of(file), seed=self.scene.seed)
 
     def _best_io(self) -> FileIo:
-        io = make_file_io(self.file.fd, is_direct=self.file.is_direct)
-        self.scene.facts["kvbm's I/O"] = f"{type(io).__name__}; {THREADS}: ThreadIo, for orientation"
-        return io
+        return self._best_io_of(self.file)()
+
+    def _best_io_of(self, file: BlockFile) -> Callable[[], FileIo]:
+        def make() -> FileIo:
+            io = make_file_io(file.fd, is_direct=file.is_direct)
+            self.scene.facts["kvbm's I/O"] = f"{type(io).__name__}; {AIO_ALONE}: the same, one block a request"
+            return io
+
+        return make
 
 
 def measure_beside_fio(block_bytes: int, scene: Scene) -> Samples:
-    """Ours in both patterns and by threads, and fio's engines."""
+    """Ours in both patterns, AIO with nothing around it, and fio's engines."""
 
     def sides(bench: _Bench) -> Iterator[Side]:
         yield bench.ours(KvbmSide, PROMPTS, as_prompts)
         yield bench.ours(KvbmSide, SCATTERED, scattered)
-        yield bench.ours(KvbmSide, THREADS, as_prompts, lambda: ThreadIo(bench.file.fd))
+        yield bench.alone()
         for engine in ENGINES:
             if f"fio {engine}" not in scene.missing:
                 yield FioSide(engine, scene.folder / "fio", scene.total_bytes, block_bytes)
@@ -149,7 +165,7 @@ def _measure(block_bytes: int, scene: Scene, make_sides: Callable[[_Bench], Iter
         stack.callback(gc.collect)  # a side that has ended may still hold memory of the slab
         blocks = Blocks(scene.total_bytes // block_bytes, block_bytes, scene.seed)
         stack.callback(blocks.close)
-        bench = _Bench(blocks, _open_file(stack, blocks, scene), scene)
+        bench = _Bench(blocks, _open_file(stack, blocks, scene), scene, stack)
         sides = []
         for side in make_sides(bench):
             stack.callback(side.close)

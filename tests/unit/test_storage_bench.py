@@ -61,7 +61,7 @@ def test_the_better_engine_is_the_peer_and_our_threads_are_not() -> None:
     samples = {
         throughput.PROMPTS: [Rates(9.0, 9.0)] * 3,
         throughput.SCATTERED: [Rates(5.0, 5.0)] * 3,
-        throughput.THREADS: [Rates(99.0, 99.0)] * 3,
+        throughput.AIO_ALONE: [Rates(99.0, 99.0)] * 3,
         "fio libaio": [Rates(10.0, 1.0), Rates(1.0, 1.0), Rates(10.0, 30.0)],
         "fio io_uring": [Rates(9.0, 2.0)] * 3,
     }
@@ -69,7 +69,7 @@ def test_the_better_engine_is_the_peer_and_our_threads_are_not() -> None:
     assert [round(figure.their_value) for figure in figures] == [10, 10, 2, 2]
     assert [figure.verdict for figure in figures] == ["met", "short", "met", "met"]
     assert figures[0].ratios == [0.9, 9.0, 0.9]
-    assert throughput.THREADS in figures[0].peers
+    assert throughput.AIO_ALONE in figures[0].peers
 
 
 # ---------------------------------------------------------------- the order of blocks
