@@ -277,6 +277,9 @@ static PyObject *submit(PyObject *object, PyObject *args)
     if (num_requests > 0) {
         self->in_flight += num_requests;
         start(self);
+        /* A caller that submits for long before it collects must not find the disk idle: what has ended makes room. */
+        if (self->waiting.first != NULL && reap(self, 0) > 0)
+            start(self);
     }
     self->is_busy = 0;
     return num_requests < 0 ? NULL : Py_NewRef(Py_None);

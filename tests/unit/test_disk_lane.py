@@ -14,10 +14,11 @@ from kvbm_core.storage.disk.allocate import FileOptions
 from kvbm_core.storage.disk.block_file import BlockFile, Geometry
 from kvbm_core.storage.disk.io import Transfer
 from kvbm_core.storage.disk.lane import (
-    IN_FLIGHT_BYTES,
     MAX_RECORDS,
     MAX_REQUEST_RECORDS,
+    READS_IN_FLIGHT_BYTES,
     REQUEST_BYTES,
+    WRITES_IN_FLIGHT_BYTES,
     Lane,
     Record,
 )
@@ -154,8 +155,10 @@ def test_requests_and_what_is_in_flight_have_their_limits(tmp_path: Path, payloa
     assert max(counts) == max(1, min(MAX_REQUEST_RECORDS, REQUEST_BYTES // size, num_slots))
     assert max(len(call) for call, _ in bench.io.calls) <= 4, "the first ones are on their way while others are made"
     # One request may go over the line, as the room is asked for before each.
-    assert bench.io.most_bytes < IN_FLIGHT_BYTES + max(REQUEST_BYTES, size)
+    assert bench.io.most_bytes < WRITES_IN_FLIGHT_BYTES + max(REQUEST_BYTES, size)
+    bench.io.most_bytes = 0
     bench.check_read(range(num_slots))
+    assert 0 < bench.io.most_bytes < READS_IN_FLIGHT_BYTES + max(REQUEST_BYTES, size)
     assert {is_write for _, is_write in bench.io.calls} == {True, False}
     close(bench)
 

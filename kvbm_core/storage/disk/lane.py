@@ -27,7 +27,9 @@ from kvbm_core.types import BlockKey
 
 REQUEST_BYTES = 1 << 20
 """Records in neighbouring slots travel in one request of about so many bytes."""
-IN_FLIGHT_BYTES = 64 << 20
+WRITES_IN_FLIGHT_BYTES = 64 << 20
+READS_IN_FLIGHT_BYTES = 24 << 20
+"""Fewer: virtual disks report all that they have been given at once, and then there is to be more to read meanwhile."""
 SUBMITTED_BYTES = 1 << 20
 """Handed to the kernel together, while the headers of the next are made; larger requests alone."""
 MAX_RECORDS = 512
@@ -249,7 +251,7 @@ class _Move:
 
     def _start(self) -> None:
         lane = self._lane
-        most = max(1, IN_FLIGHT_BYTES // self._bytes_each)
+        most = max(1, (WRITES_IN_FLIGHT_BYTES if self._is_write else READS_IN_FLIGHT_BYTES) // self._bytes_each)
         transfers: list[Transfer] = []
         num_bytes = 0
         while self._waiting and len(self._waiting[0]) <= len(lane._free_cells) and self._in_flight_records < most:
