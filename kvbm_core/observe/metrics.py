@@ -97,6 +97,9 @@ class HitWindow(NamedTuple):
         return hit_blocks / self.queried_blocks if self.queried_blocks else 0.0
 
 
+_NO_HITS = HitWindow(0, 0, 0)
+
+
 class Metrics:
     """
     Counters, gauges and the hit window. Every method may be called from any thread, takes one short lock, and
@@ -111,7 +114,7 @@ class Metrics:
         self._seconds: dict[str, list[int]] = {name: [0] * (len(_BUCKETS_S) + 1) for name in _DIRECTIONS}
         self._seconds_sum: dict[str, float] = dict.fromkeys(_DIRECTIONS, 0.0)
         self._window: deque[HitWindow] = deque(maxlen=max(1, window_requests))
-        self._window_sum = HitWindow(0, 0, 0)
+        self._window_sum = _NO_HITS
 
     def _add(self, name: str, amount: float, label_value: str = "") -> None:
         if amount > 0:
@@ -139,10 +142,16 @@ class Metrics:
         """One finished request, for the hit rates over the last requests."""
         entry = HitWindow(host_hit_blocks, disk_hit_blocks, queried_blocks)
         with self._lock:
-            gone = self._window[0] if len(self._window) == self._window.maxlen else HitWindow(0, 0, 0)
+            gone_host, gone_disk, gone_queried = (
+                self._window[0] if len(self._window) == self._window.maxlen else _NO_HITS
+            )
             self._window.append(entry)
-            old = self._window_sum
-            self._window_sum = HitWindow(*(s + e - g for s, e, g in zip(old, entry, gone, strict=True)))
+            host, disk, queried = self._window_sum
+            self._window_sum = HitWindow(
+                host + host_hit_blocks - gone_host,
+                disk + disk_hit_blocks - gone_disk,
+                queried + queried_blocks - gone_queried,
+            )
 
     def hit_window(self) -> HitWindow:
         """The sums behind the hit rates."""

@@ -16,9 +16,9 @@ from kvbm_core.types import BlockKey, Direction
 
 @dataclass(slots=True)
 class Share:
-    """What one request has in a job: of an offload slots that are reserved, of an onboard slots that are leased.
+    """What one request has in a job: of an onboard slots that are leased.
 
-    An onboard that ``reads`` blocks from the disk (``disk_lease``) has slots reserved for them too.
+    An onboard that ``reads`` blocks from the disk (``disk_lease``) has slots reserved for them.
     ``num_tokens``: of an onboard, what the request need not compute. ``is_prefill``: more than one block per group.
     """
 
@@ -36,12 +36,16 @@ class Share:
 
 @dataclass(slots=True)
 class Job:
-    """One TransferPlan: an onboard of one request, or what a step offloads, of any number of requests."""
+    """One TransferPlan: an onboard of one request, or what a step offloads, of any number of requests.
+
+    ``reservation``: slots for the blocks of all shares of an offload, whose fate is one.
+    """
 
     job_id: int
     direction: Direction
     waiting_ranks: set[int]
     shares: list[Share] = field(default_factory=list)
+    reservation: Reservation | None = None
     acks: list[JobAck] = field(default_factory=list)
     device_blocks: set[int] = field(default_factory=set)
     """Read by an offload, written by an onboard; all groups and requests together."""

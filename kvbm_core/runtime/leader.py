@@ -219,7 +219,8 @@ class Leader:
         """The engine is done with the request; returns the offloads that still read its device blocks."""
         self._onboarding.let_go(state)
         state.is_finished = True
-        self.tier.touch(state.chain_keys())
+        if not state.offload_jobs:  # else the end of the last of them does it
+            self.tier.touch(state.chain_keys())
         self.metrics.request_hits(state.host_hit_blocks, state.disk_hit_blocks, state.queried_blocks)
         self._drop_if_idle(state)
         return tuple(sorted(state.offload_jobs))
@@ -243,8 +244,16 @@ class Leader:
 
     def poll(self) -> None:
         """Takes what has arrived since the last call. Never waits."""
+        has_news = bool(self._handshake.inbox) or bool(self._handshake.found)
+        if has_news:
+            self._take_in_news()
+        if self.tier.live_leases or (self.disk is not None and self.disk.tier.live_leases):  # not in most steps
+            self._mind_leases()
+        if has_news:
+            self.publish_gauges()
+
+    def _take_in_news(self) -> None:
         inbox = self._handshake.inbox
-        has_news = bool(inbox) or bool(self._handshake.found)
         while inbox:
             event = inbox.popleft()
             if isinstance(event, RankAck):
@@ -256,6 +265,8 @@ class Leader:
             elif self.disk is not None:
                 self.disk.turn_off(event.reason)
         self._take_in_found(MAX_CHUNKS_PER_POLL)
+
+    def _mind_leases(self) -> None:
         # Before any lease is ended: those of copies that are under way hold, however long nobody has called.
         self._onboarding.renew_leases()
         if self.disk is not None:
@@ -263,8 +274,6 @@ class Leader:
         expired = self.tier.expire_leases() + (self.disk.tier.expire_leases() if self.disk is not None else 0)
         if expired:
             self.metrics.failure(FailureKind.LEASE_EXPIRED, expired)
-        if has_news:
-            self.publish_gauges()
 
     def catch_up(self) -> None:
         """As ``poll``, with everything that has been found on disk so far; at start, when nobody waits for a step."""

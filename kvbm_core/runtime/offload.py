@@ -166,7 +166,8 @@ class Offloading:
                 self._jobs.add(job, share)
             else:
                 share.state.offload_jobs.discard(job.job_id)
-                self._on_share_end(share, False)
+                self._end_shares([share], is_committed=False)
+        job.reservation = reservation
         if job.shares:
             return job
         self._jobs.cancel(job)
@@ -186,9 +187,8 @@ class Offloading:
                 slots = tuple(slot for _, slot in found if slot is not None)
                 keys = tuple(wanted.keys[i] for i in places)
                 picked = wanted.only(places)
-            own = Reservation(keys, slots, reservation.generation)
             is_prefill = len(wanted.keys) > len(self._groups)
-            yield Share(job_id, state, keys, self._moves(picked, slots), own, None, is_prefill)
+            yield Share(job_id, state, keys, self._moves(picked, slots), is_prefill=is_prefill)
 
     def _moves(self, wanted: _Wanted, slots: tuple[int, ...]) -> tuple[GroupMove, ...]:
         if not wanted.positions:
@@ -216,35 +216,43 @@ class Offloading:
                 state.restart_offload()
                 state.offload_jobs.discard(job.job_id)
                 job.shares.append(Share(job.job_id, state, (), ()))
-                self._on_share_end(job.shares[-1], False)
+            self._end_shares(job.shares, is_committed=False)
             return False
-        committed = [self._end_share(share, job.outcome) for share in job.shares]
-        return any(committed)
-
-    def _end_share(self, share: Share, outcome: Outcome) -> bool:
-        if share.reservation is None:
-            raise IntegrityError(f"job {share.job_id} writes slots that were not reserved for it")
-        share.state.offload_jobs.discard(share.job_id)
-        is_committed = self._commit(share) if outcome is Outcome.OK else False
-        if outcome is not Outcome.OK:
-            self._tier.abort(share.reservation)
-        if outcome is Outcome.REJECTED:
-            # Cancelled because of one request whose device blocks were wanted back; the others still have theirs.
-            share.state.restart_offload()
-        self._on_share_end(share, is_committed)
+        if job.reservation is None:
+            raise IntegrityError(f"job {job.job_id} writes slots that were not reserved for it")
+        outcome = job.outcome
+        is_committed = self._commit(job.reservation, outcome)
+        for share in job.shares:
+            share.state.offload_jobs.discard(job.job_id)
+            if outcome is Outcome.REJECTED:
+                # Cancelled because of one request whose device blocks were wanted back; the others still have theirs.
+                share.state.restart_offload()
+        self._end_shares(job.shares, is_committed=is_committed)
         return is_committed
 
-    def _commit(self, share: Share) -> bool:
-        if share.reservation is None or not self._tier.commit(share.reservation):
-            self._metrics.dropped(DropReason.RESET, len(share.keys))
+    def _commit(self, reservation: Reservation, outcome: Outcome) -> bool:
+        if outcome is not Outcome.OK:
+            self._tier.abort(reservation)
             return False
-        self._metrics.offloaded_blocks(len(share.keys), Tier.DEVICE, Tier.HOST)
-        # What came last must go first. Not after each decoded block (the chain is long); once more at the end. What
-        # came all at once is in order.
-        chain = share.state.chain_keys()
-        if (share.is_prefill or share.state.is_finished) and len(share.keys) < len(chain):
-            self._tier.touch(chain)
+        if not self._tier.commit(reservation):
+            self._metrics.dropped(DropReason.RESET, len(reservation.keys))
+            return False
+        self._metrics.offloaded_blocks(len(reservation.keys), Tier.DEVICE, Tier.HOST)
         return True
+
+    def _end_shares(self, shares: Sequence[Share], *, is_committed: bool) -> None:
+        # What came last must go first. Not after each decoded block (the chain is long); once more at the end, which
+        # Leader.finish leaves to the last offload. What came all at once is in order.
+        used: list[BlockKey] = []
+        for share in shares:
+            state = share.state
+            is_due = (share.is_prefill and is_committed) or (state.is_finished and not state.offload_jobs)
+            if is_due and not (is_committed and len(share.keys) == state.num_keys):
+                used += state.chain_keys()
+        if used:
+            self._tier.touch(used)
+        for share in shares:
+            self._on_share_end(share, is_committed)
 
     def _count_evictions(self) -> None:
         evicted = self._tier.evicted_blocks_total - self._evicted_seen

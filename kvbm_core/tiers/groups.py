@@ -72,8 +72,10 @@ def longest_prefix_tokens(
     for position, group in enumerate(groups):
         if group.window_tokens is None and length > computed_tokens:
             size = group.block_size_tokens
-            first = computed_tokens // size
-            run = residents.match_prefix(keys_of(position)[first : length // size])
+            first, keys = computed_tokens // size, keys_of(position)
+            # Asked by itself: most prompts that are new are new from their first block on.
+            is_new = first >= len(keys) or not residents.contains(keys[first])
+            run = 0 if is_new else residents.match_prefix(keys[first : length // size])
             length = (first + run) * size // align * align
     windowed = [(group, keys_of(position)) for position, group in enumerate(groups) if group.window_tokens is not None]
     while length > computed_tokens:

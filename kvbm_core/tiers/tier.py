@@ -170,7 +170,7 @@ class BlockTier:
         return len(expired)
 
     def touch(self, keys: Sequence[BlockKey]) -> None:
-        """Makes ``keys`` (a prefix, head first) recently used; the head is evicted after the tail."""
+        """Makes ``keys`` (prefixes, each head first) recently used; a head is evicted after its tail."""
         slots = self._registry.find(keys)
         self._policy.touch(slots if len(slots) == len(keys) else self._registry.slots_of(keys))
 
