@@ -6,6 +6,7 @@ Slots and device block ids, never addresses.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any, Final
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
@@ -31,6 +32,14 @@ class DynamoConnectorMetadata(KVConnectorMetadata):
     fence_all: bool = False
     is_idle: bool = False
     finishing: dict[str, tuple[int, ...]] = field(default_factory=dict)
+
+    def __reduce_ex__(self, protocol: Any) -> str | tuple[Any, ...]:
+        """Of QUIET, which goes to every worker in most steps, its name is enough."""
+        return "QUIET" if self is QUIET else super().__reduce_ex__(protocol)
+
+
+QUIET: Final = DynamoConnectorMetadata()
+"""A step that computes tokens and in which nothing of ours begins. Not to be changed."""
 
 
 @dataclass

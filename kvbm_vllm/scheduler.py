@@ -21,7 +21,7 @@ from kvbm_core.transfer.plan import TransferPlan
 from kvbm_core.types import SequenceHash
 from kvbm_vllm.events import EventFeed
 from kvbm_vllm.keys import adapter_of, multimodal_extras, uncacheable_reason
-from kvbm_vllm.metadata import DynamoConnectorMetadata, DynamoWorkerMetadata
+from kvbm_vllm.metadata import QUIET, DynamoConnectorMetadata, DynamoWorkerMetadata
 from kvbm_vllm.pins import DevicePins
 from kvbm_vllm.tables import DeviceTables, Tables
 
@@ -150,19 +150,22 @@ class SchedulerSide:
         self._poll()
         # With no job in flight nobody can be reading what is overwritten.
         overwritten = self._tables.follow(scheduler_output, note_grown=self.leader.pending_jobs > 0)
-        fences = tuple(sorted(self.leader.readers_of(overwritten)))
+        fences = tuple(sorted(self.leader.readers_of(overwritten))) if overwritten else ()
         self._plan_offloads(scheduler_output)
         offload = self.leader.take_offloads()
         for share in offload.shares if offload is not None else ():
             self._pins.hold(share)
-        metadata = DynamoConnectorMetadata(
-            onboards=self._onboards,
-            offloads=[] if offload is None else [offload.plan()],
-            failed_loads=self._failed_loads,
-            fences=fences,
-            is_idle=scheduler_output.total_num_scheduled_tokens == 0,
-            finishing=self._new_finishing,
-        )
+        metadata = QUIET
+        is_idle = scheduler_output.total_num_scheduled_tokens == 0
+        if offload or fences or is_idle or self._onboards or self._failed_loads or self._new_finishing:
+            metadata = DynamoConnectorMetadata(
+                onboards=self._onboards,
+                offloads=[] if offload is None else [offload.plan()],
+                failed_loads=self._failed_loads,
+                fences=fences,
+                is_idle=is_idle,
+                finishing=self._new_finishing,
+            )
         self._new_step()
         return metadata
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from vllm.v1.request import RequestStatus
 from kvbm_core.runtime.due import STRIDE
 from kvbm_core.tiers.groups import GroupSpec
 from kvbm_core.types import Direction
+from kvbm_vllm.metadata import QUIET, DynamoConnectorMetadata
 from kvbm_vllm.scheduler import decode_wait_tokens
 from tests.vllm.harness import adapter, media
 from tests.vllm.kvbm_engine import KvbmEngine, specs_to_try
@@ -28,6 +30,29 @@ def test_a_prompt_comes_back_from_the_host(spec: dict[str, Any], tmp_path: Path)
         size = engine.spec.block_size_tokens
         assert engine.promised("a") == [0]
         assert engine.external_tokens("b") == 49 // size * size
+        engine.assert_clean()
+
+
+def test_a_step_without_news_costs_the_workers_no_more_than_a_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with KvbmEngine(tmp_path) as engine:
+        sent: list[DynamoConnectorMetadata] = []
+        build = engine.connector.build_connector_meta
+
+        def note(output: Any) -> DynamoConnectorMetadata:
+            sent.append(pickle.loads(pickle.dumps(build(output))))
+            return sent[-1]
+
+        monkeypatch.setattr(engine.connector, "build_connector_meta", note)
+        first = engine.ask("a", range(50), 12)
+        decoding = [metadata for metadata in sent if metadata is QUIET]
+        assert len(decoding) >= 8 and len(pickle.dumps(QUIET)) < 64
+        assert sum(plan.num_blocks for metadata in sent for plan in metadata.offloads) > 0
+        engine.forget_device()
+        assert engine.ask("b", range(50), 12) == first
+        assert any(metadata.onboards for metadata in sent)
+        assert DynamoConnectorMetadata() == QUIET, "somebody has written into it"
         engine.assert_clean()
 
 
