@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, contextmanager
 from random import Random
 
 from kvbm_core.errors import Outcome
-from kvbm_core.storage.base import BlockStore
+from kvbm_core.storage.base import BlockStore, Memory, parts_of
 from kvbm_core.testing.file_io_contract import memory_of
 from kvbm_core.types import BlockKey, SequenceHash, block_key
 
@@ -41,12 +41,25 @@ def buffers(count: int, num_bytes: int, *, skew_bytes: int = 0) -> list[memoryvi
     return [memory[start : start + num_bytes] for start in range(skew_bytes, count * step_bytes, step_bytes)]
 
 
+def fill(memory: Memory, content: bytes) -> None:
+    """Puts ``content`` there."""
+    for part in parts_of(memory):
+        part[:], content = content[: part.nbytes], content[part.nbytes :]
+
+
+def content_in(memory: Memory) -> bytes:
+    """What is there."""
+    return b"".join(parts_of(memory))
+
+
 class BlockStoreContract(ABC):
     """The promises of ``storage.base.BlockStore``."""
 
     payload_bytes = 8192
     skew_bytes = 0
-    """How far behind a page's start the buffers begin."""
+    """How far behind a page's start the buffers, and their parts, begin."""
+    part_bytes: int | None = None
+    """Buffers are made of parts of this size, and a shorter last one, far from each other; None: in one piece."""
 
     @abstractmethod
     def stores(self) -> AbstractContextManager[BlockStore]:
@@ -66,20 +79,24 @@ class BlockStoreContract(ABC):
 
     # ---------------------------------------------------------------- helpers
 
-    def new_buffers(self, count: int) -> list[memoryview]:
+    def new_buffers(self, count: int) -> list[Memory]:
         """Of the size of blocks, full of zeros."""
-        return buffers(count, self.payload_bytes, skew_bytes=self.skew_bytes)
+        size = self.payload_bytes
+        if self.part_bytes is None:
+            return list(buffers(count, size, skew_bytes=self.skew_bytes))
+        sizes = [min(self.part_bytes, size - start) for start in range(0, size, self.part_bytes)]
+        return list(zip(*(buffers(count, part, skew_bytes=self.skew_bytes) for part in sizes), strict=True))
 
     def put(self, store: BlockStore, keys: Sequence[BlockKey], deadline_s: float = LONG_S) -> list[Outcome]:
         """Puts each key's ``content_of``; the memory is overwritten afterwards, as it is the caller's again."""
         payloads = self.new_buffers(len(keys))
         for key, payload in zip(keys, payloads, strict=True):
-            payload[:] = content_of(key, self.payload_bytes)
+            fill(payload, content_of(key, self.payload_bytes))
         outcomes = store.put_many(keys, payloads, deadline_s=deadline_s)
         assert len(outcomes) == len(keys)
         if Outcome.TIMED_OUT not in outcomes:
             for payload in payloads:
-                payload[:] = bytes(self.payload_bytes)
+                fill(payload, bytes(self.payload_bytes))
         return outcomes
 
     def get(self, store: BlockStore, keys: Sequence[BlockKey], deadline_s: float = LONG_S) -> list[Outcome]:
@@ -88,7 +105,7 @@ class BlockStoreContract(ABC):
         outcomes = store.get_many(keys, targets, deadline_s=deadline_s)
         assert len(outcomes) == len(keys)
         for key, target, outcome in zip(keys, targets, outcomes, strict=True):
-            assert outcome is not Outcome.OK or target == content_of(key, self.payload_bytes), "wrong bytes"
+            assert outcome is not Outcome.OK or content_in(target) == content_of(key, self.payload_bytes), "wrong bytes"
         return outcomes
 
     @staticmethod
@@ -146,6 +163,17 @@ class BlockStoreContract(ABC):
                 assert self.put(store, keys) == self.get(store, keys) == [Outcome.OK] * 3
             assert len(list(store.scan())) == 3
 
+    def test_a_target_is_divided_as_it_likes(self) -> None:
+        keys, size = [key_of(number) for number in range(3)], self.payload_bytes
+        with self.opened() as store:
+            self.put(store, keys)
+            for part_bytes in {size, -(-size // 2), -(-size // 3), 4096}:
+                sizes = [min(part_bytes, size - start) for start in range(0, size, part_bytes)]
+                targets = [[buffers(1, part)[0] for part in sizes] for _ in keys]
+                assert store.get_many(keys, targets, deadline_s=LONG_S) == [Outcome.OK] * 3
+                for key, target in zip(keys, targets, strict=True):
+                    assert content_in(target) == content_of(key, size)
+
     def test_more_blocks_than_fit_cost_old_ones_and_never_bytes(self) -> None:
         keys = [key_of(number) for number in range(3 * NUM_BLOCKS)]
         with self.opened() as store:
@@ -200,10 +228,14 @@ class BlockStoreContract(ABC):
             self.put(store, keys)
             apart = memoryview(bytearray(2 * size))[::2]
             read_only = memoryview(bytes(size))
-            good = self.new_buffers(1)[0]
+            (good,) = buffers(1, size)
             _refuses(store.put_many, [key_of(2), key_of(3)], [good, apart])
             _refuses(store.get_many, keys, [good, apart])
             _refuses(store.get_many, keys, [good, read_only])
+            for bad in (apart, read_only):  # in one piece of several
+                _refuses(store.get_many, keys, [good, [bad[: size // 2], good[size // 2 :]]])
+            for uneven in ([], [good, good[:1]], [good[: size // 2]]):
+                _refuses(store.put_many, [key_of(2), key_of(3)], [good, uneven])
             payload = memoryview(content_of(key_of(4), size))
             assert store.put_many([key_of(4)], [payload], deadline_s=LONG_S) == [Outcome.OK], "it is only read"
             assert self.get(store, [*keys, key_of(4)]) == [Outcome.OK] * 3
@@ -219,7 +251,7 @@ class BlockStoreContract(ABC):
 
     def test_a_call_without_time_answers_and_does_no_harm(self) -> None:
         keys = [key_of(number) for number in range(8)]
-        kept: list[memoryview] = []  # a late read may still write there
+        kept: list[Memory] = []  # a late read may still write there
         with self.opened() as store:
             self.put(store, keys[:4])
             for deadline_s in (0.0, -1.0, -0.001):
@@ -229,7 +261,7 @@ class BlockStoreContract(ABC):
                 outcomes = store.get_many(keys, kept[-8:], deadline_s=deadline_s)
                 assert set(outcomes) <= NOT_NOW
                 for key, target, outcome in zip(keys, kept[-8:], outcomes, strict=True):
-                    assert outcome is not Outcome.OK or target == content_of(key, self.payload_bytes)
+                    assert outcome is not Outcome.OK or content_in(target) == content_of(key, self.payload_bytes)
                 assert len(store.contains_many(keys, deadline_s=deadline_s)) == 8
                 assert len(store.remove_many(keys[3:4], deadline_s=deadline_s)) == 1
                 assert time.monotonic() - started_s < LONG_S / 2, "it does not wait"
@@ -318,7 +350,7 @@ class BlockStoreContract(ABC):
         assert set(threading.enumerate()) <= threads
 
 
-def _refuses(call: Callable[..., object], keys: Sequence[BlockKey], memory: Sequence[memoryview]) -> None:
+def _refuses(call: Callable[..., object], keys: Sequence[BlockKey], memory: Sequence[Memory]) -> None:
     try:
         call(keys, memory, deadline_s=LONG_S)
     except ValueError:

@@ -12,6 +12,7 @@ from kvbm_core.clock import Clock, SystemClock
 from kvbm_core.errors import Outcome
 from kvbm_core.policy.base import EvictionPolicy
 from kvbm_core.policy.lru import LruPolicy
+from kvbm_core.storage.base import Memory, parts_of
 from kvbm_core.storage.disk.allocate import FileOptions
 from kvbm_core.storage.disk.block_file import BlockFile, Geometry
 from kvbm_core.storage.disk.recovery import Found, Recovery, batches_of, is_block_key
@@ -27,8 +28,8 @@ class DiskStore:
     """BlockStore in one block file. Safe to call from any thread; a read does not wait for a write.
 
     What an earlier process left in the file is found again in the background (``wait_recovered``). Memory that is
-    whole sectors on a sector's boundary is read and written without a copy. A read that is TIMED_OUT may still be
-    written into the caller's memory of that kind later: ``holds`` says so.
+    whole sectors on a sector's boundary, in each of its pieces, is read and written without a copy. A read that is
+    TIMED_OUT may still be written into the caller's memory of that kind later: ``holds`` says so.
     """
 
     def __init__(
@@ -61,11 +62,11 @@ class DiskStore:
         """Waits until all of the file has been looked at; False if time ran out."""
         return self._recovery.wait(timeout_s)
 
-    def holds(self, target: memoryview) -> bool:
+    def holds(self, target: Memory) -> bool:
         """Whether a late read may still write into it."""
-        address = self._reader.address_of(target)
+        pieces = self._reader.pieces_of(target)
         with self._reader.lock:
-            return address is not None and self._reader.lane.holds(address)
+            return bool(pieces) and self._reader.lane.holds(pieces[0][0])
 
     def contains_many(self, keys: Sequence[BlockKey], *, deadline_s: float) -> list[Outcome]:
         """See BlockStore; no I/O."""
@@ -74,7 +75,7 @@ class DiskStore:
                 return [Outcome.REJECTED] * len(keys)
             return [Outcome.OK if self._tier.contains(key) else Outcome.MISS for key in keys]
 
-    def put_many(self, keys: Sequence[BlockKey], payloads: Sequence[memoryview], *, deadline_s: float) -> list[Outcome]:
+    def put_many(self, keys: Sequence[BlockKey], payloads: Sequence[Memory], *, deadline_s: float) -> list[Outcome]:
         """See BlockStore. Makes room by evicting; a block that is here already is not written again."""
         self._check(keys, payloads)
         deadline_at_s = self._clock.now_s() + deadline_s
@@ -98,10 +99,10 @@ class DiskStore:
         finally:
             self._writer.lock.release()
 
-    def get_many(self, keys: Sequence[BlockKey], targets: Sequence[memoryview], *, deadline_s: float) -> list[Outcome]:
+    def get_many(self, keys: Sequence[BlockKey], targets: Sequence[Memory], *, deadline_s: float) -> list[Outcome]:
         """See BlockStore. A block that does not verify is forgotten."""
         self._check(keys, targets)
-        if any(target.readonly for target in targets):
+        if any(part.readonly for target in targets for part in parts_of(target)):
             raise ValueError("a target is read-only")
         deadline_at_s = self._clock.now_s() + deadline_s
         if not self._reader.lock.acquire(timeout=max(0.0, deadline_s)):
@@ -165,10 +166,13 @@ class DiskStore:
         with self._books:
             self._tier.restore(end, [] if self._was_cleared else batches_of(found))
 
-    def _check(self, keys: Sequence[BlockKey], buffers: Sequence[memoryview]) -> None:
+    def _check(self, keys: Sequence[BlockKey], buffers: Sequence[Memory]) -> None:
         size = self._file.geometry.payload_bytes
-        if len(keys) != len(buffers) or any(buffer.nbytes != size or not buffer.c_contiguous for buffer in buffers):
-            raise ValueError(f"each key needs a buffer of exactly {size} bytes in one piece")
+        fits = len(keys) == len(buffers)
+        for parts in map(parts_of, buffers):
+            fits &= sum(part.nbytes for part in parts) == size and all(part.c_contiguous for part in parts)
+        if not fits:
+            raise ValueError(f"each key needs memory of exactly {size} bytes, no piece of it with gaps")
         if not all(map(is_block_key, keys)):
             raise ValueError("a key is a SequenceHash and, but for group 0, the number of its group")
 

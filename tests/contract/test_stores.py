@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvbm_core.errors import Outcome
-from kvbm_core.storage.base import BlockStore
+from kvbm_core.storage.base import BlockStore, Memory, parts_of
 from kvbm_core.storage.disk import side
 from kvbm_core.storage.disk.aio_io import AioIo
 from kvbm_core.storage.disk.allocate import FileOptions
@@ -70,6 +70,16 @@ class TestBufferedSkewed(TestBuffered):
     skew_bytes = 24
 
 
+class TestBufferedParts(TestBuffered):
+    """Keys and values apart."""
+
+    part_bytes = 4096
+
+
+class TestBufferedUnevenParts(TestBufferedOddSize):
+    part_bytes = 777
+
+
 class TestDirect(TestBuffered):
     is_direct = True
 
@@ -102,23 +112,37 @@ class TestAioSkewed(TestAio):
     skew_bytes = 512
 
 
+@needs_aio
+class TestAioManyParts(TestAio):
+    """Layers apart: few records go into one request."""
+
+    payload_bytes = 72 * 4096
+    part_bytes = 4096
+
+
+@needs_aio
+class TestAioSkewedParts(TestAioManyParts):
+    skew_bytes = 64
+    part_bytes = 3 * 4096
+
+
 # ---------------------------------------------------------------- the contract itself
 
 
 class OneBitOff(DiskStore):
     """Gives back other bytes than were put."""
 
-    def get_many(self, keys: Sequence[BlockKey], targets: Sequence[memoryview], *, deadline_s: float) -> list[Outcome]:
+    def get_many(self, keys: Sequence[BlockKey], targets: Sequence[Memory], *, deadline_s: float) -> list[Outcome]:
         outcomes = super().get_many(keys, targets, deadline_s=deadline_s)
         for target in targets:
-            target[-1] ^= 1
+            parts_of(target)[-1][-1] ^= 1
         return outcomes
 
 
 class LosesBlocks(DiskStore):
     """Says OK to what it does not keep."""
 
-    def put_many(self, keys: Sequence[BlockKey], payloads: Sequence[memoryview], *, deadline_s: float) -> list[Outcome]:
+    def put_many(self, keys: Sequence[BlockKey], payloads: Sequence[Memory], *, deadline_s: float) -> list[Outcome]:
         outcomes = super().put_many(keys, payloads, deadline_s=deadline_s)
         super().remove_many(keys[-1:], deadline_s=deadline_s)
         return outcomes
@@ -135,7 +159,7 @@ class StaysOpen(DiskStore):
 
 
 class TakesAnyBuffer(DiskStore):
-    def _check(self, keys: Sequence[BlockKey], buffers: Sequence[memoryview]) -> None:
+    def _check(self, keys: Sequence[BlockKey], buffers: Sequence[Memory]) -> None:
         """Nothing is checked."""
 
 

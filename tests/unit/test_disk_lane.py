@@ -266,8 +266,11 @@ def test_memory_goes_straight_only_if_it_is_whole_sectors(tmp_path: Path, payloa
         source, target = buffers(2, payload_bytes, skew_bytes=skew_bytes)
         address = ctypes.addressof(ctypes.c_char.from_buffer(source))
         is_straight = payload_bytes == 8192 and skew_bytes % SECTOR_BYTES == 0
-        assert writer.address_of(source) == (address if is_straight else None)
-        assert writer.address_of(source.toreadonly()) is None
+        assert writer.pieces_of(source) == (((address, payload_bytes),) if is_straight else ())
+        halves = [source[:4096], source[4096:]]
+        both = ((address, 4096), (address + 4096, payload_bytes - 4096))
+        assert writer.pieces_of(halves) == (both if is_straight else ())
+        assert writer.pieces_of(source.toreadonly()) == writer.pieces_of([halves[0], halves[1].toreadonly()]) == ()
         key = key_of(skew_bytes)
         source[:] = content_of(key, payload_bytes)
         assert writer.transfer([(key, 1)], [source], deadline_s=LONG_S) == [Outcome.OK]

@@ -19,6 +19,7 @@ from kvbm_core.storage.disk.record import (
     RecordHeader,
     pack_record_into,
     payload_digest,
+    pieces_digest,
     record_bytes,
     slot_offset_bytes,
     unpack_record,
@@ -35,16 +36,23 @@ SUBMITTED_BYTES = 1 << 20
 MAX_RECORDS = 512
 """Records in flight at most; each has a cell for its header."""
 MAX_REQUEST_RECORDS = 128
+MAX_REQUEST_PIECES = 1024
+"""Linux takes no more pieces of memory in one request (UIO_MAXIOV)."""
+MAX_RECORD_PIECES = MAX_REQUEST_PIECES - 1  # and its header
 
 OnDone = Callable[[int, Outcome], None]
 
 
 class Record(NamedTuple):
-    """A block: its key, its slot in the file, and where its bytes are, or go to, in memory."""
+    """A block: its key, its slot in the file, and where its bytes are, or go to, in memory.
+
+    ``pieces``: (address, bytes) of each where they are in several, up to MAX_RECORD_PIECES; ``address``: the first's.
+    """
 
     key: BlockKey
     slot: int
     address: int
+    pieces: tuple[tuple[int, int], ...] = ()
 
 
 class _Run(NamedTuple):
@@ -57,7 +65,8 @@ class _Run(NamedTuple):
 class Lane:
     """Reads or writes records of one file. One thread only; a file may have one lane for each direction.
 
-    Memory at ``Record.address``: whole sectors from a sector's boundary on, ``record_bytes - SECTOR_BYTES`` of them.
+    Memory at ``Record.address``: whole sectors from a sector's boundary on, ``record_bytes - SECTOR_BYTES`` of them; so
+    is each of several pieces, which together have as many bytes.
     A request that has not ended by its deadline is TIMED_OUT and still in flight: memory that it reads into must not be
     used for anything else while ``holds`` says so.
     """
@@ -191,10 +200,8 @@ class _Move:
         lane, record = self._lane, self._records[index]
         if self._is_write:
             self._fill_cell(record, cell)
-        return [
-            (lane._cells_at + cell * SECTOR_BYTES, SECTOR_BYTES),
-            (record.address, lane._stored_bytes),
-        ]
+        header = (lane._cells_at + cell * SECTOR_BYTES, SECTOR_BYTES)
+        return [header, *record.pieces] if record.pieces else [header, (record.address, lane._stored_bytes)]
 
     def _judge(self, index: int, cell: int) -> Outcome:
         if self._is_write:
@@ -207,7 +214,7 @@ class _Move:
             return Outcome.INCOMPATIBLE
         if (header.key, header.life, header.slot) != (record.key, self._lane._file.life, record.slot):
             return Outcome.MISS
-        return Outcome.OK if payload_digest(self._payload(record)) == header.digest else Outcome.CORRUPT
+        return Outcome.OK if self._digest(record) == header.digest else Outcome.CORRUPT
 
     # ---------------------------------------------------------------- records
 
@@ -220,12 +227,14 @@ class _Move:
             lane._next_sequence,
             geometry.payload_bytes,
             record.key,
-            payload_digest(self._payload(record)),
+            self._digest(record),
         )
         pack_record_into(lane._cells, cell * SECTOR_BYTES, header)
 
-    def _payload(self, record: Record) -> ctypes.Array[ctypes.c_char]:
-        return self._lane._payload_type.from_address(record.address)
+    def _digest(self, record: Record) -> bytes:
+        if record.pieces:
+            return pieces_digest(record.pieces)
+        return payload_digest(self._lane._payload_type.from_address(record.address))
 
     def _header(self, index: int, cell: int) -> RecordHeader | None:
         return unpack_record(self._lane._cells[cell * SECTOR_BYTES : (cell + 1) * SECTOR_BYTES])
@@ -236,13 +245,16 @@ class _Move:
         """Neighbours in the file together, up to a request's size; in the order of the slots."""
         most = max(1, min(MAX_REQUEST_RECORDS, REQUEST_BYTES // self._bytes_each))
         runs: list[list[int]] = []
-        last_slot = -1
+        last_slot, num_pieces = -1, 0
         for index in sorted(range(len(self._records)), key=lambda index: self._records[index].slot):
-            slot = self._records[index].slot
-            if runs and slot == last_slot + 1 and len(runs[-1]) < most and self._may_join():
+            slot, more = self._records[index].slot, 1 + (len(self._records[index].pieces) or 1)
+            is_next = slot == last_slot + 1 and num_pieces + more <= MAX_REQUEST_PIECES
+            if runs and is_next and len(runs[-1]) < most and self._may_join():
                 runs[-1].append(index)
+                num_pieces += more
             else:
                 runs.append([index])
+                num_pieces = more
             last_slot = slot
         return runs
 

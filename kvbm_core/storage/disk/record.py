@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import struct
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import xxhash
@@ -75,6 +76,14 @@ def slot_offset_bytes(slot: int, payload_bytes: int) -> int:
 def payload_digest(payload: memoryview | ctypes.Array[ctypes.c_char]) -> bytes:
     """The checksum of a block's bytes."""
     return xxhash.xxh3_128_digest(payload)
+
+
+def pieces_digest(pieces: Sequence[tuple[int, int]]) -> bytes:
+    """The same of bytes that lie in several places; ``pieces`` are (address, bytes)."""
+    state = xxhash.xxh3_128()
+    for address, num_bytes in pieces:
+        state.update((ctypes.c_char * num_bytes).from_address(address))
+    return state.digest()
 
 
 def pack_file(header: FileHeader) -> bytes:

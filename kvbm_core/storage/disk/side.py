@@ -9,9 +9,10 @@ from collections.abc import Sequence
 
 from kvbm_core.clock import Clock
 from kvbm_core.errors import Outcome
+from kvbm_core.storage.base import Memory, parts_of
 from kvbm_core.storage.disk.aio_io import make_file_io
 from kvbm_core.storage.disk.block_file import BlockFile
-from kvbm_core.storage.disk.lane import Lane, Record
+from kvbm_core.storage.disk.lane import MAX_RECORD_PIECES, Lane, Record
 from kvbm_core.storage.disk.record import SECTOR_BYTES, record_bytes
 from kvbm_core.types import BlockKey
 
@@ -33,32 +34,36 @@ class Side:
         self._memory: mmap.mmap | None = None
 
     def transfer(
-        self, blocks: Sequence[tuple[BlockKey, int]], buffers: Sequence[memoryview], *, deadline_s: float
+        self, blocks: Sequence[tuple[BlockKey, int]], buffers: Sequence[Memory], *, deadline_s: float
     ) -> list[Outcome]:
         """Writes ``buffers[i]`` as (key, slot) ``blocks[i]``, or reads it from there. See Lane for the outcomes."""
         deadline_at_s = self._clock.now_s() + deadline_s
         outcomes = [Outcome.BUSY] * len(blocks)
-        addresses = [self.address_of(buffer) for buffer in buffers]
-        straight = [i for i, address in enumerate(addresses) if address is not None]
-        self._move(straight, [addresses[i] or 0 for i in straight], blocks, outcomes, deadline_at_s)
-        by_bounce = [i for i, address in enumerate(addresses) if address is None]
+        pieces = [self.pieces_of(buffer) for buffer in buffers]
+        straight = [i for i, found in enumerate(pieces) if found]
+        self._move(straight, [pieces[i] for i in straight], blocks, outcomes, deadline_at_s)
+        by_bounce = [i for i, found in enumerate(pieces) if not found]
         while by_bounce and (places := self._free_places()):
             turn, by_bounce = by_bounce[: len(places)], by_bounce[len(places) :]
             for i, place in zip(turn, places, strict=False):
                 if self._is_write:
-                    self._at(place)[:] = buffers[i].cast("B")
-            self._move(turn, places[: len(turn)], blocks, outcomes, deadline_at_s)
+                    self._copy(place, buffers[i], is_write=True)
+            bounced = [((place, self._place_bytes),) for place in places[: len(turn)]]
+            self._move(turn, bounced, blocks, outcomes, deadline_at_s)
             for i, place in zip(turn, places, strict=False):
                 if not self._is_write and outcomes[i] is Outcome.OK:
-                    buffers[i].cast("B")[:] = self._at(place)
+                    self._copy(place, buffers[i], is_write=False)
         return outcomes
 
-    def address_of(self, buffer: memoryview) -> int | None:
-        """Where the disk can read or write it as it is; None if it has to be copied."""
-        if self._payload_bytes % SECTOR_BYTES or not buffer.c_contiguous or buffer.readonly:
-            return None
-        address = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
-        return address if address % SECTOR_BYTES == 0 else None
+    def pieces_of(self, buffer: Memory) -> tuple[tuple[int, int], ...]:
+        """(address, bytes) of what the disk can read or write as it is; empty if it has to be copied."""
+        parts = parts_of(buffer)
+        if len(parts) > MAX_RECORD_PIECES or any(part.readonly or part.nbytes % SECTOR_BYTES for part in parts):
+            return ()
+        pieces = tuple(
+            (ctypes.addressof(ctypes.c_char.from_buffer(part)), part.nbytes) for part in parts if part.nbytes
+        )
+        return () if any(address % SECTOR_BYTES for address, _ in pieces) else pieces
 
     def close(self, timeout_s: float) -> bool:
         """See Lane.close."""
@@ -70,14 +75,17 @@ class Side:
     def _move(
         self,
         chosen: Sequence[int],
-        addresses: Sequence[int],
+        pieces: Sequence[tuple[tuple[int, int], ...]],
         blocks: Sequence[tuple[BlockKey, int]],
         outcomes: list[Outcome],
         deadline_at_s: float,
     ) -> None:
         if not chosen:
             return
-        records = [Record(*blocks[i], address) for i, address in zip(chosen, addresses, strict=True)]
+        records = [
+            Record(*blocks[i], address=own[0][0], pieces=own if len(own) > 1 else ())
+            for i, own in zip(chosen, pieces, strict=True)
+        ]
         left_s = deadline_at_s - self._clock.now_s()
         move = self.lane.write if self._is_write else self.lane.read
         for i, outcome in zip(chosen, move(records, deadline_s=left_s), strict=True):
@@ -91,8 +99,14 @@ class Side:
         places = range(first, first + self._num_places * self._place_bytes, self._place_bytes)
         return [place for place in places if not self.lane.holds(place)]
 
-    def _at(self, place: int) -> memoryview:
-        return memoryview((ctypes.c_char * self._payload_bytes).from_address(place)).cast("B")
+    def _copy(self, place: int, buffer: Memory, *, is_write: bool) -> None:
+        at = memoryview((ctypes.c_char * self._payload_bytes).from_address(place)).cast("B")
+        for part in parts_of(buffer):
+            if part.nbytes and is_write:
+                at[: part.nbytes] = part.cast("B")
+            elif part.nbytes:
+                part.cast("B")[:] = at[: part.nbytes]
+            at = at[part.nbytes :]
 
 
 _KEPT: list[mmap.mmap] = []  # places that the kernel may still write into
