@@ -66,7 +66,8 @@ class NativeBlockRegistry:
             return self._found[1]
         slots = np.empty(len(keys), np.int32)
         slots = slots[: self._index.find(keys, slots)]
-        self._found = (list(keys[: len(slots)]), slots)
+        if len(slots):  # a miss leaves what it has: letting go of thousands of keys would be all of its time
+            self._found = (list(keys[: len(slots)]), slots)
         return slots
 
     def keys_in(self, slots: Slots) -> list[BlockKey | None]:
