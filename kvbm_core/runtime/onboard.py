@@ -97,7 +97,8 @@ class Onboarding:
             return 0
         # Before slots are made free for the rest.
         lease = self._tier.lease(owner, list(compress(keys, here)), ttl_s) if any(here) else None
-        reservation = self._tier.reserve(below, lambda _: state.own_keys())
+        # Of several groups a part is of no use.
+        reservation = self._tier.reserve(below, lambda _: state.own_keys(), all_or_none=len(self._groups) > 1)
         slot_of = dict(zip(reservation.keys, reservation.slots, strict=True))
         if lease is not None:
             slot_of.update(zip(lease.keys, lease.slots, strict=True))

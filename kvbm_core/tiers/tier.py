@@ -174,17 +174,20 @@ class BlockTier:
         slots = self._registry.find(keys)
         self._policy.touch(slots if len(slots) == len(keys) else self._registry.slots_of(keys))
 
-    def reserve(self, keys: Sequence[BlockKey], protected: Protected) -> Reservation:
+    def reserve(self, keys: Sequence[BlockKey], protected: Protected, *, all_or_none: bool = False) -> Reservation:
         """Slots for those of ``keys`` that are neither there nor on their way, as many as can be had.
 
         Blocks are taken from the head of ``keys`` on; what does not fit is left out (compare the lengths).
-        ``protected`` is asked only if something has to be evicted; the keys that it answers stay.
+        ``protected`` is asked only if something has to be evicted; the keys that it answers stay. ``all_or_none``: if
+        not each of ``keys`` gets a slot, none does, and nothing is evicted.
         """
         new_keys = self._registry.new_of(keys)
         missing = len(new_keys) - self._pool.free_slots
-        if missing > 0:
-            self._make_room(missing, protected(new_keys))
-            new_keys = new_keys[: self._pool.free_slots]
+        if all_or_none and len(new_keys) < len(keys):
+            new_keys = ()
+        elif missing > 0:
+            self._make_room(missing, protected(new_keys), partly=not all_or_none)
+            new_keys = new_keys[: 0 if all_or_none and self._pool.free_slots < len(new_keys) else self._pool.free_slots]
         slots = self._pool.allocate(len(new_keys))
         if slots is None:
             raise IntegrityError("the pool refused slots that it had just counted as free")
@@ -238,12 +241,12 @@ class BlockTier:
         if pinned and not self._leases.live_leases:
             raise IntegrityError(f"{self.tier.name}: {len(pinned)} blocks are pinned and nobody holds a lease")
 
-    def _make_room(self, count_blocks: int, protected: AbstractSet[BlockKey]) -> None:
+    def _make_room(self, count_blocks: int, protected: AbstractSet[BlockKey], *, partly: bool) -> None:
         def spare(slots: Slots) -> npt.NDArray[np.bool_]:
             return np.fromiter(map(protected.__contains__, self._registry.keys_in(slots)), np.bool_, len(slots))
 
         victims = self._policy.evict(count_blocks, spare if protected else None)
-        if victims is None:
+        if victims is None and partly:
             num_spared = len(self._free_of([key for key in protected if key in self._registry]))
             possible = min(count_blocks, self._policy.evictable_blocks - num_spared)
             victims = self._policy.evict(possible, spare) if possible > 0 else None

@@ -129,16 +129,19 @@ class TierMachine(RuleBasedStateMachine):
 
     # -------- what happens
 
-    @rule(keys=SOME_KEYS, protected=st.frozensets(st.sampled_from(UNIVERSE), max_size=6))
-    def reserve(self, keys: list[BlockKey], protected: frozenset[BlockKey]) -> None:
+    @rule(keys=SOME_KEYS, protected=st.frozensets(st.sampled_from(UNIVERSE), max_size=6), all_or_none=st.booleans())
+    def reserve(self, keys: list[BlockKey], protected: frozenset[BlockKey], all_or_none: bool) -> None:
         new = [key for key in dict.fromkeys(keys) if key not in self.resident and key not in self.pending()]
         free = self.tier.capacity_blocks - len(self.resident) - len(self.pending())
         evictable = self.visible() - self.pinned() - protected
-        reservation = self.tier.reserve(keys, lambda _: protected)
+        reservation = self.tier.reserve(keys, lambda _: protected, all_or_none=all_or_none)
         gone = self.take_gone()
         assert gone <= evictable
-        assert len(gone) == min(max(0, len(new) - free), len(evictable))
-        assert list(reservation.keys) == new[: free + len(gone)]
+        if all_or_none and (len(new) < len(keys) or len(new) > free + len(evictable)):
+            assert not gone and not reservation.keys
+        else:
+            assert len(gone) == min(max(0, len(new) - free), len(evictable))
+            assert list(reservation.keys) == new[: free + len(gone)]
         taken = [*self.resident.values(), *(slot for other, _ in self.reservations for slot in other.slots)]
         assert not set(taken) & set(reservation.slots)
         self.reservations.append((reservation, False))

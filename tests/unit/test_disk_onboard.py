@@ -146,6 +146,26 @@ def test_groups_that_find_no_room_get_what_the_host_has_of_all_of_them() -> None
     bench.assert_idle()
 
 
+def test_nothing_is_evicted_for_groups_that_cannot_all_come_up() -> None:
+    bench = LeaderBench(10, groups=(GroupSpec(0, 4), GroupSpec(1, 4, window_tokens=6)), disk=BenchDisk(20))
+    bench.store(PROMPT)
+    assert bench.write_to_disk() == 10
+    bench.tier.forget(bench.keys(PROMPT))
+    bench.store(OTHER)
+    bench.write_to_disk()
+    holder, state = bench.open("holder"), bench.open()
+    assert bench.match(holder, OTHER) == 16  # six of ten slots are held, and six more are wanted
+    before = list(bench.evicted)
+    assert bench.match(state, PROMPT) == 0
+    assert bench.evicted == before and bench.tier.resident_blocks == 10
+    bench.leader.decline(holder)
+    assert bench.match(state, PROMPT) == 16
+    assert len(bench.evicted) == len(before) + 6
+    for request in (holder, state):
+        bench.leader.finish(request)
+    bench.assert_idle()
+
+
 def test_a_block_that_another_request_brings_up_is_not_read_twice() -> None:
     bench = bench_of()
     stored(bench)
