@@ -80,6 +80,8 @@ class Lane:
         self._next_sequence = first_sequence
         self._cells = mmap.mmap(-1, MAX_RECORDS * SECTOR_BYTES)
         self._cells_at = ctypes.addressof(ctypes.c_char.from_buffer(self._cells))
+        whole = memoryview(self._cells)
+        self._sectors = [whole[at : at + SECTOR_BYTES] for at in range(0, len(whole), SECTOR_BYTES)]  # one of each cell
         if isinstance(io, TakesMemory):
             io.register(self._cells_at, len(self._cells), SECTOR_BYTES)
         self._payload_type = ctypes.c_char * self._payload_bytes
@@ -229,7 +231,7 @@ class _Move:
             record.key,
             self._digest(record),
         )
-        pack_record_into(lane._cells, cell * SECTOR_BYTES, header)
+        pack_record_into(lane._sectors[cell], header)
 
     def _digest(self, record: Record) -> bytes:
         if record.pieces:
@@ -237,7 +239,7 @@ class _Move:
         return payload_digest(self._lane._payload_type.from_address(record.address))
 
     def _header(self, index: int, cell: int) -> RecordHeader | None:
-        return unpack_record(self._lane._cells[cell * SECTOR_BYTES : (cell + 1) * SECTOR_BYTES])
+        return unpack_record(self._lane._sectors[cell])
 
     # ---------------------------------------------------------------- requests
 

@@ -10,7 +10,6 @@ No promise rests on the order or the completeness of writes.
 from __future__ import annotations
 
 import ctypes
-import mmap
 import struct
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -95,18 +94,19 @@ def pack_file(header: FileHeader) -> bytes:
 def pack_record(header: RecordHeader) -> bytes:
     """One sector. ValueError for a key that is empty or longer than MAX_KEY_BYTES."""
     sector = bytearray(SECTOR_BYTES)
-    pack_record_into(sector, 0, header)
+    with memoryview(sector) as view:
+        pack_record_into(view, header)
     return bytes(sector)
 
 
-def pack_record_into(buffer: bytearray | mmap.mmap, offset: int, header: RecordHeader) -> None:
-    """As ``pack_record``, into a sector at ``offset`` that has never held anything but headers of records."""
+def pack_record_into(sector: memoryview, header: RecordHeader) -> None:
+    """As ``pack_record``, into a sector that has never held anything but headers of records."""
     life, fingerprint, slot, sequence, payload_bytes, key, digest = header
     if not 0 < len(key) <= MAX_KEY_BYTES:
         raise ValueError(f"a key of {len(key)} bytes does not go into a record")
     _RECORD.pack_into(
-        buffer,
-        offset,
+        sector,
+        0,
         _RECORD_MAGIC,
         FORMAT_VERSION,
         len(key),
@@ -118,8 +118,7 @@ def pack_record_into(buffer: bytearray | mmap.mmap, offset: int, header: RecordH
         key,
         digest,
     )
-    with memoryview(buffer) as view, view[offset : offset + BODY_BYTES] as body:
-        view[offset + BODY_BYTES : offset + SECTOR_BYTES] = xxhash.xxh3_128_digest(body)
+    sector[BODY_BYTES:] = xxhash.xxh3_128_digest(sector[:BODY_BYTES])
 
 
 def foreign_version(sector: bytes | memoryview) -> int | None:
