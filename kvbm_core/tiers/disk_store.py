@@ -29,7 +29,8 @@ class DiskStore:
 
     What an earlier process left in the file is found again in the background (``wait_recovered``). Memory that is
     whole sectors on a sector's boundary, in each of its pieces, is read and written without a copy. A read that is
-    TIMED_OUT may still be written into the caller's memory of that kind later: ``holds`` says so.
+    TIMED_OUT may still be written into the caller's memory of that kind later: ``holds`` says so. For callers who
+    cannot wait for that, ``reads_straight`` False lets all reads pass through memory of the store's own.
     """
 
     def __init__(
@@ -40,13 +41,14 @@ class DiskStore:
         *,
         policy: EvictionPolicy | None = None,
         clock: Clock | None = None,
+        reads_straight: bool = True,
     ) -> None:
         self._clock = clock = clock or SystemClock()
         self._file = BlockFile(path, geometry, options)
         self._books = threading.Lock()
         self._tier = BlockTier(Tier.DISK, policy or LruPolicy(), clock)
         self._writer = Side(self._file, clock, is_write=True, first_sequence=time.time_ns())
-        self._reader = Side(self._file, clock, is_write=False)
+        self._reader = Side(self._file, clock, is_write=False, is_straight=reads_straight)
         self._closed = False
         self._was_cleared = False
         self._late: list[Reservation] = []  # of writes that were given up and may still land in their slots

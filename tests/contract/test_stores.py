@@ -31,6 +31,7 @@ class DiskStoreContract(BlockStoreContract):
 
     is_direct = False
     store_class = DiskStore
+    reads_straight = True
 
     @abstractmethod
     def make_io(self, fd: int) -> FileIo:
@@ -47,7 +48,8 @@ class DiskStoreContract(BlockStoreContract):
             patch.setattr(side, "make_file_io", self.io_of_side)
             geometry = Geometry(NUM_BLOCKS, self.payload_bytes, b"contract".ljust(16))
             options = FileOptions(is_direct=self.is_direct)
-            store = self.store_class(Path(folder, "store.blocks"), geometry, options)
+            path = Path(folder, "store.blocks")
+            store = self.store_class(path, geometry, options, reads_straight=self.reads_straight)
             if store._file.is_direct is not self.is_direct:
                 store.close()
                 pytest.skip(f"NOT RUN: O_DIRECT in {tempfile.gettempdir()}: the file system has none")
@@ -118,6 +120,11 @@ class TestAioManyParts(TestAio):
 
     payload_bytes = 72 * 4096
     part_bytes = 4096
+
+
+@needs_aio
+class TestAioReadsByBounce(TestAio):
+    reads_straight = False
 
 
 @needs_aio

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PRODUCT_FOLDERS = ("kvbm_core", "kvbm_vllm", "compat", "benchmarks", "deploy")
+PRODUCT_FOLDERS = ("kvbm_core", "kvbm_vllm", "kvbm_sglang", "compat", "benchmarks", "deploy")
 ALL_FOLDERS = (*PRODUCT_FOLDERS, "tests", "docs", ".ci")
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 50
@@ -126,8 +126,9 @@ def test_core_imports_never_point_right() -> None:
 
 def test_packages_know_only_what_is_below_them() -> None:
     hidden = {
-        "kvbm_core": {"kvbm_vllm", "kvbm", "dynamo", "benchmarks", "tests", "vllm"},
-        "kvbm_vllm": {"kvbm", "dynamo", "benchmarks", "tests"},
+        "kvbm_core": {"kvbm_vllm", "kvbm_sglang", "kvbm", "dynamo", "benchmarks", "tests", "vllm", "sglang"},
+        "kvbm_vllm": {"kvbm_sglang", "kvbm", "dynamo", "benchmarks", "tests", "sglang"},
+        "kvbm_sglang": {"kvbm_vllm", "kvbm", "dynamo", "benchmarks", "tests", "vllm"},
         "compat": {"benchmarks", "tests"},
     }
     wrong = [
@@ -135,7 +136,8 @@ def test_packages_know_only_what_is_below_them() -> None:
         for folder, names in hidden.items()
         for path in python_files((folder,))
         for line, name in imported_names(path)
-        if name.split(".")[0] in names or (folder == "kvbm_vllm" and name.startswith("kvbm_core.testing"))
+        if name.split(".")[0] in names
+        or (folder in {"kvbm_vllm", "kvbm_sglang"} and name.startswith("kvbm_core.testing"))
     ]
     assert not wrong, "\n".join(wrong)
 
@@ -169,7 +171,7 @@ def test_no_core_module_loads_an_engine() -> None:
 def test_sockets_are_opened_in_one_place() -> None:
     users = {
         path.as_posix()
-        for path in python_files(("kvbm_core", "kvbm_vllm"))
+        for path in python_files(("kvbm_core", "kvbm_vllm", "kvbm_sglang"))
         for _, name in imported_names(path)
         if name.split(".")[0] == "zmq"
     }
@@ -237,10 +239,10 @@ def test_core_dependencies_are_those_that_are_imported() -> None:
     modules = {{"pyzmq": "zmq"}.get(name, name.replace("-", "_")) for name in names}
     used = {
         name.split(".")[0]
-        for path in python_files(("kvbm_core", "kvbm_vllm", "compat"))
+        for path in python_files(("kvbm_core", "kvbm_vllm", "kvbm_sglang", "compat"))
         for _, name in imported_names(path)
     }
-    ours = {"kvbm_core", "kvbm_vllm", "kvbm", "dynamo"}
+    ours = {"kvbm_core", "kvbm_vllm", "kvbm_sglang", "kvbm", "dynamo"}
     assert modules == used - set(sys.stdlib_module_names) - ENGINE_MODULES - ours
 
 

@@ -20,14 +20,20 @@ BOUNCE_BYTES = 16 << 20
 
 
 class Side:
-    """A lane, and places for blocks whose memory is not made of whole sectors. Hold ``lock`` to use it."""
+    """A lane, and places for blocks whose memory is not made of whole sectors. Hold ``lock`` to use it.
 
-    def __init__(self, file: BlockFile, clock: Clock, *, is_write: bool, first_sequence: int = 0) -> None:
+    ``is_straight`` False: all blocks pass through those places.
+    """
+
+    def __init__(
+        self, file: BlockFile, clock: Clock, *, is_write: bool, first_sequence: int = 0, is_straight: bool = True
+    ) -> None:
         self.lock = threading.Lock()
         io = make_file_io(file.fd, is_direct=file.is_direct)
         self.lane = Lane(file, io, first_sequence=first_sequence, clock=clock)
         self._clock = clock
         self._is_write = is_write
+        self._is_straight = is_straight
         self._payload_bytes = file.geometry.payload_bytes
         self._place_bytes = record_bytes(self._payload_bytes) - SECTOR_BYTES
         self._num_places = max(1, BOUNCE_BYTES // self._place_bytes)
@@ -57,7 +63,7 @@ class Side:
 
     def pieces_of(self, buffer: Memory) -> tuple[tuple[int, int], ...]:
         """(address, bytes) of what the disk can read or write as it is; empty if it has to be copied."""
-        parts = parts_of(buffer)
+        parts = parts_of(buffer) if self._is_straight else ()
         if len(parts) > MAX_RECORD_PIECES or any(part.readonly or part.nbytes % SECTOR_BYTES for part in parts):
             return ()
         pieces = tuple(

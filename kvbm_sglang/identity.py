@@ -1,0 +1,73 @@
+"""What the bytes of a page depend on besides its tokens: all of it is in the page's key and in its file's fingerprint.
+
+SGLang's own key names the tokens, the LoRA and the cache salt (0.5.21 and newer), and nothing else.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import secrets
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvbm_core.tokens.namespace import KeyNamespace
+from kvbm_core.tokens.weights import weights_stamp
+from kvbm_core.types import BlockKey, SequenceHash, block_key
+
+if TYPE_CHECKING:
+    from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
+
+log = logging.getLogger("kvbm")
+
+KV = "kv"
+# What a host pool says of the meaning of its bytes; a pool has some of them.
+_LAYOUT = (
+    "layout",
+    "dtype",
+    "page_size",
+    "layer_num",
+    "start_layer",
+    "end_layer",
+    "head_num",
+    "head_dim",
+    "v_head_dim",
+    "kv_cache_dim",
+    "kv_lora_rank",
+    "qk_rope_head_dim",
+    "size_per_token",
+)
+_RANKS = ("pp_rank", "pp_size", "attn_cp_rank", "attn_cp_size", "dcp_rank", "dcp_size")
+_TP = ("tp_rank", "tp_size")
+
+
+def namespace_of(config: HiCacheStorageConfig, pool: Any, name: str, piece_bytes: tuple[int, ...]) -> KeyNamespace:
+    """The namespace of one host pool. ``piece_bytes``: the sizes of a page's pieces, in SGLang's order."""
+    is_replicated = bool(config.is_mla_model) and name == KV  # other pools are sharded even for MLA
+    ranks = _RANKS if is_replicated else (*_RANKS, *_TP)
+    layout = [(field, str(getattr(pool, field))) for field in _LAYOUT if getattr(pool, field, None) is not None]
+    layout += [("class", type(pool).__name__), ("pieces", ",".join(map(str, piece_bytes)))]
+    model = str(config.model_name or "")
+    return KeyNamespace(
+        model=model,
+        kv_dtype=str(getattr(pool, "dtype", "")),
+        layout=hashlib.sha256(repr(sorted(layout)).encode()).hexdigest(),
+        block_size_tokens=int(pool.page_size),
+        parallel=",".join(f"{field}={getattr(config, field, 0)}" for field in ranks),
+        extra=(("engine", "sglang"), ("pool", name), ("weights", _stamp_of(model))),
+    )
+
+
+@lru_cache(maxsize=64)
+def _stamp_of(model: str) -> str:
+    """Where weights cannot be told from others of their name: a stamp of this process alone."""
+    stamp = weights_stamp(Path(model))
+    if not stamp:
+        log.info("kvbm: %s is no folder of weights: what is stored on disk is not found after a restart", model)
+    return stamp or secrets.token_hex(16)
+
+
+def page_keys(root: SequenceHash, keys: list[str]) -> list[BlockKey]:
+    """Our keys of SGLang's page keys, in one namespace."""
+    return [block_key(SequenceHash(hashlib.sha256(root + key.encode()).digest()), 0) for key in keys]
