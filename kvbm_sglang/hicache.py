@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolHitPolicy, PoolTransferResult
+from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolTransferResult
 
 from kvbm_core.config import KvbmSettings
 from kvbm_core.errors import ConfigError, LayoutError, Outcome
@@ -62,8 +62,10 @@ class KvbmHiCache(HiCacheStorage):
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
-        if str(host_pool_name) not in self._stores:
-            self._register(host_pool, str(host_pool_name))
+        if str(host_pool_name) != KV:
+            line = "kvbm: pool %s is not cached yet, and so no prompt of this model is: report model and SGLang version"
+            log.warning(line, host_pool_name)
+            self.guard_state.metrics.failure(FailureKind.LAYOUT)
 
     @guarded("register_mem_host_pool", lambda self, pool, name: None)
     def _register(self, pool: Any, name: str) -> None:
@@ -118,16 +120,10 @@ class KvbmHiCache(HiCacheStorage):
         pool_transfers: list[PoolTransfer] | None = None,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> PoolTransferResult:
+        if pool_transfers:  # of other pools nothing is kept: in doubt, nothing is there
+            return PoolTransferResult.empty()
         kv_pages = self.batch_exists(keys)
-        hits: dict[str, int] = {KV: kv_pages} if kv_pages else {}
-        restorable = list(range(1, kv_pages + 1))
-        for transfer in pool_transfers or []:
-            there = self._contains(str(transfer.name), keys[:kv_pages])
-            lengths = _restorable(transfer, there)
-            if lengths:
-                hits[transfer.name] = max(lengths)
-            restorable = [length for length in restorable if length in lengths]
-        return PoolTransferResult(restorable[-1] if restorable else 0, hits, restorable)
+        return PoolTransferResult(kv_pages, {KV: kv_pages}, list(range(1, kv_pages + 1)))
 
     def batch_get_v2(
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
@@ -141,8 +137,9 @@ class KvbmHiCache(HiCacheStorage):
 
     # ---------------------------------------------------------------- the rest
 
+    # Abstract in SGLang. With interface_v1, without which this class refuses to start, it asks for pages in place.
     def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> torch.Tensor | None:
-        return None  # with interface_v1 SGLang asks for pages in place
+        return None
 
     def batch_get(self, keys: list[str], target_locations: Any = None, target_sizes: Any = None) -> list[Any]:
         return [None] * len(keys)
@@ -190,13 +187,3 @@ class KvbmHiCache(HiCacheStorage):
 
 def _leading(found: Sequence[bool]) -> int:
     return found.index(False) if False in found else len(found)
-
-
-def _restorable(transfer: PoolTransfer, there: Sequence[bool]) -> set[int]:
-    """Lengths of prefixes, in pages, that this pool allows."""
-    if transfer.hit_policy == PoolHitPolicy.ALL_PAGES:
-        return set(range(1, _leading(there) + 1))
-    if transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES:
-        window = max(1, len(transfer.keys or ()))
-        return {n for n in range(1, len(there) + 1) if all(there[max(0, n - window) : n])}
-    return set()
