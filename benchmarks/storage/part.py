@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from benchmarks.figures import Figure, Goal
-from benchmarks.storage import lookup, throughput
+from benchmarks.storage import lookup, startup, throughput
 from benchmarks.storage.fio_side import DEPTH, ENGINES, HUGE_PAGES, MISSING, fio_problem, fio_version
 from benchmarks.storage.kvbm_side import BATCH_BYTES
 from benchmarks.storage.place import disk_facts, working_folder
@@ -18,7 +18,8 @@ QUICK_BYTES = 256 << 20
 SMALL_BYTES = 512 << 20
 """Beside vLLM, which takes long for many small files, and for checksums."""
 FILES = 3  # ours, that of AIO alone, and a peer's
-SPARE_BYTES = 1 << 30
+SPARE_BYTES = 2 << 30  # and room for the headers of 100 GB of records
+QUICK_STORED_BYTES = 5 * 10**9
 
 
 class StoragePart:
@@ -31,6 +32,7 @@ class StoragePart:
         *throughput.VLLM_GOALS,
         *lookup.GOALS,
         *throughput.CHECKSUM_GOALS,
+        *startup.GOALS,
     )
 
     def run(self, options: Options) -> Findings:
@@ -48,7 +50,13 @@ class StoragePart:
             options.told("storage: lookups")
             found = lookup.measure(options.choose(5, 30, 100), options.seed)
             checked = _checksums(replace(scene, total_bytes=small_bytes, rounds=options.choose(2, 12, 40)))
-        return Findings([*beside_fio, *beside_vllm, *found, *checked], (), _settings(scene, small_bytes))
+            stored_bytes = options.choose(QUICK_STORED_BYTES, startup.STORED_BYTES, startup.STORED_BYTES)
+            started = startup.measure(folder, options.choose(1, 3, 10), options.told, stored_bytes)
+        scene.facts["start-up"] = (
+            f"{stored_bytes / 1e9:.0f} GB of records, {startup.BLOCKS_PER_CALL} to a call, their headers read from the"
+            " disk (O_DIRECT); the blocks' own bytes are holes in the file"
+        )
+        return Findings([*beside_fio, *beside_vllm, *found, *checked, *started], (), _settings(scene, small_bytes))
 
 
 def _beside_fio(scene: Scene) -> list[Figure]:
