@@ -3,6 +3,7 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 PYTHON ?= $(firstword $(foreach name,python3.11 python3.12 python3.10 python3,$(if $(shell $(name) -c '' 2>/dev/null && echo yes),$(name))))
 VENV ?= .venv
+SGLANG_VENV ?= .venv-sglang
 CONTRACT ?= .contract
 BIN := $(VENV)/bin
 SETUP_FLAGS ?=
@@ -10,7 +11,7 @@ PYTEST_ARGS ?=
 BENCH_ARGS ?=
 ONLY ?=
 
-.PHONY: help setup demo contract test lint typecheck bench bench-full clean
+.PHONY: help setup setup-sglang demo contract test lint typecheck bench bench-full clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -19,16 +20,20 @@ setup: ## the environment: vLLM (CUDA or CPU), kvbm, tools (SETUP_FLAGS=--withou
 	@test -n "$(PYTHON)" || { echo "no Python 3.10+ found: install python3.11, or say make PYTHON=/path/to/python3" >&2; exit 1; }
 	@$(PYTHON) deploy/setup_env.py $(VENV) --dev --demo $(SETUP_FLAGS)
 
+setup-sglang: ## a second environment, with SGLang (its pins and vLLM's do not agree)
+	@test -n "$(PYTHON)" || { echo "no Python 3.10+ found: install python3.11, or say make PYTHON=/path/to/python3" >&2; exit 1; }
+	@$(PYTHON) deploy/setup_sglang.py $(SGLANG_VENV)
+
 demo: setup ## serve a tiny model with kvbm, show cold, device hit and host hit side by side
 	@$(BIN)/python -m benchmarks.demo
 
-contract: # interfaces of the other supported vLLM versions, for the contract tests (1 GB is downloaded, 60 MB kept)
+contract: # interfaces of the other supported vLLM and SGLang versions, for the contract tests (1.2 GB is downloaded, 80 MB kept)
 	@$(PYTHON) deploy/setup_env.py $(VENV) --dev --demo $(SETUP_FLAGS) --contract-wheels $(CONTRACT)
 
-test: setup contract ## everything: lint, types, fast tests, then vLLM's own classes, then real engines
+test: setup setup-sglang contract ## everything: lint, types, fast tests, then vLLM's own classes, then real engines
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check --quiet . || { echo 'ruff found something: see above, or run $(BIN)/ruff format' >&2; exit 1; }
 	@$(BIN)/mypy
-	@KVBM_VLLM_SOURCES=$(CONTRACT) $(BIN)/python -m pytest $(PYTEST_ARGS)
+	@KVBM_CONTRACT_SOURCES=$(CONTRACT) KVBM_SGLANG_PYTHON=$(abspath $(SGLANG_VENV))/bin/python $(BIN)/python -m pytest $(PYTEST_ARGS)
 
 lint: setup ## ruff, rules and format
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check --quiet . || { echo 'ruff found something: see above, or run $(BIN)/ruff format' >&2; exit 1; }
@@ -43,5 +48,5 @@ bench-full: setup ## the same with more rounds
 	@$(BIN)/python -m benchmarks --full $(if $(ONLY),--only $(ONLY)) $(BENCH_ARGS)
 
 clean: ## remove the environment, caches and results
-	rm -rf $(VENV) $(CONTRACT) build dist kvbm_core/native/*.so demo-output benchmarks/results .bench-peers .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(SGLANG_VENV) $(CONTRACT) build dist kvbm_core/native/*.so demo-output benchmarks/results .bench-peers .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,6 +1,6 @@
 """A language model small enough for any CPU, built on the spot from a seed: nothing is downloaded.
 
-    python -m benchmarks.tiny_model OUT [--kind qwen3|gemma3]
+    python -m benchmarks.tiny_model OUT [--kind qwen3|gemma3|deepseek]
 
 The weights are random, so the answers are gibberish; but they depend on the whole prompt, which is what a cache
 must preserve. The tokenizer knows bytes and no merges, and the model can only choose printable ASCII: an answer
@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     import torch
 
-Kind = Literal["qwen3", "gemma3"]
-KINDS: tuple[Kind, ...] = ("qwen3", "gemma3")
+Kind = Literal["qwen3", "gemma3", "deepseek"]
+KINDS: tuple[Kind, ...] = ("qwen3", "gemma3", "deepseek")
 
 SEED = 20261120
 VOCAB_SIZE = 512
@@ -64,7 +64,7 @@ def build_model(out: Path, kind: Kind = "qwen3") -> Path:
     torch.manual_seed(SEED)
     model = AutoModelForCausalLM.from_config(_config(kind))
     _depend_on_the_prompt(model, kind)
-    if kind == "qwen3":
+    if kind != "gemma3":
         _only_printable(model.get_output_embeddings().weight, alphabet)
     model.to(torch.bfloat16).save_pretrained(out)
     (out / RECIPE).write_text(json.dumps(_recipe(kind)) + "\n")
@@ -116,6 +116,15 @@ def _config(kind: Kind) -> Any:
     if kind == "gemma3":
         layer_types = ["sliding_attention", "full_attention"] * 2
         return Gemma3TextConfig(**shape, layer_types=layer_types, sliding_window=SLIDING_WINDOW_TOKENS)
+    if kind == "deepseek":  # multi-head latent attention: one vector of 64 + 32 per token and layer; no experts
+        from transformers import DeepseekV2Config
+
+        latent = {"kv_lora_rank": 64, "qk_rope_head_dim": 32, "qk_nope_head_dim": 32, "v_head_dim": 64}
+        heads = {"num_key_value_heads": 4, "q_lora_rank": None, "first_k_dense_replace": 4, "moe_layer_freq": 1}
+        yarn = {"type": "yarn", "rope_type": "yarn", "factor": 8.0, "beta_fast": 32, "beta_slow": 1}
+        yarn |= {"mscale": 0.707, "mscale_all_dim": 0.707, "original_max_position_embeddings": 4096}
+        values = {**shape, **latent, **heads, "rope_scaling": yarn}
+        return DeepseekV2Config(**values, tie_word_embeddings=False)
     raise ValueError(f"unknown kind of tiny model {kind!r}; known: {', '.join(KINDS)}")
 
 
@@ -127,6 +136,8 @@ def _depend_on_the_prompt(model: Any, kind: Kind) -> None:
     """
     import torch
 
+    if kind == "deepseek":  # has no norm of its queries
+        return
     with torch.no_grad():
         for layer in model.model.layers:
             unit = 1.0 if kind == "qwen3" else 0.0  # Gemma's norms multiply by 1 + weight
@@ -150,7 +161,7 @@ def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description="Build a tiny random-weights model for a real engine.")
     parser.add_argument("out", type=Path, help="folder to write the model to")
-    parser.add_argument("--kind", choices=KINDS, default="qwen3", help="gemma3 is a hybrid")
+    parser.add_argument("--kind", choices=KINDS, default="qwen3", help="gemma3 is a hybrid, deepseek has MLA")
     arguments = parser.parse_args()
     print(build_model(arguments.out, arguments.kind))
 

@@ -8,23 +8,21 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolTransferResult
 
 from kvbm_core.config import KvbmSettings
-from kvbm_core.errors import ConfigError, LayoutError, Outcome
+from kvbm_core.errors import ConfigError
 from kvbm_core.observe.guard import GuardState, guarded
-from kvbm_core.observe.labels import FailureKind
 from kvbm_core.observe.metrics import Metrics
-from kvbm_core.runtime.disk_folder import DiskFolder
-from kvbm_core.storage.disk.allocate import DiskError, FileOptions
-from kvbm_core.storage.disk.record import record_bytes
-from kvbm_sglang.identity import KV, namespace_of
-from kvbm_sglang.pages import Pages
-from kvbm_sglang.store import PageStore
+from kvbm_core.observe.server import MetricsServer
+from kvbm_sglang.hits import leading, lengths_with_all, lengths_with_tail, pages_of_groups
+from kvbm_sglang.identity import KV, rank_of
+from kvbm_sglang.pools import Pools
+from kvbm_sglang.stats import Stats
+from kvbm_sglang.storage_metrics import as_storage_metrics
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig, HiCacheStorageExtraInfo, PoolTransfer
@@ -32,27 +30,44 @@ if TYPE_CHECKING:
 log = logging.getLogger("kvbm")
 
 # SGLang's own keys in the extra config, and those that choose this class.
-_NOT_OURS = ("backend_name", "module_path", "class_name", "interface_v1", "allocator")
-SIZE = "DYN_KVBM_DISK_CACHE_GB"
+_NOT_OURS = (
+    "backend_name",
+    "module_path",
+    "class_name",
+    "interface_v1",
+    "allocator",
+    "prefetch_threshold",
+    "prefetch_timeout_base",
+    "prefetch_timeout_per_ki_token",
+    "hicache_storage_pass_prefix_keys",
+    "tp_lcm_size",
+)
 
 
 class KvbmHiCache(HiCacheStorage):
-    """Pages of SGLang's host pools on a local disk, found again after a restart. Every hook is guarded."""
+    """Pages of SGLang's host pools on a local disk, found again after a restart. Every hook is guarded.
+
+    SGLang calls it from four threads at once. ConfigError, one line, for settings that cannot be used.
+    """
 
     def __init__(self, storage_config: HiCacheStorageConfig, extra: Mapping[str, Any] | None = None) -> None:
         config = storage_config.extra_config or {}
         if not config.get("interface_v1"):
             raise ConfigError("interface_v1", config.get("interface_v1"), "set it to 1 in the storage backend's config")
-        given = {name: value for name, value in config.items() if name not in _NOT_OURS}
-        self.guard_state = GuardState(Metrics())
-        self._config = storage_config
-        self._settings = KvbmSettings.from_env(given)
-        if not self._settings.disk_cache_gb:
-            raise ConfigError(SIZE, self._settings.disk_cache_gb, "set it to the size of the disk tier")
-        self._stores: dict[str, PageStore] = {}
-        self._folder: DiskFolder | None = None
-        if storage_config.is_mla_model and storage_config.tp_size > 1:
-            log.warning("kvbm: MLA with tp_size=%d is not cached yet", storage_config.tp_size)
+        settings = KvbmSettings.from_env({name: value for name, value in config.items() if name not in _NOT_OURS})
+        for line in settings.warnings:
+            log.warning(line)
+        metrics = Metrics()
+        self.guard_state = GuardState(metrics)
+        keeps_batches = bool(getattr(storage_config, "enable_storage_metrics", False))
+        self._stats = Stats(metrics, keeps_batches=keeps_batches)
+        self._pools = Pools(storage_config, settings, self._stats)
+        self._server: MetricsServer | None = None
+        if settings.metrics:
+            self._server = MetricsServer(
+                settings.metrics_port + rank_of(storage_config), metrics, settings.metrics_host
+            )
+            self._server.start()
 
     # ---------------------------------------------------------------- pools
 
@@ -62,36 +77,16 @@ class KvbmHiCache(HiCacheStorage):
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
-        if str(host_pool_name) != KV:
-            line = "kvbm: pool %s is not cached yet, and so no prompt of this model is: report model and SGLang version"
-            log.warning(line, host_pool_name)
-            self.guard_state.metrics.failure(FailureKind.LAYOUT)
+        if str(host_pool_name) != KV:  # that one came by the other way
+            self._register(host_pool, str(host_pool_name))
+
+    @guarded("register_mem_host_pool", lambda self: None)
+    def on_host_pools_registered(self) -> None:
+        self._pools.open()
 
     @guarded("register_mem_host_pool", lambda self, pool, name: None)
     def _register(self, pool: Any, name: str) -> None:
-        if self._config.is_mla_model and self._config.tp_size > 1:
-            return
-        try:
-            self._stores[name] = self._open(pool, name)
-        except (ConfigError, DiskError, LayoutError) as error:
-            log.error("%s; pages of pool %s are not cached", error, name)
-            self.guard_state.metrics.failure(FailureKind.LAYOUT)
-
-    def _open(self, pool: Any, name: str) -> PageStore:
-        pages = Pages(pool)
-        namespace = namespace_of(self._config, pool, name, pages.piece_bytes)
-        settings = self._settings
-        if self._folder is None:
-            self._folder = DiskFolder(Path(settings.disk_cache_dir), namespace.root().hex())
-        options = FileOptions(
-            is_direct=not settings.disk_disable_o_direct,
-            opens_direct=settings.disk_allocator_type == "open-direct",
-            zero_fill=settings.disk_zerofill_fallback,
-        )
-        num_slots = round((settings.disk_cache_gb or 0.0) * 1e9) // record_bytes(pages.page_bytes)
-        if not num_slots:
-            raise ConfigError(SIZE, settings.disk_cache_gb, f"holds no page of {pages.page_bytes} bytes; set more")
-        return PageStore(self._folder.path, pages, namespace, num_slots, options)
+        self._pools.register(pool, name)
 
     # ---------------------------------------------------------------- pages of the KV pool
 
@@ -100,7 +95,9 @@ class KvbmHiCache(HiCacheStorage):
 
     @guarded("batch_exists", lambda self, keys, extra_info=None: 0)
     def batch_exists(self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None) -> int:
-        return _leading(self._contains(KV, keys))
+        hits = leading(self._pools.contains(KV, keys))
+        self._stats.queried(self._pools.page_tokens(KV), hits, len(keys))
+        return hits
 
     def batch_get_v1(
         self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
@@ -114,16 +111,28 @@ class KvbmHiCache(HiCacheStorage):
 
     # ---------------------------------------------------------------- all pools
 
+    @guarded("batch_exists", lambda self, keys, pool_transfers=None, extra_info=None: PoolTransferResult.empty())
     def batch_exists_v2(
         self,
         keys: list[str],
         pool_transfers: list[PoolTransfer] | None = None,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> PoolTransferResult:
-        if pool_transfers:  # of other pools nothing is kept: in doubt, nothing is there
-            return PoolTransferResult.empty()
-        kv_pages = self.batch_exists(keys)
-        return PoolTransferResult(kv_pages, {KV: kv_pages}, list(range(1, kv_pages + 1)))
+        lengths = lengths_with_all(self._pools.contains(KV, keys))
+        hits = {KV: len(lengths)}
+        for transfer in pool_transfers or []:
+            name = str(transfer.name)
+            own = self._lengths_of(name, keys[: hits[KV]], transfer)
+            if isinstance(own, int):
+                hits[name] = own
+                continue
+            hits[name] = max(own, default=0)
+            lengths = sorted(set(lengths).intersection(own))
+        result = PoolTransferResult(max(lengths, default=0), {name: pages for name, pages in hits.items() if pages})
+        if hasattr(result, "restorable_prefix_pages"):  # 0.5.19 and newer
+            result.restorable_prefix_pages = lengths
+        self._stats.queried(self._pools.page_tokens(KV), result.kv_hit_pages, len(keys))
+        return result
 
     def batch_get_v2(
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
@@ -152,38 +161,41 @@ class KvbmHiCache(HiCacheStorage):
     ) -> bool:
         return False
 
-    @guarded("clear", lambda self: None)
-    def clear(self) -> None:
-        for store in self._stores.values():
-            store.clear()
+    @guarded("clear", lambda self: False)
+    def clear(self) -> bool:
+        self._pools.clear()
+        return True
 
-    def get_stats(self) -> None:
-        return None
+    @guarded("get_stats", lambda self: None)
+    def get_stats(self) -> Any:
+        batches = self._stats.take()
+        return None if batches is None else as_storage_metrics(batches)
 
+    @guarded("shutdown", lambda self: None)
     def close(self) -> None:
-        for store in self._stores.values():
-            store.close()
-        if self._folder is not None:
-            self._folder.close()
+        self._pools.close()
+        if self._server is not None:
+            self._server.close()
 
-    def _contains(self, pool: str, keys: Sequence[str]) -> list[bool]:
-        store = self._stores.get(pool)
-        return [False] * len(keys) if store is None else store.contains(list(keys))
+    # ---------------------------------------------------------------- inside
+
+    def _lengths_of(self, name: str, keys: list[str], transfer: PoolTransfer) -> Sequence[int] | int:
+        """Prefix lengths that this pool allows; a number, its own verdict, where it does not limit them."""
+        policy = str(getattr(transfer.hit_policy, "value", transfer.hit_policy))
+        if policy == "all_pages":
+            return lengths_with_all(self._pools.contains(name, keys))
+        if policy == "trailing_pages":
+            return lengths_with_tail(self._pools.contains(name, keys), len(transfer.keys or ()))
+        if policy == "block_groups":
+            found = self._pools.contains(name, list(transfer.keys or []))
+            return pages_of_groups(found, transfer.group_pages, transfer.block_pages)
+        log.warning("kvbm: pool %s has a hit policy that is not known: %s; its prompts are not served", name, policy)
+        return []
 
     @guarded("batch_get", lambda self, pool, keys, host_indices: [False] * len(keys))
     def _get(self, pool: str, keys: list[str], host_indices: torch.Tensor) -> list[bool]:
-        store = self._stores.get(pool)
-        if store is None or not keys:
-            return [False] * len(keys)
-        return [outcome is Outcome.OK for outcome in store.get(keys, host_indices)]
+        return self._pools.get(pool, keys, host_indices)
 
     @guarded("batch_set", lambda self, pool, keys, host_indices: [False] * len(keys))
     def _put(self, pool: str, keys: list[str], host_indices: torch.Tensor) -> list[bool]:
-        store = self._stores.get(pool)
-        if store is None or not keys:
-            return [False] * len(keys)
-        return [outcome is Outcome.OK for outcome in store.put(keys, host_indices)]
-
-
-def _leading(found: Sequence[bool]) -> int:
-    return found.index(False) if False in found else len(found)
+        return self._pools.put(pool, keys, host_indices)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import secrets
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,6 +38,12 @@ _LAYOUT = (
     "kv_lora_rank",
     "qk_rope_head_dim",
     "size_per_token",
+    "temporal_dtype",
+    "temporal_state_elem_size",
+    "conv_dtype",
+    "conv_state_shapes",
+    "indexer_dtype",
+    "index_head_dim",
 )
 _RANKS = ("pp_rank", "pp_size", "attn_cp_rank", "attn_cp_size", "dcp_rank", "dcp_size")
 _TP = ("tp_rank", "tp_size")
@@ -56,6 +63,42 @@ def namespace_of(config: HiCacheStorageConfig, pool: Any, name: str, piece_bytes
         block_size_tokens=int(pool.page_size),
         parallel=",".join(f"{field}={getattr(config, field, 0)}" for field in ranks),
         extra=(("engine", "sglang"), ("pool", name), ("weights", _stamp_of(model))),
+    )
+
+
+def rank_of(config: HiCacheStorageConfig) -> int:
+    """This rank's number among all of its engine."""
+    rank = 0
+    for what in ("dp", "pp", "attn_cp", "tp"):
+        rank = rank * int(getattr(config, f"{what}_size", 1) or 1) + int(getattr(config, f"{what}_rank", 0) or 0)
+    return rank
+
+
+def device_namespace_of(
+    model: str,
+    layout: Sequence[tuple[str, str]],
+    page_tokens: int,
+    ranks: Mapping[str, int],
+    settings: Mapping[str, object],
+) -> KeyNamespace:
+    """The namespace of the pages of one rank's device pool.
+
+    ``layout``: what their bytes mean (``DevicePages.layout``). ``settings``: of the engine, those that change what a
+    model computes from the same weights.
+    """
+    facts = dict(layout)
+    return KeyNamespace(
+        model=model,
+        kv_dtype=facts.get("dtype", ""),
+        layout=hashlib.sha256(repr(sorted(facts.items())).encode()).hexdigest(),
+        block_size_tokens=page_tokens,
+        parallel=",".join(f"{name}={number}" for name, number in sorted(ranks.items())),
+        extra=(
+            ("engine", "sglang"),
+            ("pool", "device"),
+            ("settings", repr(sorted((name, str(value)) for name, value in settings.items()))),
+            ("weights", _stamp_of(model)),
+        ),
     )
 
 

@@ -30,6 +30,11 @@ class Pages:
         """Of one page, all pieces."""
         return sum(self.piece_bytes)
 
+    @property
+    def pool_bytes(self) -> int:
+        """Of all pages that SGLang can use."""
+        return int(self._pool.size) // self.page_tokens * self.page_bytes
+
     def memory_of(self, host_indices: torch.Tensor, num_pages: int) -> list[Memory]:
         """Where the pages are, in the order of ``host_indices`` (one per token). LayoutError if they are not whole."""
         if len(host_indices) != num_pages * self.page_tokens:

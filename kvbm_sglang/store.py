@@ -28,6 +28,7 @@ class PageStore:
         self, folder: Path, pages: Pages, namespace: KeyNamespace, num_slots: int, options: FileOptions
     ) -> None:
         self._root = namespace.root()
+        self.num_slots = num_slots
         self._pages = pages
         meaning = hashlib.sha256(b"file" + self._root).digest()[:16]
         path = folder / f"{dict(namespace.extra)['pool']}-{meaning.hex()}{SUFFIX}"
@@ -37,6 +38,11 @@ class PageStore:
             options,
             reads_straight=False,  # SGLang takes a page back as soon as a read has failed, late or not
         )
+
+    @property
+    def resident_pages(self) -> int:
+        """Pages that can be got."""
+        return self._store.resident_blocks
 
     def contains(self, keys: list[str]) -> list[bool]:
         """Which of them are there; no I/O."""

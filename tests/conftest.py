@@ -12,19 +12,21 @@ from hypothesis import settings
 
 SEED_VARIABLE = "KVBM_TEST_SEED"
 TESTS = Path(__file__).parent
-ENGINE_FOLDERS = {"vllm": TESTS / "vllm", "e2e": TESTS / "e2e"}
-RUN_ORDER = {"vllm": 1, "e2e": 2}
+ENGINES = {"vllm": "vLLM", "sglang": "SGLang", "e2e": "vLLM"}  # the marker and folder of tests, and what they need
+RUN_ORDER = {"vllm": 1, "sglang": 2, "e2e": 3}
+SGLANG_PYTHON = Path(os.environ.get("KVBM_SGLANG_PYTHON") or TESTS.parent / ".venv-sglang" / "bin" / "python")
 
 SEED_KEY = pytest.StashKey[int]()
-NOT_RUN_KEY = pytest.StashKey[dict[str, int]]()
+NOT_RUN_KEY = pytest.StashKey[dict[tuple[str, str], int]]()
 
 settings.register_profile("kvbm", deadline=None, print_blob=True)
 settings.load_profile("kvbm")
 
 
-def engine_is_installed() -> bool:
-    """Whether vLLM can be imported; it is not imported to find out."""
-    return find_spec("vllm") is not None
+def missing_engines() -> set[str]:
+    """Those that the tests cannot use; nothing is imported to find out. SGLang has an environment of its own."""
+    is_there = {"vLLM": find_spec("vllm") is not None, "SGLang": SGLANG_PYTHON.exists()}
+    return {engine for engine, found in is_there.items() if not found}
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -43,30 +45,30 @@ def pytest_report_header(config: pytest.Config) -> str:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Folders that need the engine are not even looked into without it; their files are counted instead."""
-    if engine_is_installed():
-        return None
-    for name, folder in ENGINE_FOLDERS.items():
-        if folder in (collection_path, *collection_path.parents) and collection_path.name != "conftest.py":
-            config.stash[NOT_RUN_KEY][f"tests/{name}"] = len(list(folder.rglob("test_*.py")))
+    """Folders that need a missing engine are not even looked into; their files are counted instead."""
+    missing = missing_engines()
+    for name, engine in ENGINES.items():
+        folder = TESTS / name
+        inside = folder in (collection_path, *collection_path.parents) and collection_path.name != "conftest.py"
+        if engine in missing and inside:
+            config.stash[NOT_RUN_KEY][engine, f"tests/{name}"] = len(list(folder.rglob("test_*.py")))
             return True
     return None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Marks by folder, then fast tests first and real engines last."""
+    missing = missing_engines()
     for item in items:
-        for name, folder in ENGINE_FOLDERS.items():
-            if folder in item.path.parents:
+        for name in ENGINES:
+            if TESTS / name in item.path.parents:
                 item.add_marker(name)
     items.sort(key=_rank)
-    if engine_is_installed():
-        return
     for item in items:
-        if _rank(item):
-            item.add_marker(pytest.mark.skip(reason="vLLM is not installed"))
+        for engine in {ENGINES[name] for name in ENGINES if item.get_closest_marker(name)} & missing:
+            item.add_marker(pytest.mark.skip(reason=f"{engine} is not installed"))
             counts = config.stash[NOT_RUN_KEY]
-            counts["marked tests"] = counts.get("marked tests", 0) + 1
+            counts[engine, "marked tests"] = counts.get((engine, "marked tests"), 0) + 1
 
 
 def _rank(item: pytest.Item) -> int:
@@ -77,10 +79,10 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     """Just above the closing line: the seed, and what a missing engine kept from being tested."""
     terminalreporter.write_line(f"random seed: {config.stash[SEED_KEY]}")
     not_run = config.stash[NOT_RUN_KEY]
-    if not_run:
-        what = ", ".join(f"{label}: {count}" for label, count in sorted(not_run.items()))
-        remedy = "vLLM is not installed; make test installs it"
-        terminalreporter.write_line(f"NOT RUN ({what}): {remedy}", yellow=True, bold=True)
+    for engine in sorted({engine for engine, _ in not_run}):
+        what = ", ".join(f"{label}: {count}" for (of, label), count in sorted(not_run.items()) if of == engine)
+        line = f"NOT RUN ({what}): {engine} is not installed; make test installs it"
+        terminalreporter.write_line(line, yellow=True, bold=True)
 
 
 @pytest.fixture

@@ -107,6 +107,7 @@ class Seam(_Label):
     BATCH_GET = "batch_get"
     BATCH_SET = "batch_set"
     CLEAR = "clear"
+    GET_STATS = "get_stats"
     LEADER_THREAD = "leader_thread"
     WORKER_THREAD = "worker_thread"
     OTHER = "other"

@@ -1,0 +1,161 @@
+"""SGLang's host pools of one rank, each with a file of its own on the disk; opened when all of them are known."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from kvbm_core.config import KvbmSettings
+from kvbm_core.errors import ConfigError, LayoutError, Outcome
+from kvbm_core.observe.labels import FailureKind
+from kvbm_core.runtime.disk_folder import DiskFolder
+from kvbm_core.storage.disk.allocate import DiskError, FileOptions
+from kvbm_core.storage.disk.record import record_bytes
+from kvbm_core.types import Direction, Tier
+from kvbm_sglang.identity import KV, namespace_of
+from kvbm_sglang.pages import Pages
+from kvbm_sglang.stats import Stats
+from kvbm_sglang.store import PageStore
+
+if TYPE_CHECKING:
+    from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
+
+SIZE = "DYN_KVBM_DISK_CACHE_GB"
+
+log = logging.getLogger("kvbm")
+
+
+class Pools:
+    """Pages by pool and by SGLang's keys. Safe to call from any thread.
+
+    Pools that are registered before the first use share ``DYN_KVBM_DISK_CACHE_GB`` as they share host memory; one that
+    comes later gets, on top, as much as it would have had. A pool that cannot be kept is said so once, and missing.
+    """
+
+    def __init__(self, config: HiCacheStorageConfig, settings: KvbmSettings, stats: Stats) -> None:
+        if not settings.disk_cache_gb:
+            raise ConfigError(SIZE, settings.disk_cache_gb, "set it to the size of the disk tier, per rank")
+        self._config = config
+        self._settings = settings
+        self._stats = stats
+        self._lock = threading.Lock()
+        self._waiting: dict[str, Any] = {}
+        self._pages: dict[str, Pages] = {}
+        self._stores: dict[str, PageStore] = {}
+        self._folder: DiskFolder | None = None
+        self._bytes_per_host_byte = 0.0
+
+    def register(self, pool: Any, name: str) -> None:
+        """Tells of a pool; nothing is opened yet. The same name again: the pool has been made anew."""
+        with self._lock:
+            self._waiting[name] = pool
+
+    def open(self) -> None:
+        """Opens the files of all pools that have been registered."""
+        if self._waiting:
+            with self._lock:
+                self._open_waiting()
+
+    def page_tokens(self, name: str) -> int:
+        """Tokens of a page; 0 for a pool that is not kept."""
+        return self._pages[name].page_tokens if name in self._stores else 0
+
+    def contains(self, name: str, keys: list[str]) -> list[bool]:
+        """Which pages are there; no I/O. Without KV nothing is."""
+        store = self._store(name)
+        return [False] * len(keys) if store is None else store.contains(keys)
+
+    def put(self, name: str, keys: list[str], host_indices: torch.Tensor) -> list[bool]:
+        """Keeps these pages."""
+        store = self._store(name)
+        if store is None or not keys:
+            return [False] * len(keys)
+        started_s = time.perf_counter()
+        return self._ended(Direction.OFFLOAD, name, store.put(keys, host_indices), started_s)
+
+    def get(self, name: str, keys: list[str], host_indices: torch.Tensor) -> list[bool]:
+        """Fills these pages; one that is not True holds garbage."""
+        store = self._store(name)
+        if store is None or not keys:
+            return [False] * len(keys)
+        started_s = time.perf_counter()
+        return self._ended(Direction.ONBOARD, name, store.get(keys, host_indices), started_s)
+
+    def clear(self) -> None:
+        """Forgets all pages of these pools, for good; nothing else in the directory is touched."""
+        self.open()
+        for store in list(self._stores.values()):
+            store.clear()
+
+    def close(self) -> None:
+        """Idempotent; what is stored stays."""
+        with self._lock:
+            stores, self._stores = self._stores, {}
+            self._waiting.clear()
+            folder, self._folder = self._folder, None
+        for store in stores.values():
+            store.close()
+        if folder is not None:
+            folder.close()
+
+    # ---------------------------------------------------------------- inside
+
+    def _store(self, name: str) -> PageStore | None:
+        self.open()
+        return self._stores.get(name) if KV in self._stores else None
+
+    def _ended(self, direction: Direction, name: str, outcomes: list[Outcome], started_s: float) -> list[bool]:
+        seconds = time.perf_counter() - started_s
+        self._stats.moved(direction, outcomes, self._pages[name].page_bytes, seconds)
+        stores = list(self._stores.values())
+        used, capacity = sum(store.resident_pages for store in stores), sum(store.num_slots for store in stores)
+        self._stats.metrics.tier_usage(Tier.DISK, used, capacity)
+        return [outcome is Outcome.OK for outcome in outcomes]
+
+    def _open_waiting(self) -> None:
+        waiting, self._waiting = self._waiting, {}
+        known = {name: pages for name, pool in waiting.items() if (pages := self._pages_of(name, pool)) is not None}
+        if not self._bytes_per_host_byte and known:
+            host_bytes = sum(pages.pool_bytes for pages in known.values())
+            self._bytes_per_host_byte = (self._settings.disk_cache_gb or 0.0) * 1e9 / host_bytes
+        for name, pages in known.items():
+            replaced = self._stores.pop(name, None)
+            if replaced is not None:
+                replaced.close()
+            try:
+                self._stores[name] = self._open(name, pages, waiting[name])
+                self._pages[name] = pages
+            except (ConfigError, DiskError, LayoutError) as error:
+                self._refuse(name, error)
+
+    def _pages_of(self, name: str, pool: Any) -> Pages | None:
+        try:
+            return Pages(pool)
+        except LayoutError as error:
+            self._refuse(name, error)
+            return None
+
+    def _refuse(self, name: str, error: Exception) -> None:
+        what = "no page is cached" if name == KV else "no prompt that needs it is cached"
+        log.error("%s; pool %s: %s", error, name, what)
+        self._stats.metrics.failure(FailureKind.LAYOUT)
+
+    def _open(self, name: str, pages: Pages, pool: Any) -> PageStore:
+        namespace = namespace_of(self._config, pool, name, pages.piece_bytes)
+        settings = self._settings
+        if self._folder is None:
+            self._folder = DiskFolder(Path(settings.disk_cache_dir), namespace.root().hex())
+        options = FileOptions(
+            is_direct=not settings.disk_disable_o_direct,
+            opens_direct=settings.disk_allocator_type == "open-direct",
+            zero_fill=settings.disk_zerofill_fallback,
+        )
+        num_slots = int(pages.pool_bytes * self._bytes_per_host_byte) // record_bytes(pages.page_bytes)
+        if not num_slots:
+            raise ConfigError(SIZE, settings.disk_cache_gb, f"holds no page of {pages.page_bytes} bytes; set more")
+        return PageStore(self._folder.path, pages, namespace, num_slots, options)

@@ -1,0 +1,65 @@
+"""What moved between SGLang's host pools and the disk: in kvbm's metrics, and for SGLang's own."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from kvbm_core.errors import Outcome
+from kvbm_core.observe.metrics import Metrics
+from kvbm_core.types import Direction, Tier
+
+MAX_KEPT = 1024
+"""Batches remembered for SGLang; where nobody asks for them the oldest go."""
+
+
+class Batch(NamedTuple):
+    """A call that moved pages."""
+
+    pages: int
+    gb_per_s: float
+
+
+class Stats:
+    """Safe to call from any thread."""
+
+    def __init__(self, metrics: Metrics, *, keeps_batches: bool) -> None:
+        self.metrics = metrics
+        self._keeps_batches = keeps_batches
+        self._lock = threading.Lock()
+        self._batches: dict[Direction, list[Batch]] = {direction: [] for direction in Direction}
+
+    def moved(self, direction: Direction, outcomes: Sequence[Outcome], page_bytes: int, seconds: float) -> None:
+        """A call has ended."""
+        metrics, pages = self.metrics, outcomes.count(Outcome.OK)
+        for outcome in set(outcomes) - {Outcome.OK, Outcome.MISS}:
+            metrics.failure(f"{direction}_{outcome}", outcomes.count(outcome))
+        if not pages:
+            return
+        if direction is Direction.OFFLOAD:
+            metrics.offloaded_blocks(pages, Tier.HOST, Tier.DISK)
+        else:
+            metrics.onboarded_blocks(pages, Tier.DISK, Tier.DEVICE)
+        metrics.bytes_moved(direction, pages * page_bytes)
+        metrics.transfer_seconds(direction, seconds)
+        if self._keeps_batches:
+            batch = Batch(pages, pages * page_bytes / max(seconds, 1e-9) / 1e9)
+            with self._lock:
+                kept = self._batches[direction]
+                kept.append(batch)
+                del kept[:-MAX_KEPT]
+
+    def queried(self, page_tokens: int, hit_pages: int, queried_pages: int) -> None:
+        """A prefix was looked for."""
+        self.metrics.matched_tokens(hit_pages * page_tokens)
+        self.metrics.request_hits(0, hit_pages, queried_pages)
+
+    def take(self) -> dict[Direction, list[Batch]] | None:
+        """The batches since the last call; None for none, which is cheap."""
+        if not any(self._batches.values()):
+            return None
+        with self._lock:
+            taken = self._batches
+            self._batches = {direction: [] for direction in Direction}
+        return taken

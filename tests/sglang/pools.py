@@ -1,0 +1,350 @@
+"""SGLang's own host pools and KvbmHiCache on them, without an engine. Runs in SGLang's environment (see worker)."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig, PoolHitPolicy, PoolName, PoolTransfer
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
+from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
+from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
+
+from kvbm_core.storage.disk.inspect import find_files
+from kvbm_core.storage.disk.record import slot_offset_bytes, unpack_file, unpack_record
+from kvbm_sglang.hicache import KvbmHiCache
+
+PAGE_TOKENS, NUM_PAGES, LAYERS = 16, 32, 4
+RECOVERED_S = 30.0
+
+
+def make_pool(kind: str, layout: str, seed: int, dtype: str = "bfloat16", page_tokens: int = PAGE_TOKENS) -> Any:
+    """A host pool of SGLang's, twice NUM_PAGES long, filled with random bytes."""
+    size = NUM_PAGES * PAGE_TOKENS
+    common: dict[str, Any] = {
+        "size": size,
+        "page_size": page_tokens,
+        "dtype": getattr(torch, dtype),
+        "layer_num": LAYERS,
+        "device": "cpu",
+        "enable_memory_saver": False,
+    }
+    place = {"device_capacity_tokens": size, "start_layer": 0, "end_layer": LAYERS, "pin_memory": False}
+    if kind == "mha":
+        device: Any = MHATokenToKVPool(head_num=2, head_dim=64, **common)
+        host: Any = MHATokenToKVPoolHost
+    else:
+        device = MLATokenToKVPool(kv_lora_rank=512, qk_rope_head_dim=64, **common)
+        host, place = MLATokenToKVPoolHost, {**place, "target_layer_num": LAYERS}
+    info = device.get_device_pool_infos()[0].buffer_info
+    pool = host(info, 2.0, 0, page_tokens, layout, **place)
+    fill(pool, seed)
+    return pool
+
+
+def fill(pool: Any, seed: int) -> None:
+    """Other bytes everywhere."""
+    raw = pool.kv_buffer.view(torch.uint8)
+    raw.copy_(torch.randint(0, 256, raw.shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(seed)))
+
+
+def indices(pages: list[int], page_tokens: int = PAGE_TOKENS) -> torch.Tensor:
+    """The tokens of these pages of a host pool."""
+    return torch.cat([torch.arange(page * page_tokens, (page + 1) * page_tokens) for page in pages])
+
+
+def content(pool: Any, pages: list[int]) -> list[bytes]:
+    """The bytes of pages, by SGLang's own copy and not by the addresses that kvbm uses."""
+    starts = [page * pool.page_size for page in pages]
+    return [pool.get_data_page(start, flat=True).contiguous().view(torch.uint8).numpy().tobytes() for start in starts]
+
+
+def keys_of(count: int, salt: str = "") -> list[str]:
+    """Page keys as SGLang makes them: hexadecimal SHA-256."""
+    return [hashlib.sha256(f"{salt}{number}".encode()).hexdigest() for number in range(count)]
+
+
+def config_of(**changed: Any) -> HiCacheStorageConfig:
+    """One rank of one; ``extra`` are settings in the extra config."""
+    extra = {"interface_v1": 1, **changed.pop("extra", {})}
+    values: dict[str, Any] = {
+        "tp_rank": 0,
+        "tp_size": 1,
+        "pp_rank": 0,
+        "pp_size": 1,
+        "attn_cp_rank": 0,
+        "attn_cp_size": 1,
+        "is_mla_model": False,
+        "enable_storage_metrics": False,
+        "is_page_first_layout": True,
+        "model_name": "tests",
+        **changed,
+    }
+    return HiCacheStorageConfig(**values, extra_config=extra)
+
+
+@contextmanager
+def backend(folder: str, pools: dict[str, Any], **changed: Any) -> Iterator[KvbmHiCache]:
+    """The backend as SGLang attaches it, with what an earlier one left already found."""
+    sizes = {"DYN_KVBM_DISK_CACHE_DIR": folder, "DYN_KVBM_DISK_CACHE_GB": 0.1}
+    store = KvbmHiCache(config_of(**{**changed, "extra": {**sizes, **changed.get("extra", {})}}), {})
+    try:
+        store.register_mem_pool_host(pools["kv"])
+        for name, pool in pools.items():
+            store.register_mem_host_pool_v2(pool, name)
+        store.on_host_pools_registered()
+        for opened in store._pools._stores.values():
+            assert opened._store.wait_recovered(RECOVERED_S)
+        yield store
+        guarded = [
+            series for series, n in store.guard_state.metrics.snapshot().items() if "guarded_errors" in series and n
+        ]
+        assert not guarded, guarded
+    finally:
+        store.close()
+
+
+# ---------------------------------------------------------------- scenarios
+
+
+def back_and_forth(folder: str, kind: str, layout: str, seed: int) -> dict[str, Any]:
+    """Pages go out, other pages of the pool get them back, and those of a pool made anew after a restart."""
+    keys, pages = keys_of(NUM_PAGES), list(range(NUM_PAGES))
+    elsewhere = [NUM_PAGES + page for page in reversed(pages)]
+    pool = make_pool(kind, layout, seed)
+    with _stamped(folder) as model:
+        with backend(folder, {"kv": pool}, model_name=model, is_mla_model=kind == "mla") as store:
+            before = content(pool, pages)
+            assert store.batch_exists(keys) == 0
+            assert store.batch_set_v1(keys, indices(pages)) == [True] * NUM_PAGES
+            assert store.batch_exists(keys) == NUM_PAGES and store.exists(keys[3])
+            assert store.batch_exists([*keys[:5], *keys_of(1, "other"), *keys[5:]]) == 5
+            untouched = content(pool, [2 * NUM_PAGES - 1])
+            some = keys[: NUM_PAGES - 1]
+            assert store.batch_get_v1(some, indices(elsewhere[1:])[: len(some) * PAGE_TOKENS]) == [True] * len(some)
+            assert content(pool, elsewhere[1:]) == before[: len(some)]
+            assert content(pool, [2 * NUM_PAGES - 1]) == untouched
+        again = make_pool(kind, layout, seed + 1)
+        with backend(folder, {"kv": again}, model_name=model, is_mla_model=kind == "mla") as store:
+            assert store.batch_exists(keys) == NUM_PAGES
+            assert store.batch_get_v1(keys, indices(pages)) == [True] * NUM_PAGES
+            assert content(again, pages) == before
+    return {"page_bytes": len(before[0])}
+
+
+def not_found_by_others(folder: str, seed: int) -> list[str]:
+    """Who shares the folder and differs in one thing finds nothing; the writer, come again, finds all of it."""
+    keys, pages = keys_of(8), list(range(8))
+    pool = make_pool("mha", "page_first", seed)
+    with _stamped(folder) as model:
+        with backend(folder, {"kv": pool}, model_name=model) as store:
+            assert all(store.batch_set_v1(keys, indices(pages)))
+        others: dict[str, tuple[Any, dict[str, Any]]] = {
+            "layout": (make_pool("mha", "layer_first", seed), {}),
+            "layout of the same pieces": (make_pool("mha", "page_first_direct", seed), {}),
+            "heads within a page": (make_pool("mha", "page_head", seed), {}),
+            "dtype": (make_pool("mha", "page_first", seed, dtype="float16"), {}),
+            "page size": (make_pool("mha", "page_first", seed, page_tokens=8), {}),
+            "kind": (make_pool("mla", "page_first", seed), {"is_mla_model": True}),
+            "model": (pool, {"model_name": "another"}),
+            "tp size": (pool, {"tp_size": 2}),
+            "tp rank": (pool, {"tp_size": 2, "tp_rank": 1}),
+            "pp": (pool, {"pp_size": 2}),
+            "pp rank": (pool, {"pp_size": 2, "pp_rank": 1}),
+            "cp": (pool, {"attn_cp_size": 2}),
+        }
+        for what, (other, changed) in others.items():
+            with backend(folder, {"kv": other}, **{"model_name": model, **changed}) as store:
+                before = content(other, [0])
+                assert store.batch_exists(keys) == 0, what
+                assert store.batch_get_v1(keys, indices(pages, other.page_size)) == [False] * 8, what
+                assert content(other, [0]) == before, what
+        _write_weights(Path(model), b"trained further")
+        with backend(folder, {"kv": pool}, model_name=model) as store:
+            assert store.batch_exists(keys) == 0, "weights"
+        _write_weights(Path(model))
+        with backend(folder, {"kv": pool}, model_name=model) as store:
+            assert store.batch_exists(keys) == 8
+    return list(others)
+
+
+def damaged(folder: str, how: str, seed: int) -> dict[str, Any]:
+    """One page of eight is damaged on the disk: it is not loaded, the others are, and it is written again."""
+    keys, pages, bad = keys_of(8), list(range(8)), 3
+    pool = make_pool("mha", "page_first", seed)
+    with _stamped(folder) as model, backend(folder, {"kv": pool}, model_name=model) as store:
+        before = content(pool, pages)
+        assert all(store.batch_set_v1(keys, indices(pages)))
+        _damage(folder, how, bad, seed)
+        lost = [bad] if how != "truncated" else pages[bad:]
+        fill(pool, seed + 1)
+        got = store.batch_get_v1(keys, indices(pages))
+        assert got == [page not in lost for page in pages], got
+        whole = [page for page in pages if page not in lost]
+        assert content(pool, whole) == [before[page] for page in whole]
+        assert store.batch_exists(keys) == bad
+        fill(pool, seed)
+        assert content(pool, pages) == before
+        assert all(store.batch_set_v1(keys, indices(pages)))
+        fill(pool, seed + 2)
+        assert all(store.batch_get_v1(keys, indices(pages)))
+        assert content(pool, pages) == before
+        failures = {name: n for name, n in store.guard_state.metrics.snapshot().items() if "failures" in name and n}
+    return failures
+
+
+def cleared(folder: str, seed: int) -> None:
+    """clear() forgets this model's pages, for good, and nobody else's; other files in the folder stay."""
+    keys, pages = keys_of(4), list(range(4))
+    pool = make_pool("mha", "page_first", seed)
+    (Path(folder) / "notes.txt").write_text("not kvbm's")
+    with _stamped(folder) as model:
+        other = Path(folder) / "other-model"
+        _write_weights(other, b"other")
+        for name in (model, str(other)):
+            with backend(folder, {"kv": pool}, model_name=name) as store:
+                assert all(store.batch_set_v1(keys, indices(pages)))
+                if name == model:
+                    assert store.clear()
+                    assert store.batch_exists(keys) == 0
+        for name, expected in ((model, 0), (str(other), 4)):
+            with backend(folder, {"kv": pool}, model_name=name) as store:
+                assert store.batch_exists(keys) == expected
+    assert (Path(folder) / "notes.txt").read_text() == "not kvbm's"
+
+
+def side_pools(folder: str, seed: int) -> None:
+    """A second pool of pages: each policy gives what the rules say, and its bytes come back."""
+    kv, window = make_pool("mha", "page_first", seed), make_pool("mha", "layer_first", seed + 1)
+    keys, pages = keys_of(12), list(range(12))
+    present = [0, 1, 2, 5, 6, 9]
+
+    def transfer(policy: str, count: int, **more: Any) -> PoolTransfer:
+        return PoolTransfer(name=PoolName.SWA, keys=keys[:count], hit_policy=PoolHitPolicy(policy), **more)
+
+    with backend(folder, {"kv": kv, "swa": window}) as store:
+        before = content(window, present)
+        side = PoolTransfer(name=PoolName.SWA, keys=[keys[p] for p in present], host_indices=indices(present))
+        assert store.batch_set_v2([side]) == {PoolName.SWA: [True] * len(present)}
+        assert store.batch_exists_v2(keys, [transfer("all_pages", 1)]).kv_hit_pages == 0  # there is no KV yet
+        assert all(store.batch_set_v1(keys, indices(pages)))
+        every = store.batch_exists_v2(keys, [transfer("all_pages", 1)])
+        assert (every.kv_hit_pages, every.restorable_prefix_pages) == (3, [1, 2, 3])
+        assert every.extra_pool_hit_pages == {PoolName.KV: 12, PoolName.SWA: 3}
+        tail = store.batch_exists_v2(keys, [transfer("trailing_pages", 2)])
+        assert (tail.kv_hit_pages, tail.restorable_prefix_pages) == (7, [1, 2, 3, 7])
+        both = store.batch_exists_v2(keys, [transfer("trailing_pages", 1), transfer("all_pages", 1)])
+        assert both.restorable_prefix_pages == [1, 2, 3]
+        groups = store.batch_exists_v2(keys, [transfer("block_groups", 12, group_pages=2, block_pages=4)])
+        assert (groups.kv_hit_pages, groups.extra_pool_hit_pages[PoolName.SWA]) == (12, 4)
+        assert store.batch_exists_v2(keys).kv_hit_pages == 12
+        unknown = PoolTransfer(name=PoolName.MAMBA, keys=keys[:1], hit_policy=PoolHitPolicy.TRAILING_PAGES)
+        assert store.batch_exists_v2(keys, [unknown]).kv_hit_pages == 0
+        assert store.batch_set_v2([unknown]) == {PoolName.MAMBA: [False]}
+        fill(window, seed + 2)
+        assert store.batch_get_v2([side]) == {PoolName.SWA: [True] * len(present)}
+        assert content(window, present) == before
+
+
+def odd_calls(folder: str, seed: int) -> dict[str, float]:
+    """What SGLang should never ask for is refused: nothing is read, written or raised."""
+    pool = make_pool("mha", "page_first", seed)
+    keys = keys_of(2)
+    sizes = {"DYN_KVBM_DISK_CACHE_DIR": folder, "DYN_KVBM_DISK_CACHE_GB": 0.1}
+    store = KvbmHiCache(config_of(extra=sizes), {})
+    try:
+        assert store.batch_exists(keys) == 0  # before any pool is known
+        assert store.batch_set_v1(keys, indices([0, 1])) == [False, False]
+        store.register_mem_pool_host(pool)
+        assert store.batch_set_v1(keys, indices([0])) == [False, False]
+        assert store.batch_get_v1([], indices([0])[:0]) == []
+        assert store.batch_exists([]) == 0
+        assert store.get_stats() is None
+    finally:
+        store.close()
+        store.close()
+    assert store.batch_exists(keys) == 0
+    return {name: n for name, n in store.guard_state.metrics.snapshot().items() if "guarded_errors" in name and n}
+
+
+def statistics(folder: str, seed: int) -> dict[str, Any]:
+    """What SGLang's histograms are fed with, and kvbm's own numbers."""
+    pool = make_pool("mha", "page_first", seed)
+    keys, pages = keys_of(8), list(range(8))
+    with backend(folder, {"kv": pool}, enable_storage_metrics=True) as store:
+        assert store.get_stats() is None
+        assert all(store.batch_set_v1(keys, indices(pages)))
+        assert all(store.batch_get_v1(keys[:4], indices(pages[:4])))
+        assert store.batch_exists(keys_of(10)) == 8
+        taken = store.get_stats()
+        assert store.get_stats() is None
+        assert type(taken).__name__ == "StorageMetrics"
+        assert min(*taken.backup_bandwidth, *taken.prefetch_bandwidth) > 0
+        numbers = {name: n for name, n in store.guard_state.metrics.snapshot().items() if n}
+    return {"backup_pgs": taken.backup_pgs, "prefetch_pgs": taken.prefetch_pgs, "numbers": numbers}
+
+
+def refused(extra: dict[str, Any]) -> str:
+    """The one line that a wrong setting gives."""
+    try:
+        KvbmHiCache(config_of(extra=extra), {}).close()
+    except ValueError as error:
+        return str(error)
+    return json.dumps("taken")
+
+
+# ---------------------------------------------------------------- inside
+
+
+@contextmanager
+def _stamped(folder: str) -> Iterator[str]:
+    """A folder that looks like a model's, so that what is stored is found after a restart."""
+    model = Path(folder) / "a-model"
+    _write_weights(model)
+    yield str(model)
+
+
+def _write_weights(model: Path, tail: bytes = b"") -> None:
+    from kvbm_sglang.identity import _stamp_of
+
+    model.mkdir(exist_ok=True)
+    (model / "config.json").write_text("{}")
+    (model / "model.safetensors").write_bytes(b"weights" * 1000 + tail)
+    _stamp_of.cache_clear()  # another process would look again
+
+
+def _damage(folder: str, how: str, page: int, seed: int) -> None:
+    """``page``: which record, in the order of writing."""
+    (path,) = find_files(Path(folder), _raise)
+    with path.open("r+b", buffering=0) as file:
+        header = unpack_file(file.read(4096))
+        assert header is not None
+        offset = slot_offset_bytes(page, header.payload_bytes)
+        file.seek(offset)
+        assert unpack_record(file.read(4096)) is not None
+        if how == "truncated":
+            file.truncate(offset + 5000)
+        elif how == "zeroed":
+            file.seek(offset + 4096)
+            file.write(bytes(4096))
+        elif how == "swapped":  # with its neighbour's record
+            size = slot_offset_bytes(page + 1, header.payload_bytes) - offset
+            file.seek(offset + size)
+            neighbour = file.read(size)
+            file.seek(offset)
+            file.write(neighbour)
+        else:
+            at = offset + 4096 + (seed % header.payload_bytes if how == "bit of the payload" else -4096 + seed % 100)
+            file.seek(at)
+            byte = file.read(1)[0]
+            file.seek(at)
+            file.write(bytes([byte ^ 1 << seed % 8]))
+
+
+def _raise(error: OSError) -> None:
+    raise error

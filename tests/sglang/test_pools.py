@@ -1,0 +1,70 @@
+"""KvbmHiCache on SGLang's own host pools, without an engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.sglang.worker import Worker
+
+MHA = ("layer_first", "page_first", "page_first_direct", "page_head")
+MLA = ("layer_first", "page_first", "page_first_direct")
+POOLS = [*(("mha", layout) for layout in MHA), *(("mla", layout) for layout in MLA)]
+SCENES = "tests.sglang.pools"
+
+
+@pytest.mark.parametrize(("kind", "layout"), POOLS)
+def test_pages_come_back_also_after_a_restart(
+    sglang: Worker, kind: str, layout: str, tmp_path: Path, seed: int
+) -> None:
+    found = sglang.run(f"{SCENES}:back_and_forth", folder=str(tmp_path), kind=kind, layout=layout, seed=seed)
+    heads = 2 * 2 * 64 if kind == "mha" else 512 + 64
+    assert found["page_bytes"] == 16 * 4 * heads * 2
+
+
+def test_pages_of_others_are_not_found(sglang: Worker, tmp_path: Path, seed: int) -> None:
+    assert len(sglang.run(f"{SCENES}:not_found_by_others", folder=str(tmp_path), seed=seed)) == 12
+
+
+@pytest.mark.parametrize("how", ["bit of the payload", "bit of the header", "zeroed", "swapped", "truncated"])
+def test_a_damaged_page_is_not_loaded_and_is_written_again(sglang: Worker, how: str, tmp_path: Path, seed: int) -> None:
+    failures = sglang.run(f"{SCENES}:damaged", folder=str(tmp_path), how=how, seed=seed)
+    expected = {} if how in ("truncated", "swapped") else {'kvbm_failures_total{kind="onboard_corrupt"}': 1.0}
+    assert failures == expected
+
+
+def test_clear_removes_only_what_is_ours(sglang: Worker, tmp_path: Path, seed: int) -> None:
+    sglang.run(f"{SCENES}:cleared", folder=str(tmp_path), seed=seed)
+
+
+def test_side_pools_follow_sglangs_policies(sglang: Worker, tmp_path: Path, seed: int) -> None:
+    sglang.run(f"{SCENES}:side_pools", folder=str(tmp_path), seed=seed)
+
+
+def test_odd_calls_are_refused(sglang: Worker, tmp_path: Path, seed: int) -> None:
+    guarded = sglang.run(f"{SCENES}:odd_calls", folder=str(tmp_path), seed=seed)
+    assert guarded == {'kvbm_guarded_errors_total{seam="batch_set"}': 1.0}
+
+
+def test_statistics(sglang: Worker, tmp_path: Path, seed: int) -> None:
+    found = sglang.run(f"{SCENES}:statistics", folder=str(tmp_path), seed=seed)
+    assert (found["backup_pgs"], found["prefetch_pgs"]) == ([8], [4])
+    numbers = found["numbers"]
+    page_bytes = 16 * 4 * 2 * 2 * 64 * 2
+    assert numbers["kvbm_matched_tokens"] == 8 * 16
+    assert (numbers["kvbm_offload_blocks_h2d"], numbers["kvbm_onboard_blocks_d2d"]) == (8, 4)
+    assert numbers['kvbm_bytes_total{direction="offload"}'] == 8 * page_bytes
+    assert numbers["kvbm_disk_cache_hit_rate"] == 0.8
+    assert numbers['kvbm_tier_blocks{tier="disk",state="used"}'] == 8
+
+
+def test_a_wrong_setting_is_one_line(sglang: Worker, tmp_path: Path) -> None:
+    def refused(**extra: object) -> str:
+        line: str = sglang.run(f"{SCENES}:refused", extra={"DYN_KVBM_DISK_CACHE_DIR": str(tmp_path), **extra})
+        assert "\n" not in line
+        return line
+
+    assert "DYN_KVBM_DISK_CACHE_GB" in refused()
+    assert "interface_v1=0" in refused(interface_v1=0, DYN_KVBM_DISK_CACHE_GB=1)
+    assert "much" in refused(DYN_KVBM_DISK_CACHE_GB="much")
