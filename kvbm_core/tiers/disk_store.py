@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 
 from kvbm_core.blocks.lease import Lease
@@ -17,11 +18,29 @@ from kvbm_core.storage.disk.allocate import FileOptions
 from kvbm_core.storage.disk.block_file import BlockFile, Geometry
 from kvbm_core.storage.disk.recovery import Found, Recovery, batches_of, is_block_key
 from kvbm_core.storage.disk.side import Side
+from kvbm_core.storage.disk.slot_log import SlotLog, withdraw_log
 from kvbm_core.tiers.tier import BlockTier, Reservation, protect_nothing
 from kvbm_core.types import BlockKey, Tier
 
 CLOSE_TIMEOUT_S = 10.0
 OWNER = "disk store"
+
+
+def check_blocks(keys: Sequence[BlockKey], buffers: Sequence[Memory], payload_bytes: int) -> None:
+    """ValueError unless each key is a block's and has memory of that size, none of it with gaps."""
+    fits = len(keys) == len(buffers)
+    for parts in map(parts_of, buffers):
+        fits &= sum(part.nbytes for part in parts) == payload_bytes and all(part.c_contiguous for part in parts)
+    if not fits:
+        raise ValueError(f"each key needs memory of exactly {payload_bytes} bytes, no piece of it with gaps")
+    if not all(map(is_block_key, keys)):
+        raise ValueError("a key is a SequenceHash and, but for group 0, the number of its group")
+
+
+def check_targets(targets: Sequence[Memory]) -> None:
+    """ValueError if one of them cannot be written to."""
+    if any(part.readonly for target in targets for part in parts_of(target)):
+        raise ValueError("a target is read-only")
 
 
 class DiskStore:
@@ -31,6 +50,7 @@ class DiskStore:
     whole sectors on a sector's boundary, in each of its pieces, is read and written without a copy. A read that is
     TIMED_OUT may still be written into the caller's memory of that kind later: ``holds`` says so. For callers who
     cannot wait for that, ``reads_straight`` False lets all reads pass through memory of the store's own.
+    ``shares``: other processes on this machine may read along, each with a DiskReader on the same path.
     """
 
     def __init__(
@@ -42,9 +62,11 @@ class DiskStore:
         policy: EvictionPolicy | None = None,
         clock: Clock | None = None,
         reads_straight: bool = True,
+        shares: bool = False,
     ) -> None:
         self._clock = clock = clock or SystemClock()
         self._file = BlockFile(path, geometry, options)
+        self._log = self._begin_log(shares)
         self._books = threading.Lock()
         self._tier = BlockTier(Tier.DISK, policy or LruPolicy(), clock)
         self._writer = Side(self._file, clock, is_write=True, first_sequence=time.time_ns())
@@ -97,15 +119,18 @@ class DiskStore:
                 self._settle(reserved, outcomes)
                 outcome_of = dict(zip(reserved.keys, outcomes, strict=True))
                 self._tier.touch([key for key in keys if key not in outcome_of])
-                return [outcome_of.get(key) or self._present(key) for key in keys]
+                answers = [outcome_of.get(key) or self._present(key) for key in keys]
+            if self._log is not None:
+                written = zip(blocks, outcomes, strict=True)
+                self._log.append([block for block, outcome in written if outcome is Outcome.OK])
+            return answers
         finally:
             self._writer.lock.release()
 
     def get_many(self, keys: Sequence[BlockKey], targets: Sequence[Memory], *, deadline_s: float) -> list[Outcome]:
         """See BlockStore. A block that does not verify is forgotten."""
         self._check(keys, targets)
-        if any(part.readonly for target in targets for part in parts_of(target)):
-            raise ValueError("a target is read-only")
+        check_targets(targets)
         deadline_at_s = self._clock.now_s() + deadline_s
         if not self._reader.lock.acquire(timeout=max(0.0, deadline_s)):
             return [Outcome.BUSY] * len(keys)
@@ -142,9 +167,15 @@ class DiskStore:
     def clear(self) -> None:
         """Forgets everything, for good. OSError if the disk does not take that."""
         with self._writer.lock, self._books:
+            if self._log is not None:
+                withdraw_log(self._file.path)
             self._was_cleared = True
             self._tier.reset()
-            self._file.begin_new_life()
+            try:
+                self._file.begin_new_life()
+            finally:
+                if self._log is not None:
+                    self._log.begin()
 
     def scan(self) -> Iterator[BlockKey]:
         """See BlockStore."""
@@ -158,6 +189,9 @@ class DiskStore:
         with self._writer.lock, self._reader.lock, self._books:
             if not self._closed:
                 self._closed = True
+                if self._log is not None:
+                    self._log.close()
+                    self._log = None
                 ended = [side.close(CLOSE_TIMEOUT_S) for side in (self._writer, self._reader)]
                 if all(ended):
                     self._file.close()
@@ -166,17 +200,25 @@ class DiskStore:
 
     def _take_in(self, end: int, found: list[Found]) -> None:
         with self._books:
-            self._tier.restore(end, [] if self._was_cleared else batches_of(found))
+            batches = [] if self._was_cleared else batches_of(found)
+            slot_of = dict(chain.from_iterable(batches))  # of two with one key the more recent, as the tier has it
+            new = self._tier.new_of(list(slot_of)) if self._log is not None else ()
+            self._tier.restore(end, batches)
+            if self._log is not None:  # still with the books: no put may take one of these slots before it is told
+                self._log.append([(key, slot_of[key]) for key in new])
+
+    def _begin_log(self, shares: bool) -> SlotLog | None:
+        try:
+            if shares:
+                return SlotLog(self._file)
+            withdraw_log(self._file.path)  # of an earlier store that shared: this one does not keep it up
+            return None
+        except BaseException:
+            self._file.close()
+            raise
 
     def _check(self, keys: Sequence[BlockKey], buffers: Sequence[Memory]) -> None:
-        size = self._file.geometry.payload_bytes
-        fits = len(keys) == len(buffers)
-        for parts in map(parts_of, buffers):
-            fits &= sum(part.nbytes for part in parts) == size and all(part.c_contiguous for part in parts)
-        if not fits:
-            raise ValueError(f"each key needs memory of exactly {size} bytes, no piece of it with gaps")
-        if not all(map(is_block_key, keys)):
-            raise ValueError("a key is a SequenceHash and, but for group 0, the number of its group")
+        check_blocks(keys, buffers, self._file.geometry.payload_bytes)
 
     def _present(self, key: BlockKey) -> Outcome:
         return Outcome.OK if self._tier.contains(key) else Outcome.NO_SPACE

@@ -14,7 +14,7 @@ import pytest
 
 from kvbm_core.clock import ManualClock
 from kvbm_core.errors import Outcome
-from kvbm_core.storage.disk import side
+from kvbm_core.storage.disk import bounce
 from kvbm_core.storage.disk.allocate import DirectoryBusyError
 from kvbm_core.storage.disk.block_file import Geometry
 from kvbm_core.storage.disk.io import FileIo, Transfer
@@ -237,7 +237,7 @@ def test_places_for_copies_are_not_used_while_a_late_read_may_write_there(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fill(path, ODD)
-    monkeypatch.setattr(side, "BOUNCE_BYTES", 2 * 8192)  # two places
+    monkeypatch.setattr(bounce, "BOUNCE_BYTES", 2 * 8192)  # two places
     stuck = Stuck(ODD, 1, writes=False)
     with store_on(path, geometry_of(ODD), stuck.make_io, clock=stuck.clock) as store:
         assert store.wait_recovered(LONG_S)

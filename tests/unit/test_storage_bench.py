@@ -17,7 +17,7 @@ pytest.importorskip("httpx")
 pytest.importorskip("matplotlib")
 
 from benchmarks.leader.index import PROMPT_BLOCKS
-from benchmarks.storage import fio_side, kvbm_side, lookup, part, place, startup, throughput
+from benchmarks.storage import fio_side, kvbm_side, lookup, part, place, throughput
 from benchmarks.storage.blocks import Blocks
 from benchmarks.storage.fio_side import FioSide, fio_problem
 from benchmarks.storage.kvbm_side import KvbmSide, WithoutChecksum, as_prompts, scattered
@@ -286,27 +286,6 @@ def test_a_lookup_that_finds_too_little_is_noticed(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(BlockTier, "match_prefix", lambda self, keys: len(keys) - 1)
     with pytest.raises(WrongAnswer, match="found 8191 of 8192"):
         lookup.measure(1, 1, RESIDENT)
-
-
-# ---------------------------------------------------------------- start-up
-
-
-def test_a_start_is_measured_and_leaves_no_file(tmp_path: Path) -> None:
-    figures = startup.measure(tmp_path, 2, lambda text: None, stored_bytes=100 << 20)
-    assert [figure.goal for figure in figures] == list(startup.GOALS)
-    assert all(len(figure.ours) == 2 and min(figure.ours) > 0 for figure in figures)
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_start_that_misses_a_record_is_noticed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    real = startup._write_headers
-    monkeypatch.setattr(startup, "_write_headers", lambda file, slots: real(file, slots[1:]))
-    with pytest.raises(WrongAnswer, match=r"392 of 400 records were found again"):
-        startup.measure(tmp_path, 1, lambda text: None, stored_bytes=100 << 20)
-    assert not list(tmp_path.iterdir())
-
-
-# ---------------------------------------------------------------- lookups that do I/O
 
 
 @pytest.mark.skipif(not lookup.io_counters(), reason="this kernel does not count a thread's I/O")

@@ -41,7 +41,7 @@ class FileOptions:
 
 @dataclass(slots=True)
 class OpenFile:
-    """An open, locked file. ``is_direct``: all addresses, sizes and offsets must be whole sectors."""
+    """An open file. ``is_direct``: all addresses, sizes and offsets must be whole sectors."""
 
     fd: int
     path: Path
@@ -66,14 +66,24 @@ def open_file(path: Path, options: FileOptions) -> OpenFile:
     opened = OpenFile(fd, path, is_direct)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if opened.is_direct and not _reads_directly(fd):
-            _set_direct(fd, False)
-            opened.is_direct = False
+        _leave_direct_unless_it_works(opened)
     except OSError as error:
         opened.close()
         if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
             raise DirectoryBusyError(errno.EBUSY, f"kvbm: {path}: another process uses it") from error
         raise DiskError(error.errno, f"kvbm: {path}: {error.strerror}; {remedy_for(error.errno)}") from error
+    return opened
+
+
+def open_to_read(path: Path, options: FileOptions) -> OpenFile:
+    """Opens ``path``, which another process may have locked and be writing. OSError if that fails."""
+    fd, is_direct = _open(path, os.O_RDONLY | os.O_CLOEXEC, options)
+    opened = OpenFile(fd, path, is_direct)
+    try:
+        _leave_direct_unless_it_works(opened)
+    except OSError:
+        opened.close()
+        raise
     return opened
 
 
@@ -122,6 +132,12 @@ def _set_direct(fd: int, is_direct: bool) -> bool:
     except OSError:
         return False
     return True
+
+
+def _leave_direct_unless_it_works(opened: OpenFile) -> None:
+    if opened.is_direct and not _reads_directly(opened.fd):
+        _set_direct(opened.fd, False)
+        opened.is_direct = False
 
 
 def _reads_directly(fd: int) -> bool:

@@ -9,7 +9,15 @@ import secrets
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvbm_core.storage.disk.allocate import DiskError, FileOptions, OpenFile, open_file, remedy_for, reserve
+from kvbm_core.storage.disk.allocate import (
+    DiskError,
+    FileOptions,
+    OpenFile,
+    open_file,
+    open_to_read,
+    remedy_for,
+    reserve,
+)
 from kvbm_core.storage.disk.record import (
     FIRST_SLOT_BYTES,
     FORMAT_VERSION,
@@ -123,6 +131,19 @@ class BlockFile:
             written = os.pwritev(self.fd, [sector], 0)
         if written != SECTOR_BYTES:
             raise DiskError(f"kvbm: {self.path}: the file's header could not be written")
+
+
+class BlockFileView(BlockFile):
+    """A block file that another process has open, to be read; it cannot be begun anew.
+
+    ``life`` is for the caller to set: only its writer knows. OSError if it cannot be opened.
+    """
+
+    def __init__(self, path: Path, geometry: Geometry, options: FileOptions | None = None) -> None:
+        self.geometry = geometry
+        self.was_empty = False
+        self.life = bytes(LIFE_BYTES)
+        self._open = open_to_read(path, options or FileOptions())
 
 
 def _read_sector(fd: int) -> bytes:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 from kvbm_core.clock import Clock, SystemClock
 from kvbm_core.errors import Outcome
 from kvbm_core.storage.disk.block_file import BlockFile
+from kvbm_core.storage.disk.bounce import Bounced
 from kvbm_core.storage.disk.io import FileIo, TakesMemory, Transfer
 from kvbm_core.storage.disk.record import (
     MAX_KEY_BYTES,
@@ -62,11 +63,20 @@ class _Run(NamedTuple):
     cells: Sequence[int]
 
 
+class _Late(NamedTuple):
+    """A request that was given up and is still in flight."""
+
+    run: _Run
+    addresses: frozenset[int]
+    bounced: Bounced | None
+
+
 class Lane:
     """Reads or writes records of one file. One thread only; a file may have one lane for each direction.
 
     Memory at ``Record.address``: whole sectors from a sector's boundary on, ``record_bytes - SECTOR_BYTES`` of them; so
     is each of several pieces, which together have as many bytes.
+    Or the records' addresses are 0, and places come from ``bounced`` when their turn comes.
     A request that has not ended by its deadline is TIMED_OUT and still in flight: memory that it reads into must not be
     used for anything else while ``holds`` says so.
     """
@@ -87,9 +97,16 @@ class Lane:
         self._payload_type = ctypes.c_char * self._payload_bytes
         self._free_cells = list(range(MAX_RECORDS))
         self._next_tag = 0
-        self._late: dict[int, tuple[_Run, frozenset[int]]] = {}
+        self._late: dict[int, _Late] = {}
 
-    def write(self, records: Sequence[Record], *, deadline_s: float, on_done: OnDone | None = None) -> list[Outcome]:
+    def write(
+        self,
+        records: Sequence[Record],
+        *,
+        deadline_s: float,
+        on_done: OnDone | None = None,
+        bounced: Bounced | None = None,
+    ) -> list[Outcome]:
         """OK: the disk has taken the record (a crash may still lose it). ``on_done(i, outcome)`` as each one ends.
 
         ValueError, and nothing is done, for a key that no record holds.
@@ -97,14 +114,21 @@ class Lane:
         if wrong := [len(record.key) for record in records if not 0 < len(record.key) <= MAX_KEY_BYTES]:
             raise ValueError(f"a key of {wrong[0]} bytes does not go into a record")
         self._next_sequence += 1
-        return _Move(self, records, deadline_s, on_done, is_write=True).run()
+        return _Move(self, records, deadline_s, on_done, bounced, is_write=True).run()
 
-    def read(self, records: Sequence[Record], *, deadline_s: float, on_done: OnDone | None = None) -> list[Outcome]:
+    def read(
+        self,
+        records: Sequence[Record],
+        *,
+        deadline_s: float,
+        on_done: OnDone | None = None,
+        bounced: Bounced | None = None,
+    ) -> list[Outcome]:
         """OK: the memory holds what was written under this key; else it holds garbage.
 
         MISS: another block is in that slot, or none; INCOMPATIBLE: one of another meaning; CORRUPT: it does not verify.
         """
-        return _Move(self, records, deadline_s, on_done, is_write=False).run()
+        return _Move(self, records, deadline_s, on_done, bounced, is_write=False).run()
 
     def headers(self, slots: Sequence[int], *, deadline_s: float) -> list[RecordHeader | None]:
         """What stands in these slots, of this life of the file; None for nothing, or nothing that could be read."""
@@ -115,7 +139,7 @@ class Lane:
     def holds(self, address: int) -> bool:
         """Whether a late request may still read from, or write to, this address of a record."""
         self._reap(0.0)
-        return any(address in addresses for _, addresses in self._late.values())
+        return any(address in late.addresses for late in self._late.values())
 
     @property
     def late_requests(self) -> int:
@@ -136,8 +160,11 @@ class Lane:
                 self._forget_late(tag)
 
     def _forget_late(self, tag: int) -> None:
-        run, _ = self._late.pop(tag)
+        run, addresses, bounced = self._late.pop(tag)
         self._free_cells += run.cells
+        if bounced is not None:
+            for address in addresses:
+                bounced.bounce.give(address)
 
 
 _KEPT: list[mmap.mmap] = []  # cells that the kernel may still write into
@@ -152,11 +179,13 @@ class _Move:
         records: Sequence[Record],
         deadline_s: float,
         on_done: OnDone | None,
+        bounced: Bounced | None = None,
         *,
         is_write: bool,
     ) -> None:
         self._lane = lane
-        self._records = records
+        self._records = list(records)
+        self._bounced = bounced
         self._deadline_at_s = lane._clock.now_s() + deadline_s
         self._on_done = on_done
         self._is_write = is_write
@@ -199,6 +228,8 @@ class _Move:
         return SECTOR_BYTES + self._lane._stored_bytes
 
     def _pieces(self, index: int, cell: int) -> list[tuple[int, int]]:
+        if self._bounced is not None:
+            self._records[index] = self._records[index]._replace(address=self._bounced.begin(index))
         lane, record = self._lane, self._records[index]
         if self._is_write:
             self._fill_cell(record, cell)
@@ -268,7 +299,7 @@ class _Move:
         most = max(1, (WRITES_IN_FLIGHT_BYTES if self._is_write else READS_IN_FLIGHT_BYTES) // self._bytes_each)
         transfers: list[Transfer] = []
         num_bytes = 0
-        while self._waiting and len(self._waiting[0]) <= len(lane._free_cells) and self._in_flight_records < most:
+        while self._waiting and self._in_flight_records < most and self._has_room():
             indices = self._waiting.popleft()
             self._in_flight_records += len(indices)
             cells = [lane._free_cells.pop() for _ in indices]
@@ -284,14 +315,27 @@ class _Move:
         if transfers:
             lane._io.submit(transfers, is_write=self._is_write)
 
+    def _has_room(self) -> bool:
+        """Whether the first of those that wait has cells, and places; if there are some, but too few, it is cut."""
+        first = self._waiting[0]
+        if self._bounced is not None and 0 < (num_free := self._bounced.bounce.num_free) < len(first):
+            self._waiting[0] = first[num_free:]
+            self._waiting.appendleft(first := first[:num_free])
+        is_placed = self._bounced is None or self._bounced.bounce.num_free > 0
+        return is_placed and len(first) <= len(self._lane._free_cells)
+
     def _end(self, run: _Run, moved: int) -> None:
         is_whole = moved == len(run.indices) * self._bytes_each
         if not is_whole and len(run.indices) > 1:
             # One bad place shall not cost its neighbours: each by itself, once.
             self._waiting.extend([index] for index in run.indices)
+            for index in run.indices:
+                self._leave_place(index, Outcome.IO_ERROR)
         else:
             for index, cell in zip(run.indices, run.cells, strict=True):
-                self._finish(index, self._judge(index, cell) if is_whole else self._failure(moved))
+                outcome = self._judge(index, cell) if is_whole else self._failure(moved)
+                self._leave_place(index, outcome)
+                self._finish(index, outcome)
         self._lane._free_cells += run.cells
 
     def _failure(self, moved: int) -> Outcome:
@@ -299,6 +343,10 @@ class _Move:
             return Outcome.NO_SPACE
         # The file ends before the record does: nothing was ever written there.
         return Outcome.MISS if moved >= 0 else Outcome.IO_ERROR
+
+    def _leave_place(self, index: int, outcome: Outcome) -> None:
+        if self._bounced is not None:
+            self._bounced.end(index, self._records[index].address, outcome)
 
     def _finish(self, index: int, outcome: Outcome) -> None:
         self._outcomes[index] = outcome
@@ -308,7 +356,7 @@ class _Move:
     def _give_up(self) -> None:
         for tag, run in self._in_flight.items():
             addresses = frozenset(self._records[index].address for index in run.indices)
-            self._lane._late[tag] = (run, addresses)
+            self._lane._late[tag] = _Late(run, addresses, self._bounced)
         self._in_flight.clear()
         self._in_flight_records = 0
         self._waiting.clear()

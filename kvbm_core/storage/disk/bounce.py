@@ -1,0 +1,87 @@
+"""Places for blocks whose own memory the disk cannot use: one is taken when a block's turn comes, then given back."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from collections.abc import Sequence
+
+from kvbm_core.errors import Outcome
+from kvbm_core.storage.base import Memory, parts_of
+from kvbm_core.storage.disk.record import SECTOR_BYTES, record_bytes
+from kvbm_core.storage.huge_pages import HUGE_PAGE_BYTES, MADV_HUGEPAGE, advise
+
+BOUNCE_BYTES = 64 << 20
+"""Twice the reads in flight, and more: while some are checked and copied the disk has others."""
+
+
+class Bounce:
+    """Places of one direction, each for a block of ``payload_bytes``. One thread only, but for ``num_free``."""
+
+    def __init__(self, payload_bytes: int) -> None:
+        self.payload_bytes = payload_bytes
+        self.place_bytes = record_bytes(payload_bytes) - SECTOR_BYTES
+        self._num_places = max(1, BOUNCE_BYTES // self.place_bytes)
+        self._memory: mmap.mmap | None = None
+        self._free: list[int] | None = None
+
+    @property
+    def num_free(self) -> int:
+        """Places that can be taken."""
+        return self._num_places if self._free is None else len(self._free)
+
+    def take(self) -> int:
+        """The address of a place; IndexError if there is none."""
+        if self._free is None:
+            num_bytes = self._num_places * self.place_bytes
+            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+            self._memory = mmap.mmap(-1, num_bytes + HUGE_PAGE_BYTES, flags=flags)
+            first = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+            first += -first % HUGE_PAGE_BYTES
+            advise(first, num_bytes, MADV_HUGEPAGE)
+            self._free = list(range(first, first + num_bytes, self.place_bytes))
+        return self._free.pop()
+
+    def give(self, place: int) -> None:
+        """It can be taken again."""
+        assert self._free is not None, "no place was taken"  # noqa: S101
+        self._free.append(place)
+
+    def keep(self) -> None:
+        """Its memory stays for ever: something may still be written into it."""
+        if self._memory is not None:
+            _KEPT.append(self._memory)
+
+
+class Bounced:
+    """The blocks of one call that pass through ``bounce``: written from ``buffers``, or read into them."""
+
+    def __init__(self, bounce: Bounce, buffers: Sequence[Memory], *, is_write: bool) -> None:
+        self.bounce = bounce
+        self._buffers = buffers
+        self._is_write = is_write
+
+    def begin(self, index: int) -> int:
+        """The place of block ``index``, with its bytes if it is to be written."""
+        place = self.bounce.take()
+        if self._is_write:
+            self._copy(place, self._buffers[index])
+        return place
+
+    def end(self, index: int, place: int, outcome: Outcome) -> None:
+        """It has been moved, or not; the place is free."""
+        if not self._is_write and outcome is Outcome.OK:
+            self._copy(place, self._buffers[index])
+        self.bounce.give(place)
+
+    def _copy(self, place: int, buffer: Memory) -> None:
+        at = memoryview((ctypes.c_char * self.bounce.payload_bytes).from_address(place)).cast("B")
+        for part in parts_of(buffer):
+            if part.nbytes and self._is_write:
+                at[: part.nbytes] = part.cast("B")
+            elif part.nbytes:
+                part.cast("B")[:] = at[: part.nbytes]
+            at = at[part.nbytes :]
+
+
+_KEPT: list[mmap.mmap] = []
