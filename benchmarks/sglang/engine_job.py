@@ -1,9 +1,11 @@
 """One SGLang engine in a process of its own: prompts, flushes and waits, as a job says. Runs in SGLang's environment.
 
-    python -m tests.sglang.offline JOB.json RESULT.json
+    python -m benchmarks.sglang.engine_job JOB.json RESULT.json
 
-A job: {"engine": arguments of sglang.Engine, "prompts": [[token, ...], ...], "disk": folder, "steps": [...]}; steps are
-"ask" (all prompts, one after the other), "flush" (both of SGLang's own tiers) and {"stored": n} (wait for n records).
+A job: {"engine": arguments of sglang.Engine, "prompts": [[token, ...], ...], "answer_tokens": n, "disk": folder,
+"steps": [...]}. Steps: "ask" (all prompts, one after the other), {"ask": [their numbers]}, "together" (all at the same
+time), "flush" (all tiers of SGLang's own), "new_weights" (the same ones, loaded again), {"stored": n} (wait for n
+records of kvbm's), {"files": n} (for n files of SGLang's own backends).
 """
 
 from __future__ import annotations
@@ -16,7 +18,6 @@ from typing import Any
 
 from kvbm_core.storage.disk.inspect import Kind, find_files, identify, scan
 
-ANSWER_TOKENS = 8
 TIMEOUT_S = 60.0
 
 
@@ -26,39 +27,55 @@ def main(job_file: str, result_file: str) -> None:
 
     job = json.loads(Path(job_file).read_text())
     engine = sglang.Engine(**job["engine"])
+    prompts, answer_tokens = job["prompts"], job["answer_tokens"]
     answers: list[Any] = []
     try:
         for step in job["steps"]:
-            if step == "ask":
-                answers.append([_ask(engine, prompt) for prompt in job["prompts"]])
-            elif step == "flush":
+            if step == "flush":
                 engine.flush_cache()
+            elif step == "new_weights":
+                engine.update_weights_from_disk(model_path=job["engine"]["model_path"])
+            elif step == "together":
+                answers.append(_ask(engine, prompts, answer_tokens))
+            elif step == "ask" or "ask" in step:
+                chosen = range(len(prompts)) if step == "ask" else step["ask"]
+                answers.append([_ask(engine, [prompts[number]], answer_tokens)[0] for number in chosen])
             else:
-                _wait_stored(Path(job["disk"]), step["stored"])
+                _wait(Path(job["disk"]), **step)
     finally:
         engine.shutdown()
     Path(result_file).write_text(json.dumps({"answers": answers}))
 
 
-def _ask(engine: Any, prompt: list[int]) -> dict[str, Any]:
-    sampling = {"temperature": 0, "max_new_tokens": ANSWER_TOKENS}
-    meta = engine.generate(input_ids=prompt, sampling_params=sampling, return_logprob=True)["meta_info"]
-    tokens = meta["output_token_logprobs"]
+def _ask(engine: Any, prompts: list[list[int]], answer_tokens: int) -> list[dict[str, Any]]:
+    from fastapi import HTTPException
+
+    sampling = {"temperature": 0, "max_new_tokens": answer_tokens}
+    started_s = time.perf_counter()
+    try:
+        results = engine.generate(input_ids=prompts, sampling_params=sampling, return_logprob=True)
+    except HTTPException as error:  # how SGLang tells that it has given up one of them
+        return [{"error": error.detail} for _ in prompts]
+    seconds = time.perf_counter() - started_s
+    return [{**_answer(result["meta_info"]), "seconds": seconds} for result in results]
+
+
+def _answer(meta: dict[str, Any]) -> dict[str, Any]:
     return {
-        "tokens": [token for _, token, _ in tokens],
-        "logprobs": [logprob for logprob, _, _ in tokens],
+        "tokens": [token for _, token, _ in meta["output_token_logprobs"]],
+        "logprobs": [logprob for logprob, _, _ in meta["output_token_logprobs"]],
         "cached": meta["cached_tokens"],
         "from": meta.get("cached_tokens_details"),
     }
 
 
-def _wait_stored(folder: Path, num_records: int) -> None:
-    """Until the files hold so many records; SGLang backs pages up behind its answers."""
+def _wait(folder: Path, stored: int = 0, files: int = 0) -> None:
+    """Until so much is on the disk; SGLang backs pages up behind its answers."""
     ends_at_s = time.monotonic() + TIMEOUT_S
-    while (stored := _stored(folder)) < num_records:
+    while _stored(folder) < stored or sum(path.is_file() for path in folder.rglob("*")) < files:
         if time.monotonic() > ends_at_s:
-            raise TimeoutError(f"{stored} of {num_records} pages were stored in {TIMEOUT_S:.0f} s")
-        time.sleep(0.1)
+            raise TimeoutError(f"{_stored(folder)} pages were stored in {TIMEOUT_S:.0f} s, not {stored or files}")
+        time.sleep(0.05)
 
 
 def _stored(folder: Path) -> int:

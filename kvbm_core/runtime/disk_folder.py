@@ -18,6 +18,7 @@ from kvbm_core.storage.disk.record import SECTOR_BYTES, foreign_version
 
 TOP = "kvbm"
 LOCK = "lock"
+CLAIM = "claim"
 MAX_ENGINES = 64
 
 log = logging.getLogger("kvbm")
@@ -26,13 +27,14 @@ log = logging.getLogger("kvbm")
 class DiskFolder:
     """Takes the first free folder for a layout, so that an engine finds again what it left.
 
-    Several engines with the same layout have a folder each. The lock goes with the process. ConfigError, one line, if
-    the directory cannot be used.
+    Several engines with the same layout have a folder each. The lock goes with the process. ``claim``: what other
+    processes of the same engine know it by (see ``claimed_folder``). ConfigError, one line, if the directory cannot be
+    used.
     """
 
-    def __init__(self, directory: Path, fingerprint: str) -> None:
+    def __init__(self, directory: Path, fingerprint: str, claim: str = "") -> None:
         self._fd = -1
-        name = hashlib.sha256(fingerprint.encode()).hexdigest()[:16]
+        name = _name_of(fingerprint)
         try:
             for number in count():
                 if number == MAX_ENGINES:
@@ -41,6 +43,7 @@ class DiskFolder:
                     )
                 self.path = directory / TOP / f"{name}-{number}"
                 if self._take():
+                    (self.path / CLAIM).write_text(claim, encoding="utf-8")
                     return
         except OSError as error:
             self.close()
@@ -74,6 +77,23 @@ class DiskFolder:
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
+
+
+def claimed_folder(directory: Path, fingerprint: str, claim: str) -> Path | None:
+    """The folder that a DiskFolder of another process took with this claim; None while there is none."""
+    for number in range(MAX_ENGINES):
+        folder = directory / TOP / f"{_name_of(fingerprint)}-{number}"
+        try:
+            _check_owner(folder)
+            if (folder / CLAIM).read_text(encoding="utf-8") == claim:
+                return folder
+        except (OSError, UnicodeError, ConfigError):
+            continue
+    return None
+
+
+def _name_of(fingerprint: str) -> str:
+    return hashlib.sha256(fingerprint.encode()).hexdigest()[:16]
 
 
 def _check_owner(folder: Path) -> None:

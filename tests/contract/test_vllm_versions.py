@@ -1,6 +1,6 @@
 """kvbm_vllm against the signatures of every supported vLLM, read from the wheels without importing them.
 
-``KVBM_VLLM_SOURCES`` names a folder with VERSION/vllm/... (deploy/setup_env.py --contract-wheels makes it, and
+``KVBM_CONTRACT_SOURCES`` names a folder with VERSION/vllm/... (deploy/setup_env.py --contract-wheels makes it, and
 so does ``make test``). An installed vLLM is held to the same contract.
 """
 
@@ -31,7 +31,7 @@ from tests.contract.vllm_fields import FIELDS, PROBED, PROBED_IN, TYPE_OF, WHERE
 
 ADAPTER = Path(versions.__file__).parent
 BASE = "distributed/kv_transfer/kv_connector/v1/base.py"
-VARIABLE = "KVBM_VLLM_SOURCES"
+VARIABLE = "KVBM_CONTRACT_SOURCES"
 MINORS = range(versions.SUPPORTED_FROM[1], versions.SUPPORTED_BELOW[1])
 
 

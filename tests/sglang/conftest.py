@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.sglang.environment import PYTHON, ROOT, variables
+from benchmarks.sglang.environment import PYTHON, ROOT, variables
 from tests.sglang.worker import Worker
 
 

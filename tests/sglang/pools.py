@@ -7,7 +7,9 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig, PoolHitPolicy, PoolName, PoolTransfer
@@ -18,6 +20,7 @@ from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 from kvbm_core.storage.disk.inspect import find_files
 from kvbm_core.storage.disk.record import slot_offset_bytes, unpack_file, unpack_record
 from kvbm_sglang.hicache import KvbmHiCache
+from kvbm_sglang.store import PageStore
 
 PAGE_TOKENS, NUM_PAGES, LAYERS = 16, 32, 4
 RECOVERED_S = 30.0
@@ -99,7 +102,7 @@ def backend(folder: str, pools: dict[str, Any], **changed: Any) -> Iterator[Kvbm
             store.register_mem_host_pool_v2(pool, name)
         store.on_host_pools_registered()
         for opened in store._pools._stores.values():
-            assert opened._store.wait_recovered(RECOVERED_S)
+            assert not isinstance(opened, PageStore) or opened._store.wait_recovered(RECOVERED_S)
         yield store
         guarded = [
             series for series, n in store.guard_state.metrics.snapshot().items() if "guarded_errors" in series and n
@@ -171,6 +174,52 @@ def not_found_by_others(folder: str, seed: int) -> list[str]:
         with backend(folder, {"kv": pool}, model_name=model) as store:
             assert store.batch_exists(keys) == 8
     return list(others)
+
+
+def bytes_of_unknown_meaning(folder: str, seed: int) -> None:
+    """Both kinds of float8 are stored as bytes: the engine's settings tell them apart; none is kept without."""
+    keys, pages = keys_of(4), list(range(4))
+    pool, alike = (make_pool("mha", "page_first", seed, dtype=f"float8_{kind}") for kind in ("e5m2", "e4m3fn"))
+    assert pool.dtype == alike.dtype == torch.uint8
+    with _stamped(folder) as model:
+        with backend(folder, {"kv": pool}, model_name=model) as store:
+            assert store.batch_set_v1(keys, indices(pages)) == [False] * 4
+
+        def arguments(dtype: str) -> Any:
+            return patch(
+                "kvbm_sglang.pools.find_server_args", lambda: SimpleNamespace(model_path=model, kv_cache_dtype=dtype)
+            )
+
+        with arguments("fp8_e5m2"), backend(folder, {"kv": pool}) as store:
+            assert all(store.batch_set_v1(keys, indices(pages)))
+        with arguments("fp8_e4m3"), backend(folder, {"kv": alike}) as store:
+            assert store.batch_exists(keys) == 0
+        with arguments("fp8_e5m2"), backend(folder, {"kv": pool}, model_name="served under another name") as store:
+            assert store.batch_exists(keys) == 4
+
+
+def ranks_of_one_writer(folder: str, seed: int) -> None:
+    """Of latents one rank writes and the others read along; of a second engine they do not."""
+    keys, pages = keys_of(8), list(range(8))
+    pools = [make_pool("mla", "page_first", seed + rank) for rank in (0, 1)]
+    mla = {"is_mla_model": True, "tp_size": 2}
+    with _stamped(folder) as model, backend(folder, {"kv": pools[1]}, model_name=model, tp_rank=1, **mla) as reader:
+        assert reader.batch_exists(keys) == 0, "its writer is not there yet"
+        with backend(folder, {"kv": pools[0]}, model_name=model, tp_rank=0, **mla) as writer:
+            before = content(pools[0], pages)
+            assert all(writer.batch_set_v1(keys, indices(pages)))
+            assert reader.batch_exists(keys) == 8
+            assert reader.batch_get_v1(keys, indices(pages)) == [True] * 8
+            assert content(pools[1], pages) == before
+            _damage(folder, "bit of the payload", 3, seed)
+            assert reader.batch_get_v1(keys, indices(pages)) == [True] * 3 + [False] + [True] * 4
+            assert writer.clear()
+            assert reader.batch_exists(keys) == 0
+            assert all(writer.batch_set_v1(keys[:2], indices(pages[:2])))
+            assert reader.batch_exists(keys) == 2
+        other = patch("kvbm_sglang.pools.engine_claim", lambda config: "another engine")
+        with other, backend(folder, {"kv": pools[1]}, model_name=model, tp_rank=1, **mla) as stranger:
+            assert stranger.batch_exists(keys) == 0
 
 
 def damaged(folder: str, how: str, seed: int) -> dict[str, Any]:

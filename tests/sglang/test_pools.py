@@ -27,6 +27,14 @@ def test_pages_of_others_are_not_found(sglang: Worker, tmp_path: Path, seed: int
     assert len(sglang.run(f"{SCENES}:not_found_by_others", folder=str(tmp_path), seed=seed)) == 12
 
 
+def test_kinds_of_float8_are_told_apart(sglang: Worker, tmp_path: Path, seed: int) -> None:
+    sglang.run(f"{SCENES}:bytes_of_unknown_meaning", folder=str(tmp_path), seed=seed)
+
+
+def test_ranks_read_what_one_of_them_writes(sglang: Worker, tmp_path: Path, seed: int) -> None:
+    sglang.run(f"{SCENES}:ranks_of_one_writer", folder=str(tmp_path), seed=seed)
+
+
 @pytest.mark.parametrize("how", ["bit of the payload", "bit of the header", "zeroed", "swapped", "truncated"])
 def test_a_damaged_page_is_not_loaded_and_is_written_again(sglang: Worker, how: str, tmp_path: Path, seed: int) -> None:
     failures = sglang.run(f"{SCENES}:damaged", folder=str(tmp_path), how=how, seed=seed)

@@ -14,7 +14,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from tests.sglang.environment import PYTHON, ROOT, variables
+from benchmarks.sglang.environment import PYTHON, ROOT, variables
 
 
 class Worker:

@@ -138,7 +138,7 @@ def test_setup_refuses_a_folder_that_is_no_environment(tmp_path: Path) -> None:
 
 def test_setup_goes_on_without_nixl(tmp_path: Path) -> None:
     program = f"import sys; sys.path.insert(0, {str(DEPLOY)!r}); import setup_env; from pathlib import Path; " + (
-        f"setup_env._install_nixl(Path({str(tmp_path)!r}))"
+        f"setup_env.install_nixl(Path({str(tmp_path)!r}))"
     )
     python = tmp_path / "bin" / "python"
     python.parent.mkdir()

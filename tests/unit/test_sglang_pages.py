@@ -18,6 +18,7 @@ from kvbm_sglang.pages import Pages  # noqa: E402
 from kvbm_sglang.store import PageStore  # noqa: E402
 
 PAGE_TOKENS, NUM_PAGES = 4, 8
+ENGINE = SimpleNamespace(kv_cache_dtype="auto")
 RANKS = ("tp", "pp", "attn_cp", "dcp")
 CONFIG = SimpleNamespace(
     model_name="a-model",
@@ -59,8 +60,10 @@ def indices_of(*pages: int) -> Any:
 
 def store_of(folder: Path, pool: Pool, config: Any = CONFIG, num_slots: int = 16) -> PageStore:
     pages = Pages(pool)
-    namespace = replace(namespace_of(config, pool, KV, pages.piece_bytes), extra=(("pool", KV), ("weights", "w")))
-    store = PageStore(folder, pages, namespace, num_slots, FileOptions(is_direct=False))
+    namespace = replace(
+        namespace_of(config, pool, KV, pages.piece_bytes, ENGINE), extra=(("pool", KV), ("weights", "w"))
+    )
+    store = PageStore(folder, pages, namespace, num_slots, FileOptions(is_direct=False), shares=False)
     assert store._store.wait_recovered(30.0)
     return store
 
@@ -95,7 +98,8 @@ def _bytes_of(pool: Pool, page: int) -> bytes:
 def test_everything_that_bytes_depend_on_changes_the_key() -> None:
     def root(pool: Pool | None = None, name: str = KV, **config: Any) -> bytes:
         pool = pool or Pool()
-        return namespace_of(SimpleNamespace(**{**vars(CONFIG), **config}), pool, name, Pages(pool).piece_bytes).root()
+        whole = SimpleNamespace(**{**vars(CONFIG), **config})
+        return namespace_of(whole, pool, name, Pages(pool).piece_bytes, ENGINE).root()
 
     other_dtype = Pool()
     other_dtype.dtype = torch.bfloat16

@@ -1,0 +1,243 @@
+"""KvbmLinker: SGLang's direct linker, for ``--unified-cache-external-linker-backend dynamic``.
+
+Interface: UnifiedCacheLinker of SGLang 0.5.23. Selected by ``{"linker": "KvbmLinker", "linker_module_path":
+"kvbm_sglang.linker", "linker_extra_config": {...}}``. No logic here but what SGLang's side of it needs.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Mapping, Sequence
+from functools import partial
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinker
+
+from kvbm_core.config import KvbmSettings
+from kvbm_core.errors import LayoutError
+from kvbm_core.observe.guard import GuardState, guarded
+from kvbm_core.observe.labels import FailureKind, Seam
+from kvbm_core.observe.metrics import Metrics
+from kvbm_sglang.device_pool import DevicePages
+from kvbm_sglang.engine_settings import settings_of
+from kvbm_sglang.identity import KV
+from kvbm_sglang.linker_assembly import Ranks, assemble
+from kvbm_sglang.linker_tiers import WaitReady
+
+if TYPE_CHECKING:
+    import torch
+    from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+    from sglang.srt.mem_cache.hicache_storage import PoolTransfer
+    from sglang.srt.server_args import ServerArgs
+
+log = logging.getLogger("kvbm")
+
+# SGLang's, on whose behalf it also resets its cache: nobody else is told that the weights are others now.
+_AFTER_NEW_WEIGHTS = "flush_cache_after_weight_update"
+
+
+def _no_pages(*args: Any) -> DevicePages | None:
+    return None
+
+
+def _no_hit(*args: Any) -> list[int]:
+    return []
+
+
+def _no_store(linker: KvbmLinker, transfers: list[PoolTransfer]) -> bool:
+    return linker.fail_store()
+
+
+class KvbmLinker(UnifiedCacheLinker):
+    """Pages of the device pool in host memory and on disk. Every hook is guarded.
+
+    What ranks must agree on (what is queued, how many have ended) does not depend on what goes wrong on one of them.
+    """
+
+    def __init__(
+        self,
+        server_args: ServerArgs,
+        params: CacheInitParams,
+        *,
+        components: set[Any],
+        extra_config: Mapping[str, Any] | None = None,
+        forward_stream: torch.cuda.Stream | None = None,
+    ) -> None:
+        self.forward_stream = forward_stream
+        self.guard_state = GuardState(Metrics())
+        self.pools: dict[Any, object] = {}  # SGLang looks for a windows' pool in it
+        settings = KvbmSettings.from_env(extra_config)
+        settings.require_tier()
+        for line in settings.warnings:
+            log.warning("%s", line)
+        pool = params.token_to_kv_pool_allocator.get_kvcache()
+        pages = self._pages_of(pool, server_args, params, components)
+        self._is_cpu = pages is None or pages.memory.is_cpu
+        self._parts = assemble(
+            pages,
+            settings,
+            self.guard_state.metrics,
+            model=str(server_args.model_path),
+            engine=settings_of(server_args),
+            ranks=_ranks_of(params),
+            num_layers=int(pool.layer_num),
+        )
+        self.layer_done_counter = self._parts.counter
+
+    @guarded(Seam.REGISTER_KV_CACHES, _no_pages)
+    def _pages_of(self, pool: Any, server_args: Any, params: Any, components: set[Any]) -> DevicePages | None:
+        """None, with a line in the log, for what is not known; nothing is cached then."""
+        try:
+            reason = _unknown(pool, server_args, params, components)
+            if reason:
+                raise LayoutError(f"kvbm: {reason}")
+            return DevicePages(pool, int(params.page_size))
+        except LayoutError as error:
+            log.error("%s; nothing is cached", error)
+            self.guard_state.metrics.failure(FailureKind.LAYOUT)
+            return None
+
+    # ---------------------------------------------------------------- the way up
+
+    @guarded(Seam.BATCH_EXISTS, _no_hit)
+    def lookup(self, rid: str, transfers: list[PoolTransfer]) -> list[int]:
+        kv = _only_kv(transfers)
+        return [] if kv is None else self._parts.lookup(rid, list(kv.keys or []))
+
+    @guarded(Seam.START_LOAD_KV, lambda self, rid, transfers: self._fail_load(rid))
+    def load(self, rid: str, transfers: list[PoolTransfer]) -> bool:
+        kv = _only_kv(transfers)
+        if kv is None:
+            return self._fail_load(rid)
+        self._parts.load(rid, list(kv.keys or []), kv.device_indices)
+        return True
+
+    def _fail_load(self, rid: str) -> bool:
+        self._parts.fail_load(rid)
+        return True
+
+    @guarded(Seam.START_LOAD_KV, lambda self: -1)
+    def start_layer_wise_loading(self) -> int:
+        return self._parts.start(self._when_current_stream_is_through())
+
+    @guarded(Seam.WAIT_FOR_LAYER_LOAD, lambda self, counter_index: False)
+    def finish_layer_wise_loading(self, counter_index: int) -> bool:
+        return self._parts.finish(counter_index)
+
+    @guarded(Seam.OTHER, lambda self, rid: False)
+    def cancel_queued_load(self, rid: str) -> bool:
+        return self._parts.cancel(rid)
+
+    # ---------------------------------------------------------------- the way down
+
+    def offload(self, transfers: list[PoolTransfer], session_id: str | None = None, **more: Any) -> bool:
+        return self._offload(transfers)
+
+    @guarded(Seam.BATCH_SET, _no_store)
+    def _offload(self, transfers: list[PoolTransfer]) -> bool:
+        kv = _only_kv(transfers)
+        if kv is None:
+            return self.fail_store()
+        self._parts.store(list(kv.keys or []), kv.device_indices, self._when_pages_are_written())
+        return True
+
+    def fail_store(self) -> bool:
+        """Queues a store that fails."""
+        self._parts.fail_store()
+        return True
+
+    @guarded(Seam.GET_FINISHED, lambda self: 0)
+    def num_completed_offloads(self) -> int:
+        return self._parts.num_ended_stores()
+
+    @guarded(Seam.GET_FINISHED, lambda self: False)
+    def pop_completed_offload(self) -> bool:
+        return self._parts.take_ended_store()
+
+    # ---------------------------------------------------------------- ends
+
+    @guarded(Seam.RESET_CACHE, lambda self: None)
+    def reset(self) -> None:
+        self._parts.quiesce()
+        if _is_called_by(_AFTER_NEW_WEIGHTS):
+            log.warning("kvbm: the weights are others now; what was cached before is not used any more")
+            self._parts.begin_anew()
+
+    @guarded(Seam.SHUTDOWN, lambda self: None)
+    def close(self) -> None:
+        self._parts.close()
+
+    # ---------------------------------------------------------------- when device pages may be touched
+
+    def _when_current_stream_is_through(self) -> WaitReady:
+        if self._is_cpu:
+            return _at_once
+        import torch
+
+        event = torch.cuda.Event()
+        event.record()
+        return partial(_wait_for, [event])
+
+    def _when_pages_are_written(self) -> WaitReady:
+        if self._is_cpu:
+            return _at_once
+        return partial(_wait_for, self.record_offload_ready())
+
+
+def _at_once() -> None:
+    """On a CPU all that came before has been done."""
+
+
+def _wait_for(events: Sequence[Any]) -> None:
+    for event in events:
+        event.synchronize()
+
+
+def _only_kv(transfers: Sequence[PoolTransfer]) -> PoolTransfer | None:
+    """None if there are pages of other pools: of these nothing is kept."""
+    return transfers[0] if len(transfers) == 1 and str(transfers[0].name) == KV else None
+
+
+def _unknown(pool: Any, server_args: Any, params: Any, components: set[Any]) -> str:
+    """What there is that this linker does not know; "" if nothing."""
+    names = {component.name for component in components}
+    has_draft = params.is_eagle or params.mtp_draft_device_pools or params.sidecar_draft_device_pools
+    checks = (
+        (names != {"FULL"}, f"a model with {', '.join(sorted(names))} components"),
+        (has_draft, "KV of a draft model"),
+        (
+            int(pool.page_size) != int(params.page_size),
+            f"{pool.page_size} tokens a page, {params.page_size} in the tree",
+        ),
+        # SGLang compares the hits of tensor-parallel ranks, and not those of stages: one would load what another one
+        # computes, which was seen to give wrong answers.
+        (int(params.pp_size) > 1, "pipeline parallelism (--pp-size)"),
+        # It gives memory back before it says so, while pages of it may still be read.
+        (getattr(server_args, "enable_memory_saver", False), "--enable-memory-saver"),
+        (getattr(server_args, "disaggregation_mode", "null") != "null", "--disaggregation-mode"),
+    )
+    return next((f"{what} is not supported by the linker" for is_found, what in checks if is_found), "")
+
+
+def _ranks_of(params: Any) -> Ranks:
+    from sglang.srt.runtime_context import get_parallel
+
+    parallel = get_parallel()
+    shard = {
+        "tp_rank": int(parallel.attn_tp_rank),
+        "tp_size": int(parallel.attn_tp_size),
+        "pp_rank": int(params.pp_rank),
+        "pp_size": int(params.pp_size),
+        "attn_cp_rank": int(params.attn_cp_rank),
+        "attn_cp_size": int(params.attn_cp_size),
+    }
+    return Ranks(shard, int(parallel.tp_size) * int(params.pp_size))
+
+
+def _is_called_by(name: str) -> bool:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_name != name:
+        frame = frame.f_back
+    return frame is not None

@@ -1,0 +1,117 @@
+"""Puts the linker's parts together: namespace, sizes, folder, tiers."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvbm_core.clock import SystemClock
+from kvbm_core.config import KvbmSettings
+from kvbm_core.errors import ConfigError, UnsupportedError
+from kvbm_core.observe.labels import FailureKind
+from kvbm_core.observe.metrics import Metrics
+from kvbm_core.policy.admission import AdmitAll
+from kvbm_core.policy.frequency import FrequencyFilter
+from kvbm_core.runtime.disk import DiskOptions
+from kvbm_core.runtime.disk_folder import DiskFolder
+from kvbm_core.runtime.local_bytes import LocalDisk, LocalOptions, slot_bytes_of
+from kvbm_core.runtime.local_tiers import LocalTiers
+from kvbm_core.runtime.messages import DiskShare
+from kvbm_core.runtime.worker_disk import WorkerDiskOptions
+from kvbm_core.storage.disk.allocate import FileOptions
+from kvbm_core.storage.disk.record import record_bytes
+from kvbm_core.tokens.namespace import KeyNamespace
+from kvbm_core.types import SequenceHash
+from kvbm_sglang.device_pool import DevicePages
+from kvbm_sglang.identity import device_namespace_of
+from kvbm_sglang.linker_tiers import LinkerTiers
+from kvbm_sglang.load_counter import LoadCounter
+
+log = logging.getLogger("kvbm")
+
+LOAD_MARGIN_S = 60.0
+"""A load may take so much longer than its deadlines before the engine waits no more."""
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """``shard``: names and numbers that say which part of the KV this process holds. ``num_ranks``: of one engine."""
+
+    shard: Mapping[str, int]
+    num_ranks: int
+
+
+def assemble(
+    pages: DevicePages | None,
+    settings: KvbmSettings,
+    metrics: Metrics,
+    *,
+    model: str,
+    engine: Mapping[str, object],
+    ranks: Ranks,
+    num_layers: int,
+) -> LinkerTiers:
+    """The linker's parts; without ``pages``, or if the tiers cannot be had, those that cache nothing.
+
+    ConfigError, one line, for sizes that hold no page.
+    """
+    timeout_s = settings.transfer_deadline_s + settings.disk_deadline_s + LOAD_MARGIN_S
+    counter = LoadCounter(num_layers, timeout_s)
+    if pages is None:
+        return LinkerTiers(None, None, SequenceHash(b""), counter=counter, metrics=metrics)
+    namespace = device_namespace_of(model, pages.layout, pages.page_tokens, ranks.shard, engine)
+    num_slots = settings.host_tier_slots(pages.page_bytes * ranks.num_ranks)
+    disk, folder = _disk_of(pages, settings, namespace, ranks.num_ranks, metrics)
+    options = LocalOptions(
+        num_slots,
+        disk,
+        lease_ttl_s=settings.lease_ttl_s,
+        transfer_deadline_s=settings.transfer_deadline_s,
+        max_concurrent_transfers=settings.max_concurrent_transfers,
+        max_batch_blocks=settings.max_transfer_batch_size,
+        near_memory=not settings.disable_numa,
+    )
+    try:
+        tiers = LocalTiers(pages.memory, options, metrics)
+    except (ConfigError, UnsupportedError) as error:  # one rank must not end, or wait for, the others
+        log.error("%s; nothing is cached", error)
+        metrics.failure(FailureKind.OTHER)
+        if folder is not None:
+            folder.close()
+        return LinkerTiers(None, None, SequenceHash(b""), counter=counter, metrics=metrics)
+    line = "kvbm: linker: host tier of %d pages, %.2f GB; pages of %d bytes"
+    log.info(line, num_slots, num_slots * pages.page_bytes / 1e9, pages.page_bytes)
+    on_close = None if folder is None else folder.close
+    return LinkerTiers(tiers, pages, namespace.root(), counter=counter, metrics=metrics, on_close=on_close)
+
+
+def _disk_of(
+    pages: DevicePages, settings: KvbmSettings, namespace: KeyNamespace, num_ranks: int, metrics: Metrics
+) -> tuple[LocalDisk | None, DiskFolder | None]:
+    if not settings.has_disk_tier:
+        return None, None
+    each = record_bytes(slot_bytes_of(pages.memory, with_disk=True))
+    num_slots = settings.disk_tier_slots(each * num_ranks)
+    fingerprint = namespace.root().hex()
+    try:
+        folder = DiskFolder(Path(settings.disk_cache_dir), fingerprint)
+    except ConfigError as error:
+        log.error("%s; nothing is kept on disk", error)
+        metrics.failure(FailureKind.OTHER)
+        return None, None
+    file = FileOptions(
+        is_direct=not settings.disk_disable_o_direct,
+        opens_direct=settings.disk_allocator_type == "open-direct",
+        zero_fill=settings.disk_zerofill_fallback,
+    )
+    is_filtered = settings.has_host_tier and not settings.disable_disk_offload_filter
+    disk = LocalDisk(
+        DiskShare(str(folder.path), num_slots),
+        fingerprint,
+        FrequencyFilter(SystemClock()) if is_filtered else AdmitAll(),
+        DiskOptions(lease_ttl_s=settings.lease_ttl_s, is_bypass=not settings.has_host_tier),
+        WorkerDiskOptions(file, settings.disk_deadline_s, settings.disk_io),
+    )
+    return disk, folder

@@ -1,0 +1,242 @@
+"""The direct linker without SGLang: pages by SGLang's keys between its device pool and kvbm's tiers.
+
+What SGLang compares between ranks (whether something was queued, how many ended) is the same on each of them, whatever
+goes wrong on one: a load or store that cannot be is queued too, and ends as failed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import secrets
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from kvbm_core.errors import LayoutError, Outcome
+from kvbm_core.observe.labels import DropReason, FailureKind
+from kvbm_core.observe.metrics import Metrics
+from kvbm_core.runtime.local_claims import Claim
+from kvbm_core.runtime.local_tiers import LocalTiers
+from kvbm_core.types import BlockKey, SequenceHash
+from kvbm_sglang.device_pool import DevicePages
+from kvbm_sglang.identity import page_keys
+from kvbm_sglang.load_counter import LoadCounter
+
+log = logging.getLogger("kvbm")
+
+MAX_WAITING_STORES = 1024
+"""Each keeps its device pages from being evicted."""
+QUIESCE_TIMEOUT_S = 60.0
+WRITE_OUT_TIMEOUT_S = 3.0
+
+WaitReady = Callable[[], None]
+"""Waits until the device pages may be read, or written."""
+
+
+@dataclass
+class _Load:
+    """A load of one request. ``claim`` None: it has failed already."""
+
+    claim: Claim | None
+    indices: Any
+
+
+@dataclass
+class _Store:
+    """A store in the order in which it was asked for. ``outcome`` None: not over."""
+
+    outcome: Outcome | None = None
+
+
+class LinkerTiers:
+    """``tiers`` and ``pages`` None: nothing is cached. Called from the scheduler's thread; nothing waits for a device
+    or for I/O but ``finish``, ``reset`` and ``close``. Two threads of its own wait for the device, and hand on.
+    """
+
+    def __init__(
+        self,
+        tiers: LocalTiers | None,
+        pages: DevicePages | None,
+        root: SequenceHash,
+        *,
+        counter: LoadCounter,
+        metrics: Metrics,
+        on_close: Callable[[], None] | None = None,
+    ) -> None:
+        self.counter = counter
+        self._on_close = on_close
+        self._tiers = tiers
+        self._pages = pages
+        self._root = root
+        self._metrics = metrics
+        self._pending: dict[str, _Load] = {}
+        self._stores: deque[_Store] = deque()
+        self._changed = threading.Condition()
+        self._num_loading = self._num_storing = 0
+        self._life = 0  # what was asked for in an earlier one is void
+        self._loader = ThreadPoolExecutor(1, "kvbm-linker-load")
+        self._storer = ThreadPoolExecutor(1, "kvbm-linker-store")
+
+    # ---------------------------------------------------------------- the way up
+
+    def lookup(self, rid: str, keys: Sequence[str]) -> list[int]:
+        """The lengths, in pages, of the prefixes of ``keys`` that can be loaded; held for the request for a while."""
+        if self._tiers is None or not keys:
+            return []
+        (first,) = page_keys(self._root, [keys[0]])
+        if not self._tiers.contains(first):  # most prompts that are new are new from their first page on
+            return []
+        return list(range(1, self._tiers.match(rid, page_keys(self._root, list(keys))) + 1))
+
+    def load(self, rid: str, keys: Sequence[str], indices: Any) -> None:
+        """Queues a load into the pages of ``indices``, for the next ``start``. What cannot be loaded fails there."""
+        self.cancel(rid)
+        claim = None if self._tiers is None else self._tiers.claim(rid, page_keys(self._root, list(keys)))
+        self._pending[rid] = _Load(claim, indices)
+
+    def fail_load(self, rid: str) -> None:
+        """Queues a load that fails."""
+        self.cancel(rid)
+        self._pending[rid] = _Load(None, None)
+
+    def cancel(self, rid: str) -> bool:
+        """Takes back a load that has not started; False if there is none."""
+        load = self._pending.pop(rid, None)
+        if load is not None and load.claim is not None and self._tiers is not None:
+            self._tiers.drop(load.claim)
+        return load is not None
+
+    def start(self, wait_ready: WaitReady) -> int:
+        """Starts what is queued as soon as ``wait_ready`` returns; the batch's index, or -1 if nothing is queued."""
+        if not self._pending:
+            return -1
+        loads, self._pending = list(self._pending.values()), {}
+        index = self.counter.begin(len(loads))
+        for load in loads:
+            if load.claim is None:
+                self._metrics.failure(FailureKind.LEASE_EXPIRED)
+                self.counter.end_load(index, has_landed=False)
+            else:
+                with self._changed:
+                    self._num_loading += 1
+                self._loader.submit(self._load, index, load, self._life, wait_ready)
+        return index
+
+    def finish(self, index: int) -> bool:
+        """Waits until the batch writes no more to device pages; True if all of it is there."""
+        return self.counter.finish(index)
+
+    def _load(self, index: int, load: _Load, life: int, wait_ready: WaitReady) -> None:
+        """In the loading thread."""
+        if self._tiers is None or self._pages is None or load.claim is None:
+            return
+        blocks: tuple[int, ...] | None = None
+        try:
+            wait_ready()
+            blocks = self._pages.numbers(load.indices)
+        except Exception:
+            log.exception("kvbm: pages cannot be loaded")
+            self._metrics.failure(FailureKind.OTHER)
+        with self._changed:
+            if blocks is not None and life == self._life:
+                self._tiers.load(load.claim, blocks, partial(self._load_ended, index))
+                return
+        self._tiers.drop(load.claim)
+        self._load_ended(index, Outcome.REJECTED)
+
+    def _load_ended(self, index: int, outcome: Outcome) -> None:
+        self.counter.end_load(index, has_landed=outcome is Outcome.OK)
+        with self._changed:
+            self._num_loading -= 1
+            self._changed.notify_all()
+
+    # ---------------------------------------------------------------- the way down
+
+    def store(self, keys: Sequence[str], indices: Any, wait_ready: WaitReady) -> None:
+        """Keeps the pages of ``indices``, which may be read when ``wait_ready`` returns, until it has ended."""
+        store = _Store()
+        with self._changed:
+            is_refused = self._tiers is None or self._num_storing >= MAX_WAITING_STORES
+            self._num_storing += not is_refused
+        self._stores.append(store)
+        if is_refused:
+            store.outcome = Outcome.BUSY
+            self._metrics.dropped(
+                DropReason.TIER_NOT_READY if self._tiers is None else DropReason.QUEUE_FULL, len(keys)
+            )
+            return
+        self._storer.submit(self._store, store, page_keys(self._root, list(keys)), indices, self._life, wait_ready)
+
+    def fail_store(self) -> None:
+        """A store that fails."""
+        self._stores.append(_Store(Outcome.REJECTED))
+
+    def num_ended_stores(self) -> int:
+        """Of the oldest stores, how many have ended."""
+        return next((i for i, store in enumerate(self._stores) if store.outcome is None), len(self._stores))
+
+    def take_ended_store(self) -> bool:
+        """Whether the oldest store, which has ended, ended with all its pages kept."""
+        return self._stores.popleft().outcome is Outcome.OK
+
+    def _store(self, store: _Store, keys: list[BlockKey], indices: Any, life: int, wait_ready: WaitReady) -> None:
+        """In the storing thread."""
+        if self._tiers is None or self._pages is None:
+            return
+        blocks: tuple[int, ...] | None = None
+        try:
+            wait_ready()
+            blocks = self._pages.numbers(indices)
+            if len(blocks) != len(keys):
+                raise LayoutError(f"kvbm: {len(blocks)} pages, {len(keys)} keys")
+        except Exception:
+            log.exception("kvbm: pages cannot be stored")
+            self._metrics.failure(FailureKind.OTHER)
+            blocks = None
+        with self._changed:
+            if blocks is not None and life == self._life:
+                self._tiers.store(keys, blocks, partial(self._store_ended, store))
+                return
+        self._store_ended(store, Outcome.REJECTED)
+
+    def _store_ended(self, store: _Store, outcome: Outcome) -> None:
+        store.outcome = outcome
+        with self._changed:
+            self._num_storing -= 1
+            self._changed.notify_all()
+
+    # ---------------------------------------------------------------- ends
+
+    def quiesce(self) -> bool:
+        """No load or store is queued or under way after this. False if one did not end: what it stores is not kept."""
+        for rid in list(self._pending):
+            self.cancel(rid)
+        with self._changed:
+            is_idle = self._changed.wait_for(lambda: not self._num_loading and not self._num_storing, QUIESCE_TIMEOUT_S)
+            self._life += 1
+        if not is_idle and self._tiers is not None:
+            log.error("kvbm: transfers did not end in %.0f s; what they store is not kept", QUIESCE_TIMEOUT_S)
+            self._tiers.disown()
+        self._stores.clear()
+        self.counter.reset()
+        return is_idle
+
+    def begin_anew(self) -> None:
+        """The weights are others now: nothing that was stored before is found from now on. After ``quiesce``."""
+        self._root = SequenceHash(hashlib.sha256(self._root + secrets.token_bytes(16)).digest())
+
+    def close(self) -> None:
+        """Ends threads and tiers; idempotent. What is on its way to the disk has WRITE_OUT_TIMEOUT_S to get there."""
+        self.quiesce()
+        for thread in (self._loader, self._storer):
+            thread.shutdown()
+        if self._tiers is not None:
+            self._tiers.wait_stored(WRITE_OUT_TIMEOUT_S)
+            self._tiers.close()
+        if self._on_close is not None:
+            self._on_close()

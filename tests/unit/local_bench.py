@@ -1,0 +1,135 @@
+"""LocalTiers over device memory of one process: what a key's block holds is known from the key."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from random import Random
+
+import numpy as np
+
+from kvbm_core.clock import Clock
+from kvbm_core.errors import Outcome
+from kvbm_core.layout.tensors import TensorInfo, view_of_tensors
+from kvbm_core.observe.metrics import Metrics
+from kvbm_core.policy.admission import AdmitAll
+from kvbm_core.runtime.local_bytes import LocalDisk, LocalOptions
+from kvbm_core.runtime.local_tiers import LocalTiers
+from kvbm_core.runtime.messages import DiskShare
+from kvbm_core.runtime.worker_disk import WorkerDiskOptions
+from kvbm_core.testing.executor_contract import LONG_S
+from kvbm_core.testing.store_contract import key_of
+from kvbm_core.transfer.executor import DeviceMemory
+from kvbm_core.types import BlockKey
+from tests.faults.doubles import BUFFERED
+
+NUM_BLOCKS = 16
+PIECE_BYTES = 3000  # no whole sectors
+KEYS = [key_of(number) for number in range(12)]
+
+
+def device_memory(num_blocks: int = NUM_BLOCKS) -> DeviceMemory:
+    """K and V apart, in one storage."""
+    shape, strides = (2, num_blocks, PIECE_BYTES), (num_blocks * PIECE_BYTES, PIECE_BYTES, 1)
+    size = 2 * num_blocks * PIECE_BYTES
+    info = TensorInfo("kv", shape, strides, 1, "uint8", 0, 0, size)
+    return DeviceMemory((view_of_tensors([info], num_blocks),), [np.zeros(size, dtype=np.uint8)])
+
+
+class End:
+    """Waits for the end of one transfer."""
+
+    def __init__(self) -> None:
+        self.outcomes: list[Outcome] = []
+        self._over = threading.Event()
+
+    def __call__(self, outcome: Outcome) -> None:
+        self.outcomes.append(outcome)
+        self._over.set()
+
+    def wait(self) -> Outcome:
+        """The outcome; fails if there is none, or if it was told twice."""
+        assert self._over.wait(LONG_S)
+        (outcome,) = self.outcomes
+        return outcome
+
+
+class LocalBench:
+    """``disk_slots`` 0: no disk. ``has_disk`` False: it cannot be opened.
+
+    A second bench on the same ``folder`` is what comes after a restart.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        num_slots: int = 12,
+        disk_slots: int = 0,
+        *,
+        clock: Clock | None = None,
+        io_deadline_s: float = LONG_S,
+        has_disk: bool = True,
+    ) -> None:
+        self.device = device_memory()
+        self.metrics = Metrics()
+        disk = None
+        if disk_slots:
+            worker = WorkerDiskOptions(BUFFERED, io_deadline_s)
+            disk = LocalDisk(DiskShare(str(folder), disk_slots), "layout", AdmitAll(), worker=worker)
+        self.tiers = LocalTiers(self.device, LocalOptions(num_slots, disk), self.metrics, clock)
+        assert self.tiers.wait_ready(num_slots, disk_slots if has_disk else 0, LONG_S)
+
+    def fill(self, block: int, key: BlockKey) -> None:
+        """Gives a device block what ``key`` stands for."""
+        for number, (storage, offset, nbytes) in enumerate(self.device.views[0].regions(block)):
+            content = np.frombuffer(Random(bytes([number]) + key).randbytes(nbytes), np.uint8)
+            self.device.storages[storage][offset : offset + nbytes] = content
+
+    def holds(self, block: int, key: BlockKey) -> bool:
+        """Whether a device block has what ``key`` stands for."""
+        return all(
+            self.device.storages[storage][at : at + nbytes].tobytes() == Random(bytes([number]) + key).randbytes(nbytes)
+            for number, (storage, at, nbytes) in enumerate(self.device.views[0].regions(block))
+        )
+
+    def begin_store(self, keys: Sequence[BlockKey]) -> End:
+        """From the first device blocks."""
+        for block, key in enumerate(keys):
+            self.fill(block, key)
+        end = End()
+        self.tiers.store(keys, list(range(len(keys))), end)
+        return end
+
+    def store(self, keys: Sequence[BlockKey]) -> Outcome:
+        """And to the disk, if there is one."""
+        outcome = self.begin_store(keys).wait()
+        assert self.tiers.wait_stored(LONG_S)
+        return outcome
+
+    def load(self, owner: str, keys: Sequence[BlockKey]) -> Outcome:
+        """Into the last device blocks, the first key last."""
+        claim = self.tiers.claim(owner, keys)
+        if claim is None:
+            return Outcome.MISS
+        end = End()
+        blocks = self.blocks_for(keys)
+        self.tiers.load(claim, blocks, end)
+        return end.wait()
+
+    def blocks_for(self, keys: Sequence[BlockKey]) -> list[int]:
+        """Where ``load`` puts them."""
+        return [NUM_BLOCKS - 1 - number for number in range(len(keys))]
+
+    def came(self, keys: Sequence[BlockKey]) -> bool:
+        """Whether all are there where ``load`` puts them."""
+        return all(self.holds(block, key) for block, key in zip(self.blocks_for(keys), keys, strict=True))
+
+    def metric(self, name: str) -> float:
+        """A number of the metrics."""
+        return self.metrics.snapshot()[name]
+
+    def close(self) -> None:
+        """Checks the books first."""
+        self.tiers.check_integrity()
+        self.tiers.close()

@@ -1,0 +1,360 @@
+"""The direct linker without SGLang: what its hooks do, on plain tensors, in the order in which SGLang calls them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="NOT RUN: SGLang's linker; torch is missing")
+
+from kvbm_core.config import KvbmSettings  # noqa: E402
+from kvbm_core.errors import ConfigError  # noqa: E402
+from kvbm_core.observe.metrics import Metrics  # noqa: E402
+from kvbm_core.testing.executor_contract import LONG_S  # noqa: E402
+from kvbm_core.transfer.executors import disk as disk_executor  # noqa: E402
+from kvbm_sglang import linker_tiers  # noqa: E402
+from kvbm_sglang.device_pool import DevicePages  # noqa: E402
+from kvbm_sglang.linker_assembly import Ranks, assemble  # noqa: E402
+from kvbm_sglang.load_counter import LoadCounter  # noqa: E402
+from tests.faults.doubles import FailingIo  # noqa: E402
+from tests.unit.sglang_pools import (  # noqa: E402
+    LAYERS,
+    NUM_PAGES,
+    PAGE_TOKENS,
+    MHATokenToKVPool,
+    MLATokenToKVPool,
+    fill,
+    holds,
+    indices_of,
+)
+
+KEYS = [f"{number:064x}" for number in range(12)]
+KINDS: dict[str, Callable[[], Any]] = {
+    "mha": MHATokenToKVPool,
+    "hnd": lambda: MHATokenToKVPool(layout="hnd"),
+    "mla": MLATokenToKVPool,
+}
+
+
+def at_once() -> None:
+    """Device pages that may be touched now."""
+
+
+class Bench:
+    """One rank's linker, as SGLang drives it. Settings as in ``linker_extra_config``."""
+
+    def __init__(self, folder: Path, pool: Any = None, *, model: str = "", **settings: Any) -> None:
+        self.pool = pool or MHATokenToKVPool()
+        self.metrics = Metrics()
+        pages = DevicePages(self.pool, PAGE_TOKENS)
+        given = {
+            "DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS": 12,
+            "DYN_KVBM_DISK_CACHE_DIR": str(folder),
+            "DYN_KVBM_DISK_DISABLE_O_DIRECT": True,
+            "DYN_KVBM_DISABLE_DISK_OFFLOAD_FILTER": True,
+            **settings,
+        }
+        ranks = Ranks({"tp_rank": 0, "tp_size": 1}, 1)
+        read = KvbmSettings.from_env(given)
+        make = partial(assemble, engine={}, ranks=ranks, num_layers=LAYERS)
+        self.linker = make(pages, read, self.metrics, model=model or str(_weights(folder)))
+        slots, disk_slots = read.host_tier_slots(pages.page_bytes), read.disk_cache_override_num_blocks or 0
+        assert self.tiers.wait_ready(slots, disk_slots, LONG_S)
+
+    @property
+    def tiers(self) -> Any:
+        """Below it."""
+        assert self.linker._tiers is not None
+        return self.linker._tiers
+
+    def offload(self, *keys: str) -> bool:
+        """From the first pages; whether SGLang is told that it ended well."""
+        for page, key in enumerate(keys, 1):
+            fill(self.pool, page, key)
+        self.linker.store(keys, indices_of(*range(1, 1 + len(keys))), at_once)
+        self.wait_ended(1)
+        ended = self.linker.take_ended_store()
+        assert self.tiers.wait_stored(LONG_S)
+        return ended
+
+    def wait_ended(self, count: int) -> None:
+        """As SGLang's loop does by asking again and again."""
+        with self.linker._changed:
+            assert self.linker._changed.wait_for(lambda: self.linker.num_ended_stores() >= count, LONG_S)
+
+    def load(self, rid: str, *keys: str) -> bool:
+        """Into the last pages, the first key last."""
+        self.linker.load(rid, keys, indices_of(*self.pages_for(*keys)))
+        index = self.linker.start(at_once)
+        self.linker.counter.set_consumer(index)
+        self.linker.counter.wait_until(0)
+        return self.linker.finish(index)
+
+    def pages_for(self, *keys: str) -> list[int]:
+        """Where ``load`` puts them."""
+        return [NUM_PAGES - number for number in range(len(keys))]
+
+    def came(self, *keys: str) -> bool:
+        """Whether they are where ``load`` puts them."""
+        return all(holds(self.pool, page, key) for page, key in zip(self.pages_for(*keys), keys, strict=True))
+
+    def close(self) -> None:
+        """Checks the books first."""
+        self.tiers.check_integrity()
+        self.linker.close()
+
+
+def _weights(folder: Path) -> Path:
+    model = folder / "model"
+    model.mkdir(exist_ok=True)
+    (model / "a.safetensors").write_bytes(b"weights")
+    return model
+
+
+@pytest.fixture
+def bench_of(tmp_path: Path) -> Iterator[Callable[..., Bench]]:
+    """Benches, closed at the end."""
+    made: list[Bench] = []
+
+    def make(pool: Any = None, **settings: Any) -> Bench:
+        made.append(Bench(tmp_path, pool, **settings))
+        return made[-1]
+
+    yield make
+    for bench in made:
+        bench.close()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_pages_come_back_to_other_places(kind: str, bench_of: Callable[..., Bench]) -> None:
+    bench = bench_of(KINDS[kind]())
+    assert bench.linker.lookup("r", KEYS[:3]) == []
+    assert bench.offload(*KEYS[:3])
+    assert bench.linker.lookup("r", KEYS[:5]) == [1, 2, 3]
+    assert bench.load("r", *KEYS[:3]) and bench.came(*KEYS[:3])
+    assert bench.linker.lookup("r", KEYS[1:3]) == [1, 2]  # the tree has the first one itself
+    assert bench.linker.lookup("r", []) == []
+
+
+def test_they_are_found_again_after_a_restart(bench_of: Callable[..., Bench]) -> None:
+    first = bench_of(DYN_KVBM_DISK_CACHE_OVERRIDE_NUM_BLOCKS=20)
+    assert first.offload(*KEYS[:4])
+    first.linker.close()
+    second = bench_of(MHATokenToKVPool(num_pages=NUM_PAGES), DYN_KVBM_DISK_CACHE_OVERRIDE_NUM_BLOCKS=20)
+    assert second.linker.lookup("r", KEYS) == [1, 2, 3, 4]
+    assert second.load("r", *KEYS[:4]) and second.came(*KEYS[:4])
+
+
+def test_with_a_disk_alone_pages_pass_through_a_little_memory(bench_of: Callable[..., Bench]) -> None:
+    sizes = {"DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS": None, "DYN_KVBM_DISK_CACHE_OVERRIDE_NUM_BLOCKS": 6}
+    first = bench_of(**sizes)
+    assert first.offload(*KEYS[:4])
+    assert first.metrics.snapshot()["kvbm_offload_blocks_d2d"] == 4
+    first.linker.close()
+    second = bench_of(**sizes)
+    assert second.linker.lookup("r", KEYS) == [1, 2, 3, 4]
+    assert second.load("r", *KEYS[:4]) and second.came(*KEYS[:4])
+
+
+def test_another_layout_in_the_same_folder_finds_nothing(bench_of: Callable[..., Bench]) -> None:
+    first = bench_of(DYN_KVBM_DISK_CACHE_OVERRIDE_NUM_BLOCKS=20)
+    assert first.offload(*KEYS[:4])
+    first.linker.close()
+    second = bench_of(MHATokenToKVPool(layout="hnd"), DYN_KVBM_DISK_CACHE_OVERRIDE_NUM_BLOCKS=20)
+    assert second.linker.lookup("r", KEYS) == []
+
+
+def test_a_shorter_hit_of_another_rank_is_taken(bench_of: Callable[..., Bench]) -> None:
+    bench = bench_of()
+    bench.offload(*KEYS[:4])
+    assert bench.linker.lookup("r", KEYS[:4]) == [1, 2, 3, 4]
+    assert bench.load("r", *KEYS[:2]) and bench.came(*KEYS[:2])
+
+
+def test_loads_of_one_batch_end_together(bench_of: Callable[..., Bench]) -> None:
+    bench = bench_of()
+    bench.offload(*KEYS[:4])
+    bench.linker.load("a", KEYS[:2], indices_of(5, 6))
+    bench.linker.load("b", KEYS[2:4], indices_of(7, 8))
+    index = bench.linker.start(at_once)
+    assert index >= 0 and bench.linker.start(at_once) == -1
+    assert bench.linker.finish(index)
+    assert [holds(bench.pool, page, key) for page, key in zip((5, 6, 7, 8), KEYS, strict=False)] == [True] * 4
+
+
+def test_what_cannot_be_loaded_says_so_and_is_queued_all_the_same(bench_of: Callable[..., Bench]) -> None:
+    bench = bench_of()
+    bench.offload(*KEYS[:2])
+    bench.linker.load("a", KEYS[:3], indices_of(5, 6, 7))  # the third is nowhere
+    bench.linker.load("b", KEYS[:1], indices_of(8))
+    index = bench.linker.start(at_once)
+    assert index >= 0
+    bench.linker.counter.set_consumer(index)
+    bench.linker.counter.wait_until(LAYERS - 1)
+    assert not bench.linker.finish(index)
+    assert bench.load("b", *KEYS[:1])
+    assert not bench.linker.finish(index) and not bench.linker.finish(-1)
+
+
+def test_indices_that_are_no_pages_fail_and_hold_nothing(bench_of: Callable[..., Bench]) -> None:
+    bench = bench_of(DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS=2)
+    bench.offload(*KEYS[:2])
+    bench.linker.load("a", KEYS[:2], indices_of(5, 6) + 1)
+    assert not bench.linker.finish(bench.linker.start(at_once))
+    bench.linker.store(KEYS[2:4], indices_of(5), at_once)
+    bench.wait_ended(1)
+    assert not bench.linker.take_ended_store()
+    assert bench.offload(*KEYS[4:6])  # all slots can be had
+
+
+def test_a_disk_that_fails_is_no_garbage(bench_of: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch) -> None:
+    first = bench_of(DYN_KVBM_DISK_CACHE_OVERRIDE_NUM_BLOCKS=20)
+    first.offload(*KEYS[:4])
+    first.linker.close()
+    monkeypatch.setattr(
+        disk_executor,
+        "make_file_io",
+        lambda fd, *, is_direct: FailingIo(fd, lambda transfer, is_write: not is_write, -5),
+    )
+    bench = bench_of(DYN_KVBM_DISK_CACHE_OVERRIDE_NUM_BLOCKS=20)
+    assert bench.linker.lookup("r", KEYS[:4]) == [1, 2, 3, 4]
+    assert not bench.load("r", *KEYS[:4])
+    assert bench.linker.lookup("r", KEYS[:4]) == []  # fails once: the next time it is computed
+    assert bench.offload(*KEYS[:4]) and bench.load("r", *KEYS[:4]) and bench.came(*KEYS[:4])
+
+
+def test_a_load_that_was_cancelled_holds_nothing(bench_of: Callable[..., Bench]) -> None:
+    bench = bench_of(DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS=2)
+    bench.offload(*KEYS[:2])
+    bench.linker.load("a", KEYS[:2], indices_of(5, 6))
+    assert bench.linker.cancel("a") and not bench.linker.cancel("a")
+    assert bench.linker.start(at_once) == -1
+    assert bench.offload(*KEYS[2:4])
+
+
+def test_stores_end_in_order(bench_of: Callable[..., Bench]) -> None:
+    bench = bench_of()
+    gate = threading.Event()
+    bench.linker.store(KEYS[:1], indices_of(1), partial(gate.wait, LONG_S))
+    bench.linker.fail_store()
+    bench.linker.store(KEYS[1:2], indices_of(2), at_once)
+    assert bench.linker.num_ended_stores() == 0
+    gate.set()
+    bench.wait_ended(3)
+    assert [bench.linker.take_ended_store() for _ in range(3)] == [True, False, True]
+
+
+def test_stores_that_wait_are_bounded(bench_of: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linker_tiers, "MAX_WAITING_STORES", 2)
+    bench = bench_of()
+    gate = threading.Event()
+    for page in (1, 2, 3):
+        bench.linker.store([KEYS[page]], indices_of(page), partial(gate.wait, LONG_S))
+    gate.set()
+    bench.wait_ended(3)
+    assert [bench.linker.take_ended_store() for _ in range(3)] == [True, True, False]
+    assert bench.metrics.snapshot()['kvbm_dropped_blocks_total{reason="queue_full"}'] == 1
+
+
+def test_pages_are_read_only_when_they_have_been_written(bench_of: Callable[..., Bench]) -> None:
+    bench = bench_of()
+    bench.linker.store(KEYS[:1], indices_of(1), lambda: fill(bench.pool, 1, KEYS[0]))
+    bench.wait_ended(1)
+    assert bench.load("r", KEYS[0]) and bench.came(KEYS[0])
+
+
+def test_quiesce_waits_and_forgets_what_was_asked_but_no_block(bench_of: Callable[..., Bench]) -> None:
+    bench = bench_of()
+    bench.offload(*KEYS[:2])
+    begun, gate = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        begun.set()
+        gate.wait(LONG_S)
+
+    bench.linker.store(KEYS[2:3], indices_of(3), wait)
+    bench.linker.load("a", KEYS[:1], indices_of(5))
+    assert begun.wait(LONG_S)
+    threading.Timer(0.0, gate.set).start()
+    assert bench.linker.quiesce()
+    assert bench.linker.num_ended_stores() == 0 and not bench.linker.cancel("a")
+    assert bench.linker.lookup("r", KEYS) == [1, 2, 3]
+
+
+def test_quiesce_ends_without_what_does_not_and_does_not_keep_it(
+    bench_of: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(linker_tiers, "QUIESCE_TIMEOUT_S", 0.01)
+    bench = bench_of()
+    gate = threading.Event()
+    fill(bench.pool, 1, KEYS[0])
+    bench.linker.store(KEYS[:1], indices_of(1), partial(gate.wait, LONG_S))
+    assert not bench.linker.quiesce()
+    fill(bench.pool, 1, KEYS[5])  # the page is somebody else's now
+    gate.set()
+    with bench.linker._changed:
+        assert bench.linker._changed.wait_for(lambda: not bench.linker._num_storing, LONG_S)
+    assert bench.linker.lookup("r", KEYS[:1]) == []
+    assert bench.offload(KEYS[0])  # later ones are kept
+
+
+def test_new_weights_find_nothing_of_the_old_ones(bench_of: Callable[..., Bench]) -> None:
+    bench = bench_of()
+    bench.offload(*KEYS[:2])
+    bench.linker.quiesce()
+    bench.linker.begin_anew()
+    assert bench.linker.lookup("r", KEYS) == []
+    assert bench.offload(*KEYS[:2]) and bench.load("r", *KEYS[:2])
+
+
+def test_what_caches_nothing_answers_what_other_ranks_answer() -> None:
+    metrics = Metrics()
+    linker = assemble(
+        None, KvbmSettings.from_env({}), metrics, model="", engine={}, ranks=Ranks({}, 1), num_layers=LAYERS
+    )
+    assert linker.lookup("r", KEYS) == []
+    linker.store(KEYS[:1], indices_of(1), at_once)
+    assert linker.num_ended_stores() == 1 and not linker.take_ended_store()
+    linker.load("r", KEYS[:1], indices_of(1))
+    index = linker.start(at_once)
+    assert index >= 0 and not linker.finish(index)
+    linker.close()
+
+
+def test_a_host_tier_that_cannot_be_had_leaves_the_engine_alone(tmp_path: Path) -> None:
+    pages, metrics = DevicePages(MHATokenToKVPool(), PAGE_TOKENS), Metrics()
+    settings = KvbmSettings.from_env({"DYN_KVBM_CPU_CACHE_GB": 1e6})
+    linker = assemble(pages, settings, metrics, model=str(tmp_path), engine={}, ranks=Ranks({}, 1), num_layers=LAYERS)
+    assert linker.lookup("r", KEYS) == [] and metrics.snapshot()['kvbm_failures_total{kind="other"}'] == 1
+    linker.close()
+    tiny = KvbmSettings.from_env({"DYN_KVBM_CPU_CACHE_GB": 1e-7})
+    with pytest.raises(ConfigError, match="holds no block"):
+        assemble(pages, tiny, metrics, model=str(tmp_path), engine={}, ranks=Ranks({}, 1), num_layers=LAYERS)
+
+
+def test_the_counter_gives_up_in_time_and_then_says_no() -> None:
+    counter = LoadCounter(LAYERS, timeout_s=0.01)
+    index = counter.begin(2)
+    counter.end_load(index, has_landed=True)
+    counter.set_consumer(index)
+    counter.wait_until(0)
+    assert not counter.finish(index)
+    counter.end_load(index, has_landed=True)  # too late
+    assert not counter.finish(index)
+    counter.wait_until(0)
+
+
+def test_a_batch_without_loads_waits_for_nothing() -> None:
+    counter = LoadCounter(LAYERS, timeout_s=LONG_S)
+    index = counter.begin(1)
+    counter.set_consumer(-1)
+    counter.wait_until(0)  # would take the time out
+    counter.end_load(index, has_landed=True)
+    assert counter.finish(index)
+    counter.reset()
+    assert counter.consumer_index == -1
