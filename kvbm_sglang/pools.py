@@ -163,4 +163,5 @@ class Pools:
         if not num_slots:
             raise ConfigError(SIZE, settings.disk_cache_gb, f"holds no page of {pages.page_bytes} bytes; set more")
         shares = is_replicated(config, name) and config.tp_size > 1
+        log.info("kvbm: pool %s: %d pages of %d bytes in %s", name, num_slots, pages.page_bytes, self._folder.path)
         return PageStore(self._folder.path, pages, namespace, num_slots, options, shares=shares)

@@ -18,7 +18,7 @@ PAGES_BYTES = (32 << 10, 128 << 10, 512 << 10, 2 << 20)
 PEERS = {"file": 3.0, "nixl": 1.5}
 """SGLang's own backends, and how many times theirs ours is to be."""
 DIRECTIONS = ("backup", "prefetch")
-QUICK_BYTES, TOTAL_BYTES = 64 << 20, 512 << 20
+QUICK_BYTES, TOTAL_BYTES = 64 << 20, 128 << 20
 ENGINES_BYTES = 2 << 30  # what the engines' tiers and the peers' files may need
 TTFT_TOKENS = 3072
 DRIVER_TIMEOUT_S = 1800

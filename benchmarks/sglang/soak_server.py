@@ -1,0 +1,170 @@
+"""A real SGLang HTTP server on a CPU with kvbm as HiCache's storage, for the soak, and what its processes hold."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import httpx
+
+from benchmarks.client import parse_metrics
+from benchmarks.server import HOST, ServerError, free_port
+from benchmarks.sglang.engine import ENGINE, HICACHE
+from benchmarks.sglang.environment import PYTHON, ROOT, variables
+
+START_TIMEOUT_S = 240.0
+STOP_TIMEOUT_S = 20.0
+POLL_S = 0.2
+ADMIN_KEY = "soak"
+DISK_CACHE_GB = 0.02
+"""Some 540 pages of the tiny model; the prompts of a soak have more."""
+# Both of SGLang's own tiers together hold fewer pages than the prompts have.
+SMALL: dict[str, Any] = {"max_total_tokens": 4096, "hicache_ratio": 1.5, "log_level_http": "warning"}
+CAPACITY = re.compile(r'^kvbm_tier_blocks\{(?=.*tier="disk")(?=.*state="capacity").*\} (\S+)$', re.MULTILINE)
+FAILURES = re.compile(r'^kvbm_failures_total\{kind="(\w+)"\} (\S+)$', re.MULTILINE)
+LOGGED_ERRORS = re.compile(r"^.*(?:kvbm: error in|Traceback \(most recent call last\)).*$", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What the scheduler processes hold together."""
+
+    rss_bytes: int
+    handles: int
+    threads: int
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What one instance of kvbm counted from its attachment on. ``capacity_pages`` is 0 before its first transfer."""
+
+    written_pages: int
+    read_pages: int
+    capacity_pages: int
+    guarded_errors: int
+    failures: dict[str, int]
+
+
+class SoakServer:
+    """One ``sglang.launch_server`` on loopback; a context manager. ServerError if it does not start."""
+
+    def __init__(self, model: Path, folder: Path) -> None:
+        self.base_url = f"http://{HOST}:{free_port()}"
+        self.log_path = folder / "server.log"
+        self._model = model
+        self._disk = folder / "disk"
+        self._metrics_port = free_port()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._log_seen_bytes = 0
+
+    def __enter__(self) -> SoakServer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def start(self, told: Callable[[str], None]) -> None:
+        """Returns when it answers. ``told`` hears how long that takes."""
+        metrics = {"DYN_KVBM_METRICS": "true", "DYN_KVBM_METRICS_PORT": str(self._metrics_port)}
+        disk = {"DYN_KVBM_DISK_CACHE_DIR": str(self._disk.absolute()), "DYN_KVBM_DISK_CACHE_GB": str(DISK_CACHE_GB)}
+        with self.log_path.open("wb") as log:
+            self._process = subprocess.Popen(
+                self._command(),
+                cwd=ROOT,
+                env=variables(**metrics, **disk),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        started_s = time.monotonic()
+        while not self._is_healthy():
+            seconds = time.monotonic() - started_s
+            if self._process.poll() is not None or seconds > START_TIMEOUT_S:
+                tail = self.log_path.read_text(errors="replace")[-3000:]
+                raise ServerError(f"the SGLang server did not start in {seconds:.0f} s; {self.log_path}:\n{tail}")
+            told(f"starting SGLang's server: {seconds:.0f} s")
+            time.sleep(POLL_S)
+        self.new_errors()  # those before the first prompt are not about kvbm's work: SGLang logs one of its own
+
+    def stop(self) -> None:
+        """Ends all its processes, kindly and then not. Idempotent."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        process.send_signal(signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(STOP_TIMEOUT_S)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+    def usage(self) -> Usage:
+        """At this moment."""
+        pids = self._scheduler_processes()
+        status = [dict(_fields(Path(f"/proc/{pid}/status").read_text())) for pid in pids]
+        return Usage(
+            rss_bytes=sum(int(fields["VmRSS"].split()[0]) << 10 for fields in status),
+            handles=sum(len(os.listdir(f"/proc/{pid}/fd")) for pid in pids),
+            threads=sum(int(fields["Threads"]) for fields in status),
+        )
+
+    def counts(self) -> Counts:
+        """Of the attached kvbm; httpx.HTTPError if it does not answer."""
+        response = httpx.get(f"http://{HOST}:{self._metrics_port}/metrics", trust_env=False)
+        text = response.raise_for_status().text
+        sums, capacity = parse_metrics(text), CAPACITY.search(text)
+        return Counts(
+            written_pages=int(sums["kvbm_offload_blocks_h2d"]),
+            read_pages=int(sums["kvbm_onboard_blocks_d2d"]),
+            capacity_pages=int(float(capacity[1])) if capacity else 0,
+            guarded_errors=int(sums["kvbm_guarded_errors_total"]),
+            failures={kind: int(float(number)) for kind, number in FAILURES.findall(text) if float(number)},
+        )
+
+    def new_errors(self) -> list[str]:
+        """Lines about errors that came into the log since the last call."""
+        with self.log_path.open("rb") as log:
+            log.seek(self._log_seen_bytes)
+            text = log.read()
+        self._log_seen_bytes += len(text)
+        return LOGGED_ERRORS.findall(text.decode(errors="replace"))
+
+    def _command(self) -> list[str]:
+        settings = {**ENGINE, **HICACHE, **SMALL, "model_path": self._model.absolute(), "admin_api_key": ADMIN_KEY}
+        settings |= {"host": HOST, "port": self.base_url.rpartition(":")[2], "enable_cache_report": True}
+        command = [str(PYTHON), "-m", "sglang.launch_server"]
+        for name, value in settings.items():
+            command += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
+        return command
+
+    def _is_healthy(self) -> bool:
+        try:
+            return bool(httpx.get(f"{self.base_url}/health", trust_env=False).status_code == httpx.codes.OK)
+        except httpx.TransportError:
+            return False
+
+    def _scheduler_processes(self) -> list[int]:
+        assert self._process is not None  # noqa: S101 - for the type checker
+        group = self._process.pid
+        found = []
+        for entry in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):  # it has just ended
+                if (entry / "cmdline").read_bytes().startswith(b"sglang::scheduler"):
+                    found.append(int(entry.name))
+        return [pid for pid in found if os.getpgid(pid) == group]
+
+
+def _fields(status: str) -> list[tuple[str, str]]:
+    return [(name, value.strip()) for name, _, value in (line.partition(":") for line in status.splitlines())]

@@ -1,0 +1,26 @@
+"""The soak of benchmarks.sglang.soak, short: a real SGLang server, clients at once, flushes, clears, detachments."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from benchmarks.sglang.soak import RULES, Options, soak_model
+
+SECONDS = 40
+
+
+def test_a_short_soak_has_no_complaint(tiny_model: Path, tmp_path: Path, seed: int) -> None:
+    heard: list[str] = []
+    options = Options(tmp_path, minutes=SECONDS / 60, clients=4, prompts=40, round_s=5, seed=seed)
+    soak = soak_model(tiny_model, options, heard.append)
+    assert not soak.complaints(), heard
+    assert len(soak.rounds) >= 1
+    assert soak.tally.answers > 0
+
+
+def test_growth_is_seen() -> None:
+    rule = RULES["handles"]
+    assert not rule.has_grown([9, 9, 9, 9, 9, 9, 9, 9])
+    assert not rule.has_grown([1, 9, 9, 9, 9, 9, 9, 11])
+    assert rule.has_grown([1, 2, 3, 4, 5, 6, 7, 8])
+    assert not rule.has_grown([1, 2, 30])  # too few
