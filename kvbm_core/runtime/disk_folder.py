@@ -8,6 +8,7 @@ import hashlib
 import logging
 import os
 import stat
+from contextlib import suppress
 from itertools import count
 from pathlib import Path
 
@@ -43,7 +44,9 @@ class DiskFolder:
                     )
                 self.path = directory / TOP / f"{name}-{number}"
                 if self._take():
-                    (self.path / CLAIM).write_text(claim, encoding="utf-8")
+                    if claim:
+                        with suppress(OSError):  # a full disk: other processes do not find it, this one goes on
+                            (self.path / CLAIM).write_text(claim, encoding="utf-8")
                     return
         except OSError as error:
             self.close()

@@ -17,7 +17,7 @@ import pytest
 
 from kvbm_core.errors import ConfigError
 from kvbm_core.runtime import disk_folder as module
-from kvbm_core.runtime.disk_folder import LOCK, MAX_ENGINES, TOP, DiskFolder
+from kvbm_core.runtime.disk_folder import LOCK, MAX_ENGINES, TOP, DiskFolder, claimed_folder
 from kvbm_core.storage.disk.allocate import FileOptions
 from kvbm_core.storage.disk.block_file import SUFFIX, BlockFile, Geometry
 from kvbm_core.storage.disk.record import FORMAT_VERSION, SECTOR_BYTES
@@ -238,3 +238,40 @@ def test_a_link_to_somewhere_else_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="a directory of your own"):
         DiskFolder(tmp_path, LAYOUT)
     assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
+# ---------------------------------------------------------------- claims
+
+
+def test_a_folder_is_known_by_its_claim(directory: Path) -> None:
+    assert claimed_folder(directory, "layout", "engine 2") is None, "nobody has one yet"
+    first = DiskFolder(directory, "layout", "engine 1")
+    second = DiskFolder(directory, "layout", "engine 2")
+    try:
+        assert claimed_folder(directory, "layout", "engine 1") == first.path
+        assert claimed_folder(directory, "layout", "engine 2") == second.path
+        assert claimed_folder(directory, "layout", "engine 3") is None
+        assert claimed_folder(directory, "another layout", "engine 1") is None
+    finally:
+        first.close()
+        second.close()
+    third = DiskFolder(directory, "layout", "engine 3")
+    try:
+        assert claimed_folder(directory, "layout", "engine 3") == third.path == first.path
+        assert claimed_folder(directory, "layout", "engine 1") is None, "another one has it now"
+    finally:
+        third.close()
+
+
+def test_a_claim_in_a_folder_of_others_is_not_believed(directory: Path) -> None:
+    folder = DiskFolder(directory, "layout", "engine 1")
+    folder.close()
+    folder.path.chmod(0o777)
+    assert claimed_folder(directory, "layout", "engine 1") is None
+
+
+def test_a_claim_that_is_no_text_is_nobodys(directory: Path) -> None:
+    folder = DiskFolder(directory, "layout", "engine 1")
+    folder.close()
+    (folder.path / "claim").write_bytes(b"\xff\xfe")
+    assert claimed_folder(directory, "layout", "engine 1") is None
