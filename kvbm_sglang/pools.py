@@ -16,7 +16,7 @@ from kvbm_core.observe.labels import FailureKind
 from kvbm_core.runtime.disk_folder import DiskFolder, claimed_folder
 from kvbm_core.storage.disk.allocate import DiskError, FileOptions
 from kvbm_core.storage.disk.record import record_bytes
-from kvbm_core.types import Direction, Tier
+from kvbm_core.types import Direction
 from kvbm_sglang.engine_settings import find_server_args
 from kvbm_sglang.identity import KV, engine_claim, is_replicated, namespace_of, reads_along
 from kvbm_sglang.pages import Pages
@@ -115,7 +115,7 @@ class Pools:
         self._stats.moved(direction, outcomes, self._pages[name].page_bytes, seconds)
         stores = list(self._stores.values())
         used, capacity = sum(store.resident_pages for store in stores), sum(store.num_slots for store in stores)
-        self._stats.metrics.tier_usage(Tier.DISK, used, capacity)
+        self._stats.disk_tier(used, capacity, sum(store.evicted_pages for store in stores))
         return [outcome is Outcome.OK for outcome in outcomes]
 
     def _open_waiting(self) -> None:

@@ -28,6 +28,7 @@ class Stats:
         self.metrics = metrics
         self._keeps_batches = keeps_batches
         self._lock = threading.Lock()
+        self._evicted_seen = 0
         self._batches: dict[Direction, list[Batch]] = {direction: [] for direction in Direction}
 
     def moved(self, direction: Direction, outcomes: Sequence[Outcome], page_bytes: int, seconds: float) -> None:
@@ -49,6 +50,13 @@ class Stats:
                 kept = self._batches[direction]
                 kept.append(batch)
                 del kept[:-MAX_KEPT]
+
+    def disk_tier(self, used_pages: int, capacity_pages: int, evicted_pages: int) -> None:
+        """How full it is; ``evicted_pages``: so far, in all."""
+        self.metrics.tier_usage(Tier.DISK, used_pages, capacity_pages)
+        with self._lock:
+            new, self._evicted_seen = evicted_pages - self._evicted_seen, evicted_pages
+        self.metrics.evicted(Tier.DISK, new)
 
     def queried(self, page_tokens: int, hit_pages: int, queried_pages: int) -> None:
         """A prefix was looked for."""

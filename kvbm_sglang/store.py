@@ -48,6 +48,11 @@ class PageStore:
         """Pages that can be got."""
         return self._store.resident_blocks
 
+    @property
+    def evicted_pages(self) -> int:
+        """Pages that made room for others, so far."""
+        return self._store.evicted_blocks_total
+
     def contains(self, keys: list[str]) -> list[bool]:
         """Which of them are there; no I/O."""
         found = self._store.contains_many(page_keys(self._root, keys), deadline_s=DEADLINE_S)
@@ -80,6 +85,7 @@ class FollowedPages:
 
     num_slots = 0  # the writer counts them
     resident_pages = 0
+    evicted_pages = 0
 
     def __init__(
         self, find_folder: Callable[[], Path | None], pages: Pages, namespace: KeyNamespace, options: FileOptions

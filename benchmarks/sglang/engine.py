@@ -91,7 +91,8 @@ def run_engine(
         "SGLANG_HICACHE_NIXL_BACKEND_STORAGE_DIR": str(disk),
         "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": str(disk),
     }
-    env = variables(**{**own, **peers, **more, **(environment or {})})
+    # One thread computes: on few cores several wait for each other by spinning.
+    env = variables(**{**own, **peers, **more, "OMP_NUM_THREADS": "1", **(environment or {})})
     command = [str(PYTHON), "-m", "benchmarks.sglang.engine_job", str(job_file), str(result_file)]
     with log_file.open("w") as log:
         process = subprocess.Popen(

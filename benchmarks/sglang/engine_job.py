@@ -32,9 +32,12 @@ def main(job_file: str, result_file: str) -> None:
     try:
         for step in job["steps"]:
             if step == "flush":
-                engine.flush_cache()
+                _flush(engine)
             elif step == "new_weights":
-                engine.update_weights_from_disk(model_path=job["engine"]["model_path"])
+                _flush(engine)  # or the engine may not be idle yet, and refuse to flush after the update
+                done, message = engine.update_weights_from_disk(model_path=job["engine"]["model_path"])[:2]
+                if not done:
+                    raise RuntimeError(message)
             elif step == "together":
                 answers.append(_ask(engine, prompts, answer_tokens))
             elif step == "ask" or "ask" in step:
@@ -45,6 +48,15 @@ def main(job_file: str, result_file: str) -> None:
     finally:
         engine.shutdown()
     Path(result_file).write_text(json.dumps({"answers": answers}))
+
+
+def _flush(engine: Any) -> None:
+    """An answer is there before the engine is idle; until then it refuses."""
+    ends_at_s = time.monotonic() + TIMEOUT_S
+    while not engine.flush_cache().success:
+        if time.monotonic() > ends_at_s:
+            raise TimeoutError(f"the engine was not idle in {TIMEOUT_S:.0f} s")
+        time.sleep(0.05)
 
 
 def _ask(engine: Any, prompts: list[list[int]], answer_tokens: int) -> list[dict[str, Any]]:

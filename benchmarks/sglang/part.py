@@ -139,7 +139,13 @@ def _ttft(folder: Path, model: Path, options: Options) -> Figure:
     for number in range(len(prompts)):
         steps += [{"ask": [number]}, {"stored": (number + 1) * pages}, "flush", {"ask": [number]}]
     found = run_engine(
-        place, steps, prompts=prompts, answer_tokens=1, model_path=str(model), **{**HICACHE, "max_total_tokens": 8192}
+        place,
+        steps,
+        prompts=prompts,
+        answer_tokens=1,
+        environment={"OMP_NUM_THREADS": "2"},
+        model_path=str(model),
+        **{**HICACHE, "max_total_tokens": 8192},
     )
     cold, hit = found["answers"][2::2], found["answers"][3::2]
     if any(answer["cached"] < (pages - 1) * PAGE_TOKENS for (answer,) in hit):

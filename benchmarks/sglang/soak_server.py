@@ -76,13 +76,16 @@ class SoakServer:
 
     def start(self, told: Callable[[str], None]) -> None:
         """Returns when it answers. ``told`` hears how long that takes."""
+        # One thread computes: several wait for each other by spinning, which on a busy machine takes most of the time.
+        # oneDNN would keep a kernel for each of the last 1,024 shapes that it has seen; that is not kvbm's memory.
+        torch = {"OMP_NUM_THREADS": "1", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "32"}
         metrics = {"DYN_KVBM_METRICS": "true", "DYN_KVBM_METRICS_PORT": str(self._metrics_port)}
         disk = {"DYN_KVBM_DISK_CACHE_DIR": str(self._disk.absolute()), "DYN_KVBM_DISK_CACHE_GB": str(DISK_CACHE_GB)}
         with self.log_path.open("wb") as log:
             self._process = subprocess.Popen(
                 self._command(),
                 cwd=ROOT,
-                env=variables(**metrics, **disk),
+                env=variables(**torch, **metrics, **disk),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,

@@ -19,7 +19,7 @@ from kvbm_core.storage.disk.block_file import BlockFile, Geometry
 from kvbm_core.storage.disk.recovery import Found, Recovery, batches_of, is_block_key
 from kvbm_core.storage.disk.side import Side
 from kvbm_core.storage.disk.slot_log import SlotLog, withdraw_log
-from kvbm_core.tiers.tier import BlockTier, Reservation, protect_nothing
+from kvbm_core.tiers.tier import BlockTier, Reservation
 from kvbm_core.types import BlockKey, Tier
 
 CLOSE_TIMEOUT_S = 10.0
@@ -82,6 +82,11 @@ class DiskStore:
         with self._books:
             return self._tier.resident_blocks
 
+    @property
+    def evicted_blocks_total(self) -> int:
+        """Blocks that made room for others."""
+        return self._tier.evicted_blocks_total
+
     def wait_recovered(self, timeout_s: float) -> bool:
         """Waits until all of the file has been looked at; False if time ran out."""
         return self._recovery.wait(timeout_s)
@@ -110,7 +115,8 @@ class DiskStore:
                 if self._closed:
                     return [Outcome.REJECTED] * len(keys)
                 self._take_back_slots()
-                reserved = self._tier.reserve(keys, protect_nothing)
+                given = frozenset(keys)
+                reserved = self._tier.reserve(keys, lambda new_keys: given)  # none makes room for another of its call
             payload_of = dict(zip(keys, payloads, strict=True))
             blocks = list(zip(reserved.keys, reserved.slots, strict=True))
             left_s = deadline_at_s - self._clock.now_s()

@@ -14,6 +14,8 @@ from benchmarks.sglang.environment import ROOT
 from kvbm_core.storage.disk.inspect import find_files
 
 HIT = [WHOLE_PAGES * PAGE_TOKENS] * 3
+pytestmark = pytest.mark.timeout(900)  # engines start for half a minute each
+
 ALL_RESTARTS = bool(os.environ.get("KVBM_SGLANG_ALL"))
 """Also those of layouts whose restart tests/sglang/test_pools.py holds by itself; each takes half a minute."""
 PLACES = [

@@ -12,6 +12,8 @@ from benchmarks.sglang.engine import LINKER, PAGE_TOKENS, WHOLE_PAGES, cached, p
 from kvbm_core.storage.disk.inspect import find_files, identify
 from kvbm_core.storage.disk.record import slot_offset_bytes
 
+pytestmark = pytest.mark.timeout(900)  # engines start for half a minute each
+
 HIT = [WHOLE_PAGES * PAGE_TOKENS] * 3
 NONE = [0, 0, 0]
 SIZES = {
