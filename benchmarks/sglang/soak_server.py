@@ -25,8 +25,6 @@ START_TIMEOUT_S = 240.0
 STOP_TIMEOUT_S = 20.0
 POLL_S = 0.2
 ADMIN_KEY = "soak"
-DISK_CACHE_GB = 0.02
-"""Some 540 pages of the tiny model; the prompts of a soak have more."""
 # Both of SGLang's own tiers together hold fewer pages than the prompts have.
 SMALL: dict[str, Any] = {"max_total_tokens": 4096, "hicache_ratio": 1.5, "log_level_http": "warning"}
 CAPACITY = re.compile(r'^kvbm_tier_blocks\{(?=.*tier="disk")(?=.*state="capacity").*\} (\S+)$', re.MULTILINE)
@@ -57,10 +55,11 @@ class Counts:
 class SoakServer:
     """One ``sglang.launch_server`` on loopback; a context manager. ServerError if it does not start."""
 
-    def __init__(self, model: Path, folder: Path) -> None:
+    def __init__(self, model: Path, folder: Path, disk_cache_gb: float) -> None:
         self.base_url = f"http://{HOST}:{free_port()}"
         self.log_path = folder / "server.log"
         self._model = model
+        self._disk_cache_gb = disk_cache_gb
         self._disk = folder / "disk"
         self._metrics_port = free_port()
         self._process: subprocess.Popen[bytes] | None = None
@@ -80,7 +79,10 @@ class SoakServer:
         # oneDNN would keep a kernel for each of the last 1,024 shapes that it has seen; that is not kvbm's memory.
         torch = {"OMP_NUM_THREADS": "1", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "32"}
         metrics = {"DYN_KVBM_METRICS": "true", "DYN_KVBM_METRICS_PORT": str(self._metrics_port)}
-        disk = {"DYN_KVBM_DISK_CACHE_DIR": str(self._disk.absolute()), "DYN_KVBM_DISK_CACHE_GB": str(DISK_CACHE_GB)}
+        disk = {
+            "DYN_KVBM_DISK_CACHE_DIR": str(self._disk.absolute()),
+            "DYN_KVBM_DISK_CACHE_GB": str(self._disk_cache_gb),
+        }
         with self.log_path.open("wb") as log:
             self._process = subprocess.Popen(
                 self._command(),

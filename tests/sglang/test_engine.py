@@ -16,13 +16,14 @@ from kvbm_core.storage.disk.inspect import find_files
 HIT = [WHOLE_PAGES * PAGE_TOKENS] * 3
 pytestmark = pytest.mark.timeout(900)  # engines start for half a minute each
 
-ALL_RESTARTS = bool(os.environ.get("KVBM_SGLANG_ALL"))
-"""Also those of layouts whose restart tests/sglang/test_pools.py holds by itself; each takes half a minute."""
+ALL = bool(os.environ.get("KVBM_SGLANG_ALL"))
+"""Also restarts and layouts that tests/sglang/test_pools.py holds by itself; each takes half a minute."""
+only_in_full = pytest.mark.skipif(not ALL, reason="NOT RUN: an engine more of the same kind: set KVBM_SGLANG_ALL=1")
 PLACES = [
     ("page_first", "kernel"),
-    ("layer_first", "kernel"),
+    pytest.param("layer_first", "kernel", marks=only_in_full),
     ("page_head", "kernel"),
-    ("layer_first", "direct"),
+    pytest.param("layer_first", "direct", marks=only_in_full),
     ("page_first_direct", "direct"),
 ]
 
@@ -55,7 +56,7 @@ def test_prompts_come_back(layout: str, io: str, tiny_model: Path, tmp_path: Pat
     place = {"hicache_mem_layout": layout, "hicache_io_backend": io}
     if layout == "page_head":  # and by the file that is there to be copied
         place["hicache_storage_backend_extra_config"] = f"@{ROOT / 'deploy' / 'launch' / 'sglang_hicache.yaml'}"
-    restarts = ALL_RESTARTS or layout == "page_first"
+    restarts = ALL or layout == "page_first"
     assert_comes_back(tmp_path, tiny_model, seed, restarts=restarts, **place)
 
 
@@ -74,9 +75,9 @@ def test_prompts_come_back_to_two_stages(tiny_model: Path, tmp_path: Path, seed:
     assert same_answers(cold, after)
 
 
-@pytest.mark.parametrize("tp_size", [1, 2])
+@pytest.mark.parametrize("tp_size", [pytest.param(1, marks=only_in_full), 2])
 def test_prompts_of_an_mla_model_come_back(
     tp_size: int, tiny: Callable[[str], Path], tmp_path: Path, seed: int
 ) -> None:
-    restarts = ALL_RESTARTS or tp_size == 2
+    restarts = ALL or tp_size == 2
     assert_comes_back(tmp_path, tiny("deepseek"), seed, restarts=restarts, tp_size=tp_size)
