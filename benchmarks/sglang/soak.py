@@ -233,7 +233,7 @@ def soak_model(model: Path, options: Options, told: Told) -> Soak:
     finally:
         shutil.rmtree(options.output / "disk", ignore_errors=True)
     written = {"rounds": [asdict(each) for each in soak.rounds], "complaints": soak.complaints()}
-    written["tally"] = asdict(soak.tally)
+    written["tally"] = dict(vars(soak.tally))  # asdict breaks a Counter
     (options.output / "soak.json").write_text(json.dumps(written, indent=1) + "\n")
     return soak
 
