@@ -24,7 +24,7 @@ PLACES = [
     pytest.param("layer_first", "kernel", marks=only_in_full),
     ("page_head", "kernel"),
     pytest.param("layer_first", "direct", marks=only_in_full),
-    ("page_first_direct", "direct"),
+    pytest.param("page_first_direct", "direct", marks=only_in_full),
 ]
 
 
