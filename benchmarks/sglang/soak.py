@@ -27,7 +27,7 @@ from rich.table import Table
 from benchmarks.console import report_console
 from benchmarks.server import ServerError, exit_on_sigterm
 from benchmarks.sglang.environment import PYTHON, ROOT, is_installed, variables
-from benchmarks.sglang.soak_prompts import Askers, Tally, pool_of
+from benchmarks.sglang.soak_prompts import ROUNDING, Askers, Tally, pool_of
 from benchmarks.sglang.soak_server import Counts, SoakServer, Usage
 
 OUTPUT = Path("benchmarks/results/sglang-soak")
@@ -200,8 +200,10 @@ def show(console: Console, soak: Soak) -> None:
     hits = tally.cached_tokens / max(1, tally.prompt_tokens)
     table = Table("kvbm under SGLang HiCache", "", "must be")
     table.add_row("rounds: 2 flushes, clear, detach, attach", f"{len(rounds)}", "")
-    table.add_row("answers", f"{tally.answers:,}", "equal tokens")
+    table.add_row("answers", f"{tally.answers:,}", "equal")
     table.add_row("  with other last bits of log-probabilities, in batches", f"{tally.other_last_bits:,}", "")
+    table.add_row("    by at most", f"{tally.largest_difference:.3f}", f"{ROUNDING:g}")
+    table.add_row("  with the runner-up of a near tie, in batches", f"{tally.near_ties:,}", "")
     table.add_row("  prompt tokens from any cache", f"{hits:.0%}", "")
     table.add_row("pages written to kvbm's file", f"{sum(each.written_pages for each in befores):,}", "")
     capacity = max((each.capacity_pages for each in befores), default=0)
@@ -243,6 +245,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="kvbm under a real SGLang server for a long time, on the CPU.")
     parser.add_argument("--minutes", type=float, default=15.0, help="how long clients ask")
     parser.add_argument("--clients", type=int, default=8, help="how many ask at once")
+    parser.add_argument("--seed", type=int, default=0, help="of the prompts and of their order")
     parser.add_argument("--output", type=Path, default=OUTPUT, help="folder for model, log and samples")
     arguments = parser.parse_args()
     console = report_console()
@@ -250,7 +253,7 @@ def main() -> int:
     if not is_installed():
         console.print("soak: the environment with SGLang is missing: make setup-sglang", style="red")
         return 1
-    options = Options(arguments.output, arguments.minutes, arguments.clients)
+    options = Options(arguments.output, arguments.minutes, arguments.clients, seed=arguments.seed)
     try:
         model = options.output.absolute() / "tiny-qwen3"
         command = [str(PYTHON), "-m", "benchmarks.tiny_model", str(model)]
