@@ -73,9 +73,9 @@ class Figure:
 
     @property
     def ratios(self) -> list[float]:
-        """Ours over the reference's, pair by pair."""
+        """Ours over the reference's, pair by pair; of a limit of 0, 1 plus ours."""
         if self.goal.against == LIMIT:
-            return [value / self.goal.bound for value in self.ours]
+            return [value / self.goal.bound if self.goal.bound else 1 + value for value in self.ours]
         return [ours / theirs for ours, theirs in zip(self.ours, self.peers[self.reference], strict=True)]
 
     @property

@@ -101,17 +101,12 @@ def _disk_of(
         log.error("%s; nothing is kept on disk", error)
         metrics.failure(FailureKind.OTHER)
         return None, None
-    file = FileOptions(
-        is_direct=not settings.disk_disable_o_direct,
-        opens_direct=settings.disk_allocator_type == "open-direct",
-        zero_fill=settings.disk_zerofill_fallback,
-    )
     is_filtered = settings.has_host_tier and not settings.disable_disk_offload_filter
     disk = LocalDisk(
         DiskShare(str(folder.path), num_slots),
         fingerprint,
         FrequencyFilter(SystemClock()) if is_filtered else AdmitAll(),
         DiskOptions(lease_ttl_s=settings.lease_ttl_s, is_bypass=not settings.has_host_tier),
-        WorkerDiskOptions(file, settings.disk_deadline_s, settings.disk_io),
+        WorkerDiskOptions(FileOptions.of(settings), settings.disk_deadline_s, settings.disk_io),
     )
     return disk, folder

@@ -150,11 +150,7 @@ class Pools:
         settings, config = self._settings, self._config
         namespace = namespace_of(config, pool, name, pages.piece_bytes, find_server_args())
         directory, fingerprint, claim = Path(settings.disk_cache_dir), namespace.root().hex(), engine_claim(config)
-        options = FileOptions(
-            is_direct=not settings.disk_disable_o_direct,
-            opens_direct=settings.disk_allocator_type == "open-direct",
-            zero_fill=settings.disk_zerofill_fallback,
-        )
+        options = FileOptions.of(settings)
         if reads_along(config, name):
             return FollowedPages(lambda: claimed_folder(directory, fingerprint, claim), pages, namespace, options)
         if self._folder is None:

@@ -46,6 +46,8 @@ HICACHE: dict[str, Any] = {
         }
     ),
 }
+# Its cleaner would delete pages that were just written, on a file system that is more than 80 % full.
+NIXL: dict[str, Any] = {"plugin": {"posix": {"active": True}}, "l3_cleaner_enabled": False}
 LINKER: dict[str, Any] = {
     "enable_unified_cache_external_linker": True,
     "unified_cache_external_linker_backend": "dynamic",

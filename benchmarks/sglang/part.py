@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.figures import LIMIT, Figure, Goal
-from benchmarks.sglang.engine import HICACHE, PAGE_TOKENS, WHOLE_PAGES, EngineFailed, prompts_of, run_engine
+from benchmarks.sglang.engine import HICACHE, NIXL, PAGE_TOKENS, WHOLE_PAGES, EngineFailed, prompts_of, run_engine
 from benchmarks.sglang.environment import PYTHON, ROOT, is_installed, variables
 from benchmarks.storage.place import disk_facts, working_folder
 from benchmarks.suite import CannotRun, Findings, Options, WrongAnswer
@@ -173,8 +173,7 @@ def _difference(folder: Path, model: Path, prompts: list[list[int]], backend: st
     ranks, engine = 2, dict(HICACHE)
     stored: dict[str, int] = {"stored": ranks * WHOLE_PAGES * len(prompts)}
     if backend == "nixl":
-        extra = {"plugin": {"posix": {"active": True}}}
-        engine |= {"hicache_storage_backend": "nixl", "hicache_storage_backend_extra_config": json.dumps(extra)}
+        engine |= {"hicache_storage_backend": "nixl", "hicache_storage_backend_extra_config": json.dumps(NIXL)}
         # A file each for K and V; with PP its ranks write the same ones.
         stored = {"files": 2 * WHOLE_PAGES * len(prompts) * (ranks if parallel == "tp_size" else 1)}
     engine |= {"model_path": str(model), parallel: ranks}

@@ -13,6 +13,7 @@ import torch
 from sglang.srt.managers.cache_controller import HiCacheController
 from sglang.srt.mem_cache.hicache_storage import STORAGE_BATCH_SIZE, HiCacheFile, HiCacheStorageConfig
 
+from benchmarks.sglang.engine import NIXL
 from kvbm_sglang.hicache import KvbmHiCache
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -94,7 +95,7 @@ def _backend(name: str, folder: Path, total_bytes: int) -> Any:
     from sglang.srt.mem_cache.storage.nixl.hicache_nixl import HiCacheNixl
 
     os.environ["SGLANG_HICACHE_NIXL_BACKEND_STORAGE_DIR"] = str(folder)
-    return HiCacheNixl(config_of({"plugin": {"posix": {"active": True}}}), file_path=str(folder))
+    return HiCacheNixl(config_of(NIXL), file_path=str(folder))
 
 
 def config_of(extra: dict[str, Any]) -> HiCacheStorageConfig:

@@ -29,9 +29,15 @@ ROOT = Path(__file__).resolve().parents[2]
 FASTER = Goal("time", "ms", 0.5, "lower")
 MORE = Goal("rate", "blocks/s", 4.0, "higher")
 AT_MOST = Goal("size", "bytes", 256.0, "lower", LIMIT)
+NOTHING = Goal("difference", "", 0.0, "lower", LIMIT)
 
 
 # ---------------------------------------------------------------- figures
+
+
+def test_a_limit_of_nothing_is_met_by_nothing_alone() -> None:
+    assert Figure(NOTHING, (0.0, 0.0)).verdict == "met" and Figure(NOTHING, (0.0,)).ratio == 1.0
+    assert Figure(NOTHING, (0.5,)).verdict == "short" and Figure(NOTHING, (0.5,)).ratio == 1.5
 
 
 def test_the_ratio_is_the_median_of_the_pairs() -> None:

@@ -11,6 +11,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvbm_core.config import KvbmSettings
 from kvbm_core.storage.disk.record import SECTOR_BYTES
 
 ZEROS_BYTES = 16 << 20
@@ -37,6 +38,15 @@ class FileOptions:
     is_direct: bool = True
     opens_direct: bool = False
     zero_fill: bool = False
+
+    @staticmethod
+    def of(settings: KvbmSettings) -> FileOptions:
+        """As the settings have it."""
+        return FileOptions(
+            is_direct=not settings.disk_disable_o_direct,
+            opens_direct=settings.disk_allocator_type == "open-direct",
+            zero_fill=settings.disk_zerofill_fallback,
+        )
 
 
 @dataclass(slots=True)
