@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvbm_core.clock import SystemClock
@@ -14,18 +13,12 @@ from kvbm_core.observe.labels import FailureKind
 from kvbm_core.observe.log import CacheStatsLog, setup_logging
 from kvbm_core.observe.metrics import Metrics
 from kvbm_core.observe.server import MetricsServer
-from kvbm_core.policy.admission import AdmitAll
-from kvbm_core.policy.frequency import FrequencyFilter
 from kvbm_core.policy.lru import LruPolicy
+from kvbm_core.runtime.assembly import LeaderDisk, announce, metrics_server, worker_options
 from kvbm_core.runtime.channel import LeaderChannel
-from kvbm_core.runtime.disk_folder import DiskFolder
 from kvbm_core.runtime.handshake import Handshake
-from kvbm_core.runtime.leader import DiskSetup, Leader, LeaderOptions
-from kvbm_core.runtime.messages import DiskShare, Message
-from kvbm_core.runtime.worker import Worker, WorkerOptions
-from kvbm_core.runtime.worker_disk import WorkerDiskOptions
-from kvbm_core.storage.disk.allocate import FileOptions
-from kvbm_core.storage.disk.record import SECTOR_BYTES
+from kvbm_core.runtime.leader import Leader, LeaderOptions
+from kvbm_core.runtime.worker import Worker
 from kvbm_core.storage.host_slab import available_memory_bytes
 from kvbm_core.tiers.groups import GroupSpec, base_block_tokens
 from kvbm_core.tiers.tier import BlockTier
@@ -54,7 +47,7 @@ class SchedulerAssembly:
     stats_log: CacheStatsLog
     channel: LeaderChannel
     server: MetricsServer | None
-    disk: _Disk
+    disk: LeaderDisk
 
     def close(self) -> None:
         """Ends threads and sockets. May be called twice."""
@@ -64,59 +57,12 @@ class SchedulerAssembly:
         self.disk.close()
 
 
-class _Disk:
-    """The disk tier of the leader's process: whether there is one, where, and how its orders leave."""
-
-    def __init__(self, settings: KvbmSettings, world_size: int, clock: SystemClock) -> None:
-        self._settings = settings
-        self._world_size = world_size
-        self._clock = clock
-        self._folder: DiskFolder | None = None
-        self._channel: LeaderChannel | None = None
-        self._handshake: Handshake | None = None
-
-    def setup(self) -> DiskSetup | None:
-        """For the leader; None without a disk tier."""
-        settings = self._settings
-        if not settings.has_disk_tier:
-            return None
-        is_filtered = settings.has_host_tier and not settings.disable_disk_offload_filter
-        admission = FrequencyFilter(self._clock) if is_filtered else AdmitAll()
-        if not settings.has_host_tier:
-            log.warning(
-                "kvbm: a disk tier without a host tier is experimental; all blocks go to disk, without a filter"
-            )
-        return DiskSetup(admission, self._broadcast, is_bypass=not settings.has_host_tier)
-
-    def connect(self, channel: LeaderChannel, handshake: Handshake) -> None:
-        """Orders go to these workers from now on; before, nobody is there to take one."""
-        self._channel, self._handshake = channel, handshake
-
-    def _broadcast(self, message: Message) -> None:
-        if self._channel is not None and self._handshake is not None:
-            for peer in self._handshake.peers():
-                self._channel.send(peer, message)
-
-    def plan(self, block_bytes: int, fingerprint: str) -> DiskShare | None:
-        """See Handshake."""
-        if not self._settings.has_disk_tier:
-            return None
-        slots = self._settings.disk_tier_slots(block_bytes + self._world_size * SECTOR_BYTES)
-        self._folder = DiskFolder(Path(self._settings.disk_cache_dir), fingerprint)
-        return DiskShare(str(self._folder.path), slots)
-
-    def close(self) -> None:
-        """Gives the folder up."""
-        if self._folder is not None:
-            self._folder.close()
-
-
 def build_scheduler_side(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> SchedulerAssembly:
     """The scheduler's role. ConfigError or UnsupportedError, one line, when it cannot serve as configured."""
     check_version(installed_version())
     check_supported(vllm_config)
     settings = read_settings(vllm_config)
-    _tell(settings)
+    announce(settings)
     capabilities = probe()
     groups = group_specs(kv_cache_config, capabilities)
     world_size = world_size_of(vllm_config)
@@ -125,7 +71,7 @@ def build_scheduler_side(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
     metrics, clock = Metrics(settings.cache_stats_max_requests), SystemClock()
     events = _event_feed(vllm_config, settings, groups, capabilities)
     tier = BlockTier(Tier.HOST, LruPolicy(), clock, on_evict=events.on_evict)
-    disk = _Disk(settings, world_size, clock)
+    disk = LeaderDisk(settings, world_size, clock)
     handshake = Handshake(world_size, settings.host_tier_slots, disk.plan)
     options = LeaderOptions(
         settings.lease_ttl_s, settings.share_wait_s, bool(vllm_config.cache_config.enable_prefix_caching)
@@ -150,7 +96,8 @@ def build_scheduler_side(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
     )
     engine = str(vllm_config.kv_transfer_config.engine_id)[:8] if vllm_config.kv_transfer_config else "0"
     stats_log = CacheStatsLog(metrics, settings.cache_stats_log_interval_s, engine)
-    server = _metrics_server(vllm_config, settings, metrics)
+    rank = int(getattr(vllm_config.parallel_config, "data_parallel_index", 0) or 0)
+    server = metrics_server(settings, metrics, rank)
     return SchedulerAssembly(hooks, StatsReporter(metrics, clock), stats_log, channel, server, disk)
 
 
@@ -159,23 +106,7 @@ def build_worker_side(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -
     check_version(installed_version())
     settings = read_settings(vllm_config)
     setup_logging(settings.log_level)
-    options = WorkerOptions(
-        transfer_deadline_s=settings.transfer_deadline_s,
-        max_concurrent_transfers=settings.max_concurrent_transfers,
-        max_batch_blocks=settings.max_transfer_batch_size,
-        verify=settings.verify_onboard,
-        near_memory=not settings.disable_numa,
-        disk=WorkerDiskOptions(
-            FileOptions(
-                is_direct=not settings.disk_disable_o_direct,
-                opens_direct=settings.disk_allocator_type == "open-direct",
-                zero_fill=settings.disk_zerofill_fallback,
-            ),
-            settings.disk_deadline_s,
-            settings.disk_io,
-        ),
-        engine_carries_acks=True,
-    )
+    options = worker_options(settings, engine_carries_acks=True)
     world_size = world_size_of(vllm_config)
     worker = Worker(rank_of(vllm_config), world_size, endpoint_of(vllm_config, settings), options)
     return WorkerSide(
@@ -185,13 +116,6 @@ def build_worker_side(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -
         GuardState(Metrics()),
         submits_without_save=not probe().wait_for_save_always,
     )
-
-
-def _tell(settings: KvbmSettings) -> None:
-    setup_logging(settings.log_level)
-    settings.require_tier()
-    for warning in settings.warnings:
-        log.warning("%s", warning)
 
 
 def _check_memory(settings: KvbmSettings, kv_cache_config: KVCacheConfig, world_size: int) -> None:
@@ -234,12 +158,3 @@ def _hold_back_tokens(vllm_config: VllmConfig, groups: tuple[GroupSpec, ...]) ->
     # A draft layer's KV of the newest tokens may still be rewritten after a rejected draft.
     speculative = vllm_config.speculative_config
     return max(group.block_size_tokens for group in groups) if speculative is not None else 0
-
-
-def _metrics_server(vllm_config: VllmConfig, settings: KvbmSettings, metrics: Metrics) -> MetricsServer | None:
-    if not settings.metrics:
-        return None
-    # Engines of one data-parallel group take neighbouring ports.
-    rank = int(getattr(vllm_config.parallel_config, "data_parallel_index", 0) or 0)
-    server = MetricsServer(settings.metrics_port + rank, metrics, settings.metrics_host)
-    return server if server.start() else None

@@ -70,7 +70,7 @@ class SchedulerSide:
         self._events = events
         self._hold_back_tokens = hold_back_tokens
         self._pins = DevicePins(leader.groups)
-        self._due = DueRequests()
+        self._due = DueRequests[str]()
         self._block_tokens = alignment_tokens(leader.groups)
         self._random = Random(0)  # noqa: S311 - spreads work, decides nothing
         self._decode_wait_tokens = decode_wait_tokens(leader.groups, decode_run_tokens)

@@ -8,6 +8,7 @@ from statistics import mean
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.figures import LIMIT, Figure, Goal
+from benchmarks.leader.trtllm_steps import TrtllmSteps
 from benchmarks.suite import Options, expect
 from benchmarks.timing import timed
 from kvbm_core.config import KvbmSettings
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from kvbm_vllm.metadata import DynamoConnectorMetadata
 
 BLOCK_TOKENS = 16
+TRTLLM_BLOCK_TOKENS = 32
+"""Each engine's own default."""
 PROMPT_TOKENS = 131_072
 VOCABULARY = 150_000
 GROUPS = (GroupSpec(0, BLOCK_TOKENS),)
@@ -37,7 +40,8 @@ DECODE = {
     1024: Goal("metadata of a decode step, 1,024 requests", "ms", 0.35, "lower", LIMIT),
 }
 PREFILL = Goal("metadata of a prefill of 131,072 tokens, all slots in use", "ms", 3.0, "lower", LIMIT)
-GOALS = (*DECODE.values(), PREFILL)
+TRTLLM = Goal("iteration of TensorRT-LLM's leader, 256 requests", "ms", 1.0, "lower", "kvbm under vLLM")
+GOALS = (*DECODE.values(), PREFILL, TRTLLM)
 ACKNOWLEDGING = "taking in acknowledgements"
 
 
@@ -45,7 +49,7 @@ def measure(options: Options) -> list[Figure]:
     """All figures; needs vLLM."""
     runs = options.choose(2, 9, 30)
     figures = [_decode(goal, count, runs, options.seed) for count, goal in DECODE.items()]
-    return [*figures, _prefill(options.choose(5, 20, 60), options.seed)]
+    return [*figures, _prefill(options.choose(5, 20, 60), options.seed), _trtllm(256, runs, options.seed)]
 
 
 def _decode(goal: Goal, num_requests: int, runs: int, seed: int) -> Figure:
@@ -75,6 +79,28 @@ def _decode(goal: Goal, num_requests: int, runs: int, seed: int) -> Figure:
     engine.check()
     # The first run is the one in which requests that began together find places of their own.
     return Figure(goal, tuple(built[1:]), {ACKNOWLEDGING: tuple(acknowledged[1:])})
+
+
+def _trtllm(num_requests: int, runs: int, seed: int) -> Figure:
+    """What a leader costs in an iteration, all callbacks together, under both engines in turns."""
+    num_slots = max(SLOTS, 64 * num_requests)
+    lengths = [DECODE_PROMPT_TOKENS + i % BLOCK_TOKENS for i in range(num_requests)]
+    ours = TrtllmSteps(num_slots, TRTLLM_BLOCK_TOKENS, RUN_TOKENS, seed)
+    ours.prefill(lengths, VOCABULARY)
+    theirs = Steps(num_slots=num_slots, seed=seed)
+    requests = [theirs.request(length) for length in lengths]
+    theirs.prefill(requests)
+    samples: list[tuple[float, float]] = []
+    for _ in range(1 + runs):
+        trtllm = [1e3 * ours.decode(VOCABULARY) for _ in range(RUN_TOKENS)]
+        samples.append((mean(trtllm), mean(theirs.decode_ms(requests) for _ in range(RUN_TOKENS))))
+    filled_blocks = num_requests * (1 + runs) * RUN_TOKENS // TRTLLM_BLOCK_TOKENS
+    late_blocks = filled_blocks - ours.offloaded_blocks
+    expect(0 <= late_blocks < num_requests * RUN_TOKENS // TRTLLM_BLOCK_TOKENS, f"{late_blocks} blocks were not stored")
+    ours.check()
+    theirs.check()
+    mine, other = zip(*samples[1:], strict=True)
+    return Figure(TRTLLM, mine, {TRTLLM.against: other})
 
 
 def _prefill(rounds: int, seed: int) -> Figure:
@@ -177,6 +203,12 @@ class Steps:
         output.num_scheduled_tokens = dict.fromkeys(output.scheduled_cached_reqs.req_ids, 1)
         output.total_num_scheduled_tokens = len(requests)
         return output
+
+    def decode_ms(self, requests: Sequence[Request]) -> float:
+        """What such a step costs, with the answer to it."""
+        output = self.decode_output(requests)
+        seconds, metadata = timed(lambda: self.hooks.build_connector_meta(output))
+        return 1e3 * (seconds + self.acknowledge(metadata))
 
     def acknowledge(self, metadata: DynamoConnectorMetadata) -> float:
         """The one rank has done what it was told. Seconds that the hooks took to hear it."""

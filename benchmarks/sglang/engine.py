@@ -77,14 +77,18 @@ def run_engine(
     prompts: list[list[int]],
     answer_tokens: int = 8,
     environment: dict[str, str] | None = None,
+    only_new_rows: bool = False,
     **engine: Any,
 ) -> dict[str, Any]:
-    """The result of one engine; "log" is what it wrote. Its files are in ``folder``, its blocks in ``folder/disk``."""
+    """The result of one engine; "log" is what it wrote. Its files are in ``folder``, its blocks in ``folder/disk``.
+
+    ``only_new_rows``: see benchmarks.sglang.attention; answers from a cache may differ in the last bits then.
+    """
     number = next(_number)
     job_file, result_file, log_file = (folder / f"{name}-{number}" for name in ("job.json", "result.json", "log.txt"))
     disk = folder / "disk"
     job = {"engine": {**ENGINE, **engine}, "prompts": prompts, "answer_tokens": answer_tokens}
-    job |= {"disk": str(disk), "steps": steps}
+    job |= {"disk": str(disk), "only_new_rows": only_new_rows, "steps": steps}
     job_file.write_text(json.dumps(job))
     ranks = engine.get("tp_size", 1) * engine.get("pp_size", 1)
     more = {"SGLANG_CPU_OMP_THREADS_BIND": "|".join(map(str, range(ranks)))} if ranks > 1 else {}

@@ -3,7 +3,7 @@
     python -m benchmarks.sglang.engine_job JOB.json RESULT.json
 
 A job: {"engine": arguments of sglang.Engine, "prompts": [[token, ...], ...], "answer_tokens": n, "disk": folder,
-"steps": [...]}. Steps: "ask" (all prompts, one after the other), {"ask": [their numbers]}, "together" (all at the same
+"only_new_rows": see benchmarks.sglang.attention, "steps": [...]}. Steps: "ask" (all prompts, one after the other), {"ask": [their numbers]}, "together" (all at the same
 time), "flush" (all tiers of SGLang's own), "new_weights" (the same ones, loaded again), {"stored": n} (wait for n
 records of kvbm's), {"files": n} (for n files of SGLang's own backends).
 """
@@ -23,10 +23,8 @@ TIMEOUT_S = 60.0
 
 def main(job_file: str, result_file: str) -> None:
     """Runs the job."""
-    import sglang
-
     job = json.loads(Path(job_file).read_text())
-    engine = sglang.Engine(**job["engine"])
+    engine = _engine(job)
     prompts, answer_tokens = job["prompts"], job["answer_tokens"]
     answers: list[Any] = []
     try:
@@ -48,6 +46,17 @@ def main(job_file: str, result_file: str) -> None:
     finally:
         engine.shutdown()
     Path(result_file).write_text(json.dumps({"answers": answers}))
+
+
+def _engine(job: dict[str, Any]) -> Any:
+    from sglang.srt.entrypoints.engine import Engine
+
+    if not job["only_new_rows"]:
+        return Engine(**job["engine"])
+    from benchmarks.sglang.attention import run_scheduler
+
+    kind = type("Engine", (Engine,), {"run_scheduler_process_func": staticmethod(run_scheduler)})
+    return kind(**job["engine"])
 
 
 def _flush(engine: Any) -> None:

@@ -28,7 +28,7 @@ from benchmarks.console import report_console
 from benchmarks.server import ServerError, exit_on_sigterm
 from benchmarks.sglang.environment import PYTHON, ROOT, is_installed, variables
 from benchmarks.sglang.soak_prompts import ROUNDING, Askers, Tally, pool_of
-from benchmarks.sglang.soak_server import Counts, SoakServer, Usage
+from benchmarks.sglang.soak_server import NOTHING, Counts, SoakServer, Usage
 
 OUTPUT = Path("benchmarks/results/sglang-soak")
 BUSY = ("offload_no_space", "offload_busy", "onboard_busy")  # a page is not kept or not brought back; that may be
@@ -51,6 +51,8 @@ class Options:
     round_s: float = 20.0
     disk_cache_gb: float = 0.02
     seed: int = 0
+    is_detached: bool = False
+    """Without kvbm: what SGLang holds by itself."""
 
 
 @dataclass(frozen=True)
@@ -104,6 +106,7 @@ class Soak:
     """What happened."""
 
     tally: Tally
+    is_detached: bool = False
     rounds: list[Round] = field(default_factory=list)
 
     def series(self, name: str) -> list[float]:
@@ -118,7 +121,9 @@ class Soak:
                 found.append(f"{rule.name} grew: {_growth(rule, self.series(name))}")
         if not self.rounds:
             found.append("no round was finished")
-        elif not any(each.before.written_pages > each.before.capacity_pages for each in self.rounds):
+        if self.is_detached or not self.rounds:
+            return found
+        if not any(each.before.written_pages > each.before.capacity_pages for each in self.rounds):
             found.append("kvbm's file was never full: nothing was evicted")
         if not any(each.before.read_pages for each in self.rounds):
             found.append("no page came back from kvbm's file")
@@ -128,14 +133,19 @@ class Soak:
 async def run_soak(server: SoakServer, options: Options, told: Told) -> Soak:
     """Rounds until the time is over, at least one. ``told`` hears each."""
     async with Askers(server.base_url, pool_of(options.seed, options.prompts), options.seed) as askers:
-        soak = Soak(askers.tally)
+        soak = Soak(askers.tally, options.is_detached)
         told(f"asking for {options.prompts} prompts, cold and alone")
         await askers.learn()
         started_s = time.monotonic()
         while not soak.rounds or time.monotonic() - started_s < options.minutes * 60:
             answers = askers.tally.answers
-            before = await _round(askers, server, options)
-            _judge(askers.tally, server, before, after := server.counts())
+            if options.is_detached:
+                await _round_detached(askers, options)
+                before = after = NOTHING
+            else:
+                before = await _round(askers, server, options)
+                after = server.counts()
+            _judge(askers.tally, server, before, after)
             elapsed_s = time.monotonic() - started_s
             sample = Round(elapsed_s, askers.tally.answers - answers, server.usage(), before, after)
             soak.rounds.append(sample)
@@ -160,6 +170,14 @@ async def _round(askers: Askers, server: SoakServer, options: Options) -> Counts
     await askers.attach()
     await askers.probe(is_stored=True, when="after detach and attach")
     return before
+
+
+async def _round_detached(askers: Askers, options: Options) -> None:
+    if not askers.is_detached:
+        await askers.detach()
+    for _ in range(2):
+        await askers.play(options.clients, options.round_s / 2)
+        await askers.flush()
 
 
 def _judge(tally: Tally, server: SoakServer, *counts: Counts) -> None:
@@ -246,6 +264,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=15.0, help="how long clients ask")
     parser.add_argument("--clients", type=int, default=8, help="how many ask at once")
     parser.add_argument("--seed", type=int, default=0, help="of the prompts and of their order")
+    parser.add_argument("--detached", action="store_true", help="without kvbm: what SGLang's memory does by itself")
     parser.add_argument("--output", type=Path, default=OUTPUT, help="folder for model, log and samples")
     arguments = parser.parse_args()
     console = report_console()
@@ -253,7 +272,8 @@ def main() -> int:
     if not is_installed():
         console.print("soak: the environment with SGLang is missing: make setup-sglang", style="red")
         return 1
-    options = Options(arguments.output, arguments.minutes, arguments.clients, seed=arguments.seed)
+    asked = {"seed": arguments.seed, "is_detached": arguments.detached}
+    options = Options(arguments.output, arguments.minutes, arguments.clients, **asked)
     try:
         model = options.output.absolute() / "tiny-qwen3"
         command = [str(PYTHON), "-m", "benchmarks.tiny_model", str(model)]

@@ -98,6 +98,7 @@ class Askers:
 
     def __init__(self, base_url: str, pool: list[list[int]], seed: int) -> None:
         self.tally = Tally()
+        self.is_detached = False
         self._pool = pool
         self._rng = random.Random(seed)
         self._first: list[Answer] = []
@@ -164,6 +165,7 @@ class Askers:
     async def detach(self) -> None:
         """Closes kvbm."""
         await self._admin("DELETE", STORAGE)
+        self.is_detached = True
 
     async def attach(self) -> None:
         """Opens kvbm with the settings of the start."""
@@ -173,6 +175,7 @@ class Askers:
             "hicache_storage_prefetch_policy": "hicache_storage_prefetch_policy",
             "hicache_write_policy": "hicache_write_policy",
         }
+        self.is_detached = False
         await self._admin("PUT", STORAGE, json={field: HICACHE[name] for field, name in named.items()})
 
     # ---------------------------------------------------------------- inside

@@ -52,6 +52,9 @@ class Counts:
     failures: dict[str, int]
 
 
+NOTHING = Counts(0, 0, 0, 0, {})
+
+
 class SoakServer:
     """One ``sglang.launch_server`` on loopback; a context manager. ServerError if it does not start."""
 

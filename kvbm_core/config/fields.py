@@ -10,7 +10,6 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, Settings
 from kvbm_core.config import readers as r
 
 _DISK_DIR = "/tmp"  # noqa: S108 - KVBM's default, a directory and not a file name
-_NCCL = "NCCL broadcast is not in this release; every rank loads its own copy"
 _CONSOLIDATOR = "the event consolidator is not in this release"
 
 
@@ -67,7 +66,6 @@ class SettingFields(BaseSettings):
         "DYN_KVBM_HOST_OFFLOAD_PREFIX_MIN_PRIORITY",
         0,
         "Offload stops at the first block of lower retention priority (TensorRT-LLM).",
-        later="retention priorities are not in this release",
     )
     disable_write_combined: r.Presence = _setting(
         "DYN_KVBM_DISABLE_WRITE_COMBINED", False, "Accepted; host memory is never write-combined here."
@@ -95,6 +93,11 @@ class SettingFields(BaseSettings):
     share_wait_s: r.SecondsOrZero = _setting(
         "KVBM_SHARE_WAIT_S", 1.0, "Seconds a request waits for blocks another one is bringing; 0 = never."
     )
+    sync_onboard_bytes: r.CountOrZero = _setting(
+        "KVBM_SYNC_ONBOARD_BYTES",
+        0,
+        "TensorRT-LLM: its loop waits for a load of so few bytes from host memory; 0 = requests wait parked.",
+    )
     decode_run_tokens: r.CountOrZero = _setting(
         "KVBM_DECODE_RUN_TOKENS", 128, "What decoding fills is stored so many tokens at a time; 0 = each block at once."
     )
@@ -107,10 +110,12 @@ class SettingFields(BaseSettings):
         "What a failed onboard does to the request: recompute or fail.",
     )
     nccl_mla_mode: r.Flag = _setting(
-        "DYN_KVBM_NCCL_MLA_MODE", False, "MLA models: rank 0 loads and broadcasts.", later=_NCCL
+        "DYN_KVBM_NCCL_MLA_MODE",
+        False,
+        "MLA models (TensorRT-LLM): rank 0 alone stores, loads and broadcasts to the others.",
     )
     nccl_max_ctas: r.OptionalCount = _setting(
-        "DYN_KVBM_NCCL_MAX_CTAS", None, "Limit of CTAs of the broadcast.", later=_NCCL
+        "DYN_KVBM_NCCL_MAX_CTAS", None, "Limit of NCCL's CTAs in that broadcast; unset: NCCL's own choice."
     )
 
     # Leader and workers

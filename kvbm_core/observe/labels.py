@@ -99,6 +99,7 @@ class Seam(_Label):
     WAIT_FOR_LAYER_LOAD = "wait_for_layer_load"
     SAVE_KV_LAYER = "save_kv_layer"
     WAIT_FOR_SAVE = "wait_for_save"
+    END_OF_FORWARD = "end_of_forward"
     GET_FINISHED = "get_finished"
     GET_BLOCK_IDS_WITH_LOAD_ERRORS = "get_block_ids_with_load_errors"
     SHUTDOWN = "shutdown"

@@ -79,7 +79,7 @@ class DiskTier:
         self._admission = admission
         self._send = send
         self._new_job_id = new_job_id
-        self._world_size = world_size
+        self.num_ranks = world_size  # of those that store; known when they are
         self._metrics = metrics
         self._options = options
         self._breaker = Breaker(clock)
@@ -114,7 +114,7 @@ class DiskTier:
         of_rank = self._found.setdefault(end, {})
         kept = () if self._is_forgotten else found
         of_rank[rank] = {(record.slot, record.key): record.sequence for record in kept}
-        if len(of_rank) < self._world_size:
+        if len(of_rank) < self.num_ranks:
             return
         del self._found[end]
         first, *others = of_rank.values()
@@ -177,7 +177,7 @@ class DiskTier:
             self.tier.abort(reservation)
             return
         job_id = self._new_job_id()
-        self._jobs[job_id] = _StoreJob(lease, reservation, set(range(self._world_size)))
+        self._jobs[job_id] = _StoreJob(lease, reservation, set(range(self.num_ranks)))
         self._send(Store(job_id, [bytes(key) for key in lease.keys], list(lease.slots), list(reservation.slots)))
 
     def owns(self, job_id: int) -> bool:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
+from typing import Generic, TypeVar
 
 STRIDE = 16
+RequestId = TypeVar("RequestId", bound=Hashable)
 
 
-class DueRequests:
+class DueRequests(Generic[RequestId]):
     """A calendar of steps. In most steps each running request gets one token, so the step in which its next block is
     full is known long before; only the requests of that step, and those that got several tokens, are looked at.
 
@@ -17,13 +19,23 @@ class DueRequests:
 
     def __init__(self) -> None:
         self._step = 0
-        self._due_step: dict[str, int] = {}
-        self._calendar: dict[int, list[str]] = {}
+        self._due_step: dict[RequestId, int] = {}
+        self._calendar: dict[int, list[RequestId]] = {}
 
     def __len__(self) -> int:
         return len(self._due_step)
 
-    def next_step(self, scheduled_tokens: Mapping[str, int], total_tokens: int) -> list[str]:
+    def passes_quietly(self) -> bool:
+        """Begins a step of one token each in which nobody is due; else False, and nothing has begun.
+
+        Spares an engine that reports requests one by one from making the mapping that ``next_step`` wants.
+        """
+        if self._step + 1 in self._calendar:
+            return False
+        self._step += 1
+        return True
+
+    def next_step(self, scheduled_tokens: Mapping[RequestId, int], total_tokens: int) -> list[RequestId]:
         """Begins a step in which requests get ``scheduled_tokens``, ``total_tokens`` in all; those to look at now.
 
         Each of them is forgotten until ``look_again``, and each is given once. One that is due and not scheduled is
@@ -45,7 +57,7 @@ class DueRequests:
             self.look_again(key, 1)
         return found
 
-    def look_again(self, request_id: str, after_tokens: int, *, may_wait: bool = False) -> None:
+    def look_again(self, request_id: RequestId, after_tokens: int, *, may_wait: bool = False) -> None:
         """``request_id`` is of interest when it has got ``after_tokens`` more tokens (at least one is waited for).
 
         ``may_wait``: or up to STRIDE - 1 steps later, together with others.
@@ -56,6 +68,6 @@ class DueRequests:
         self._due_step[request_id] = step
         self._calendar.setdefault(step, []).append(request_id)
 
-    def forget(self, request_id: str) -> None:
+    def forget(self, request_id: RequestId) -> None:
         """The request is over, or does not run any more."""
         self._due_step.pop(request_id, None)

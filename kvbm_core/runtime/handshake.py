@@ -26,6 +26,7 @@ from kvbm_core.runtime.messages import (
     Hello,
     JobAck,
     Message,
+    Note,
     Ready,
     Refused,
     Store,
@@ -90,6 +91,8 @@ class Handshake:
 
     A rank is the peer that said hello for it: what others say in its name (a worker left over from an engine that
     died, on the same port) is dropped and counted.
+
+    Where every rank replicates the same KV, rank 0 alone stores: sizes, fingerprint and disk are its.
     """
 
     def __init__(
@@ -104,6 +107,7 @@ class Handshake:
         self._size_tier = size_tier
         self._plan_disk = plan_disk
         self._disk: DiskShare | None = None
+        self.num_storing_ranks = world_size
         self._hellos: dict[int, tuple[bytes, Hello]] = {}
         self._ready: dict[int, int] = {}
         self._num_slots: int | None = None
@@ -126,7 +130,7 @@ class Handshake:
             return self._hello(identity, message)
         if isinstance(message, Refused):
             self._disable(f"worker {message.rank}: {message.reason}")
-        elif isinstance(message, Configure | Store | ForgetDisk) or self._peer_of(message.rank) != identity:
+        elif isinstance(message, Configure | Store | ForgetDisk | Note) or self._peer_of(message.rank) != identity:
             self.foreign_total += 1
         elif isinstance(message, Ready):
             self._on_ready(message)
@@ -145,12 +149,16 @@ class Handshake:
         self.found.append(DiskSlotsFound(message.rank, message.end, found))
         if self._disk is not None and message.end >= self._disk.num_slots:
             self._disk_ranks.add(message.rank)
-            if len(self._disk_ranks) == self._world_size:
+            if len(self._disk_ranks) == self.num_storing_ranks:
                 self._disk_answered.set()
 
     def peers(self) -> list[bytes]:
         """The workers that said hello."""
         return [identity for identity, _ in self._hellos.values()]
+
+    def storing_peers(self) -> list[bytes]:
+        """Those of them that store."""
+        return [identity for identity, hello in self._hellos.values() if _stores(hello)]
 
     def _peer_of(self, rank: int) -> bytes | None:
         hello = self._hellos.get(rank)
@@ -168,10 +176,11 @@ class Handshake:
             return [(identity, Refused(hello.rank, problem))]
         self._hellos[hello.rank] = (identity, hello)
         if self._num_slots is not None:
-            return [(identity, Configure(self._num_slots, self._disk))]
+            return [(identity, self._configuration(self._num_slots))]
         if len(self._hellos) < self._world_size:
             return []
         try:
+            self._check_replicas()
             self._num_slots = self._size_tier(self._block_bytes())
         except ConfigError as error:
             self._disable(str(error))
@@ -182,10 +191,29 @@ class Handshake:
             self.inbox.append(DiskOff(str(error.args[-1])))
         if self._disk is None:
             self._disk_answered.set()
-        return [(who, Configure(self._num_slots, self._disk)) for who, _ in self._hellos.values()]
+        return [(who, self._configuration(self._num_slots)) for who, _ in self._hellos.values()]
+
+    def _configuration(self, num_slots: int) -> Configure:
+        return Configure(num_slots, self._disk, self._hellos[0][1].broadcast_address)
+
+    def _check_replicas(self) -> None:
+        """Whether ranks that replicate have indeed the same blocks; then only rank 0 stores from now on."""
+        hellos = [hello for _, (_, hello) in sorted(self._hellos.items())]
+        replicating = [hello.rank for hello in hellos if hello.replicates]
+        if replicating and len(replicating) < len(hellos):
+            remedy = f"only ranks {replicating} of {len(hellos)} say so; set it alike on all, or on none"
+            raise ConfigError("DYN_KVBM_NCCL_MLA_MODE", True, remedy)
+        first = hellos[0]
+        same = (first.fingerprint, first.block_bytes, first.num_device_blocks)
+        for hello in hellos if replicating else ():
+            if (hello.fingerprint, hello.block_bytes, hello.num_device_blocks) != same:
+                remedy = f"the KV blocks of rank {hello.rank} are not those of rank 0; unset it"
+                raise ConfigError("DYN_KVBM_NCCL_MLA_MODE", True, remedy)
+        self.num_storing_ranks = sum(_stores(hello) for hello in hellos)
 
     def _fingerprint(self) -> str:
-        return "-".join(self._hellos[rank][1].fingerprint for rank in sorted(self._hellos))
+        hellos = (hello for _, (_, hello) in sorted(self._hellos.items()))
+        return "-".join(hello.fingerprint for hello in hellos if _stores(hello))
 
     def _problem_of(self, identity: bytes, hello: Hello) -> str | None:
         if hello.protocol != PROTOCOL_VERSION:
@@ -214,4 +242,8 @@ class Handshake:
         self._answered.set()
 
     def _block_bytes(self) -> int:
-        return sum(hello.block_bytes for _, hello in self._hellos.values())
+        return sum(hello.block_bytes for _, hello in self._hellos.values() if _stores(hello))
+
+
+def _stores(hello: Hello) -> bool:
+    return not hello.replicates or hello.rank == 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from kvbm_core.blocks.lease import Lease
@@ -135,6 +135,17 @@ class JobBook:
             job.job_id
             for job in self._jobs.values()
             if job.direction is Direction.OFFLOAD and not job.device_blocks.isdisjoint(device_blocks)
+        }
+
+    def writers_of(self, device_blocks: Mapping[int, Collection[int]]) -> set[int]:
+        """Onboards under way that write any of ``device_blocks``, which are by group."""
+        return {
+            job.job_id
+            for job in self._jobs.values()
+            if job.direction is Direction.ONBOARD
+            for share in job.shares
+            for move in share.moves
+            if not set(device_blocks.get(move.group, ())).isdisjoint(move.device_blocks)
         }
 
     def jobs(self) -> list[Job]:

@@ -8,7 +8,7 @@ The two journeys of a block are in ``offload`` and ``onboard``.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvbm_core.clock import Clock
@@ -19,11 +19,11 @@ from kvbm_core.observe.metrics import Metrics
 from kvbm_core.policy.admission import AdmissionPolicy
 from kvbm_core.runtime.disk import DiskOptions, DiskTier
 from kvbm_core.runtime.handshake import Disabled, Handshake, RankAck, SlotsReady
-from kvbm_core.runtime.jobs import Job, JobBook
+from kvbm_core.runtime.jobs import Job, JobBook, Share
 from kvbm_core.runtime.messages import JobAck, Message
 from kvbm_core.runtime.offload import Offloading, OnShareEnd
 from kvbm_core.runtime.onboard import Onboarding
-from kvbm_core.runtime.request import BlockTable, RequestState
+from kvbm_core.runtime.request import NULL_BLOCK, BlockTable, RequestState
 from kvbm_core.tiers.groups import GroupSpec, base_block_tokens
 from kvbm_core.tiers.tier import BlockTier
 from kvbm_core.tokens.chain import TokenChain
@@ -38,11 +38,15 @@ MAX_CHUNKS_PER_POLL = 4
 
 @dataclass(frozen=True, slots=True)
 class LeaderOptions:
-    """Times in seconds. ``share_loads``: wait for a prefix being loaded, as the engine will share its device blocks."""
+    """Times in seconds. ``share_loads``: wait for a prefix being loaded, as the engine will share its device blocks.
+
+    ``null_block``: the number that stands in the engine's block tables where it keeps no block.
+    """
 
     lease_ttl_s: float = 30.0
     share_wait_s: float = 1.0
     share_loads: bool = True
+    null_block: int = NULL_BLOCK
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +59,10 @@ class DiskSetup:
 
 
 class Leader:
-    """``on_offload_end(share, committed)`` is told of the end of each request's offload; committed: can be matched."""
+    """``on_offload_end(share, committed)`` is told of the end of each request's offload; committed: can be matched.
+
+    ``on_onboard_end(share, outcome)`` of the end of each load, when every rank has answered.
+    """
 
     def __init__(  # noqa: PLR0917 - the parts of a leader, put together in one place
         self,
@@ -68,12 +75,14 @@ class Leader:
         options: LeaderOptions,
         on_offload_end: OnShareEnd = lambda share, committed: None,
         disk: DiskSetup | None = None,
+        on_onboard_end: Callable[[Share, Outcome], None] = lambda share, outcome: None,
     ) -> None:
         self.groups = groups
         self.tier = tier
         self.metrics = metrics
         self.disabled_reason: str | None = None
         self.layout_fingerprint = ""
+        self.block_bytes = 0
         self._handshake = handshake
         self._jobs = JobBook(world_size)
         self._requests: dict[str, RequestState] = {}
@@ -91,7 +100,8 @@ class Leader:
                 DiskOptions(lease_ttl_s=options.lease_ttl_s, is_bypass=disk.is_bypass),
             )
         self._clock = clock
-        self._offloading = Offloading(groups, tier, self._jobs, metrics, on_offload_end)
+        self._on_onboard_end = on_onboard_end
+        self._offloading = Offloading(groups, tier, self._jobs, metrics, on_offload_end, null_block=options.null_block)
         self._onboarding = Onboarding(
             groups,
             tier,
@@ -101,6 +111,7 @@ class Leader:
             lease_ttl_s=options.lease_ttl_s,
             share_wait_s=options.share_wait_s if options.share_loads else 0.0,
             disk=self.disk,
+            null_block=options.null_block,
         )
 
     # ---------------------------------------------------------------- state
@@ -213,6 +224,10 @@ class Leader:
         """Offloads that still read any of these device blocks, which are about to be overwritten."""
         return self._jobs.readers_of(device_blocks)
 
+    def writers_of(self, device_blocks: Mapping[int, Collection[int]]) -> set[int]:
+        """Onboards that still write any of these device blocks (by group), which the engine gave to somebody else."""
+        return self._jobs.writers_of(device_blocks)
+
     # ---------------------------------------------------------------- ends
 
     def finish(self, state: RequestState) -> tuple[int, ...]:
@@ -282,6 +297,8 @@ class Leader:
 
     def _take_in_found(self, most_chunks: int) -> None:
         found = self._handshake.found
+        if self.disk is not None:
+            self.disk.num_ranks = self._handshake.num_storing_ranks
         for _ in range(min(most_chunks, len(found))):
             chunk = found.popleft()
             if self.disk is not None:
@@ -306,6 +323,7 @@ class Leader:
                 event.num_device_blocks * event.block_bytes / 1e9,
             )
         self.layout_fingerprint = event.fingerprint
+        self.block_bytes = event.block_bytes
         if self.disk is not None:
             self.disk.block_bytes = event.block_bytes
         self.tier.grow(event.slots)
@@ -331,6 +349,8 @@ class Leader:
             return
         is_offload = job.direction is Direction.OFFLOAD
         is_done = self._offloading.end(job) if is_offload else self._onboarding.end(job)
+        if not is_offload:
+            self._on_onboard_end(job.shares[0], job.outcome)
         if is_done:
             self.metrics.bytes_moved(job.direction, sum(ack.num_bytes for ack in job.acks))
             self.metrics.transfer_seconds(job.direction, max(ack.seconds + ack.queued_s for ack in job.acks))

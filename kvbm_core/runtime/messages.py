@@ -8,8 +8,9 @@ from __future__ import annotations
 import msgspec
 
 from kvbm_core.errors import Outcome
+from kvbm_core.transfer.plan import TransferPlan
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 MAX_MESSAGE_BYTES = 4 * 1024 * 1024
 
 
@@ -24,6 +25,10 @@ class Hello(msgspec.Struct, tag="hello", frozen=True, forbid_unknown_fields=True
     num_device_blocks: int
     fingerprint: str
     """Of the bytes in one slot of this rank."""
+    replicates: bool = False
+    """Every rank has the same KV: rank 0 stores it, the others get it from there."""
+    broadcast_address: str = ""
+    """Where they do, in the words of rank 0's MeetingPoint."""
 
 
 class DiskShare(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -34,10 +39,14 @@ class DiskShare(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Configure(msgspec.Struct, tag="configure", frozen=True, forbid_unknown_fields=True):
-    """Leader -> worker: how many slots of the host tier every rank allocates, and the disk's, if there is one."""
+    """Leader -> worker: how many slots of the host tier every rank that stores allocates, and the disk's, if any.
+
+    ``broadcast_address``: where the others get what rank 0 loads.
+    """
 
     num_slots: int
     disk: DiskShare | None = None
+    broadcast_address: str = ""
 
 
 class Ready(msgspec.Struct, tag="ready", frozen=True, forbid_unknown_fields=True):
@@ -101,11 +110,30 @@ class Store(msgspec.Struct, tag="store", frozen=True, forbid_unknown_fields=True
     disk_slots: list[int]
 
 
+class Finish(msgspec.Struct, tag="finish", frozen=True, forbid_unknown_fields=True):
+    """Leader -> worker: a request is over; its device blocks wait for these jobs, of which ``plan`` begins now.
+
+    For engines whose own messages end with a request's last step.
+    """
+
+    request_id: str
+    job_ids: tuple[int, ...]
+    plan: TransferPlan | None
+
+
+class LoadFailed(msgspec.Struct, tag="load_failed", frozen=True, forbid_unknown_fields=True):
+    """Leader -> worker: the leader knows that this load has failed, and what becomes of its request."""
+
+    request_id: str
+
+
 class ForgetDisk(msgspec.Struct, tag="forget_disk", frozen=True, forbid_unknown_fields=True):
     """Leader -> worker: nothing that is on the disk now is to be found again, also after a restart."""
 
 
-Message = Hello | Configure | Ready | Acks | Refused | DiskFound | DiskRefused | Store | ForgetDisk
+Note = Finish | LoadFailed
+"""What a worker's adapter takes up in the engine's next step."""
+Message = Hello | Configure | Ready | Acks | Refused | DiskFound | DiskRefused | Store | ForgetDisk | Note
 
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)

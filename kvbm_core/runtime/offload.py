@@ -69,9 +69,17 @@ class Offloading:
     """
 
     def __init__(
-        self, groups: tuple[GroupSpec, ...], tier: BlockTier, jobs: JobBook, metrics: Metrics, on_share_end: OnShareEnd
+        self,
+        groups: tuple[GroupSpec, ...],
+        tier: BlockTier,
+        jobs: JobBook,
+        metrics: Metrics,
+        on_share_end: OnShareEnd,
+        *,
+        null_block: int = NULL_BLOCK,
     ) -> None:
         self._groups = groups
+        self._null_block = null_block
         self._tier = tier
         self._jobs = jobs
         self._metrics = metrics
@@ -120,7 +128,7 @@ class Offloading:
 
     def _of_one_group(self, state: RequestState, table: BlockTable, span: range) -> _Wanted:
         device_blocks = table[span.start : span.stop]  # long prompts: slices, no object per block
-        if NULL_BLOCK in device_blocks:
+        if self._null_block in device_blocks:
             return self._wanted(state, (table,), [span])
         return _Wanted(state.keys(0)[span.start : span.stop], device_blocks, ())
 
@@ -129,7 +137,7 @@ class Offloading:
             ((block + 1) * self._groups[g].block_size_tokens, g, block)
             for g, (span, table) in enumerate(zip(spans, tables, strict=True))
             for block in span
-            if table[block] != NULL_BLOCK
+            if table[block] != self._null_block
         ]
         # If the tier is short, all groups shall have the same prefix: one group's blocks are of no use alone.
         blocks.sort()

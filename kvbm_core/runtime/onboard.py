@@ -34,8 +34,10 @@ class Onboarding:
         lease_ttl_s: float,
         share_wait_s: float,
         disk: DiskTier | None = None,
+        null_block: int = NULL_BLOCK,
     ) -> None:
         self._groups = groups
+        self._null_block = null_block
         self._tier = tier
         self._disk = disk
         # Where a prefix may lie; then the host alone, for when there is no room to bring blocks up from the disk.
@@ -200,7 +202,9 @@ class Onboarding:
         return is_loaded
 
     def _count(self, share: Share) -> None:
-        from_disk = len(share.reads.keys) if share.reads is not None else 0
+        read_slots = frozenset(share.reads.slots) if share.reads is not None else frozenset()
+        # An engine that takes less than was matched may leave some of what was read.
+        from_disk = sum(slot in read_slots for move in share.moves for slot in move.slots) if read_slots else 0
         num_blocks = sum(len(move.slots) for move in share.moves)
         self._metrics.matched_tokens(share.num_tokens)
         self._metrics.onboarded_blocks(num_blocks - from_disk, Tier.HOST, Tier.DEVICE)
@@ -230,17 +234,18 @@ class Onboarding:
             raise IntegrityError("blocks are marked as being loaded by no job in flight, or not marked")
 
     def _moves_of(self, match: Match, num_tokens: int, tables: Sequence[BlockTable]) -> tuple[GroupMove, ...] | None:
-        if num_tokens != match.prefix_tokens - match.computed_tokens or len(tables) != len(self._groups):
+        last_token = match.computed_tokens + num_tokens
+        if not 0 < num_tokens <= match.prefix_tokens - match.computed_tokens or len(tables) != len(self._groups):
             return None
         slots = iter(match.slots)
         moves = []
         for group, table, span in zip(self._groups, tables, match.blocks, strict=True):
             slot_of = {block: next(slots) for block in span}
             size = group.block_size_tokens
-            wanted = range(match.computed_tokens // size, match.prefix_tokens // size)
+            wanted = range(match.computed_tokens // size, -(-last_token // size))
             if len(table) < wanted.stop:
                 return None
-            targets = [block for block in wanted if table[block] != NULL_BLOCK]
+            targets = [block for block in wanted if table[block] != self._null_block]
             if any(block not in slot_of for block in targets):
                 return None
             device = tuple(table[block] for block in targets)

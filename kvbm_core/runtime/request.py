@@ -13,8 +13,9 @@ from kvbm_core.tokens.chain import TokenChain
 from kvbm_core.types import BlockKey, block_key
 
 BlockTable = Sequence[int]
-"""Device block ids of one request in one group, by block index; NULL_BLOCK where the engine keeps nothing."""
+"""Device block ids of one request in one group, by block index; the null block where the engine keeps nothing."""
 NULL_BLOCK = 0
+"""The null block of most engines; see LeaderOptions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +41,8 @@ class RequestState:
     """One request. Only the leader's thread touches it.
 
     ``next_offload[g]`` is the first block of group g that has not been considered for offload yet, and
-    ``next_full_tokens`` the length at which the next of them is full (0: not known, look).
+    ``next_full_tokens`` the length at which the next of them is full (0: not known, look). ``foreign_tokens``: what the
+    engine found on the device, and nobody here has seen computed; it is never offloaded.
     """
 
     request_id: str
@@ -51,6 +53,7 @@ class RequestState:
     offload_jobs: set[int] = field(default_factory=set)
     next_offload: list[int] = field(default_factory=list)
     next_full_tokens: int = 0
+    foreign_tokens: int = 0
     deferred_since_s: float | None = None
     queried_blocks: int = 0
     host_hit_blocks: int = 0
@@ -69,7 +72,7 @@ class RequestState:
 
     def restart_offload(self) -> None:
         """All blocks are to be considered (again): the request waits to be scheduled from its start."""
-        self.next_offload = [0] * len(self.groups)
+        self.next_offload = [self.foreign_tokens // group.block_size_tokens for group in self.groups]
         self.next_full_tokens = 0
 
     def keys(self, position: int) -> list[BlockKey]:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import msgspec
 
@@ -25,6 +27,7 @@ from kvbm_core.runtime.messages import (
     Hello,
     JobAck,
     Message,
+    Note,
     Ready,
     Refused,
     Store,
@@ -34,6 +37,8 @@ from kvbm_core.storage.disk.record import whole_sectors
 from kvbm_core.storage.host_slab import HostSlab, available_memory_bytes
 from kvbm_core.transfer.digests import SlotDigests
 from kvbm_core.transfer.executor import DeviceMemory, Executor
+from kvbm_core.transfer.executors.broadcast import BroadcastExecutor
+from kvbm_core.transfer.executors.broadcast_group import Group, MeetingPoint
 from kvbm_core.transfer.executors.pipeline import PipelineExecutor
 from kvbm_core.transfer.factory import make_executor, slab_cpus, slab_preparation
 from kvbm_core.transfer.plan import JobResult, TransferPlan
@@ -41,7 +46,11 @@ from kvbm_core.types import Direction
 
 log = logging.getLogger("kvbm")
 
+OnDone = Callable[[JobResult], None]
+
 FENCE_TIMEOUT_S = 60.0
+LOAD_GRACE_S = 60.0
+"""What a load may take once it has started; other ranks that wait for it give up after that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +59,9 @@ class WorkerOptions:
 
     ``engine_carries_acks``: the adapter takes acknowledgements to the leader with what the engine sends there in each
     step anyway (``take_acks``); else they go over the channel. ``near_memory``: host memory from the GPU's NUMA node.
+
+    ``replicates``: every rank has the same KV. Rank 0 stores it; the others have neither slots nor a disk and get what
+    they load from rank 0, as fast as NCCL with ``max_ctas`` is (None: its own choice).
     """
 
     transfer_deadline_s: float = 60.0
@@ -58,6 +70,8 @@ class WorkerOptions:
     verify: bool = False
     engine_carries_acks: bool = False
     near_memory: bool = True
+    replicates: bool = False
+    max_ctas: int | None = None
     disk: WorkerDiskOptions = field(default_factory=WorkerDiskOptions)
 
 
@@ -73,11 +87,14 @@ class Worker:
         self._slab: HostSlab | None = None
         self._executor: Executor | None = None
         self._disk: WorkerDisk | None = None
+        self._replicates = options.replicates and world_size > 1
+        self._point: MeetingPoint | None = None
         self._is_refused = False
         self._is_closed = False
         self._lock = threading.Lock()
         self._done: list[JobResult] = []
         self._acks: list[JobAck] = []
+        self._notes: deque[Note] = deque()
         self._in_flight: dict[int, Direction] = {}
         self._overwritten: set[int] = set()
         # Given up, while their host slots are still being written to: their answers, for when that is over.
@@ -92,6 +109,8 @@ class Worker:
         """The device cache is known: says hello until the leader has answered."""
         self._memory = memory
         self._fingerprint = fingerprint
+        if self._replicates and self.rank == 0:
+            self._point = MeetingPoint()
         self._channel.repeat(self._hello)
 
     def wrap_executor(self, wrap: Callable[[Executor], Executor]) -> None:
@@ -113,7 +132,7 @@ class Worker:
         return self._executor is not None
 
     def _hello(self) -> Message | None:
-        if self._memory is None or self._slab is not None or self._is_refused:
+        if self._memory is None or self._executor is not None or self._is_refused:
             return None
         return Hello(
             protocol=PROTOCOL_VERSION,
@@ -122,15 +141,20 @@ class Worker:
             block_bytes=max(view.block_bytes for view in self._memory.views),
             num_device_blocks=self._memory.views[0].num_blocks,
             fingerprint=self._fingerprint,
+            replicates=self._replicates,
+            broadcast_address=self._point.address if self._point is not None else "",
         )
 
     def _on_message(self, message: Message) -> None:
         if isinstance(message, Refused):
             self._is_refused = True
             log.error("kvbm: worker %d: refused by the leader: %s", self.rank, message.reason)
-        elif isinstance(message, Configure) and self._slab is None and self._memory is not None:
+        elif isinstance(message, Configure) and self._executor is None and self._memory is not None:
             try:
-                self._allocate(message, self._memory)
+                if self._replicates and self.rank > 0:
+                    self._follow(message, self._memory)
+                else:
+                    self._allocate(message, self._memory)
             except Exception as error:  # out of memory, no executor for this memory...: serve without, and say why
                 self._is_refused = True
                 self._channel.send(Refused(self.rank, f"cannot allocate {message.num_slots} blocks: {error}"))
@@ -138,6 +162,13 @@ class Worker:
             self._store(message)
         elif isinstance(message, ForgetDisk) and self._disk is not None:
             self._disk.forget_all()
+        elif isinstance(message, Note):
+            self._notes.append(message)
+
+    def _follow(self, message: Configure, memory: DeviceMemory) -> None:
+        """Rank 0 has the slots; here all of them can be used."""
+        self._begin(self._make_broadcast(message, memory, None), None)
+        self._slots_ready(message.num_slots)
 
     def _allocate(self, message: Configure, memory: DeviceMemory) -> None:
         num_slots, slot_bytes = message.num_slots, max(view.block_bytes for view in memory.views)
@@ -154,22 +185,42 @@ class Worker:
             on_ready=self._slots_ready,
             cpus=slab_cpus(memory) if self._options.near_memory else (),
         )
+        make = partial(self._make_executor, message.disk, memory, slab)
         try:
-            executor = self._make_executor(message.disk, memory, slab)
+            executor = self._make_broadcast(message, memory, make) if self._replicates else make(self._finished)
         except Exception:
             slab.close()
             raise
+        self._begin(executor, slab)
+        self._slots_ready(slab.ready_slots)
+
+    def _begin(self, executor: Executor, slab: HostSlab | None) -> None:
         if self._is_closed:  # while files were being made
             self._end(executor, slab)
             return
         self._slab = slab
         self._executor = self._wrap(executor)
-        self._slots_ready(slab.ready_slots)
 
-    def _make_executor(self, share: DiskShare | None, memory: DeviceMemory, slab: HostSlab) -> Executor:
+    def _make_broadcast(
+        self, message: Configure, memory: DeviceMemory, make_loader: Callable[[OnDone], Executor] | None
+    ) -> Executor:
+        address, max_ctas = message.broadcast_address, self._options.max_ctas
+        return BroadcastExecutor(
+            memory,
+            Group(self.rank, self._world_size, address, self._point, max_ctas=max_ctas),
+            self._finished,
+            make_loader=make_loader,
+            # Nobody is to ask for loads any more that can only fail.
+            on_broken=lambda reason: self._channel.send(Refused(self.rank, reason)),
+            load_timeout_s=self._options.transfer_deadline_s + LOAD_GRACE_S,
+        )
+
+    def _make_executor(
+        self, share: DiskShare | None, memory: DeviceMemory, slab: HostSlab, on_done: OnDone
+    ) -> Executor:
         digests = SlotDigests() if self._options.verify else None
 
-        def make(on_done: Callable[[JobResult], None]) -> Executor:
+        def make(on_done: OnDone) -> Executor:
             return make_executor(
                 memory,
                 slab,
@@ -180,13 +231,14 @@ class Worker:
             )
 
         if share is None:
-            return make(self._finished)
-        disk = WorkerDisk(self.rank, self._world_size, self._options.disk, self._channel.send)
+            return make(on_done)
+        num_storing_ranks = 1 if self._replicates else self._world_size
+        disk = WorkerDisk(self.rank, num_storing_ranks, self._options.disk, self._channel.send)
         if not disk.open(share, slab.slot_bytes, self._fingerprint):
-            return make(self._finished)
+            return make(on_done)
         self._disk = disk
         return PipelineExecutor(
-            make, lambda on_done: disk.start(slab, on_done, self._released), slab.slot_bytes, self._finished, digests
+            make, lambda on_done: disk.start(slab, on_done, self._released), slab.slot_bytes, on_done, digests
         )
 
     def _slots_ready(self, slots: int) -> None:
@@ -263,6 +315,10 @@ class Worker:
             acks, self._acks = self._acks, []
         return acks
 
+    def take_notes(self) -> list[Note]:
+        """What the leader said to the adapter outside of the engine's steps, in its order."""
+        return [self._notes.popleft() for _ in range(len(self._notes))]
+
     def wait(self, job_ids: Collection[int], timeout_s: float) -> bool:
         """Waits until these jobs have ended; False if time ran out."""
         return self._executor is None or self._executor.wait(job_ids, timeout_s)
@@ -321,12 +377,16 @@ class Worker:
         self._is_closed = True
         # First: its thread is the one that makes executor and slab.
         self._channel.close()
-        if self._executor is not None and self._slab is not None:
+        if self._executor is not None:
             self._end(self._executor, self._slab)
         self._executor = None
+        if self._point is not None:
+            self._point.close()
+            self._point.discard()
 
-    def _end(self, executor: Executor, slab: HostSlab) -> None:
+    def _end(self, executor: Executor, slab: HostSlab | None) -> None:
         if self._disk is not None:
             self._disk.close()
         executor.close()
-        slab.close()
+        if slab is not None:
+            slab.close()

@@ -67,7 +67,21 @@ def test_a_match_on_the_disk_that_is_asked_for_again_holds_one_promise() -> None
     bench.assert_idle()
 
 
-@pytest.mark.parametrize("num_tokens", [12, 20])
+def test_a_part_of_what_was_matched_is_counted_as_what_it_is() -> None:
+    bench = bench_of()
+    stored(bench)
+    leave_host(bench, [1, 3])
+    state = bench.open()
+    assert bench.match(state, PROMPT) == 16
+    plan = bench.leader.onboard(state, 12, TABLE)
+    assert plan is not None and plan.reads is not None and len(plan.reads.keys) == 2 and plan.num_blocks == 3
+    bench.answer(plan)
+    assert bench.metric("kvbm_onboard_blocks_h2d") == 2 and bench.metric("kvbm_onboard_blocks_d2d") == 1
+    bench.leader.finish(state)
+    bench.assert_idle()
+
+
+@pytest.mark.parametrize("num_tokens", [0, 20])
 def test_a_load_that_is_not_what_was_matched_holds_nothing(num_tokens: int) -> None:
     bench = bench_of()
     stored(bench)

@@ -73,3 +73,12 @@ def test_those_that_may_wait_are_looked_at_together() -> None:
     running = dict.fromkeys([*"abcdefgh", "exact"], 1)
     steps = [due.next_step(running, len(running)) for _ in range(STRIDE)]
     assert steps == [[], [], ["exact"], *([[]] * (STRIDE - 4)), list("abcdefgh")]
+
+
+def test_a_step_passes_quietly_only_if_nobody_is_due_in_it() -> None:
+    due = DueRequests[int]()
+    due.look_again(7, 2)
+    assert due.passes_quietly()
+    assert not due.passes_quietly() and not due.passes_quietly(), "nothing has begun"
+    assert due.next_step({7: 1}, 1) == [7]
+    assert due.passes_quietly()

@@ -177,6 +177,64 @@ def test_a_worker_that_cannot_take_part_is_heard_without_a_hello() -> None:
     assert reason(handshake) == "worker 0: unknown layout"
 
 
+# ---------------------------------------------------------------- ranks that replicate the same KV
+
+
+def replica(rank: int, **changes: object) -> Hello:
+    address = "" if rank else "4711/token"
+    same = {"block_bytes": 100, "num_device_blocks": 50, "fingerprint": "layout"}
+    return hello(rank, 2, **{**same, "replicates": True, "broadcast_address": address, **changes})
+
+
+def test_what_all_ranks_replicate_is_sized_named_and_stored_once() -> None:
+    asked: list[tuple[int, str]] = []
+
+    def plan_disk(block_bytes: int, fingerprint: str) -> DiskShare:
+        asked.append((block_bytes, fingerprint))
+        return SHARE
+
+    handshake = Handshake(2, lambda block_bytes: block_bytes // 10, plan_disk)
+    assert handshake.num_storing_ranks == 2
+    handshake.on_message(B, replica(1))
+    configure = Configure(10, SHARE, "4711/token")
+    assert sorted(handshake.on_message(A, replica(0))) == [(A, configure), (B, configure)]
+    assert asked == [(100, "layout")]
+    assert handshake.on_message(B, replica(1)) == [(B, configure)]  # the answer had been lost
+    assert handshake.storing_peers() == [A] and handshake.num_storing_ranks == 1
+    handshake.on_message(A, Ready(0, 10))
+    assert not handshake.inbox  # the others load too
+    handshake.on_message(B, Ready(1, 10))
+    assert list(handshake.inbox) == [SlotsReady(10, 10, 100, 50, "layout")]
+    assert not handshake.wait(0)
+    handshake.on_message(A, DiskFound(0, SHARE.num_slots, [], [], []))
+    assert handshake.wait(0)
+
+
+def test_ranks_that_keep_their_own_shards_all_store() -> None:
+    handshake = two_workers()
+    assert sorted(handshake.storing_peers()) == [A, B] and handshake.num_storing_ranks == 2
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "words"),
+    [
+        (replica(0), replica(1, replicates=False), "only ranks [0] of 2"),
+        (replica(0, replicates=False, broadcast_address=""), replica(1), "only ranks [1] of 2"),
+        (replica(0), replica(1, fingerprint="other"), "rank 1 are not those of rank 0"),
+        (replica(0), replica(1, block_bytes=101), "rank 1 are not those of rank 0"),
+        (replica(0), replica(1, num_device_blocks=49), "rank 1 are not those of rank 0"),
+    ],
+    ids=["second stores", "first stores", "other layout", "other size", "other number"],
+)
+def test_ranks_that_are_no_replicas_of_each_other_are_refused(first: Hello, second: Hello, words: str) -> None:
+    handshake = Handshake(2, lambda block_bytes: 8)
+    handshake.on_message(A, first)
+    answers = handshake.on_message(B, second)
+    assert [(who, type(answer)) for who, answer in answers] == [(A, Refused), (B, Refused)]
+    told = reason(handshake)
+    assert words in told and "DYN_KVBM_NCCL_MLA_MODE" in told and handshake.wait(0)
+
+
 # ---------------------------------------------------------------- the disk
 
 
@@ -292,6 +350,8 @@ def test_what_is_found_in_lists_of_unequal_lengths_is_no_news() -> None:
     "message",
     [
         Configure(8, SHARE),
+        Configure(8, SHARE, "4711/token"),
+        replica(0),
         DiskFound(1, 4096, [0, 5], [b"k" * 32, b"\xff" * 33], [2**63, 0]),
         DiskRefused(3, "no room"),
         Store(2**40, [b"k" * 33], [1], [2]),

@@ -89,6 +89,17 @@ def test_offloads_are_readers_of_their_blocks_until_they_end_and_onboards_never(
     assert book.readers_of([1, 2, 3]) == set()
 
 
+def test_onboards_are_writers_of_their_blocks_in_their_group_until_they_end() -> None:
+    book = JobBook(1)
+    job = book.start(Direction.ONBOARD)
+    add(book, job, GroupMove(0, (5, 6), (0, 1)), GroupMove(1, (7,), (2,)))
+    start(book, Direction.OFFLOAD, 5)
+    assert book.writers_of({0: [6, 9]}) == book.writers_of({1: [7]}) == {job.job_id}
+    assert book.writers_of({0: [7], 1: [5, 6]}) == book.writers_of({}) == set()
+    book.acknowledge(0, ack(job))
+    assert book.writers_of({0: [5], 1: [7]}) == set()
+
+
 def test_a_block_that_two_groups_name_is_one_reader() -> None:
     book = JobBook(1)
     job = book.start(Direction.OFFLOAD)

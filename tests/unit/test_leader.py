@@ -120,8 +120,8 @@ def test_a_load_names_the_slots_of_the_blocks_in_order() -> None:
 
 @pytest.mark.parametrize(
     ("num_tokens", "tables"),
-    [(12, TABLE), (20, TABLE), (16, [[11, 12, 13]]), (16, []), (16, [*TABLE, *TABLE])],
-    ids=["less than matched", "more than matched", "table too short", "no table", "one table too many"],
+    [(0, TABLE), (20, TABLE), (16, [[11, 12, 13]]), (16, []), (16, [*TABLE, *TABLE])],
+    ids=["nothing", "more than matched", "table too short", "no table", "one table too many"],
 )
 def test_a_promise_that_cannot_be_kept_makes_no_plan_and_holds_nothing(
     num_tokens: int, tables: list[list[int]]
@@ -132,6 +132,18 @@ def test_a_promise_that_cannot_be_kept_makes_no_plan_and_holds_nothing(
     assert bench.leader.onboard(state, num_tokens, tables) is None
     assert bench.tier.live_leases == 0 and bench.leader.pending_jobs == 0
     assert bench.leader.onboard(state, 16, TABLE) is None  # a match is used once
+    bench.leader.finish(state)
+    bench.assert_idle()
+
+
+@pytest.mark.parametrize(("num_tokens", "num_blocks"), [(12, 3), (9, 3), (8, 2), (1, 1)])
+def test_an_engine_that_takes_less_than_was_matched_gets_the_blocks_of_that(num_tokens: int, num_blocks: int) -> None:
+    bench = warm()
+    state = bench.open()
+    assert bench.match(state, PROMPT) == 16
+    plan = bench.leader.onboard(state, num_tokens, TABLE)
+    assert plan is not None and plan.moves[0].device_blocks == tuple(TABLE[0][:num_blocks])
+    bench.answer(plan)
     bench.leader.finish(state)
     bench.assert_idle()
 

@@ -351,3 +351,18 @@ def test_a_reset_breaks_promises_and_leaves_loads_their_slots() -> None:
     bench.answer(plan)
     assert bench.resident_blocks(PROMPT) == 0 and bench.tier.resident_blocks == 0
     bench.leader.check_integrity()
+
+
+def test_what_nobody_here_has_seen_computed_is_never_offloaded() -> None:
+    bench = LeaderBench()
+    state = bench.open()
+    state.foreign_tokens = 8
+    assert bench.match(state, PROMPT) == 0  # starts the request's offload anew
+    plan = bench.offload(state, PROMPT)
+    assert plan is not None and plan.moves[0].device_blocks == (3, 4, 5)
+    bench.answer(plan, Outcome.REJECTED)
+    again = bench.offload(state, PROMPT)
+    assert again is not None and again.moves == plan.moves, "not even when the first copy was cancelled"
+    bench.answer(again)
+    bench.leader.finish(state)
+    bench.assert_idle()

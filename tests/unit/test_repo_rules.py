@@ -12,8 +12,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PRODUCT_FOLDERS = ("kvbm_core", "kvbm_vllm", "kvbm_sglang", "compat", "benchmarks", "deploy")
+PRODUCT_FOLDERS = ("kvbm_core", "kvbm_vllm", "kvbm_sglang", "kvbm_trtllm", "compat", "benchmarks", "deploy")
 ALL_FOLDERS = (*PRODUCT_FOLDERS, "tests", "docs", ".ci")
+ADAPTERS = {"kvbm_vllm": "vllm", "kvbm_sglang": "sglang", "kvbm_trtllm": "tensorrt_llm"}
+"""Each with its engine."""
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 50
 
@@ -126,18 +128,18 @@ def test_core_imports_never_point_right() -> None:
 
 def test_packages_know_only_what_is_below_them() -> None:
     hidden = {
-        "kvbm_core": {"kvbm_vllm", "kvbm_sglang", "kvbm", "dynamo", "benchmarks", "tests", "vllm", "sglang"},
-        "kvbm_vllm": {"kvbm_sglang", "kvbm", "dynamo", "benchmarks", "tests", "sglang"},
-        "kvbm_sglang": {"kvbm_vllm", "kvbm", "dynamo", "benchmarks", "tests", "vllm"},
+        "kvbm_core": {*ADAPTERS, *ADAPTERS.values(), "kvbm", "dynamo", "benchmarks", "tests"},
         "compat": {"benchmarks", "tests"},
     }
+    for adapter, engine in ADAPTERS.items():
+        others = {*ADAPTERS, *ADAPTERS.values()} - {adapter, engine}
+        hidden[adapter] = {*others, "kvbm", "dynamo", "benchmarks", "tests"}
     wrong = [
         f"{path}:{line} imports {name}"
         for folder, names in hidden.items()
         for path in python_files((folder,))
         for line, name in imported_names(path)
-        if name.split(".")[0] in names
-        or (folder in {"kvbm_vllm", "kvbm_sglang"} and name.startswith("kvbm_core.testing"))
+        if name.split(".")[0] in names or (folder in ADAPTERS and name.startswith("kvbm_core.testing"))
     ]
     assert not wrong, "\n".join(wrong)
 
@@ -171,7 +173,7 @@ def test_no_core_module_loads_an_engine() -> None:
 def test_sockets_are_opened_in_one_place() -> None:
     users = {
         path.as_posix()
-        for path in python_files(("kvbm_core", "kvbm_vllm", "kvbm_sglang"))
+        for path in python_files(("kvbm_core", *ADAPTERS))
         for _, name in imported_names(path)
         if name.split(".")[0] == "zmq"
     }
@@ -239,10 +241,10 @@ def test_core_dependencies_are_those_that_are_imported() -> None:
     modules = {{"pyzmq": "zmq"}.get(name, name.replace("-", "_")) for name in names}
     used = {
         name.split(".")[0]
-        for path in python_files(("kvbm_core", "kvbm_vllm", "kvbm_sglang", "compat"))
+        for path in python_files(("kvbm_core", *ADAPTERS, "compat"))
         for _, name in imported_names(path)
     }
-    ours = {"kvbm_core", "kvbm_vllm", "kvbm_sglang", "kvbm", "dynamo"}
+    ours = {"kvbm_core", *ADAPTERS, "kvbm", "dynamo"}
     assert modules == used - set(sys.stdlib_module_names) - ENGINE_MODULES - ours
 
 

@@ -34,10 +34,19 @@ ELSEWHERE = [[7, 8, 9, 10, 11], [3, 6, 1, 9, 2]]
 
 
 class DiskEngine(Engine):
-    """Engine with a disk tier in ``folder``/blocks. Blocks of PROMPT are those of the device blocks of TABLES."""
+    """Engine with a disk tier in ``folder``/blocks. Blocks of PROMPT are those of the device blocks of TABLES.
+
+    ``replicates``: every rank has the same blocks, which rank 0 stores for all.
+    """
 
     def __init__(
-        self, folder: Path, ranks: int = 1, *, io_deadline_s: float = 20.0, options: FileOptions = BUFFERED
+        self,
+        folder: Path,
+        ranks: int = 1,
+        *,
+        io_deadline_s: float = 20.0,
+        options: FileOptions = BUFFERED,
+        replicates: bool = False,
     ) -> None:
         path = folder / "s.sock"
         self.endpoint = Endpoint(f"ipc://{path}", path)
@@ -49,17 +58,19 @@ class DiskEngine(Engine):
         setup = DiskSetup(AdmitAll(), self.tell_all)
         self.leader = Leader(GROUPS, self.tier, self.handshake, ranks, clock, Metrics(), LeaderOptions(), disk=setup)
         self.channel = LeaderChannel(self.endpoint, self._on_message)  # type: ignore[arg-type]
-        self.memories = [two_group_memory(seed=rank + 1) for rank in range(ranks)]
-        worker_options = WorkerOptions(verify=True, disk=WorkerDiskOptions(options, io_deadline_s))
+        self._shard_of = [0 if replicates else rank for rank in range(ranks)]
+        self.memories = [two_group_memory(seed=shard + 1) for shard in self._shard_of]
+        disk_options = WorkerDiskOptions(options, io_deadline_s)
+        worker_options = WorkerOptions(verify=True, disk=disk_options, replicates=replicates)
         self.workers = [Worker(rank, ranks, self.endpoint, worker_options) for rank in range(ranks)]
         for worker, memory in zip(self.workers, self.memories, strict=True):
-            worker.register(memory, f"layout{worker.rank}")
+            worker.register(memory, f"layout{self._shard_of[worker.rank]}")
 
     def _plan_disk(self, block_bytes: int, fingerprint: str) -> DiskShare:
         return DiskShare(str(self.folder), DISK_SLOTS)
 
     def tell_all(self, message: Message) -> None:
-        for peer in self.handshake.peers():
+        for peer in self.handshake.storing_peers():
             self.channel.send(peer, message)
 
     def rank_file(self, rank: int = 0) -> Path:
@@ -85,7 +96,7 @@ class DiskEngine(Engine):
         """The blocks of PROMPT on each rank."""
         return [
             [content(memory, group, block) for group in (0, 1) for block in TABLES[group]]
-            for memory in (two_group_memory(seed=worker.rank + 1) for worker in self.workers)
+            for memory in (two_group_memory(seed=shard + 1) for shard in self._shard_of)
         ]
 
     def on_devices(self) -> list[list[bytes]]:

@@ -1,0 +1,108 @@
+"""What every adapter puts together in the same way from the settings: the leader's disk, the worker's options."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from kvbm_core.clock import Clock
+from kvbm_core.config import KvbmSettings
+from kvbm_core.observe.log import setup_logging
+from kvbm_core.observe.metrics import Metrics
+from kvbm_core.observe.server import MetricsServer
+from kvbm_core.policy.admission import AdmitAll
+from kvbm_core.policy.frequency import FrequencyFilter
+from kvbm_core.runtime.channel import LeaderChannel
+from kvbm_core.runtime.disk_folder import DiskFolder
+from kvbm_core.runtime.handshake import Handshake
+from kvbm_core.runtime.leader import DiskSetup
+from kvbm_core.runtime.messages import DiskShare, Message
+from kvbm_core.runtime.worker import WorkerOptions
+from kvbm_core.runtime.worker_disk import WorkerDiskOptions
+from kvbm_core.storage.disk.allocate import FileOptions
+from kvbm_core.storage.disk.record import SECTOR_BYTES
+
+log = logging.getLogger("kvbm")
+
+
+class LeaderDisk:
+    """The disk tier of the leader's process: whether there is one, where, and how its orders leave."""
+
+    def __init__(self, settings: KvbmSettings, world_size: int, clock: Clock) -> None:
+        self._settings = settings
+        self._world_size = world_size
+        self._clock = clock
+        self._folder: DiskFolder | None = None
+        self._channel: LeaderChannel | None = None
+        self._handshake: Handshake | None = None
+
+    def setup(self) -> DiskSetup | None:
+        """For the leader; None without a disk tier."""
+        settings = self._settings
+        if not settings.has_disk_tier:
+            return None
+        is_filtered = settings.has_host_tier and not settings.disable_disk_offload_filter
+        admission = FrequencyFilter(self._clock) if is_filtered else AdmitAll()
+        if not settings.has_host_tier:
+            log.warning(
+                "kvbm: a disk tier without a host tier is experimental; all blocks go to disk, without a filter"
+            )
+        return DiskSetup(admission, self._broadcast, is_bypass=not settings.has_host_tier)
+
+    def connect(self, channel: LeaderChannel, handshake: Handshake) -> None:
+        """Orders go to these workers from now on; before, nobody is there to take one."""
+        self._channel, self._handshake = channel, handshake
+
+    def _broadcast(self, message: Message) -> None:
+        if self._channel is not None and self._handshake is not None:
+            for peer in self._handshake.storing_peers():
+                self._channel.send(peer, message)
+
+    def plan(self, block_bytes: int, fingerprint: str) -> DiskShare | None:
+        """See Handshake."""
+        if not self._settings.has_disk_tier:
+            return None
+        slots = self._settings.disk_tier_slots(block_bytes + self._world_size * SECTOR_BYTES)
+        self._folder = DiskFolder(Path(self._settings.disk_cache_dir), fingerprint)
+        return DiskShare(str(self._folder.path), slots)
+
+    def close(self) -> None:
+        """Gives the folder up."""
+        if self._folder is not None:
+            self._folder.close()
+
+
+def worker_options(
+    settings: KvbmSettings, *, engine_carries_acks: bool, replicates: bool = False, disk_deadline_s: float | None = None
+) -> WorkerOptions:
+    """A rank's options. ``disk_deadline_s``: where the setting's default does not fit the engine."""
+    return WorkerOptions(
+        transfer_deadline_s=settings.transfer_deadline_s,
+        max_concurrent_transfers=settings.max_concurrent_transfers,
+        max_batch_blocks=settings.max_transfer_batch_size,
+        verify=settings.verify_onboard,
+        near_memory=not settings.disable_numa,
+        disk=WorkerDiskOptions(FileOptions.of(settings), disk_deadline_s or settings.disk_deadline_s, settings.disk_io),
+        engine_carries_acks=engine_carries_acks,
+        replicates=replicates,
+        max_ctas=settings.nccl_max_ctas,
+    )
+
+
+def announce(settings: KvbmSettings) -> None:
+    """Sets logging up and says what is odd about the settings. ConfigError if they name no tier."""
+    setup_logging(settings.log_level)
+    settings.require_tier()
+    for warning in settings.warnings:
+        log.warning("%s", warning)
+
+
+def metrics_server(settings: KvbmSettings, metrics: Metrics, data_parallel_rank: int) -> MetricsServer | None:
+    """The endpoint for Prometheus, if it is asked for and its port is free.
+
+    Engines of one data-parallel group take neighbouring ports.
+    """
+    if not settings.metrics:
+        return None
+    server = MetricsServer(settings.metrics_port + data_parallel_rank, metrics, settings.metrics_host)
+    return server if server.start() else None

@@ -1,0 +1,162 @@
+"""Puts the parts together for one process's role: settings, channel, leader or worker, callbacks, metrics."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from kvbm_core.clock import SystemClock
+from kvbm_core.config import SettingSource
+from kvbm_core.observe.guard import GuardState
+from kvbm_core.observe.labels import FailureKind
+from kvbm_core.observe.log import CacheStatsLog, setup_logging
+from kvbm_core.observe.metrics import Metrics
+from kvbm_core.policy.lru import LruPolicy
+from kvbm_core.runtime.assembly import LeaderDisk, announce, metrics_server, worker_options
+from kvbm_core.runtime.channel import LeaderChannel
+from kvbm_core.runtime.handshake import Handshake
+from kvbm_core.runtime.jobs import Share
+from kvbm_core.runtime.leader import Leader, LeaderOptions
+from kvbm_core.runtime.messages import Message
+from kvbm_core.runtime.worker import Worker
+from kvbm_core.tiers.groups import GroupSpec
+from kvbm_core.tiers.tier import BlockTier
+from kvbm_core.types import Tier
+from kvbm_trtllm.config import (
+    block_tokens_of,
+    check_supported,
+    endpoint_of,
+    read_settings,
+    world_size_of,
+)
+from kvbm_trtllm.contract import BAD_PAGE
+from kvbm_trtllm.keys import base_namespace
+from kvbm_trtllm.layout import Ranks
+from kvbm_trtllm.meeting import data_parallel_rank_of, meet, name_of_engine, rank_of
+from kvbm_trtllm.scheduler import Options, SchedulerSide
+from kvbm_trtllm.worker import WorkerSide
+
+if TYPE_CHECKING:
+    from kvbm_core.errors import Outcome
+
+PATIENT_DISK_DEADLINE_S = 60.0
+
+
+class LeaderPart:
+    """Everything of the leader's role. Made in a thread of TensorRT-LLM's; used by the executor's loop thread.
+
+    ``callbacks`` is made anew when the layer groups turn out to be others than one of full attention.
+    ConfigError or UnsupportedError, one line, when it cannot serve as configured.
+    """
+
+    callbacks: SchedulerSide
+
+    def __init__(self, llm_args: Any) -> None:
+        meeting = meet("leader")
+        settings = read_settings()
+        announce(settings)
+        check_supported(llm_args)
+        self._llm_args = llm_args
+        self._settings = settings
+        self._clock = SystemClock()
+        self._world_size = world_size_of(llm_args)
+        self.metrics = Metrics(settings.cache_stats_max_requests)
+        self._disk = LeaderDisk(settings, self._world_size, self._clock)
+        self._handshake = Handshake(self._world_size, settings.host_tier_slots, self._disk.plan)
+        self._channel = LeaderChannel(
+            endpoint_of(meeting.engine_id, settings, data_parallel_rank_of(llm_args)),
+            self._handshake.on_message,
+            on_bad_frames=lambda: self.metrics.failure(FailureKind.BAD_MESSAGE),
+        )
+        self._disk.connect(self._channel, self._handshake)
+        self._stats_log = CacheStatsLog(self.metrics, settings.cache_stats_log_interval_s, meeting.engine_id[-8:])
+        self._server = metrics_server(settings, self.metrics, data_parallel_rank_of(llm_args))
+        self._groups: tuple[GroupSpec, ...] = (GroupSpec(0, block_tokens_of(llm_args)),)
+        self._make_callbacks()
+        meeting.leader = self
+
+    def begin(self, groups: tuple[GroupSpec, ...]) -> None:
+        """See meeting.LeaderPart."""
+        if groups != self._groups:
+            self._groups = groups
+            self._make_callbacks()
+
+    def wait(self) -> None:
+        """See meeting.LeaderPart."""
+        self._handshake.wait(self._settings.start_wait_s)
+        self.callbacks.leader.catch_up()
+
+    def poll(self) -> None:
+        """See meeting.LeaderPart."""
+        self.callbacks.poll()
+        self._stats_log.tick()
+
+    def close(self) -> None:
+        """Ends threads and sockets. May be called twice."""
+        self._channel.close()
+        if self._server is not None:
+            self._server.close()
+        self._disk.close()
+
+    def _make_callbacks(self) -> None:
+        settings = self._settings
+        tier = BlockTier(Tier.HOST, LruPolicy(), self._clock)
+        # Nobody can be told to ask again, so that loads under way are not waited for.
+        options = LeaderOptions(settings.lease_ttl_s, 0.0, share_loads=False, null_block=BAD_PAGE)
+        leader = Leader(
+            self._groups,
+            tier,
+            self._handshake,
+            self._world_size,
+            self._clock,
+            self.metrics,
+            options,
+            disk=self._disk.setup(),
+            on_onboard_end=self._on_onboard_end,
+        )
+        self.callbacks = SchedulerSide(
+            leader,
+            base_namespace(self._llm_args, self._groups[0].block_size_tokens),
+            self._clock,
+            self._send,
+            guard_state=GuardState(self.metrics),
+            options=Options(
+                # Ranks would part if such a load failed on one of them while all compute.
+                sync_onboard_bytes=settings.sync_onboard_bytes if self._world_size == 1 else 0,
+                decode_run_tokens=settings.decode_run_tokens,
+                min_priority=settings.host_offload_prefix_min_priority,
+            ),
+        )
+
+    def _on_onboard_end(self, share: Share, outcome: Outcome) -> None:
+        self.callbacks.on_onboard_end(share, outcome)
+
+    def _send(self, message: Message) -> None:
+        for peer in self._handshake.peers():
+            self._channel.send(peer, message)
+
+
+def build_worker_side(llm_args: Any, *, waits_at_register: bool) -> WorkerSide:
+    """One rank's role. ConfigError or UnsupportedError, one line, when it cannot serve as configured."""
+    rank, world_size = rank_of(llm_args), world_size_of(llm_args)
+    meeting = meet("worker") if rank == 0 else None
+    engine_id = name_of_engine(llm_args, meeting)
+    settings = read_settings()
+    setup_logging(settings.log_level)
+    endpoint = endpoint_of(engine_id, settings, data_parallel_rank_of(llm_args))
+    replicates = settings.nccl_mla_mode and world_size > 1
+    # A load that is given up costs a whole batch here, and one that takes long nobody but its own request.
+    is_default = settings.source("disk_deadline_s") is SettingSource.DEFAULT
+    options = worker_options(
+        settings,
+        engine_carries_acks=False,
+        replicates=replicates,
+        disk_deadline_s=PATIENT_DISK_DEADLINE_S if is_default else None,
+    )
+    return WorkerSide(
+        Worker(rank, world_size, endpoint, options),
+        None if replicates else Ranks(rank, world_size),
+        block_tokens_of(llm_args),
+        lambda: meeting.leader if meeting is not None else None,
+        guard_state=GuardState(Metrics()),
+        waits_at_register=waits_at_register,
+    )

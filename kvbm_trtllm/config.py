@@ -1,0 +1,77 @@
+"""TensorRT-LLM's arguments -> kvbm's settings and parallel shape, or a refusal in one line.
+
+``kv_connector_config`` takes no keys of ours, so that all settings come from the environment.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvbm_core.config import KvbmSettings, SettingSource
+from kvbm_core.errors import UnsupportedError
+from kvbm_core.runtime.endpoint import Endpoint, ipc_endpoint, tcp_endpoint
+
+
+def read_settings() -> KvbmSettings:
+    """DYN_KVBM_* and KVBM_* from the environment. ConfigError on an unusable value."""
+    return KvbmSettings.from_env()
+
+
+def uses_attention_dp(llm_args: Any) -> bool:
+    """Whether each rank is an engine of its own as far as KV blocks go, with a leader of its own."""
+    return bool(getattr(llm_args, "enable_attention_dp", False))
+
+
+def world_size_of(llm_args: Any) -> int:
+    """Ranks that hold a shard of every block."""
+    return 1 if uses_attention_dp(llm_args) else int(getattr(llm_args, "tensor_parallel_size", 1) or 1)
+
+
+def block_tokens_of(llm_args: Any) -> int:
+    """Tokens of a block."""
+    return int(getattr(llm_args.kv_cache_config, "tokens_per_block", 32) or 32)
+
+
+def check_supported(llm_args: Any) -> None:
+    """Refuses what would be cached wrongly, as newer TensorRT-LLM does itself. UnsupportedError, one line."""
+    pipeline = int(getattr(llm_args, "pipeline_parallel_size", 1) or 1)
+    context = int(getattr(llm_args, "context_parallel_size", 1) or 1)
+    beams = int(getattr(llm_args, "max_beam_width", 1) or 1)
+    cache = llm_args.kv_cache_config
+    wrong = {
+        f"pipeline_parallel_size={pipeline}": pipeline > 1,
+        f"context_parallel_size={context}": context > 1,
+        f"max_beam_width={beams}": beams > 1,
+        f"kv_cache_config.host_cache_size={getattr(cache, 'host_cache_size', None)}": bool(
+            getattr(cache, "host_cache_size", None)
+        ),
+        "kv_cache_config.enable_block_reuse=false": getattr(cache, "enable_block_reuse", True) is False,
+    }
+    for setting, is_wrong in wrong.items():
+        if is_wrong:
+            raise UnsupportedError(f"kvbm: {setting} is not supported with kvbm: remove it, or kv_connector_config")
+    if kv_dtype_of(llm_args).lower() in {"nvfp4", "fp4"}:
+        raise UnsupportedError(
+            "kvbm: an NVFP4 KV cache keeps its scales in a pool that TensorRT-LLM does not hand to connectors: "
+            "use kv_cache_config.dtype=fp8, or run without kv_connector_config"
+        )
+
+
+def kv_dtype_of(llm_args: Any) -> str:
+    """Of the KV cache: as configured, or as the quantized checkpoint says; "auto" follows the model."""
+    configured = str(getattr(llm_args.kv_cache_config, "dtype", "auto") or "auto")
+    if configured != "auto":
+        return configured
+    algorithm = getattr(getattr(llm_args, "quant_config", None), "kv_cache_quant_algo", None)
+    return str(getattr(algorithm, "value", algorithm) or "auto")
+
+
+def endpoint_of(engine_id: str, settings: KvbmSettings, data_parallel_rank: int) -> Endpoint:
+    """Where this engine's leader and workers meet: ipc, unless host or ports were set by the user.
+
+    Engines of one data-parallel group take neighbouring ports.
+    """
+    asked_for = [settings.source(name) for name in ("leader_zmq_host", "leader_zmq_pub_port", "leader_zmq_ack_port")]
+    if any(source is not SettingSource.DEFAULT for source in asked_for):
+        return tcp_endpoint(settings.leader_zmq_host, settings.leader_zmq_ack_port + data_parallel_rank)
+    return ipc_endpoint(engine_id)

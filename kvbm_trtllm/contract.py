@@ -1,0 +1,93 @@
+"""What TensorRT-LLM hands to a connector, read by name: its fields change their order, and come and go, with versions.
+
+Interface: ``KvCacheConnectorScheduler`` and ``KvCacheConnectorWorker`` of TensorRT-LLM 1.1.0rc5 to 1.3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Any, NamedTuple
+
+from kvbm_core.errors import UnsupportedError
+
+# Newest first: the module moved in 2026.
+MODULES = (
+    "tensorrt_llm._torch.pyexecutor.connectors.kv_cache_connector",
+    "tensorrt_llm._torch.pyexecutor.kv_cache_connector",
+)
+BAD_PAGE = -1
+"""Stands in a block list where a block has no page (KVCacheManagerV2)."""
+
+
+def connector_module() -> Any:
+    """TensorRT-LLM's module of the connector's base classes. UnsupportedError if there is none."""
+    for name in MODULES:
+        try:
+            return import_module(name)
+        except ModuleNotFoundError as error:
+            if error.name is None or not name.startswith(error.name):
+                raise  # something else is missing
+    raise UnsupportedError(
+        "kvbm: this TensorRT-LLM has no KV cache connector (tried "
+        + ", ".join(MODULES)
+        + "): install tensorrt-llm 1.1.0rc5 or newer"
+    )
+
+
+class Identity(NamedTuple):
+    """What a request's blocks depend on besides tokens. ``refusal``: why they must not be cached; None if they may.
+
+    ``is_dummy``: TensorRT-LLM made it up to warm up or to fill a batch.
+    """
+
+    adapter: str
+    salt: str | None
+    refusal: str | None
+    is_dummy: bool
+
+
+# Inputs that change what a model computes for the same tokens.
+_OTHER_INPUTS = (
+    "multimodal_hashes",
+    "multimodal_positions",
+    "multimodal_embedding",
+    "prompt_embedding_table",
+    "mrope_rotary_cos_sin",
+    "position_ids",
+)
+
+
+def identity_of(request: Any) -> Identity:
+    """Of the request as C++ hands it over: only what is bound there can be read.
+
+    A LoRA is known by its number alone, whose weights may be others after a restart: see keys.py.
+    """
+    adapter = getattr(request, "lora_task_id", None)
+    has_other_inputs = any(getattr(request, name, None) is not None for name in _OTHER_INPUTS)
+    return Identity(
+        "" if adapter is None else str(adapter),
+        salt_of(request),
+        "multimodal" if has_other_inputs else None,
+        bool(getattr(request, "is_dummy_request", False)),
+    )
+
+
+def salt_of(holder: Any) -> str | None:
+    """The cache salt of a request or of a RequestData, whatever this version calls it."""
+    salt = getattr(holder, "cache_salt", None)
+    if salt is not None:
+        return f"s{salt}"
+    number = getattr(holder, "cache_salt_id", None)
+    return None if number is None else f"n{number}"
+
+
+def new_tables(data: Any) -> list[Sequence[int]]:
+    """The block ids that a RequestData brings, by layer group; one group where they are a flat list."""
+    by_group = getattr(data, "new_block_ids_by_layer_group", None)
+    return list(by_group) if by_group and len(by_group) > 1 else [data.new_block_ids]
+
+
+def priorities_of(data: Any) -> Sequence[int] | None:
+    """Retention priorities of the new blocks of a RequestData; None where the request has none."""
+    return getattr(data, "priorities", None)

@@ -1,0 +1,92 @@
+"""TensorRT-LLM's arguments -> KeyNamespace: everything besides the tokens that the bytes of a block depend on."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from kvbm_core.tokens.namespace import KeyNamespace
+from kvbm_core.tokens.weights import weights_stamp
+from kvbm_core.types import SequenceHash
+from kvbm_trtllm.config import kv_dtype_of, world_size_of
+from kvbm_trtllm.contract import Identity
+
+log = logging.getLogger("kvbm")
+
+MAX_KNOWN_ROOTS = 1024
+
+# A LoRA is known by its number alone: another process may give the same number to other weights.
+_PROCESS = secrets.token_hex(16)
+# What else changes the numbers that a model computes from the same weights.
+_SETTINGS = ("moe_config", "attn_backend", "sparse_attention_config", "checkpoint_format", "moe_expert_parallel_size")
+
+
+def base_namespace(llm_args: Any, block_size_tokens: int) -> KeyNamespace:
+    """What all requests of one engine share; ``layout`` is added when the KV cache is known."""
+    quantization = getattr(getattr(llm_args, "quant_config", None), "quant_algo", None)
+    model = str(getattr(llm_args, "model", ""))
+    return KeyNamespace(
+        model=model,
+        revision=str(getattr(llm_args, "revision", None) or ""),
+        kv_dtype=f"{kv_dtype_of(llm_args)}/{getattr(llm_args, 'dtype', 'auto')}",
+        block_size_tokens=block_size_tokens,
+        parallel=f"tp={world_size_of(llm_args)}",
+        extra=(
+            ("engine", "tensorrt-llm"),
+            ("quantization", str(getattr(quantization, "value", quantization) or "")),
+            ("settings", "; ".join(f"{name}={getattr(llm_args, name, None)}" for name in _SETTINGS)),
+            ("weights", _weights_of(llm_args, model)),
+        ),
+    )
+
+
+class Roots:
+    """The first parent of a request's blocks, by its LoRA and salt: most requests share theirs with others."""
+
+    def __init__(self, namespace: KeyNamespace) -> None:
+        self._namespace = namespace
+        self._known: dict[tuple[str, str | None], SequenceHash] = {}
+
+    def of(self, identity: Identity, layout_fingerprint: str) -> SequenceHash:
+        """A LoRA's blocks are found again by this process alone."""
+        if self._namespace.layout != layout_fingerprint:
+            self._namespace = replace(self._namespace, layout=layout_fingerprint)
+            self._known.clear()
+        which = (identity.adapter, identity.salt)
+        root = self._known.get(which)
+        if root is None:
+            if len(self._known) >= MAX_KNOWN_ROOTS:
+                self._known.clear()
+            adapter = f"lora {identity.adapter} of {_PROCESS}" if identity.adapter else ""
+            root = self._known[which] = self._namespace.with_request(adapter=adapter, salt=identity.salt).root()
+        return root
+
+
+def _weights_of(llm_args: Any, model: str) -> str:
+    load_format = str(getattr(llm_args, "load_format", "auto")).rpartition(".")[2].lower()
+    return _PROCESS if load_format == "dummy" else _stamp_of(model, str(getattr(llm_args, "revision", None) or ""))
+
+
+@lru_cache(maxsize=64)
+def _stamp_of(name: str, revision: str) -> str:
+    """Where weights cannot be told from others of their name: a stamp of this process alone."""
+    folder = Path(name)
+    if not folder.exists():  # a model of the hub: the snapshot that was downloaded, if it can be found
+        from huggingface_hub import try_to_load_from_cache
+        from huggingface_hub.errors import HFValidationError
+
+        try:
+            config = try_to_load_from_cache(name, "config.json", revision=revision or None)
+        except HFValidationError:
+            config = None
+        folder = Path(config).parent if isinstance(config, str) else folder
+    stamp = weights_stamp(folder)
+    if not stamp:
+        log.info(
+            "kvbm: the weights of %s cannot be looked at: what is stored on disk is not found after a restart", name
+        )
+    return stamp or _PROCESS

@@ -1,0 +1,121 @@
+"""TensorRT-LLM's KV memory -> device memory that the transfer engine understands, or a refusal.
+
+V1: one tensor ``[num_blocks, num_layers, kv_factor, elements of a layer's block]``. V2: a ``KvCacheLayout`` of layer
+groups, whose regions are byte ranges that repeat once per page slot. Sizes and strides are read, never assumed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from kvbm_core.errors import LayoutError
+from kvbm_core.layout.fingerprint import LayoutIdentity
+from kvbm_core.layout.tensors import view_of_tensors
+from kvbm_core.layout.view import BlockView
+from kvbm_core.tiers.groups import GroupSpec
+from kvbm_core.transfer.executor import DeviceMemory
+from kvbm_core.transfer.torch_memory import describe_tensors
+from kvbm_core.types import MAX_GROUPS
+
+if TYPE_CHECKING:
+    import torch
+
+POOL_AXES = 4
+
+
+class Ranks(NamedTuple):
+    """This rank among those that hold shards."""
+
+    rank: int
+    world_size: int
+
+
+WHOLE = Ranks(0, 1)
+
+
+class KvMemory(NamedTuple):
+    """``fingerprint``: of the bytes in one slot of this rank. ``is_latent``: MLA's, the same on all ranks."""
+
+    memory: DeviceMemory
+    groups: tuple[GroupSpec, ...]
+    fingerprint: str
+    is_latent: bool
+
+
+def pool_memory(pool: torch.Tensor, block_tokens: int, ranks: Ranks) -> KvMemory:
+    """The pool of the V1 manager. LayoutError when in doubt."""
+    shape = tuple(pool.shape)
+    if len(shape) != POOL_AXES or shape[2] not in (1, 2):
+        raise LayoutError(
+            f"kvbm: a KV pool of shape {shape} is not [blocks, layers, 1 or 2, elements of a layer's block]"
+        )
+    infos, storages = describe_tensors({"pool": pool}, ["pool"])
+    view = view_of_tensors(infos, shape[0])
+    identity = LayoutIdentity(
+        dtype=infos[0].dtype,
+        block_size_tokens=block_tokens,
+        num_layers=shape[1],
+        layer_page_bytes=(shape[2] * shape[3] * infos[0].itemsize,),
+        order=f"TensorRT-LLM pool {shape[2]}",
+        kv_heads_local=0,
+        head_size=0,
+        rank=ranks.rank,
+        world_size=ranks.world_size,
+    )
+    return KvMemory(
+        DeviceMemory((view,), storages), (GroupSpec(0, block_tokens),), identity.fingerprint(), shape[2] == 1
+    )
+
+
+def layout_memory(layout: Any, ranks: Ranks) -> KvMemory:
+    """The layer groups of the V2 manager, with all their regions. LayoutError when in doubt."""
+    groups = list(layout.groups)
+    if not 1 <= len(groups) <= MAX_GROUPS or [int(group.layer_group_id) for group in groups] != [*range(len(groups))]:
+        ids = [group.layer_group_id for group in groups]
+        raise LayoutError(f"kvbm: layer groups {ids}: only 0 to {MAX_GROUPS - 1}, without gaps, are supported")
+    block_tokens = int(layout.tokens_per_block)
+    regions = [_regions_of(group) for group in groups]
+    tensors = {f"{g} {i}": region.as_tensor() for g, found in enumerate(regions) for i, region in enumerate(found)}
+    infos, storages = describe_tensors(tensors, list(tensors))
+    info_of = dict(zip(tensors, infos, strict=True))
+    views, specs, identities = [], [], []
+    for g, (group, found) in enumerate(zip(groups, regions, strict=True)):
+        slots = int(found[0].num_slots)
+        view = view_of_tensors([info_of[f"{g} {i}"] for i in range(len(found))], slots)
+        views.append(view)
+        window = getattr(group, "window_size", None)
+        specs.append(GroupSpec(g, block_tokens, None if window is None else int(window)))
+        identities.append(_group_identity(group, found, view, block_tokens, ranks).fingerprint())
+    roles = {str(buffer.role).lower() for found in regions for region in found for buffer in region.buffers}
+    memory = DeviceMemory(tuple(views), storages)
+    return KvMemory(memory, tuple(specs), "+".join(identities), bool(roles) and roles <= {"key"})
+
+
+def _regions_of(group: Any) -> list[Any]:
+    regions = [*group.regions, *getattr(group, "replicated_regions", ())]
+    if not regions or len({int(region.num_slots) for region in regions}) != 1:
+        raise LayoutError(
+            f"kvbm: layer group {group.layer_group_id} has regions of different numbers of slots, or none"
+        )
+    if any(int(buffer.expansion) != 1 for region in regions for buffer in region.buffers):
+        raise LayoutError(f"kvbm: layer group {group.layer_group_id} has layers with blocks of their own size")
+    return regions
+
+
+def _group_identity(
+    group: Any, regions: Sequence[Any], view: BlockView, block_tokens: int, ranks: Ranks
+) -> LayoutIdentity:
+    buffers = [f"{buffer.layer_id}:{buffer.role}" for region in regions for buffer in region.buffers]
+    return LayoutIdentity(
+        dtype="bytes",
+        block_size_tokens=block_tokens,
+        num_layers=len(group.layer_ids),
+        layer_page_bytes=tuple(int(region.size) for region in regions),
+        order="TensorRT-LLM regions",
+        kv_heads_local=0,
+        head_size=0,
+        rank=ranks.rank,
+        world_size=ranks.world_size,
+        extra=(("buffers", " ".join(buffers)), ("block", str(view.block_bytes))),
+    )

@@ -1,0 +1,63 @@
+"""What the leader sends to every worker with each iteration, as MessagePack: TensorRT-LLM broadcasts bytes.
+
+Slots and device block ids, never addresses.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import msgspec
+
+from kvbm_core.transfer.plan import TransferPlan
+
+
+@dataclass(slots=True)
+class StepPlans:
+    """Plans of one iteration.
+
+    ``onboards``: request and its load, each to be reported by ``get_finished``. ``prompt_loads``: loads that have to be
+    over before the iteration's forward pass. ``offloads``: reads of what this iteration computes. ``fences``: jobs
+    whose device blocks belong to somebody else from now on: what has not begun is cancelled, what runs is waited for.
+    ``awaited``: loads of blocks that another request found on the device: they must be complete. ``fence_all``: all.
+    ``lost``: asynchronous loads that will not be made. ``broken``: scheduled requests whose load failed: this forward
+    pass must not come to an end.
+    """
+
+    onboards: list[tuple[str, TransferPlan]] = field(default_factory=list)
+    prompt_loads: list[TransferPlan] = field(default_factory=list)
+    offloads: list[TransferPlan] = field(default_factory=list)
+    fences: list[int] = field(default_factory=list)
+    awaited: list[int] = field(default_factory=list)
+    fence_all: bool = False
+    lost: list[str] = field(default_factory=list)
+    broken: list[str] = field(default_factory=list)
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether nothing of ours begins."""
+        is_loading = self.onboards or self.prompt_loads or self.lost or self.broken
+        return not (is_loading or self.offloads or self.fences or self.awaited or self.fence_all)
+
+
+_ENCODER = msgspec.msgpack.Encoder()
+_DECODER: msgspec.msgpack.Decoder[StepPlans] = msgspec.msgpack.Decoder(StepPlans)
+QUIET = b""
+"""Nothing of ours begins in this iteration."""
+
+
+def encode(plans: StepPlans) -> bytes:
+    """The iteration's metadata."""
+    return _ENCODER.encode(plans)
+
+
+def decode(metadata: object) -> StepPlans | None:
+    """What ``encode`` was given; None for an iteration without plans, which is what any empty metadata means.
+
+    msgspec.DecodeError for bytes of anybody else, TypeError for something else than bytes.
+    """
+    if not metadata:
+        return None
+    if not isinstance(metadata, bytes):
+        raise TypeError(f"metadata is {type(metadata).__name__}, not bytes")
+    return _DECODER.decode(metadata)

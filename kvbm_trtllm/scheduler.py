@@ -1,0 +1,344 @@
+"""TensorRT-LLM's scheduler callbacks -> the leader. Runs on rank 0, on the executor's loop thread; never blocks.
+
+Loads are asynchronous: TensorRT-LLM parks the request until every rank has reported it. Only small loads of blocks in
+host memory may be waited for instead (KVBM_SYNC_ONBOARD_BYTES).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvbm_core.clock import Clock
+from kvbm_core.errors import Outcome
+from kvbm_core.observe.guard import GuardState, guarded
+from kvbm_core.observe.labels import FailureKind
+from kvbm_core.runtime.jobs import Share
+from kvbm_core.runtime.leader import Leader
+from kvbm_core.runtime.messages import Finish, LoadFailed, Note
+from kvbm_core.tiers.groups import alignment_tokens
+from kvbm_core.tokens.namespace import KeyNamespace
+from kvbm_trtllm.contract import identity_of, new_tables
+from kvbm_trtllm.follow import Follower
+from kvbm_trtllm.keys import Roots
+from kvbm_trtllm.metadata import QUIET, StepPlans, encode
+from kvbm_trtllm.requests import DeviceBlocks, Followed, Given, Requests
+
+NO_MATCH = (0, False)
+SWEEP_STEPS = 512
+
+
+@dataclass(frozen=True)
+class Options:
+    """``sync_onboard_bytes``: a load from host memory of no more than that, all ranks together, is waited for.
+
+    ``min_priority``: offload of a request stops at its first block of lower retention priority.
+    """
+
+    sync_onboard_bytes: int = 0
+    decode_run_tokens: int = 0
+    min_priority: int = 0
+
+
+class SchedulerSide:
+    """One engine's leader side. Every public method is guarded: an exception here is a miss and a count.
+
+    ``send`` reaches every worker between the engine's iterations.
+    """
+
+    def __init__(
+        self,
+        leader: Leader,
+        namespace: KeyNamespace,
+        clock: Clock,
+        send: Callable[[Note], None],
+        *,
+        guard_state: GuardState,
+        options: Options,
+    ) -> None:
+        self.leader = leader
+        self.guard_state = guard_state
+        self._roots = Roots(namespace)
+        self._clock = clock
+        self._send = send
+        self._options = options
+        self._block_tokens = alignment_tokens(leader.groups)
+        self._requests = Requests()
+        self._blocks = DeviceBlocks(leader.groups)
+        self._follower = Follower(leader, self._requests, options.decode_run_tokens, options.min_priority)
+        self._plans = StepPlans()
+        # Blocks that were given to somebody in this iteration, by group.
+        self._overwritten: list[list[int]] = [[] for _ in leader.groups]
+        # Requests that must not run.
+        self._broken: set[int] = set()
+        # Plans made for this iteration, to be taken back if its metadata cannot be built.
+        self._planned: list[int] = []
+        # Finished requests whose blocks TensorRT-LLM keeps for these jobs.
+        self._finishing: dict[int, tuple[int, ...]] = {}
+        self._steps = 0
+
+    @guarded("leader_thread", lambda self: None)
+    def poll(self) -> None:
+        """Takes in what workers have said, outside of callbacks too."""
+        self.leader.poll()
+
+    # ---------------------------------------------------------------- callbacks
+
+    @guarded("get_num_new_matched_tokens", lambda self, request, num_computed_tokens: NO_MATCH)
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
+        """How many tokens beyond ``num_computed_tokens`` will be brought up, and whether the request waits parked."""
+        self.leader.poll()
+        followed = self._begin(request, num_computed_tokens)
+        state = followed.state
+        # A partial match of the device ends within a block; TensorRT-LLM can turn these off.
+        if state is None or num_computed_tokens % self._block_tokens:
+            return NO_MATCH
+        # One token is left to compute: its logits are what the request is about.
+        matched = self.leader.match(state, followed.tokens, num_computed_tokens, len(followed.tokens) - 1) or 0
+        followed.matched_tokens = matched
+        followed.is_async = bool(matched) and not self._is_quick(followed)
+        return matched, followed.is_async
+
+    @guarded("update_state_after_alloc", lambda self, request, tables: self._lose(request, tables))
+    def update_state_after_alloc(self, request: Any, tables: Sequence[Sequence[int]]) -> None:
+        """The request has device blocks: those found on the device, then those to be loaded or computed."""
+        followed = self._requests.get(int(request.request_id))
+        if followed is None:  # never queried: generation only
+            self._overwrite(tables)
+            return
+        followed.tables = [list(ids) for ids in tables]
+        self._take_over([(followed.number, self._split(followed)[1])])
+        self._fence_overwritten()  # before a load of our own fills them
+        if not followed.matched_tokens or followed.state is None:
+            return
+        # KVCacheManagerV2 may take less than it was offered.
+        position = getattr(request, "context_current_position", None)
+        offered = followed.matched_tokens
+        taken = offered if position is None else min(offered, max(0, int(position) - followed.computed_tokens))
+        self._load(followed, taken)
+
+    @guarded("build_connector_meta", lambda self, output: self._fallback_metadata(), last_resort=QUIET)
+    def build_connector_meta(self, output: Any) -> bytes:
+        """Everything the workers do in this iteration."""
+        self.leader.poll()
+        for data in output.new_requests:
+            self._hear_first(data)
+        self._take_over(self._follower.hear(output.cached_requests))
+        self._refuse_again(output.cached_requests)
+        self._fence_overwritten()
+        self._planned += self._follower.offload_due()
+        offload = self.leader.take_offloads()
+        self._steps += 1
+        if self._steps % SWEEP_STEPS == 0:
+            self._sweep()
+        if offload is not None:
+            self._plans.offloads.append(offload.plan())
+        if self._plans.is_quiet:
+            self._planned = []
+            return QUIET
+        metadata = encode(self._plans)
+        self._plans, self._planned = StepPlans(), []
+        return metadata
+
+    @guarded("request_finished", lambda self, request, tables: False)
+    def request_finished(self, request: Any, tables: Sequence[Sequence[int]]) -> bool:
+        """True: TensorRT-LLM keeps the device blocks until all ranks have reported that nothing of ours uses them.
+
+        Asked again, it answers by what is true then.
+        """
+        self.leader.poll()
+        number = int(request.request_id)
+        followed = self._forget(number)
+        if followed is None or followed.state is None:
+            jobs = tuple(job for job in self._finishing.get(number, ()) if self.leader.is_pending(job))
+            return self._finish(number, jobs, None)
+        if not followed.is_broken and not followed.is_loading and all(tables):
+            tokens = request.get_tokens(0)
+            # The last token was sampled, and not computed.
+            self._follower.offload(followed, tokens, len(tokens) - 1, len(tokens) - 1, tables)
+        offload = self.leader.take_offloads()
+        load = followed.state.onboard_job
+        jobs = (*self.leader.finish(followed.state), *([] if load is None else [load]))
+        return self._finish(number, jobs, offload.plan() if offload is not None else None)
+
+    def on_onboard_end(self, share: Share, outcome: Outcome) -> None:
+        """Every rank has answered; called by the leader."""
+        name = share.state.request_id
+        followed = self._requests.get(int(name))
+        if followed is not None and followed.state is share.state:
+            followed.is_loading = False
+            if outcome is not Outcome.OK:
+                self._mark_broken(followed)
+        if outcome is not Outcome.OK:
+            for move in share.moves:
+                self._blocks.taint(move.group, move.device_blocks, int(name))
+            self._send(LoadFailed(name))
+
+    # ---------------------------------------------------------------- requests
+
+    def _begin(self, request: Any, num_computed_tokens: int) -> Followed:
+        number = int(request.request_id)
+        tokens = list(request.get_tokens(0))
+        state = None
+        identity = identity_of(request)
+        if identity.refusal is not None:
+            self.leader.metrics.uncached_request(identity.refusal)
+        elif self.leader.is_ready and not identity.is_dummy:
+            root = self._roots.of(identity, self.leader.layout_fingerprint)
+            state = self.leader.open(str(number), root, None)
+            state.foreign_tokens = num_computed_tokens
+            state.restart_offload()
+        followed = Followed(number, state, tokens, len(tokens), computed_tokens=num_computed_tokens)
+        followed.heard_at_s = self._clock.now_s()
+        self._requests.add(followed)
+        return followed
+
+    def _is_quick(self, followed: Followed) -> bool:
+        match = followed.state.match if followed.state is not None else None
+        if match is None or match.disk_lease is not None:
+            return False
+        return len(match.keys) * self.leader.block_bytes <= self._options.sync_onboard_bytes
+
+    def _split(self, followed: Followed) -> tuple[list[list[int]], list[list[int]]]:
+        """What the device had, and what is new to the request, by group. A partly filled block is copied: new."""
+        sizes = [group.block_size_tokens for group in self.leader.groups]
+        ends = [followed.computed_tokens // size for size in sizes]
+        pairs = list(zip(followed.tables, ends, strict=True))
+        return [table[:end] for table, end in pairs], [table[end:] for table, end in pairs]
+
+    def _take_over(self, given: Sequence[Given]) -> None:
+        """These blocks are overwritten from now on: whoever used them has to stop first."""
+        for number, group, block in self._blocks.give(given):
+            former = self._requests.get(number)
+            if former is not None and former.has(group, block):
+                self._close(self._forget(number))
+        if self.leader.pending_jobs:  # else nobody does
+            for _, fresh in given:
+                self._overwrite(fresh)
+
+    def _overwrite(self, tables: Sequence[Sequence[int]]) -> None:
+        for overwritten, blocks in zip(self._overwritten, tables, strict=True):
+            overwritten.extend(blocks)
+
+    def _fence_overwritten(self) -> None:
+        overwritten, self._overwritten = self._overwritten, [[] for _ in self.leader.groups]
+        if any(overwritten):
+            readers = self.leader.readers_of([block for blocks in overwritten for block in blocks])
+            self._plans.fences += readers | self.leader.writers_of(dict(enumerate(overwritten)))
+
+    def _load(self, followed: Followed, num_tokens: int) -> None:
+        state = followed.state
+        if state is not None and 0 < num_tokens < followed.matched_tokens:
+            # A window looks back from where the prefix ends: less may take other blocks.
+            self.leader.match(state, followed.tokens, followed.computed_tokens, followed.computed_tokens + num_tokens)
+        plan = self.leader.onboard(state, num_tokens, followed.tables) if state is not None and num_tokens else None
+        if not followed.is_async:
+            followed.added_tokens = num_tokens
+        if plan is not None:
+            self._planned.append(plan.job_id)
+            followed.is_loading = followed.is_async
+            if followed.is_async:
+                self._plans.onboards.append((followed.name, plan))
+            else:
+                self._plans.prompt_loads.append(plan)
+            return
+        if state is not None:
+            self.leader.decline(state)
+        if followed.is_async:  # it waits, even for nothing
+            self._plans.lost.append(followed.name)
+        if num_tokens:
+            self._break(followed, num_tokens)
+            self.leader.metrics.failure(FailureKind.OTHER)
+
+    def _break(self, followed: Followed, num_tokens: int) -> None:
+        """Nothing fills the blocks of the ``num_tokens`` that it was promised."""
+        self._mark_broken(followed)
+        last_token = followed.computed_tokens + num_tokens
+        for group, table in zip(self.leader.groups, followed.tables, strict=True):
+            size = group.block_size_tokens
+            blocks = table[followed.computed_tokens // size : -(-last_token // size)]
+            self._blocks.taint(group.index, blocks, followed.number)
+
+    def _hear_first(self, data: Any) -> None:
+        followed = self._requests.get(int(data.request_id))
+        if followed is None:  # never queried: generation only
+            self._overwrite(new_tables(data))
+            return
+        self._check_found(followed)
+        if followed.is_broken:
+            followed.is_refused = True
+            self._plans.broken.append(followed.name)
+            self._close(followed)
+        fresh = self._follower.hear_first(followed, data)
+        self._take_over([(followed.number, fresh)])
+
+    def _check_found(self, followed: Followed) -> None:
+        """What the device had for it must be complete and right: a cancelled load may have left it, or be at it."""
+        found, _ = self._split(followed)
+        # A part of a block was copied from nobody knows where.
+        is_doubtful = followed.computed_tokens % self._block_tokens and self._blocks.num_tainted
+        if is_doubtful or self._blocks.are_tainted(found):
+            self._mark_broken(followed)
+        if self.leader.pending_jobs:
+            self._plans.awaited += self.leader.writers_of(dict(enumerate(found)))
+
+    def _mark_broken(self, followed: Followed) -> None:
+        followed.is_broken = True
+        self._broken.add(followed.number)
+
+    def _refuse_again(self, reports: Sequence[Any]) -> None:
+        """The batch in which they were refused has not run, and comes again."""
+        if self._broken:
+            again = [data.request_id for data in reports if data.request_id in self._broken]
+            self._plans.broken += map(str, again)
+
+    def _close(self, followed: Followed | None) -> None:
+        """Nothing of it is cached from now on; what moves for it ends by itself."""
+        if followed is not None and followed.state is not None:
+            self.leader.finish(followed.state)
+            followed.state = None
+
+    def _forget(self, number: int) -> Followed | None:
+        followed = self._requests.pop(number)
+        if followed is not None:
+            self._follower.forget(number)
+            self._broken.discard(number)
+        return followed
+
+    def _finish(self, number: int, jobs: tuple[int, ...], plan: Any) -> bool:
+        if not jobs:
+            self._finishing.pop(number, None)
+            return False
+        self._finishing[number] = jobs
+        self._send(Finish(str(number), jobs, plan))
+        return True
+
+    def _sweep(self) -> None:
+        """Requests that were aborted, and of which nobody said anything."""
+        for followed in self._requests.silent(self._clock.now_s()):
+            self._close(self._forget(followed.number))
+        self._finishing = {
+            number: jobs for number, jobs in self._finishing.items() if any(map(self.leader.is_pending, jobs))
+        }
+
+    # ---------------------------------------------------------------- when something broke
+
+    def _lose(self, request: Any, tables: Sequence[Sequence[int]]) -> None:
+        followed = self._requests.get(int(request.request_id))
+        if followed is None or not followed.matched_tokens:
+            return
+        followed.tables = [list(ids) for ids in tables]
+        self._blocks.give([(followed.number, self._split(followed)[1])])
+        self._break(followed, followed.matched_tokens)
+        if followed.is_async and all(name != followed.name for name, _ in self._plans.onboards):
+            self._plans.lost.append(followed.name)
+
+    def _fallback_metadata(self) -> bytes:
+        plans, self._plans = self._plans, StepPlans()
+        planned, self._planned = self._planned, []
+        for job_id in planned:
+            self.leader.abandon(job_id)  # which breaks the requests of loads
+        lost = [*plans.lost, *(name for name, _ in plans.onboards)]
+        broken = {*plans.broken, *(followed.name for followed in self._requests.broken())}
+        return encode(StepPlans(fence_all=True, lost=lost, broken=sorted(broken)))

@@ -1,0 +1,249 @@
+"""TensorRT-LLM's worker callbacks -> the worker. Runs in each rank, on the executor's loop thread.
+
+TensorRT-LLM cannot be told that a load has failed. A request whose blocks hold something else than it was promised is
+therefore kept from its forward pass, on all ranks alike: this ends the requests of that batch with an error, and gives
+nobody a wrong answer.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+from kvbm_core.errors import LayoutError, Outcome
+from kvbm_core.observe.guard import GuardState, guarded
+from kvbm_core.observe.labels import FailureKind
+from kvbm_core.runtime.messages import Finish
+from kvbm_core.runtime.worker import FENCE_TIMEOUT_S, Worker
+from kvbm_trtllm.layout import WHOLE, KvMemory, Ranks, layout_memory, pool_memory
+from kvbm_trtllm.metadata import StepPlans, decode
+
+if TYPE_CHECKING:
+    import torch
+
+    from kvbm_trtllm.meeting import LeaderPart
+
+log = logging.getLogger("kvbm")
+
+
+class LoadFailedError(RuntimeError):
+    """Raised inside a forward pass, where TensorRT-LLM turns it into an error of the requests in it."""
+
+
+class WorkerSide:
+    """One rank's worker side. Every callback is guarded, but for the one error that keeps wrong bytes from a model.
+
+    ``ranks``: None if all ranks have the same KV, and say so (DYN_KVBM_NCCL_MLA_MODE).
+    """
+
+    def __init__(
+        self,
+        worker: Worker,
+        ranks: Ranks | None,
+        block_tokens: int,
+        find_leader: Callable[[], LeaderPart | None],
+        *,
+        guard_state: GuardState,
+        waits_at_register: bool,
+    ) -> None:
+        self.worker = worker
+        self.guard_state = guard_state
+        self._ranks = ranks
+        self._block_tokens = block_tokens
+        self._find_leader = find_leader
+        self._waits_at_register = waits_at_register
+        self._plans: StepPlans | None = None
+        self._unsent_offloads: set[int] = set()
+        self._is_started = True
+        self._is_dropped = False
+        self._broken: list[str] = []
+        # Loads that were not reported: job -> request; then requests by how their load went.
+        self._loads: dict[int, str] = {}
+        self._prompt_loads: set[int] = set()
+        self._loaded: set[str] = set()
+        self._failed: dict[str, int] = {}
+        # What TensorRT-LLM waits for, and the jobs of finished requests.
+        self._loading: set[str] = set()
+        self._saving: set[str] = set()
+        self._finishing: dict[str, tuple[int, ...]] = {}
+
+    # ---------------------------------------------------------------- set-up
+
+    @guarded("register_kv_caches", lambda self, pool: None)
+    def register_pool(self, pool: torch.Tensor) -> None:
+        """The V1 manager's pool, ``[num_blocks, num_layers, kv_factor, elements]``."""
+        self._register(lambda: pool_memory(pool, self._block_tokens, self._ranks or WHOLE))
+
+    @guarded("register_kv_caches", lambda self, layout: None)
+    def register_layout(self, layout: Any) -> None:
+        """The V2 manager's layer groups."""
+        self._register(lambda: layout_memory(layout, self._ranks or WHOLE))
+
+    def _register(self, read: Callable[[], KvMemory]) -> None:
+        """Says hello; a layout in doubt is refused with one line and nothing is cached."""
+        try:
+            found = read()
+            if self._ranks is None and not found.is_latent:
+                raise LayoutError(
+                    "kvbm: DYN_KVBM_NCCL_MLA_MODE is set, and this model's ranks have not the same KV, "
+                    "as those of MLA models do: unset it"
+                )
+        except LayoutError as error:
+            log.error("%s; nothing is cached: report this model and TensorRT-LLM version, or run without kvbm", error)
+            self.guard_state.metrics.failure(FailureKind.LAYOUT)
+            self.worker.refuse(str(error))
+            return
+        leader = self._find_leader()
+        if leader is not None:
+            leader.begin(found.groups)
+        self.worker.register(found.memory, found.fingerprint)
+        if leader is not None and self._waits_at_register:
+            leader.wait()
+
+    # ---------------------------------------------------------------- one iteration
+
+    @guarded("bind_connector_metadata", lambda self, metadata: None)
+    def bind(self, metadata: object) -> None:
+        """The plans of this iteration, of which those that were promised are kept until they are reported."""
+        self._abandon_offloads()
+        if not self._is_dropped:  # else its requests come again
+            self._broken = []
+        self._is_dropped = False
+        self._prompt_loads = set()
+        self._plans = plans = decode(metadata)
+        self._is_started = plans is None
+        if plans is None:
+            return
+        self._unsent_offloads = {plan.job_id for plan in plans.offloads}
+        self._broken += plans.broken
+        self._loads.update((plan.job_id, name) for name, plan in plans.onboards)
+        self._loaded.update(plans.lost)
+        self._prompt_loads = {plan.job_id for plan in plans.prompt_loads}
+
+    @guarded("start_load_kv", lambda self: self._fail_unsubmitted())
+    def start_load(self) -> None:
+        """Stops what uses blocks that belong to others now; starts loads, and waits for those that cannot be parked."""
+        plans = self._plans
+        if plans is None or self._is_started:
+            return
+        self._is_started = True
+        if plans.fence_all:
+            self.worker.fence_all()
+        elif plans.fences:
+            self.worker.fence(plans.fences)
+        for _, plan in plans.onboards:
+            self.worker.submit(plan)
+        for plan in plans.prompt_loads:
+            self.worker.submit(plan)
+        awaited = {*self._prompt_loads, *plans.awaited}
+        if awaited:
+            if not self.worker.wait(awaited, FENCE_TIMEOUT_S):
+                self._broken.append("whose load has not ended")
+            self._take_results()
+            self._broken += [name for name, job in self._failed.items() if job in plans.awaited]
+
+    def before_layer(self) -> None:
+        """LoadFailedError, once, if this forward pass must not come to an end."""
+        broken, self._broken = self._broken, []
+        if broken:
+            self._abandon_offloads()
+            raise LoadFailedError(
+                f"kvbm: blocks that were promised to request {', '.join(broken)} could not be loaded; TensorRT-LLM "
+                "cannot compute them instead, so that the requests of this batch end: send them again"
+            )
+
+    def end_of_forward(self) -> None:
+        """As ``before_layer``, where no layer's hook has run (CUDA graphs); then this iteration's offloads start."""
+        self.before_layer()
+        self.send_offloads()
+
+    @guarded("wait_for_save", lambda self: self._abandon_offloads())
+    def send_offloads(self) -> None:
+        """Starts this iteration's offloads behind what the current stream was given; waits for nothing."""
+        if self._plans is None or not self._unsent_offloads:
+            return
+        for plan in self._plans.offloads:
+            if plan.job_id in self._unsent_offloads:
+                self._unsent_offloads.discard(plan.job_id)
+                self.worker.submit(plan)
+
+    @guarded("get_finished", lambda self, saving, loading: _nothing())
+    def get_finished(self, saving: Iterable[int], loading: Iterable[int]) -> tuple[list[int], list[int]]:
+        """(finished requests whose copies are over, requests whose load is over); each once for each time asked."""
+        self._saving.update(map(str, saving))
+        self._loading.update(map(str, loading))
+        leader = self._find_leader()
+        if leader is not None:
+            leader.poll()
+        if not self._is_started:  # the batch could not run
+            self._is_dropped = True
+            self._broken = []  # these the leader names again
+            self.start_load()
+        self._abandon_offloads()  # this iteration computed nothing, or did not come to its end
+        self._take_results()
+        self._take_notes()
+        if not (self._saving or self._loading):
+            return [], []
+        return self._take(self._saving, self._is_saved), self._take(self._loading, self._is_loaded)
+
+    def shutdown(self) -> None:
+        """Waits for running copies and frees everything."""
+        self.worker.close()
+
+    # ---------------------------------------------------------------- inside
+
+    def _take_results(self) -> None:
+        for result in self.worker.take():
+            is_done = result.outcome is Outcome.OK
+            name = self._loads.pop(result.job_id, None)
+            if name is not None and is_done:
+                self._loaded.add(name)
+            elif name is not None:
+                self._failed[name] = result.job_id
+            elif result.job_id in self._prompt_loads and not is_done:
+                self._broken.append(f"of load {result.job_id}")
+
+    def _take_notes(self) -> None:
+        for note in self.worker.take_notes():
+            if isinstance(note, Finish):
+                if note.plan is not None:
+                    self.worker.submit(note.plan)
+                if note.request_id in self._saving:  # else it was said twice, and has been answered
+                    self._finishing[note.request_id] = note.job_ids
+            elif note.request_id in self._failed:
+                # The leader will keep the request from its forward pass; only now may it be scheduled.
+                del self._failed[note.request_id]
+                self._loaded.add(note.request_id)
+
+    def _is_saved(self, name: str) -> bool:
+        jobs = self._finishing.get(name)
+        if jobs is None or any(self.worker.is_in_flight(job) for job in jobs):
+            return False
+        del self._finishing[name]
+        return True
+
+    def _is_loaded(self, name: str) -> bool:
+        if name not in self._loaded:
+            return False
+        self._loaded.discard(name)
+        return True
+
+    @staticmethod
+    def _take(waiting: set[str], is_over: Callable[[str], bool]) -> list[int]:
+        over = [name for name in waiting if is_over(name)]
+        waiting.difference_update(over)
+        return [int(name) for name in over]
+
+    def _abandon_offloads(self) -> None:
+        unsent, self._unsent_offloads = self._unsent_offloads, set()
+        for job_id in unsent:
+            self.worker.reject(job_id)
+
+    def _fail_unsubmitted(self) -> None:
+        for job_id in [job_id for job_id in self._loads if not self.worker.is_known(job_id)]:
+            self.worker.reject(job_id)
+
+
+def _nothing() -> tuple[list[int], list[int]]:
+    return [], []

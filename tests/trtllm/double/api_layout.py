@@ -1,0 +1,94 @@
+"""The memory description that a V2 cache hands to a worker, over CPU tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+
+BAD_PAGE_INDEX = -1
+
+
+def valid_page_slots(page_indices: Iterable[int]) -> Iterator[tuple[int, int]]:
+    """(block ordinal, slot) of the blocks that have a page."""
+    return ((ordinal, slot) for ordinal, slot in enumerate(page_indices) if slot >= 0)
+
+
+@dataclass(frozen=True)
+class KvCacheBufferRef:
+    """One buffer, "key" or "value", of one layer inside a region."""
+
+    layer_id: int
+    role: str
+    expansion: int = 1
+
+
+@dataclass(frozen=True)
+class KvCacheRegion:
+    """Bytes that repeat once per slot: slot i is ``size`` bytes at ``base + stride * i``."""
+
+    base: int
+    size: int
+    stride: int
+    num_slots: int
+    buffers: tuple[KvCacheBufferRef, ...]
+    storage: torch.Tensor = field(repr=False, compare=False)  # the double's own: uint8 [num_slots, stride]
+
+    def address_of(self, slot_id: int) -> int:
+        """Address of a slot's first byte."""
+        if not 0 <= slot_id < self.num_slots:
+            raise IndexError(slot_id)
+        return self.base + self.stride * slot_id
+
+    def as_tensor(self, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
+        """[num_slots, size // itemsize], a view; row i is slot i."""
+        return self.storage.view(dtype)[:, : self.size // dtype.itemsize]
+
+
+@dataclass(frozen=True)
+class KvCacheLayerGroupLayout:
+    """Layers that share page indices."""
+
+    layer_group_id: int
+    layer_ids: tuple[int, ...]
+    window_size: int | None
+    regions: tuple[KvCacheRegion, ...]
+
+    @property
+    def bytes_per_page(self) -> int:
+        """Bytes of one slot in all regions."""
+        return sum(region.size for region in self.regions)
+
+
+@dataclass(frozen=True)
+class KvCacheLayout:
+    """The whole cache."""
+
+    tokens_per_block: int
+    groups: tuple[KvCacheLayerGroupLayout, ...]
+    dtype: torch.dtype = torch.uint8
+
+    def group(self, layer_group_id: int) -> KvCacheLayerGroupLayout:
+        """The group with this id."""
+        for group in self.groups:
+            if group.layer_group_id == layer_group_id:
+                return group
+        raise KeyError(layer_group_id)
+
+    def group_of_layer(self, layer_id: int) -> KvCacheLayerGroupLayout:
+        """The group that this layer belongs to."""
+        for group in self.groups:
+            if layer_id in group.layer_ids:
+                return group
+        raise KeyError(layer_id)
+
+    def as_single_pool_tensor(self) -> torch.Tensor | None:
+        """[num_slots, num_layers, kv_factor, block_elems] where one tensor can say it all."""
+        if len(self.groups) != 1 or len(self.groups[0].regions) != 1:
+            return None
+        region = self.groups[0].regions[0]
+        layers = len(self.groups[0].layer_ids)
+        flat = region.as_tensor(self.dtype)
+        shape = (layers, len(region.buffers) // layers, flat.shape[1] // len(region.buffers))
+        return flat.unflatten(1, shape)

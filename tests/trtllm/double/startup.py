@@ -1,0 +1,60 @@
+"""Start-up (S0): constructors in pool threads, the forward pass callable, warm-up, registration."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from tests.trtllm.double import comm
+from tests.trtllm.double.calls import Call, Calls
+from tests.trtllm.double.config import ExecutorConfig
+from tests.trtllm.double.contract import Contract, current
+from tests.trtllm.double.failure import DoubleFailure
+from tests.trtllm.double.manager import ConnectorManager
+from tests.trtllm.double.memory import Memory
+
+GROUPED = ("update_state_after_alloc_by_layer_group", "request_finished_by_layer_group")
+
+
+def construct(leader_class: Callable[[Any], Any], worker_class: Callable[[Any], Any], llm_args: Any) -> tuple[Any, Any]:
+    """(leader or None, worker), made at the same time in two threads: they may wait for each other."""
+    with ThreadPoolExecutor(max_workers=2) as pool:
+        worker = pool.submit(worker_class, llm_args)
+        leader = pool.submit(leader_class, llm_args) if comm.mpi_rank() == 0 else None
+        return (leader.result() if leader else None), worker.result()
+
+
+def start(
+    classes: tuple[Callable[[Any], Any], Callable[[Any], Any]],
+    llm_args: Any,
+    memory: Memory,
+    *,
+    calls: Calls,
+    config: ExecutorConfig,
+) -> tuple[ConnectorManager, Callable[[], None] | None]:
+    """The connector of these classes (leader, worker), registered, and its forward pass callable if it has one."""
+    contract = current()
+    leader, worker = construct(*classes, llm_args)
+    function = worker.register_forward_pass_callable()
+    calls.add(Call(0, "register_forward_pass_callable", {}))
+    if function:
+        # The estimation of the cache's size runs the model before there is a cache.
+        for _ in range(config.warmup_forwards):
+            function()
+    if len(config.windows) > 1:
+        _refuse_flat_leader(leader, contract)
+    calls.add(Call(0, memory.register(worker), {}))
+    if contract.is_newest and leader is not None:
+        leader.wait_for_initialization()
+        calls.add(Call(0, "wait_for_initialization", {}))
+    return ConnectorManager(leader, worker, contract, calls, config), function
+
+
+def _refuse_flat_leader(leader: Any, contract: Contract) -> None:
+    base = contract.api.KvCacheConnectorScheduler
+    missing = [
+        name for name in GROUPED if leader is not None and getattr(type(leader), name, None) is getattr(base, name)
+    ]
+    if comm.mpi_broadcast(missing):
+        raise DoubleFailure(f"several layer groups need {' and '.join(missing)} on the leader")
