@@ -55,7 +55,7 @@ class KvbmHiCache(HiCacheStorage):
         if not config.get("interface_v1"):
             raise ConfigError("interface_v1", config.get("interface_v1"), "set it to 1 in the storage backend's config")
         settings = KvbmSettings.from_env({name: value for name, value in config.items() if name not in _NOT_OURS})
-        for line in settings.warnings:
+        for line in settings.warnings_under("SGLang"):
             log.warning(line)
         metrics = Metrics()
         self.guard_state = GuardState(metrics)

@@ -70,7 +70,7 @@ class KvbmLinker(UnifiedCacheLinker):
         self.pools: dict[Any, object] = {}  # SGLang looks for a windows' pool in it
         settings = KvbmSettings.from_env(extra_config)
         settings.require_tier()
-        for line in settings.warnings:
+        for line in settings.warnings_under("SGLang"):
             log.warning("%s", line)
         pool = params.token_to_kv_pool_allocator.get_kvcache()
         pages = self._pages_of(pool, server_args, params, components)

@@ -53,7 +53,7 @@ class LeaderPart:
     def __init__(self, llm_args: Any) -> None:
         meeting = meet("leader")
         settings = read_settings()
-        announce(settings)
+        announce(settings, "TensorRT-LLM")
         check_supported(llm_args)
         self._llm_args = llm_args
         self._settings = settings

@@ -62,7 +62,7 @@ def build_scheduler_side(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
     check_version(installed_version())
     check_supported(vllm_config)
     settings = read_settings(vllm_config)
-    announce(settings)
+    announce(settings, "vLLM")
     capabilities = probe()
     groups = group_specs(kv_cache_config, capabilities)
     world_size = world_size_of(vllm_config)

@@ -10,12 +10,16 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, Settings
 from kvbm_core.config import readers as r
 
 _DISK_DIR = "/tmp"  # noqa: S108 - KVBM's default, a directory and not a file name
+_TRTLLM = "TensorRT-LLM"
 _CONSOLIDATOR = "the event consolidator is not in this release"
 
 
-def _setting(env: str, default: object, doc: str, *, later: str = "", lenient: bool = False) -> Any:
-    """A field. ``later``: why it has no effect yet. ``lenient``: a bad value warns, the default is used."""
-    extra: dict[str, Any] = {"later": later, "lenient": lenient}
+def _setting(env: str, default: object, doc: str, *, later: str = "", lenient: bool = False, only: str = "") -> Any:
+    """A field. ``later``: why it has no effect yet. ``lenient``: a bad value warns, the default is used.
+
+    ``only``: the one engine under which it has an effect.
+    """
+    extra: dict[str, Any] = {"later": later, "lenient": lenient, "only": only}
     return Field(default, validation_alias=env, description=doc, json_schema_extra=extra)
 
 
@@ -66,6 +70,7 @@ class SettingFields(BaseSettings):
         "DYN_KVBM_HOST_OFFLOAD_PREFIX_MIN_PRIORITY",
         0,
         "Offload stops at the first block of lower retention priority (TensorRT-LLM).",
+        only=_TRTLLM,
     )
     disable_write_combined: r.Presence = _setting(
         "DYN_KVBM_DISABLE_WRITE_COMBINED", False, "Accepted; host memory is never write-combined here."
@@ -97,6 +102,7 @@ class SettingFields(BaseSettings):
         "KVBM_SYNC_ONBOARD_BYTES",
         0,
         "TensorRT-LLM: its loop waits for a load of so few bytes from host memory; 0 = requests wait parked.",
+        only=_TRTLLM,
     )
     decode_run_tokens: r.CountOrZero = _setting(
         "KVBM_DECODE_RUN_TOKENS", 128, "What decoding fills is stored so many tokens at a time; 0 = each block at once."
@@ -113,9 +119,13 @@ class SettingFields(BaseSettings):
         "DYN_KVBM_NCCL_MLA_MODE",
         False,
         "MLA models (TensorRT-LLM): rank 0 alone stores, loads and broadcasts to the others.",
+        only=_TRTLLM,
     )
     nccl_max_ctas: r.OptionalCount = _setting(
-        "DYN_KVBM_NCCL_MAX_CTAS", None, "Limit of NCCL's CTAs in that broadcast; unset: NCCL's own choice."
+        "DYN_KVBM_NCCL_MAX_CTAS",
+        None,
+        "Limit of NCCL's CTAs in that broadcast; unset: NCCL's own choice.",
+        only=_TRTLLM,
     )
 
     # Leader and workers
@@ -178,7 +188,7 @@ class SettingFields(BaseSettings):
         "DYN_KVBM_TRTLLM_ZMQ_PORT",
         None,
         "Port of TensorRT-LLM's event publisher.",
-        later="TensorRT-LLM is not in this release",
+        later=_CONSOLIDATOR,
         lenient=True,
     )
     fatbin_path: r.Text = _setting("DYN_FATBIN_PATH", "", "KVBM's copy kernels.", later="kvbm needs no kernel file")

@@ -138,6 +138,15 @@ class KvbmSettings(SettingFields):
         """One line for each setting that was replaced, is risky, or has no effect."""
         return self._warnings
 
+    def warnings_under(self, engine: str) -> tuple[str, ...]:
+        """``warnings``, and one line for each setting that was made and has no effect under ``engine``."""
+        other = [
+            f"kvbm: {info.validation_alias}={shown(getattr(self, name))}: is for {_extra(info)['only']} only"
+            for name, info in type(self).model_fields.items()
+            if _extra(info)["only"] not in {"", engine} and self.is_set(name)
+        ]
+        return (*self._warnings, *other)
+
     def is_set(self, name: str) -> bool:
         """Whether the user gave the field ``name`` a value that is used."""
         return self.source(name) is not SettingSource.DEFAULT

@@ -89,11 +89,11 @@ def worker_options(
     )
 
 
-def announce(settings: KvbmSettings) -> None:
+def announce(settings: KvbmSettings, engine: str) -> None:
     """Sets logging up and says what is odd about the settings. ConfigError if they name no tier."""
     setup_logging(settings.log_level)
     settings.require_tier()
-    for warning in settings.warnings:
+    for warning in settings.warnings_under(engine):
         log.warning("%s", warning)
 
 

@@ -311,3 +311,16 @@ def test_foreign_keys_never_matter(extra: dict[str, object]) -> None:
         assert error.setting != ""
     else:
         assert settings.cpu_cache_gb is None or "cpu_cache_gb" in extra
+
+
+def test_what_only_another_engine_heeds_is_said_in_one_line_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DYN_KVBM_NCCL_MLA_MODE", "true")
+    monkeypatch.setenv("DYN_KVBM_HOST_OFFLOAD_PREFIX_MIN_PRIORITY", "40")
+    settings = KvbmSettings.from_env()
+    assert settings.warnings == settings.warnings_under("TensorRT-LLM") == ()
+    said = settings.warnings_under("vLLM")
+    assert [line.split("=")[0] for line in said] == [
+        "kvbm: DYN_KVBM_HOST_OFFLOAD_PREFIX_MIN_PRIORITY",
+        "kvbm: DYN_KVBM_NCCL_MLA_MODE",
+    ]
+    assert all("for TensorRT-LLM only" in line for line in said)
