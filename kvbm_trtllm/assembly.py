@@ -50,11 +50,11 @@ class LeaderPart:
 
     callbacks: SchedulerSide
 
-    def __init__(self, llm_args: Any) -> None:
+    def __init__(self, llm_args: Any, *, has_attention_dp: bool) -> None:
         meeting = meet("leader")
         settings = read_settings()
         announce(settings, "TensorRT-LLM")
-        check_supported(llm_args)
+        check_supported(llm_args, has_attention_dp=has_attention_dp)
         self._llm_args = llm_args
         self._settings = settings
         self._clock = SystemClock()

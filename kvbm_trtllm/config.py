@@ -32,8 +32,11 @@ def block_tokens_of(llm_args: Any) -> int:
     return int(getattr(llm_args.kv_cache_config, "tokens_per_block", 32) or 32)
 
 
-def check_supported(llm_args: Any) -> None:
-    """Refuses what would be cached wrongly, as newer TensorRT-LLM does itself. UnsupportedError, one line."""
+def check_supported(llm_args: Any, *, has_attention_dp: bool) -> None:
+    """Refuses what would be cached wrongly, as newer TensorRT-LLM does itself. UnsupportedError, one line.
+
+    ``has_attention_dp``: whether this TensorRT-LLM knows connectors with a leader on each rank.
+    """
     pipeline = int(getattr(llm_args, "pipeline_parallel_size", 1) or 1)
     context = int(getattr(llm_args, "context_parallel_size", 1) or 1)
     beams = int(getattr(llm_args, "max_beam_width", 1) or 1)
@@ -50,6 +53,11 @@ def check_supported(llm_args: Any) -> None:
     for setting, is_wrong in wrong.items():
         if is_wrong:
             raise UnsupportedError(f"kvbm: {setting} is not supported with kvbm: remove it, or kv_connector_config")
+    if uses_attention_dp(llm_args) and not has_attention_dp:
+        raise UnsupportedError(
+            "kvbm: enable_attention_dp=true: this TensorRT-LLM gives connectors one leader for all ranks then: "
+            "use a newer one, or run without kv_connector_config"
+        )
     if kv_dtype_of(llm_args).lower() in {"nvfp4", "fp4"}:
         raise UnsupportedError(
             "kvbm: an NVFP4 KV cache keeps its scales in a pool that TensorRT-LLM does not hand to connectors: "

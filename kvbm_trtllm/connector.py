@@ -32,7 +32,7 @@ class DynamoKVBMConnectorLeader(_Scheduler):
     def __init__(self, llm_args: Any) -> None:
         """ConfigError or UnsupportedError, one line, when kvbm cannot serve as configured; later nothing is raised."""
         super().__init__(llm_args)
-        self.part = LeaderPart(llm_args)
+        self.part = LeaderPart(llm_args, has_attention_dp=hasattr(_Scheduler, "supports_attention_dp"))
         self._close = weakref.finalize(self, self.part.close)
 
     def wait_for_initialization(self) -> None:

@@ -22,7 +22,16 @@ MAX_KNOWN_ROOTS = 1024
 # A LoRA is known by its number alone: another process may give the same number to other weights.
 _PROCESS = secrets.token_hex(16)
 # What else changes the numbers that a model computes from the same weights.
-_SETTINGS = ("moe_config", "attn_backend", "sparse_attention_config", "checkpoint_format", "moe_expert_parallel_size")
+_SETTINGS = (
+    "model_kwargs",
+    "moe_config",
+    "moe_expert_parallel_size",
+    "attn_backend",
+    "sparse_attention_config",
+    "speculative_config",
+    "checkpoint_format",
+)
+_CACHE_SETTINGS = ("max_attention_window", "sink_token_length")
 
 
 def base_namespace(llm_args: Any, block_size_tokens: int) -> KeyNamespace:
@@ -38,10 +47,15 @@ def base_namespace(llm_args: Any, block_size_tokens: int) -> KeyNamespace:
         extra=(
             ("engine", "tensorrt-llm"),
             ("quantization", str(getattr(quantization, "value", quantization) or "")),
-            ("settings", "; ".join(f"{name}={getattr(llm_args, name, None)}" for name in _SETTINGS)),
+            ("settings", _shown(llm_args, _SETTINGS)),
+            ("cache settings", _shown(llm_args.kv_cache_config, _CACHE_SETTINGS)),
             ("weights", _weights_of(llm_args, model)),
         ),
     )
+
+
+def _shown(holder: Any, names: tuple[str, ...]) -> str:
+    return "; ".join(f"{name}={getattr(holder, name, None)}" for name in names)
 
 
 class Roots:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvbm_core.errors import LayoutError
 from kvbm_core.layout.fingerprint import LayoutIdentity
-from kvbm_core.layout.tensors import view_of_tensors
+from kvbm_core.layout.tensors import memory_order, view_of_tensors
 from kvbm_core.layout.view import BlockView
 from kvbm_core.tiers.groups import GroupSpec
 from kvbm_core.transfer.executor import DeviceMemory
@@ -57,7 +57,7 @@ def pool_memory(pool: torch.Tensor, block_tokens: int, ranks: Ranks) -> KvMemory
         block_size_tokens=block_tokens,
         num_layers=shape[1],
         layer_page_bytes=(shape[2] * shape[3] * infos[0].itemsize,),
-        order=f"TensorRT-LLM pool {shape[2]}",
+        order=f"TensorRT-LLM pool {shape[2]} {memory_order(infos[0])}",
         kv_heads_local=0,
         head_size=0,
         rank=ranks.rank,

@@ -54,7 +54,7 @@ def encode(plans: StepPlans) -> bytes:
 def decode(metadata: object) -> StepPlans | None:
     """What ``encode`` was given; None for an iteration without plans, which is what any empty metadata means.
 
-    msgspec.DecodeError for bytes of anybody else, TypeError for something else than bytes.
+    msgspec.DecodeError or UnicodeDecodeError for bytes of anybody else, TypeError for something else than bytes.
     """
     if not metadata:
         return None

@@ -150,7 +150,7 @@ class WorkerSide:
             self._abandon_offloads()
             raise LoadFailedError(
                 f"kvbm: blocks that were promised to request {', '.join(broken)} could not be loaded; TensorRT-LLM "
-                "cannot compute them instead, so that the requests of this batch end: send them again"
+                "cannot compute them instead, and ends what runs with an error: send it again"
             )
 
     def end_of_forward(self) -> None:

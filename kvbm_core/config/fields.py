@@ -98,7 +98,7 @@ class SettingFields(BaseSettings):
     share_wait_s: r.SecondsOrZero = _setting(
         "KVBM_SHARE_WAIT_S", 1.0, "Seconds a request waits for blocks another one is bringing; 0 = never."
     )
-    sync_onboard_bytes: r.CountOrZero = _setting(
+    sync_onboard_bytes: r.BytesOrZero = _setting(
         "KVBM_SYNC_ONBOARD_BYTES",
         0,
         "TensorRT-LLM: its loop waits for a load of so few bytes from host memory; 0 = requests wait parked.",
@@ -132,7 +132,7 @@ class SettingFields(BaseSettings):
     leader_worker_init_timeout_s: r.Seconds = _setting(
         "DYN_KVBM_LEADER_WORKER_INIT_TIMEOUT_SECS",
         1800.0,
-        "Seconds the leader waits for all workers at start.",
+        "Accepted; no start fails for being slow: see KVBM_START_WAIT_S.",
     )
     start_wait_s: r.SecondsOrZero = _setting(
         "KVBM_START_WAIT_S", 5.0, "Seconds the engine's start waits for the first slots; then it serves without hits."

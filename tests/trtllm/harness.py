@@ -1,0 +1,406 @@
+"""An executor double with kvbm in it: its insides in reach, copies that can be held or made to fail, a leak check.
+
+What is here runs on every rank alike; a scenario decides by what all ranks know.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+from kvbm_core.clock import ManualClock
+from kvbm_core.errors import Outcome
+from kvbm_core.transfer.executor import Executor as TransferExecutor
+from kvbm_core.transfer.plan import JobResult, TransferPlan
+from kvbm_core.types import Direction
+from tests.trtllm.double import NEWEST, RELEASED, Executor, ExecutorConfig, comm
+
+PATIENCE_S = 30.0
+BLOCKING_WAIT_S = 1.0
+"""A caller that waits at least this long cannot go on before the copy is over."""
+BLOCK = 4
+PER_ITERATION = {"_prompt_loads", "_plans"}
+"""Of a worker's side: they are of the last iteration that had metadata, and hold nothing."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """On what a scenario runs. Every one is a cache of its own kind in a version, with or without overlap."""
+
+    version: str
+    manager: str
+    overlap: bool
+    ranks: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.version}-{self.manager}-{'overlap' if self.overlap else 'plain'}-{self.ranks}"
+
+    @property
+    def is_v2(self) -> bool:
+        """Whether this is KVCacheManagerV2."""
+        return self.manager == "v2"
+
+
+def kinds(ranks: int = 1) -> list[Kind]:
+    """All kinds of this many ranks."""
+    caches = [(RELEASED, "v1"), (NEWEST, "v1"), (NEWEST, "v2")]
+    return [Kind(version, manager, overlap, ranks) for version, manager in caches for overlap in (False, True)]
+
+
+class Gate:
+    """The real transfer executor behind a gate: jobs of a direction can be held back, or end as a given failure."""
+
+    def __init__(self, inner: TransferExecutor, finished: Callable[[JobResult], None]) -> None:
+        self.submitted: list[TransferPlan] = []
+        self.is_cancellable = True
+        """False: a held job counts as running, so that it can only be waited for."""
+        self._inner = inner
+        self._finished = finished
+        self._closed: set[Direction] = set()
+        self._held: dict[int, tuple[TransferPlan, float | None]] = {}
+        self._failures: dict[Direction, list[Outcome]] = {Direction.ONBOARD: [], Direction.OFFLOAD: []}
+
+    def hold(self, direction: Direction) -> None:
+        """Jobs of this direction wait from now on."""
+        self._closed.add(direction)
+
+    def release(self, direction: Direction) -> None:
+        """Held jobs of this direction start, later ones too."""
+        self._closed.discard(direction)
+        self._start([job_id for job_id, (plan, _) in self._held.items() if plan.direction is direction])
+
+    def fail_next(self, direction: Direction, outcome: Outcome = Outcome.IO_ERROR, times: int = 1) -> None:
+        """The next jobs of this direction move nothing and end like this."""
+        self._failures[direction] += [outcome] * times
+
+    @property
+    def held(self) -> int:
+        """Jobs waiting at the gate."""
+        return len(self._held)
+
+    def submitted_of(self, direction: Direction) -> list[TransferPlan]:
+        """What was ordered so far."""
+        return [plan for plan in self.submitted if plan.direction is direction]
+
+    def submit(self, plan: TransferPlan, *, deadline_s: float | None = None) -> None:
+        """See Executor."""
+        self.submitted.append(plan)
+        if plan.direction in self._closed:
+            self._held[plan.job_id] = (plan, deadline_s)
+        else:
+            self._pass(plan, deadline_s)
+
+    def _pass(self, plan: TransferPlan, deadline_s: float | None) -> None:
+        failures = self._failures[plan.direction]
+        if failures:
+            self._finished(JobResult(plan.job_id, failures.pop(0), 0, 0.0, 0.0, "injected"))
+        else:
+            self._inner.submit(plan, deadline_s=deadline_s)
+
+    def _start(self, job_ids: Collection[int]) -> None:
+        for plan, deadline_s in [self._held.pop(job_id) for job_id in job_ids]:
+            self._pass(plan, deadline_s)
+
+    def poll(self) -> list[JobResult]:
+        """See Executor."""
+        return self._inner.poll()
+
+    def cancel(self, job_id: int) -> bool:
+        """See Executor."""
+        if job_id not in self._held:
+            return self._inner.cancel(job_id)
+        if self.is_cancellable:
+            del self._held[job_id]
+            self._finished(JobResult(job_id, Outcome.REJECTED, 0, 0.0, 0.0, "cancelled"))
+        return self.is_cancellable
+
+    def wait(self, job_ids: Collection[int], timeout_s: float) -> bool:
+        """See Executor. A held job ends when someone waits for it in earnest."""
+        held = [job_id for job_id in job_ids if job_id in self._held]
+        if held and timeout_s < BLOCKING_WAIT_S:
+            return False
+        self._start(held)
+        return self._inner.wait(job_ids, timeout_s)
+
+    def drain(self, timeout_s: float) -> bool:
+        """See Executor."""
+        self._start(list(self._held))
+        return self._inner.drain(timeout_s)
+
+    def close(self) -> None:
+        """See Executor."""
+        self._start(list(self._held))
+        self._inner.close()
+
+
+class KeepingExecutor(Executor):
+    """Keeps the blocks of requests that failed, or were cancelled in their load, for reuse, as TensorRT-LLM does."""
+
+    def __init__(self, *parts: Any) -> None:
+        super().__init__(*parts)
+        terminate = self._ends.terminate
+
+        def keep(core: Any, *, is_valid: bool = True) -> None:
+            core.computed = max(core.computed, core.position)
+            terminate(core, is_valid=True)
+
+        self._ends.terminate = keep  # type: ignore[method-assign]
+
+
+class Serving:
+    """One rank of an executor with kvbm. Answers are compared with those of a run without connector at the end."""
+
+    def __init__(self, rank: int, kind: Kind, executor_class: type[Executor], config: ExecutorConfig) -> None:
+        self.rank = rank
+        self.kind = kind
+        self.config = config
+        self.may_fail = False
+        """Whether failures of transfers are part of the scenario."""
+        self.gates: list[Gate] = []
+        self.executor = executor_class(*self._classes(), config)
+        self._asked: dict[int, tuple[tuple[int, ...], int, tuple[tuple[str, Any], ...]]] = {}
+        self.clock = ManualClock(time.monotonic())
+        if self.executor.leader is not None:
+            self.side._clock = self.clock
+
+    def wait_ready(self) -> None:
+        """Until every rank can be given copies; no iteration passes."""
+        worker, deadline_s = self.executor.worker.side.worker, time.monotonic() + PATIENCE_S
+        while not worker.is_ready:
+            assert time.monotonic() < deadline_s, "the host tier did not come"
+            time.sleep(0)
+        comm.mpi_allgather(None)
+
+    def _classes(self) -> tuple[type, type]:
+        from kvbm.trtllm_integration.connector import DynamoKVBMConnectorLeader, DynamoKVBMConnectorWorker
+
+        gates = self.gates
+
+        class GatedWorker(DynamoKVBMConnectorWorker):
+            def __init__(self, llm_args: Any) -> None:
+                super().__init__(llm_args)
+                worker = self.side.worker
+
+                def wrap(inner: TransferExecutor) -> TransferExecutor:
+                    gates.append(Gate(inner, worker._finished))
+                    return gates[-1]
+
+                worker.wrap_executor(wrap)
+
+        return DynamoKVBMConnectorLeader, GatedWorker
+
+    # ------------------------------------------------------------------ parts
+
+    @property
+    def gate(self) -> Gate:
+        """This rank's copies."""
+        return self.gates[-1]
+
+    @property
+    def side(self) -> Any:
+        """The leader's callbacks; rank 0."""
+        return self.executor.leader.part.callbacks
+
+    @property
+    def leader(self) -> Any:
+        """The core's leader; rank 0."""
+        return self.side.leader
+
+    @property
+    def is_leading(self) -> bool:
+        """Whether the leader lives here."""
+        return self.executor.leader is not None
+
+    def from_leader(self, look: Callable[[], Any]) -> Any:
+        """What rank 0 sees, on all ranks."""
+        return comm.mpi_broadcast(look() if self.is_leading else None)
+
+    def metric(self, name: str) -> float:
+        """A series of the leader's metrics, on all ranks, when no copy is under way any more."""
+        self.settle()
+        value: float = self.from_leader(lambda: self.leader.metrics.snapshot().get(name, 0.0))
+        return value
+
+    # ------------------------------------------------------------------ doing
+
+    def submit(self, prompt: Sequence[int], max_new_tokens: int = 8, **options: Any) -> int:
+        """See Executor.submit."""
+        request = self.executor.submit(prompt, max_new_tokens, **options)
+        hashable = {name: tuple(map(tuple, v)) if name == "multimodal" else v for name, v in options.items()}
+        self._asked[request] = (tuple(prompt), max_new_tokens, tuple(sorted(hashable.items())))
+        return request
+
+    def ask(self, prompt: Sequence[int], max_new_tokens: int = 8, **options: Any) -> int:
+        """A request, run to its end."""
+        request = self.submit(prompt, max_new_tokens, **options)
+        self.executor.run_until_idle()
+        return request
+
+    def step_until(self, condition: Callable[[], Any]) -> None:
+        """Steps until ``condition``, which is the same on all ranks, holds."""
+        deadline_s = time.monotonic() + PATIENCE_S
+        while not condition():
+            assert time.monotonic() < deadline_s, "what was waited for did not come"
+            self.executor.step()
+
+    def settle(self) -> None:
+        """Steps until no copy is under way any more, in the leader's eyes too."""
+
+        def is_quiet() -> bool:
+            disk = self.leader.disk
+            return not self.leader.pending_jobs and (disk is None or not disk.storing_blocks)
+
+        self.step_until(lambda: self.from_leader(is_quiet))
+
+    def forget_device(self) -> None:
+        """Empties the device's own cache; what comes back after this came from kvbm."""
+        self.executor.run_until_idle()
+        self.settle()
+        self.executor.drop_device_cache()
+
+    def fails_here(self, direction: Direction, outcome: Outcome = Outcome.IO_ERROR, times: int = 1) -> None:
+        """The next jobs of this direction fail on the last rank, and on no other."""
+        self.may_fail = True
+        if self.rank == self.kind.ranks - 1:
+            self.gate.fail_next(direction, outcome, times)
+
+    # ------------------------------------------------------------------ looking
+
+    def expect_match(self, request: int, *answers: tuple[int, bool]) -> None:
+        """What kvbm answered to each query for this request."""
+        if self.is_leading:
+            calls = self.executor.calls.named("get_num_new_matched_tokens")
+            assert [call.result for call in calls if call.values["request_id"] == request] == list(answers)
+
+    def device_hit(self, request: int) -> int:
+        """What the device had of this request at its last query; rank 0."""
+        calls = self.executor.calls.named("get_num_new_matched_tokens")
+        return int([call for call in calls if call.values["request_id"] == request][-1].values["num_computed_tokens"])
+
+    def reason(self, request: int) -> str:
+        """How the request ended."""
+        return self.executor.finish_reasons[request]
+
+    def output(self, request: int) -> list[int]:
+        """The answer."""
+        return self.executor.outputs[request]
+
+    # ------------------------------------------------------------------ the end
+
+    def sweep(self) -> None:
+        """As if nothing had been heard for long."""
+        if self.is_leading:
+            self.side._sweep()
+            self.clock.advance(1000.0)
+            self.side._sweep()
+
+    def check_answers(self) -> None:
+        """Compares with a run without connector; of requests that were not finished, the beginning."""
+        ended = {request: asked for request, asked in self._asked.items() if request in self.executor.outputs}
+        plain = Executor(None, None, replace(self.config, record=False))
+        twin = {}
+        for asked in dict.fromkeys(ended.values()):
+            prompt, max_new_tokens, options = asked
+            as_given = {n: list(map(list, v)) if n == "multimodal" else v for n, v in options}
+            twin[asked] = plain.submit(prompt, max_new_tokens, **as_given)
+        plain.run_until_idle()
+        for request, asked in ended.items():
+            answer, wanted = self.output(request), plain.outputs[twin[asked]]
+            if self.reason(request) in {"length", "eos"}:
+                assert answer == wanted, f"request {request}"
+            else:
+                assert answer == wanted[: len(answer)], f"request {request}"
+
+    def assert_clean(self) -> None:
+        """Answers are right, and nothing is left of any request on either side."""
+        self.executor.run_until_idle()
+        self.settle()
+        self.executor.step()
+        assert self.executor.blocks_in_use == 0
+        self.check_answers()
+        self.sweep()
+        left: dict[str, int] = {}
+        for name, value in vars(self.executor.worker.side).items():
+            if isinstance(value, dict | list | set) and name not in PER_ITERATION:
+                left[f"worker{name}"] = len(value)
+        left["held copies"] = self.gate.held if self.gates else 0
+        left["jobs of the worker"] = len(self.executor.worker.side.worker._in_flight)
+        states = [self.executor.worker.side.guard_state]
+        if self.is_leading:
+            left |= self._left_in_leader()
+            states.append(self.side.guard_state)
+        series = [item for state in states for item in state.metrics.snapshot().items()]
+        trouble = ["guarded"] if self.may_fail else ["guarded", "kvbm_failures_total", "kvbm_dropped_blocks_total"]
+        left |= {name: int(value) for name, value in series if any(word in name for word in trouble)}
+        found = {name: count for name, count in left.items() if count}
+        assert not found, f"{found}"  # said in words, as other ranks are processes without pytest
+
+    def _left_in_leader(self) -> dict[str, int]:
+        leader, follower = self.leader, self.side._follower
+        leader.check_integrity()
+        return {
+            "open requests": leader.open_requests,
+            "jobs": leader.pending_jobs,
+            "leases": leader.tier.live_leases,
+            "pending slots": leader.tier.pending_blocks,
+            "blocks being loaded": leader.loading_blocks,
+            "disk leases": 0 if leader.disk is None else leader.disk.tier.live_leases,
+            "followed requests": len(self.side._requests),
+            "finishing requests": len(self.side._finishing),
+            "planned jobs": len(self.side._planned),
+            "tokens": len(follower._tokens),
+            "calendar": len(follower._due),
+            "requests of this step": len(follower._now),
+        }
+
+    def close(self) -> None:
+        """Ends threads and sockets."""
+        leader, worker = self.executor.leader, self.executor.worker
+        self.executor.close()
+        worker._close()
+        if leader is not None:
+            leader._close()
+
+
+@contextmanager
+def environment(values: dict[str, str]) -> Iterator[None]:
+    """These variables in this process, for a while."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+@contextmanager
+def serve(
+    rank: int,
+    kind: Kind,
+    *,
+    host_blocks: int = 256,
+    env: dict[str, str] | None = None,
+    executor_class: type[Executor] = Executor,
+    is_ready: bool = True,
+    **config: Any,
+) -> Iterator[Serving]:
+    """An executor of this kind with kvbm, whose leaks and answers are checked at the end unless something failed."""
+    settings = {"DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS": str(host_blocks), **(env or {})}
+    with environment(settings):
+        shape = ExecutorConfig(manager=kind.manager, overlap=kind.overlap, **config)
+        serving = Serving(rank, kind, executor_class, shape)
+        try:
+            if is_ready:
+                serving.wait_ready()
+            yield serving
+            serving.assert_clean()
+        finally:
+            serving.close()

@@ -1,0 +1,234 @@
+"""Keys of TensorRT-LLM's blocks: all that the bytes of a block depend on is in them, and nothing else."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from enum import Enum
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvbm_trtllm import keys
+from kvbm_trtllm.contract import Identity, identity_of, salt_of
+
+ROOT = Path(__file__).resolve().parents[2]
+BLOCK_TOKENS = 32
+LAYOUT = "0" * 32
+PLAIN = Identity("", None, None, False)
+
+
+class QuantAlgo(str, Enum):
+    """As TensorRT-LLM's."""
+
+    FP8 = "FP8"
+    NVFP4 = "NVFP4"
+
+
+@pytest.fixture
+def model(tmp_path: Path, rng: random.Random) -> Path:
+    """A folder as models have them."""
+    return make_model(tmp_path / "model", rng)
+
+
+def make_model(folder: Path, rng: random.Random) -> Path:
+    """Weights of random bytes."""
+    folder.mkdir()
+    (folder / "model.safetensors").write_bytes(rng.randbytes(1000))
+    (folder / "config.json").write_text('{"layers": 2}')
+    return folder
+
+
+def llm_args(model: Path | str, *, cache: dict[str, Any] | None = None, **changes: Any) -> Any:
+    """Arguments with a field for everything that counts, and some for what does not."""
+    values: dict[str, Any] = {
+        "model": str(model),
+        "revision": None,
+        "dtype": "bfloat16",
+        "load_format": "auto",
+        "quant_config": SimpleNamespace(quant_algo=None, kv_cache_quant_algo=None),
+        "tensor_parallel_size": 2,
+        "enable_attention_dp": False,
+        "moe_config": SimpleNamespace(backend="CUTLASS"),
+        "attn_backend": "TRTLLM",
+        "sparse_attention_config": None,
+        "checkpoint_format": "HF",
+        "moe_expert_parallel_size": -1,
+        "model_kwargs": None,
+        "speculative_config": None,
+        "max_batch_size": 64,
+    }
+    of_cache = {"dtype": "auto", "tokens_per_block": BLOCK_TOKENS, "max_attention_window": None, "sink_token_length": 0}
+    return SimpleNamespace(**{**values, **changes}, kv_cache_config=SimpleNamespace(**{**of_cache, **(cache or {})}))
+
+
+def root_of(args: Any, identity: Identity = PLAIN, *, layout: str = LAYOUT, block_tokens: int = BLOCK_TOKENS) -> bytes:
+    """The parent of a request's first block."""
+    return bytes(keys.Roots(keys.base_namespace(args, block_tokens)).of(identity, layout))
+
+
+CHANGES: dict[str, dict[str, Any]] = {
+    "revision": {"revision": "abc"},
+    "dtype": {"dtype": "float16"},
+    "KV dtype": {"cache": {"dtype": "fp8"}},
+    "KV dtype of the checkpoint": {"quant_config": SimpleNamespace(quant_algo=None, kv_cache_quant_algo=QuantAlgo.FP8)},
+    "quantization": {"quant_config": SimpleNamespace(quant_algo=QuantAlgo.FP8, kv_cache_quant_algo=None)},
+    "another quantization": {"quant_config": SimpleNamespace(quant_algo=QuantAlgo.NVFP4, kv_cache_quant_algo=None)},
+    "tensor parallel": {"tensor_parallel_size": 4},
+    "attention DP": {"enable_attention_dp": True},
+    "experts": {"moe_config": SimpleNamespace(backend="TRTLLM")},
+    "expert parallel": {"moe_expert_parallel_size": 2},
+    "attention backend": {"attn_backend": "FLASHINFER"},
+    "sparse attention": {"sparse_attention_config": SimpleNamespace(algorithm="rocket")},
+    "checkpoint format": {"checkpoint_format": "mistral"},
+    "made-up weights": {"load_format": "dummy"},
+    "overrides of the model's configuration": {"model_kwargs": {"rope_theta": 1e6}},
+    "an attention window": {"cache": {"max_attention_window": [1024]}},
+    "sink tokens": {"cache": {"sink_token_length": 4}},
+    "a draft model whose layers share the pool": {"speculative_config": SimpleNamespace(speculative_model="draft")},
+}
+NO_CHANGES: dict[str, dict[str, Any]] = {
+    "batch size": {"max_batch_size": 8},
+    "scheduling": {"enable_chunked_prefill": True, "max_num_tokens": 512, "disable_overlap_scheduler": True},
+    "graphs": {"cuda_graph_config": None, "torch_compile_config": None},
+    "memory": {"cache": {"free_gpu_memory_fraction": 0.5, "max_tokens": 1000}},
+    "reuse": {"cache": {"enable_partial_reuse": False, "enable_block_reuse": True}},
+    "the connector": {"kv_connector_config": SimpleNamespace(connector_module="kvbm.trtllm_integration.connector")},
+    "LoRA, which each request names": {"enable_lora": True, "lora_config": SimpleNamespace(max_lora_rank=8)},
+    "tokenizer": {"tokenizer": "elsewhere", "skip_tokenizer_init": True},
+    "a value that is the default": {"revision": ""},
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_changes_bytes_changes_the_key(model: Path, change: str) -> None:
+    assert root_of(llm_args(model, **CHANGES[change])) != root_of(llm_args(model))
+
+
+def test_all_changes_differ_from_each_other(model: Path) -> None:
+    roots = [root_of(llm_args(model, **change)) for change in CHANGES.values()]
+    assert len(set(roots)) == len(roots)
+
+
+@pytest.mark.parametrize("change", NO_CHANGES)
+def test_what_does_not_change_bytes_does_not_change_the_key(model: Path, change: str) -> None:
+    assert root_of(llm_args(model, **NO_CHANGES[change])) == root_of(llm_args(model))
+
+
+def test_layout_and_block_size_are_in_the_key(model: Path) -> None:
+    plain = root_of(llm_args(model))
+    assert root_of(llm_args(model), layout="1" * 32) != plain
+    assert root_of(llm_args(model), block_tokens=64) != plain
+    roots = keys.Roots(keys.base_namespace(llm_args(model), BLOCK_TOKENS))
+    first = roots.of(PLAIN, "1" * 32)
+    assert roots.of(PLAIN, LAYOUT) == plain, "a root that was kept is of the layout it was made for"
+    assert roots.of(PLAIN, "1" * 32) == first != plain
+
+
+def test_models_by_name_path_and_weights(model: Path, tmp_path: Path, rng: random.Random) -> None:
+    other = make_model(tmp_path / "other", rng)
+    plain = root_of(llm_args(model))
+    assert root_of(llm_args(other)) != plain
+    weights = model / "model.safetensors"
+    weights.write_bytes(bytes([weights.read_bytes()[0] ^ 1]) + weights.read_bytes()[1:])
+    keys._stamp_of.cache_clear()  # as in the next process
+    assert root_of(llm_args(model)) != plain, "trained on"
+
+
+# ---------------------------------------------------------------- requests
+
+
+def request(**fields: Any) -> Any:
+    """A request as C++ hands it over: what is not bound there is not there."""
+    return SimpleNamespace(request_id=1, **fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "identity"),
+    [
+        ({}, PLAIN),
+        ({"lora_task_id": None, "cache_salt": None, "cache_salt_id": None}, PLAIN),
+        ({"lora_task_id": 0}, Identity("0", None, None, False)),
+        ({"lora_task_id": 7}, Identity("7", None, None, False)),
+        ({"multimodal_hashes": [[1, 2]]}, Identity("", None, "multimodal", False)),
+        ({"prompt_embedding_table": object()}, Identity("", None, "multimodal", False)),
+        ({"mrope_rotary_cos_sin": object()}, Identity("", None, "multimodal", False)),
+        ({"position_ids": [0, 2]}, Identity("", None, "multimodal", False)),
+        ({"is_dummy_request": True}, Identity("", None, None, True)),
+    ],
+)
+def test_what_a_request_says_of_itself(fields: dict[str, Any], identity: Identity) -> None:
+    assert identity_of(request(**fields)) == identity
+
+
+def test_salts_of_every_kind_are_kept_apart() -> None:
+    requests = [
+        request(),
+        request(cache_salt=""),
+        request(cache_salt="5"),
+        request(cache_salt="n5"),
+        request(cache_salt="s5"),
+        request(cache_salt_id=0),
+        request(cache_salt_id=5),
+    ]
+    salts = [salt_of(found) for found in requests]
+    assert salts[0] is None
+    assert len(set(salts)) == len(salts)
+    assert salt_of(request(cache_salt="5", cache_salt_id=9)) == salt_of(request(cache_salt="5"))
+
+
+def test_adapters_and_salts_are_kept_apart(model: Path) -> None:
+    roots = keys.Roots(keys.base_namespace(llm_args(model), BLOCK_TOKENS))
+    which = [(adapter, salt) for adapter in ("", "0", "1", "11") for salt in (None, "s", "s1", "n1", "s0")]
+    found = [roots.of(Identity(adapter, salt, None, False), LAYOUT) for adapter, salt in which]
+    assert len(set(found)) == len(which)
+    again = [roots.of(Identity(adapter, salt, None, False), LAYOUT) for adapter, salt in which]
+    assert again == found
+
+
+def test_many_salts_take_little_memory_and_stay_right(model: Path) -> None:
+    roots = keys.Roots(keys.base_namespace(llm_args(model), BLOCK_TOKENS))
+    first = roots.of(Identity("", "s0", None, False), LAYOUT)
+    for number in range(2 * keys.MAX_KNOWN_ROOTS):
+        roots.of(Identity("", f"s{number}", None, False), LAYOUT)
+    assert len(roots._known) <= keys.MAX_KNOWN_ROOTS
+    assert roots.of(Identity("", "s0", None, False), LAYOUT) == first
+
+
+PROGRAM = """
+import json, sys
+from types import SimpleNamespace
+from kvbm_trtllm import keys
+from kvbm_trtllm.contract import Identity
+
+def roots_of(load_format):
+    cache = SimpleNamespace(dtype="auto")
+    args = SimpleNamespace(model=sys.argv[1], load_format=load_format, kv_cache_config=cache, tensor_parallel_size=1)
+    roots = keys.Roots(keys.base_namespace(args, 32))
+    return {name: roots.of(Identity(name, salt, None, False), "0").hex() for name, salt in (("", "s"), ("7", "s"))}
+
+print(json.dumps({name: roots_of(name) for name in ("auto", "dummy")}))
+"""
+
+
+def test_another_process_finds_blocks_unless_their_weights_may_be_others(model: Path) -> None:
+    command = [sys.executable, "-c", PROGRAM, str(model)]
+    first, second = (
+        json.loads(subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout)
+        for _ in range(2)
+    )
+    assert first["auto"][""] == second["auto"][""]
+    assert first["auto"]["7"] != second["auto"]["7"], "a LoRA is known by its number alone"
+    assert first["dummy"][""] != second["dummy"][""], "weights that were made up"
+
+
+def test_a_model_of_the_hub_that_was_not_downloaded_is_known_to_this_process_alone() -> None:
+    pytest.importorskip("huggingface_hub", reason="NOT RUN: huggingface_hub is not installed")
+    keys._stamp_of.cache_clear()
+    first = root_of(llm_args("no-such-organisation/no-such-model"))
+    assert root_of(llm_args("no-such-organisation/no-such-model")) == first, "an engine finds its own blocks"
+    assert keys._stamp_of("no-such-organisation/no-such-model", "") == keys._PROCESS
