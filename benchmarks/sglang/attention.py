@@ -23,33 +23,21 @@ def run_scheduler(*args: Any, **kwargs: Any) -> Any:
     return run_scheduler_process(*args, **kwargs)
 
 
-def _new_rows(
-    backend: Any,
-    query: torch.Tensor,
-    output: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    req_to_token: torch.Tensor,
-    requests: torch.Tensor,
-    lengths: torch.Tensor,
-    cached: torch.Tensor,
-    new: torch.Tensor,
-    encoder_lengths: torch.Tensor | None = None,
-    **how: Any,
-) -> torch.Tensor:
-    """Into ``output``, both [new tokens of all requests, heads, elements]; ``keys``, ``values``: [places, heads, ...].
+def _new_rows(backend: Any, query: torch.Tensor, output: torch.Tensor, *memory: Any, **how: Any) -> torch.Tensor:
+    """Into ``output``; it and ``query`` are [new tokens of all requests, heads, elements].
 
-    The others have an entry for each request: its row in ``req_to_token``, its tokens, and how many are cached or new.
+    ``memory``: keys and values [places, heads, elements], the places of each request's tokens, and for each request its
+    row there, its tokens, how many of them are cached and how many new; then the encoder's lengths, or None.
     """
-    is_plain = how["causal"] and not how["is_cross_attn"] and (how["sliding_window_size"] or -1) < 0
+    keys, values, places_of, requests, lengths, cached, new, encoder_lengths = memory
+    is_plain = how["causal"] and not how["is_cross_attn"] and how["sliding_window_size"] in (None, -1)
     if encoder_lengths is not None or not is_plain or not cached.any():
-        shape = (keys, values, req_to_token, requests, lengths, cached, new, encoder_lengths)
-        result: torch.Tensor = _all_rows(backend, query, output, *shape, **how)
+        result: torch.Tensor = _all_rows(backend, query, output, *memory, **how)
         return result
     start = 0
-    for request, length, num_cached, num_new in zip(*map(torch.Tensor.tolist, (requests, lengths, cached, new))):
+    for request, length, num_cached, num_new in torch.stack((requests, lengths, cached, new), 1).tolist():
         rows = slice(start, start := start + num_new)
-        places = req_to_token[request, :length]
+        places = places_of[request, :length]
         attended = scaled_dot_product_attention(
             *(_heads_first(tensor) for tensor in (query[rows], keys[places], values[places])),
             attn_mask=torch.ones(num_new, length, dtype=torch.bool).tril(num_cached),

@@ -2,10 +2,11 @@
 
     python -m benchmarks.sglang.engine_job JOB.json RESULT.json
 
-A job: {"engine": arguments of sglang.Engine, "prompts": [[token, ...], ...], "answer_tokens": n, "disk": folder,
-"only_new_rows": see benchmarks.sglang.attention, "steps": [...]}. Steps: "ask" (all prompts, one after the other), {"ask": [their numbers]}, "together" (all at the same
-time), "flush" (all tiers of SGLang's own), "new_weights" (the same ones, loaded again), {"stored": n} (wait for n
-records of kvbm's), {"files": n} (for n files of SGLang's own backends).
+A job: {"engine": arguments of sglang.Engine, "only_new_rows": see benchmarks.sglang.attention, "prompts": [[token,
+...], ...], "answer_tokens": n, "disk": folder, "steps": [...]}. Steps: "ask" (all prompts, one after the other),
+{"ask": [their numbers]}, "together" (all at the same time), "flush" (all tiers of SGLang's own), "new_weights" (the
+same ones, loaded again), {"stored": n} (wait for n records of kvbm's), {"files": n} (for n files of SGLang's own
+backends).
 """
 
 from __future__ import annotations

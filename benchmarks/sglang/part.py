@@ -70,8 +70,8 @@ class SglangPart:
                 "backup": "until durable: the file system is synchronised within the time, for every backend",
                 "prefetch": "from the disk: what the kernel keeps of the files is dropped before; all bytes compared",
                 "nixl": "POSIX, O_DIRECT (its default)",
-                "ttft": f"{TTFT_TOKENS} tokens, one new token, one request at a time; tiny Qwen3; attention of new tokens "
-                "alone, as on a GPU: SGLang's own for a CPU computes the whole prompt's at a hit",
+                "ttft": f"{TTFT_TOKENS} tokens, one new token, one request at a time; tiny Qwen3; attention of new "
+                "tokens alone, as on a GPU: SGLang's own for a CPU computes the whole prompt's at a hit",
                 **disk_facts(folder),
             }
         return Findings([*pages, *engines], (), settings)
@@ -148,7 +148,7 @@ def _ttft(folder: Path, model: Path, options: Options) -> Figure:
         prompts=prompts,
         answer_tokens=1,
         environment={"OMP_NUM_THREADS": "2"},
-        only_new_rows=True,  # or four fifths of a hit's time would be attention that is thrown away, wherever it is from
+        only_new_rows=True,  # most of a hit's time would be attention that is thrown away, wherever it comes from
         model_path=str(model),
         **{**HICACHE, "max_total_tokens": 8192},
     )

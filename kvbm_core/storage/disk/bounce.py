@@ -23,6 +23,8 @@ class Bounce:
         self.place_bytes = record_bytes(payload_bytes) - SECTOR_BYTES
         self._num_places = max(1, BOUNCE_BYTES // self.place_bytes)
         self._memory: mmap.mmap | None = None
+        self._first = 0
+        self._bytes = memoryview(b"")  # of all places
         self._free: list[int] | None = None
 
     @property
@@ -39,8 +41,15 @@ class Bounce:
             first = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
             first += -first % HUGE_PAGE_BYTES
             advise(first, num_bytes, MADV_HUGEPAGE)
+            self._first = first
+            self._bytes = memoryview((ctypes.c_char * num_bytes).from_address(first)).cast("B")
             self._free = list(range(first, first + num_bytes, self.place_bytes))
         return self._free.pop()
+
+    def bytes_of(self, place: int) -> memoryview:
+        """The memory of a block in this place."""
+        start = place - self._first
+        return self._bytes[start : start + self.payload_bytes]
 
     def give(self, place: int) -> None:
         """It can be taken again."""
@@ -75,13 +84,18 @@ class Bounced:
         self.bounce.give(place)
 
     def _copy(self, place: int, buffer: Memory) -> None:
-        at = memoryview((ctypes.c_char * self.bounce.payload_bytes).from_address(place)).cast("B")
+        at, start = self.bounce.bytes_of(place), 0
         for part in parts_of(buffer):
+            end = start + part.nbytes
             if part.nbytes and self._is_write:
-                at[: part.nbytes] = part.cast("B")
+                at[start:end] = _as_bytes(part)
             elif part.nbytes:
-                part.cast("B")[:] = at[: part.nbytes]
-            at = at[part.nbytes :]
+                _as_bytes(part)[:] = at[start:end]
+            start = end
+
+
+def _as_bytes(part: memoryview) -> memoryview:
+    return part if part.format == "B" and part.ndim == 1 else part.cast("B")
 
 
 _KEPT: list[mmap.mmap] = []

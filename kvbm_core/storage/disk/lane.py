@@ -194,6 +194,10 @@ class _Move:
         self._in_flight_records = 0
         self._bytes_each = self._piece_bytes()
         self._waiting = deque(self._runs())
+        self._most_in_flight_bytes = WRITES_IN_FLIGHT_BYTES if is_write else READS_IN_FLIGHT_BYTES
+        if bounced is not None and not is_write:  # half of a small call, so that it too has something to read meanwhile
+            half_bytes = max(REQUEST_BYTES, len(records) * self._bytes_each // 2)
+            self._most_in_flight_bytes = min(self._most_in_flight_bytes, half_bytes)
 
     def run(self) -> list[Outcome]:
         """Until all have ended or time is over."""
@@ -229,7 +233,8 @@ class _Move:
 
     def _pieces(self, index: int, cell: int) -> list[tuple[int, int]]:
         if self._bounced is not None:
-            self._records[index] = self._records[index]._replace(address=self._bounced.begin(index))
+            key, slot, _, _ = self._records[index]
+            self._records[index] = Record(key, slot, self._bounced.begin(index))
         lane, record = self._lane, self._records[index]
         if self._is_write:
             self._fill_cell(record, cell)
@@ -296,7 +301,7 @@ class _Move:
 
     def _start(self) -> None:
         lane = self._lane
-        most = max(1, (WRITES_IN_FLIGHT_BYTES if self._is_write else READS_IN_FLIGHT_BYTES) // self._bytes_each)
+        most = max(1, self._most_in_flight_bytes // self._bytes_each)
         transfers: list[Transfer] = []
         num_bytes = 0
         while self._waiting and self._in_flight_records < most and self._has_room():

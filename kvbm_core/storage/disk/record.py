@@ -153,10 +153,10 @@ def _sealed(fields: bytes) -> bytes:
 
 
 def _opened(sector: bytes | memoryview, form: struct.Struct, magic: bytes) -> tuple[Any, ...] | None:
+    if len(sector) != SECTOR_BYTES:
+        return None
+    fields = form.unpack_from(sector)
+    if fields[0] != magic or fields[1] != FORMAT_VERSION:
+        return None
     view = memoryview(sector)
-    if len(view) != SECTOR_BYTES or view[: len(magic)] != magic:
-        return None
-    if xxhash.xxh3_128_digest(view[:BODY_BYTES]) != view[BODY_BYTES:]:
-        return None
-    fields = form.unpack_from(view)
-    return fields if fields[1] == FORMAT_VERSION else None
+    return fields if xxhash.xxh3_128_digest(view[:BODY_BYTES]) == view[BODY_BYTES:].tobytes() else None
