@@ -265,6 +265,7 @@ class SchedulerSide:
         if followed is None:  # never queried: generation only
             self._overwrite(new_tables(data))
             return
+        followed.is_loading = False  # it is scheduled: all ranks have said so, whenever we hear of it
         self._check_found(followed)
         if followed.is_broken:
             followed.is_refused = True

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-pytest.register_assert_rewrite("tests.trtllm.harness", "tests.trtllm.scenarios", "tests.trtllm.scenarios_many")
+SCENARIOS = ("scenarios", "scenarios_many", "scenarios_v2")
+pytest.register_assert_rewrite("tests.trtllm.harness", *(f"tests.trtllm.{name}" for name in SCENARIOS))
 
-from tests.trtllm.double import World  # noqa: E402 - after the line above
-from tests.trtllm.harness import Kind  # noqa: E402
+if TYPE_CHECKING:
+    from tests.trtllm.double import World
+    from tests.trtllm.harness import Kind
 
 Play = Callable[..., list[Any]]
 
 
 @pytest.fixture(scope="session")
 def _worlds() -> Iterator[Callable[[str, int], World]]:
+    from tests.trtllm.double import World  # needs torch
+
     with ExitStack() as stack:
         worlds: dict[tuple[str, int], World] = {}
 
@@ -36,6 +40,8 @@ def play(_worlds: Callable[[str, int], World]) -> Play:
     def run(kind: Kind, job: Callable[..., Any], *args: Any) -> list[Any]:
         if kind.ranks > 1:
             return _worlds(kind.version, kind.ranks).run(job, *args)
+        from tests.trtllm.double import World
+
         with World(kind.version) as world:
             return world.run(job, *args)
 

@@ -6,8 +6,9 @@ What is here runs on every rank alike; a scenario decides by what all ranks know
 from __future__ import annotations
 
 import os
+import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,13 +16,12 @@ from typing import Any
 from kvbm_core.clock import ManualClock
 from kvbm_core.errors import Outcome
 from kvbm_core.transfer.executor import Executor as TransferExecutor
-from kvbm_core.transfer.plan import JobResult, TransferPlan
 from kvbm_core.types import Direction
 from tests.trtllm.double import NEWEST, RELEASED, Executor, ExecutorConfig, comm
+from tests.trtllm.double.memory import Memory
+from tests.trtllm.gate import Gate
 
 PATIENCE_S = 30.0
-BLOCKING_WAIT_S = 1.0
-"""A caller that waits at least this long cannot go on before the copy is over."""
 BLOCK = 4
 PER_ITERATION = {"_prompt_loads", "_plans"}
 """Of a worker's side: they are of the last iteration that had metadata, and hold nothing."""
@@ -51,92 +51,6 @@ def kinds(ranks: int = 1) -> list[Kind]:
     return [Kind(version, manager, overlap, ranks) for version, manager in caches for overlap in (False, True)]
 
 
-class Gate:
-    """The real transfer executor behind a gate: jobs of a direction can be held back, or end as a given failure."""
-
-    def __init__(self, inner: TransferExecutor, finished: Callable[[JobResult], None]) -> None:
-        self.submitted: list[TransferPlan] = []
-        self.is_cancellable = True
-        """False: a held job counts as running, so that it can only be waited for."""
-        self._inner = inner
-        self._finished = finished
-        self._closed: set[Direction] = set()
-        self._held: dict[int, tuple[TransferPlan, float | None]] = {}
-        self._failures: dict[Direction, list[Outcome]] = {Direction.ONBOARD: [], Direction.OFFLOAD: []}
-
-    def hold(self, direction: Direction) -> None:
-        """Jobs of this direction wait from now on."""
-        self._closed.add(direction)
-
-    def release(self, direction: Direction) -> None:
-        """Held jobs of this direction start, later ones too."""
-        self._closed.discard(direction)
-        self._start([job_id for job_id, (plan, _) in self._held.items() if plan.direction is direction])
-
-    def fail_next(self, direction: Direction, outcome: Outcome = Outcome.IO_ERROR, times: int = 1) -> None:
-        """The next jobs of this direction move nothing and end like this."""
-        self._failures[direction] += [outcome] * times
-
-    @property
-    def held(self) -> int:
-        """Jobs waiting at the gate."""
-        return len(self._held)
-
-    def submitted_of(self, direction: Direction) -> list[TransferPlan]:
-        """What was ordered so far."""
-        return [plan for plan in self.submitted if plan.direction is direction]
-
-    def submit(self, plan: TransferPlan, *, deadline_s: float | None = None) -> None:
-        """See Executor."""
-        self.submitted.append(plan)
-        if plan.direction in self._closed:
-            self._held[plan.job_id] = (plan, deadline_s)
-        else:
-            self._pass(plan, deadline_s)
-
-    def _pass(self, plan: TransferPlan, deadline_s: float | None) -> None:
-        failures = self._failures[plan.direction]
-        if failures:
-            self._finished(JobResult(plan.job_id, failures.pop(0), 0, 0.0, 0.0, "injected"))
-        else:
-            self._inner.submit(plan, deadline_s=deadline_s)
-
-    def _start(self, job_ids: Collection[int]) -> None:
-        for plan, deadline_s in [self._held.pop(job_id) for job_id in job_ids]:
-            self._pass(plan, deadline_s)
-
-    def poll(self) -> list[JobResult]:
-        """See Executor."""
-        return self._inner.poll()
-
-    def cancel(self, job_id: int) -> bool:
-        """See Executor."""
-        if job_id not in self._held:
-            return self._inner.cancel(job_id)
-        if self.is_cancellable:
-            del self._held[job_id]
-            self._finished(JobResult(job_id, Outcome.REJECTED, 0, 0.0, 0.0, "cancelled"))
-        return self.is_cancellable
-
-    def wait(self, job_ids: Collection[int], timeout_s: float) -> bool:
-        """See Executor. A held job ends when someone waits for it in earnest."""
-        held = [job_id for job_id in job_ids if job_id in self._held]
-        if held and timeout_s < BLOCKING_WAIT_S:
-            return False
-        self._start(held)
-        return self._inner.wait(job_ids, timeout_s)
-
-    def drain(self, timeout_s: float) -> bool:
-        """See Executor."""
-        self._start(list(self._held))
-        return self._inner.drain(timeout_s)
-
-    def close(self) -> None:
-        """See Executor."""
-        self._start(list(self._held))
-        self._inner.close()
-
-
 class KeepingExecutor(Executor):
     """Keeps the blocks of requests that failed, or were cancelled in their load, for reuse, as TensorRT-LLM does."""
 
@@ -154,18 +68,44 @@ class KeepingExecutor(Executor):
 class Serving:
     """One rank of an executor with kvbm. Answers are compared with those of a run without connector at the end."""
 
-    def __init__(self, rank: int, kind: Kind, executor_class: type[Executor], config: ExecutorConfig) -> None:
+    def __init__(
+        self,
+        rank: int,
+        kind: Kind,
+        executor_class: type[Executor],
+        config: ExecutorConfig,
+        *,
+        is_ready: bool,
+        spoils_late: bool,
+    ) -> None:
         self.rank = rank
         self.kind = kind
         self.config = config
         self.may_fail = False
         """Whether failures of transfers are part of the scenario."""
         self.gates: list[Gate] = []
+        self.may_begin = threading.Event()
+        """Until then no rank has a host tier."""
+        if is_ready:
+            self.may_begin.set()
+        self._to_poison: list[tuple[int, list[int]]] = []
         self.executor = executor_class(*self._classes(), config)
+        if spoils_late and not config.enable_partial_reuse:  # there the double copies into blocks as it hands them out
+            self.executor.memory.poison = self._poison_later  # type: ignore[method-assign]
         self._asked: dict[int, tuple[tuple[int, ...], int, tuple[tuple[str, Any], ...]]] = {}
         self.clock = ManualClock(time.monotonic())
         if self.executor.leader is not None:
             self.side._clock = self.clock
+
+    def _poison_later(self, group: int, slots: list[int]) -> None:
+        """The double spoils blocks when it hands them out, TensorRT-LLM when it computes: a connector may read them
+        until it has heard of it, which is before loads and forward pass begin."""
+        self._to_poison.append((group, list(slots)))
+
+    def _poison_now(self) -> None:
+        for group, slots in self._to_poison:
+            Memory.poison(self.executor.memory, group, slots)
+        self._to_poison.clear()
 
     def wait_ready(self) -> None:
         """Until every rank can be given copies; no iteration passes."""
@@ -178,7 +118,7 @@ class Serving:
     def _classes(self) -> tuple[type, type]:
         from kvbm.trtllm_integration.connector import DynamoKVBMConnectorLeader, DynamoKVBMConnectorWorker
 
-        gates = self.gates
+        gates, may_begin, poison_now = self.gates, self.may_begin, self._poison_now
 
         class GatedWorker(DynamoKVBMConnectorWorker):
             def __init__(self, llm_args: Any) -> None:
@@ -186,10 +126,16 @@ class Serving:
                 worker = self.side.worker
 
                 def wrap(inner: TransferExecutor) -> TransferExecutor:
+                    may_begin.wait(PATIENCE_S)
                     gates.append(Gate(inner, worker._finished))
+                    gates[-1].before_load = poison_now
                     return gates[-1]
 
                 worker.wrap_executor(wrap)
+
+            def start_load_kv(self, stream: Any) -> None:
+                super().start_load_kv(stream)
+                poison_now()
 
         return DynamoKVBMConnectorLeader, GatedWorker
 
@@ -301,7 +247,7 @@ class Serving:
     def check_answers(self) -> None:
         """Compares with a run without connector; of requests that were not finished, the beginning."""
         ended = {request: asked for request, asked in self._asked.items() if request in self.executor.outputs}
-        plain = Executor(None, None, replace(self.config, record=False))
+        plain = Executor(None, None, replace(self.config, record=False, num_blocks=max(1000, self.config.num_blocks)))
         twin = {}
         for asked in dict.fromkeys(ended.values()):
             prompt, max_new_tokens, options = asked
@@ -390,13 +336,14 @@ def serve(
     env: dict[str, str] | None = None,
     executor_class: type[Executor] = Executor,
     is_ready: bool = True,
+    spoils_late: bool = True,
     **config: Any,
 ) -> Iterator[Serving]:
     """An executor of this kind with kvbm, whose leaks and answers are checked at the end unless something failed."""
     settings = {"DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS": str(host_blocks), **(env or {})}
     with environment(settings):
         shape = ExecutorConfig(manager=kind.manager, overlap=kind.overlap, **config)
-        serving = Serving(rank, kind, executor_class, shape)
+        serving = Serving(rank, kind, executor_class, shape, is_ready=is_ready, spoils_late=spoils_late)
         try:
             if is_ready:
                 serving.wait_ready()

@@ -1,0 +1,198 @@
+"""Host and disk tier under TensorRT-LLM: what left the host comes back; what was damaged is never read by a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvbm_core.storage.disk.record import slot_offset_bytes, whole_sectors
+
+pytest.importorskip("torch", reason="NOT RUN: TensorRT-LLM's connector against its double; torch is missing")
+
+from tests.trtllm.double import NEWEST, RELEASED
+from tests.trtllm.harness import KeepingExecutor, Kind, Serving, kinds, serve
+
+Play = Callable[..., list[Any]]
+PROMPT = list(range(40))
+CAP = 36
+HOST_BLOCKS = 30
+DISK_BLOCKS = 1000
+BLOCK_BYTES = 2 * 2 * 4 * 8
+ALL_KINDS = [*kinds(1), *(kind for kind in kinds(2) if kind.overlap)]
+DAMAGED = [*kinds(1), Kind(RELEASED, "v1", True, 2), Kind(NEWEST, "v1", True, 2), Kind(NEWEST, "v2", True, 2)]
+FROM_DISK = "kvbm_onboard_blocks_d2d"
+TO_DISK = "kvbm_offload_blocks_h2d"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """With a model whose weights can be looked at: its blocks are found again by another process."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "model.safetensors").write_bytes(bytes(range(256)) * 40)
+    return tmp_path
+
+
+@contextmanager
+def serve_with_disk(
+    rank: int, kind: Kind, folder: Path, *, is_filtered: bool = False, **options: Any
+) -> Iterator[Serving]:
+    """Both tiers; what has been found on disk is taken in."""
+    env = {
+        "DYN_KVBM_DISK_CACHE_OVERRIDE_NUM_BLOCKS": str(DISK_BLOCKS),
+        "DYN_KVBM_DISK_CACHE_DIR": str(folder / "disk"),
+        "DYN_KVBM_DISABLE_DISK_OFFLOAD_FILTER": str(not is_filtered).lower(),
+    }
+    with serve(rank, kind, host_blocks=HOST_BLOCKS, env=env, model=str(folder / "model"), **options) as serving:
+        serving.may_fail = True  # blocks that find no room in so small a host
+        serving.step_until(lambda: serving.from_leader(lambda: serving.leader.disk.tier.capacity_blocks == DISK_BLOCKS))
+        yield serving
+
+
+def push_out(serving: Serving) -> None:
+    """Other prompts take the places in the device's cache and in the host tier."""
+    for start in range(1000, 7000, 500):
+        serving.ask(range(start, start + 60), 2)
+        serving.forget_device()
+    hosted = serving.from_leader(lambda: serving.leader.tier.resident_blocks)
+    assert 0 < hosted <= HOST_BLOCKS
+
+
+def comes_back(rank: int, kind: Kind, folder: Path) -> None:
+    """A job: evicted blocks come back from disk, and stay in the host."""
+    with serve_with_disk(rank, kind, folder) as serving:
+        serving.ask(PROMPT)
+        serving.forget_device()
+        push_out(serving)
+        before = serving.metric(FROM_DISK)
+        serving.expect_match(serving.ask(PROMPT), (CAP, True))
+        assert serving.metric(FROM_DISK) == before + CAP // 4
+        serving.forget_device()
+        serving.expect_match(serving.ask(PROMPT), (CAP, True))
+        assert serving.metric(FROM_DISK) == before + CAP // 4, "what came from disk was not kept in the host"
+        assert serving.metric('kvbm_failures_total{kind="onboard_corrupt"}') == 0
+
+
+@pytest.mark.parametrize("kind", ALL_KINDS, ids=str)
+def test_evicted_blocks_come_back_from_disk(kind: Kind, folder: Path, play: Play) -> None:
+    play(kind, comes_back, kind, folder)
+
+
+def several_come_back(rank: int, kind: Kind, folder: Path) -> None:
+    """A job: prompts in any order, from three places at once."""
+    with serve_with_disk(rank, kind, folder, chunk_tokens=16) as serving:
+        for turn in range(3):
+            requests = [serving.submit(range(100 * i, 100 * i + 20 + 6 * turn), 5) for i in range(8)]
+            serving.executor.run_until_idle()
+            assert {serving.reason(request) for request in requests} == {"length"}
+            serving.forget_device()
+        assert serving.metric(FROM_DISK) > 0
+
+
+@pytest.mark.parametrize("kind", kinds(1), ids=str)
+def test_prompts_from_all_tiers(kind: Kind, folder: Path, play: Play) -> None:
+    play(kind, several_come_back, kind, folder)
+
+
+def fill(rank: int, kind: Kind, folder: Path) -> float:
+    """A job: how much one prompt leaves on disk."""
+    with serve_with_disk(rank, kind, folder) as serving:
+        serving.ask(PROMPT)
+        serving.settle()
+        return serving.metric(TO_DISK)
+
+
+def find(rank: int, kind: Kind, folder: Path, stored: float) -> None:
+    """A job: another engine in the same folder has all of it."""
+    with serve_with_disk(rank, kind, folder) as serving:
+        assert serving.from_leader(lambda: serving.leader.disk.tier.resident_blocks) == stored
+        serving.expect_match(serving.ask(PROMPT), (CAP, True))
+        assert serving.metric(FROM_DISK) == CAP // 4
+
+
+@pytest.mark.parametrize("kind", ALL_KINDS, ids=str)
+def test_a_new_engine_finds_what_the_old_one_left(kind: Kind, folder: Path, play: Play) -> None:
+    stored = play(kind, fill, kind, folder)[0]
+    assert stored >= CAP // 4
+    play(kind, find, kind, folder, stored)
+
+
+@pytest.mark.parametrize("kind", kinds(1), ids=str)
+def test_other_weights_find_nothing(kind: Kind, folder: Path, play: Play) -> None:
+    play(kind, fill, kind, folder)
+    (folder / "model" / "model.safetensors").write_bytes(bytes(range(255, -1, -1)) * 40)
+    play(kind, find_nothing, kind, folder)
+
+
+def find_nothing(rank: int, kind: Kind, folder: Path) -> None:
+    """A job: nothing of what is there is of this model."""
+    with serve_with_disk(rank, kind, folder) as serving:
+        serving.expect_match(serving.ask(PROMPT), (0, False))
+
+
+def only_what_was_hit(rank: int, kind: Kind, folder: Path) -> None:
+    """A job: the filter of the disk tier."""
+    with serve_with_disk(rank, kind, folder, is_filtered=True) as serving:
+        serving.ask(PROMPT)
+        serving.forget_device()
+        assert serving.metric(TO_DISK) == 0
+        serving.ask(PROMPT)
+        assert serving.metric(TO_DISK) == CAP // 4
+
+
+@pytest.mark.parametrize("kind", kinds(1), ids=str)
+def test_the_filter_lets_pass_what_was_hit(kind: Kind, folder: Path, play: Play) -> None:
+    play(kind, only_what_was_hit, kind, folder)
+
+
+# ---------------------------------------------------------------- damage
+
+
+def flip(folder: Path, slots: range) -> None:
+    """Flips a bit in the bytes of these slots, in the file of the last rank."""
+    path = max((folder / "disk" / "kvbm").rglob("*.blocks"))
+    with path.open("r+b") as file:
+        for slot in slots:
+            # Behind the record's header: only its checksum can tell.
+            at = slot_offset_bytes(slot, whole_sectors(BLOCK_BYTES)) + 4096 + 5
+            file.seek(at)
+            byte = file.read(1)
+            file.seek(at)
+            file.write(bytes([byte[0] ^ 4]))
+
+
+def meet_damage(rank: int, kind: Kind, folder: Path) -> None:
+    """A job: one of the blocks on disk is not what it was, on one rank."""
+    with serve_with_disk(rank, kind, folder, executor_class=KeepingExecutor) as serving:
+        bystander = serving.ask(range(300, 320))
+        failed = serving.ask(PROMPT)
+        serving.expect_match(failed, (CAP, True))
+        assert serving.reason(failed) == "error" and serving.output(failed) == []
+        assert serving.metric('kvbm_failures_total{kind="onboard_corrupt"}') == 1
+        # TensorRT-LLM kept the blocks for reuse; whoever finds them must not read them.
+        for _ in range(2):
+            again = serving.ask(PROMPT)
+            assert serving.from_leader(lambda request=again: serving.device_hit(request)) == CAP
+            assert serving.reason(again) == "error"
+        assert len(serving.executor.errors) == 3
+        # Others are served, and their blocks take the place of the tainted ones in the end.
+        for start in range(2000, 8000, 500):
+            assert serving.reason(serving.ask(range(start, start + 60), 4)) == "length"
+            serving.settle()
+        last = serving.ask(PROMPT)
+        assert serving.reason(last) == "length"
+        assert serving.from_leader(lambda: serving.device_hit(last)) == 0
+        serving.forget_device()
+        served = serving.ask(PROMPT)
+        serving.expect_match(served, (CAP, True))
+        assert {serving.reason(bystander), serving.reason(served)} == {"length"}
+
+
+@pytest.mark.parametrize("kind", DAMAGED, ids=str)
+def test_a_damaged_block_is_never_read(kind: Kind, folder: Path, play: Play) -> None:
+    play(kind, fill, kind, folder)
+    flip(folder, range(4, 5))
+    play(kind, meet_damage, kind, folder)
