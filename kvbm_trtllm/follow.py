@@ -10,12 +10,13 @@ from collections.abc import Sequence
 from random import Random
 from typing import Any
 
-from kvbm_core.runtime.due import DueRequests
+from kvbm_core.runtime.due import STRIDE, DueRequests
 from kvbm_core.runtime.leader import Leader
 from kvbm_core.tiers.groups import alignment_tokens
 from kvbm_trtllm.contract import new_tables, priorities_of
 from kvbm_trtllm.requests import Followed, Given, Requests
 
+MAX_STRIDE = 64
 DEFAULT_PRIORITY = 35
 """TensorRT-LLM's own, of a block without a retention priority."""
 
@@ -34,7 +35,7 @@ class Follower:
         run_blocks = 0 if has_window else max(0, decode_run_tokens // self._block_tokens - 1)
         self._decode_wait_blocks = run_blocks
         self._random = Random(0)  # noqa: S311 - spreads work, decides nothing
-        self._due = DueRequests[int]()
+        self._due = DueRequests[int](max(STRIDE, min(self._block_tokens, MAX_STRIDE)))
         self._tokens: dict[int, list[int]] = {}
         # To be looked at in this iteration: request, position before it, tokens that it computes.
         self._now: list[tuple[Followed, int, int]] = []
@@ -122,16 +123,20 @@ class Follower:
 
     def _grow(self, grown: Sequence[Any]) -> list[Given]:
         given: list[Given] = []
+        is_flat, get = self._num_groups == 1, self._requests.get
         for data in grown:
-            followed = self._requests.get(data.request_id)
-            fresh = (data.new_block_ids,) if self._num_groups == 1 else new_tables(data)
+            followed = get(data.request_id)
+            fresh = (data.new_block_ids,) if is_flat else new_tables(data)
             given.append((data.request_id, fresh))
             if followed is None:
                 continue
             if self._min_priority:
                 self._keep(followed, priorities_of(data), len(followed.tables[0]))
-            for table, ids in zip(followed.tables, fresh, strict=True):
-                table.extend(ids)
+            if is_flat:
+                followed.tables[0].extend(fresh[0])
+            else:
+                for table, ids in zip(followed.tables, fresh, strict=True):
+                    table.extend(ids)
         return given
 
     def _keep(self, followed: Followed, priorities: Sequence[int] | None, first_block: int) -> None:

@@ -124,7 +124,9 @@ class SchedulerSide:
         self.leader.poll()
         for data in output.new_requests:
             self._hear_first(data)
-        self._take_over(self._follower.hear(output.cached_requests))
+        given = self._follower.hear(output.cached_requests)
+        if given:
+            self._take_over(given)
         self._refuse_again(output.cached_requests)
         self._fence_overwritten()
         self._planned += self._follower.offload_due()
@@ -222,8 +224,8 @@ class SchedulerSide:
             overwritten.extend(blocks)
 
     def _fence_overwritten(self) -> None:
-        overwritten, self._overwritten = self._overwritten, [[] for _ in self.leader.groups]
-        if any(overwritten):
+        if any(self._overwritten):
+            overwritten, self._overwritten = self._overwritten, [[] for _ in self.leader.groups]
             readers = self.leader.readers_of([block for blocks in overwritten for block in blocks])
             self._plans.fences += readers | self.leader.writers_of(dict(enumerate(overwritten)))
 

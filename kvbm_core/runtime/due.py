@@ -17,7 +17,8 @@ class DueRequests(Generic[RequestId]):
     The scheduler's thread only.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, stride: int = STRIDE) -> None:
+        self._stride = stride
         self._step = 0
         self._due_step: dict[RequestId, int] = {}
         self._calendar: dict[int, list[RequestId]] = {}
@@ -60,11 +61,11 @@ class DueRequests(Generic[RequestId]):
     def look_again(self, request_id: RequestId, after_tokens: int, *, may_wait: bool = False) -> None:
         """``request_id`` is of interest when it has got ``after_tokens`` more tokens (at least one is waited for).
 
-        ``may_wait``: or up to STRIDE - 1 steps later, together with others.
+        ``may_wait``: or up to ``stride - 1`` steps later, together with others.
         """
         step = self._step + max(1, after_tokens)
         if may_wait:
-            step = -(-step // STRIDE) * STRIDE
+            step = -(-step // self._stride) * self._stride
         self._due_step[request_id] = step
         self._calendar.setdefault(step, []).append(request_id)
 
