@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ from tests.trtllm.double import RELEASED
 from tests.trtllm.harness import Kind, kinds
 
 Play = Callable[..., list[Any]]
+ALL = bool(os.environ.get("KVBM_TRTLLM_ALL"))
 LISTS = {module.__name__: module.SCENARIOS for module in (scenarios, scenarios_many, scenarios_v2)}
 
 
@@ -22,17 +24,27 @@ def play_scenario(rank: int, module: str, name: str, kind: Kind) -> None:
     LISTS[module][name].play(rank, kind)
 
 
-def _cases(ranks: int) -> list[Any]:
-    # Of many ranks not every combination: what differs with their number is how they keep in step.
-    shown = [kind for kind in kinds(ranks) if ranks == 1 or kind.overlap]
-    shown = [kind for kind in shown if ranks <= 2 or kind.version == RELEASED or kind.is_v2]
+def _all_cases(ranks: int) -> list[tuple[str, str, Kind]]:
     return [
-        pytest.param(module, name, kind, id=f"{name}-{kind}")
+        (module, name, kind)
         for module, found in LISTS.items()
         for name, scenario in found.items()
-        for kind in shown
-        if scenario.fits(kind) and (ranks == 1 or scenario.is_essential)
+        for kind in kinds(ranks)
+        if scenario.fits(kind)
     ]
+
+
+def _is_usual(module: str, name: str, kind: Kind) -> bool:
+    """Of many ranks not every combination: what differs with their number is how they keep in step."""
+    if kind.ranks == 1:
+        return True
+    is_usual_kind = kind.overlap and (kind.ranks == 2 or kind.version == RELEASED or kind.is_v2)
+    return is_usual_kind and LISTS[module][name].is_essential
+
+
+def _cases(ranks: int) -> list[Any]:
+    cases = [case for case in _all_cases(ranks) if ALL or _is_usual(*case)]
+    return [pytest.param(*case, id=f"{case[1]}-{case[2]}") for case in cases]
 
 
 @pytest.mark.parametrize(("module", "name", "kind"), _cases(1))
@@ -48,3 +60,11 @@ def test_two_ranks(module: str, name: str, kind: Kind, play: Play) -> None:
 @pytest.mark.parametrize(("module", "name", "kind"), _cases(4))
 def test_four_ranks(module: str, name: str, kind: Kind, play: Play) -> None:
     play(kind, play_scenario, module, name, kind)
+
+
+def test_every_combination_of_two_and_four_ranks() -> None:
+    cases = [*_all_cases(2), *_all_cases(4)]
+    left_out = [case for case in cases if not _is_usual(*case)]
+    assert 0 < len(left_out) < len(cases)
+    if not ALL:
+        pytest.skip(f"NOT RUN: {len(left_out)} combinations more of scenarios and ranks: set KVBM_TRTLLM_ALL=1")
