@@ -38,7 +38,7 @@ def _is_usual(module: str, name: str, kind: Kind) -> bool:
     """Of many ranks not every combination: what differs with their number is how they keep in step."""
     if kind.ranks == 1:
         return True
-    is_usual_kind = kind.overlap and (kind.ranks == 2 or kind.version == RELEASED or kind.is_v2)
+    is_usual_kind = kind.overlap and (kind.version == RELEASED or (kind.is_v2 and kind.ranks == 2))
     return is_usual_kind and LISTS[module][name].is_essential
 
 
