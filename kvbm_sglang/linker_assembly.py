@@ -107,6 +107,11 @@ def _disk_of(
         fingerprint,
         FrequencyFilter(SystemClock()) if is_filtered else AdmitAll(),
         DiskOptions(lease_ttl_s=settings.lease_ttl_s, is_bypass=not settings.has_host_tier),
-        WorkerDiskOptions(FileOptions.of(settings), settings.disk_deadline_s, settings.disk_io),
+        WorkerDiskOptions(
+            FileOptions.of(settings),
+            settings.disk_deadline_s,
+            settings.disk_io,
+            check_at_start=bool(settings.disk_check_at_start),
+        ),
     )
     return disk, folder

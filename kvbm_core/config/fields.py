@@ -66,6 +66,12 @@ class SettingFields(BaseSettings):
     disk_io: r.DiskIo = _setting(
         "KVBM_DISK_IO", "auto", "Reads and writes of the disk: auto, aio, threads, nixl-posix, nixl-gds or nixl-gds-mt."
     )
+    disk_check_at_start: r.OptionalFlag = _setting(
+        "KVBM_DISK_CHECK_AT_START",
+        None,
+        "What a restart finds on the disk is offered once all of it has been read and checked; "
+        "unset: yes under TensorRT-LLM, no elsewhere.",
+    )
     host_offload_prefix_min_priority: r.Priority = _setting(
         "DYN_KVBM_HOST_OFFLOAD_PREFIX_MIN_PRIORITY",
         0,

@@ -146,6 +146,7 @@ Priority = Annotated[int, _int(0, 2**32 - 1)]
 Port = Annotated[int, PlainValidator(_read_port)]
 OptionalPort = Annotated[int | None, PlainValidator(_read_optional_port)]
 Flag = Annotated[bool, PlainValidator(_read_flag)]
+OptionalFlag = Annotated[bool | None, PlainValidator(_read_flag)]
 Presence = Annotated[bool, PlainValidator(_read_presence)]
 """KVBM turns some switches on by their mere presence; here an outspoken "false" keeps them off."""
 Word = Annotated[str, PlainValidator(_read_word)]

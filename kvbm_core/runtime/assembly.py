@@ -73,16 +73,31 @@ class LeaderDisk:
 
 
 def worker_options(
-    settings: KvbmSettings, *, engine_carries_acks: bool, replicates: bool = False, disk_deadline_s: float | None = None
+    settings: KvbmSettings,
+    *,
+    engine_carries_acks: bool,
+    replicates: bool = False,
+    disk_deadline_s: float | None = None,
+    check_disk_at_start: bool = False,
 ) -> WorkerOptions:
-    """A rank's options. ``disk_deadline_s``: where the setting's default does not fit the engine."""
+    """A rank's options. ``disk_deadline_s``: where the setting's default does not fit the engine.
+
+    ``check_disk_at_start``: what the engine needs; a user who made the setting decides otherwise.
+    """
+    if settings.disk_check_at_start is not None:
+        check_disk_at_start = settings.disk_check_at_start
     return WorkerOptions(
         transfer_deadline_s=settings.transfer_deadline_s,
         max_concurrent_transfers=settings.max_concurrent_transfers,
         max_batch_blocks=settings.max_transfer_batch_size,
         verify=settings.verify_onboard,
         near_memory=not settings.disable_numa,
-        disk=WorkerDiskOptions(FileOptions.of(settings), disk_deadline_s or settings.disk_deadline_s, settings.disk_io),
+        disk=WorkerDiskOptions(
+            FileOptions.of(settings),
+            disk_deadline_s or settings.disk_deadline_s,
+            settings.disk_io,
+            check_disk_at_start,
+        ),
         engine_carries_acks=engine_carries_acks,
         replicates=replicates,
         max_ctas=settings.nccl_max_ctas,

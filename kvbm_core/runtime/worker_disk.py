@@ -33,11 +33,15 @@ log = logging.getLogger("kvbm")
 
 @dataclass(frozen=True, slots=True)
 class WorkerDiskOptions:
-    """``io_deadline_s``: a read or write that takes longer is given up. ``io``: see ``chosen_file_io``."""
+    """``io_deadline_s``: a read or write that takes longer is given up. ``io``: see ``chosen_file_io``.
+
+    ``check_at_start``: what is on the disk is offered once all of its bytes have been read and checked.
+    """
 
     file: FileOptions = field(default_factory=FileOptions)
     io_deadline_s: float = 10.0
     io: str = AUTO
+    check_at_start: bool = False
 
 
 class WorkerDisk:
@@ -118,7 +122,8 @@ class WorkerDisk:
         if self._options.io != AUTO:
             read_by = partial(chosen_file_io, kind=self._options.io, depth=SCAN_DEPTH)
             make_io = partial(read_by, self._file.fd, is_direct=self._file.is_direct)
-        self._recovery = Recovery(self._file, self._tell_found, make_io=make_io)
+        checks = self._options.check_at_start
+        self._recovery = Recovery(self._file, self._tell_found, make_io=make_io, checks=checks)
         return self._executor
 
     def _tell_found(self, end: int, found: list[Found]) -> None:

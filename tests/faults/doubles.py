@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -38,6 +39,32 @@ class FailingIo(ThreadIo):
         for transfer in failing:
             self._tags.add(transfer.tag)
             self._ended.put((transfer.tag, self._result))
+
+
+class SpoilingIo(ThreadIo):
+    """Reads that are chosen come back with a bit flipped in the last piece of their memory."""
+
+    def __init__(self, fd: int, chosen: Choice) -> None:
+        super().__init__(fd, num_threads=2)
+        self.chosen = chosen
+        self._to_spoil: dict[int, int] = {}
+        self.num_spoiled = 0
+
+    def submit(self, transfers: Sequence[Transfer], *, is_write: bool) -> None:
+        """See FileIo."""
+        for transfer in transfers:
+            if not is_write and self.chosen(transfer, is_write):
+                self._to_spoil[transfer.tag] = transfer.pieces[-1][0]
+        super().submit(transfers, is_write=is_write)
+
+    def collect(self, timeout_s: float) -> list[tuple[int, int]]:
+        """See FileIo."""
+        ended = super().collect(timeout_s)
+        for tag, _ in ended:
+            if tag in self._to_spoil:
+                ctypes.c_uint8.from_address(self._to_spoil.pop(tag)).value ^= 1
+                self.num_spoiled += 1
+        return ended
 
 
 class HeldIo(ThreadIo):

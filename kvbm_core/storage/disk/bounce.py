@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from kvbm_core.errors import Outcome
 from kvbm_core.storage.base import Memory, parts_of
+from kvbm_core.storage.disk.io import TakesMemory
 from kvbm_core.storage.disk.record import SECTOR_BYTES, record_bytes
 from kvbm_core.storage.huge_pages import HUGE_PAGE_BYTES, MADV_HUGEPAGE, advise
 
@@ -16,12 +17,15 @@ BOUNCE_BYTES = 64 << 20
 
 
 class Bounce:
-    """Places of one direction, each for a block of ``payload_bytes``. One thread only, but for ``num_free``."""
+    """Places of one direction, each for a block of ``payload_bytes``. One thread only, but for ``num_free``.
 
-    def __init__(self, payload_bytes: int) -> None:
+    As many as go into ``most_bytes`` (BOUNCE_BYTES), but one at least.
+    """
+
+    def __init__(self, payload_bytes: int, most_bytes: int | None = None) -> None:
         self.payload_bytes = payload_bytes
         self.place_bytes = record_bytes(payload_bytes) - SECTOR_BYTES
-        self._num_places = max(1, BOUNCE_BYTES // self.place_bytes)
+        self._num_places = max(1, (most_bytes or BOUNCE_BYTES) // self.place_bytes)
         self._memory: mmap.mmap | None = None
         self._first = 0
         self._bytes = memoryview(b"")  # of all places
@@ -34,6 +38,15 @@ class Bounce:
 
     def take(self) -> int:
         """The address of a place; IndexError if there is none."""
+        return self._places().pop()
+
+    def register(self, io: TakesMemory) -> None:
+        """Tells ``io`` of all places."""
+        self._places()
+        io.register(self._first, self._num_places * self.place_bytes, self.place_bytes)
+
+    def _places(self) -> list[int]:
+        """Those that are free; their memory is made with the first use."""
         if self._free is None:
             num_bytes = self._num_places * self.place_bytes
             flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
@@ -44,7 +57,7 @@ class Bounce:
             self._first = first
             self._bytes = memoryview((ctypes.c_char * num_bytes).from_address(first)).cast("B")
             self._free = list(range(first, first + num_bytes, self.place_bytes))
-        return self._free.pop()
+        return self._free
 
     def bytes_of(self, place: int) -> memoryview:
         """The memory of a block in this place."""
@@ -69,6 +82,10 @@ class Bounced:
         self.bounce = bounce
         self._buffers = buffers
         self._is_write = is_write
+
+    def part(self, indices: Sequence[int]) -> Bounced:
+        """The same for a call of these blocks alone."""
+        return Bounced(self.bounce, [self._buffers[index] for index in indices], is_write=self._is_write)
 
     def begin(self, index: int) -> int:
         """The place of block ``index``, with its bytes if it is to be written."""

@@ -9,14 +9,19 @@ from itertools import groupby
 from typing import NamedTuple
 
 from kvbm_core.clock import Clock, SystemClock
+from kvbm_core.errors import Outcome
 from kvbm_core.storage.disk.aio_io import make_file_io
 from kvbm_core.storage.disk.block_file import BlockFile
 from kvbm_core.storage.disk.io import FileIo
 from kvbm_core.storage.disk.lane import Lane
+from kvbm_core.storage.disk.payload_check import PayloadCheck
+from kvbm_core.storage.disk.record import RecordHeader, record_bytes
 from kvbm_core.storage.numa import leave_bound_core
 from kvbm_core.types import SEQUENCE_HASH_BYTES, BlockKey
 
 CHUNK_SLOTS = 4096
+CHECKED_CHUNK_BYTES = 256 << 20
+"""Whoever wants to write waits for the first chunk: a fraction of a second, also where all of it is read."""
 CHUNK_DEADLINE_S = 60.0
 SCAN_DEPTH = 128
 
@@ -51,8 +56,11 @@ class Recovery:
     """Looks at the header of every slot, in a thread of its own; a new file is done at once.
 
     ``on_chunk`` is called in that thread, slots in ascending order, the last time with ``end`` = all slots, also if
-    the disk fails in between: what could not be read is simply not there. ``make_io``: how it reads; as is best for
-    the file unless given.
+    the disk fails in between: what could not be read is simply not there. The ends of chunks follow from the geometry
+    and ``checks`` alone: all ranks of an engine have the same. ``make_io``: how it reads; as is best for the file
+    unless given.
+    ``checks``: what is behind the headers is read too, and only records that verify are found. That takes as long as
+    reading all of them does, at most PayloadCheck.IN_FLIGHT_BYTES at a time.
     """
 
     def __init__(
@@ -61,14 +69,21 @@ class Recovery:
         on_chunk: OnChunk,
         clock: Clock | None = None,
         make_io: Callable[[], FileIo] | None = None,
+        *,
+        checks: bool = False,
     ) -> None:
         self._file = file
         self._on_chunk = on_chunk
         self._clock = clock or SystemClock()
         self._make_io = make_io or self._make_best_io
+        self._checks = checks
         self._stopping = threading.Event()
         self._done = threading.Event()
         self.found_blocks = 0
+        self.damaged_blocks = 0
+        self.unreadable_blocks = 0
+        self.read_bytes = 0
+        """Of whole records, good or not, that were read to be checked."""
         self.failure: str | None = None
         self._thread = threading.Thread(target=self._work, name="kvbm-disk-recovery", daemon=True)
         self._thread.start()
@@ -96,28 +111,61 @@ class Recovery:
             self._on_chunk(self._file.geometry.num_slots, [])
         finally:
             self._done.set()
-        if self.found_blocks:
-            took_s = self._clock.now_s() - started_s
-            log.info("kvbm: %s: %d blocks found in %.1f s", self._file.path, self.found_blocks, took_s)
+        self._tell(self._clock.now_s() - started_s)
 
     def _make_best_io(self) -> FileIo:
         return make_file_io(self._file.fd, is_direct=self._file.is_direct, depth=SCAN_DEPTH)
 
+    def _tell(self, took_s: float) -> None:
+        path, num_bad = self._file.path, self.damaged_blocks + self.unreadable_blocks
+        if num_bad:
+            log.warning(
+                "kvbm: %s: of %d blocks %d are damaged and %d cannot be read; they are left out "
+                "(kvbm disk verify names them; if they become more, the disk is failing)",
+                path,
+                self.found_blocks + num_bad,
+                self.damaged_blocks,
+                self.unreadable_blocks,
+            )
+        if self.read_bytes:
+            read_gb = self.read_bytes / 1e9
+            log.info("kvbm: %s: %d blocks found, %.2f GB checked, in %.1f s", path, self.found_blocks, read_gb, took_s)
+        elif self.found_blocks:
+            log.info("kvbm: %s: %d blocks found in %.1f s", path, self.found_blocks, took_s)
+
     def _scan(self) -> None:
         num_slots = self._file.geometry.num_slots
-        lane = Lane(self._file, self._make_io(), clock=self._clock)
+        io = self._make_io()
+        lane = Lane(self._file, io, clock=self._clock)
+        check = PayloadCheck(self._file, lane, io) if self._checks else None
         try:
             for start in range(0, num_slots, CHUNK_SLOTS):
                 if self._stopping.is_set():
                     return
                 slots = range(start, min(start + CHUNK_SLOTS, num_slots))
                 headers = lane.headers(slots, deadline_s=CHUNK_DEADLINE_S)
-                found = [
-                    Found(header.slot, header.key, header.sequence)
-                    for header in headers
-                    if header is not None and is_block_key(header.key)
-                ]
-                self.found_blocks += len(found)
-                self._on_chunk(slots.stop, found)
+                if check is None:
+                    self._report(slots.stop, [header for header in headers if header is not None])
+                else:
+                    self._check(check, slots, headers)
         finally:
-            lane.close(CHUNK_DEADLINE_S)
+            if not lane.close(CHUNK_DEADLINE_S) and check is not None:
+                check.keep_memory()
+
+    def _check(self, check: PayloadCheck, slots: range, headers: Sequence[RecordHeader | None]) -> None:
+        """Reports the good ones among ``headers``, those of ``slots``, in smaller chunks."""
+        most = max(1, CHECKED_CHUNK_BYTES // record_bytes(self._file.geometry.payload_bytes))
+        for at in range(0, len(slots), most):
+            there = [header for header in headers[at : at + most] if header is not None]
+            good = check.good_of(there, self._stopping.is_set)
+            self.damaged_blocks = check.outcomes[Outcome.CORRUPT]
+            self.unreadable_blocks = check.outcomes[Outcome.IO_ERROR] + check.outcomes[Outcome.TIMED_OUT]
+            self.read_bytes = check.read_bytes
+            if self._stopping.is_set():
+                return
+            self._report(slots[at : at + most].stop, good)
+
+    def _report(self, end: int, headers: Sequence[RecordHeader]) -> None:
+        found = [Found(header.slot, header.key, header.sequence) for header in headers if is_block_key(header.key)]
+        self.found_blocks += len(found)
+        self._on_chunk(end, found)

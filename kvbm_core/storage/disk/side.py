@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Sequence
+from functools import partial
 
 from kvbm_core.clock import Clock
 from kvbm_core.errors import Outcome
@@ -13,6 +14,7 @@ from kvbm_core.storage.disk.aio_io import make_file_io
 from kvbm_core.storage.disk.block_file import BlockFile
 from kvbm_core.storage.disk.bounce import Bounce, Bounced
 from kvbm_core.storage.disk.lane import MAX_RECORD_PIECES, Lane, Record
+from kvbm_core.storage.disk.read_twice import read_twice
 from kvbm_core.storage.disk.record import SECTOR_BYTES
 from kvbm_core.types import BlockKey
 
@@ -29,6 +31,7 @@ class Side:
         self.lock = threading.Lock()
         io = make_file_io(file.fd, is_direct=file.is_direct)
         self.lane = Lane(file, io, first_sequence=first_sequence, clock=clock)
+        self._read = partial(read_twice, self.lane, path=file.path, clock=clock)
         self._clock = clock
         self._is_write = is_write
         self._is_straight = is_straight
@@ -37,7 +40,9 @@ class Side:
     def transfer(
         self, blocks: Sequence[tuple[BlockKey, int]], buffers: Sequence[Memory], *, deadline_s: float
     ) -> list[Outcome]:
-        """Writes ``buffers[i]`` as (key, slot) ``blocks[i]``, or reads it from there. See Lane for the outcomes.
+        """Writes ``buffers[i]`` as (key, slot) ``blocks[i]``, or reads it from there, twice if need be.
+
+        See Lane for the outcomes.
 
         BUSY: late requests hold all places that it would have to pass through.
         """
@@ -77,7 +82,7 @@ class Side:
     ) -> None:
         if records:
             left_s = deadline_at_s - self._clock.now_s()
-            move = self.lane.write if self._is_write else self.lane.read
+            move = self.lane.write if self._is_write else self._read
             moved = move(list(records.values()), deadline_s=left_s, bounced=bounced)
             for i, outcome in zip(records, moved, strict=True):
                 outcomes[i] = outcome

@@ -13,6 +13,7 @@ from kvbm_core.storage.disk.aio_io import make_file_io
 from kvbm_core.storage.disk.block_file import BlockFile
 from kvbm_core.storage.disk.io import FileIo, TakesMemory
 from kvbm_core.storage.disk.lane import Lane, Record
+from kvbm_core.storage.disk.read_twice import read_twice
 from kvbm_core.storage.host_slab import HostSlab
 from kvbm_core.storage.numa import leave_bound_core
 from kvbm_core.transfer.jobs import Job, JobBoard
@@ -26,7 +27,9 @@ log = logging.getLogger("kvbm")
 
 _KEPT: list[DiskExecutor] = []  # those with a request that never ended
 OnBlock = Callable[[int, Outcome], None]
-"""``on_block(i, outcome)``: block i of the plan has ended, before its job has; from the reading thread."""
+"""``on_block(i, outcome)``: block i of the plan has ended, before its job has; from the reading thread.
+
+A block whose first try fails and that is read again ends once, with its second try."""
 
 
 class DiskExecutor:
@@ -54,6 +57,7 @@ class DiskExecutor:
             raise ValueError(f"slots of {host.slot_bytes} bytes, records of {file.geometry.payload_bytes}")
         clock = clock or SystemClock()
         self._file = file
+        self._clock = clock
         self._host = host
         self._memory: object = host.array  # a slab keeps its memory as long as somebody has an array of it
         self.on_released = on_released
@@ -147,7 +151,8 @@ class DiskExecutor:
         ]
         is_read = plan.direction is Direction.ONBOARD
         try:
-            move = partial(lane.read, on_done=job.token) if is_read else lane.write
+            read = partial(read_twice, lane, path=self._file.path, clock=self._clock, on_done=job.token)
+            move = read if is_read else lane.write
             outcomes = move(records, deadline_s=self._io_deadline_s)
         except Exception as error:  # whatever happens to a job is its outcome, and the thread goes on
             log.exception("kvbm: disk job %d", plan.job_id)
