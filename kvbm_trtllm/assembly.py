@@ -120,8 +120,7 @@ class LeaderPart:
             self._send,
             guard_state=GuardState(self.metrics),
             options=Options(
-                # Ranks would part if such a load failed on one of them while all compute.
-                sync_onboard_bytes=settings.sync_onboard_bytes if self._world_size == 1 else 0,
+                sync_onboard_bytes=settings.sync_onboard_bytes,
                 decode_run_tokens=settings.decode_run_tokens,
                 min_priority=settings.host_offload_prefix_min_priority,
             ),
@@ -151,6 +150,7 @@ def build_worker_side(llm_args: Any, *, waits_at_register: bool) -> WorkerSide:
         engine_carries_acks=False,
         replicates=replicates,
         disk_deadline_s=PATIENT_DISK_DEADLINE_S if is_default else None,
+        check_disk_at_start=True,  # a damaged record is found now, not by a load
     )
     return WorkerSide(
         Worker(rank, world_size, endpoint, options),

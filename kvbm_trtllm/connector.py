@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvbm_trtllm.assembly import LeaderPart, build_worker_side
-from kvbm_trtllm.contract import connector_module
+from kvbm_trtllm.contract import OneByOne, connector_module, frees_one_save
 
 if TYPE_CHECKING:
     import torch
@@ -81,6 +81,7 @@ class DynamoKVBMConnectorWorker(_Worker):
         super().__init__(llm_args)
         can_wait_later = hasattr(_Scheduler, "wait_for_initialization")
         self.side = build_worker_side(llm_args, waits_at_register=not can_wait_later)
+        self._saves = OneByOne() if frees_one_save(_interface) else None
         self._close = weakref.finalize(self, self.side.shutdown)
 
     def register_forward_pass_callable(self) -> Callable[[], None]:
@@ -112,4 +113,5 @@ class DynamoKVBMConnectorWorker(_Worker):
     def get_finished(
         self, finished_gen_req_ids: list[int], started_loading_req_ids: list[int]
     ) -> tuple[list[int], list[int]]:
-        return self.side.get_finished(finished_gen_req_ids, started_loading_req_ids)
+        saved, loaded = self.side.get_finished(finished_gen_req_ids, started_loading_req_ids)
+        return (saved if self._saves is None else self._saves.pass_on(finished_gen_req_ids, saved)), loaded

@@ -35,6 +35,31 @@ def connector_module() -> Any:
     )
 
 
+def frees_one_save(module: Any) -> bool:
+    """Whether this TensorRT-LLM lets go only the first of the requests whose saves end in the same iteration.
+
+    Its pull request 8750 mended that, at about the time when it began to say how many tokens an iteration computes.
+    """
+    return "num_scheduled_tokens" not in getattr(module.RequestData, "__dataclass_fields__", {})
+
+
+class OneByOne:
+    """Finished saves are passed on one per iteration, in the same order on all ranks. One thread."""
+
+    def __init__(self) -> None:
+        self._waiting: list[int] = []
+        self._ended: set[int] = set()
+
+    def pass_on(self, asked: Sequence[int], ended: Sequence[int]) -> list[int]:
+        """What to report now. ``asked``: requests that begin to wait; ``ended``: those whose saves are over."""
+        self._waiting += sorted(asked)
+        self._ended.update(ended)
+        if not self._waiting or self._waiting[0] not in self._ended:
+            return []
+        self._ended.discard(self._waiting[0])
+        return [self._waiting.pop(0)]
+
+
 class Identity(NamedTuple):
     """What a request's blocks depend on besides tokens. ``refusal``: why they must not be cached; None if they may.
 
@@ -86,6 +111,15 @@ def new_tables(data: Any) -> list[Sequence[int]]:
     """The block ids that a RequestData brings, by layer group; one group where they are a flat list."""
     by_group = getattr(data, "new_block_ids_by_layer_group", None)
     return list(by_group) if by_group and len(by_group) > 1 else [data.new_block_ids]
+
+
+def may_run_dummy(output: Any) -> bool:
+    """Whether a request that TensorRT-LLM made up may run in this iteration, in blocks that it tells nobody.
+
+    With attention data parallelism it does for a rank that has nothing to compute while others have.
+    """
+    has_nothing = not (output.new_requests or output.cached_requests)
+    return has_nothing and getattr(output, "attention_dp_rank", None) is not None
 
 
 def priorities_of(data: Any) -> Sequence[int] | None:

@@ -98,7 +98,7 @@ class Follower:
         while True:
             try:
                 for data in rest:
-                    tokens_of[data.request_id] += data.new_tokens
+                    tokens_of[data.request_id].extend(data.new_tokens)  # += would store the list again
                     if data.new_block_ids:
                         grown.append(data)
             except KeyError:  # one that nobody follows; it gets blocks all the same

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import logging
 import secrets
 from dataclasses import replace
-from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 from kvbm_core.tokens.namespace import KeyNamespace
-from kvbm_core.tokens.weights import weights_stamp
+from kvbm_core.tokens.weights import model_stamp
 from kvbm_core.types import SequenceHash
 from kvbm_trtllm.config import kv_dtype_of, world_size_of
 from kvbm_trtllm.contract import Identity
-
-log = logging.getLogger("kvbm")
 
 MAX_KNOWN_ROOTS = 1024
 
@@ -82,25 +77,4 @@ class Roots:
 
 def _weights_of(llm_args: Any, model: str) -> str:
     load_format = str(getattr(llm_args, "load_format", "auto")).rpartition(".")[2].lower()
-    return _PROCESS if load_format == "dummy" else _stamp_of(model, str(getattr(llm_args, "revision", None) or ""))
-
-
-@lru_cache(maxsize=64)
-def _stamp_of(name: str, revision: str) -> str:
-    """Where weights cannot be told from others of their name: a stamp of this process alone."""
-    folder = Path(name)
-    if not folder.exists():  # a model of the hub: the snapshot that was downloaded, if it can be found
-        from huggingface_hub import try_to_load_from_cache
-        from huggingface_hub.errors import HFValidationError
-
-        try:
-            config = try_to_load_from_cache(name, "config.json", revision=revision or None)
-        except HFValidationError:
-            config = None
-        folder = Path(config).parent if isinstance(config, str) else folder
-    stamp = weights_stamp(folder)
-    if not stamp:
-        log.info(
-            "kvbm: the weights of %s cannot be looked at: what is stored on disk is not found after a restart", name
-        )
-    return stamp or _PROCESS
+    return _PROCESS if load_format == "dummy" else model_stamp(model, str(getattr(llm_args, "revision", None) or ""))

@@ -16,10 +16,10 @@ from kvbm_core.observe.guard import GuardState, guarded
 from kvbm_core.observe.labels import FailureKind
 from kvbm_core.runtime.jobs import Share
 from kvbm_core.runtime.leader import Leader
-from kvbm_core.runtime.messages import Finish, LoadFailed, Note
+from kvbm_core.runtime.messages import Finish, LoadEnded, Note
 from kvbm_core.tiers.groups import alignment_tokens
 from kvbm_core.tokens.namespace import KeyNamespace
-from kvbm_trtllm.contract import identity_of, new_tables
+from kvbm_trtllm.contract import identity_of, may_run_dummy, new_tables
 from kvbm_trtllm.follow import Follower
 from kvbm_trtllm.keys import Roots
 from kvbm_trtllm.metadata import QUIET, StepPlans, encode
@@ -72,6 +72,8 @@ class SchedulerSide:
         self._overwritten: list[list[int]] = [[] for _ in leader.groups]
         # Requests that must not run.
         self._broken: set[int] = set()
+        # Loads that workers wait for before a forward pass.
+        self._awaited: set[int] = set()
         # Plans made for this iteration, to be taken back if its metadata cannot be built.
         self._planned: list[int] = []
         # Finished requests whose blocks TensorRT-LLM keeps for these jobs.
@@ -128,6 +130,9 @@ class SchedulerSide:
         if given:
             self._take_over(given)
         self._refuse_again(output.cached_requests)
+        if self.leader.pending_jobs and may_run_dummy(output):
+            tables = [table for followed in self._requests.not_loading() for table in followed.tables]
+            self._plans.left += self.leader.readers_of([block for table in tables for block in table])
         self._fence_overwritten()
         self._planned += self._follower.offload_due()
         offload = self.leader.take_offloads()
@@ -172,10 +177,12 @@ class SchedulerSide:
             followed.is_loading = False
             if outcome is not Outcome.OK:
                 self._mark_broken(followed)
-        if outcome is not Outcome.OK:
-            for move in share.moves:
-                self._blocks.taint(move.group, move.device_blocks, int(name))
-            self._send(LoadFailed(name))
+        is_done = outcome is Outcome.OK
+        for move in () if is_done else share.moves:
+            self._blocks.taint(move.group, move.device_blocks, int(name))
+        if not is_done or share.job_id in self._awaited:
+            self._awaited.discard(share.job_id)
+            self._send(LoadEnded(name, share.job_id, is_done))
 
     # ---------------------------------------------------------------- requests
 
@@ -244,6 +251,7 @@ class SchedulerSide:
                 self._plans.onboards.append((followed.name, plan))
             else:
                 self._plans.prompt_loads.append(plan)
+                self._awaited.add(plan.job_id)
             return
         if state is not None:
             self.leader.decline(state)
@@ -284,7 +292,9 @@ class SchedulerSide:
         if is_doubtful or self._blocks.are_tainted(found):
             self._mark_broken(followed)
         if self.leader.pending_jobs:
-            self._plans.awaited += self.leader.writers_of(dict(enumerate(found)))
+            writers = self.leader.writers_of(dict(enumerate(found)))
+            self._plans.awaited += writers
+            self._awaited |= writers
 
     def _mark_broken(self, followed: Followed) -> None:
         followed.is_broken = True
@@ -344,4 +354,4 @@ class SchedulerSide:
             self.leader.abandon(job_id)  # which breaks the requests of loads
         lost = [*plans.lost, *(name for name, _ in plans.onboards)]
         broken = {*plans.broken, *(followed.name for followed in self._requests.broken())}
-        return encode(StepPlans(fence_all=True, lost=lost, broken=sorted(broken)))
+        return encode(StepPlans(fence_all=True, awaited=plans.awaited, lost=lost, broken=sorted(broken)))

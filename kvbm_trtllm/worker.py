@@ -8,13 +8,14 @@ nobody a wrong answer.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from kvbm_core.errors import LayoutError, Outcome
 from kvbm_core.observe.guard import GuardState, guarded
 from kvbm_core.observe.labels import FailureKind
-from kvbm_core.runtime.messages import Finish
+from kvbm_core.runtime.messages import Finish, LoadEnded, Note
 from kvbm_core.runtime.worker import FENCE_TIMEOUT_S, Worker
 from kvbm_trtllm.layout import WHOLE, KvMemory, Ranks, layout_memory, pool_memory
 from kvbm_trtllm.metadata import StepPlans, decode
@@ -25,6 +26,11 @@ if TYPE_CHECKING:
     from kvbm_trtllm.meeting import LeaderPart
 
 log = logging.getLogger("kvbm")
+
+POLL_S = 0.0005
+"""How often rank 0, which waits for a load, looks whether the others have answered the leader."""
+LEFT_WAIT_S = 0.2
+"""Copies of blocks that may be a dummy request's now get so much time to end: all ranks wait meanwhile."""
 
 
 class LoadFailedError(RuntimeError):
@@ -62,11 +68,15 @@ class WorkerSide:
         self._loads: dict[int, str] = {}
         self._prompt_loads: set[int] = set()
         self._loaded: set[str] = set()
-        self._failed: dict[str, int] = {}
+        self._failed: set[str] = set()
         # What TensorRT-LLM waits for, and the jobs of finished requests.
         self._loading: set[str] = set()
         self._saving: set[str] = set()
         self._finishing: dict[str, tuple[int, ...]] = {}
+        # What the leader has said, and is not taken up yet.
+        self._notes: list[Note] = []
+        # Loads that this iteration's forward pass waits for: whether all ranks have them, as soon as that is known.
+        self._verdicts: dict[int, bool | None] = {}
 
     # ---------------------------------------------------------------- set-up
 
@@ -131,17 +141,17 @@ class WorkerSide:
         if plans.fence_all:
             self.worker.fence_all()
         elif plans.fences:
-            self.worker.fence(plans.fences)
+            self.worker.fence({*plans.fences})  # one may be named twice
+        if plans.left:
+            self.worker.wait(plans.left, LEFT_WAIT_S)
+            self.worker.fence(plans.left)
         for _, plan in plans.onboards:
             self.worker.submit(plan)
         for plan in plans.prompt_loads:
             self.worker.submit(plan)
         awaited = {*self._prompt_loads, *plans.awaited}
         if awaited:
-            if not self.worker.wait(awaited, FENCE_TIMEOUT_S):
-                self._broken.append("whose load has not ended")
-            self._take_results()
-            self._broken += [name for name, job in self._failed.items() if job in plans.awaited]
+            self._await(awaited)
 
     def before_layer(self) -> None:
         """LoadFailedError, once, if this forward pass must not come to an end."""
@@ -182,6 +192,7 @@ class WorkerSide:
             self.start_load()
         self._abandon_offloads()  # this iteration computed nothing, or did not come to its end
         self._take_results()
+        self._hear()
         self._take_notes()
         if not (self._saving or self._loading):
             return [], []
@@ -193,19 +204,40 @@ class WorkerSide:
 
     # ---------------------------------------------------------------- inside
 
+    def _await(self, jobs: set[int]) -> None:
+        """Waits until all ranks have ended these loads, so that all compute with them, or none."""
+        ends_at_s = time.monotonic() + FENCE_TIMEOUT_S
+        self._verdicts = dict.fromkeys(jobs)
+        self.worker.wait(jobs, FENCE_TIMEOUT_S)
+        self._take_results()
+        self._hear()
+        while None in self._verdicts.values() and time.monotonic() < ends_at_s:
+            self.worker.wait_note(POLL_S)
+            self._hear()
+        verdicts, self._verdicts = self._verdicts, {}
+        self._broken += [f"of load {job_id}" for job_id, is_done in verdicts.items() if not is_done]
+
     def _take_results(self) -> None:
         for result in self.worker.take():
-            is_done = result.outcome is Outcome.OK
             name = self._loads.pop(result.job_id, None)
-            if name is not None and is_done:
+            if name is not None and result.outcome is Outcome.OK:
                 self._loaded.add(name)
             elif name is not None:
-                self._failed[name] = result.job_id
-            elif result.job_id in self._prompt_loads and not is_done:
-                self._broken.append(f"of load {result.job_id}")
+                self._failed.add(name)
+
+    def _hear(self) -> None:
+        """What the leader has said; it says something when it has heard from all ranks."""
+        leader = self._find_leader()
+        if leader is not None:
+            leader.poll()
+        for note in self.worker.take_notes():
+            if isinstance(note, LoadEnded) and note.job_id in self._verdicts:
+                self._verdicts[note.job_id] = note.is_done
+            self._notes.append(note)
 
     def _take_notes(self) -> None:
-        for note in self.worker.take_notes():
+        notes, self._notes = self._notes, []
+        for note in notes:
             if isinstance(note, Finish):
                 if note.plan is not None:
                     self.worker.submit(note.plan)
@@ -213,7 +245,7 @@ class WorkerSide:
                     self._finishing[note.request_id] = note.job_ids
             elif note.request_id in self._failed:
                 # The leader will keep the request from its forward pass; only now may it be scheduled.
-                del self._failed[note.request_id]
+                self._failed.discard(note.request_id)
                 self._loaded.add(note.request_id)
 
     def _is_saved(self, name: str) -> bool:
@@ -241,8 +273,11 @@ class WorkerSide:
             self.worker.reject(job_id)
 
     def _fail_unsubmitted(self) -> None:
-        for job_id in [job_id for job_id in self._loads if not self.worker.is_known(job_id)]:
+        for job_id in [job_id for job_id in {*self._loads, *self._prompt_loads} if not self.worker.is_known(job_id)]:
             self.worker.reject(job_id)
+        plans = self._plans
+        if plans is not None and (plans.prompt_loads or plans.awaited):
+            self._broken.append("whose load has not begun")
 
 
 def _nothing() -> tuple[list[int], list[int]]:

@@ -5,22 +5,16 @@ In doubt about an input, the request is not cached: ``uncacheable_reason`` names
 
 from __future__ import annotations
 
-import logging
-import secrets
 from collections.abc import Callable
-from functools import lru_cache
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvbm_core.tokens.hashing import encode_fields
 from kvbm_core.tokens.namespace import KeyNamespace
-from kvbm_core.tokens.weights import weights_stamp
+from kvbm_core.tokens.weights import model_stamp
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.request import Request
-
-log = logging.getLogger("kvbm")
 
 
 def base_namespace(vllm_config: VllmConfig, block_size_tokens: int, layout_fingerprint: str) -> KeyNamespace:
@@ -48,28 +42,7 @@ def _weights_of(vllm_config: VllmConfig) -> str:
     if load_format == "dummy":
         return f"dummy/{model.seed}"
     cache_dir = vllm_config.load_config.download_dir
-    return _stamp_of(str(model.model_weights or model.model), str(model.revision or ""), str(cache_dir or ""))
-
-
-@lru_cache(maxsize=1024)
-def _stamp_of(name: str, revision: str = "", cache_dir: str = "") -> str:
-    """Where weights cannot be told from others of their name: a stamp of this process alone."""
-    folder = Path(name)
-    if not folder.exists():  # a model of the hub: the snapshot that was downloaded, if it can be found
-        from huggingface_hub import try_to_load_from_cache
-        from huggingface_hub.errors import HFValidationError
-
-        try:
-            config = try_to_load_from_cache(name, "config.json", cache_dir=cache_dir or None, revision=revision or None)
-        except HFValidationError:
-            config = None
-        folder = Path(config).parent if isinstance(config, str) else folder
-    stamp = weights_stamp(folder)
-    if not stamp:
-        log.info(
-            "kvbm: the weights of %s cannot be looked at: what is stored on disk is not found after a restart", name
-        )
-    return stamp or secrets.token_hex(16)
+    return model_stamp(str(model.model_weights or model.model), str(model.revision or ""), str(cache_dir or ""))
 
 
 def _items(value: object) -> list[object]:
@@ -89,7 +62,7 @@ def uncacheable_reason(request: Request) -> str | None:
 def adapter_of(request: Request) -> str:
     """The request's LoRA adapter as its namespace knows it; "" without one."""
     lora = request.lora_request
-    return "" if lora is None else f"{lora.lora_name}\0{lora.lora_path}\0{_stamp_of(str(lora.lora_path))}"
+    return "" if lora is None else f"{lora.lora_name}\0{lora.lora_path}\0{model_stamp(str(lora.lora_path))}"
 
 
 def multimodal_extras(request: Request, block_size_tokens: int) -> Callable[[int], bytes] | None:

@@ -10,7 +10,7 @@ import msgspec
 from kvbm_core.errors import Outcome
 from kvbm_core.transfer.plan import TransferPlan
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 MAX_MESSAGE_BYTES = 4 * 1024 * 1024
 
 
@@ -121,18 +121,24 @@ class Finish(msgspec.Struct, tag="finish", frozen=True, forbid_unknown_fields=Tr
     plan: TransferPlan | None
 
 
-class LoadFailed(msgspec.Struct, tag="load_failed", frozen=True, forbid_unknown_fields=True):
-    """Leader -> worker: the leader knows that this load has failed, and what becomes of its request."""
+class LoadEnded(msgspec.Struct, tag="load_ended", frozen=True, forbid_unknown_fields=True):
+    """Leader -> worker: every rank has answered this load, and the leader knows what becomes of its request.
+
+    For engines that cannot compute what was not loaded: all ranks have to act alike. Sent of each load that failed, and
+    of those that the leader has let the workers wait for.
+    """
 
     request_id: str
+    job_id: int
+    is_done: bool
 
 
 class ForgetDisk(msgspec.Struct, tag="forget_disk", frozen=True, forbid_unknown_fields=True):
     """Leader -> worker: nothing that is on the disk now is to be found again, also after a restart."""
 
 
-Note = Finish | LoadFailed
-"""What a worker's adapter takes up in the engine's next step."""
+Note = Finish | LoadEnded
+"""What a worker's adapter takes up, in its own time."""
 Message = Hello | Configure | Ready | Acks | Refused | DiskFound | DiskRefused | Store | ForgetDisk | Note
 
 _ENCODER = msgspec.msgpack.Encoder()

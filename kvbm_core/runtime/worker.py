@@ -95,6 +95,7 @@ class Worker:
         self._done: list[JobResult] = []
         self._acks: list[JobAck] = []
         self._notes: deque[Note] = deque()
+        self._is_noted = threading.Event()
         self._in_flight: dict[int, Direction] = {}
         self._overwritten: set[int] = set()
         # Given up, while their host slots are still being written to: their answers, for when that is over.
@@ -164,6 +165,7 @@ class Worker:
             self._disk.forget_all()
         elif isinstance(message, Note):
             self._notes.append(message)
+            self._is_noted.set()
 
     def _follow(self, message: Configure, memory: DeviceMemory) -> None:
         """Rank 0 has the slots; here all of them can be used."""
@@ -317,7 +319,12 @@ class Worker:
 
     def take_notes(self) -> list[Note]:
         """What the leader said to the adapter outside of the engine's steps, in its order."""
+        self._is_noted.clear()
         return [self._notes.popleft() for _ in range(len(self._notes))]
+
+    def wait_note(self, timeout_s: float) -> bool:
+        """Waits until the leader has said something that was not taken yet; False if time ran out."""
+        return self._is_noted.wait(timeout_s)
 
     def wait(self, job_ids: Collection[int], timeout_s: float) -> bool:
         """Waits until these jobs have ended; False if time ran out."""

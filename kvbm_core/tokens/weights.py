@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
+import secrets
+from functools import lru_cache
 from pathlib import Path
+
+log = logging.getLogger("kvbm")
 
 SAMPLE_BYTES = 1 << 16
 WEIGHT_SUFFIXES = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf", ".npz"})
@@ -25,6 +30,35 @@ def weights_stamp(folder: Path) -> str:
     except OSError:
         return ""
     return digest.hexdigest()[:32] if any(path.suffix in WEIGHT_SUFFIXES for path in files) else ""
+
+
+@lru_cache(maxsize=1024)
+def model_stamp(name: str, revision: str = "", cache_dir: str = "") -> str:
+    """``weights_stamp`` of a path, or of a model of the hub as downloaded to ``cache_dir`` ("" = the usual place).
+
+    Looked at once. Where weights cannot be told from others of their name: a stamp of this process alone. ImportError
+    for what is no path where huggingface_hub is not installed.
+    """
+    folder = Path(name)
+    if not folder.exists():
+        folder = _snapshot_of(name, revision, cache_dir) or folder
+    stamp = weights_stamp(folder)
+    if not stamp:
+        log.info(
+            "kvbm: the weights of %s cannot be looked at: what is stored on disk is not found after a restart", name
+        )
+    return stamp or secrets.token_hex(16)
+
+
+def _snapshot_of(name: str, revision: str, cache_dir: str) -> Path | None:
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        config = try_to_load_from_cache(name, "config.json", cache_dir=cache_dir or None, revision=revision or None)
+    except HFValidationError:
+        return None
+    return Path(config).parent if isinstance(config, str) else None
 
 
 def _files(folder: Path) -> list[Path]:

@@ -15,11 +15,11 @@ from typing import Any
 
 from kvbm_core.clock import ManualClock
 from kvbm_core.errors import Outcome
+from kvbm_core.testing.gate import Gate
 from kvbm_core.transfer.executor import Executor as TransferExecutor
 from kvbm_core.types import Direction
-from tests.trtllm.double import NEWEST, RELEASED, Executor, ExecutorConfig, comm
+from tests.trtllm.double import EARLY, MID, NEWEST, RELEASED, Executor, ExecutorConfig, comm
 from tests.trtllm.double.memory import Memory
-from tests.trtllm.gate import Gate
 
 PATIENCE_S = 30.0
 BLOCK = 4
@@ -29,15 +29,25 @@ PER_ITERATION = {"_prompt_loads", "_plans"}
 
 @dataclass(frozen=True)
 class Kind:
-    """On what a scenario runs. Every one is a cache of its own kind in a version, with or without overlap."""
+    """On what a scenario runs. Every one is a cache of its own kind in a version, with or without overlap.
+
+    ``attention_dp``: the ranks are engines of their own as far as KV goes.
+    """
 
     version: str
     manager: str
     overlap: bool
     ranks: int = 1
+    attention_dp: bool = False
 
     def __str__(self) -> str:
-        return f"{self.version}-{self.manager}-{'overlap' if self.overlap else 'plain'}-{self.ranks}"
+        loop = "overlap" if self.overlap else "plain"
+        return f"{self.version}-{self.manager}-{loop}-{self.ranks}{'dp' if self.attention_dp else ''}"
+
+    @property
+    def shards(self) -> int:
+        """Ranks that hold a part of every block."""
+        return 1 if self.attention_dp else self.ranks
 
     @property
     def is_v2(self) -> bool:
@@ -45,9 +55,11 @@ class Kind:
         return self.manager == "v2"
 
 
-def kinds(ranks: int = 1) -> list[Kind]:
-    """All kinds of this many ranks."""
+def kinds(ranks: int = 1, *, in_all_versions: bool = False) -> list[Kind]:
+    """All kinds of this many ranks; ``in_all_versions``: of those too that are between or before the main ones."""
     caches = [(RELEASED, "v1"), (NEWEST, "v1"), (NEWEST, "v2")]
+    if in_all_versions:
+        caches += [(EARLY, "v1"), (MID, "v1")]
     return [Kind(version, manager, overlap, ranks) for version, manager in caches for overlap in (False, True)]
 
 
@@ -162,8 +174,8 @@ class Serving:
         return self.executor.leader is not None
 
     def from_leader(self, look: Callable[[], Any]) -> Any:
-        """What rank 0 sees, on all ranks."""
-        return comm.mpi_broadcast(look() if self.is_leading else None)
+        """What rank 0 sees, on all ranks; with attention DP, what this rank's leader sees."""
+        return look() if self.kind.attention_dp else comm.mpi_broadcast(look() if self.is_leading else None)
 
     def metric(self, name: str) -> float:
         """A series of the leader's metrics, on all ranks, when no copy is under way any more."""
@@ -187,9 +199,9 @@ class Serving:
         return request
 
     def step_until(self, condition: Callable[[], Any]) -> None:
-        """Steps until ``condition``, which is the same on all ranks, holds."""
+        """Steps until ``condition``, which is the same on all ranks, holds; with attention DP, on each rank."""
         deadline_s = time.monotonic() + PATIENCE_S
-        while not condition():
+        while self.executor.lockstep.any(not condition()):
             assert time.monotonic() < deadline_s, "what was waited for did not come"
             self.executor.step()
 
@@ -209,9 +221,9 @@ class Serving:
         self.executor.drop_device_cache()
 
     def fails_here(self, direction: Direction, outcome: Outcome = Outcome.IO_ERROR, times: int = 1) -> None:
-        """The next jobs of this direction fail on the last rank, and on no other."""
+        """The next jobs of this direction fail on the last rank that has a part of these blocks, and on no other."""
         self.may_fail = True
-        if self.rank == self.kind.ranks - 1:
+        if self.kind.attention_dp or self.rank == self.kind.ranks - 1:
             self.gate.fail_next(direction, outcome, times)
 
     # ------------------------------------------------------------------ looking
@@ -223,9 +235,14 @@ class Serving:
             assert [call.result for call in calls if call.values["request_id"] == request] == list(answers)
 
     def device_hit(self, request: int) -> int:
-        """What the device had of this request at its last query; rank 0."""
-        calls = self.executor.calls.named("get_num_new_matched_tokens")
-        return int([call for call in calls if call.values["request_id"] == request][-1].values["num_computed_tokens"])
+        """What the device had of this request at its last query, on all ranks."""
+
+        def look() -> int:
+            calls = self.executor.calls.named("get_num_new_matched_tokens")
+            mine = [call.values for call in calls if call.values["request_id"] == request]
+            return int(mine[-1]["num_computed_tokens"])
+
+        return int(self.from_leader(look))
 
     def reason(self, request: int) -> str:
         """How the request ended."""
@@ -298,6 +315,7 @@ class Serving:
             "followed requests": len(self.side._requests),
             "finishing requests": len(self.side._finishing),
             "planned jobs": len(self.side._planned),
+            "awaited loads": len(self.side._awaited),
             "tokens": len(follower._tokens),
             "calendar": len(follower._due),
             "requests of this step": len(follower._now),
@@ -332,7 +350,7 @@ def serve(
     rank: int,
     kind: Kind,
     *,
-    host_blocks: int = 256,
+    host_blocks: int | None = 256,
     env: dict[str, str] | None = None,
     executor_class: type[Executor] = Executor,
     is_ready: bool = True,
@@ -340,9 +358,10 @@ def serve(
     **config: Any,
 ) -> Iterator[Serving]:
     """An executor of this kind with kvbm, whose leaks and answers are checked at the end unless something failed."""
-    settings = {"DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS": str(host_blocks), **(env or {})}
+    size = {} if host_blocks is None else {"DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS": str(host_blocks)}
+    settings = {**size, **(env or {})}
     with environment(settings):
-        shape = ExecutorConfig(manager=kind.manager, overlap=kind.overlap, **config)
+        shape = ExecutorConfig(manager=kind.manager, overlap=kind.overlap, attention_dp=kind.attention_dp, **config)
         serving = Serving(rank, kind, executor_class, shape, is_ready=is_ready, spoils_late=spoils_late)
         try:
             if is_ready:

@@ -39,7 +39,7 @@ class Script:
 
 def api() -> Any:
     """The module with the base classes of the installed version."""
-    path = ".connectors" if current().is_newest else ""
+    path = ".connectors" if current().has_connectors_package else ""
     return import_module(f"{PYEXECUTOR}{path}.kv_cache_connector")
 
 

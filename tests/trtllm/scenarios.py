@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvbm_core.types import Direction
-from tests.trtllm.double import NEWEST
+from tests.trtllm.double import EARLY, NEWEST
 from tests.trtllm.harness import BLOCK, Kind, serve
 
 PROMPT = list(range(40))
@@ -131,14 +131,13 @@ def sync_hit(rank: int, kind: Kind) -> None:
         serving.ask(PROMPT)
         serving.forget_device()
         again = serving.ask(PROMPT)
-        # Several ranks would part if a load failed on one of them while all compute.
-        serving.expect_match(again, (CAP, kind.ranks > 1))
+        serving.expect_match(again, (CAP, False))
         assert serving.metric("kvbm_matched_tokens") == CAP
 
 
 @scenario()
 def small_loads_are_sync(rank: int, kind: Kind) -> None:
-    block_bytes = 2 * 2 * BLOCK * 8
+    block_bytes = 2 * 2 * BLOCK * 8 * kind.shards  # of all ranks together
     with serve(rank, kind, env={"KVBM_SYNC_ONBOARD_BYTES": str(2 * block_bytes)}) as serving:
         serving.ask(PROMPT)
         for length, is_async in ((9, False), (13, True)):
@@ -188,10 +187,10 @@ def chunked_prefill(rank: int, kind: Kind) -> None:
             serving.ask(PROMPT)
             serving.forget_device()
             short = serving.ask([*PROMPT[:20], *range(300, 330)])
-            serving.expect_match(short, (20, not env or kind.ranks > 1))
+            serving.expect_match(short, (20, not env))
             serving.forget_device()
             again = serving.ask([*PROMPT[:20], *range(300, 330)])
-            serving.expect_match(again, (cap_of(50), not env or kind.ranks > 1))
+            serving.expect_match(again, (cap_of(50), not env))
 
 
 @scenario()
@@ -201,7 +200,9 @@ def stored_no_earlier_than_computed(rank: int, kind: Kind) -> None:
         for chunk in range(1, 4):
             serving.executor.step()
             plans = serving.gate.submitted_of(Direction.OFFLOAD)
-            assert sum(len(move.slots) for plan in plans for move in plan.moves) == 2 * chunk
+            # The early interface does not say what an iteration computes: that is known in the next one.
+            num_known = chunk - (kind.version == EARLY)
+            assert sum(len(move.slots) for plan in plans for move in plan.moves) == 2 * num_known
         serving.executor.run_until_idle()
         assert serving.reason(request) == "length"
 
@@ -255,7 +256,7 @@ def conversation(rank: int, kind: Kind) -> None:
             serving.forget_device()
 
 
-@scenario(is_essential=True)
+@scenario(lambda kind: kind.version != EARLY, is_essential=True)
 def cuda_graphs(rank: int, kind: Kind) -> None:
     with serve(rank, kind, cuda_graphs=True, warmup_forwards=5) as serving:
         first = serving.ask(range(10), 30)

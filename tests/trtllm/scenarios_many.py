@@ -29,7 +29,7 @@ def several_in_one_iteration(rank: int, kind: Kind) -> None:
             serving.forget_device()
 
 
-@scenario()
+@scenario(is_essential=True)
 def several_small_loads(rank: int, kind: Kind) -> None:
     with serve(rank, kind, env=ALL_SYNC, num_blocks=200) as serving:
         serving.ask(PROMPT)
@@ -153,7 +153,7 @@ def prefix_of_a_cancelled_load(rank: int, kind: Kind) -> None:
             assert serving.reason(again) == "length"
 
 
-@scenario(lambda kind: not is_newest(kind))
+@scenario(lambda kind: not is_newest(kind), is_essential=True)
 def prefix_of_a_cancelled_load_that_fails(rank: int, kind: Kind) -> None:
     with serve(rank, kind, executor_class=KeepingExecutor) as serving:
         serving.ask(PROMPT)
@@ -165,7 +165,7 @@ def prefix_of_a_cancelled_load_that_fails(rank: int, kind: Kind) -> None:
         serving.executor.step()
         serving.fails_here(Direction.ONBOARD)
         again = serving.ask(PROMPT)  # the load is waited for, and fails
-        assert serving.from_leader(lambda: serving.device_hit(again)) == CAP
+        assert serving.device_hit(again) == CAP
         assert serving.reason(again) == "error"
 
 
@@ -221,7 +221,7 @@ def a_load_fails(rank: int, kind: Kind) -> None:
             assert "promised to request" in str(serving.executor.errors[-1])
             # The device still has blocks under that name, and nobody may read them.
             again = serving.ask(PROMPT)
-            assert serving.from_leader(lambda request=again: serving.device_hit(request)) == CAP
+            assert serving.device_hit(again) == CAP
             assert serving.reason(again) == "error"
             serving.ask(range(700, 720))  # others are served
             serving.forget_device()
@@ -232,7 +232,7 @@ def a_load_fails(rank: int, kind: Kind) -> None:
             serving.expect_match(serving.ask(PROMPT), (CAP, True))
 
 
-@scenario()
+@scenario(is_essential=True)
 def a_waited_for_load_fails(rank: int, kind: Kind) -> None:
     with serve(rank, kind, env=ALL_SYNC) as serving:
         serving.ask(PROMPT)

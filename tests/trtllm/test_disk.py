@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from kvbm_core.storage.disk.record import slot_offset_bytes, whole_sectors
+from kvbm_core.tokens.weights import model_stamp
 
 pytest.importorskip("torch", reason="NOT RUN: TensorRT-LLM's connector against its double; torch is missing")
 
@@ -38,7 +39,7 @@ def folder(tmp_path: Path) -> Path:
 
 @contextmanager
 def serve_with_disk(
-    rank: int, kind: Kind, folder: Path, *, is_filtered: bool = False, **options: Any
+    rank: int, kind: Kind, folder: Path, *, is_filtered: bool = False, checks: bool = True, **options: Any
 ) -> Iterator[Serving]:
     """Both tiers; what has been found on disk is taken in."""
     env = {
@@ -46,6 +47,8 @@ def serve_with_disk(
         "DYN_KVBM_DISK_CACHE_DIR": str(folder / "disk"),
         "DYN_KVBM_DISABLE_DISK_OFFLOAD_FILTER": str(not is_filtered).lower(),
     }
+    if not checks:  # under TensorRT-LLM it does unless told otherwise
+        env["KVBM_DISK_CHECK_AT_START"] = "false"
     with serve(rank, kind, host_blocks=HOST_BLOCKS, env=env, model=str(folder / "model"), **options) as serving:
         serving.may_fail = True  # blocks that find no room in so small a host
         serving.step_until(lambda: serving.from_leader(lambda: serving.leader.disk.tier.capacity_blocks == DISK_BLOCKS))
@@ -124,6 +127,7 @@ def test_a_new_engine_finds_what_the_old_one_left(kind: Kind, folder: Path, play
 def test_other_weights_find_nothing(kind: Kind, folder: Path, play: Play) -> None:
     play(kind, fill, kind, folder)
     (folder / "model" / "model.safetensors").write_bytes(bytes(range(255, -1, -1)) * 40)
+    model_stamp.cache_clear()  # as in the next process
     play(kind, find_nothing, kind, folder)
 
 
@@ -165,8 +169,8 @@ def flip(folder: Path, slots: range) -> None:
 
 
 def meet_damage(rank: int, kind: Kind, folder: Path) -> None:
-    """A job: one of the blocks on disk is not what it was, on one rank."""
-    with serve_with_disk(rank, kind, folder, executor_class=KeepingExecutor) as serving:
+    """A job: one of the blocks on disk is not what it was, on one rank, and nobody has looked."""
+    with serve_with_disk(rank, kind, folder, checks=False, executor_class=KeepingExecutor) as serving:
         bystander = serving.ask(range(300, 320))
         failed = serving.ask(PROMPT)
         serving.expect_match(failed, (CAP, True))
@@ -175,7 +179,7 @@ def meet_damage(rank: int, kind: Kind, folder: Path) -> None:
         # TensorRT-LLM kept the blocks for reuse; whoever finds them must not read them.
         for _ in range(2):
             again = serving.ask(PROMPT)
-            assert serving.from_leader(lambda request=again: serving.device_hit(request)) == CAP
+            assert serving.device_hit(again) == CAP
             assert serving.reason(again) == "error"
         assert len(serving.executor.errors) == 3
         # Others are served, and their blocks take the place of the tainted ones in the end.
@@ -184,7 +188,7 @@ def meet_damage(rank: int, kind: Kind, folder: Path) -> None:
             serving.settle()
         last = serving.ask(PROMPT)
         assert serving.reason(last) == "length"
-        assert serving.from_leader(lambda: serving.device_hit(last)) == 0
+        assert serving.device_hit(last) == 0
         serving.forget_device()
         served = serving.ask(PROMPT)
         serving.expect_match(served, (CAP, True))
@@ -196,3 +200,29 @@ def test_a_damaged_block_is_never_read(kind: Kind, folder: Path, play: Play) -> 
     play(kind, fill, kind, folder)
     flip(folder, range(4, 5))
     play(kind, meet_damage, kind, folder)
+
+
+def leave_out_damage(rank: int, kind: Kind, folder: Path, stored: float, damaged: range) -> None:
+    """A job: as above, but a start looks at all of the disk, as it does unless told otherwise."""
+    with serve_with_disk(rank, kind, folder) as serving:
+        serving.may_fail = False
+        assert serving.from_leader(lambda: serving.leader.disk.tier.resident_blocks) == stored - len(damaged)
+        matched = 4 * damaged.start
+        request = serving.ask(PROMPT)
+        serving.expect_match(request, (matched, True))
+        assert serving.metric(FROM_DISK) == matched // 4, "what is whole comes from the disk"
+        serving.settle()
+        serving.forget_device()
+        again = serving.ask(PROMPT)
+        serving.expect_match(again, (CAP, True))
+        assert {serving.reason(request), serving.reason(again)} == {"length"}
+        assert serving.executor.errors == []
+
+
+@pytest.mark.parametrize("kind", ALL_KINDS, ids=str)
+def test_a_start_leaves_out_what_is_damaged(kind: Kind, folder: Path, play: Play) -> None:
+    """No load fails, no request ends with an error; that its answers are right is looked at with each scenario."""
+    stored = play(kind, fill, kind, folder)[0]
+    damaged = range(4, 7)
+    flip(folder, damaged)
+    play(kind, leave_out_damage, kind, folder, stored, damaged)

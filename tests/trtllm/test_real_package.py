@@ -15,7 +15,7 @@ import pytest
 
 pytest.importorskip("torch", reason="NOT RUN: our connector against TensorRT-LLM's base classes; torch is missing")
 
-from tests.trtllm.double import NEWEST, RELEASED, installed
+from tests.trtllm.double import EARLY, MID, NEWEST, RELEASED, installed
 
 REAL = "installed package"
 KNOWN = {
@@ -26,7 +26,7 @@ KNOWN = {
 """Public methods of the base classes that we leave as they are."""
 
 
-@pytest.fixture(params=[RELEASED, NEWEST, REAL])
+@pytest.fixture(params=[EARLY, RELEASED, MID, NEWEST, REAL])
 def pairs(request: pytest.FixtureRequest) -> Iterator[list[tuple[Any, Any]]]:
     """(our class, its base class), for leader and worker, under each version in turn."""
     if request.param != REAL:

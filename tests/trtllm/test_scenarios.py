@@ -11,11 +11,13 @@ import pytest
 pytest.importorskip("torch", reason="NOT RUN: TensorRT-LLM's connector against its double; torch is missing")
 
 from tests.trtllm import scenarios, scenarios_many, scenarios_v2
-from tests.trtllm.double import RELEASED
+from tests.trtllm.double import EARLY, MID, NEWEST, RELEASED
 from tests.trtllm.harness import Kind, kinds
 
 Play = Callable[..., list[Any]]
 ALL = bool(os.environ.get("KVBM_TRTLLM_ALL"))
+OF_SOME = {(EARLY, 1), (MID, 1), (EARLY, 2), (RELEASED, 2), (RELEASED, 4)}
+"""Versions and numbers of ranks on which ``make test`` plays the essential scenarios, with overlap."""
 LISTS = {module.__name__: module.SCENARIOS for module in (scenarios, scenarios_many, scenarios_v2)}
 
 
@@ -29,17 +31,20 @@ def _all_cases(ranks: int) -> list[tuple[str, str, Kind]]:
         (module, name, kind)
         for module, found in LISTS.items()
         for name, scenario in found.items()
-        for kind in kinds(ranks)
+        for kind in kinds(ranks, in_all_versions=True)
         if scenario.fits(kind)
     ]
 
 
 def _is_usual(module: str, name: str, kind: Kind) -> bool:
-    """Of many ranks not every combination: what differs with their number is how they keep in step."""
-    if kind.ranks == 1:
+    """Of many ranks not every combination: what differs with their number is how they keep in step.
+
+    Nor of versions that are before or between the main ones.
+    """
+    if kind.ranks == 1 and kind.version in {RELEASED, NEWEST}:
         return True
-    is_usual_kind = kind.overlap and (kind.version == RELEASED or (kind.is_v2 and kind.ranks == 2))
-    return is_usual_kind and LISTS[module][name].is_essential
+    is_usual_kind = (kind.version, kind.ranks) in OF_SOME or (kind.is_v2 and kind.ranks == 2)
+    return is_usual_kind and kind.overlap and LISTS[module][name].is_essential
 
 
 def _cases(ranks: int) -> list[Any]:
@@ -62,9 +67,11 @@ def test_four_ranks(module: str, name: str, kind: Kind, play: Play) -> None:
     play(kind, play_scenario, module, name, kind)
 
 
-def test_every_combination_of_two_and_four_ranks() -> None:
-    cases = [*_all_cases(2), *_all_cases(4)]
+def test_every_combination_of_versions_and_ranks() -> None:
+    cases = [*_all_cases(1), *_all_cases(2), *_all_cases(4)]
     left_out = [case for case in cases if not _is_usual(*case)]
     assert 0 < len(left_out) < len(cases)
     if not ALL:
-        pytest.skip(f"NOT RUN: {len(left_out)} combinations more of scenarios and ranks: set KVBM_TRTLLM_ALL=1")
+        pytest.skip(
+            f"NOT RUN: {len(left_out)} combinations more of scenarios, versions and ranks: set KVBM_TRTLLM_ALL=1"
+        )

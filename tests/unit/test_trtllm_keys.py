@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from kvbm_core.tokens.weights import model_stamp
 from kvbm_trtllm import keys
 from kvbm_trtllm.contract import Identity, identity_of, salt_of
 
@@ -135,7 +136,7 @@ def test_models_by_name_path_and_weights(model: Path, tmp_path: Path, rng: rando
     assert root_of(llm_args(other)) != plain
     weights = model / "model.safetensors"
     weights.write_bytes(bytes([weights.read_bytes()[0] ^ 1]) + weights.read_bytes()[1:])
-    keys._stamp_of.cache_clear()  # as in the next process
+    model_stamp.cache_clear()  # as in the next process
     assert root_of(llm_args(model)) != plain, "trained on"
 
 
@@ -228,7 +229,8 @@ def test_another_process_finds_blocks_unless_their_weights_may_be_others(model: 
 
 def test_a_model_of_the_hub_that_was_not_downloaded_is_known_to_this_process_alone() -> None:
     pytest.importorskip("huggingface_hub", reason="NOT RUN: huggingface_hub is not installed")
-    keys._stamp_of.cache_clear()
+    model_stamp.cache_clear()
     first = root_of(llm_args("no-such-organisation/no-such-model"))
     assert root_of(llm_args("no-such-organisation/no-such-model")) == first, "an engine finds its own blocks"
-    assert keys._stamp_of("no-such-organisation/no-such-model", "") == keys._PROCESS
+    model_stamp.cache_clear()  # as in the next process
+    assert root_of(llm_args("no-such-organisation/no-such-model")) != first

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvbm_core.tokens.weights import SAMPLE_BYTES, WEIGHT_SUFFIXES, weights_stamp
+from kvbm_core.tokens.weights import SAMPLE_BYTES, WEIGHT_SUFFIXES, model_stamp, weights_stamp
 from kvbm_vllm import keys
 
 SIZE_BYTES = 10 * SAMPLE_BYTES
@@ -169,6 +169,35 @@ def test_what_cannot_be_read_has_no_stamp_and_raises_nothing(model: Path, monkey
     assert weights_stamp(model) == ""
 
 
+# ---------------------------------------------------------------- models by name
+
+
+def test_a_model_of_the_hub_is_looked_up_where_it_was_downloaded(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub = pytest.importorskip("huggingface_hub", reason="NOT RUN: huggingface_hub is not installed")
+    asked: list[tuple[str, str, str | None, str | None]] = []
+
+    def find(name: str, filename: str, cache_dir: str | None = None, revision: str | None = None) -> str | None:
+        asked.append((name, filename, cache_dir, revision))
+        return str(model / filename) if name == "org/known" else None
+
+    model_stamp.cache_clear()
+    monkeypatch.setattr(hub, "try_to_load_from_cache", find)
+    assert model_stamp("org/known", "abc", "/models") == weights_stamp(model)
+    unknown = model_stamp("org/unknown", "")
+    assert asked == [("org/known", "config.json", "/models", "abc"), ("org/unknown", "config.json", None, None)]
+    assert unknown == model_stamp("org/unknown", ""), "an engine's own blocks must be found"
+    model_stamp.cache_clear()
+    assert unknown != model_stamp("org/unknown", ""), "another process must not find them"
+
+
+def test_a_name_that_the_hub_would_refuse_is_known_to_this_process_alone() -> None:
+    pytest.importorskip("huggingface_hub", reason="NOT RUN: huggingface_hub is not installed")
+    model_stamp.cache_clear()
+    first = model_stamp("not/a/name/of/the/hub", "")
+    model_stamp.cache_clear()
+    assert len(first) == 32 and first != model_stamp("not/a/name/of/the/hub", "")
+
+
 # ---------------------------------------------------------------- vLLM's models
 
 
@@ -181,7 +210,7 @@ def vllm_config(model: str, *, load_format: str = "auto", seed: int = 0, weights
 
 
 def test_an_engines_weights_are_those_of_its_folder(model: Path, tmp_path: Path) -> None:
-    keys._stamp_of.cache_clear()
+    model_stamp.cache_clear()
     stamp = weights_stamp(model)
     assert keys._weights_of(vllm_config(str(model))) == stamp
     assert keys._weights_of(vllm_config("gguf-name", weights=str(model))) == stamp
@@ -193,29 +222,3 @@ def test_an_engines_weights_are_those_of_its_folder(model: Path, tmp_path: Path)
 def test_weights_that_are_made_up_differ_by_their_seed(model: Path) -> None:
     stamps = [keys._weights_of(vllm_config(str(model), load_format="dummy", seed=seed)) for seed in (0, 1, 0)]
     assert stamps[0] == stamps[2] != stamps[1] and weights_stamp(model) not in stamps
-
-
-def test_a_model_of_the_hub_is_looked_up_where_it_was_downloaded(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    hub = pytest.importorskip("huggingface_hub", reason="NOT RUN: huggingface_hub is not installed")
-    asked: list[tuple[str, str, str | None, str | None]] = []
-
-    def find(name: str, filename: str, cache_dir: str | None = None, revision: str | None = None) -> str | None:
-        asked.append((name, filename, cache_dir, revision))
-        return str(model / filename) if name == "org/known" else None
-
-    keys._stamp_of.cache_clear()
-    monkeypatch.setattr(hub, "try_to_load_from_cache", find)
-    assert keys._stamp_of("org/known", "abc", "/models") == weights_stamp(model)
-    unknown = keys._stamp_of("org/unknown", "")
-    assert asked == [("org/known", "config.json", "/models", "abc"), ("org/unknown", "config.json", None, None)]
-    assert unknown == keys._stamp_of("org/unknown", ""), "an engine's own blocks must be found"
-    keys._stamp_of.cache_clear()
-    assert unknown != keys._stamp_of("org/unknown", ""), "another process must not find them"
-
-
-def test_a_name_that_the_hub_would_refuse_is_known_to_this_process_alone() -> None:
-    pytest.importorskip("huggingface_hub", reason="NOT RUN: huggingface_hub is not installed")
-    keys._stamp_of.cache_clear()
-    first = keys._stamp_of("not/a/name/of/the/hub", "")
-    keys._stamp_of.cache_clear()
-    assert len(first) == 32 and first != keys._stamp_of("not/a/name/of/the/hub", "")

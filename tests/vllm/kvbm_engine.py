@@ -3,114 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.v1.outputs import KVConnectorOutput
 
-from kvbm_core.errors import Outcome
 from kvbm_core.runtime.leader import Leader
-from kvbm_core.runtime.worker import Worker
+from kvbm_core.testing.gate import Gate
 from kvbm_core.transfer.executor import Executor
-from kvbm_core.transfer.plan import JobResult, TransferPlan
 from kvbm_core.types import Direction
 from kvbm_vllm.connector import DynamoConnector
 from tests.vllm.engine_config import EngineSpec
 from tests.vllm.harness import PATIENCE_S, Engine
-
-BLOCKING_WAIT_S = 1.0
-"""A caller that waits at least this long cannot go on before the copy is over; a shorter wait is a look."""
-
-
-class FaultyExecutor:
-    """The real executor behind a gate: jobs of a direction can be held back, or end as a given failure."""
-
-    def __init__(self, inner: Executor, worker: Worker) -> None:
-        self.submitted: list[TransferPlan] = []
-        self.is_cancellable = True
-        """False: a held job counts as already running, so it can only be waited for."""
-        self._inner = inner
-        self._worker = worker
-        self._closed: set[Direction] = set()
-        self._held: dict[int, tuple[TransferPlan, float | None]] = {}
-        self._failures: dict[Direction, list[Outcome]] = {Direction.ONBOARD: [], Direction.OFFLOAD: []}
-
-    def hold(self, direction: Direction) -> None:
-        """Jobs of this direction wait from now on."""
-        self._closed.add(direction)
-
-    def release(self, direction: Direction) -> None:
-        """Held jobs of this direction start, later ones too."""
-        self._closed.discard(direction)
-        self._start([job_id for job_id, (plan, _) in self._held.items() if plan.direction is direction])
-
-    def fail_next(self, direction: Direction, outcome: Outcome = Outcome.IO_ERROR, times: int = 1) -> None:
-        """The next jobs of this direction move nothing and end like this."""
-        self._failures[direction] += [outcome] * times
-
-    @property
-    def held(self) -> int:
-        """Jobs waiting at the gate."""
-        return len(self._held)
-
-    def submit(self, plan: TransferPlan, *, deadline_s: float | None = None) -> None:
-        """See Executor."""
-        self.submitted.append(plan)
-        if plan.direction in self._closed:
-            self._held[plan.job_id] = (plan, deadline_s)
-        else:
-            self._pass(plan, deadline_s)
-
-    def _pass(self, plan: TransferPlan, deadline_s: float | None) -> None:
-        failures = self._failures[plan.direction]
-        if failures:
-            self._report(plan.job_id, failures.pop(0))
-        else:
-            self._inner.submit(plan, deadline_s=deadline_s)
-
-    def _start(self, job_ids: Collection[int]) -> None:
-        for plan, deadline_s in [self._held.pop(job_id) for job_id in job_ids]:
-            self._pass(plan, deadline_s)
-
-    def _report(self, job_id: int, outcome: Outcome) -> None:
-        self._worker._finished(JobResult(job_id, outcome, 0, 0.0, 0.0, "injected"))
-
-    def poll(self) -> list[JobResult]:
-        """See Executor."""
-        return self._inner.poll()
-
-    def cancel(self, job_id: int) -> bool:
-        """See Executor."""
-        if job_id not in self._held:
-            return self._inner.cancel(job_id)
-        if self.is_cancellable:
-            del self._held[job_id]
-            self._report(job_id, Outcome.REJECTED)
-        return self.is_cancellable
-
-    def wait(self, job_ids: Collection[int], timeout_s: float) -> bool:
-        """See Executor. A held job ends when someone waits for it in earnest."""
-        held = [job_id for job_id in job_ids if job_id in self._held]
-        if held and timeout_s < BLOCKING_WAIT_S:
-            return False
-        self._start(held)
-        return self._inner.wait(job_ids, timeout_s)
-
-    def drain(self, timeout_s: float) -> bool:
-        """See Executor."""
-        if self._held and timeout_s < BLOCKING_WAIT_S:
-            return False
-        self._start(list(self._held))
-        return self._inner.drain(timeout_s)
-
-    def close(self) -> None:
-        """See Executor."""
-        for job_id in list(self._held):
-            del self._held[job_id]
-            self._report(job_id, Outcome.REJECTED)
-        self._inner.close()
 
 
 class KvbmEngine(Engine):
@@ -125,7 +30,7 @@ class KvbmEngine(Engine):
         extra: dict[str, Any] | None = None,
         **spec: Any,
     ) -> None:
-        self.executors: list[FaultyExecutor] = []
+        self.executors: list[Gate] = []
         settings = {"cpu_cache_override_num_blocks": host_blocks, **(extra or {})}
         if disk_blocks:  # all that the host has goes there, unless ``extra`` says otherwise
             settings.setdefault("disable_disk_offload_filter", True)
@@ -146,7 +51,7 @@ class KvbmEngine(Engine):
         worker = connector.worker_side.worker
 
         def wrap(inner: Executor) -> Executor:
-            self.executors.append(FaultyExecutor(inner, worker))
+            self.executors.append(Gate(inner, worker._finished))
             return self.executors[-1]
 
         worker.wrap_executor(wrap)

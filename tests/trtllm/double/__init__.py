@@ -23,26 +23,29 @@ pass reads is checked first. What would end the real executor's loop raises ``Do
 
 What is what:
 
-* ``World``: rank processes with a ``tensorrt_llm`` of version "released" (1.2) or "newest" (main, September 2026); with
-  one rank, this process. ``installed(version)`` alone does only the import side.
-* ``ExecutorConfig``: V1 or V2 cache, overlap, chunks, CUDA graphs, attention windows, sizes, double callbacks.
+* ``World``: rank processes with a ``tensorrt_llm`` of version "early" (1.1.0rc5 to 1.2.0rc1), "released" (1.2), "mid"
+  (main, mid-2026) or "newest" (main, September 2026); with one rank, this process. ``installed(version)`` alone does
+  only the import side.
+* ``ExecutorConfig``: V1 or V2 cache, overlap, chunks, CUDA graphs, attention windows, attention DP, sizes.
 * ``Executor``: ``submit``, ``cancel``, ``preempt``, ``fail_next_forward``, ``drop_next_batch``, ``drop_device_cache``,
   ``step``, ``run_until_idle``; ``outputs``, ``finish_reasons``, ``errors``, ``calls``, ``blocks_in_use``.
 * ``calls``: every call with its values; see ``Call``.
 
 Where the double is not the real executor: cancellations take effect in every iteration, while R waits for a batch;
 an idle ``step`` polls, while the real loop sleeps until a request comes; after a forward error the loop lives on with
-overlap too. Not there: pipeline parallelism, beams, draft tokens, attention DP, several pools per V1 cache.
+overlap too. Not there: pipeline parallelism, beams, draft tokens, several pools per V1 cache.
 """
 
 from tests.trtllm.double.calls import Call, Calls
 from tests.trtllm.double.config import ExecutorConfig
-from tests.trtllm.double.contract import NEWEST, RELEASED, installed
+from tests.trtllm.double.contract import EARLY, MID, NEWEST, RELEASED, installed
 from tests.trtllm.double.executor import Executor, ForwardError
 from tests.trtllm.double.failure import DoubleFailure
 from tests.trtllm.double.world import World
 
 __all__ = [
+    "EARLY",
+    "MID",
     "NEWEST",
     "RELEASED",
     "Call",

@@ -39,6 +39,13 @@ class ExecutorConfig:
     """V2: bytes between the slots of a region that belong to nobody."""
     refuse_growth: bool = False
     """V2: no page beyond the scheduled chunk, so that offers beyond it are honoured in part only."""
+    attention_dp: bool = False
+    """N: each rank is an executor of its own as far as KV goes; they run their forward passes together."""
+    dummies_fit: bool = True
+    """Attention DP: a rank whose requests are all being loaded has room for a dummy request; else no rank runs."""
+    defers_when_full: bool = False
+    """Attention DP, a rank without room for a dummy request when its batch has gone to loads: all batches, whose
+    metadata is bound and whose loads have begun, come again; else all ranks wait for the first of its loads."""
     double_finish: bool = False
     """Overlap: an end that was not predictable calls ``request_finished`` a second time."""
     vocab_size: int = 1000
@@ -105,7 +112,7 @@ class ExecutorConfig:
             kv_cache_config=cache,
             tensor_parallel_size=size,
             pipeline_parallel_size=1,
-            enable_attention_dp=False,
+            enable_attention_dp=self.attention_dp,
             parallel_config=SimpleNamespace(to_mapping=lambda: mapping, world_size=size),
             quant_config=None,
             kv_connector_config=kv_connector_config,

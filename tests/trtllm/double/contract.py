@@ -10,20 +10,41 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from tests.trtllm.double import api_layout, api_newest, api_released, comm, requests
+from tests.trtllm.double import api_early, api_layout, api_mid, api_newest, api_released, comm, requests
 
+EARLY = "early"
 RELEASED = "released"
+MID = "mid"
 NEWEST = "newest"
 
 
 @dataclass(frozen=True)
 class Contract:
-    """What the executor has to know of a version."""
+    """What the executor has to know of a version; ``release`` is the number that it gives itself.
+
+    ``queries_first``: all requests of an iteration are queried before the first of them is told its blocks, and not
+    one by one. ``drops_batches``: metadata may be bound for a batch that cannot run. ``holds_loads``: a cancelled
+    request keeps its blocks until its load is over. ``counts_tokens``: it says how many tokens an iteration computes.
+    ``queries_dummies``: it asks about requests that it made up; ``queries_in_warm_up``: before there is a cache.
+    ``frees_one_save``: of the requests whose saves end in one iteration only the first is let go, by mistake.
+    """
 
     version: str
+    release: str
     api: Any
-    bound_request: type
-    python_request: type
+    bound_request: type = requests.ReleasedBoundRequest
+    python_request: type = requests.ReleasedRequest
+    counts_tokens: bool = True
+    has_callable: bool = True
+    has_connectors_package: bool = True
+    waits_at_start: bool = True
+    queries_first: bool = True
+    queries_dummies: bool = True
+    queries_in_warm_up: bool = False
+    drops_batches: bool = True
+    holds_loads: bool = False
+    has_priorities: bool = True
+    frees_one_save: bool = False
 
     @property
     def is_newest(self) -> bool:
@@ -31,9 +52,35 @@ class Contract:
         return self.version == NEWEST
 
 
+_OLD = {
+    "has_connectors_package": False,
+    "waits_at_start": False,
+    "queries_first": False,
+    "drops_batches": False,
+    "has_priorities": False,
+}
 _CONTRACTS = {
-    RELEASED: Contract(RELEASED, api_released, requests.ReleasedBoundRequest, requests.ReleasedRequest),
-    NEWEST: Contract(NEWEST, api_newest, requests.NewestBoundRequest, requests.NewestRequest),
+    EARLY: Contract(
+        EARLY,
+        "1.1.0rc5",
+        api_early,
+        counts_tokens=False,
+        has_callable=False,
+        queries_in_warm_up=True,
+        frees_one_save=True,
+        **_OLD,
+    ),
+    RELEASED: Contract(RELEASED, "1.2.1", api_released, **_OLD),
+    MID: Contract(MID, "1.3.0rc0", api_mid),
+    NEWEST: Contract(
+        NEWEST,
+        "1.3.0rc1",
+        api_newest,
+        requests.NewestBoundRequest,
+        requests.NewestRequest,
+        queries_dummies=False,
+        holds_loads=True,
+    ),
 }
 _installed: list[Contract] = []
 _OURS = ("tensorrt_llm", "kvbm_trtllm", "kvbm.trtllm_integration")
@@ -63,9 +110,11 @@ def _modules(contract: Contract) -> dict[str, ModuleType]:
         "tensorrt_llm.llmapi.llm_args",
     ]
     connectors = "tensorrt_llm._torch.pyexecutor"
-    if contract.is_newest:
+    if contract.has_connectors_package:
         connectors += ".connectors"
-        names += [connectors, f"{connectors}.kv_cache_layout"]
+        names.append(connectors)
+    if contract.is_newest:
+        names.append(f"{connectors}.kv_cache_layout")
     names.append(f"{connectors}.kv_cache_connector")
     modules = {name: ModuleType(name) for name in names}
     for name, module in modules.items():
@@ -78,7 +127,7 @@ def _modules(contract: Contract) -> dict[str, ModuleType]:
         for function in (comm.mpi_rank, comm.mpi_world_size, comm.mpi_broadcast, comm.mpi_allgather):
             if name == "tensorrt_llm._utils" or function in {comm.mpi_rank, comm.mpi_world_size}:
                 setattr(modules[name], function.__name__, function)
-    modules["tensorrt_llm"].__version__ = "1.3.0rc1" if contract.is_newest else "1.2.1"  # type: ignore[attr-defined]
+    modules["tensorrt_llm"].__version__ = contract.release  # type: ignore[attr-defined]
     modules["tensorrt_llm.bindings.internal.batch_manager"].LlmRequest = contract.bound_request  # type: ignore[attr-defined]
     modules["tensorrt_llm.llmapi.llm_args"].TorchLlmArgs = TorchLlmArgs  # type: ignore[attr-defined]
     api = modules[f"{connectors}.kv_cache_connector"]

@@ -4,22 +4,23 @@ from __future__ import annotations
 
 from tests.trtllm.double.blocks import BlockManager, Pin
 from tests.trtllm.double.config import ExecutorConfig
+from tests.trtllm.double.contract import Contract
 from tests.trtllm.double.manager import ConnectorManager
 from tests.trtllm.double.requests import Core, State
 
 
 class Ends:
-    """``holds_loads``: a cancelled request keeps its blocks until its load ended (N), or not (R)."""
+    """What becomes of requests and of their blocks."""
 
     def __init__(
-        self, config: ExecutorConfig, blocks: BlockManager, manager: ConnectorManager | None, *, holds_loads: bool
+        self, config: ExecutorConfig, blocks: BlockManager, manager: ConnectorManager | None, contract: Contract
     ) -> None:
         self.outputs: dict[int, list[int]] = {}
         self.reasons: dict[int, str] = {}
         self._config = config
         self._blocks = blocks
         self._manager = manager
-        self._holds_loads = holds_loads
+        self._contract = contract
         self._pins: dict[int, Pin] = {}
         self._held: dict[int, Core] = {}
 
@@ -48,7 +49,7 @@ class Ends:
         self.end(core, core.finish_reason or "error")
         if is_valid and core.slots:
             self._blocks.commit(core, min(core.computed, max(core.prompt_len, len(core.tokens) - 1)))
-        if self._holds_loads and self._is_loading(core):
+        if self._contract.holds_loads and self._is_loading(core):
             self._held[core.request_id] = core
         else:
             self._blocks.free(core)
@@ -64,7 +65,8 @@ class Ends:
         """get_finished, and what it lets go."""
         if self._manager is None:
             return
-        for core in self._manager.poll():
+        saved = self._manager.poll()
+        for core in saved[:1] if self._contract.frees_one_save else saved:
             pin = self._pins.pop(core.request_id, None)
             if pin is not None:
                 self._blocks.unpin(pin)

@@ -12,6 +12,7 @@ from tests.trtllm.double.calls import Call, Calls
 from tests.trtllm.double.config import ExecutorConfig
 from tests.trtllm.double.ends import Ends
 from tests.trtllm.double.failure import DoubleFailure
+from tests.trtllm.double.lockstep import DUMMY_ID, LockStep
 from tests.trtllm.double.manager import Batch, ConnectorManager
 from tests.trtllm.double.memory import Memory
 from tests.trtllm.double.model import Model, Work
@@ -32,7 +33,8 @@ class ForwardError(RuntimeError):
 class Executor:
     """One rank's executor. All ranks of a world make the same calls in the same order.
 
-    Without classes it runs without a connector. Raises what the constructors raise. One thread.
+    With ``attention_dp`` each rank gets requests of its own, and all call ``step`` equally often. Without classes it
+    runs alone and without a connector. Raises what the constructors raise. One thread.
     """
 
     def __init__(
@@ -45,7 +47,11 @@ class Executor:
         self.config = config or ExecutorConfig()
         self.contract = contract.current()
         if self.config.manager == "v2" and not self.contract.is_newest:
-            raise ValueError("the released contract has no V2 manager")
+            raise ValueError("this contract has no V2 manager")
+        if self.config.attention_dp and not self.contract.is_newest:
+            raise ValueError("this contract has no connectors with attention DP")
+        if self.config.cuda_graphs and not self.contract.has_callable:
+            raise ValueError("CUDA graphs are not supported with KV connector hooks")
         self.calls = Calls(keeps_all=self.config.record)
         self.errors: list[Exception] = []
         """What was raised inside forward passes."""
@@ -53,7 +59,9 @@ class Executor:
         self.num_computed_tokens = 0
         self.memory = Memory(self.config)
         self.blocks = BlockManager(self.memory)
-        self.model = Model(self.memory, comm.mpi_rank(), self.config.vocab_size)
+        # With attention DP every rank has whole heads.
+        shard = 0 if self.config.attention_dp else comm.mpi_rank()
+        self.model = Model(self.memory, shard, self.config.vocab_size)
         self.manager: ConnectorManager | None = None
         self._forward_callable: Callable[[], None] | None = None
         if leader_class is not None and worker_class is not None:
@@ -61,14 +69,16 @@ class Executor:
             self.manager, self._forward_callable = startup.start(
                 (leader_class, worker_class), args, self.memory, calls=self.calls, config=self.config
             )
-        self._scheduler = Scheduler(
-            self.config, self.blocks, self.model, self.manager, queries_first=self.contract.is_newest
-        )
-        self._ends = Ends(self.config, self.blocks, self.manager, holds_loads=self.contract.is_newest)
+        self._scheduler = Scheduler(self.config, self.blocks, self.model, self.manager, self.contract)
+        is_lockstep = self.config.attention_dp and self.manager is not None
+        self.lockstep = LockStep(self.config, self.blocks, self.model, is_on=is_lockstep)
+        self._ends = Ends(self.config, self.blocks, self.manager, self.contract)
         self.outputs = self._ends.outputs
         self.finish_reasons = self._ends.reasons
         """Per request that ended: length, eos, cancelled or error."""
-        self._next_id = 1
+        self._next_id, self._id_stride = 1, 1
+        if is_lockstep:
+            self._next_id, self._id_stride = 1 + comm.mpi_rank(), comm.mpi_world_size()
         self._waiting: list[Core] = []
         self._active: list[Core] = []
         self._previous: Sampled | None = None
@@ -125,7 +135,7 @@ class Executor:
         if core.num_blocks(self.config.tokens_per_block) > self.config.num_blocks:
             raise ValueError("the request does not fit the cache")
         core.python = self.contract.python_request(core)
-        self._next_id += 1
+        self._next_id += self._id_stride
         self._waiting.append(core)
         return core.request_id
 
@@ -144,9 +154,9 @@ class Executor:
         self._fails_forward = True
 
     def drop_next_batch(self) -> None:
-        """N: metadata of the next batch is bound, but it cannot run: no ``start_load_kv``, and it comes again."""
-        if not self.contract.is_newest:
-            raise ValueError("the released contract always calls start_load_kv after bind_connector_meta")
+        """From M on: the next metadata is bound, but its batch cannot run: no ``start_load_kv``, and it comes again."""
+        if not self.contract.drops_batches:
+            raise ValueError("this contract always calls start_load_kv after bind_connector_meta")
         self._drops_batch = True
 
     def drop_device_cache(self) -> None:
@@ -182,9 +192,9 @@ class Executor:
         return not (self._waiting or self._active or self._previous or has_transfers)
 
     def run_until_idle(self) -> dict[int, list[int]]:
-        """Steps until every request ended and no transfer is open; returns ``outputs``."""
+        """Steps until every request ended and no transfer is open, here and on all ranks; returns ``outputs``."""
         deadline_s = time.monotonic() + PATIENCE_S
-        while not self.is_idle:
+        while self.lockstep.any(not self.is_idle):
             if not self.step():
                 time.sleep(0)  # only transfers: lets the connector's threads run
             if time.monotonic() > deadline_s:
@@ -212,9 +222,13 @@ class Executor:
                 self._active.append(core)
         batch, paused = self._scheduler.schedule(self._active)
         self._check_ranks_agree(batch)
-        if batch.all:
+        if self.lockstep.any(bool(self._active)):
+            self.lockstep.pad(batch, is_free=not self._active)
+        can_run = self.lockstep.can_run(batch)
+        if can_run:
             self._start_batch(batch)
-        sampled = self._forward(batch) if batch.all else None
+            can_run = self.lockstep.can_run(batch)
+        sampled = self._forward(batch) if can_run else None
         done = sampled
         if self.config.overlap:
             done, self._previous = self._previous, sampled
@@ -222,6 +236,7 @@ class Executor:
         for core in paused:
             self._pause(core)
         self._ends.poll()
+        self.lockstep.drop_padding(batch)
         return sampled is not None
 
     def _start_batch(self, batch: Batch) -> None:
@@ -229,13 +244,31 @@ class Executor:
         if self.manager is None:
             return
         self.manager.build_output(batch)
-        self.manager.take_pending_loads(batch)
+        parked = self.manager.take_pending_loads(batch)
+        self.lockstep.pad(batch, is_free=False)
         self.manager.bind()
         if self._drops_batch:
             self._drops_batch = False
             batch.context, batch.generation = [], []
-        else:
-            self.manager.start_load()
+            return
+        self.manager.start_load()
+        if self.lockstep.is_on and parked and not batch.all and not self.config.defers_when_full:
+            self._wait_for_load(batch, parked)
+
+    def _wait_for_load(self, batch: Batch, parked: list[Core]) -> None:
+        """Attention DP: no room for a dummy request; the others wait until one of these has been loaded."""
+        deadline_s = time.monotonic() + PATIENCE_S
+        manager = self.manager
+        while manager is not None and not batch.context:
+            self._ends.poll()
+            time.sleep(0)
+            batch.context = [core for core in parked if core.state is State.CONTEXT]
+            if time.monotonic() > deadline_s:
+                raise DoubleFailure(f"no load ended in {PATIENCE_S:.0f} s: {self._describe()}")
+        if manager is not None:
+            manager.build_output(batch)
+            manager.bind()
+            manager.start_load()
 
     def _forward(self, batch: Batch) -> Sampled | None:
         """Runs the model; None if it failed, and then no request is left."""
@@ -251,8 +284,10 @@ class Executor:
         except Exception as error:
             self.errors.append(error)
             self._drop_everything()
+            self.lockstep.check_together(False)
             return None
-        return self._sample(batch.all, works)
+        self.lockstep.check_together(True)
+        return self._sample(batch.context + batch.generation, [work for work in works if work.request_id != DUMMY_ID])
 
     def _run_layers(self, works: list[Work], *, has_hooks: bool) -> None:
         hooks = self.manager if has_hooks else None
@@ -263,7 +298,7 @@ class Executor:
             self.model.write_layer(works, layer)
             if hooks:
                 hooks.in_forward("save_kv_layer", layer)
-        self.num_computed_tokens += sum(work.end - work.start for work in works)
+        self.num_computed_tokens += sum(work.end - work.start for work in works if work.request_id != DUMMY_ID)
         if self._fails_forward:
             self._fails_forward = False
             raise ForwardError("as the test wished")
@@ -318,10 +353,14 @@ class Executor:
         for core in [core for core in self._waiting if core.request_id in self._cancelled]:
             self._waiting.remove(core)
             self._ends.end(core, "cancelled")
+        kept = set()
         for core in self._active:
             if core.request_id in self._cancelled and core.finish_reason is None:
-                core.finish_reason = "cancelled"
-        self._cancelled.clear()
+                if self.lockstep.is_on and self.manager is not None and self.manager.has_pending(core.request_id):
+                    kept.add(core.request_id)  # with attention DP a cancel waits for the load
+                else:
+                    core.finish_reason = "cancelled"
+        self._cancelled = kept
 
     def _drop_everything(self) -> None:
         """A forward error: all active requests end, and the connector hears nothing."""
@@ -340,7 +379,7 @@ class Executor:
             core.state = State.CONTEXT
 
     def _check_ranks_agree(self, batch: Batch) -> None:
-        if comm.mpi_world_size() > 1:
+        if comm.mpi_world_size() > 1 and not self.config.attention_dp:
             mine = [(core.request_id, core.state.value, core.position, core.computed) for core in batch.all]
             everybody = comm.mpi_allgather(mine)
             if any(theirs != mine for theirs in everybody):

@@ -33,15 +33,20 @@ class Batch:
     def __init__(self, context: list[Core], generation: list[Core]) -> None:
         self.context = context
         self.generation = generation
+        self.padding: Core | None = None
+        """Attention DP: the dummy request of a rank that has no other."""
 
     @property
     def all(self) -> list[Core]:
         """Context requests first."""
-        return self.context + self.generation
+        return self.context + self.generation + ([self.padding] if self.padding is not None else [])
 
 
 class ConnectorManager:
-    """One rank's connector, seen from the executor. ``leader`` is None on all ranks but 0."""
+    """One rank's connector, seen from the executor.
+
+    ``leader`` is None on all ranks but 0. With attention DP each rank has one, and ranks say nothing to each other.
+    """
 
     def __init__(self, leader: Any, worker: Any, contract: Contract, calls: Calls, config: ExecutorConfig) -> None:
         self.leader = leader
@@ -50,6 +55,7 @@ class ConnectorManager:
         self._contract = contract
         self._calls = calls
         self._is_v2 = config.manager == "v2"
+        self._attention_dp = config.attention_dp
         self._num_groups = len(config.windows)
         self._tokens_per_block = config.tokens_per_block
         self._stream = HostStream()
@@ -109,9 +115,11 @@ class ConnectorManager:
         """Whether the blocks are to be kept; asked on the leader."""
         self._loaded.discard(core.request_id)
         values = {"request_id": core.request_id}
-        keeps = comm.mpi_broadcast(
+        keeps = self._from_leader(
             self._flat_or_grouped("request_finished", core, values) if self.leader is not None else None
         )
+        if self._attention_dp:
+            self.forget(core)
         _must_be_bool("request_finished", keeps)
         if keeps:
             self._new_saving[core.request_id] = core
@@ -138,6 +146,8 @@ class ConnectorManager:
                 data.computed_position -= self._external.get(core.request_id, 0)
                 (output.new_requests if is_new else output.cached_requests).append(data)
         output.cached_requests.extend(self._request_data(core) for core in batch.generation)
+        if self._attention_dp:
+            output.attention_dp_rank = comm.mpi_rank()
         self._external = {}
         self._output = output
 
@@ -152,25 +162,26 @@ class ConnectorManager:
         else:
             computed, scheduled = len(core.tokens) - 1, 1
         flat = ids[0] if len(ids) == 1 else []
-        fields: dict[str, Any] = {}
+        fields: dict[str, Any] = {"num_scheduled_tokens": scheduled} if self._contract.counts_tokens else {}
+        if self._contract.has_priorities:
+            is_ranked = core.priority is not None and not self._is_v2
+            fields["priorities"] = [core.priority] * len(flat) if is_ranked else None
+            salt = "cache_salt" if self._contract.is_newest else "cache_salt_id"
+            fields[salt] = getattr(core.python, salt)
         if self._contract.is_newest:
             size = self._tokens_per_block
             hashes = [core.sequence.block_key(block, size) for block in range(len(core.tokens) // size)]
-            is_ranked = core.priority is not None and not self._is_v2
-            fields = {
-                "block_hashes": [] if self._is_v2 else hashes,
-                "priorities": [core.priority] * len(flat) if is_ranked else None,
-                "cache_salt": core.cache_salt,
-                "new_block_ids_by_layer_group": ids if self._is_v2 else [],
-            }
-        return self._contract.api.RequestData(core.request_id, new_tokens, flat, computed, scheduled, **fields)
+            fields["block_hashes"] = [] if self._is_v2 else hashes
+            fields["new_block_ids_by_layer_group"] = ids if self._is_v2 else []
+        return self._contract.api.RequestData(core.request_id, new_tokens, flat, computed, **fields)
 
-    def take_pending_loads(self, batch: Batch) -> None:
-        """Requests that were answered async leave the batch."""
-        for core in batch.context:
-            if core.request_id in self._new_loading:
-                core.state = State.LOADING
+    def take_pending_loads(self, batch: Batch) -> list[Core]:
+        """Requests that were answered async leave the batch; those."""
+        parked = [core for core in batch.context if core.request_id in self._new_loading]
+        for core in parked:
+            core.state = State.LOADING
         batch.context = [core for core in batch.context if core.state is State.CONTEXT]
+        return parked
 
     def bind(self) -> None:
         """build_connector_meta on the leader, bind_connector_meta everywhere; ranks above 0 get an unpickled copy."""
@@ -207,7 +218,8 @@ class ConnectorManager:
             raise DoubleFailure(f"get_finished returned {answer!r}") from error
         _move("saving", saved, self._saving, self._done_saving)
         _move("loading", loaded, self._loading, self._done_loading)
-        everywhere = comm.mpi_allgather((list(self._done_saving), list(self._done_loading)))
+        done = (list(self._done_saving), list(self._done_loading))
+        everywhere = [done] if self._attention_dp else comm.mpi_allgather(done)
         for request_id in set.intersection(*(set(theirs[1]) for theirs in everywhere)):
             core = self._done_loading.pop(request_id)
             self._loaded.add(request_id)
@@ -251,7 +263,10 @@ class ConnectorManager:
                     ForkingPickler.dumps(result)
                 except Exception as error:
                     raise DoubleFailure(f"{name} returned what cannot be pickled: {result!r}") from error
-        return comm.mpi_broadcast(result)
+        return self._from_leader(result)
+
+    def _from_leader(self, result: Any) -> Any:
+        return result if self._attention_dp else comm.mpi_broadcast(result)
 
     def _call(self, name: str, call: Callable[[], Any], **values: Any) -> Any:
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tests.trtllm.double.blocks import BlockManager
 from tests.trtllm.double.config import ExecutorConfig
+from tests.trtllm.double.contract import Contract
 from tests.trtllm.double.failure import DoubleFailure
 from tests.trtllm.double.manager import Batch, ConnectorManager
 from tests.trtllm.double.model import Model, Work
@@ -19,14 +20,13 @@ class Scheduler:
         blocks: BlockManager,
         model: Model,
         manager: ConnectorManager | None,
-        *,
-        queries_first: bool,
+        contract: Contract,
     ) -> None:
         self._config = config
         self._blocks = blocks
         self._model = model
         self._manager = manager
-        self._queries_first = queries_first
+        self._contract = contract
         self._is_v2 = config.manager == "v2"
         self._size = config.tokens_per_block
         self.to_preempt: set[int] = set()
@@ -121,7 +121,7 @@ class Scheduler:
     def prepare(self, batch: Batch) -> None:
         """Blocks for the batch; the connector is asked about requests that start, and told their blocks."""
         new = [core for core in batch.context if not core.is_allocated and self._should_add(core)]
-        if self._queries_first or self._is_v2:
+        if self._contract.queries_first or self._is_v2:
             for core in new:
                 self._ask(core)
             for core in new:
@@ -155,8 +155,7 @@ class Scheduler:
             self._prepopulate(core, num_device + offer)
 
     def _skips_dummy(self, core: Core) -> bool:
-        """R asks about dummy requests too."""
-        return core.is_dummy and self._queries_first
+        return core.is_dummy and not self._contract.queries_dummies
 
     def _tell(self, core: Core) -> None:
         core.is_allocated = True

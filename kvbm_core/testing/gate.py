@@ -1,24 +1,28 @@
-"""A transfer executor whose copies can be held back or made to fail."""
+"""An executor whose copies can be held back or made to fail, for tests with whole engines."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
 
 from kvbm_core.errors import Outcome
-from kvbm_core.transfer.executor import Executor as TransferExecutor
+from kvbm_core.transfer.executor import Executor
 from kvbm_core.transfer.plan import JobResult, TransferPlan
 from kvbm_core.types import Direction
 
 BLOCKING_WAIT_S = 1.0
-"""A caller that waits at least this long cannot go on before the copy is over."""
+"""A caller that waits at least this long cannot go on before the copy is over; a shorter wait is a look."""
 
 
 class Gate:
-    """The real transfer executor behind a gate: jobs of a direction can be held back, or end as a given failure."""
+    """The real executor behind a gate: jobs of a direction can be held back, or end as a given failure.
 
-    def __init__(self, inner: TransferExecutor, finished: Callable[[JobResult], None]) -> None:
+    ``finished`` is told what ends without the real executor.
+    """
+
+    def __init__(self, inner: Executor, finished: Callable[[JobResult], None]) -> None:
         self.submitted: list[TransferPlan] = []
         self.before_load: Callable[[], None] = lambda: None
+        """Called when an onboard is submitted."""
         self.is_cancellable = True
         """False: a held job counts as running, so that it can only be waited for."""
         self._inner = inner
@@ -62,13 +66,16 @@ class Gate:
     def _pass(self, plan: TransferPlan, deadline_s: float | None) -> None:
         failures = self._failures[plan.direction]
         if failures:
-            self._finished(JobResult(plan.job_id, failures.pop(0), 0, 0.0, 0.0, "injected"))
+            self._report(plan.job_id, failures.pop(0))
         else:
             self._inner.submit(plan, deadline_s=deadline_s)
 
     def _start(self, job_ids: Collection[int]) -> None:
         for plan, deadline_s in [self._held.pop(job_id) for job_id in job_ids]:
             self._pass(plan, deadline_s)
+
+    def _report(self, job_id: int, outcome: Outcome) -> None:
+        self._finished(JobResult(job_id, outcome, 0, 0.0, 0.0, "injected"))
 
     def poll(self) -> list[JobResult]:
         """See Executor."""
@@ -80,7 +87,7 @@ class Gate:
             return self._inner.cancel(job_id)
         if self.is_cancellable:
             del self._held[job_id]
-            self._finished(JobResult(job_id, Outcome.REJECTED, 0, 0.0, 0.0, "cancelled"))
+            self._report(job_id, Outcome.REJECTED)
         return self.is_cancellable
 
     def wait(self, job_ids: Collection[int], timeout_s: float) -> bool:
@@ -93,10 +100,14 @@ class Gate:
 
     def drain(self, timeout_s: float) -> bool:
         """See Executor."""
+        if self._held and timeout_s < BLOCKING_WAIT_S:
+            return False
         self._start(list(self._held))
         return self._inner.drain(timeout_s)
 
     def close(self) -> None:
         """See Executor."""
-        self._start(list(self._held))
+        for job_id in list(self._held):
+            del self._held[job_id]
+            self._report(job_id, Outcome.REJECTED)
         self._inner.close()
