@@ -6,7 +6,6 @@ import sys
 import sysconfig
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,14 +14,10 @@ import torch
 from benchmarks.gpu.device import Device, open_device
 from benchmarks.gpu.rows import Goal, Result, Row
 from benchmarks.gpu.stages import REPOSITORY, Options
-from kvbm_core.clock import Clock
-from kvbm_core.storage.host_slab import HostSlab
-from kvbm_core.testing.executor_contract import LONG_S, NUM_SLOTS, Bench, ExecutorContract, two_group_memory
-from kvbm_core.transfer.digests import SlotDigests
+from kvbm_core.testing.executor_bench import Bench
+from kvbm_core.testing.executor_contract import ExecutorContract, Prepare, Setup
 from kvbm_core.transfer.executor import DeviceMemory, Executor
-from kvbm_core.transfer.executors.cuda import CudaExecutor
 from kvbm_core.transfer.executors.cuda_runtime import CudaError
-from kvbm_core.transfer.plan import JobResult
 
 CONTRACT = Goal("tests of the executor contract that fail", "tests", bound=0)
 CHECKED = Goal("tests of the executor contract that ran", "tests")
@@ -61,58 +56,37 @@ class GpuBench(Bench):
 class GpuContract(ExecutorContract):
     """The contract on the device's memory, with host memory pinned as the worker pins it."""
 
+    bench_class = GpuBench
+
     def __init__(self, device: Device) -> None:
         self._device = device
         self._api = Breakable(device.api)
 
-    def make_executor(
-        self,
-        device: DeviceMemory,
-        host: HostSlab,
-        *,
-        on_done: Callable[[JobResult], None] | None,
-        verify: bool,
-        clock: Clock | None,
-    ) -> Executor:
+    def make_executor(self, setup: Setup) -> Executor:
         """See ExecutorContract."""
         api: Any = self._api
-        digests = SlotDigests() if verify else None
-        return CudaExecutor(
-            device, host, api, max_concurrent=1, max_batch_blocks=4, on_done=on_done, digests=digests, clock=clock
-        )
+        return setup.cuda_copier(api)
 
     def break_copies(self, bench: Bench, broken: bool) -> None:
         """See ExecutorContract."""
         self._api.is_broken = broken
 
-    @contextmanager
-    def bench(
-        self,
-        *,
-        on_done: Callable[[JobResult], None] | None = None,
-        verify: bool = False,
-        clock: Clock | None = None,
-        prepare: Callable[[int, int], None] | None = None,
-    ) -> Iterator[Bench]:
+    def make_memory(self) -> DeviceMemory:
         """See ExecutorContract."""
-        device = two_group_memory()
+        memory = super().make_memory()
         if self._device.torch_device.type == "cuda":
-            device.storages = [torch.from_numpy(array).to(self._device.torch_device) for array in device.storages]
+            memory.storages = [torch.from_numpy(array).to(self._device.torch_device) for array in memory.storages]
+        return memory
+
+    def preparation(self, prepare: Prepare | None) -> Prepare:
+        """See ExecutorContract."""
 
         def pin(address: int, nbytes: int) -> Callable[[], None] | None:
             if prepare is not None:
                 prepare(address, nbytes)
             return self._device.pin(address, nbytes) if self._device.pin is not None else None
 
-        host = HostSlab(NUM_SLOTS, max(view.block_bytes for view in device.views), prepare=pin)
-        if prepare is None and not host.wait_ready(LONG_S):
-            raise CudaError(f"no pinned memory: {host.failure}")
-        executor = self.make_executor(device, host, on_done=on_done, verify=verify, clock=clock)
-        try:
-            yield GpuBench(device, host, executor)
-        finally:
-            executor.close()
-            host.close()
+        return pin
 
 
 class ChecksStage:

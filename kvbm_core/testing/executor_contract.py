@@ -5,127 +5,85 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from pathlib import Path
-
-import numpy as np
-import numpy.typing as npt
+from dataclasses import dataclass
 
 from kvbm_core.clock import Clock, ManualClock
 from kvbm_core.errors import Outcome
-from kvbm_core.layout.tensors import TensorInfo, view_of_tensors
 from kvbm_core.storage.host_slab import HostSlab
+from kvbm_core.testing.executor_bench import (
+    HELD_JOB,
+    LONG_S,
+    NUM_DEVICE_BLOCKS,
+    NUM_SLOTS,
+    Bench,
+    Listener,
+    is_mapped,
+    plan,
+    two_group_memory,
+)
+from kvbm_core.transfer.digests import SlotDigests
 from kvbm_core.transfer.executor import DeviceMemory, Executor
+from kvbm_core.transfer.executors.cuda import CudaExecutor
+from kvbm_core.transfer.executors.cuda_runtime import CudaApi
+from kvbm_core.transfer.executors.memcpy import MemcpyExecutor
+from kvbm_core.transfer.factory import make_executor
 from kvbm_core.transfer.jobs import MAX_QUEUED_JOBS
 from kvbm_core.transfer.plan import GroupMove, JobResult, TransferPlan
 from kvbm_core.types import Direction
 
-NUM_DEVICE_BLOCKS = 12
-NUM_SLOTS = 8
-HELD_JOB = 1000
-LONG_S = 30.0
-"""Longer than anything here takes; a wait that needs it has failed."""
+OnDone = Callable[[JobResult], None]
+Prepare = Callable[[int, int], Callable[[], None] | None]
+"""See HostSlab."""
 
 
-@dataclass
-class Listener:
-    """Collects results; the thread that brings the one of HELD_JOB is kept until ``gate`` is set."""
-
-    results: list[JobResult] = field(default_factory=list)
-    gate: threading.Event = field(default_factory=threading.Event)
-    _arrived: threading.Condition = field(default_factory=threading.Condition)
-
-    def __call__(self, result: JobResult) -> None:
-        with self._arrived:
-            self.results.append(result)
-            self._arrived.notify_all()
-        if result.job_id == HELD_JOB:
-            self.gate.wait(LONG_S)
-
-    def wait_for(self, job_id: int) -> bool:
-        """Waits until the job has ended; False if it takes too long."""
-        with self._arrived:
-            return self._arrived.wait_for(lambda: job_id in self.ids(), LONG_S)
-
-    def ids(self) -> list[int]:
-        """Of the jobs that ended, in order."""
-        return [result.job_id for result in self.results]
-
-    def outcomes(self) -> dict[int, Outcome]:
-        """By job id."""
-        return {result.job_id: result.outcome for result in self.results}
-
-
-@dataclass
-class Bench:
-    """An executor between a device memory with two KV cache groups and a slab."""
+@dataclass(frozen=True)
+class Setup:
+    """What an executor is made of; with ``digests`` it is to verify."""
 
     device: DeviceMemory
     host: HostSlab
-    executor: Executor
+    on_done: OnDone | None
+    digests: SlotDigests | None
+    clock: Clock | None
 
-    def content(self, group: int, block: int) -> bytes:
-        """The bytes of a device block."""
-        regions = self.device.views[group].regions(block)
-        return b"".join(self.device.storages[s][o : o + n].tobytes() for s, o, n in regions)
-
-    def wipe(self) -> None:
-        """Forgets all device bytes."""
-        for storage in self.device.storages:
-            storage[:] = 0
-
-    def slot(self, slot: int) -> npt.NDArray[np.uint8]:
-        """The bytes of a slot."""
-        return self.host.array[slot * self.host.slot_bytes : (slot + 1) * self.host.slot_bytes]
-
-
-def two_group_memory(seed: int = 1) -> DeviceMemory:
-    """Random bytes under a group with packed layers that are interleaved, and one with K and V apart."""
-    blocks, layers, heads, tokens, content = NUM_DEVICE_BLOCKS, 3, 2, 4, 8
-    page = heads * tokens * content
-    packed_bytes, apart_bytes = blocks * layers * page * 2, 2 * blocks * page * 2
-    packed = [
-        TensorInfo(
-            name=f"packed.{layer}",
-            shape=(blocks, heads, tokens, content),
-            strides=(layers * page, content, heads * content, 1),
-            itemsize=2,
-            dtype="float16",
-            storage=0,
-            storage_offset_bytes=layer * page * 2,
-            storage_bytes=packed_bytes,
+    def copier(self, on_done: OnDone | None) -> Executor:
+        """The executor for this memory, four blocks a batch."""
+        return make_executor(
+            self.device, self.host, max_batch_blocks=4, on_done=on_done, digests=self.digests, clock=self.clock
         )
-        for layer in range(layers)
-    ]
-    apart_strides = (blocks * page, page, heads * content, content, 1)
-    apart_shape = (2, blocks, tokens, heads, content)
-    apart = TensorInfo("apart", apart_shape, apart_strides, 2, "float16", 1, 0, apart_bytes)
-    random = np.random.default_rng(seed)
-    storages = [random.integers(0, 256, n, dtype=np.uint8) for n in (packed_bytes, apart_bytes)]
-    return DeviceMemory((view_of_tensors(packed, blocks), view_of_tensors([apart], blocks)), storages)
+
+    def cuda_copier(self, api: CudaApi, max_concurrent: int = 1) -> CudaExecutor:
+        """The executor for GPUs, by another than CUDA's own interface, four blocks a batch."""
+        return CudaExecutor(
+            self.device,
+            self.host,
+            api,
+            max_concurrent=max_concurrent,
+            max_batch_blocks=4,
+            on_done=self.on_done,
+            digests=self.digests,
+            clock=self.clock,
+        )
 
 
-def plan(
-    job_id: int, direction: Direction, blocks: Sequence[int], slots: Sequence[int], group: int = 0
-) -> TransferPlan:
-    """A plan with one move."""
-    return TransferPlan(job_id, direction, (GroupMove(group, tuple(blocks), tuple(slots)),))
+def forbid_writes(executor: object, forbidden: bool) -> None:
+    """Makes every copy to the device fail that a MemcpyExecutor is given, or work again."""
+    assert isinstance(executor, MemcpyExecutor)
+    for lanes in executor._lanes:
+        for lane in lanes:
+            lane.device.flags.writeable = not forbidden
 
 
 class ExecutorContract:
     """Inherit, name the class ``Test...`` and say how to make the executor and how to make it fail."""
 
-    def make_executor(
-        self,
-        device: DeviceMemory,
-        host: HostSlab,
-        *,
-        on_done: Callable[[JobResult], None] | None,
-        verify: bool,
-        clock: Clock | None,
-    ) -> Executor:
+    keeps_results = True
+    """False: the executor always has a listener, so nothing is there to be polled."""
+    bench_class: type[Bench] = Bench
+
+    def make_executor(self, setup: Setup) -> Executor:
         """An executor that runs one job at a time."""
         raise NotImplementedError
 
@@ -133,22 +91,32 @@ class ExecutorContract:
         """Makes every copy to the device fail, or work again."""
         raise NotImplementedError
 
+    def make_memory(self) -> DeviceMemory:
+        """Fresh device memory."""
+        return two_group_memory()
+
+    def preparation(self, prepare: Prepare | None) -> Prepare | None:
+        """What the slab's memory needs, and what a test wants done before."""
+        return prepare
+
     @contextmanager
     def bench(
         self,
         *,
-        on_done: Callable[[JobResult], None] | None = None,
+        on_done: OnDone | None = None,
         verify: bool = False,
         clock: Clock | None = None,
-        prepare: Callable[[int, int], None] | None = None,
+        prepare: Prepare | None = None,
     ) -> Iterator[Bench]:
         """A fresh executor on fresh memory, closed afterwards."""
-        device = two_group_memory()
-        host = HostSlab(NUM_SLOTS, max(view.block_bytes for view in device.views), prepare=prepare)
-        assert prepare is not None or host.wait_ready(LONG_S)
-        executor = self.make_executor(device, host, on_done=on_done, verify=verify, clock=clock)
+        device, results = self.make_memory(), list[JobResult]()
+        host = HostSlab(NUM_SLOTS, max(v.block_bytes for v in device.views), prepare=self.preparation(prepare))
+        assert prepare is not None or host.wait_ready(LONG_S), host.failure
+        if not self.keeps_results:
+            on_done = on_done or results.append
+        executor = self.make_executor(Setup(device, host, on_done, SlotDigests() if verify else None, clock))
         try:
-            yield Bench(device, host, executor)
+            yield self.bench_class(device, host, executor, results)
         finally:
             executor.close()
             host.close()
@@ -157,7 +125,7 @@ class ExecutorContract:
         """Runs one job and returns its result."""
         bench.executor.submit(submitted)
         assert bench.executor.wait([submitted.job_id], LONG_S)
-        (result,) = bench.executor.poll()
+        (result,) = bench.poll()
         assert result.job_id == submitted.job_id
         return result
 
@@ -195,12 +163,12 @@ class ExecutorContract:
     def test_a_result_is_delivered_once(self) -> None:
         with self.bench() as bench:
             assert self.finish(bench, plan(1, Direction.OFFLOAD, [1], [1])).seconds >= 0
-            assert bench.executor.poll() == []
+            assert bench.poll() == []
         listener = Listener()
         with self.bench(on_done=listener) as bench:
             bench.executor.submit(plan(1, Direction.OFFLOAD, [1], [1]))
             assert bench.executor.drain(LONG_S)
-            assert listener.ids() == [1] and bench.executor.poll() == []
+            assert listener.ids() == [1] and bench.poll() == []
 
     @contextmanager
     def held(self, bench: Bench, listener: Listener) -> Iterator[None]:
@@ -212,14 +180,18 @@ class ExecutorContract:
         finally:
             listener.gate.set()
 
-    def test_onboards_go_first_and_each_kind_in_order(self) -> None:
+    def order_of_ends(self) -> list[int]:
+        """Of offloads 0 and 2 and onboards 1 and 3, submitted in the order of their ids while HELD_JOB was running."""
         listener = Listener()
         with self.bench(on_done=listener) as bench:
             with self.held(bench, listener):
                 for job_id, direction in enumerate(("offload", "onboard", "offload", "onboard")):
                     bench.executor.submit(plan(job_id, Direction(direction), [job_id], [job_id + 1]))
             assert bench.executor.drain(LONG_S)
-            assert listener.ids() == [HELD_JOB, 1, 3, 0, 2]
+            return listener.ids()
+
+    def test_onboards_go_first_and_each_kind_in_order(self) -> None:
+        assert self.order_of_ends() == [HELD_JOB, 1, 3, 0, 2]
 
     def test_a_job_past_its_deadline_does_not_start(self) -> None:
         listener, clock = Listener(), ManualClock(5.0)
@@ -305,6 +277,11 @@ class ExecutorContract:
             assert bench.host.wait_ready(LONG_S)
             assert self.finish(bench, plan(2, Direction.OFFLOAD, [1], [1])).outcome is Outcome.OK
 
+    def overfill(self, bench: Bench, num_queued: int) -> None:
+        """Submits ten jobs more than there is room for."""
+        for number in range(MAX_QUEUED_JOBS - num_queued + 10):
+            bench.executor.submit(plan(HELD_JOB + 1 + number, Direction.OFFLOAD, [1], [1]))
+
     def test_a_job_id_in_flight_is_not_taken_again(self) -> None:
         listener = Listener()
         with self.bench(on_done=listener) as bench, self.held(bench, listener):
@@ -315,14 +292,20 @@ class ExecutorContract:
             raise AssertionError("a job id in flight was accepted again")
 
     def test_the_queue_is_bounded(self) -> None:
-        with self.bench() as bench:
-            for job_id in range(MAX_QUEUED_JOBS + 10):
-                bench.executor.submit(plan(job_id, Direction.OFFLOAD, [1], [1]))
+        listener = Listener()
+        with self.bench(on_done=listener) as bench:
+            with self.held(bench, listener):
+                self.overfill(bench, num_queued=1)
             assert bench.executor.drain(LONG_S)
-            results = bench.executor.poll()
-            assert len(results) == MAX_QUEUED_JOBS + 10
-            assert sum(result.outcome is Outcome.BUSY for result in results) == 10
-            assert self.finish(bench, plan(1, Direction.OFFLOAD, [1], [1])).outcome is Outcome.OK
+            outcomes = [result.outcome for result in listener.results]
+            assert (outcomes.count(Outcome.OK), outcomes.count(Outcome.BUSY)) == (MAX_QUEUED_JOBS, 10)
+        if self.keeps_results:  # what was not polled counts too
+            with self.bench() as bench:
+                self.overfill(bench, num_queued=0)
+                assert bench.executor.drain(LONG_S)
+                outcomes = [result.outcome for result in bench.poll()]
+                assert (outcomes.count(Outcome.OK), outcomes.count(Outcome.BUSY)) == (MAX_QUEUED_JOBS, 10)
+                assert self.finish(bench, plan(1, Direction.OFFLOAD, [1], [1])).outcome is Outcome.OK
 
     def test_a_failing_listener_harms_nobody(self) -> None:
         def fail(result: JobResult) -> None:
@@ -376,12 +359,3 @@ class ExecutorContract:
         assert [name for name in kept if name != "kvbm-cuda-double"] == []
         gc.collect()
         assert not is_mapped(address)
-
-
-def is_mapped(address: int) -> bool:
-    """Whether ``address`` is in a mapping of this process."""
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        start, end = (int(number, 16) for number in line.split()[0].split("-"))
-        if start <= address < end:
-            return True
-    return False

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from inspect import Parameter, Signature
 from pathlib import Path
 
-from tests.contract.source_reading import Uses, find_class, imports_of, parse
+from tests.contract.source_reading import Uses, class_of, fields_of, imports_of, parse
 
 STORAGE = Path("srt/mem_cache/hicache_storage.py")
 CONTROLLER = Path("srt/managers/cache_controller.py")
@@ -36,14 +36,6 @@ def signature_of(function: ast.FunctionDef) -> Signature:
     return Signature(found)
 
 
-def fields_of(path: Path, name: str) -> dict[str, bool]:
-    """Fields of a dataclass, in order -> whether each has a default."""
-    node = find_class(path, name)
-    assert node is not None, f"{name} is not in {path}"
-    fields = [item for item in node.body if isinstance(item, ast.AnnAssign)]
-    return {ast.unparse(item.target): item.value is not None for item in fields}
-
-
 def constructor_of(path: Path, name: str) -> Signature:
     """What a dataclass is made with."""
     kind = Parameter.POSITIONAL_OR_KEYWORD
@@ -53,9 +45,7 @@ def constructor_of(path: Path, name: str) -> Signature:
 
 def enum_values(path: Path, name: str) -> set[str]:
     """The string values of an enum."""
-    node = find_class(path, name)
-    assert node is not None, f"{name} is not in {path}"
-    values = [item.value for item in node.body if isinstance(item, ast.Assign)]
+    values = [item.value for item in class_of(path, name).body if isinstance(item, ast.Assign)]
     return {value.value for value in values if isinstance(value, ast.Constant) and isinstance(value.value, str)}
 
 

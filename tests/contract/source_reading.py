@@ -20,6 +20,26 @@ def find_class(path: Path, name: str) -> ast.ClassDef | None:
     return next((node for node in parse(path).body if isinstance(node, ast.ClassDef) and node.name == name), None)
 
 
+def class_of(path: Path, name: str) -> ast.ClassDef:
+    """The same, of a class that must be there."""
+    node = find_class(path, name)
+    assert node is not None, f"{name} is not in {path}"
+    return node
+
+
+def function_of(source: str) -> ast.FunctionDef:
+    """The function that a text defines."""
+    node = ast.parse(source).body[0]
+    assert isinstance(node, ast.FunctionDef)
+    return node
+
+
+def fields_of(path: Path, name: str) -> dict[str, bool]:
+    """Fields of a dataclass, in order -> whether each has a default."""
+    fields = [item for item in class_of(path, name).body if isinstance(item, ast.AnnAssign)]
+    return {ast.unparse(item.target): item.value is not None for item in fields}
+
+
 def methods(node: ast.ClassDef) -> dict[str, ast.FunctionDef]:
     """Methods, properties and class methods defined in the class itself."""
     return {item.name: item for item in node.body if isinstance(item, ast.FunctionDef)}

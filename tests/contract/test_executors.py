@@ -3,30 +3,20 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from kvbm_core.clock import Clock
 from kvbm_core.errors import Outcome, UnsupportedError
 from kvbm_core.layout.view import BlockView, Segment
 from kvbm_core.native import Ids, native
 from kvbm_core.storage.disk.block_file import BlockFile, Geometry
 from kvbm_core.storage.host_slab import HUGE_PAGE_BYTES, HostSlab
 from kvbm_core.testing.cuda_double import CudaDouble, DoubleEvent
-from kvbm_core.testing.executor_contract import (
-    HELD_JOB,
-    LONG_S,
-    NUM_SLOTS,
-    Bench,
-    ExecutorContract,
-    Listener,
-    plan,
-    two_group_memory,
-)
-from kvbm_core.transfer.digests import SlotDigests
+from kvbm_core.testing.executor_bench import LONG_S, NUM_SLOTS, Bench, Listener, plan, two_group_memory
+from kvbm_core.testing.executor_contract import ExecutorContract, Setup, forbid_writes
 from kvbm_core.transfer.executor import DeviceMemory, Executor
 from kvbm_core.transfer.executors import memcpy
 from kvbm_core.transfer.executors.cuda import CudaExecutor
@@ -34,9 +24,7 @@ from kvbm_core.transfer.executors.disk import DiskExecutor
 from kvbm_core.transfer.executors.memcpy import Lanes, MemcpyExecutor, copy_in_python, copy_natively
 from kvbm_core.transfer.executors.pipeline import PipelineExecutor
 from kvbm_core.transfer.factory import make_executor, slab_preparation
-from kvbm_core.transfer.jobs import MAX_QUEUED_JOBS
 from kvbm_core.transfer.pieces import PieceTable
-from kvbm_core.transfer.plan import JobResult
 from kvbm_core.types import Direction
 
 
@@ -49,51 +37,34 @@ class TestMemcpyExecutor(ExecutorContract):
     def _copies(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(memcpy, "copy_lanes", self.copy_lanes)
 
-    def make_executor(
-        self,
-        device: DeviceMemory,
-        host: HostSlab,
-        *,
-        on_done: Callable[[JobResult], None] | None,
-        verify: bool,
-        clock: Clock | None,
-    ) -> Executor:
-        digests = SlotDigests() if verify else None
-        return make_executor(device, host, max_batch_blocks=4, on_done=on_done, digests=digests, clock=clock)
+    def make_executor(self, setup: Setup) -> Executor:
+        return setup.copier(setup.on_done)
 
     def break_copies(self, bench: Bench, broken: bool) -> None:
-        executor = bench.executor
-        assert isinstance(executor, MemcpyExecutor)
-        for lanes in executor._lanes:
-            for lane in lanes:
-                lane.device.flags.writeable = not broken
+        forbid_writes(bench.executor, broken)
 
-    def test_an_onboard_does_not_wait_for_the_rest_of_an_offload(self) -> None:
+    def test_an_onboard_does_not_wait_for_the_rest_of_an_offload(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """The listener cannot hold a job that is under way, so the copies themselves are held."""
         first_batch, go_on = threading.Event(), threading.Event()
+        copy = MemcpyExecutor._copy
 
-        class Held(MemcpyExecutor):
-            def _copy(self, group: int, device_blocks: Ids, slots: Ids, is_offload: bool) -> None:
-                super()._copy(group, device_blocks, slots, is_offload)
-                if is_offload and not first_batch.is_set():
-                    first_batch.set()
-                    assert go_on.wait(LONG_S)
+        def held_copy(executor: MemcpyExecutor, group: int, device_blocks: Ids, slots: Ids, is_offload: bool) -> None:
+            copy(executor, group, device_blocks, slots, is_offload)
+            if is_offload and not first_batch.is_set():
+                first_batch.set()
+                assert go_on.wait(LONG_S)
 
-        device = two_group_memory()
-        host = HostSlab(NUM_SLOTS, max(view.block_bytes for view in device.views))
-        assert host.wait_ready(LONG_S)
+        monkeypatch.setattr(MemcpyExecutor, "_copy", held_copy)
         listener = Listener()
-        executor = Held(device, host, max_batch_blocks=2, on_done=listener)
-        executor.submit(plan(1, Direction.OFFLOAD, [0, 1, 2, 3], [0, 1, 2, 3]))
-        assert first_batch.wait(LONG_S)
-        assert not executor.cancel(1)
-        executor.submit(plan(2, Direction.OFFLOAD, [4], [4]))
-        executor.submit(plan(3, Direction.ONBOARD, [8], [0]))
-        go_on.set()
-        assert executor.drain(LONG_S)
-        assert listener.ids() == [3, 1, 2]
-        executor.close()
-        host.close()
+        with self.bench(on_done=listener) as bench:
+            bench.executor.submit(plan(1, Direction.OFFLOAD, range(6), range(6)))
+            assert first_batch.wait(LONG_S)
+            assert not bench.executor.cancel(1)
+            bench.executor.submit(plan(2, Direction.OFFLOAD, [6], [6]))
+            bench.executor.submit(plan(3, Direction.ONBOARD, [8], [0]))
+            go_on.set()
+            assert bench.executor.drain(LONG_S)
+            assert listener.ids() == [3, 1, 2]
 
 
 @pytest.mark.skipif(
@@ -113,30 +84,12 @@ class TestCudaExecutor(ExecutorContract):
 
     @pytest.fixture(autouse=True)
     def _double(self) -> Iterator[None]:
-        self.cuda = CudaDouble()
+        self.cuda, self.max_concurrent = CudaDouble(), 1
         yield
         self.cuda.close()
 
-    def make_executor(
-        self,
-        device: DeviceMemory,
-        host: HostSlab,
-        *,
-        on_done: Callable[[JobResult], None] | None,
-        verify: bool,
-        clock: Clock | None,
-        max_concurrent: int = 1,
-    ) -> Executor:
-        return CudaExecutor(
-            device,
-            host,
-            self.cuda,
-            max_concurrent=max_concurrent,
-            max_batch_blocks=4,
-            on_done=on_done,
-            digests=SlotDigests() if verify else None,
-            clock=clock,
-        )
+    def make_executor(self, setup: Setup) -> Executor:
+        return setup.cuda_copier(self.cuda, self.max_concurrent)
 
     def break_copies(self, bench: Bench, broken: bool) -> None:
         self.cuda.refuse_copies = broken
@@ -162,21 +115,17 @@ class TestCudaExecutor(ExecutorContract):
             assert bench.slot(1).tobytes() == bench.content(0, 1)
 
     def test_an_onboard_overtakes_an_offload_in_flight(self) -> None:
-        device = two_group_memory()
-        host = HostSlab(NUM_SLOTS, max(view.block_bytes for view in device.views))
-        assert host.wait_ready(LONG_S)
-        executor = self.make_executor(device, host, on_done=None, verify=False, clock=None, max_concurrent=2)
-        _, onboard_stream, offload_stream = self.cuda.streams
-        assert (onboard_stream.high_priority, offload_stream.high_priority) == (True, False)
-        self.cuda.hold(offload_stream, True)
-        executor.submit(plan(1, Direction.OFFLOAD, [1], [1]))
-        executor.submit(plan(2, Direction.ONBOARD, [2], [0]))
-        assert executor.wait([2], LONG_S)
-        assert not executor.wait([1], 0.0)
-        self.cuda.hold(offload_stream, False)
-        assert executor.drain(LONG_S)
-        executor.close()
-        host.close()
+        self.max_concurrent = 2
+        with self.bench() as bench:
+            _, onboard_stream, offload_stream = self.cuda.streams
+            assert (onboard_stream.high_priority, offload_stream.high_priority) == (True, False)
+            self.cuda.hold(offload_stream, True)
+            bench.executor.submit(plan(1, Direction.OFFLOAD, [1], [1]))
+            bench.executor.submit(plan(2, Direction.ONBOARD, [2], [0]))
+            assert bench.executor.wait([2], LONG_S)
+            assert not bench.executor.wait([1], 0.0)
+            self.cuda.hold(offload_stream, False)
+            assert bench.executor.drain(LONG_S)
 
     def test_no_more_than_the_allowed_jobs_are_in_flight(self) -> None:
         with self.bench() as bench:
@@ -205,61 +154,26 @@ class TestCudaExecutor(ExecutorContract):
 class TestPipelineExecutor(ExecutorContract):
     """A device with a disk beside it: plans without reads are not to notice."""
 
+    keeps_results = False
+
     @pytest.fixture(autouse=True)
     def _folder(self, tmp_path: Path) -> None:
         self.path = tmp_path / "contract.blocks"
 
-    def make_executor(
-        self,
-        device: DeviceMemory,
-        host: HostSlab,
-        *,
-        on_done: Callable[[JobResult], None] | None,
-        verify: bool,
-        clock: Clock | None,
-    ) -> Executor:
-        digests = SlotDigests() if verify else None
-        results: list[JobResult] = []
-        geometry = Geometry(NUM_SLOTS, host.slot_bytes, b"contract".ljust(16))
-        executor = PolledPipeline(
-            lambda done: MemcpyExecutor(device, host, max_batch_blocks=4, on_done=done, digests=digests, clock=clock),
-            lambda done: DiskExecutor(BlockFile(self.path, geometry), host, on_done=done, clock=clock),
-            host.slot_bytes,
-            on_done or results.append,
-            digests,
+    def make_executor(self, setup: Setup) -> Executor:
+        assert setup.on_done is not None
+        geometry = Geometry(NUM_SLOTS, setup.host.slot_bytes, b"contract".ljust(16))
+        return PipelineExecutor(
+            setup.copier,
+            lambda done: DiskExecutor(BlockFile(self.path, geometry), setup.host, on_done=done, clock=setup.clock),
+            setup.host.slot_bytes,
+            setup.on_done,
+            setup.digests,
         )
-        executor.results = results
-        return executor
 
     def break_copies(self, bench: Bench, broken: bool) -> None:
-        executor = bench.executor
-        assert isinstance(executor, PipelineExecutor) and isinstance(executor._device, MemcpyExecutor)
-        for lanes in executor._device._lanes:
-            for lane in lanes:
-                lane.device.flags.writeable = not broken
-
-    def test_the_queue_is_bounded(self) -> None:
-        """Results are not kept here for a poll: what waits or runs is what counts."""
-        listener = Listener()
-        with self.bench(on_done=listener) as bench:
-            with self.held(bench, listener):
-                for job_id in range(MAX_QUEUED_JOBS + 9):
-                    bench.executor.submit(plan(job_id + HELD_JOB + 1, Direction.OFFLOAD, [1], [1]))
-            assert bench.executor.drain(LONG_S)
-            outcomes = [result.outcome for result in listener.results]
-            assert (outcomes.count(Outcome.OK), outcomes.count(Outcome.BUSY)) == (MAX_QUEUED_JOBS, 10)
-
-
-class PolledPipeline(PipelineExecutor):
-    """Keeps its results for ``poll``, as the contract asks for where there is no listener."""
-
-    results: list[JobResult]
-
-    def poll(self) -> list[JobResult]:
-        """See Executor."""
-        taken = self.results[:]
-        self.results.clear()
-        return taken
+        assert isinstance(bench.executor, PipelineExecutor)
+        forbid_writes(bench.executor._device, broken)
 
 
 def naive_copies(

@@ -12,6 +12,7 @@ import re
 import subprocess
 import sys
 from importlib.util import find_spec
+from inspect import Signature
 from pathlib import Path
 
 import pytest
@@ -29,7 +30,6 @@ from tests.contract.sglang_reading import (
     backend_calls,
     constructor_of,
     enum_values,
-    fields_of,
     form_of,
     loaded_with,
     signature_of,
@@ -37,9 +37,11 @@ from tests.contract.sglang_reading import (
 )
 from tests.contract.source_reading import (
     attributes,
+    class_of,
     decorators,
     defined_names,
-    find_class,
+    fields_of,
+    function_of,
     guarded_lines,
     imports_of,
     methods,
@@ -76,16 +78,12 @@ each_version = pytest.mark.parametrize("sglang", SOURCES.values(), ids=SOURCES.k
 
 def our_class() -> ast.ClassDef:
     """KvbmHiCache, as written."""
-    node = find_class(ADAPTER / "hicache.py", "KvbmHiCache")
-    assert node is not None
-    return node
+    return class_of(ADAPTER / "hicache.py", "KvbmHiCache")
 
 
 def base_methods(sglang: Path) -> dict[str, ast.FunctionDef]:
     """What HiCacheStorage of this version defines."""
-    node = find_class(sglang / STORAGE, "HiCacheStorage")
-    assert node is not None
-    return methods(node)
+    return methods(class_of(sglang / STORAGE, "HiCacheStorage"))
 
 
 def pool_class(sglang: Path, name: str) -> Path:
@@ -143,28 +141,24 @@ def test_every_call_of_sglang_fits(sglang: Path) -> None:
 
 
 def test_the_fit_itself_is_checked() -> None:
-    def one(source: str) -> ast.FunctionDef:
-        node = ast.parse(source).body[0]
-        assert isinstance(node, ast.FunctionDef)
-        return node
+    def signature(parameters: str) -> Signature:
+        return signature_of(function_of(f"def f(self, {parameters}): ..."))
 
-    taken = signature_of(one("def f(self, a, b=1, *, c=2): ..."))
+    taken = signature("a, b=1, *, c=2")
     assert not CallForm("f", "", 2, ("c",)).misfit(taken)
     assert not CallForm("f", "", 0, ("b", "a")).misfit(taken)
     assert CallForm("f", "", 3, ()).misfit(taken) and CallForm("f", "", 0, ("b",)).misfit(taken)
     assert CallForm("f", "", 1, ("d",)).misfit(taken) and CallForm("f", "", 1, ("a",)).misfit(taken)
-    base = allowed_forms(one("def f(self, keys, info=None): ..."))
+    base = allowed_forms(function_of("def f(self, keys, info=None): ..."))
     for fits in ("keys, info=None", "keys, info=None, more=1", "*args, **kwargs"):
-        assert not [why for form in base if (why := form.misfit(signature_of(one(f"def f(self, {fits}): ..."))))]
+        assert not [why for form in base if (why := form.misfit(signature(fits)))]
     for does_not in ("keys", "info, keys=None", "keys, info", "keys, more, info=None", "keys, extra=None"):
-        assert [why for form in base if (why := form.misfit(signature_of(one(f"def f(self, {does_not}): ..."))))]
+        assert [why for form in base if (why := form.misfit(signature(does_not)))]
 
 
 @each_version
 def test_we_are_made_as_the_factory_makes_backends(sglang: Path) -> None:
-    node = find_class(sglang / FACTORY, "StorageBackendFactory")
-    assert node is not None
-    create = methods(node)["_create_dynamic_backend"]
+    create = methods(class_of(sglang / FACTORY, "StorageBackendFactory"))["_create_dynamic_backend"]
     assert "backend_class(storage_config, kwargs)" in ast.unparse(create)
     made = CallForm("KvbmHiCache", "the factory", 2, ())
     assert not made.misfit(signature_of(methods(our_class())["__init__"]))
@@ -316,9 +310,7 @@ def test_metrics_are_made_with_fields_that_exist(sglang: Path) -> None:
 @each_version
 @pytest.mark.parametrize("name", ["MHATokenToKVPoolHost", "MLATokenToKVPoolHost"])
 def test_host_pools_name_the_memory_of_pages(sglang: Path, name: str) -> None:
-    node = find_class(pool_class(sglang, name), name)
-    assert node is not None
-    meta = methods(node)["get_page_buffer_meta"]
+    meta = methods(class_of(pool_class(sglang, name), name))["get_page_buffer_meta"]
     assert not CallForm("get_page_buffer_meta", "Pages", 1, ()).misfit(signature_of(meta))
     returned = [item.value for item in ast.walk(meta) if isinstance(item, ast.Return)]
     assert returned and all(isinstance(value, ast.Tuple) and len(value.elts) == 2 for value in returned)

@@ -19,9 +19,11 @@ from kvbm_vllm import versions
 from tests.contract.source_reading import (
     Uses,
     attributes,
+    class_of,
     decorators,
     defined_names,
-    find_class,
+    fields_of,
+    function_of,
     guarded_lines,
     imports_of,
     methods,
@@ -53,9 +55,7 @@ each_version = pytest.mark.parametrize("vllm", SOURCES.values(), ids=SOURCES.key
 
 def our_class() -> ast.ClassDef:
     """DynamoConnector, as written."""
-    node = find_class(ADAPTER / "connector.py", "DynamoConnector")
-    assert node is not None
-    return node
+    return class_of(ADAPTER / "connector.py", "DynamoConnector")
 
 
 def our_hooks() -> dict[str, ast.FunctionDef]:
@@ -118,9 +118,7 @@ def base_methods(vllm: Path) -> dict[str, ast.FunctionDef]:
     """Everything the two base classes of this version define."""
     found: dict[str, ast.FunctionDef] = {}
     for name in ("KVConnectorBase_V1", "SupportsHMA"):
-        node = find_class(vllm / BASE, name)
-        assert node is not None, f"{name} is not in {vllm / BASE}"
-        found.update(methods(node))
+        found.update(methods(class_of(vllm / BASE, name)))
     return found
 
 
@@ -132,19 +130,14 @@ def test_our_hooks_fit_the_base(vllm: Path) -> None:
 
 
 def test_the_fit_itself_is_checked() -> None:
-    def one(source: str) -> ast.FunctionDef:
-        node = ast.parse(source).body[0]
-        assert isinstance(node, ast.FunctionDef)
-        return node
-
-    base = one("def f(self, a, b, **kwargs): ...")
-    assert mismatch(one("def f(self, a, b, **kwargs): ..."), base) is None
-    assert mismatch(one("def f(self, a, b, c=1, **kwargs): ..."), base) is None
-    assert mismatch(one("def f(self, *args, **kwargs): ..."), base) is None
-    assert mismatch(one("def f(self, a, b): ..."), base)
-    assert mismatch(one("def f(self, b, a, **kwargs): ..."), base)
-    assert mismatch(one("def f(self, a, b, c, **kwargs): ..."), base)
-    assert mismatch(one("@classmethod\ndef f(cls, a, b, **kwargs): ..."), base)
+    base = function_of("def f(self, a, b, **kwargs): ...")
+    assert mismatch(function_of("def f(self, a, b, **kwargs): ..."), base) is None
+    assert mismatch(function_of("def f(self, a, b, c=1, **kwargs): ..."), base) is None
+    assert mismatch(function_of("def f(self, *args, **kwargs): ..."), base) is None
+    assert mismatch(function_of("def f(self, a, b): ..."), base)
+    assert mismatch(function_of("def f(self, b, a, **kwargs): ..."), base)
+    assert mismatch(function_of("def f(self, a, b, c, **kwargs): ..."), base)
+    assert mismatch(function_of("@classmethod\ndef f(cls, a, b, **kwargs): ..."), base)
 
 
 @each_version
@@ -176,8 +169,7 @@ def test_the_constructor_is_called_with_what_it_takes(vllm: Path) -> None:
 
 @each_version
 def test_the_failure_policy_is_read_after_our_constructor_ran(vllm: Path) -> None:
-    scheduler = find_class(vllm / "v1/core/sched/scheduler.py", "Scheduler")
-    assert scheduler is not None
+    scheduler = class_of(vllm / "v1/core/sched/scheduler.py", "Scheduler")
     lines = ast.unparse(methods(scheduler)["__init__"]).splitlines()
     made = next(i for i, line in enumerate(lines) if "KVConnectorFactory.create_connector(" in line)
     read = [i for i, line in enumerate(lines) if "kv_transfer_config.kv_load_failure_policy" in line]
@@ -187,8 +179,7 @@ def test_the_failure_policy_is_read_after_our_constructor_ran(vllm: Path) -> Non
 @each_version
 def test_where_saves_are_not_waited_for_it_can_be_seen(vllm: Path) -> None:
     # versions.probe reads this parameter: a version without it calls wait_for_save in every step.
-    mixin = find_class(vllm / "v1/worker/kv_connector_model_runner_mixin.py", "KVConnectorModelRunnerMixin")
-    assert mixin is not None
+    mixin = class_of(vllm / "v1/worker/kv_connector_model_runner_mixin.py", "KVConnectorModelRunnerMixin")
     step = methods(mixin)["_get_kv_connector_output"]
     without_forward = ast.unparse(methods(mixin)["kv_connector_no_forward"])
     assert ("wait_for_save" in positional(step)) == ("wait_for_save=False" in without_forward)
@@ -275,10 +266,6 @@ def test_events_are_built_with_fields_that_exist(vllm: Path) -> None:
         ),
         ("BlockRemoved", {"block_hashes", "medium"}),
     ):
-        path = vllm / "distributed/kv_events.py"
-        node = find_class(path, name)
-        assert node is not None
-        fields = [item for item in node.body if isinstance(item, ast.AnnAssign)]
-        must = {ast.unparse(item.target) for item in fields if item.value is None}
+        must = {field for field, has in fields_of(vllm / "distributed/kv_events.py", name).items() if not has}
         assert must == required, f"{name} of this version requires {must}"
         assert all(re.search(rf'"{field}":', text) for field in must), f"events.py does not give {name} all of {must}"

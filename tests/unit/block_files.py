@@ -12,6 +12,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
+
 from kvbm_core.clock import SystemClock
 from kvbm_core.errors import Outcome
 from kvbm_core.storage.disk.block_file import BlockFile, Geometry
@@ -32,6 +34,12 @@ file = BlockFile(Path(sys.argv[1]), Geometry(64, 6000, b"fingerprint-1234"))
 print("held", flush=True)
 sys.stdin.read()
 """
+
+
+@pytest.fixture(name="path")
+def path_fixture(tmp_path: Path) -> Path:
+    """Where an engine would have its file; the folder to look into is ``tmp_path``."""
+    return tmp_path / "kvbm" / "model-0" / "rank-0-of-1.blocks"
 
 
 def key(number: int) -> BlockKey:

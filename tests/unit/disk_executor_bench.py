@@ -18,7 +18,7 @@ from kvbm_core.storage.disk.io import FileIo
 from kvbm_core.storage.disk.record import SECTOR_BYTES, slot_offset_bytes
 from kvbm_core.storage.disk.recovery import Found, Recovery
 from kvbm_core.storage.host_slab import HostSlab
-from kvbm_core.testing.executor_contract import HELD_JOB, LONG_S, Listener
+from kvbm_core.testing.executor_bench import HELD_JOB, LONG_S, Listener
 from kvbm_core.testing.store_contract import key_of
 from kvbm_core.transfer.executors import disk as disk_module
 from kvbm_core.transfer.executors.disk import DiskExecutor
@@ -140,6 +140,18 @@ class Bench:
         self.listener.gate.set()
         self.executor.close()
         self.host.close()
+
+
+@pytest.fixture(name="path")
+def path_fixture(tmp_path: Path) -> Path:
+    return tmp_path / "x.blocks"
+
+
+@pytest.fixture(name="bench")
+def bench_fixture(path: Path) -> Iterator[Bench]:
+    made = Bench(path)
+    yield made
+    made.close()
 
 
 @contextmanager

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+
+import pytest
 
 from kvbm_core.errors import Outcome
 from kvbm_core.storage.disk.allocate import FileOptions
@@ -23,6 +25,33 @@ KEYS = [key_of(number) for number in range(16)]
 
 def open_files() -> list[str]:
     return sorted(os.listdir("/proc/self/fd"))
+
+
+@pytest.fixture(autouse=True)
+def no_open_files_are_left() -> Iterator[None]:
+    before = open_files()
+    yield
+    assert open_files() == before
+
+
+@pytest.fixture(name="path")
+def path_fixture(tmp_path: Path) -> Path:
+    return tmp_path / "shared" / "reader.blocks"
+
+
+@pytest.fixture(name="reader")
+def reader_fixture(path: Path) -> Iterator[DiskReader]:
+    """It is there before the file is."""
+    made = DiskReader(path, GEOMETRY, BUFFERED)
+    yield made
+    made.close()
+
+
+@pytest.fixture(name="writer")
+def writer_fixture(path: Path) -> Iterator[DiskStore]:
+    made = writer_of(path)
+    yield made
+    made.close()
 
 
 def writer_of(path: Path, geometry: Geometry = GEOMETRY, *, shares: bool = True) -> DiskStore:

@@ -18,7 +18,7 @@ from kvbm_core.runtime.local_bytes import LocalDisk, LocalOptions
 from kvbm_core.runtime.local_tiers import LocalTiers
 from kvbm_core.runtime.messages import DiskShare
 from kvbm_core.runtime.worker_disk import WorkerDiskOptions
-from kvbm_core.testing.executor_contract import LONG_S
+from kvbm_core.testing.executor_bench import LONG_S
 from kvbm_core.testing.store_contract import key_of
 from kvbm_core.transfer.executor import DeviceMemory
 from kvbm_core.types import BlockKey

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvbm_core.errors import Outcome
-from kvbm_core.testing.executor_contract import LONG_S, NUM_DEVICE_BLOCKS, Listener, plan, two_group_memory
+from kvbm_core.testing.executor_bench import LONG_S, NUM_DEVICE_BLOCKS, Listener, plan, two_group_memory
 from kvbm_core.transfer.executor import DeviceMemory
 from kvbm_core.transfer.executors.broadcast import BroadcastExecutor, OnDone
 from kvbm_core.transfer.executors.broadcast_group import Group, MeetingPoint

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from kvbm_core.errors import Outcome
-from kvbm_core.testing.executor_contract import LONG_S, Listener, plan, two_group_memory
+from kvbm_core.testing.executor_bench import LONG_S, Listener, plan, two_group_memory
 from kvbm_core.transfer.executors.broadcast import BroadcastExecutor, OnDone
 from kvbm_core.transfer.executors.broadcast_group import Group, GroupError, MeetingPoint
 from kvbm_core.transfer.plan import GroupMove, JobResult, TransferPlan
@@ -358,7 +358,7 @@ def test_close_leaves_no_thread_and_no_descriptor() -> None:
 
 CHILD = """
 import sys
-from kvbm_core.testing.executor_contract import plan, two_group_memory
+from kvbm_core.testing.executor_bench import plan, two_group_memory
 from kvbm_core.transfer.executors.broadcast import BroadcastExecutor
 from kvbm_core.transfer.executors.broadcast_group import Group
 say = lambda result: print(result.outcome, flush=True)

@@ -14,7 +14,7 @@ import pytest
 from kvbm_core.errors import Outcome
 from kvbm_core.layout.view import BlockView, Segment
 from kvbm_core.storage.host_slab import HostSlab
-from kvbm_core.testing.executor_contract import LONG_S, NUM_DEVICE_BLOCKS, NUM_SLOTS, Listener, plan, two_group_memory
+from kvbm_core.testing.executor_bench import LONG_S, NUM_DEVICE_BLOCKS, NUM_SLOTS, Listener, plan, two_group_memory
 from kvbm_core.transfer.executor import DeviceMemory
 from kvbm_core.transfer.executors.broadcast import BroadcastExecutor, OnDone
 from kvbm_core.transfer.executors.broadcast_group import Group, MeetingPoint

@@ -22,11 +22,9 @@ from kvbm_core.types import Direction, Tier
 
 @pytest.fixture(autouse=True)
 def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No setting from outside, no colours, a known width."""
+    """No setting from outside."""
     for variable in KvbmSettings.env_names().values():
         monkeypatch.delenv(variable, raising=False)
-    monkeypatch.setenv("NO_COLOR", "1")
-    monkeypatch.setenv("TERMINAL_WIDTH", "120")
 
 
 class Ran(NamedTuple):
@@ -39,8 +37,8 @@ class Ran(NamedTuple):
 
 
 def run(*arguments: str) -> Ran:
-    """Runs the command in this process."""
-    result = CliRunner().invoke(app, list(arguments))
+    """Runs the command in this process, without colours and as wide as is known."""
+    result = CliRunner().invoke(app, list(arguments), env={"NO_COLOR": "1", "TERMINAL_WIDTH": "120"})
     return Ran(result.exit_code, result.stdout, result.stderr, result.output)
 
 

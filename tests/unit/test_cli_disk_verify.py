@@ -21,23 +21,11 @@ from tests.unit.block_files import (
     held_by_another_process,
     key,
     only_file,
+    path_fixture,  # noqa: F401
     state,
     write,
 )
 from tests.unit.test_cli import on_one_line, run
-
-
-@pytest.fixture(autouse=True)
-def plain(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No colours and a known width."""
-    monkeypatch.setenv("NO_COLOR", "1")
-    monkeypatch.setenv("TERMINAL_WIDTH", "120")
-
-
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    """Where an engine would have its file; the folder to look into is ``tmp_path``."""
-    return tmp_path / "kvbm" / "model-0" / "rank-0-of-1.blocks"
 
 
 def verified(path: Path, on_bytes: inspect.OnProgress = lambda _: None) -> verify.Findings:

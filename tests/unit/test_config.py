@@ -54,6 +54,7 @@ DEFAULTS = {
     "KVBM_DECODE_RUN_TOKENS": 128,
     "KVBM_DISK_DEADLINE_S": 10.0,
     "KVBM_DISK_IO": "auto",
+    "KVBM_DISK_CHECK_AT_START": None,
     "KVBM_START_WAIT_S": 5,
     "KVBM_VERIFY_ONBOARD": False,
     "KVBM_EVENTS_MEDIUM": "CPU_TIER1",
@@ -246,6 +247,7 @@ def test_the_disks_settings_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
         "DYN_KVBM_DISABLE_DISK_OFFLOAD_FILTER": ("true", True),
         "KVBM_DISK_DEADLINE_S": ("2.5", 2.5),
         "KVBM_DISK_IO": ("nixl-posix", "nixl-posix"),
+        "KVBM_DISK_CHECK_AT_START": ("off", False),
     }
     for env, (text, _) in given.items():
         monkeypatch.setenv(env, text)

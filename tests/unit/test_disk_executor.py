@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import random
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,7 @@ from kvbm_core.errors import Outcome
 from kvbm_core.storage.disk.allocate import FileOptions
 from kvbm_core.storage.disk.record import SECTOR_BYTES
 from kvbm_core.storage.host_slab import HostSlab
-from kvbm_core.testing.executor_contract import HELD_JOB, LONG_S
+from kvbm_core.testing.executor_bench import HELD_JOB, LONG_S
 from kvbm_core.testing.store_contract import key_of
 from kvbm_core.transfer.executors.disk import DiskExecutor
 from kvbm_core.transfer.plan import DiskPlan
@@ -29,24 +28,13 @@ from tests.unit.disk_executor_bench import (
     UP,
     Bench,
     GatedIo,
+    bench_fixture,  # noqa: F401
     bench_on,
     found_in,
+    path_fixture,  # noqa: F401
     plan,
     touches,
 )
-
-
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "x.blocks"
-
-
-@pytest.fixture
-def bench(path: Path) -> Iterator[Bench]:
-    made = Bench(path)
-    yield made
-    made.close()
-
 
 # ---------------------------------------------------------------- what works
 

@@ -7,7 +7,6 @@ import gc
 import logging
 import os
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,7 @@ from kvbm_core.clock import ManualClock
 from kvbm_core.errors import Outcome
 from kvbm_core.storage.disk.allocate import DiskError, FileOptions
 from kvbm_core.storage.disk.io import Transfer
-from kvbm_core.testing.executor_contract import HELD_JOB, LONG_S, is_mapped
+from kvbm_core.testing.executor_bench import HELD_JOB, LONG_S, is_mapped
 from kvbm_core.testing.store_contract import key_of
 from kvbm_core.transfer.executors import disk as disk_module
 from tests.unit.disk_executor_bench import (
@@ -25,24 +24,13 @@ from tests.unit.disk_executor_bench import (
     UP,
     Bench,
     GatedIo,
+    bench_fixture,  # noqa: F401
     bench_on,
     found_in,
+    path_fixture,  # noqa: F401
     plan,
     touches,
 )
-
-
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "x.blocks"
-
-
-@pytest.fixture
-def bench(path: Path) -> Iterator[Bench]:
-    made = Bench(path)
-    yield made
-    made.close()
-
 
 # ---------------------------------------------------------------- forget_all
 

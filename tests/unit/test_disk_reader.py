@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -28,39 +27,15 @@ from tests.unit.disk_reading import (
     REJECTED,
     contained,
     get,
+    no_open_files_are_left,  # noqa: F401
     nothing_is_there,
     open_files,
+    path_fixture,  # noqa: F401
     put,
+    reader_fixture,  # noqa: F401
+    writer_fixture,  # noqa: F401
     writer_of,
 )
-
-
-@pytest.fixture(autouse=True)
-def no_open_files_are_left() -> Iterator[None]:
-    before = open_files()
-    yield
-    assert open_files() == before
-
-
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "shared" / "reader.blocks"
-
-
-@pytest.fixture
-def reader(path: Path) -> Iterator[DiskReader]:
-    """It is there before the file is."""
-    made = DiskReader(path, GEOMETRY, BUFFERED)
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def writer(path: Path) -> Iterator[DiskStore]:
-    made = writer_of(path)
-    yield made
-    made.close()
-
 
 # ---------------------------------------------------------------- what is there
 

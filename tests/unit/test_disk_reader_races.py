@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from random import Random
 
@@ -28,37 +28,13 @@ from tests.unit.disk_reading import (
     PAYLOAD_BYTES,
     contained,
     get,
-    open_files,
+    no_open_files_are_left,  # noqa: F401
+    path_fixture,  # noqa: F401
     put,
+    reader_fixture,  # noqa: F401
+    writer_fixture,  # noqa: F401
     writer_of,
 )
-
-
-@pytest.fixture(autouse=True)
-def no_open_files_are_left() -> Iterator[None]:
-    before = open_files()
-    yield
-    assert open_files() == before
-
-
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "shared" / "reader.blocks"
-
-
-@pytest.fixture
-def reader(path: Path) -> Iterator[DiskReader]:
-    """It is there before the file is."""
-    made = DiskReader(path, GEOMETRY, BUFFERED)
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def writer(path: Path) -> Iterator[DiskStore]:
-    made = writer_of(path)
-    yield made
-    made.close()
 
 
 def test_many_threads_read_while_the_writer_goes_on(writer: DiskStore, reader: DiskReader, rng: Random) -> None:

@@ -11,7 +11,7 @@ import pytest
 from kvbm_core.layout.view import Segment
 from kvbm_core.storage import host_slab
 from kvbm_core.storage.host_slab import HUGE_PAGE_BYTES, HostSlab, available_memory_bytes
-from kvbm_core.testing.executor_contract import LONG_S, is_mapped
+from kvbm_core.testing.executor_bench import LONG_S, is_mapped
 
 SLOT_BYTES = 768 << 10
 

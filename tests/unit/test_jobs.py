@@ -12,7 +12,7 @@ from kvbm_core.errors import Outcome
 from kvbm_core.runtime.jobs import Job, JobBook, Share
 from kvbm_core.runtime.messages import JobAck
 from kvbm_core.runtime.request import RequestState
-from kvbm_core.testing.executor_contract import LONG_S
+from kvbm_core.testing.executor_bench import LONG_S
 from kvbm_core.testing.leader_bench import ONE_GROUP, ROOT
 from kvbm_core.tokens.chain import TokenChain
 from kvbm_core.transfer import jobs as board_module

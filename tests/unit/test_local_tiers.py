@@ -13,7 +13,7 @@ from kvbm_core.errors import ConfigError, Outcome
 from kvbm_core.runtime.local_bytes import LocalOptions
 from kvbm_core.runtime.local_tiers import LocalTiers
 from kvbm_core.storage.disk.record import slot_offset_bytes, whole_sectors
-from kvbm_core.testing.executor_contract import LONG_S
+from kvbm_core.testing.executor_bench import LONG_S
 from kvbm_core.transfer.executors import disk as disk_executor
 from tests.faults.doubles import FailingIo, HeldIo
 from tests.unit.local_bench import KEYS, PIECE_BYTES, End, LocalBench, device_memory

@@ -17,7 +17,7 @@ from kvbm_core.errors import Outcome
 from kvbm_core.storage.disk.block_file import BlockFile, Geometry
 from kvbm_core.storage.disk.record import SECTOR_BYTES, slot_offset_bytes
 from kvbm_core.storage.host_slab import HostSlab
-from kvbm_core.testing.executor_contract import LONG_S, NUM_DEVICE_BLOCKS, Listener, two_group_memory
+from kvbm_core.testing.executor_bench import LONG_S, NUM_DEVICE_BLOCKS, Listener, two_group_memory
 from kvbm_core.testing.store_contract import key_of
 from kvbm_core.transfer.digests import SlotDigests
 from kvbm_core.transfer.executors import disk as disk_module

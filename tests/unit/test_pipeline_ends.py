@@ -14,7 +14,7 @@ import pytest
 from kvbm_core.errors import Outcome
 from kvbm_core.storage.disk.block_file import BlockFile
 from kvbm_core.storage.host_slab import HostSlab
-from kvbm_core.testing.executor_contract import HELD_JOB, LONG_S, Listener, plan
+from kvbm_core.testing.executor_bench import HELD_JOB, LONG_S, Listener, plan
 from kvbm_core.transfer.executors.disk import DiskExecutor, OnBlock
 from kvbm_core.transfer.executors.pipeline import OnDone, PipelineExecutor
 from kvbm_core.transfer.plan import DiskPlan, GroupMove, JobResult, TransferPlan

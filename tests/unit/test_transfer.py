@@ -15,7 +15,7 @@ from kvbm_core.errors import LayoutError, Outcome
 from kvbm_core.layout.tensors import view_of_tensors
 from kvbm_core.layout.view import BlockView, Segment
 from kvbm_core.storage.host_slab import HostSlab
-from kvbm_core.testing.executor_contract import LONG_S
+from kvbm_core.testing.executor_bench import LONG_S
 from kvbm_core.transfer.coalesce import Run, runs, runs_both_ways
 from kvbm_core.transfer.digests import SlotDigests, gather
 from kvbm_core.transfer.executor import DeviceMemory

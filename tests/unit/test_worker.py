@@ -20,7 +20,7 @@ from kvbm_core.runtime.endpoint import Endpoint
 from kvbm_core.runtime.handshake import Disabled, Handshake, RankAck, SlotsReady
 from kvbm_core.runtime.leader import Leader, LeaderOptions
 from kvbm_core.runtime.worker import Worker, WorkerOptions
-from kvbm_core.testing.executor_contract import two_group_memory
+from kvbm_core.testing.executor_bench import two_group_memory
 from kvbm_core.testing.leader_bench import ROOT
 from kvbm_core.tiers.groups import GroupSpec
 from kvbm_core.tiers.tier import BlockTier

@@ -19,7 +19,7 @@ from kvbm_core.runtime.worker import Worker, WorkerOptions
 from kvbm_core.runtime.worker_disk import WorkerDiskOptions
 from kvbm_core.storage.disk.allocate import FileOptions
 from kvbm_core.storage.disk.record import whole_sectors
-from kvbm_core.testing.executor_contract import two_group_memory
+from kvbm_core.testing.executor_bench import two_group_memory
 from kvbm_core.testing.leader_bench import ROOT
 from kvbm_core.tiers.tier import BlockTier
 from kvbm_core.transfer.plan import TransferPlan

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from kvbm_core.clock import Clock, SystemClock
+from kvbm_core.clock import Clock
 from kvbm_core.errors import Outcome
 from kvbm_core.layout.view import pair_segments
 from kvbm_core.storage.host_slab import HostSlab
 from kvbm_core.transfer.digests import SlotDigests, device_blocks_of
 from kvbm_core.transfer.executor import DeviceMemory, refusal_of
 from kvbm_core.transfer.executors.cuda_runtime import CudaApi
-from kvbm_core.transfer.jobs import Job, JobBoard
+from kvbm_core.transfer.jobs import BoardExecutor, Job
 from kvbm_core.transfer.pieces import PieceTable
 from kvbm_core.transfer.plan import JobResult, TransferPlan
 from kvbm_core.types import Direction
@@ -37,7 +36,7 @@ class _Flight:
     failure: str = ""
 
 
-class CudaExecutor:
+class CudaExecutor(BoardExecutor):
     """Executor for engines whose KV cache is on a GPU (see Executor for the rules).
 
     A stream per direction, the onboard one with priority. What the caller's stream was given before submit
@@ -59,6 +58,7 @@ class CudaExecutor:
     ) -> None:
         if max_concurrent < 1 or max_batch_blocks < 1:
             raise ValueError(f"max_concurrent={max_concurrent}, max_batch_blocks={max_batch_blocks}")
+        super().__init__("kvbm-cuda", on_done, clock)
         self._device, self._host, self._api = device, host, api
         self._max_concurrent, self._max_batch_blocks = max_concurrent, max_batch_blocks
         self._digests = digests
@@ -72,8 +72,6 @@ class CudaExecutor:
             Direction.OFFLOAD: api.create_stream(high_priority=False),
         }
         self._flights: list[_Flight] = []
-        self._board: JobBoard[TransferPlan] = JobBoard(clock or SystemClock(), on_done)
-        self._thread = threading.Thread(target=self._work, name="kvbm-cuda", daemon=True)
         self._thread.start()
 
     def submit(self, plan: TransferPlan, *, deadline_s: float | None = None) -> None:
@@ -88,27 +86,6 @@ class CudaExecutor:
             self._board.add(plan, deadline_s, token=event)
         else:
             self._board.refuse(plan, *refusal)
-
-    def poll(self) -> list[JobResult]:
-        """See Executor."""
-        return self._board.poll()
-
-    def cancel(self, job_id: int) -> bool:
-        """See Executor."""
-        return self._board.cancel(job_id)
-
-    def wait(self, job_ids: Collection[int], timeout_s: float) -> bool:
-        """See Executor."""
-        return self._board.wait(job_ids, timeout_s)
-
-    def drain(self, timeout_s: float) -> bool:
-        """See Executor."""
-        return self._board.wait(None, timeout_s)
-
-    def close(self) -> None:
-        """See Executor."""
-        self._board.close()
-        self._thread.join()
 
     def _work(self) -> None:
         self._api.bind_thread()

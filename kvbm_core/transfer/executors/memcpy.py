@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 
 import numpy as np
 
-from kvbm_core.clock import Clock, SystemClock
+from kvbm_core.clock import Clock
 from kvbm_core.errors import Outcome
 from kvbm_core.layout.view import Segment, pair_segments
 from kvbm_core.native import Bytes, Ids, Native, native
@@ -20,7 +19,7 @@ from kvbm_core.storage.numa import leave_bound_core
 from kvbm_core.transfer.coalesce import runs_both_ways
 from kvbm_core.transfer.digests import SlotDigests, device_blocks_of, gather
 from kvbm_core.transfer.executor import DeviceMemory, refusal_of
-from kvbm_core.transfer.jobs import Job, JobBoard
+from kvbm_core.transfer.jobs import BoardExecutor, Job
 from kvbm_core.transfer.plan import JobResult, TransferPlan
 from kvbm_core.types import Direction
 
@@ -60,7 +59,7 @@ class _Lane:
     host: Bytes
 
 
-class MemcpyExecutor:
+class MemcpyExecutor(BoardExecutor):
     """Executor for engines whose KV cache is in ordinary memory (see Executor for the rules).
 
     Offloads are copied ``max_batch_blocks`` blocks at a time; an onboard that arrives meanwhile goes first.
@@ -78,13 +77,12 @@ class MemcpyExecutor:
     ) -> None:
         if max_batch_blocks < 1:
             raise ValueError(f"max_batch_blocks={max_batch_blocks}")
+        super().__init__("kvbm-memcpy", on_done, clock)
         self._device = device
         self._host = host
         self._max_batch_blocks = max_batch_blocks
         self._digests = digests
         self._lanes = [_lanes(device, host, group) for group in range(len(device.views))]
-        self._board: JobBoard[TransferPlan] = JobBoard(clock or SystemClock(), on_done)
-        self._thread = threading.Thread(target=self._work, name="kvbm-memcpy", daemon=True)
         self._thread.start()
 
     def submit(self, plan: TransferPlan, *, deadline_s: float | None = None) -> None:
@@ -95,26 +93,9 @@ class MemcpyExecutor:
         else:
             self._board.refuse(plan, *refusal)
 
-    def poll(self) -> list[JobResult]:
-        """See Executor."""
-        return self._board.poll()
-
-    def cancel(self, job_id: int) -> bool:
-        """See Executor."""
-        return self._board.cancel(job_id)
-
-    def wait(self, job_ids: Collection[int], timeout_s: float) -> bool:
-        """See Executor."""
-        return self._board.wait(job_ids, timeout_s)
-
-    def drain(self, timeout_s: float) -> bool:
-        """See Executor."""
-        return self._board.wait(None, timeout_s)
-
     def close(self) -> None:
         """See Executor."""
-        self._board.close()
-        self._thread.join()
+        super().close()
         self._lanes = []  # the slab can be unmapped only when no array of it is left
 
     def _work(self) -> None:
