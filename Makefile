@@ -7,11 +7,13 @@ SGLANG_VENV ?= .venv-sglang
 CONTRACT ?= .contract
 BIN := $(VENV)/bin
 SETUP_FLAGS ?=
+# A worker that dies ends the run, as it does without workers; pytest-xdist would run what killed it again.
+SIDE_BY_SIDE := --numprocesses=2 --dist=loadfile --no-loadscope-reorder --max-worker-restart=0
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
 ONLY ?=
 
-.PHONY: help setup setup-sglang demo contract test lint typecheck bench bench-full clean
+.PHONY: help setup setup-sglang demo contract checked test lint typecheck bench bench-full clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -27,13 +29,14 @@ setup-sglang: ## a second environment, with SGLang (its pins and vLLM's do not a
 demo: setup ## serve a tiny model with kvbm, show cold, device hit and host hit side by side
 	@$(BIN)/python -m benchmarks.demo
 
-contract: # interfaces of the other supported vLLM and SGLang versions, for the contract tests (1.2 GB is downloaded, 80 MB kept)
-	@$(PYTHON) deploy/setup_env.py $(VENV) --dev --demo $(SETUP_FLAGS) --contract-wheels $(CONTRACT)
+contract: setup # interfaces of the other supported vLLM and SGLang versions, for the contract tests (1.2 GB is downloaded, 80 MB kept)
+	@$(BIN)/python deploy/setup_env.py --contract-wheels $(CONTRACT)
 
-test: setup setup-sglang contract ## everything: lint, types, fast tests, then vLLM's own classes, then real engines
-	@$(BIN)/ruff check . && $(BIN)/ruff format --check --quiet . || { echo 'ruff found something: see above, or run $(BIN)/ruff format' >&2; exit 1; }
-	@$(BIN)/mypy
-	@KVBM_CONTRACT_SOURCES=$(CONTRACT) KVBM_SGLANG_PYTHON=$(abspath $(SGLANG_VENV))/bin/python $(BIN)/python -m pytest $(PYTEST_ARGS)
+checked: contract lint typecheck setup-sglang # what comes before the tests; much of it can be done side by side
+
+test: ## everything: lint, types, fast tests, then vLLM's own classes, then real engines
+	@$(MAKE) --no-print-directory --jobs=2 checked
+	@KVBM_CONTRACT_SOURCES=$(CONTRACT) KVBM_SGLANG_PYTHON=$(abspath $(SGLANG_VENV))/bin/python $(BIN)/python -m pytest $(SIDE_BY_SIDE) $(PYTEST_ARGS)
 
 lint: setup ## ruff, rules and format
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check --quiet . || { echo 'ruff found something: see above, or run $(BIN)/ruff format' >&2; exit 1; }

@@ -23,10 +23,13 @@ FLAGS = ("-std=c11", "-O3", "-DNDEBUG", "-fPIC", "-shared", "-Wall", "-Wextra")
 
 
 def compile_native(root: Path, target: Path, *flags: str) -> str | None:
-    """Builds the module as ``target``; None, or in one text why it could not be built."""
+    """Builds the module as ``target``; None, or in one text why it could not be built.
+
+    Several processes may do this at once, as two environments of one checkout are made side by side.
+    """
     compiler = shlex.split(os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc")
     include = sysconfig.get_paths()["include"]
-    partial = target.with_suffix(".partial")
+    partial = target.with_suffix(f".{os.getpid()}.partial")
     sources = sorted(str(path) for path in (root / SOURCE.parent).glob("*.c"))
     command = [*compiler, *FLAGS, *flags, f"-I{include}", *sources, "-o", str(partial)]
     try:
@@ -47,10 +50,9 @@ class NativeBuildHook(BuildHookInterface):  # type: ignore[type-arg]
         """Builds the module and adds it to the wheel, whose tag then names Python and platform."""
         root = Path(self.root)
         name = SOURCE.with_suffix(str(sysconfig.get_config_var("EXT_SUFFIX")))
-        # An older build must not be taken for this one where this one fails.
-        (root / name).unlink(missing_ok=True)
         failure = "not Linux" if sys.platform != "linux" else compile_native(root, root / name)
         if failure is None:
             build_data.update(artifacts=[f"/{name.as_posix()}"], pure_python=False, infer_tag=True)
         else:
+            (root / name).unlink(missing_ok=True)  # an older build must not be taken for this one
             self.app.display_warning(f"kvbm: built without its native module, Python code does the same: {failure}")

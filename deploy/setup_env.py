@@ -298,7 +298,7 @@ def fingerprint() -> str:
 def pip(venv: Path, what: str, *arguments: str) -> None:
     """Runs pip in ``venv``; ``what`` is told. SetupError if it fails."""
     command = [str(python_of(venv)), "-m", "pip", *arguments, "-q", "--disable-pip-version-check"]
-    run(f"installing {what}", [*command, "--progress-bar", "off"])
+    run(f"installing {what} into {venv.name}", [*command, "--progress-bar", "off"])
 
 
 def run(what: str, command: Sequence[str]) -> None:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("kvbm")
 
-POLL_S = 0.0005
+POLL_S = 0.0002
 """How often rank 0, which waits for a load, looks whether the others have answered the leader."""
 LEFT_WAIT_S = 0.2
 """Copies of blocks that may be a dummy request's now get so much time to end: all ranks wait meanwhile."""
@@ -56,6 +56,7 @@ class WorkerSide:
         self.worker = worker
         self.guard_state = guard_state
         self._ranks = ranks
+        self._is_alone = ranks is not None and ranks.world_size == 1
         self._block_tokens = block_tokens
         self._find_leader = find_leader
         self._waits_at_register = waits_at_register
@@ -210,7 +211,6 @@ class WorkerSide:
         self._verdicts = dict.fromkeys(jobs)
         self.worker.wait(jobs, FENCE_TIMEOUT_S)
         self._take_results()
-        self._hear()
         while None in self._verdicts.values() and time.monotonic() < ends_at_s:
             self.worker.wait_note(POLL_S)
             self._hear()
@@ -219,8 +219,10 @@ class WorkerSide:
 
     def _take_results(self) -> None:
         for result in self.worker.take():
-            name = self._loads.pop(result.job_id, None)
-            if name is not None and result.outcome is Outcome.OK:
+            name, is_done = self._loads.pop(result.job_id, None), result.outcome is Outcome.OK
+            if self._is_alone and result.job_id in self._verdicts:  # as the leader will say
+                self._verdicts[result.job_id] = is_done
+            if name is not None and is_done:
                 self._loaded.add(name)
             elif name is not None:
                 self._failed.add(name)

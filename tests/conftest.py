@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import os
 import random
+import tempfile
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import settings
 
+if TYPE_CHECKING:
+    from xdist.workermanage import WorkerController
+
 SEED_VARIABLE = "KVBM_TEST_SEED"
 TESTS = Path(__file__).parent
 ENGINES = {"vllm": "vLLM", "sglang": "SGLang", "e2e": "vLLM"}  # the marker and folder of tests, and what they need
-RUN_ORDER = {"vllm": 1, "sglang": 2, "e2e": 3}
+RUN_ORDER = {"vllm": 1, "e2e": 2, "sglang": 3}  # e2e has the longest file, which at the end would be alone
+SHARED_NOT_RUN = "kvbm_not_run"  # a worker's NOT_RUN_KEY, on its way to the process that started it
+TOLD = "told"  # the property of a test that `tell` adds to
 SGLANG_PYTHON = Path(os.environ.get("KVBM_SGLANG_PYTHON") or TESTS.parent / ".venv-sglang" / "bin" / "python")
 
 SEED_KEY = pytest.StashKey[int]()
@@ -31,12 +39,39 @@ def missing_engines() -> set[str]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """One seed for our own random tests and for hypothesis, unless --hypothesis-seed says another."""
-    seed = int(os.environ.get(SEED_VARIABLE) or random.SystemRandom().randrange(2**32))
+    """One seed for our own random tests and for hypothesis, unless --hypothesis-seed says another.
+
+    A worker of pytest-xdist has it from the process that started it.
+    """
+    drawn = os.environ.get(SEED_VARIABLE) or random.SystemRandom().randrange(2**32)
+    seed = int(_worker(config).get(SEED_VARIABLE, drawn))
     config.stash[SEED_KEY] = seed
     config.stash[NOT_RUN_KEY] = {}
     if config.getoption("hypothesis_seed", None) is None:
         config.option.hypothesis_seed = str(seed)
+
+
+def _worker(config: pytest.Config) -> dict[str, Any]:
+    """What a worker of pytest-xdist was given; nothing in any other process."""
+    return getattr(config, "workerinput", {})
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: WorkerController) -> None:
+    """The seed, before a worker starts."""
+    node.workerinput[SEED_VARIABLE] = node.config.stash[SEED_KEY]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: WorkerController, error: object) -> None:
+    """What a worker has not run, as each of them collects everything; one that died says nothing."""
+    node.config.stash[NOT_RUN_KEY].update(getattr(node, "workeroutput", {}).get(SHARED_NOT_RUN, {}))
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """A worker's last words."""
+    if _worker(session.config):
+        session.config.workeroutput[SHARED_NOT_RUN] = session.config.stash[NOT_RUN_KEY]  # type: ignore[attr-defined]
 
 
 def pytest_report_header(config: pytest.Config) -> str:
@@ -76,7 +111,11 @@ def _rank(item: pytest.Item) -> int:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """Just above the closing line: the seed, and what a missing engine kept from being tested."""
+    """Just above the closing line: what tests told, the seed, and what a missing engine kept from being tested."""
+    for report in [report for reports in terminalreporter.stats.values() for report in reports]:
+        if getattr(report, "when", "") == "call":
+            for line in [line for name, line in report.user_properties if name == TOLD]:
+                terminalreporter.write_line(f"{report.nodeid}: {line}")
     terminalreporter.write_line(f"random seed: {config.stash[SEED_KEY]}")
     not_run = config.stash[NOT_RUN_KEY]
     for engine in sorted({engine for engine, _ in not_run}):
@@ -89,6 +128,19 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 def seed(request: pytest.FixtureRequest) -> int:
     """This run's seed, for tests that draw their own numbers."""
     return request.config.stash[SEED_KEY]
+
+
+@pytest.fixture
+def short_path() -> Iterator[Path]:
+    """A folder for sockets: tmp_path grows with a test's name and its worker's, and a socket's path must be short."""
+    with tempfile.TemporaryDirectory(prefix="kvbm-") as folder:
+        yield Path(folder)
+
+
+@pytest.fixture
+def tell(request: pytest.FixtureRequest) -> Callable[[str], None]:
+    """Puts a line on what a test has seen into the summary; a worker's own output is seen by nobody."""
+    return lambda line: request.node.user_properties.append((TOLD, line))
 
 
 @pytest.fixture

@@ -77,6 +77,11 @@ class Answer:
         return self.moved(other) <= ROUNDING and other.tokens[at] == runner_up and behind <= ROUNDING
 
 
+def runner_up(chosen: int, best: list[Any], second: list[Any]) -> tuple[int, float]:
+    """The one of the two best (log-probability, token, text) that was not chosen; equals come in any order."""
+    return (best if second[1] == chosen else second)[1], best[0] - second[0]
+
+
 @dataclass
 class Tally:
     """What the answers and requests of a soak came to. ``complaints``: each with how often it was heard."""
@@ -211,10 +216,10 @@ class Askers:
             raise httpx.HTTPStatusError(_brief(response), request=response.request, response=response)
         meta: dict[str, Any] = response.json()["meta_info"]
         pairs = meta["output_token_logprobs"]
-        tops = [(second[1], best[0] - second[0]) for best, second in meta.get("output_top_logprobs") or ()]
-        return Answer(
-            [token for _, token, _ in pairs], [logprob for logprob, _, _ in pairs], meta["cached_tokens"], tops
-        )
+        tokens, logprobs = [token for _, token, _ in pairs], [logprob for logprob, _, _ in pairs]
+        # Nothing unless asked for.
+        tops = zip(tokens, meta.get("output_top_logprobs") or (), strict=False)
+        return Answer(tokens, logprobs, meta["cached_tokens"], [runner_up(token, *top) for token, top in tops])
 
     async def _admin(self, method: str, path: str, **more: Any) -> None:
         try:

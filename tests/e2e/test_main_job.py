@@ -21,6 +21,8 @@ DEVICE_FOR_TWO = 2 * (PROMPT_TOKENS // BLOCK + 2) + 1
 CHUNKED = {"max_num_batched_tokens": 512, "max_model_len": 2304, "dtype": "float32"}
 DEVICE_FOR_ALL = NUM_PROMPTS * (PROMPT_TOKENS // BLOCK + 4) + 1
 
+pytestmark = pytest.mark.timeout(900)
+
 
 def _prompts(rng: random.Random, count: int, length: int) -> list[list[int]]:
     return [[rng.randrange(3, 500) for _ in range(length)] for _ in range(count)]

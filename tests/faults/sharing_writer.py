@@ -1,7 +1,8 @@
 """A writer for test_shared_reading.py: puts one version after another into a small file until it is told to stop.
 
 Arguments: payload bytes, 1 for O_DIRECT, first version, seed, path. Prints ``opened``, then ``put <calls>`` after the
-calls that fill the file for the first time, and ``done <calls>`` when standard input has ended.
+calls that fill the file for the first time, again after each time as many, and ``done <calls>`` when standard input has
+ended.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def main(payload_bytes: int, is_direct: bool, version: int, seed: int, path: Pat
         outcomes = store.put_many(keys, chosen, deadline_s=LONG_S)
         assert outcomes == [Outcome.OK] * len(numbers)
         calls += 1
-        if calls == 3 * NUM_SLOTS:
+        if calls % (3 * NUM_SLOTS) == 0:
             print("put", calls, flush=True)
     store.close()
     print("done", calls, flush=True)

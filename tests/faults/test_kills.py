@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from random import Random
 from typing import IO
@@ -74,7 +74,7 @@ def kill_one(process: subprocess.Popen[str], order: str, rng: Random) -> None:
 
 @pytest.mark.timeout(300 + NUM_KILLS)
 def test_no_kill_costs_a_byte_or_the_file(
-    nursery: subprocess.Popen[str], tmp_path: Path, rng: Random, capsys: pytest.CaptureFixture[str]
+    nursery: subprocess.Popen[str], tmp_path: Path, rng: Random, tell: Callable[[str], None]
 ) -> None:
     started_s = time.monotonic()
     counts: Counter[Outcome] = Counter()
@@ -96,8 +96,7 @@ def test_no_kill_costs_a_byte_or_the_file(
         newest += any(version is not None and version >= first_version for version in versions)
     took_s = time.monotonic() - started_s
     told = ", ".join(f"{outcome} {count}" for outcome, count in sorted(counts.items()))
-    with capsys.disabled():
-        print(f"\n{NUM_KILLS} kills in {took_s:.1f} s, no wrong byte, every file opened; reads: {told}")
+    tell(f"{NUM_KILLS} kills in {took_s:.1f} s, no wrong byte, every file opened; reads: {told}")
     assert set(counts) <= {Outcome.OK, Outcome.MISS, Outcome.CORRUPT}
     assert counts[Outcome.OK] > NUM_KILLS * NUM_SLOTS // 2, "most blocks survive, or this test sees nothing"
     assert newest >= 0.9 * NUM_KILLS, "what was put before the kill is there, but for what a torn write went over"

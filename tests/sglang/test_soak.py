@@ -5,12 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from benchmarks.sglang.soak import RULES, Options, soak_model
-from benchmarks.sglang.soak_prompts import ROUNDING, Answer
+from benchmarks.sglang.soak_prompts import ROUNDING, Answer, runner_up
 
 SECONDS = 20
 
 
+@pytest.mark.timeout(900)
 def test_a_short_soak_has_no_complaint(tiny_model: Path, tmp_path: Path, seed: int) -> None:
     heard: list[str] = []
     short: dict[str, Any] = {"minutes": SECONDS / 60, "clients": 4, "round_s": 5, "disk_cache_gb": 0.008}
@@ -41,3 +44,8 @@ def test_only_rounding_is_excused() -> None:
     assert not excused([5, 9, 1], [-1.0, -2.0 - ROUNDING * 2, -3.0])
     assert not excused([5, 8, 7], [-1.0, -2.0, -3.0])  # another token than the runner-up
     assert not excused([8, 6, 7], [-1.0, -2.0, -3.0])  # the runner-up, but no tie
+
+
+def test_a_runner_up_is_not_what_was_chosen() -> None:
+    assert runner_up(5, [-1.0, 5, None], [-1.5, 8, None]) == (8, 0.5)
+    assert runner_up(5, [-1.0, 8, None], [-1.0, 5, None]) == (8, 0.0)  # a tie, in either order

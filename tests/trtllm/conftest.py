@@ -1,4 +1,4 @@
-"""Rank processes of the executor double, started once and shared by all tests."""
+"""Rank processes of the executor double, started once and shared by the tests of this folder."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 Play = Callable[..., list[Any]]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def _worlds() -> Iterator[Callable[[str, int], World]]:
     from tests.trtllm.double import World  # needs torch
 

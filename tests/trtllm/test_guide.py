@@ -42,11 +42,11 @@ CONNECTOR = "kvbm_trtllm.connector"
 
 
 @pytest.fixture(autouse=True)
-def clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def clean_environment(monkeypatch: pytest.MonkeyPatch, short_path: Path) -> None:
     for name in list(os.environ):
         if name.startswith(("DYN_KVBM_", "KVBM_")):
             monkeypatch.delenv(name)
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(short_path))
 
 
 @pytest.fixture(params=[RELEASED, NEWEST])

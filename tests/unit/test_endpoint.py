@@ -37,8 +37,8 @@ def test_loopback_addresses() -> None:
     assert tcp_endpoint("::1", 5000).address == "tcp://[::1]:5000"
 
 
-def test_the_socket_of_an_engine_is_private_and_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+def test_the_socket_of_an_engine_is_private_and_its_own(short_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(short_path))
     first = ipc_endpoint("engine")
     assert first == ipc_endpoint("engine") != ipc_endpoint("other")
     assert first.path is not None and first.path.parent.stat().st_mode & 0o777 == 0o700
@@ -47,7 +47,7 @@ def test_the_socket_of_an_engine_is_private_and_its_own(tmp_path: Path, monkeypa
         ipc_endpoint("engine")
     assert "chmod 700" in one_line(error)
     first.path.parent.rmdir()
-    first.path.parent.symlink_to(tmp_path)
+    first.path.parent.symlink_to(short_path)
     with pytest.raises(ConfigError):
         ipc_endpoint("engine")
 

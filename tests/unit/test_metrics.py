@@ -6,7 +6,6 @@ import http.client
 import os
 import socket
 import threading
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -20,8 +19,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from kvbm_core.observe.exposition import CONTENT_TYPE, Family, Sample, render
 from kvbm_core.observe.labels import FAILURE_KINDS, DropReason, FailureKind, Seam, UncachedReason
 from kvbm_core.observe.metrics import Metrics
-from kvbm_core.observe.server import MetricsServer
+from kvbm_core.observe.server import MetricsServer, _Handler
 from kvbm_core.types import Direction, Tier
+
+AGES_S = 3600.0
 
 # What dashboards made for KVBM query: the names to the letter, without labels.
 KVBM_TYPES = {
@@ -328,7 +329,8 @@ def test_an_address_that_cannot_be_bound_never_raises(host: str, port: int) -> N
     assert server.warning is not None
 
 
-def test_close_leaves_no_thread_and_no_socket() -> None:
+def test_close_leaves_no_thread_and_no_socket(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_Handler, "timeout", AGES_S)  # clients are cut off, not waited for
     threads, sockets = set(threading.enumerate()), open_sockets()
     server = MetricsServer(0, Metrics(), "127.0.0.1")
     assert server.start()
@@ -339,9 +341,7 @@ def test_close_leaves_no_thread_and_no_socket() -> None:
     idle = [socket.create_connection(("127.0.0.1", port), timeout=10) for _ in range(2)]
     idle[1].sendall(b"GET /metr")
     assert get(server, "/health")[0] == 200, "accepted after the idle ones"
-    begin_s = time.monotonic()
     server.close()
-    assert time.monotonic() - begin_s < 3, "clients are cut off, not waited for"
     server.close()
     assert server.bound_port is None
     for client in idle:
@@ -354,11 +354,12 @@ def test_close_leaves_no_thread_and_no_socket() -> None:
     again.close()
 
 
-def test_connections_are_bounded(server: MetricsServer) -> None:
+def test_connections_are_bounded(server: MetricsServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_Handler, "timeout", AGES_S)
     before = threading.active_count()
-    clients = [socket.create_connection(("127.0.0.1", server.bound_port or 0), timeout=3) for _ in range(12)]
+    clients = [socket.create_connection(("127.0.0.1", server.bound_port or 0), timeout=30) for _ in range(12)]
     for client in clients[8:]:
-        assert client.recv(1) == b"", "cut off at once, not after the server's timeout of 5 s"
+        assert client.recv(1) == b"", "cut off at once, not after the server's timeout"
     assert threading.active_count() <= before + 8
     for client in clients:
         client.close()

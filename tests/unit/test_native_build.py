@@ -77,6 +77,22 @@ def test_without_a_compiler_there_is_one_warning_and_a_pure_wheel(
     assert not (tmp_path / BUILT).exists(), "an older build would be imported"
 
 
+def test_two_environments_are_made_side_by_side(tmp_path: Path) -> None:
+    """Each build has a file of its own until it is whole, and what is there is there at any time."""
+    log, target, compiler = tmp_path / "log", tmp_path / "module.so", tmp_path / "cc"
+    compiler.write_text(
+        f'#!/bin/sh\nfor output; do :; done\necho "$output" $(cat {target}) >> {log}\necho new > "$output"\n'
+    )
+    compiler.chmod(0o755)
+    target.write_text("old")
+    program = f"import hatch_build, pathlib; hatch_build.compile_native(pathlib.Path(), pathlib.Path({str(target)!r}))"
+    for _ in range(2):
+        subprocess.run([sys.executable, "-c", program], cwd=ROOT, env={**os.environ, "CC": str(compiler)}, check=True)
+    (first, there), (second, there_then) = (line.split() for line in log.read_text().splitlines())
+    assert len({first, second, str(target)}) == 3
+    assert (there, there_then, target.read_text()) == ("old", "new", "new\n")
+
+
 @pytest.mark.parametrize(("value", "is_off"), [("0", True), ("", False)])
 def test_a_variable_switches_it_off(value: str, is_off: bool) -> None:
     program = "from kvbm_core.native import native; print(native is None)"

@@ -15,7 +15,7 @@ torch = pytest.importorskip("torch", reason="NOT RUN: SGLang's linker; torch is 
 from kvbm_core.config import KvbmSettings  # noqa: E402
 from kvbm_core.errors import ConfigError  # noqa: E402
 from kvbm_core.observe.metrics import Metrics  # noqa: E402
-from kvbm_core.testing.executor_contract import LONG_S  # noqa: E402
+from kvbm_core.testing.executor_bench import LONG_S  # noqa: E402
 from kvbm_core.transfer.executors import disk as disk_executor  # noqa: E402
 from kvbm_sglang import linker_tiers  # noqa: E402
 from kvbm_sglang.device_pool import DevicePages  # noqa: E402
