@@ -51,9 +51,9 @@ class OneByOne:
         self._ended: set[int] = set()
 
     def pass_on(self, asked: Sequence[int], ended: Sequence[int]) -> list[int]:
-        """What to report now. ``asked``: requests that begin to wait; ``ended``: those whose saves are over."""
-        self._waiting += sorted(asked)
-        self._ended.update(ended)
+        """What to report now. ``asked``: requests that wait from now on; ``ended``: whose saves are over."""
+        self._waiting += sorted({*asked}.difference(self._waiting))
+        self._ended |= {*ended}.intersection(self._waiting)
         if not self._waiting or self._waiting[0] not in self._ended:
             return []
         self._ended.discard(self._waiting[0])

@@ -131,8 +131,9 @@ def seed(request: pytest.FixtureRequest) -> int:
 
 
 @pytest.fixture
-def short_path() -> Iterator[Path]:
+def short_path(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A folder for sockets: tmp_path grows with a test's name and its worker's, and a socket's path must be short."""
+    tmp_path_factory.getbasetemp()  # or that would be below this one, in a test that makes it the place for such
     with tempfile.TemporaryDirectory(prefix="kvbm-") as folder:
         yield Path(folder)
 
