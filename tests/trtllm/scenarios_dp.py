@@ -32,7 +32,7 @@ def steps(serving: Serving, count: int) -> None:
 # ---------------------------------------------------------------- ranks of their own
 
 
-@scenario(is_essential=True)
+@scenario()
 def different_loads(rank: int, kind: Kind) -> None:
     """Rank 0 has nothing to do, the others more and more."""
     with serve(rank, kind, num_blocks=200) as serving:
@@ -54,7 +54,7 @@ def different_loads(rank: int, kind: Kind) -> None:
         assert forwards[0] > 10 and len(set(forwards)) == 1, "an idle rank takes part in every forward pass"
 
 
-@scenario(is_essential=True)
+@scenario()
 def blocks_are_not_shared(rank: int, kind: Kind) -> None:
     with serve(rank, kind, host_blocks=20) as serving:
         for asking in range(kind.ranks):
@@ -69,7 +69,7 @@ def blocks_are_not_shared(rank: int, kind: Kind) -> None:
         assert serving.leader.tier.capacity_blocks == 20 and serving.leader.tier.resident_blocks == 47 // BLOCK
 
 
-@scenario(is_essential=True)
+@scenario()
 def a_load_while_others_compute(rank: int, kind: Kind) -> None:
     """All but rank 0 decode; rank 0's only request is parked, and dummies run in its place."""
     with serve(rank, kind) as serving:
@@ -84,7 +84,7 @@ def a_load_while_others_compute(rank: int, kind: Kind) -> None:
         assert serving.reason(request) == "length"
 
 
-@scenario(is_essential=True)
+@scenario()
 def no_room_for_a_dummy(rank: int, kind: Kind) -> None:
     """The others wait for rank 0's load, within an iteration or over several."""
     for defers in (False, True):
@@ -106,7 +106,7 @@ def no_room_for_a_dummy(rank: int, kind: Kind) -> None:
 # ---------------------------------------------------------------- ends
 
 
-@scenario(is_essential=True)
+@scenario()
 def cancelled_while_loading(rank: int, kind: Kind) -> None:
     """TensorRT-LLM waits for the load before it lets go; others go on meanwhile."""
     with serve(rank, kind) as serving:
@@ -127,7 +127,7 @@ def cancelled_while_loading(rank: int, kind: Kind) -> None:
         serving.expect_match(serving.ask(PROMPT), (CAP, True))
 
 
-@scenario(is_essential=True)
+@scenario()
 def finished_while_saving(rank: int, kind: Kind) -> None:
     with serve(rank, kind) as serving:
         serving.ask(range(900, 910), 1)
@@ -161,7 +161,7 @@ def finished_while_saving_and_then_idle(rank: int, kind: Kind) -> None:
         assert serving.reason(serving.ask(range(100, 120))) == "length"
 
 
-@scenario(is_essential=True)
+@scenario()
 def a_dummy_takes_blocks_that_are_read(rank: int, kind: Kind) -> None:
     """Nobody says that a cancelled request's blocks are a dummy's now."""
     for is_cancellable in (True, False):
