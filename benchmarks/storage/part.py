@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from benchmarks.figures import Figure, Goal
-from benchmarks.storage import lookup, startup, throughput
+from benchmarks.storage import checking, lookup, startup, throughput
 from benchmarks.storage.fio_side import DEPTH, ENGINES, HUGE_PAGES, MISSING, fio_problem, fio_version
 from benchmarks.storage.kvbm_side import BATCH_BYTES
 from benchmarks.storage.place import disk_facts, working_folder
@@ -33,6 +33,7 @@ class StoragePart:
         *lookup.GOALS,
         *throughput.CHECKSUM_GOALS,
         *startup.GOALS,
+        *checking.GOALS,
     )
 
     def run(self, options: Options) -> Findings:
@@ -52,11 +53,16 @@ class StoragePart:
             checked = _checksums(replace(scene, total_bytes=small_bytes, rounds=options.choose(2, 12, 40)))
             stored_bytes = options.choose(QUICK_STORED_BYTES, startup.STORED_BYTES, startup.STORED_BYTES)
             started = startup.measure(folder, options.choose(1, 3, 10), options.told, stored_bytes)
+            bytes_checked = checking.measure(
+                folder, rounds, options.seed, options.told, max(total_bytes, checking.LEAST_BYTES)
+            )
         scene.facts["start-up"] = (
             f"{stored_bytes / 1e9:.0f} GB of records, {startup.BLOCKS_PER_CALL} to a call, their headers read from the"
             " disk (O_DIRECT); the blocks' own bytes are holes in the file"
         )
-        return Findings([*beside_fio, *beside_vllm, *found, *checked, *started], (), _settings(scene, small_bytes))
+        return Findings(
+            [*beside_fio, *beside_vllm, *found, *checked, *started, *bytes_checked], (), _settings(scene, small_bytes)
+        )
 
 
 def _beside_fio(scene: Scene) -> list[Figure]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import mmap
@@ -26,6 +27,7 @@ from kvbm_core.storage.disk.record import (
     record_bytes,
     slot_offset_bytes,
 )
+from kvbm_core.storage.huge_pages import HUGE_PAGE_BYTES, MADV_HUGEPAGE, advise
 
 VERIFY_THREADS = 4
 READ_BYTES = 4 << 20
@@ -190,7 +192,12 @@ class _Checker:
 
     def _buffer(self) -> memoryview:
         if not hasattr(self._own, "view"):
-            self._own.view = memoryview(mmap.mmap(-1, READ_BYTES))  # on a page's boundary, as O_DIRECT wants it
+            # On a page's boundary, as O_DIRECT wants it; in huge pages a read of this size is a few pieces, not 1,024.
+            memory = mmap.mmap(-1, READ_BYTES + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+            start = -address % HUGE_PAGE_BYTES
+            advise(address + start, READ_BYTES, MADV_HUGEPAGE)
+            self._own.view = memoryview(memory)[start : start + READ_BYTES]
         view: memoryview = self._own.view
         return view
 
