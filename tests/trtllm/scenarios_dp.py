@@ -265,6 +265,17 @@ def has_its_own_folder(rank: int, kind: Kind, directory: str) -> list[str]:
     return folders
 
 
+def a_load_fails_on_one_rank(rank: int, kind: Kind) -> None:
+    """A job, which does not come to an end: rank 0 alone leaves its forward pass, others decode."""
+    with serve(rank, kind) as serving:
+        serving.ask(PROMPT)
+        serving.forget_device()
+        if rank == 0:
+            serving.fails_here(Direction.ONBOARD)
+        serving.submit(PROMPT if rank == 0 else range(500, 520), 30)
+        serving.executor.run_until_idle()
+
+
 def random_life(rank: int, kind: Kind, seed: int, num_steps: int) -> None:
     """A job: requests come, hit, are cancelled and end at random on each rank, with few blocks and slow copies."""
     rng = random.Random(seed * 8 + rank)

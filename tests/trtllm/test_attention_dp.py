@@ -127,4 +127,4 @@ def test_disk_folders_do_not_collide(play: Play, tmp_path: Path) -> None:
 def test_a_load_that_fails_on_one_rank_stops_all(play: Play) -> None:
     """As documented: nothing else can keep wrong bytes from a model, and the others wait for this rank."""
     with pytest.raises(DoubleFailure, match="failed on one rank: the others wait"):
-        play(V2, play_scenario, "tests.trtllm.scenarios_many", "a_load_fails", V2)
+        play(V2, scenarios_dp.a_load_fails_on_one_rank, V2)
