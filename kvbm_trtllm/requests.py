@@ -127,10 +127,6 @@ class Requests:
         """Follows it no more."""
         return self._by_number.pop(number, None)
 
-    def not_loading(self) -> list[Followed]:
-        """Those that are not parked: each of them may be gone, as far as we know."""
-        return [followed for followed in self._by_number.values() if not followed.is_loading]
-
     def broken(self) -> list[Followed]:
         """Those whose blocks hold something else than they were promised."""
         return [followed for followed in self._by_number.values() if followed.is_broken]

@@ -131,8 +131,8 @@ class SchedulerSide:
             self._take_over(given)
         self._refuse_again(output.cached_requests)
         if self.leader.pending_jobs and may_run_dummy(output):
-            tables = [table for followed in self._requests.not_loading() for table in followed.tables]
-            self._plans.left += self.leader.readers_of([block for table in tables for block in table])
+            # Of requests that nobody follows any more, too: some of a cancelled one's blocks are somebody's, others free.
+            self._plans.left += self.leader.offloads()
         self._fence_overwritten()
         self._planned += self._follower.offload_due()
         offload = self.leader.take_offloads()

@@ -130,6 +130,10 @@ class Leader:
         """Whether some rank has not answered this transfer yet."""
         return job_id in self._jobs
 
+    def offloads(self) -> set[int]:
+        """Those that some rank has not answered yet."""
+        return {job.job_id for job in self._jobs.jobs() if job.direction is Direction.OFFLOAD}
+
     @property
     def open_requests(self) -> int:
         """Requests that have not been dropped."""
