@@ -131,7 +131,7 @@ class SchedulerSide:
             self._take_over(given)
         self._refuse_again(output.cached_requests)
         if self.leader.pending_jobs and may_run_dummy(output):
-            # Of requests that nobody follows any more, too: some of a cancelled one's blocks are somebody's, others free.
+            # All: a cancelled request that lost one block to somebody is forgotten, and its other blocks are free.
             self._plans.left += self.leader.offloads()
         self._fence_overwritten()
         self._planned += self._follower.offload_due()
