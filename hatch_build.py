@@ -17,8 +17,8 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 # One module of all C files in this one's folder; it has the name of this one.
 SOURCE = Path("kvbm_core", "native", "_kvbm.c")
-# Nothing that only this machine's CPU has: what there is beyond the baseline is found out when the module is loaded.
-# NDEBUG is for the checks inside Python's own headers.
+# Nothing that only this machine's CPU has: what there is beyond the baseline is found out when the module is
+# loaded. NDEBUG is for the checks inside Python's own headers.
 FLAGS = ("-std=c11", "-O3", "-DNDEBUG", "-fPIC", "-shared", "-Wall", "-Wextra")
 
 
@@ -33,7 +33,9 @@ def compile_native(root: Path, target: Path, *flags: str) -> str | None:
     sources = sorted(str(path) for path in (root / SOURCE.parent).glob("*.c"))
     command = [*compiler, *FLAGS, *flags, f"-I{include}", *sources, "-o", str(partial)]
     try:
-        result = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+        result = subprocess.run(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+        )
     except OSError as error:
         return f"{compiler[0]}: {error}"
     if result.returncode != 0 or not partial.exists():
@@ -55,4 +57,6 @@ class NativeBuildHook(BuildHookInterface):  # type: ignore[type-arg]
             build_data.update(artifacts=[f"/{name.as_posix()}"], pure_python=False, infer_tag=True)
         else:
             (root / name).unlink(missing_ok=True)  # an older build must not be taken for this one
-            self.app.display_warning(f"kvbm: built without its native module, Python code does the same: {failure}")
+            self.app.display_warning(
+                f"kvbm: built without its native module, Python code does the same: {failure}"
+            )

@@ -20,7 +20,9 @@ def main(argv: Sequence[str] | None = None, *, program: str = "python -m benchma
     arguments = _parse(argv, program, only)
     console = report_console()
     exit_on_sigterm()
-    options = Options(arguments.seed, arguments.effort, arguments.output, arguments.dtype, arguments.empty_connector)
+    options = Options(
+        arguments.seed, arguments.effort, arguments.output, arguments.dtype, arguments.empty_connector
+    )
     report = Report(arguments.output, [part.name for part in PARTS])
     for part in arguments.only:
         console.print(f"  … {part.name}: {part.help}", markup=False, highlight=False)
@@ -34,13 +36,21 @@ def main(argv: Sequence[str] | None = None, *, program: str = "python -m benchma
 def _parse(argv: Sequence[str] | None, program: str, only: str) -> argparse.Namespace:
     listed = "; ".join(f"{part.name}: {part.help}" for part in PARTS)
     parser = argparse.ArgumentParser(prog=program, description=__doc__, epilog=listed)
-    parser.add_argument("--only", type=_parts, default=only, help="names of parts with commas between; all by default")
+    parser.add_argument(
+        "--only", type=_parts, default=only, help="names of parts with commas between; all by default"
+    )
     length = parser.add_mutually_exclusive_group()
-    length.add_argument("--quick", dest="effort", action="store_const", const=Effort.QUICK, help="a look, not a result")
+    length.add_argument(
+        "--quick", dest="effort", action="store_const", const=Effort.QUICK, help="a look, not a result"
+    )
     length.add_argument("--full", dest="effort", action="store_const", const=Effort.FULL, help="more rounds")
-    parser.add_argument("--output", type=Path, default=Path("benchmarks/results"), help="folder of reports and logs")
+    parser.add_argument(
+        "--output", type=Path, default=Path("benchmarks/results"), help="folder of reports and logs"
+    )
     parser.add_argument("--seed", type=int, default=1, help="of keys, prompts and block numbers")
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="serve: of weights and KV")
+    parser.add_argument(
+        "--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="serve: of weights and KV"
+    )
     parser.add_argument(
         "--empty-connector", action="store_true", help="serve: the peer has a connector that does nothing"
     )

@@ -38,7 +38,8 @@ class Answer:
 
 @dataclass(frozen=True)
 class CacheCounts:
-    """What a prompt did not have to compute: tokens found on the device, and tokens and blocks kvbm brought back.
+    """What a prompt did not have to compute: tokens found on the device, and tokens and blocks kvbm brought
+    back.
 
     ``disk_blocks``: those of them that came from the disk.
     """
@@ -84,11 +85,19 @@ class EngineClient:
         body = {"prompt": prompt if isinstance(prompt, str) else list(prompt)}
         return await self._ask("/v1/completions", body, max_tokens, fields)
 
-    async def complete_batch(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[tuple[int, ...]]:
-        """Prompts that come in one request, and so reach the engine together: the tokens of each one's answer."""
-        request = self._request({"prompt": [list(prompt) for prompt in prompts]}, max_tokens) | {"stream": False}
+    async def complete_batch(
+        self, prompts: Sequence[Sequence[int]], max_tokens: int
+    ) -> list[tuple[int, ...]]:
+        """Prompts that come in one request, and so reach the engine together: the tokens of each one's
+        answer.
+        """
+        request = self._request({"prompt": [list(prompt) for prompt in prompts]}, max_tokens) | {
+            "stream": False
+        }
         response = await self._http.post("/v1/completions", json=request)
-        choices = sorted(response.raise_for_status().json()["choices"], key=lambda choice: int(choice["index"]))
+        choices = sorted(
+            response.raise_for_status().json()["choices"], key=lambda choice: int(choice["index"])
+        )
         return [tuple(choice["token_ids"]) for choice in choices]
 
     async def chat(self, messages: Sequence[Message], max_tokens: int, **fields: object) -> Answer:
@@ -105,7 +114,9 @@ class EngineClient:
             "return_token_ids": True,
         }
 
-    async def _ask(self, path: str, body: dict[str, Any], max_tokens: int, fields: Mapping[str, object]) -> Answer:
+    async def _ask(
+        self, path: str, body: dict[str, Any], max_tokens: int, fields: Mapping[str, object]
+    ) -> Answer:
         streamed = {"stream": True, "stream_options": {"include_usage": True}}
         request = {**self._request(body, max_tokens), **streamed, **fields}
         sent_s = time.perf_counter()

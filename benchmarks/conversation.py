@@ -1,7 +1,8 @@
-"""The demo's workload: users who take turns in long conversations, more of them than the device cache can hold.
+"""The demo's workload: users who take turns in long conversations, more of them than the device cache can
+hold.
 
-Every user opens with a long text of their own and goes on from the model's own answers. When a user's next turn comes,
-the others have pushed the conversation out of the device cache.
+Every user opens with a long text of their own and goes on from the model's own answers. When a user's next
+turn comes, the others have pushed the conversation out of the device cache.
 """
 
 from __future__ import annotations
@@ -45,7 +46,9 @@ class Conversations:
         self._histories: list[list[Message]] = []
 
     async def play(self, *, ask_again: bool, told: Told) -> list[Turn]:
-        """All turns, users in rotation; ``ask_again`` sends every prompt a second time right after the first."""
+        """All turns, users in rotation; ``ask_again`` sends every prompt a second time right after the
+        first.
+        """
         await self._client.chat([_message(WARM_UP_USER, 0)], ANSWER_TOKENS)
         histories: list[list[Message]] = [[] for _ in range(self._users)]
         self._histories = histories
@@ -66,7 +69,10 @@ class Conversations:
         self._client = client
         await self._client.chat([_message(WARM_UP_USER, 0)], ANSWER_TOKENS)
         last = self._turns - 1
-        return [await self._ask(history[:-1], user, last, again=False) for user, history in enumerate(self._histories)]
+        return [
+            await self._ask(history[:-1], user, last, again=False)
+            for user, history in enumerate(self._histories)
+        ]
 
     async def _ask(self, history: list[Message], user: int, turn: int, *, again: bool) -> Turn:
         before = await self._client.cache_counts()

@@ -1,7 +1,8 @@
 """Show kvbm at work on a real engine: ``make demo``, or ``python -m benchmarks.demo``.
 
-Serves a tiny model twice on loopback, first without and then with kvbm, plays the same conversations, and compares
-answers and times to the first token. Exit status 0 only if every answer was the same and host memory was hit.
+Serves a tiny model twice on loopback, first without and then with kvbm, plays the same conversations, and
+compares answers and times to the first token. Exit status 0 only if every answer was the same and host memory
+was hit.
 """
 
 from __future__ import annotations
@@ -64,7 +65,9 @@ class Steps:
 def main() -> int:
     """Command line; returns the exit status."""
     parser = argparse.ArgumentParser(description="Serve a tiny model with kvbm and show what comes back.")
-    parser.add_argument("--output", type=Path, default=Path("demo-output"), help="folder for model, logs and plot")
+    parser.add_argument(
+        "--output", type=Path, default=Path("demo-output"), help="folder for model, logs and plot"
+    )
     arguments = parser.parse_args()
     console = report_console()
     exit_on_sigterm()
@@ -83,7 +86,8 @@ def run_demo(console: Console, output: Path) -> int:
     """Play, compare, show; returns the exit status."""
     steps = Steps(console)
     console.print(
-        f"[bold]kvbm demo[/bold]: vLLM {vllm_version()}, {USERS} users in turn, {TURNS} turns each; the device cache"
+        f"[bold]kvbm demo[/bold]: vLLM {vllm_version()}, {USERS} users in turn, {TURNS} turns each; "
+        "the device cache"
         f" holds {DEVICE_TOKENS:,} tokens, about one conversation."
     )
     with steps.step("building a tiny model with random weights"):
@@ -146,7 +150,9 @@ async def _play(server: VllmServer, status: Status, *, ask_again: bool) -> tuple
         return played, conversations
 
 
-def _serve_again(steps: Steps, options: ServerOptions, log_path: Path, conversations: Conversations) -> list[Turn]:
+def _serve_again(
+    steps: Steps, options: ServerOptions, log_path: Path, conversations: Conversations
+) -> list[Turn]:
     async def ask(server: VllmServer) -> list[Turn]:
         async with EngineClient(server.base_url, str(server.options.model), server.metrics_url) as client:
             return await conversations.last_turns(client)

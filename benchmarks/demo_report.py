@@ -56,7 +56,9 @@ class Comparison:
 
     @property
     def good(self) -> bool:
-        """Whether every answer was the same, and every returning conversation came back from host memory or disk."""
+        """Whether every answer was the same, and every returning conversation came back from host memory or
+        disk.
+        """
         return not self.differing and not self.missed and not self.lost
 
     def row(self, turn: int, state: State, *, with_kvbm: bool) -> Row | None:
@@ -68,7 +70,9 @@ class Comparison:
 def compare(
     plain: Sequence[Turn], with_kvbm: Sequence[Turn], restarted: Sequence[Turn], block_tokens: int
 ) -> Comparison:
-    """Hold every answer with kvbm against the engine without it; ``restarted``: after the server had been killed."""
+    """Hold every answer with kvbm against the engine without it; ``restarted``: after the server had been
+    killed.
+    """
     reference = {(turn.user, turn.turn): turn.answer.token_ids for turn in plain}
     answered = [*with_kvbm, *restarted]
     differing = [turn for turn in answered if turn.answer.token_ids != reference[turn.user, turn.turn]]
@@ -92,7 +96,9 @@ def compare(
     )
 
 
-def _row(number: int, state: State, turns: Sequence[Turn], block_tokens: int, *, with_kvbm: bool, again: bool) -> Row:
+def _row(
+    number: int, state: State, turns: Sequence[Turn], block_tokens: int, *, with_kvbm: bool, again: bool
+) -> Row:
     chosen = [turn for turn in turns if turn.turn == number and turn.again == again]
     return Row(
         turn=number,
@@ -112,21 +118,29 @@ def show(console: Console, comparison: Comparison, plot: Path, elapsed_s: float)
     console.print(_table(comparison))
     if comparison.differing:
         places = ", ".join(f"user {turn.user} turn {turn.turn + 1}" for turn in comparison.differing)
-        console.print(f"[red]✗ {len(comparison.differing)} of {comparison.answers} answers DIFFER: {places}[/red]")
+        console.print(
+            f"[red]✗ {len(comparison.differing)} of {comparison.answers} answers DIFFER: {places}[/red]"
+        )
     else:
         console.print(
-            f"[green]✓[/green] all {comparison.answers} answers with kvbm are, token for token, those of the engine"
+            f"[green]✓[/green] all {comparison.answers} answers with kvbm are, token for token, "
+            "those of the engine"
             " without it: cold, host hit, device hit, and disk hit after kill -9"
         )
     if comparison.missed:
-        console.print(f"[red]✗ {len(comparison.missed)} returning conversations were not found in host memory[/red]")
+        console.print(
+            f"[red]✗ {len(comparison.missed)} returning conversations were not found in host memory[/red]"
+        )
     else:
         console.print(f"[green]✓[/green] {comparison.onboarded_blocks:,} blocks came back from host memory")
     if comparison.lost:
-        console.print(f"[red]✗ {len(comparison.lost)} conversations were not found on disk after the restart[/red]")
+        console.print(
+            f"[red]✗ {len(comparison.lost)} conversations were not found on disk after the restart[/red]"
+        )
     else:
         console.print(
-            f"[green]✓[/green] {comparison.restarted_from_disk} conversations were still there after kill -9 of the"
+            f"[green]✓[/green] {comparison.restarted_from_disk} conversations were still there "
+            "after kill -9 of the"
             " server, on disk"
         )
     console.print(f"  plot: {plot}   time: {elapsed_s:.0f} s, no process left running\n")
@@ -140,7 +154,16 @@ def _table(comparison: Comparison) -> Table:
         title="Medians over the users",
         title_justify="left",
     )
-    headings = ("turn", "state", "prompt tokens", "matched: device", "host", "disk", "TTFT ms", "against cold")
+    headings = (
+        "turn",
+        "state",
+        "prompt tokens",
+        "matched: device",
+        "host",
+        "disk",
+        "TTFT ms",
+        "against cold",
+    )
     for heading in headings:
         table.add_column(heading, justify="left" if heading == "state" else "right")
     for row in comparison.rows:
@@ -171,11 +194,16 @@ def draw_plot(comparison: Comparison, path: Path) -> Path:
 
     turns = sorted({row.turn for row in comparison.rows})
     figure, axes = pyplot.subplots(figsize=(9, 5), layout="constrained")
-    states = [(State.COLD, False, "cold: engine without kvbm"), (State.HOST, True, "host hit: brought back by kvbm")]
+    states = [
+        (State.COLD, False, "cold: engine without kvbm"),
+        (State.HOST, True, "host hit: brought back by kvbm"),
+    ]
     states.append((State.DEVICE, True, "device hit: asked again at once"))
     width = 0.27
     for offset, (state, with_kvbm, label) in enumerate(states, start=-1):
-        rows = [row for turn in turns if (row := comparison.row(turn, state, with_kvbm=with_kvbm)) is not None]
+        rows = [
+            row for turn in turns if (row := comparison.row(turn, state, with_kvbm=with_kvbm)) is not None
+        ]
         places = [row.turn + offset * width for row in rows]
         heights = [1000 * row.ttft_s for row in rows]
         axes.bar(places, heights, width * 0.92, label=label, color=COLORS[state])
@@ -185,7 +213,9 @@ def draw_plot(comparison: Comparison, path: Path) -> Path:
             above = (0, 4)
             top = (place, max(each))
             axes.annotate(f"{height:.0f}", top, above, textcoords="offset points", ha="center", fontsize=9)
-    axes.annotate("nothing\nyet", (0, 0), (0, 6), textcoords="offset points", ha="center", fontsize=9, color="gray")
+    axes.annotate(
+        "nothing\nyet", (0, 0), (0, 6), textcoords="offset points", ha="center", fontsize=9, color="gray"
+    )
     prompts = {row.turn: row.prompt_tokens for row in comparison.rows}
     axes.set_xticks(turns, [f"turn {turn + 1}\n{prompts[turn]:,.0f} prompt tokens" for turn in turns])
     axes.set_ylabel("time to first token, ms (bar: median, dots: users)")

@@ -15,8 +15,8 @@ LIMIT = "limit"
 class Goal:
     """What is asked of one figure.
 
-    ``against`` BEST_PEER or the name of one peer: ``bound`` is for the ratio, ours over theirs. ``against`` LIMIT:
-    it is for our value itself, in ``unit``.
+    ``against`` BEST_PEER or the name of one peer: ``bound`` is for the ratio, ours over theirs. ``against``
+    LIMIT: it is for our value itself, in ``unit``.
     """
 
     name: str
@@ -29,7 +29,9 @@ class Goal:
     def text(self) -> str:
         """As the report shows it."""
         sign = "≤" if self.better == "lower" else "≥"
-        return f"{sign} {self.bound:,.4g} {self.unit}" if self.against == LIMIT else f"{sign} {self.bound:.3g}"
+        return (
+            f"{sign} {self.bound:,.4g} {self.unit}" if self.against == LIMIT else f"{sign} {self.bound:.3g}"
+        )
 
     def holds(self, value: float) -> bool:
         """Whether a ratio (or, for a limit, our value) is good enough."""
@@ -38,7 +40,8 @@ class Goal:
 
 @dataclass(frozen=True)
 class Figure:
-    """One row of the report. ``ours[i]`` and each peer's sample ``i`` were measured one right after the other.
+    """One row of the report. ``ours[i]`` and each peer's sample ``i`` were measured one right after the
+    other.
 
     Without samples the figure has not been measured, and ``note`` says why.
     """

@@ -11,7 +11,9 @@ from benchmarks.server import ServerError, vllm_version
 
 
 def machine_facts() -> dict[str, str]:
-    """What a reader needs to judge figures by; the load average tells what else was running at this moment."""
+    """What a reader needs to judge figures by; the load average tells what else was running at this
+    moment.
+    """
     return {
         "cpu": _field(Path("/proc/cpuinfo"), "model name") or platform.machine(),
         "cores": str(len(os.sched_getaffinity(0))),

@@ -1,4 +1,6 @@
-"""The report of the suite: ``latest.json`` with every sample, ``latest.md`` with a row per figure, a plot per part."""
+"""The report of the suite: ``latest.json`` with every sample, ``latest.md`` with a row per figure, a plot per
+part.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,17 @@ from benchmarks.suite import PartRun
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-HEADINGS = ("part", "figure", "ours", "best peer or limit", "ratio", "quartiles", "goal", "verdict", "measured")
+HEADINGS = (
+    "part",
+    "figure",
+    "ours",
+    "best peer or limit",
+    "ratio",
+    "quartiles",
+    "goal",
+    "verdict",
+    "measured",
+)
 VERDICT = HEADINGS.index("verdict")
 STYLES = {"met": "green", "short": "yellow", "not run": "dim"}
 OURS_COLOR, PEER_COLORS = "#2a7f62", ("#8c8c8c", "#c08552", "#5b7db1", "#b15b8c", "#a3a847")
@@ -24,7 +36,9 @@ COLUMNS = 3
 
 
 class Report:
-    """The runs of all parts, in the order of the suite; those of earlier days are kept until they are run again."""
+    """The runs of all parts, in the order of the suite; those of earlier days are kept until they are run
+    again.
+    """
 
     def __init__(self, folder: Path, order: Sequence[str]) -> None:
         self.folder = folder
@@ -64,7 +78,9 @@ class Report:
         table = Table(*(HEADINGS[place] for place in shown))
         for row in self._rows():
             style = STYLES[row[VERDICT]]
-            table.add_row(*(f"[{style}]{row[place]}[/{style}]" if place == VERDICT else row[place] for place in shown))
+            table.add_row(
+                *(f"[{style}]{row[place]}[/{style}]" if place == VERDICT else row[place] for place in shown)
+            )
         console.print(table)
         for complaint in self.complaints:
             console.print(f"✗ {complaint}", style="red", markup=False, highlight=False)
@@ -79,8 +95,12 @@ class Report:
         ]
 
     def _notes(self) -> list[str]:
-        missing = ((run.part, each) for run in self.runs for each in run.findings.figures if not each.is_measured)
-        return list(dict.fromkeys(f"{part}: {figure.note or 'no peer to compare with'}" for part, figure in missing))
+        missing = (
+            (run.part, each) for run in self.runs for each in run.findings.figures if not each.is_measured
+        )
+        return list(
+            dict.fromkeys(f"{part}: {figure.note or 'no peer to compare with'}" for part, figure in missing)
+        )
 
     def _markdown(self) -> str:
         rows = [HEADINGS, tuple("---" for _ in HEADINGS), *self._rows()]
@@ -89,7 +109,10 @@ class Report:
         lines += [f"* not run: {note}" for note in self._notes()]
         for run in self.runs:
             lines += ["", f"## {run.part}, {run.measured_at}", ""]
-            lines += [f"* **{complaint}**" for complaint in run.findings.complaints] or ["All answers were right.", ""]
+            lines += [f"* **{complaint}**" for complaint in run.findings.complaints] or [
+                "All answers were right.",
+                "",
+            ]
             lines += [f"* {name}: {value}" for name, value in run.findings.settings.items()]
             lines += [f"* {name}: {value}" for name, value in run.machine.items()]
             lines += ["", *_peer_lines(run.findings.figures)]
@@ -112,7 +135,11 @@ def _cells(figure: Figure) -> tuple[str, ...]:
     if not figure.is_measured:
         return goal.name, "", "", "", "", goal.text, figure.verdict
     low, high = figure.spread
-    theirs = "the limit" if goal.against == LIMIT else f"{_number(figure.their_value)} {goal.unit}, {figure.reference}"
+    theirs = (
+        "the limit"
+        if goal.against == LIMIT
+        else f"{_number(figure.their_value)} {goal.unit}, {figure.reference}"
+    )
     return (
         goal.name,
         f"{_number(figure.our_value)} {goal.unit}",
@@ -135,7 +162,9 @@ def _peer_lines(figures: Iterable[Figure]) -> list[str]:
         if figure.is_measured and len(figure.peers) > (figure.goal.against != LIMIT):
             medians = figure.plain()["peer_medians"].items()
             listed = ", ".join(f"{name} {_number(value)}" for name, value in medians)
-            lines.append(f"* {figure.goal.name}, {figure.goal.unit}: ours {_number(figure.our_value)}, {listed}")
+            lines.append(
+                f"* {figure.goal.name}, {figure.goal.unit}: ours {_number(figure.our_value)}, {listed}"
+            )
     return lines
 
 
@@ -173,7 +202,11 @@ def _panel(axes: Axes, figure: Figure) -> None:
         axes.axhline(middle, color=color, linewidth=1, alpha=0.6)
     if figure.goal.against == LIMIT:
         axes.axhline(
-            figure.goal.bound, color="black", linewidth=1, linestyle="--", label=f"limit: {figure.goal.bound:g}"
+            figure.goal.bound,
+            color="black",
+            linewidth=1,
+            linestyle="--",
+            label=f"limit: {figure.goal.bound:g}",
         )
     axes.set_title(f"{figure.goal.name}\nratio {figure.ratio:.3f}, {figure.verdict}", loc="left", fontsize=10)
     axes.set_ylabel(unit)

@@ -167,7 +167,9 @@ class VllmServer:
             self._scratch = None
 
     def kill(self) -> None:
-        """SIGKILL to every process of this server, as power loss or an out-of-memory killer would; then ``stop``."""
+        """SIGKILL to every process of this server, as power loss or an out-of-memory killer would; then
+        ``stop``.
+        """
         for pid in self.processes():
             _kill(pid)
 
@@ -232,8 +234,8 @@ class VllmServer:
 def _compute_cores() -> str:
     """All cores but the last, for the worker to compute on.
 
-    Left to itself vLLM chooses, and on a small machine it chooses otherwise as soon as any connector is there: a
-    server with kvbm could not be compared with one without.
+    Left to itself vLLM chooses, and on a small machine it chooses otherwise as soon as any connector is
+    there: a server with kvbm could not be compared with one without.
     """
     cores = sorted(os.sched_getaffinity(0))
     return ",".join(str(core) for core in cores[:-1] or cores)

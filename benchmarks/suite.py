@@ -24,7 +24,9 @@ class Effort(str, Enum):
 
 @dataclass(frozen=True)
 class Options:
-    """One run. ``output`` is the folder for reports, logs and models; ``told`` is called with what happens now."""
+    """One run. ``output`` is the folder for reports, logs and models; ``told`` is called with what happens
+    now.
+    """
 
     seed: int = 1
     effort: Effort = Effort.NORMAL
@@ -69,7 +71,9 @@ class Part(Protocol):
     goals: Sequence[Goal]
 
     def run(self, options: Options) -> Findings:
-        """Measures; CannotRun if this machine or environment lacks something, WrongAnswer if an answer is wrong."""
+        """Measures; CannotRun if this machine or environment lacks something, WrongAnswer if an answer is
+        wrong.
+        """
 
 
 @dataclass(frozen=True)
@@ -109,7 +113,9 @@ def run_part(part: Part, options: Options) -> PartRun:
     except CannotRun as reason:
         found = Findings([Figure(goal, note=str(reason)) for goal in part.goals])
     except WrongAnswer as wrong:
-        found = Findings([Figure(goal, note="an answer was wrong") for goal in part.goals], [f"{part.name}: {wrong}"])
+        found = Findings(
+            [Figure(goal, note="an answer was wrong") for goal in part.goals], [f"{part.name}: {wrong}"]
+        )
     run = {
         "seed": str(options.seed),
         "effort": options.effort.value,

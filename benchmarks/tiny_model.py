@@ -2,9 +2,10 @@
 
     python -m benchmarks.tiny_model OUT [--kind qwen3|gemma3|deepseek]
 
-The weights are random, so the answers are gibberish; but they depend on the whole prompt, which is what a cache
-must preserve. The tokenizer knows bytes and no merges, and the model can only choose printable ASCII: an answer
-that is sent back as text in the next turn of a conversation gives exactly the tokens that were generated.
+The weights are random, so the answers are gibberish; but they depend on the whole prompt, which is what a
+cache must preserve. The tokenizer knows bytes and no merges, and the model can only choose printable ASCII:
+an answer that is sent back as text in the next turn of a conversation gives exactly the tokens that were
+generated.
 """
 
 from __future__ import annotations
@@ -116,11 +117,18 @@ def _config(kind: Kind) -> Any:
     if kind == "gemma3":
         layer_types = ["sliding_attention", "full_attention"] * 2
         return Gemma3TextConfig(**shape, layer_types=layer_types, sliding_window=SLIDING_WINDOW_TOKENS)
-    if kind == "deepseek":  # multi-head latent attention: one vector of 64 + 32 per token and layer; no experts
+    if (
+        kind == "deepseek"
+    ):  # multi-head latent attention: one vector of 64 + 32 per token and layer; no experts
         from transformers import DeepseekV2Config
 
         latent = {"kv_lora_rank": 64, "qk_rope_head_dim": 32, "qk_nope_head_dim": 32, "v_head_dim": 64}
-        heads = {"num_key_value_heads": 4, "q_lora_rank": None, "first_k_dense_replace": 4, "moe_layer_freq": 1}
+        heads = {
+            "num_key_value_heads": 4,
+            "q_lora_rank": None,
+            "first_k_dense_replace": 4,
+            "moe_layer_freq": 1,
+        }
         yarn = {"type": "yarn", "rope_type": "yarn", "factor": 8.0, "beta_fast": 32, "beta_slow": 1}
         yarn |= {"mscale": 0.707, "mscale_all_dim": 0.707, "original_max_position_embeddings": 4096}
         values = {**shape, **latent, **heads, "rope_scaling": yarn}

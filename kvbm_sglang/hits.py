@@ -1,7 +1,8 @@
 """How much of a prefix can be restored, where a model keeps more than one pool of pages. Pure.
 
-SGLang's hit policies (HiCacheStorage.batch_exists_v2 of 0.5.10 to 0.5.23): of some pools every page of the prefix is
-needed, of others (windows, states) only the last ones, and block groups are reported but decide nothing.
+SGLang's hit policies (HiCacheStorage.batch_exists_v2 of 0.5.10 to 0.5.23): of some pools every page of the
+prefix is needed, of others (windows, states) only the last ones, and block groups are reported but decide
+nothing.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ def lengths_with_all(found: Sequence[bool]) -> list[int]:
 
 
 def lengths_with_tail(found: Sequence[bool], tail_pages: int) -> list[int]:
-    """The prefix lengths, from 1 on, of which the last ``tail_pages`` pages (or all, of a shorter one) are there."""
+    """The prefix lengths, from 1 on, of which the last ``tail_pages`` pages (or all, of a shorter one) are
+    there.
+    """
     tail_pages = max(1, tail_pages)
     missing = [0, *accumulate(not is_there for is_there in found)]
     lengths = range(1, len(found) + 1)

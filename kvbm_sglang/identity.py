@@ -1,4 +1,5 @@
-"""What the bytes of a page depend on besides its tokens: all of it is in the page's key and in its file's fingerprint.
+"""What the bytes of a page depend on besides its tokens: all of it is in the page's key and in its file's
+fingerprint.
 
 SGLang's own key names the tokens, the LoRA and the cache salt (0.5.21 and newer), and nothing else.
 """
@@ -57,13 +58,17 @@ def namespace_of(
 ) -> KeyNamespace:
     """The namespace of one host pool. ``piece_bytes``: the sizes of a page's pieces, in SGLang's order.
 
-    ``server_args``: of the engine, None where they are not known. LayoutError for a pool of bytes then: several kinds
-    of numbers are stored as such.
+    ``server_args``: of the engine, None where they are not known. LayoutError for a pool of bytes then:
+    several kinds of numbers are stored as such.
     """
     if server_args is None and str(getattr(pool, "dtype", "")) == "torch.uint8":
-        raise LayoutError(f"kvbm: {type(pool).__name__} holds bytes, and this SGLang does not tell what they mean")
+        raise LayoutError(
+            f"kvbm: {type(pool).__name__} holds bytes, and this SGLang does not tell what they mean"
+        )
     ranks = _RANKS if is_replicated(config, name) else (*_RANKS, *_TP)
-    layout = [(field, str(getattr(pool, field))) for field in _LAYOUT if getattr(pool, field, None) is not None]
+    layout = [
+        (field, str(getattr(pool, field))) for field in _LAYOUT if getattr(pool, field, None) is not None
+    ]
     layout += [("class", type(pool).__name__), ("pieces", ",".join(map(str, piece_bytes)))]
     model = str(getattr(server_args, "model_path", None) or config.model_name or "")
     return KeyNamespace(
@@ -75,7 +80,10 @@ def namespace_of(
         extra=(
             ("engine", "sglang"),
             ("pool", name),
-            ("settings", repr(sorted((setting, str(value)) for setting, value in settings_of(server_args).items()))),
+            (
+                "settings",
+                repr(sorted((setting, str(value)) for setting, value in settings_of(server_args).items())),
+            ),
             ("weights", _stamp_of(model)),
         ),
     )
@@ -112,7 +120,9 @@ def rank_of(config: HiCacheStorageConfig) -> int:
     """This rank's number among all of its engine."""
     rank = 0
     for what in ("dp", "pp", "attn_cp", "tp"):
-        rank = rank * int(getattr(config, f"{what}_size", 1) or 1) + int(getattr(config, f"{what}_rank", 0) or 0)
+        rank = rank * int(getattr(config, f"{what}_size", 1) or 1) + int(
+            getattr(config, f"{what}_rank", 0) or 0
+        )
     return rank
 
 
@@ -125,8 +135,8 @@ def device_namespace_of(
 ) -> KeyNamespace:
     """The namespace of the pages of one rank's device pool.
 
-    ``layout``: what their bytes mean (``DevicePages.layout``). ``settings``: of the engine, those that change what a
-    model computes from the same weights.
+    ``layout``: what their bytes mean (``DevicePages.layout``). ``settings``: of the engine, those that change
+    what a model computes from the same weights.
     """
     facts = dict(layout)
     return KeyNamespace(
@@ -149,7 +159,9 @@ def _stamp_of(model: str) -> str:
     """Where weights cannot be told from others of their name: a stamp of this engine alone."""
     stamp = weights_stamp(Path(model))
     if not stamp:
-        log.info("kvbm: %s is no folder of weights: what is stored on disk is not found after a restart", model)
+        log.info(
+            "kvbm: %s is no folder of weights: what is stored on disk is not found after a restart", model
+        )
     return stamp or _parent()
 
 

@@ -53,7 +53,8 @@ def _no_store(linker: KvbmLinker, transfers: list[PoolTransfer]) -> bool:
 class KvbmLinker(UnifiedCacheLinker):
     """Pages of the device pool in host memory and on disk. Every hook is guarded.
 
-    What ranks must agree on (what is queued, how many have ended) does not depend on what goes wrong on one of them.
+    What ranks must agree on (what is queued, how many have ended) does not depend on what goes wrong on one
+    of them.
     """
 
     def __init__(
@@ -211,8 +212,8 @@ def _unknown(pool: Any, server_args: Any, params: Any, components: set[Any]) -> 
             int(pool.page_size) != int(params.page_size),
             f"{pool.page_size} tokens a page, {params.page_size} in the tree",
         ),
-        # SGLang compares the hits of tensor-parallel ranks, and not those of stages: one would load what another one
-        # computes, which was seen to give wrong answers.
+        # SGLang compares the hits of tensor-parallel ranks, and not those of stages: one would load what
+        # another one computes, which was seen to give wrong answers.
         (int(params.pp_size) > 1, "pipeline parallelism (--pp-size)"),
         # It gives memory back before it says so, while pages of it may still be read.
         (getattr(server_args, "enable_memory_saver", False), "--enable-memory-saver"),

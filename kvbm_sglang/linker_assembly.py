@@ -37,7 +37,9 @@ LOAD_MARGIN_S = 60.0
 
 @dataclass(frozen=True)
 class Ranks:
-    """``shard``: names and numbers that say which part of the KV this process holds. ``num_ranks``: of one engine."""
+    """``shard``: names and numbers that say which part of the KV this process holds. ``num_ranks``: of one
+    engine.
+    """
 
     shard: Mapping[str, int]
     num_ranks: int

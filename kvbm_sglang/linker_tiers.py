@@ -1,7 +1,7 @@
 """The direct linker without SGLang: pages by SGLang's keys between its device pool and kvbm's tiers.
 
-What SGLang compares between ranks (whether something was queued, how many ended) is the same on each of them, whatever
-goes wrong on one: a load or store that cannot be is queued too, and ends as failed.
+What SGLang compares between ranks (whether something was queued, how many ended) is the same on each of them,
+whatever goes wrong on one: a load or store that cannot be is queued too, and ends as failed.
 """
 
 from __future__ import annotations
@@ -54,8 +54,9 @@ class _Store:
 
 
 class LinkerTiers:
-    """``tiers`` and ``pages`` None: nothing is cached. Called from the scheduler's thread; nothing waits for a device
-    or for I/O but ``finish``, ``reset`` and ``close``. Two threads of its own wait for the device, and hand on.
+    """``tiers`` and ``pages`` None: nothing is cached. Called from the scheduler's thread; nothing waits for
+    a device or for I/O but ``finish``, ``reset`` and ``close``. Two threads of its own wait for the device,
+    and hand on.
     """
 
     def __init__(
@@ -85,7 +86,9 @@ class LinkerTiers:
     # ---------------------------------------------------------------- the way up
 
     def lookup(self, rid: str, keys: Sequence[str]) -> list[int]:
-        """The lengths, in pages, of the prefixes of ``keys`` that can be loaded; held for the request for a while."""
+        """The lengths, in pages, of the prefixes of ``keys`` that can be loaded; held for the request for a
+        while.
+        """
         if self._tiers is None or not keys:
             return []
         (first,) = page_keys(self._root, [keys[0]])
@@ -94,7 +97,9 @@ class LinkerTiers:
         return list(range(1, self._tiers.match(rid, page_keys(self._root, list(keys))) + 1))
 
     def load(self, rid: str, keys: Sequence[str], indices: Any) -> None:
-        """Queues a load into the pages of ``indices``, for the next ``start``. What cannot be loaded fails there."""
+        """Queues a load into the pages of ``indices``, for the next ``start``. What cannot be loaded fails
+        there.
+        """
         self.cancel(rid)
         claim = None if self._tiers is None else self._tiers.claim(rid, page_keys(self._root, list(keys)))
         self._pending[rid] = _Load(claim, indices)
@@ -112,7 +117,9 @@ class LinkerTiers:
         return load is not None
 
     def start(self, wait_ready: WaitReady) -> int:
-        """Starts what is queued as soon as ``wait_ready`` returns; the batch's index, or -1 if nothing is queued."""
+        """Starts what is queued as soon as ``wait_ready`` returns; the batch's index, or -1 if nothing is
+        queued.
+        """
         if not self._pending:
             return -1
         loads, self._pending = list(self._pending.values()), {}
@@ -158,7 +165,9 @@ class LinkerTiers:
     # ---------------------------------------------------------------- the way down
 
     def store(self, keys: Sequence[str], indices: Any, wait_ready: WaitReady) -> None:
-        """Keeps the pages of ``indices``, which may be read when ``wait_ready`` returns, until it has ended."""
+        """Keeps the pages of ``indices``, which may be read when ``wait_ready`` returns, until it has
+        ended.
+        """
         store = _Store()
         with self._changed:
             is_refused = self._tiers is None or self._num_storing >= MAX_WAITING_STORES
@@ -170,7 +179,9 @@ class LinkerTiers:
                 DropReason.TIER_NOT_READY if self._tiers is None else DropReason.QUEUE_FULL, len(keys)
             )
             return
-        self._storer.submit(self._store, store, page_keys(self._root, list(keys)), indices, self._life, wait_ready)
+        self._storer.submit(
+            self._store, store, page_keys(self._root, list(keys)), indices, self._life, wait_ready
+        )
 
     def fail_store(self) -> None:
         """A store that fails."""
@@ -184,7 +195,9 @@ class LinkerTiers:
         """Whether the oldest store, which has ended, ended with all its pages kept."""
         return self._stores.popleft().outcome is Outcome.OK
 
-    def _store(self, store: _Store, keys: list[BlockKey], indices: Any, life: int, wait_ready: WaitReady) -> None:
+    def _store(
+        self, store: _Store, keys: list[BlockKey], indices: Any, life: int, wait_ready: WaitReady
+    ) -> None:
         """In the storing thread."""
         if self._tiers is None or self._pages is None:
             return
@@ -213,11 +226,15 @@ class LinkerTiers:
     # ---------------------------------------------------------------- ends
 
     def quiesce(self) -> bool:
-        """No load or store is queued or under way after this. False if one did not end: what it stores is not kept."""
+        """No load or store is queued or under way after this. False if one did not end: what it stores is not
+        kept.
+        """
         for rid in list(self._pending):
             self.cancel(rid)
         with self._changed:
-            is_idle = self._changed.wait_for(lambda: not self._num_loading and not self._num_storing, QUIESCE_TIMEOUT_S)
+            is_idle = self._changed.wait_for(
+                lambda: not self._num_loading and not self._num_storing, QUIESCE_TIMEOUT_S
+            )
             self._life += 1
         if not is_idle and self._tiers is not None:
             log.error("kvbm: transfers did not end in %.0f s; what they store is not kept", QUIESCE_TIMEOUT_S)
@@ -227,11 +244,15 @@ class LinkerTiers:
         return is_idle
 
     def begin_anew(self) -> None:
-        """The weights are others now: nothing that was stored before is found from now on. After ``quiesce``."""
+        """The weights are others now: nothing that was stored before is found from now on. After
+        ``quiesce``.
+        """
         self._root = SequenceHash(hashlib.sha256(self._root + secrets.token_bytes(16)).digest())
 
     def close(self) -> None:
-        """Ends threads and tiers; idempotent. What is on its way to the disk has WRITE_OUT_TIMEOUT_S to get there."""
+        """Ends threads and tiers; idempotent. What is on its way to the disk has WRITE_OUT_TIMEOUT_S to get
+        there.
+        """
         self.quiesce()
         for thread in (self._loader, self._storer):
             thread.shutdown()

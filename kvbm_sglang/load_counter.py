@@ -17,7 +17,8 @@ class _Batch:
 class LoadCounter:
     """SGLang's layer_done_counter. All layers of a batch are there at the same time: pages are loaded whole.
 
-    A wait longer than ``timeout_s`` is given up, as the engine must not hang: the batch then counts as failed.
+    A wait longer than ``timeout_s`` is given up, as the engine must not hang: the batch then counts as
+    failed.
     """
 
     def __init__(self, num_layers: int, timeout_s: float) -> None:

@@ -25,7 +25,9 @@ class Pages:
         try:
             pointers, sizes = pool.get_page_buffer_meta(torch.arange(self.page_tokens))
         except (AttributeError, NotImplementedError, TypeError, ValueError) as error:
-            raise LayoutError(f"kvbm: {type(pool).__name__} names no memory of its pages ({error})") from error
+            raise LayoutError(
+                f"kvbm: {type(pool).__name__} names no memory of its pages ({error})"
+            ) from error
         if not pointers or len(pointers) != len(sizes) or not all(size > 0 for size in sizes):
             raise LayoutError(f"kvbm: {type(pool).__name__} names no memory of its pages")
         self.piece_bytes = tuple(int(size) for size in sizes)
@@ -41,9 +43,13 @@ class Pages:
         return int(self._pool.size) // self.page_tokens * self.page_bytes
 
     def memory_of(self, host_indices: torch.Tensor, num_pages: int) -> list[Memory]:
-        """Where the pages are, in the order of ``host_indices`` (one per token). LayoutError if they are not whole."""
+        """Where the pages are, in the order of ``host_indices`` (one per token). LayoutError if they are not
+        whole.
+        """
         if len(host_indices) != num_pages * self.page_tokens:
-            raise LayoutError(f"kvbm: {len(host_indices)} indices are not {num_pages} pages of {self.page_tokens}")
+            raise LayoutError(
+                f"kvbm: {len(host_indices)} indices are not {num_pages} pages of {self.page_tokens}"
+            )
         pointers, sizes = self._pool.get_page_buffer_meta(host_indices)
         step = len(self.piece_bytes)
         if len(pointers) != num_pages * step or tuple(sizes[:step]) != self.piece_bytes:
@@ -54,5 +60,8 @@ class Pages:
         first = min(pointers)
         end = max(pointer + size for pointer, size in zip(pointers, sizes, strict=True))
         span = _view_of_memory(first, end - first, _WRITABLE)
-        pieces = [span[pointer - first : pointer - first + size] for pointer, size in zip(pointers, sizes, strict=True)]
+        pieces = [
+            span[pointer - first : pointer - first + size]
+            for pointer, size in zip(pointers, sizes, strict=True)
+        ]
         return [pieces[start : start + step] for start in range(0, len(pieces), step)]

@@ -1,4 +1,6 @@
-"""SGLang's host pools of one rank, each with a file of its own on the disk; opened when all of them are known."""
+"""SGLang's host pools of one rank, each with a file of its own on the disk; opened when all of them are
+known.
+"""
 
 from __future__ import annotations
 
@@ -34,8 +36,9 @@ log = logging.getLogger("kvbm")
 class Pools:
     """Pages by pool and by SGLang's keys. Safe to call from any thread.
 
-    Pools that are registered before the first use share ``DYN_KVBM_DISK_CACHE_GB`` as they share host memory; one that
-    comes later gets, on top, as much as it would have had. A pool that cannot be kept is said so once, and missing.
+    Pools that are registered before the first use share ``DYN_KVBM_DISK_CACHE_GB`` as they share host memory;
+    one that comes later gets, on top, as much as it would have had. A pool that cannot be kept is said so
+    once, and missing.
     """
 
     def __init__(self, config: HiCacheStorageConfig, settings: KvbmSettings, stats: Stats) -> None:
@@ -110,17 +113,24 @@ class Pools:
         self.open()
         return self._stores.get(name) if KV in self._stores else None
 
-    def _ended(self, direction: Direction, name: str, outcomes: list[Outcome], started_s: float) -> list[bool]:
+    def _ended(
+        self, direction: Direction, name: str, outcomes: list[Outcome], started_s: float
+    ) -> list[bool]:
         seconds = time.perf_counter() - started_s
         self._stats.moved(direction, outcomes, self._pages[name].page_bytes, seconds)
         stores = list(self._stores.values())
-        used, capacity = sum(store.resident_pages for store in stores), sum(store.num_slots for store in stores)
+        used, capacity = (
+            sum(store.resident_pages for store in stores),
+            sum(store.num_slots for store in stores),
+        )
         self._stats.disk_tier(used, capacity, sum(store.evicted_pages for store in stores))
         return [outcome is Outcome.OK for outcome in outcomes]
 
     def _open_waiting(self) -> None:
         waiting, self._waiting = self._waiting, {}
-        known = {name: pages for name, pool in waiting.items() if (pages := self._pages_of(name, pool)) is not None}
+        known = {
+            name: pages for name, pool in waiting.items() if (pages := self._pages_of(name, pool)) is not None
+        }
         if not self._bytes_per_host_byte and known:
             host_bytes = sum(pages.pool_bytes for pages in known.values())
             self._bytes_per_host_byte = (self._settings.disk_cache_gb or 0.0) * 1e9 / host_bytes
@@ -149,15 +159,25 @@ class Pools:
     def _open(self, name: str, pages: Pages, pool: Any) -> PageStore | FollowedPages:
         settings, config = self._settings, self._config
         namespace = namespace_of(config, pool, name, pages.piece_bytes, find_server_args())
-        directory, fingerprint, claim = Path(settings.disk_cache_dir), namespace.root().hex(), engine_claim(config)
+        directory, fingerprint, claim = (
+            Path(settings.disk_cache_dir),
+            namespace.root().hex(),
+            engine_claim(config),
+        )
         options = FileOptions.of(settings)
         if reads_along(config, name):
-            return FollowedPages(lambda: claimed_folder(directory, fingerprint, claim), pages, namespace, options)
+            return FollowedPages(
+                lambda: claimed_folder(directory, fingerprint, claim), pages, namespace, options
+            )
         if self._folder is None:
             self._folder = DiskFolder(directory, fingerprint, claim)
         num_slots = int(pages.pool_bytes * self._bytes_per_host_byte) // record_bytes(pages.page_bytes)
         if not num_slots:
-            raise ConfigError(SIZE, settings.disk_cache_gb, f"holds no page of {pages.page_bytes} bytes; set more")
+            raise ConfigError(
+                SIZE, settings.disk_cache_gb, f"holds no page of {pages.page_bytes} bytes; set more"
+            )
         shares = is_replicated(config, name) and config.tp_size > 1
-        log.info("kvbm: pool %s: %d pages of %d bytes in %s", name, num_slots, pages.page_bytes, self._folder.path)
+        log.info(
+            "kvbm: pool %s: %d pages of %d bytes in %s", name, num_slots, pages.page_bytes, self._folder.path
+        )
         return PageStore(self._folder.path, pages, namespace, num_slots, options, shares=shares)

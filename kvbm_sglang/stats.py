@@ -31,7 +31,9 @@ class Stats:
         self._evicted_seen = 0
         self._batches: dict[Direction, list[Batch]] = {direction: [] for direction in Direction}
 
-    def moved(self, direction: Direction, outcomes: Sequence[Outcome], page_bytes: int, seconds: float) -> None:
+    def moved(
+        self, direction: Direction, outcomes: Sequence[Outcome], page_bytes: int, seconds: float
+    ) -> None:
         """A call has ended."""
         metrics, pages = self.metrics, outcomes.count(Outcome.OK)
         for outcome in set(outcomes) - {Outcome.OK, Outcome.MISS}:

@@ -22,13 +22,21 @@ DEADLINE_S = 4.0  # SGLang gives its storage threads 10 s to end
 
 
 class PageStore:
-    """Pages by SGLang's keys, ``num_slots`` at most. Safe to call from any thread; a call ends within DEADLINE_S.
+    """Pages by SGLang's keys, ``num_slots`` at most. Safe to call from any thread; a call ends within
+    DEADLINE_S.
 
     ``shares``: other ranks read along. DiskError, one line, if the folder cannot hold it.
     """
 
     def __init__(
-        self, folder: Path, pages: Pages, namespace: KeyNamespace, num_slots: int, options: FileOptions, *, shares: bool
+        self,
+        folder: Path,
+        pages: Pages,
+        namespace: KeyNamespace,
+        num_slots: int,
+        options: FileOptions,
+        *,
+        shares: bool,
     ) -> None:
         self._root = namespace.root()
         self.num_slots = num_slots
@@ -88,7 +96,11 @@ class FollowedPages:
     evicted_pages = 0
 
     def __init__(
-        self, find_folder: Callable[[], Path | None], pages: Pages, namespace: KeyNamespace, options: FileOptions
+        self,
+        find_folder: Callable[[], Path | None],
+        pages: Pages,
+        namespace: KeyNamespace,
+        options: FileOptions,
     ) -> None:
         self._root = namespace.root()
         self._namespace = namespace

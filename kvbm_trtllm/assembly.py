@@ -42,7 +42,8 @@ PATIENT_DISK_DEADLINE_S = 60.0
 
 
 class LeaderPart:
-    """Everything of the leader's role. Made in a thread of TensorRT-LLM's; used by the executor's loop thread.
+    """Everything of the leader's role. Made in a thread of TensorRT-LLM's; used by the executor's loop
+    thread.
 
     ``callbacks`` is made anew when the layer groups turn out to be others than one of full attention.
     ConfigError or UnsupportedError, one line, when it cannot serve as configured.
@@ -68,7 +69,9 @@ class LeaderPart:
             on_bad_frames=lambda: self.metrics.failure(FailureKind.BAD_MESSAGE),
         )
         self._disk.connect(self._channel, self._handshake)
-        self._stats_log = CacheStatsLog(self.metrics, settings.cache_stats_log_interval_s, meeting.engine_id[-8:])
+        self._stats_log = CacheStatsLog(
+            self.metrics, settings.cache_stats_log_interval_s, meeting.engine_id[-8:]
+        )
         self._server = metrics_server(settings, self.metrics, data_parallel_rank_of(llm_args))
         self._groups: tuple[GroupSpec, ...] = (GroupSpec(0, block_tokens_of(llm_args)),)
         self._make_callbacks()

@@ -52,15 +52,19 @@ def check_supported(llm_args: Any, *, has_attention_dp: bool) -> None:
     }
     for setting, is_wrong in wrong.items():
         if is_wrong:
-            raise UnsupportedError(f"kvbm: {setting} is not supported with kvbm: remove it, or kv_connector_config")
+            raise UnsupportedError(
+                f"kvbm: {setting} is not supported with kvbm: remove it, or kv_connector_config"
+            )
     if uses_attention_dp(llm_args) and not has_attention_dp:
         raise UnsupportedError(
-            "kvbm: enable_attention_dp=true: this TensorRT-LLM gives connectors one leader for all ranks then: "
+            "kvbm: enable_attention_dp=true: this TensorRT-LLM gives connectors one leader for all "
+            "ranks then: "
             "use a newer one, or run without kv_connector_config"
         )
     if kv_dtype_of(llm_args).lower() in {"nvfp4", "fp4"}:
         raise UnsupportedError(
-            "kvbm: an NVFP4 KV cache keeps its scales in a pool that TensorRT-LLM does not hand to connectors: "
+            "kvbm: an NVFP4 KV cache keeps its scales in a pool that TensorRT-LLM does not hand to "
+            "connectors: "
             "use kv_cache_config.dtype=fp8, or run without kv_connector_config"
         )
 
@@ -79,7 +83,9 @@ def endpoint_of(engine_id: str, settings: KvbmSettings, data_parallel_rank: int)
 
     Engines of one data-parallel group take neighbouring ports.
     """
-    asked_for = [settings.source(name) for name in ("leader_zmq_host", "leader_zmq_pub_port", "leader_zmq_ack_port")]
+    asked_for = [
+        settings.source(name) for name in ("leader_zmq_host", "leader_zmq_pub_port", "leader_zmq_ack_port")
+    ]
     if any(source is not SettingSource.DEFAULT for source in asked_for):
         return tcp_endpoint(settings.leader_zmq_host, settings.leader_zmq_ack_port + data_parallel_rank)
     return ipc_endpoint(engine_id)

@@ -1,8 +1,9 @@
-"""The connector's two classes: TensorRT-LLM's entry. No logic here; callbacks go to the leader's or worker's side.
+"""The connector's two classes: TensorRT-LLM's entry. No logic here; callbacks go to the leader's or worker's
+side.
 
-Interface: the KV cache connector of TensorRT-LLM's PyTorch backend, 1.1.0rc5 to 1.3 (see contract.py). The class names,
-and the alias under which they are loaded, are those of the KVBM guides. TensorRT-LLM ends nothing: what is open is
-closed with the object, or at the end of the process.
+Interface: the KV cache connector of TensorRT-LLM's PyTorch backend, 1.1.0rc5 to 1.3 (see contract.py). The
+class names, and the alias under which they are loaded, are those of the KVBM guides. TensorRT-LLM ends
+nothing: what is open is closed with the object, or at the end of the process.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ class DynamoKVBMConnectorLeader(_Scheduler):
     supports_attention_dp = True
 
     def __init__(self, llm_args: Any) -> None:
-        """ConfigError or UnsupportedError, one line, when kvbm cannot serve as configured; later nothing is raised."""
+        """ConfigError or UnsupportedError, one line, when kvbm cannot serve as configured; later nothing is
+        raised.
+        """
         super().__init__(llm_args)
         self.part = LeaderPart(llm_args, has_attention_dp=hasattr(_Scheduler, "supports_attention_dp"))
         self._close = weakref.finalize(self, self.part.close)

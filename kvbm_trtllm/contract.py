@@ -1,4 +1,5 @@
-"""What TensorRT-LLM hands to a connector, read by name: its fields change their order, and come and go, with versions.
+"""What TensorRT-LLM hands to a connector, read by name: its fields change their order, and come and go, with
+versions.
 
 Interface: ``KvCacheConnectorScheduler`` and ``KvCacheConnectorWorker`` of TensorRT-LLM 1.1.0rc5 to 1.3.
 """
@@ -38,7 +39,8 @@ def connector_module() -> Any:
 def frees_one_save(module: Any) -> bool:
     """Whether this TensorRT-LLM lets go only the first of the requests whose saves end in the same iteration.
 
-    Its pull request 8750 mended that, at about the time when it began to say how many tokens an iteration computes.
+    Its pull request 8750 mended that, at about the time when it began to say how many tokens an iteration
+    computes.
     """
     return "num_scheduled_tokens" not in getattr(module.RequestData, "__dataclass_fields__", {})
 
@@ -61,7 +63,8 @@ class OneByOne:
 
 
 class Identity(NamedTuple):
-    """What a request's blocks depend on besides tokens. ``refusal``: why they must not be cached; None if they may.
+    """What a request's blocks depend on besides tokens. ``refusal``: why they must not be cached; None if
+    they may.
 
     ``is_dummy``: TensorRT-LLM made it up to warm up or to fill a batch.
     """

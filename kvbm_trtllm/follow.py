@@ -1,7 +1,8 @@
-"""Takes in what TensorRT-LLM reports of running requests in each iteration, and says which blocks are to be stored.
+"""Takes in what TensorRT-LLM reports of running requests in each iteration, and says which blocks are to be
+stored.
 
-Reports are increments: tokens and blocks since the last one. Most requests get one token per iteration and fill no
-block; those cost an extended list and nothing else.
+Reports are increments: tokens and blocks since the last one. Most requests get one token per iteration and
+fill no block; those cost an extended list and nothing else.
 """
 
 from __future__ import annotations
@@ -41,7 +42,9 @@ class Follower:
         self._now: list[tuple[Followed, int, int]] = []
 
     def hear_first(self, followed: Followed, data: Any) -> list[list[int]]:
-        """A request's first report: all of its tokens and blocks. The blocks that were not known, by group."""
+        """A request's first report: all of its tokens and blocks. The blocks that were not known, by
+        group.
+        """
         if len(data.new_tokens) >= len(followed.tokens):
             followed.tokens = list(data.new_tokens)
         self._tokens[followed.number] = followed.tokens
@@ -63,7 +66,8 @@ class Follower:
         if not reports:
             return []
         grown = self._take(reports)
-        # Who gets several tokens at once is looked at each time (prompts in chunks) or somewhat later (drafts).
+        # Who gets several tokens at once is looked at each time (prompts in chunks) or somewhat later
+        # (drafts).
         if not self._due.passes_quietly():
             self._look_at_due(reports)
         return self._grow(grown)
@@ -74,7 +78,12 @@ class Follower:
         return [job for entry in now if (job := self._offload_full(*entry)) is not None]
 
     def offload(
-        self, followed: Followed, tokens: Sequence[int], computed: int, stored: int, tables: Sequence[Sequence[int]]
+        self,
+        followed: Followed,
+        tokens: Sequence[int],
+        computed: int,
+        stored: int,
+        tables: Sequence[Sequence[int]],
     ) -> int | None:
         """Offloads the full blocks below ``stored``, as far as they are to be kept. See Leader.offload."""
         if followed.state is None:
@@ -115,7 +124,9 @@ class Follower:
     def _look_at_due(self, reports: Sequence[Any]) -> None:
         by_number = {data.request_id: data for data in reports}
         counted = self._are_counted(reports[0])
-        scheduled = {number: data.num_scheduled_tokens if counted else 0 for number, data in by_number.items()}
+        scheduled = {
+            number: data.num_scheduled_tokens if counted else 0 for number, data in by_number.items()
+        }
         for number in self._due.next_step(scheduled, len(scheduled)):
             followed = self._requests.get(number)
             if followed is not None:
@@ -155,15 +166,21 @@ class Follower:
             return None
         # What is computed and not known yet (the overlap scheduler, drafts) is stored when it is.
         stored = min(computed + num_scheduled, len(followed.tokens))
-        # The overlap scheduler is one token ahead of what it reports of decoding, and windows move along with it.
+        # The overlap scheduler is one token ahead of what it reports of decoding, and windows move along with
+        # it.
         window_end = computed + 1 if num_scheduled == 1 else computed
         job_id = self.offload(followed, followed.tokens, window_end, stored, followed.tables)
         wait_tokens = state.next_full_tokens - computed - num_scheduled
         may_wait = bool(self._decode_wait_blocks) and stored >= followed.num_prompt_tokens
         if may_wait:
             is_first_run = computed < followed.num_prompt_tokens
-            # Requests that began together would all store their runs at once: their first runs are of any length.
-            blocks = self._random.randint(0, self._decode_wait_blocks) if is_first_run else self._decode_wait_blocks
+            # Requests that began together would all store their runs at once: their first runs are of any
+            # length.
+            blocks = (
+                self._random.randint(0, self._decode_wait_blocks)
+                if is_first_run
+                else self._decode_wait_blocks
+            )
             wait_tokens += blocks * self._block_tokens
         if computed + num_scheduled < followed.num_prompt_tokens:
             wait_tokens = 1  # the next chunk

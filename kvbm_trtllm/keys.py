@@ -1,4 +1,6 @@
-"""TensorRT-LLM's arguments -> KeyNamespace: everything besides the tokens that the bytes of a block depend on."""
+"""TensorRT-LLM's arguments -> KeyNamespace: everything besides the tokens that the bytes of a block depend
+on.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,9 @@ def _shown(holder: Any, names: tuple[str, ...]) -> str:
 
 
 class Roots:
-    """The first parent of a request's blocks, by its LoRA and salt: most requests share theirs with others."""
+    """The first parent of a request's blocks, by its LoRA and salt: most requests share theirs with
+    others.
+    """
 
     def __init__(self, namespace: KeyNamespace) -> None:
         self._namespace = namespace
@@ -71,10 +75,16 @@ class Roots:
             if len(self._known) >= MAX_KNOWN_ROOTS:
                 self._known.clear()
             adapter = f"lora {identity.adapter} of {_PROCESS}" if identity.adapter else ""
-            root = self._known[which] = self._namespace.with_request(adapter=adapter, salt=identity.salt).root()
+            root = self._known[which] = self._namespace.with_request(
+                adapter=adapter, salt=identity.salt
+            ).root()
         return root
 
 
 def _weights_of(llm_args: Any, model: str) -> str:
     load_format = str(getattr(llm_args, "load_format", "auto")).rpartition(".")[2].lower()
-    return _PROCESS if load_format == "dummy" else model_stamp(model, str(getattr(llm_args, "revision", None) or ""))
+    return (
+        _PROCESS
+        if load_format == "dummy"
+        else model_stamp(model, str(getattr(llm_args, "revision", None) or ""))
+    )

@@ -1,7 +1,8 @@
 """TensorRT-LLM's KV memory -> device memory that the transfer engine understands, or a refusal.
 
-V1: one tensor ``[num_blocks, num_layers, kv_factor, elements of a layer's block]``. V2: a ``KvCacheLayout`` of layer
-groups, whose regions are byte ranges that repeat once per page slot. Sizes and strides are read, never assumed.
+V1: one tensor ``[num_blocks, num_layers, kv_factor, elements of a layer's block]``. V2: a ``KvCacheLayout``
+of layer groups, whose regions are byte ranges that repeat once per page slot. Sizes and strides are read,
+never assumed.
 """
 
 from __future__ import annotations
@@ -71,12 +72,18 @@ def pool_memory(pool: torch.Tensor, block_tokens: int, ranks: Ranks) -> KvMemory
 def layout_memory(layout: Any, ranks: Ranks) -> KvMemory:
     """The layer groups of the V2 manager, with all their regions. LayoutError when in doubt."""
     groups = list(layout.groups)
-    if not 1 <= len(groups) <= MAX_GROUPS or [int(group.layer_group_id) for group in groups] != [*range(len(groups))]:
+    if not 1 <= len(groups) <= MAX_GROUPS or [int(group.layer_group_id) for group in groups] != [
+        *range(len(groups))
+    ]:
         ids = [group.layer_group_id for group in groups]
-        raise LayoutError(f"kvbm: layer groups {ids}: only 0 to {MAX_GROUPS - 1}, without gaps, are supported")
+        raise LayoutError(
+            f"kvbm: layer groups {ids}: only 0 to {MAX_GROUPS - 1}, without gaps, are supported"
+        )
     block_tokens = int(layout.tokens_per_block)
     regions = [_regions_of(group) for group in groups]
-    tensors = {f"{g} {i}": region.as_tensor() for g, found in enumerate(regions) for i, region in enumerate(found)}
+    tensors = {
+        f"{g} {i}": region.as_tensor() for g, found in enumerate(regions) for i, region in enumerate(found)
+    }
     infos, storages = describe_tensors(tensors, list(tensors))
     info_of = dict(zip(tensors, infos, strict=True))
     views, specs, identities = [], [], []
@@ -99,7 +106,9 @@ def _regions_of(group: Any) -> list[Any]:
             f"kvbm: layer group {group.layer_group_id} has regions of different numbers of slots, or none"
         )
     if any(int(buffer.expansion) != 1 for region in regions for buffer in region.buffers):
-        raise LayoutError(f"kvbm: layer group {group.layer_group_id} has layers with blocks of their own size")
+        raise LayoutError(
+            f"kvbm: layer group {group.layer_group_id} has layers with blocks of their own size"
+        )
     return regions
 
 

@@ -1,7 +1,9 @@
-"""How the leader and the workers of one engine find each other: TensorRT-LLM makes both at once and introduces nobody.
+"""How the leader and the workers of one engine find each other: TensorRT-LLM makes both at once and
+introduces nobody.
 
-Leader and first worker live in one process, made by two threads at the same time: the n-th leader of a process belongs
-to its n-th worker. The other ranks' workers hear the engine's name through TensorRT-LLM's own broadcast.
+Leader and first worker live in one process, made by two threads at the same time: the n-th leader of a
+process belongs to its n-th worker. The other ranks' workers hear the engine's name through TensorRT-LLM's own
+broadcast.
 """
 
 from __future__ import annotations
@@ -27,11 +29,15 @@ class LeaderPart(Protocol):
         """At start: until the first slots are usable, or time is up."""
 
     def poll(self) -> None:
-        """Takes in what workers have said; on the executor's loop thread, in each of its iterations, idle ones too."""
+        """Takes in what workers have said; on the executor's loop thread, in each of its iterations, idle
+        ones too.
+        """
 
 
 class Meeting:
-    """One engine in this process. ``leader`` is there once its constructor has run, which may be later than ours."""
+    """One engine in this process. ``leader`` is there once its constructor has run, which may be later than
+    ours.
+    """
 
     def __init__(self, number: int) -> None:
         self.engine_id = f"trtllm {os.getpid()} {number} {secrets.token_hex(8)}"
@@ -69,7 +75,9 @@ def data_parallel_rank_of(llm_args: Any) -> int:
 
 
 def name_of_engine(llm_args: Any, meeting: Meeting | None) -> str:
-    """The same in all ranks. ``meeting``: on rank 0. A collective of all workers; call it before anything can fail."""
+    """The same in all ranks. ``meeting``: on rank 0. A collective of all workers; call it before anything can
+    fail.
+    """
     if world_size_of(llm_args) == 1:
         return meeting.engine_id if meeting is not None else ""
     from tensorrt_llm._utils import mpi_broadcast

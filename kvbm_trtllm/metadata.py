@@ -16,13 +16,13 @@ from kvbm_core.transfer.plan import TransferPlan
 class StepPlans:
     """Plans of one iteration.
 
-    ``onboards``: request and its load, each to be reported by ``get_finished``. ``prompt_loads``: loads that have to be
-    over before the iteration's forward pass. ``offloads``: reads of what this iteration computes. ``fences``: jobs
-    whose device blocks belong to somebody else from now on: what has not begun is cancelled, what runs is waited for.
-    ``awaited``: loads of blocks that another request found on the device: they must be complete. ``fence_all``: all.
-    ``left``: offloads of blocks that may be somebody else's from now on: fences, after a short wait.
-    ``lost``: asynchronous loads that will not be made. ``broken``: scheduled requests whose load failed: this forward
-    pass must not come to an end.
+    ``onboards``: request and its load, each to be reported by ``get_finished``. ``prompt_loads``: loads that
+    have to be over before the iteration's forward pass. ``offloads``: reads of what this iteration computes.
+    ``fences``: jobs whose device blocks belong to somebody else from now on: what has not begun is cancelled,
+    what runs is waited for. ``awaited``: loads of blocks that another request found on the device: they must
+    be complete. ``fence_all``: all. ``left``: offloads of blocks that may be somebody else's from now on:
+    fences, after a short wait. ``lost``: asynchronous loads that will not be made. ``broken``: scheduled
+    requests whose load failed: this forward pass must not come to an end.
     """
 
     onboards: list[tuple[str, TransferPlan]] = field(default_factory=list)
@@ -57,7 +57,8 @@ def encode(plans: StepPlans) -> bytes:
 def decode(metadata: object) -> StepPlans | None:
     """What ``encode`` was given; None for an iteration without plans, which is what any empty metadata means.
 
-    msgspec.DecodeError or UnicodeDecodeError for bytes of anybody else, TypeError for something else than bytes.
+    msgspec.DecodeError or UnicodeDecodeError for bytes of anybody else, TypeError for something else than
+    bytes.
     """
     if not metadata:
         return None

@@ -1,7 +1,8 @@
-"""What the leader's side knows of each request of TensorRT-LLM, followed from its query to its end or its silence.
+"""What the leader's side knows of each request of TensorRT-LLM, followed from its query to its end or its
+silence.
 
-TensorRT-LLM says nothing when a request is aborted or has failed: a request is gone when its blocks are given to
-somebody else, or when nothing has been heard of it for long.
+TensorRT-LLM says nothing when a request is aborted or has failed: a request is gone when its blocks are given
+to somebody else, or when nothing has been heard of it for long.
 """
 
 from __future__ import annotations
@@ -22,11 +23,12 @@ Given = tuple[int, Sequence[Sequence[int]]]
 class Followed:
     """One request. ``state`` is None if it is not cached.
 
-    ``tokens``: those known, prompt and answer. ``tables``: device blocks by layer group. ``computed_tokens``: on the
-    device when it was queried; ``matched_tokens``: promised to it beyond that. ``is_loading``: parked by TensorRT-LLM
-    until all ranks have reported its load. ``is_broken``: the device blocks that it takes for its prefix hold something
-    else; its forward pass must not come to an end. ``is_refused``: workers have been told so. ``kept_tokens``: offload
-    ends there, by retention priority. ``added_tokens``: what the next report's ``computed_position`` leaves out.
+    ``tokens``: those known, prompt and answer. ``tables``: device blocks by layer group. ``computed_tokens``:
+    on the device when it was queried; ``matched_tokens``: promised to it beyond that. ``is_loading``: parked
+    by TensorRT-LLM until all ranks have reported its load. ``is_broken``: the device blocks that it takes for
+    its prefix hold something else; its forward pass must not come to an end. ``is_refused``: workers have
+    been told so. ``kept_tokens``: offload ends there, by retention priority. ``added_tokens``: what the next
+    report's ``computed_position`` leaves out.
     """
 
     number: int
@@ -56,7 +58,8 @@ class Followed:
 
 
 class DeviceBlocks:
-    """Who was given each device block last, and which blocks hold something else than their owner was promised.
+    """Who was given each device block last, and which blocks hold something else than their owner was
+    promised.
 
     The leader's thread only. Block ids are by layer group.
     """
@@ -69,8 +72,8 @@ class DeviceBlocks:
     def give(self, given: Sequence[Given]) -> list[tuple[int, int, int]]:
         """These blocks are these requests', and new to them; who had them before, as (request, group, block).
 
-        That one is gone, unless it was preempted and runs again with other blocks. One that has left a window behind
-        has given its blocks up and goes on.
+        That one is gone, unless it was preempted and runs again with other blocks. One that has left a window
+        behind has given its blocks up and goes on.
         """
         gone: list[tuple[int, int, int]] = []
         for group, owners, tainted in zip(self._groups, self._owners, self._tainted, strict=True):
@@ -87,14 +90,18 @@ class DeviceBlocks:
         return gone
 
     def taint(self, group: int, blocks: Iterable[int], number: int) -> None:
-        """A load into these blocks has failed: what ``number`` still has of them must not be read by anybody."""
+        """A load into these blocks has failed: what ``number`` still has of them must not be read by
+        anybody.
+        """
         owners = self._owners[group]
         self._tainted[group].update(block for block in blocks if owners.get(block) == number)
 
     def are_tainted(self, tables: Sequence[Iterable[int]]) -> bool:
         """Whether any of these blocks, which were found on the device, must not be read."""
         return any(
-            not tainted.isdisjoint(blocks) for tainted, blocks in zip(self._tainted, tables, strict=True) if tainted
+            not tainted.isdisjoint(blocks)
+            for tainted, blocks in zip(self._tainted, tables, strict=True)
+            if tainted
         )
 
     @property
@@ -134,8 +141,8 @@ class Requests:
     def silent(self, now_s: float) -> list[Followed]:
         """Those of which nothing has been heard for SILENT_AFTER_S; call it now and then.
 
-        A request that waits for its load is not silent: TensorRT-LLM has parked it. One that must not run is not
-        forgotten before it was about to.
+        A request that waits for its load is not silent: TensorRT-LLM has parked it. One that must not run is
+        not forgotten before it was about to.
         """
         found = []
         for followed in self._by_number.values():

@@ -1,7 +1,8 @@
-"""TensorRT-LLM's scheduler callbacks -> the leader. Runs on rank 0, on the executor's loop thread; never blocks.
+"""TensorRT-LLM's scheduler callbacks -> the leader. Runs on rank 0, on the executor's loop thread; never
+blocks.
 
-Loads are asynchronous: TensorRT-LLM parks the request until every rank has reported it. Only small loads of blocks in
-host memory may be waited for instead (KVBM_SYNC_ONBOARD_BYTES).
+Loads are asynchronous: TensorRT-LLM parks the request until every rank has reported it. Only small loads of
+blocks in host memory may be waited for instead (KVBM_SYNC_ONBOARD_BYTES).
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ SWEEP_STEPS = 512
 
 @dataclass(frozen=True)
 class Options:
-    """``sync_onboard_bytes``: a load from host memory of no more than that, all ranks together, is waited for.
+    """``sync_onboard_bytes``: a load from host memory of no more than that, all ranks together, is waited
+    for.
 
     ``min_priority``: offload of a request stops at its first block of lower retention priority.
     """
@@ -89,7 +91,9 @@ class SchedulerSide:
 
     @guarded("get_num_new_matched_tokens", lambda self, request, num_computed_tokens: NO_MATCH)
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
-        """How many tokens beyond ``num_computed_tokens`` will be brought up, and whether the request waits parked."""
+        """How many tokens beyond ``num_computed_tokens`` will be brought up, and whether the request waits
+        parked.
+        """
         self.leader.poll()
         followed = self._begin(request, num_computed_tokens)
         state = followed.state
@@ -97,7 +101,9 @@ class SchedulerSide:
         if state is None or num_computed_tokens % self._block_tokens:
             return NO_MATCH
         # One token is left to compute: its logits are what the request is about.
-        matched = self.leader.match(state, followed.tokens, num_computed_tokens, len(followed.tokens) - 1) or 0
+        matched = (
+            self.leader.match(state, followed.tokens, num_computed_tokens, len(followed.tokens) - 1) or 0
+        )
         followed.matched_tokens = matched
         followed.is_async = bool(matched) and not self._is_quick(followed)
         return matched, followed.is_async
@@ -117,7 +123,9 @@ class SchedulerSide:
         # KVCacheManagerV2 may take less than it was offered.
         position = getattr(request, "context_current_position", None)
         offered = followed.matched_tokens
-        taken = offered if position is None else min(offered, max(0, int(position) - followed.computed_tokens))
+        taken = (
+            offered if position is None else min(offered, max(0, int(position) - followed.computed_tokens))
+        )
         self._load(followed, taken)
 
     @guarded("build_connector_meta", lambda self, output: self._fallback_metadata(), last_resort=QUIET)
@@ -131,7 +139,8 @@ class SchedulerSide:
             self._take_over(given)
         self._refuse_again(output.cached_requests)
         if self.leader.pending_jobs and may_run_dummy(output):
-            # All: a cancelled request that lost one block to somebody is forgotten, and its other blocks are free.
+            # All: a cancelled request that lost one block to somebody is forgotten, and its other blocks are
+            # free.
             self._plans.left += self.leader.offloads()
         self._fence_overwritten()
         self._planned += self._follower.offload_due()
@@ -150,7 +159,8 @@ class SchedulerSide:
 
     @guarded("request_finished", lambda self, request, tables: False)
     def request_finished(self, request: Any, tables: Sequence[Sequence[int]]) -> bool:
-        """True: TensorRT-LLM keeps the device blocks until all ranks have reported that nothing of ours uses them.
+        """True: TensorRT-LLM keeps the device blocks until all ranks have reported that nothing of ours uses
+        them.
 
         Asked again, it answers by what is true then.
         """
@@ -210,7 +220,9 @@ class SchedulerSide:
         return len(match.keys) * self.leader.block_bytes <= self._options.sync_onboard_bytes
 
     def _split(self, followed: Followed) -> tuple[list[list[int]], list[list[int]]]:
-        """What the device had, and what is new to the request, by group. A partly filled block is copied: new."""
+        """What the device had, and what is new to the request, by group. A partly filled block is copied:
+        new.
+        """
         sizes = [group.block_size_tokens for group in self.leader.groups]
         ends = [followed.computed_tokens // size for size in sizes]
         pairs = list(zip(followed.tables, ends, strict=True))
@@ -240,8 +252,14 @@ class SchedulerSide:
         state = followed.state
         if state is not None and 0 < num_tokens < followed.matched_tokens:
             # A window looks back from where the prefix ends: less may take other blocks.
-            self.leader.match(state, followed.tokens, followed.computed_tokens, followed.computed_tokens + num_tokens)
-        plan = self.leader.onboard(state, num_tokens, followed.tables) if state is not None and num_tokens else None
+            self.leader.match(
+                state, followed.tokens, followed.computed_tokens, followed.computed_tokens + num_tokens
+            )
+        plan = (
+            self.leader.onboard(state, num_tokens, followed.tables)
+            if state is not None and num_tokens
+            else None
+        )
         if not followed.is_async:
             followed.added_tokens = num_tokens
         if plan is not None:
@@ -285,7 +303,9 @@ class SchedulerSide:
         self._take_over([(followed.number, fresh)])
 
     def _check_found(self, followed: Followed) -> None:
-        """What the device had for it must be complete and right: a cancelled load may have left it, or be at it."""
+        """What the device had for it must be complete and right: a cancelled load may have left it, or be at
+        it.
+        """
         found, _ = self._split(followed)
         # A part of a block was copied from nobody knows where.
         is_doubtful = followed.computed_tokens % self._block_tokens and self._blocks.num_tainted

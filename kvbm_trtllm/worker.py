@@ -1,8 +1,8 @@
 """TensorRT-LLM's worker callbacks -> the worker. Runs in each rank, on the executor's loop thread.
 
-TensorRT-LLM cannot be told that a load has failed. A request whose blocks hold something else than it was promised is
-therefore kept from its forward pass, on all ranks alike: this ends the requests of that batch with an error, and gives
-nobody a wrong answer.
+TensorRT-LLM cannot be told that a load has failed. A request whose blocks hold something else than it was
+promised is therefore kept from its forward pass, on all ranks alike: this ends the requests of that batch
+with an error, and gives nobody a wrong answer.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ class LoadFailedError(RuntimeError):
 
 
 class WorkerSide:
-    """One rank's worker side. Every callback is guarded, but for the one error that keeps wrong bytes from a model.
+    """One rank's worker side. Every callback is guarded, but for the one error that keeps wrong bytes from a
+    model.
 
     ``ranks``: None if all ranks have the same KV, and say so (DYN_KVBM_NCCL_MLA_MODE).
     """
@@ -76,7 +77,8 @@ class WorkerSide:
         self._finishing: dict[str, tuple[int, ...]] = {}
         # What the leader has said, and is not taken up yet.
         self._notes: list[Note] = []
-        # Loads that this iteration's forward pass waits for: whether all ranks have them, as soon as that is known.
+        # Loads that this iteration's forward pass waits for: whether all ranks have them, as soon as that is
+        # known.
         self._verdicts: dict[int, bool | None] = {}
 
     # ---------------------------------------------------------------- set-up
@@ -101,7 +103,10 @@ class WorkerSide:
                     "as those of MLA models do: unset it"
                 )
         except LayoutError as error:
-            log.error("%s; nothing is cached: report this model and TensorRT-LLM version, or run without kvbm", error)
+            log.error(
+                "%s; nothing is cached: report this model and TensorRT-LLM version, or run without kvbm",
+                error,
+            )
             self.guard_state.metrics.failure(FailureKind.LAYOUT)
             self.worker.refuse(str(error))
             return
@@ -134,7 +139,9 @@ class WorkerSide:
 
     @guarded("start_load_kv", lambda self: self._fail_unsubmitted())
     def start_load(self) -> None:
-        """Stops what uses blocks that belong to others now; starts loads, and waits for those that cannot be parked."""
+        """Stops what uses blocks that belong to others now; starts loads, and waits for those that cannot be
+        parked.
+        """
         plans = self._plans
         if plans is None or self._is_started:
             return
@@ -160,12 +167,15 @@ class WorkerSide:
         if broken:
             self._abandon_offloads()
             raise LoadFailedError(
-                f"kvbm: blocks that were promised to request {', '.join(broken)} could not be loaded; TensorRT-LLM "
+                f"kvbm: blocks that were promised to request {', '.join(broken)} could not be "
+                "loaded; TensorRT-LLM "
                 "cannot compute them instead, and ends what runs with an error: send it again"
             )
 
     def end_of_forward(self) -> None:
-        """As ``before_layer``, where no layer's hook has run (CUDA graphs); then this iteration's offloads start."""
+        """As ``before_layer``, where no layer's hook has run (CUDA graphs); then this iteration's offloads
+        start.
+        """
         self.before_layer()
         self.send_offloads()
 
@@ -181,7 +191,9 @@ class WorkerSide:
 
     @guarded("get_finished", lambda self, saving, loading: _nothing())
     def get_finished(self, saving: Iterable[int], loading: Iterable[int]) -> tuple[list[int], list[int]]:
-        """(finished requests whose copies are over, requests whose load is over); each once for each time asked."""
+        """(finished requests whose copies are over, requests whose load is over); each once for each time
+        asked.
+        """
         self._saving.update(map(str, saving))
         self._loading.update(map(str, loading))
         leader = self._find_leader()
@@ -275,7 +287,9 @@ class WorkerSide:
             self.worker.reject(job_id)
 
     def _fail_unsubmitted(self) -> None:
-        for job_id in [job_id for job_id in {*self._loads, *self._prompt_loads} if not self.worker.is_known(job_id)]:
+        for job_id in [
+            job_id for job_id in {*self._loads, *self._prompt_loads} if not self.worker.is_known(job_id)
+        ]:
             self.worker.reject(job_id)
         plans = self._plans
         if plans is not None and (plans.prompt_loads or plans.awaited):

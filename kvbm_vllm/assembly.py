@@ -133,8 +133,8 @@ def _page_bytes(spec: object, layer_name: str) -> int:
 
 
 def _set_failure_policy(vllm_config: VllmConfig, settings: KvbmSettings) -> None:
-    # vLLM reads the policy after it has made the connector (0.26 to 0.33). Its default would fail a request whose load
-    # failed; for a cache that is a miss.
+    # vLLM reads the policy after it has made the connector (0.26 to 0.33). Its default would fail a request
+    # whose load failed; for a cache that is a miss.
     transfer = vllm_config.kv_transfer_config
     if transfer is not None and settings.load_failure_policy == "recompute":
         transfer.kv_load_failure_policy = "recompute"

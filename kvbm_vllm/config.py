@@ -20,7 +20,9 @@ _WINDOWED = frozenset({"SlidingWindowSpec"})
 
 
 def read_settings(vllm_config: VllmConfig) -> KvbmSettings:
-    """DYN_KVBM_* from the environment, ``kv_connector_extra_config`` on top. ConfigError on an unusable value."""
+    """DYN_KVBM_* from the environment, ``kv_connector_extra_config`` on top. ConfigError on an unusable
+    value.
+    """
     transfer = vllm_config.kv_transfer_config
     extra = transfer.kv_connector_extra_config if transfer is not None else {}
     return KvbmSettings.from_env(extra)
@@ -28,7 +30,9 @@ def read_settings(vllm_config: VllmConfig) -> KvbmSettings:
 
 def endpoint_of(vllm_config: VllmConfig, settings: KvbmSettings) -> Endpoint:
     """Where this engine's leader and workers meet: ipc, unless host or ports were set by the user."""
-    asked_for = [settings.source(name) for name in ("leader_zmq_host", "leader_zmq_pub_port", "leader_zmq_ack_port")]
+    asked_for = [
+        settings.source(name) for name in ("leader_zmq_host", "leader_zmq_pub_port", "leader_zmq_ack_port")
+    ]
     if any(source is not SettingSource.DEFAULT for source in asked_for):
         return tcp_endpoint(settings.leader_zmq_host, settings.leader_zmq_ack_port)
     transfer = vllm_config.kv_transfer_config
@@ -57,11 +61,14 @@ def check_supported(vllm_config: VllmConfig) -> None:
 
 
 def group_specs(kv_cache_config: KVCacheConfig, capabilities: Capabilities) -> tuple[GroupSpec, ...]:
-    """The engine's KV cache groups. UnsupportedError, one line, for a kind that kvbm would not serve correctly."""
+    """The engine's KV cache groups. UnsupportedError, one line, for a kind that kvbm would not serve
+    correctly.
+    """
     groups = kv_cache_config.kv_cache_groups
     if not fails_by_block(kv_cache_config) and not capabilities.hybrid_load_failures:
         raise UnsupportedError(
-            "kvbm: this vLLM cannot recover a failed load of a model with several KV cache groups or a window; "
+            "kvbm: this vLLM cannot recover a failed load of a model with several KV cache groups "
+            "or a window; "
             "use vLLM 0.31 or newer, or --disable-hybrid-kv-cache-manager"
         )
     if not 1 <= len(groups) <= MAX_GROUPS:
@@ -86,11 +93,15 @@ def _layer_specs(group: KVCacheGroupSpec) -> list[KVCacheSpec]:
 
 def _group_spec(index: int, group: KVCacheGroupSpec) -> GroupSpec:
     if not getattr(group, "enable_kv_transfer", True) or getattr(group, "host_resident", False):
-        raise UnsupportedError(f"kvbm: KV cache group {index} is not meant for transfer; run this model without kvbm")
+        raise UnsupportedError(
+            f"kvbm: KV cache group {index} is not meant for transfer; run this model without kvbm"
+        )
     spec = group.kv_cache_spec
     windows = {_window_of(index, layer_spec) for layer_spec in _layer_specs(group)}
     if len(windows) != 1:
-        raise UnsupportedError(f"kvbm: KV cache group {index} mixes windows {windows}; run this model without kvbm")
+        raise UnsupportedError(
+            f"kvbm: KV cache group {index} mixes windows {windows}; run this model without kvbm"
+        )
     return GroupSpec(index, int(spec.block_size), windows.pop())
 
 

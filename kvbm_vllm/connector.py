@@ -1,7 +1,7 @@
 """DynamoConnector: vLLM's entry class. No logic here; each hook goes to the scheduler's or the worker's part.
 
-Interface: KVConnectorBase_V1 of vLLM 0.26 to 0.33. The class name, and the aliases under which it is loaded, are those
-of the KVBM guides.
+Interface: KVConnectorBase_V1 of vLLM 0.26 to 0.33. The class name, and the aliases under which it is loaded,
+are those of the KVBM guides.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ if TYPE_CHECKING:
     import torch
     from vllm.config import KVTransferConfig, VllmConfig
     from vllm.distributed.kv_events import KVCacheEvent
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+        KVConnectorMetadata,
+        KVConnectorWorkerMetadata,
+    )
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import PromMetric, PromMetricT
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
@@ -52,13 +55,16 @@ def _host_hit_source() -> Any:
 class DynamoConnector(KVConnectorBase_V1, SupportsHMA):
     """Keeps KV blocks in kvbm's tiers and brings them back.
 
-    vLLM makes one instance with the scheduler's role and one per rank with the worker's role. Raises ConfigError or
-    UnsupportedError, one line each, when it cannot serve as configured; after that it never raises into the engine.
+    vLLM makes one instance with the scheduler's role and one per rank with the worker's role. Raises
+    ConfigError or UnsupportedError, one line each, when it cannot serve as configured; after that it never
+    raises into the engine.
     """
 
     _cache_hit_source = _host_hit_source()
 
-    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         self._leader_part: SchedulerAssembly | None = None
         self._worker_part: WorkerSide | None = None
@@ -100,10 +106,14 @@ class DynamoConnector(KVConnectorBase_V1, SupportsHMA):
     def on_new_request(self, request: Request) -> None:
         self.scheduler_side.hooks.on_new_request(request)
 
-    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
         return self.scheduler_side.hooks.get_num_new_matched_tokens(request, num_computed_tokens)
 
-    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
         self.scheduler_side.hooks.update_state_after_alloc(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
@@ -184,7 +194,9 @@ class DynamoConnector(KVConnectorBase_V1, SupportsHMA):
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         sent, received = self.worker_side.get_finished()
         return KVConnectorTransferResults(
-            finished_sending=sent, finished_recving=received, failed_recving=self.worker_side.take_failed_requests()
+            finished_sending=sent,
+            finished_recving=received,
+            failed_recving=self.worker_side.take_failed_requests(),
         )
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:

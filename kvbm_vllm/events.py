@@ -1,7 +1,7 @@
 """KV events of the host tier, in vLLM's own words, for routers.
 
-Block hashes are those that vLLM publishes for its device cache, so that a router sees one block in two media. A block
-whose hash vLLM does not compute (prefix caching off) is published under kvbm's own SequenceHash.
+Block hashes are those that vLLM publishes for its device cache, so that a router sees one block in two media.
+A block whose hash vLLM does not compute (prefix caching off) is published under kvbm's own SequenceHash.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ MAX_WAITING_EVENTS = 65536
 
 
 class EventFeed:
-    """Off unless vLLM publishes events. Bounded: over the limit stores are dropped and counted, removals are not."""
+    """Off unless vLLM publishes events. Bounded: over the limit stores are dropped and counted, removals are
+    not.
+    """
 
     def __init__(
         self,
@@ -69,7 +71,9 @@ class EventFeed:
         key = keys[block]
         if len(self._events) >= MAX_WAITING_EVENTS:
             self.dropped_total += 1
-            self._log.warning("events", "kvbm: more than %d KV events wait; stores are dropped", MAX_WAITING_EVENTS)
+            self._log.warning(
+                "events", "kvbm: more than %d KV events wait; stores are dropped", MAX_WAITING_EVENTS
+            )
             return
         from vllm.distributed.kv_events import BlockStored
 
@@ -109,7 +113,9 @@ class EventFeed:
                     "medium": self._medium,
                     "group_idx": group_of(key),
                 }
-                self._events.append(BlockRemoved(**known_fields(fields, self._capabilities.removed_event_fields)))
+                self._events.append(
+                    BlockRemoved(**known_fields(fields, self._capabilities.removed_event_fields))
+                )
 
     def take(self) -> Iterable[KVCacheEvent]:
         """Everything since the last call, oldest first."""

@@ -37,12 +37,16 @@ def base_namespace(vllm_config: VllmConfig, block_size_tokens: int, layout_finge
 
 
 def _weights_of(vllm_config: VllmConfig) -> str:
-    """What tells these weights from others of the same name: blocks on disk outlive the process that computed them."""
+    """What tells these weights from others of the same name: blocks on disk outlive the process that computed
+    them.
+    """
     model, load_format = vllm_config.model_config, str(vllm_config.load_config.load_format)
     if load_format == "dummy":
         return f"dummy/{model.seed}"
     cache_dir = vllm_config.load_config.download_dir
-    return model_stamp(str(model.model_weights or model.model), str(model.revision or ""), str(cache_dir or ""))
+    return model_stamp(
+        str(model.model_weights or model.model), str(model.revision or ""), str(cache_dir or "")
+    )
 
 
 def _items(value: object) -> list[object]:
@@ -66,9 +70,12 @@ def adapter_of(request: Request) -> str:
 
 
 def multimodal_extras(request: Request, block_size_tokens: int) -> Callable[[int], bytes] | None:
-    """For each block, the ids of the multimodal items that overlap it and where they start; None without items."""
+    """For each block, the ids of the multimodal items that overlap it and where they start; None without
+    items.
+    """
     spans = [
-        (feature.mm_position.offset, feature.mm_position.length, feature.identifier) for feature in request.mm_features
+        (feature.mm_position.offset, feature.mm_position.length, feature.identifier)
+        for feature in request.mm_features
     ]
     if not spans:
         return None

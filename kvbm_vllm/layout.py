@@ -1,7 +1,7 @@
 """vLLM's KV tensors -> device memory that the transfer engine understands, or a refusal.
 
-Shapes and strides differ per version and attention backend; they are read, never assumed (vLLM 0.26 to 0.33: 4-D
-[blocks, heads, tokens, content] or MLA's 3-D, with any strides, several kernel blocks per block allowed).
+Shapes and strides differ per version and attention backend; they are read, never assumed (vLLM 0.26 to 0.33:
+4-D [blocks, heads, tokens, content] or MLA's 3-D, with any strides, several kernel blocks per block allowed).
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 def device_memory(
     kv_caches: dict[str, torch.Tensor], kv_cache_config: KVCacheConfig, rank: int, world_size: int
 ) -> tuple[DeviceMemory, str]:
-    """The device tier's blocks, group by group, and the fingerprint of one slot's bytes. LayoutError when in doubt."""
+    """The device tier's blocks, group by group, and the fingerprint of one slot's bytes. LayoutError when in
+    doubt.
+    """
     names = [name for group in kv_cache_config.kv_cache_groups for name in group.layer_names]
     missing = [name for name in names if name not in kv_caches]
     if missing:
@@ -45,14 +47,18 @@ def device_memory(
 
 
 def _without_shared_layers(names: list[str], kv_caches: dict[str, torch.Tensor]) -> list[str]:
-    """Layers that reuse another layer's cache of the same group hold the same tensor object; each is stored once."""
+    """Layers that reuse another layer's cache of the same group hold the same tensor object; each is stored
+    once.
+    """
     seen: dict[int, str] = {}
     for name in names:
         seen.setdefault(id(kv_caches[name]), name)
     return list(seen.values())
 
 
-def _identity(spec: Any, layers: list[TensorInfo], view: BlockView, rank: int, world_size: int) -> LayoutIdentity:
+def _identity(
+    spec: Any, layers: list[TensorInfo], view: BlockView, rank: int, world_size: int
+) -> LayoutIdentity:
     first = layers[0]
     order = sorted(range(1, len(first.shape)), key=lambda axis: -first.strides[axis])
     inner = next(iter(getattr(spec, "kv_cache_specs", {}).values()), spec)

@@ -18,11 +18,11 @@ from kvbm_core.transfer.plan import TransferPlan
 class DynamoConnectorMetadata(KVConnectorMetadata):
     """Plans of one step.
 
-    ``onboards``: request id and its load. ``offloads``: reads of what this step computes, to start after the forward.
-    ``failed_loads``: loads that were promised and cannot be made: request id and the device blocks left unwritten.
-    ``fences``: offloads whose source this step overwrites. ``fence_all``: as if all were named.
-    ``is_idle``: no token is computed in this step; the engine would only spin until a transfer is over.
-    ``finishing``: finished requests whose device blocks wait for these offloads.
+    ``onboards``: request id and its load. ``offloads``: reads of what this step computes, to start after the
+    forward. ``failed_loads``: loads that were promised and cannot be made: request id and the device blocks
+    left unwritten. ``fences``: offloads whose source this step overwrites. ``fence_all``: as if all were
+    named. ``is_idle``: no token is computed in this step; the engine would only spin until a transfer is
+    over. ``finishing``: finished requests whose device blocks wait for these offloads.
     """
 
     onboards: list[tuple[str, TransferPlan]] = field(default_factory=list)
@@ -44,7 +44,9 @@ QUIET: Final = DynamoConnectorMetadata()
 
 @dataclass
 class DynamoWorkerMetadata(KVConnectorWorkerMetadata):
-    """Acknowledgements by rank. They ride in the step's output, so that they cost neither a message nor a thread."""
+    """Acknowledgements by rank. They ride in the step's output, so that they cost neither a message nor a
+    thread.
+    """
 
     acks: dict[int, list[JobAck]]
 

@@ -22,9 +22,13 @@ _SECOND = ("NixlConnector",)
 
 
 class PdConnector(MultiConnector):
-    """MultiConnector with the two children that the guides' prefill worker has. ConfigError for any others."""
+    """MultiConnector with the two children that the guides' prefill worker has. ConfigError for any
+    others.
+    """
 
-    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
         _check_children(vllm_config)
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
 

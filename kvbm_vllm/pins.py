@@ -1,8 +1,9 @@
 """Device blocks that stay out of vLLM's free pool while an offload reads them.
 
-Needed for groups with a window: vLLM takes back a block that left the window at the next step, and as such a block has
-no prefix-cache entry it is the first to be handed out again, so the copy of nearly every prefill would come too late.
-Other blocks need no pin: they are freed by preemption or at the end of a request, which is handled by fences.
+Needed for groups with a window: vLLM takes back a block that left the window at the next step, and as such a
+block has no prefix-cache entry it is the first to be handed out again, so the copy of nearly every prefill
+would come too late. Other blocks need no pin: they are freed by preemption or at the end of a request, which
+is handled by fences.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ class DevicePins:
         """Until ``release_ended``. Call it while the request still holds the blocks."""
         if not self._windowed:
             return
-        numbers = [number for move in share.moves if move.group in self._windowed for number in move.device_blocks]
+        numbers = [
+            number for move in share.moves if move.group in self._windowed for number in move.device_blocks
+        ]
         if self._pool is not None and numbers:
             blocks = [self._pool.blocks[number] for number in numbers]
             self._pool.touch(blocks)

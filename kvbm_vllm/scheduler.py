@@ -1,7 +1,7 @@
 """vLLM's scheduler hooks -> the leader. Runs in the engine-core process, on the scheduler's thread.
 
-``update_state_after_alloc`` passes all blocks of a request each time it is called: it is only where a load learns its
-targets. What a request has on the device is followed in tables.py.
+``update_state_after_alloc`` passes all blocks of a request each time it is called: it is only where a load
+learns its targets. What a request has on the device is followed in tables.py.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ _COMPLETE = frozenset({"FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED"})
 
 
 def decode_wait_tokens(groups: tuple[GroupSpec, ...], run_tokens: int) -> int:
-    """Tokens to wait for beyond the next full block, so that what decoding fills is stored in runs of ``run_tokens``.
+    """Tokens to wait for beyond the next full block, so that what decoding fills is stored in runs of
+    ``run_tokens``.
 
     None where blocks leave a window: they would be gone before they are stored.
     """
@@ -52,7 +53,9 @@ def decode_wait_tokens(groups: tuple[GroupSpec, ...], run_tokens: int) -> int:
 
 
 class SchedulerSide:
-    """One engine's scheduler side. Every public method is guarded: an exception here is a miss and a count."""
+    """One engine's scheduler side. Every public method is guarded: an exception here is a miss and a
+    count.
+    """
 
     def __init__(
         self,
@@ -85,7 +88,8 @@ class SchedulerSide:
         # Loads promised to vLLM and not yet sent to the workers: each must be made or be reported as failed.
         self._announced: dict[str, tuple[int, ...]] = {}
         self._failed_loads: dict[str, tuple[int, ...]] = {}
-        # Loads that vLLM waits for. Its view, not the leader's: the leader hears of the end of a load earlier.
+        # Loads that vLLM waits for. Its view, not the leader's: the leader hears of the end of a load
+        # earlier.
         self._receiving: set[str] = set()
         # How often a request had been preempted when it was last given a load.
         self._loaded_at: dict[str, int] = {}
@@ -108,7 +112,9 @@ class SchedulerSide:
         self._requests[request.request_id] = request
 
     @guarded("get_num_new_matched_tokens", lambda self, request, num_computed_tokens: _NO_MATCH)
-    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
         """How many tokens beyond ``num_computed_tokens`` the tiers have; loads are always asynchronous."""
         self._poll()
         self._requests[request.request_id] = request
@@ -118,13 +124,18 @@ class SchedulerSide:
         # One token is left to compute: its logits are what the request is about.
         matched = self.leader.match(state, request.all_token_ids, num_computed_tokens, request.num_tokens - 1)
         if matched and self._loaded_at.get(request.request_id) == request.num_preemptions:
-            # Asked again without a preemption: its load failed. It is not tried twice, or it might go on for ever.
+            # Asked again without a preemption: its load failed. It is not tried twice, or it might go on for
+            # ever.
             self.leader.decline(state)
             return 0, False
         return matched, bool(matched)
 
-    @guarded("update_state_after_alloc", lambda self, request, blocks, n: self._promise_broken(request, blocks, n))
-    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+    @guarded(
+        "update_state_after_alloc", lambda self, request, blocks, n: self._promise_broken(request, blocks, n)
+    )
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
         """The scheduler has accepted (or not) what was matched, and has blocks for it."""
         state = self.leader.request(request.request_id)
         if num_external_tokens == 0:
@@ -181,7 +192,8 @@ class SchedulerSide:
         if not is_loading and request.status.name in _COMPLETE:
             self._offload_rest(state, request, tables)
         jobs = self.leader.finish(state)
-        # A request aborted while loading is freed by vLLM when the load is reported; reporting it twice would crash it.
+        # A request aborted while loading is freed by vLLM when the load is reported; reporting it twice would
+        # crash it.
         if not jobs or is_loading:
             return False
         self._finishing[request.request_id] = self._new_finishing[request.request_id] = jobs
@@ -273,7 +285,9 @@ class SchedulerSide:
         if not due:
             return
         computed_of = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
-        computed_of.update((new.req_id, new.num_computed_tokens) for new in scheduler_output.scheduled_new_reqs)
+        computed_of.update(
+            (new.req_id, new.num_computed_tokens) for new in scheduler_output.scheduled_new_reqs
+        )
         for request_id in due:
             self._offload_full(request_id, computed_of[request_id], scheduled[request_id])
 
@@ -301,7 +315,8 @@ class SchedulerSide:
         self._note(job_id, request)
 
     def _first_wait_tokens(self) -> int:
-        # Requests that began together would all store their runs in one step: their first runs are of any length.
+        # Requests that began together would all store their runs in one step: their first runs are of any
+        # length.
         num_blocks = self._decode_wait_tokens // self._block_tokens
         return self._random.randint(0, num_blocks) * self._block_tokens
 

@@ -1,4 +1,6 @@
-"""kvbm's counters as vLLM's KV connector stats: in vLLM's log line and on its own /metrics as ``vllm:kvbm_*``."""
+"""kvbm's counters as vLLM's KV connector stats: in vLLM's log line and on its own /metrics as
+``vllm:kvbm_*``.
+"""
 
 from __future__ import annotations
 
@@ -86,7 +88,9 @@ class KvbmPromMetrics(KVConnectorPromMetrics):
         self._counters: dict[str, dict[int, Any]] = {}
         for name in COUNTERS.values():
             counter = self._counter_cls(
-                name=f"vllm:kvbm_{name}", documentation=f"kvbm: {name.replace('_', ' ')}", labelnames=labelnames
+                name=f"vllm:kvbm_{name}",
+                documentation=f"kvbm: {name.replace('_', ' ')}",
+                labelnames=labelnames,
             )
             self._counters[name] = {
                 engine: counter.labels(*values) for engine, values in per_engine_labelvalues.items()

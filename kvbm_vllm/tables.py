@@ -1,6 +1,7 @@
 """What each running request has on the device, followed from step to step.
 
-New requests bring the whole table with SchedulerOutput, cached ones what was added, resumed ones the whole table again.
+New requests bring the whole table with SchedulerOutput, cached ones what was added, resumed ones the whole
+table again.
 """
 
 from __future__ import annotations
@@ -59,7 +60,9 @@ class DeviceTables:
         given = cached.new_block_ids
         for request_id, new_ids in zip(compress(cached.req_ids, given), filter(None, given), strict=True):
             if resumed and request_id in resumed:
-                self._replace(request_id, new_ids, cached.num_computed_tokens[cached.req_ids.index(request_id)])
+                self._replace(
+                    request_id, new_ids, cached.num_computed_tokens[cached.req_ids.index(request_id)]
+                )
             elif request_id in tables_of:
                 tables = tables_of[request_id]
                 if len(tables) == 1:

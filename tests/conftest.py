@@ -18,7 +18,11 @@ if TYPE_CHECKING:
 
 SEED_VARIABLE = "KVBM_TEST_SEED"
 TESTS = Path(__file__).parent
-ENGINES = {"vllm": "vLLM", "sglang": "SGLang", "e2e": "vLLM"}  # the marker and folder of tests, and what they need
+ENGINES = {
+    "vllm": "vLLM",
+    "sglang": "SGLang",
+    "e2e": "vLLM",
+}  # the marker and folder of tests, and what they need
 RUN_ORDER = {"vllm": 1, "e2e": 2, "sglang": 3}  # e2e has the longest file, which at the end would be alone
 SHARED_NOT_RUN = "kvbm_not_run"  # a worker's NOT_RUN_KEY, on its way to the process that started it
 TOLD = "told"  # the property of a test that `tell` adds to
@@ -32,7 +36,9 @@ settings.load_profile("kvbm")
 
 
 def missing_engines() -> set[str]:
-    """Those that the tests cannot use; nothing is imported to find out. SGLang has an environment of its own."""
+    """Those that the tests cannot use; nothing is imported to find out. SGLang has an environment of its
+    own.
+    """
     is_there = {"vLLM": find_spec("vllm") is not None, "SGLang": SGLANG_PYTHON.exists()}
     return {engine for engine, found in is_there.items() if not found}
 
@@ -84,7 +90,9 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     missing = missing_engines()
     for name, engine in ENGINES.items():
         folder = TESTS / name
-        inside = folder in (collection_path, *collection_path.parents) and collection_path.name != "conftest.py"
+        inside = (
+            folder in (collection_path, *collection_path.parents) and collection_path.name != "conftest.py"
+        )
         if engine in missing and inside:
             config.stash[NOT_RUN_KEY][engine, f"tests/{name}"] = len(list(folder.rglob("test_*.py")))
             return True
@@ -111,7 +119,9 @@ def _rank(item: pytest.Item) -> int:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """Just above the closing line: what tests told, the seed, and what a missing engine kept from being tested."""
+    """Just above the closing line: what tests told, the seed, and what a missing engine kept from being
+    tested.
+    """
     for report in [report for reports in terminalreporter.stats.values() for report in reports]:
         if getattr(report, "when", "") == "call":
             for line in [line for name, line in report.user_properties if name == TOLD]:
@@ -119,7 +129,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     terminalreporter.write_line(f"random seed: {config.stash[SEED_KEY]}")
     not_run = config.stash[NOT_RUN_KEY]
     for engine in sorted({engine for engine, _ in not_run}):
-        what = ", ".join(f"{label}: {count}" for (of, label), count in sorted(not_run.items()) if of == engine)
+        what = ", ".join(
+            f"{label}: {count}" for (of, label), count in sorted(not_run.items()) if of == engine
+        )
         line = f"NOT RUN ({what}): {engine} is not installed; make test installs it"
         terminalreporter.write_line(line, yellow=True, bold=True)
 
@@ -132,8 +144,11 @@ def seed(request: pytest.FixtureRequest) -> int:
 
 @pytest.fixture
 def short_path(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A folder for sockets: tmp_path grows with a test's name and its worker's, and a socket's path must be short."""
-    tmp_path_factory.getbasetemp()  # or that would be below this one, in a test that makes it the place for such
+    """A folder for sockets: tmp_path grows with a test's name and its worker's, and a socket's path must be
+    short.
+    """
+    # Now, or that would be below this one, in a test that makes it the place for such.
+    tmp_path_factory.getbasetemp()
     with tempfile.TemporaryDirectory(prefix="kvbm-") as folder:
         yield Path(folder)
 

@@ -1,4 +1,6 @@
-"""Builds, checks and measures on a GPU: ``python -m benchmarks.gpu [--dry-run] [--output DIR] [--minutes 10]``."""
+"""Builds, checks and measures on a GPU: ``python -m benchmarks.gpu [--dry-run] [--output DIR] [--minutes
+10]``.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,8 @@ from benchmarks.gpu.facts import gpu_machine_facts
 from benchmarks.gpu.rows import Goal, Result, Row
 from benchmarks.gpu.stages import Options, Stage, now_s, result_path, run_apart, run_here, told_by
 
-# Module and class of each stage, in order: what a stage needs (torch, an HTTP client) is imported when it is due,
-# so that one whose needs are not met is a failed row.
+# Module and class of each stage, in order: what a stage needs (torch, an HTTP client) is imported when it is
+# due, so that one whose needs are not met is a failed row.
 STAGES = {
     "checks": ("checks", "ChecksStage"),
     "copies": ("copies", "CopiesStage"),
@@ -30,7 +32,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Command line; 0 when every row came out, goals met or not."""
     arguments = _parse(argv)
     output = arguments.output or Path("benchmarks/results", "gpu-dry-run" if arguments.dry_run else "gpu")
-    options = Options(output, arguments.dry_run, arguments.minutes, arguments.seed, tuple(arguments.vllm_wheel))
+    options = Options(
+        output, arguments.dry_run, arguments.minutes, arguments.seed, tuple(arguments.vllm_wheel)
+    )
     output.mkdir(parents=True, exist_ok=True)
     if arguments.stage:
         with result_path(options, arguments.stage).open("w", encoding="utf-8") as sink:
@@ -69,7 +73,14 @@ def _run_stage(name: str, options: Options, left_s: float) -> list[Result]:
     except ImportError as error:
         return [Row(Goal(f"stage {name}", ""), failure=told_by(error))]
     share_s = left_s if name == list(STAGES)[-1] else min(left_s, 60 * options.minutes * stage.share)
-    arguments = ["--output", str(options.output), "--minutes", str(options.minutes), "--seed", str(options.seed)]
+    arguments = [
+        "--output",
+        str(options.output),
+        "--minutes",
+        str(options.minutes),
+        "--seed",
+        str(options.seed),
+    ]
     arguments += ["--dry-run"] if options.is_dry else []
     arguments += [f"--vllm-wheel={wheel}" for wheel in options.wheels]
     return run_apart(stage, options, arguments, timeout_s=max(share_s, 1.0))
@@ -77,11 +88,17 @@ def _run_stage(name: str, options: Options, left_s: float) -> list[Result]:
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
-    parser.add_argument("--dry-run", action="store_true", help="try every stage on the CPU; its figures mean nothing")
-    parser.add_argument("--output", type=Path, help="folder of reports and logs, benchmarks/results/gpu by default")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="try every stage on the CPU; its figures mean nothing"
+    )
+    parser.add_argument(
+        "--output", type=Path, help="folder of reports and logs, benchmarks/results/gpu by default"
+    )
     parser.add_argument("--minutes", type=float, default=10.0, help="for everything together")
     parser.add_argument("--seed", type=int, default=1, help="of blocks, slots and prompts")
-    parser.add_argument("--only", type=_stages, default=(), help=f"some of {', '.join(STAGES)}, with commas between")
+    parser.add_argument(
+        "--only", type=_stages, default=(), help=f"some of {', '.join(STAGES)}, with commas between"
+    )
     parser.add_argument(
         "--vllm-wheel",
         type=Path,
@@ -89,7 +106,9 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         default=[],
         help="a wheel to install for the serving stage; repeatable",
     )
-    parser.add_argument("--stage", choices=STAGES, help=argparse.SUPPRESS)  # what a stage's own process is told
+    parser.add_argument(
+        "--stage", choices=STAGES, help=argparse.SUPPRESS
+    )  # what a stage's own process is told
     return parser.parse_args(argv)
 
 

@@ -1,4 +1,6 @@
-"""What each server is asked: prompts that come back from host memory, and a chat that outgrows the device cache."""
+"""What each server is asked: prompts that come back from host memory, and a chat that outgrows the device
+cache.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Builds what is optional, and runs the executor contract on CUDA memory: no figure counts before this has passed."""
+"""Builds what is optional, and runs the executor contract on CUDA memory: no figure counts before this has
+passed.
+"""
 
 from __future__ import annotations
 
@@ -75,7 +77,9 @@ class GpuContract(ExecutorContract):
         """See ExecutorContract."""
         memory = super().make_memory()
         if self._device.torch_device.type == "cuda":
-            memory.storages = [torch.from_numpy(array).to(self._device.torch_device) for array in memory.storages]
+            memory.storages = [
+                torch.from_numpy(array).to(self._device.torch_device) for array in memory.storages
+            ]
         return memory
 
     def preparation(self, prepare: Prepare | None) -> Prepare:

@@ -1,4 +1,6 @@
-"""Offload and onboard by the real executor, as a share of one contiguous cudaMemcpyAsync of as many pinned bytes."""
+"""Offload and onboard by the real executor, as a share of one contiguous cudaMemcpyAsync of as many pinned
+bytes.
+"""
 
 from __future__ import annotations
 
@@ -26,16 +28,24 @@ JOBS_BESIDE_MATMUL = 3
 def copy_goal(layout: str, page_bytes: int, direction: Direction) -> Goal:
     """One direction alone."""
     bound = 0.9 if page_bytes >= GOAL_FROM_BYTES else None
-    return Goal(f"{direction.value}, {layout}, pages of {size_text(page_bytes)}", "GB/s", LIMIT, bound, "higher")
+    return Goal(
+        f"{direction.value}, {layout}, pages of {size_text(page_bytes)}", "GB/s", LIMIT, bound, "higher"
+    )
 
 
 def both_goal(layout: str, page_bytes: int) -> Goal:
     """Both directions at once."""
-    return Goal(f"both at once, {layout}, pages of {size_text(page_bytes)}", "GB/s", f"two {LIMIT}", 0.85, "higher")
+    return Goal(
+        f"both at once, {layout}, pages of {size_text(page_bytes)}", "GB/s", f"two {LIMIT}", 0.85, "higher"
+    )
 
 
 MATMUL = Goal(
-    f"matrix products beside copies, pages of {size_text(MATMUL_PAGE_BYTES)}", "ms", "the same alone", 1.02, "lower"
+    f"matrix products beside copies, pages of {size_text(MATMUL_PAGE_BYTES)}",
+    "ms",
+    "the same alone",
+    1.02,
+    "lower",
 )
 
 
@@ -52,7 +62,10 @@ class Limit:
     def of(device: Device, nbytes: int) -> Limit:
         """With two pieces of ``nbytes`` on each side, a pair for each direction."""
         on_device = torch.ones(2, nbytes, dtype=torch.uint8, device=device.torch_device)
-        streams = (device.api.create_stream(high_priority=False), device.api.create_stream(high_priority=False))
+        streams = (
+            device.api.create_stream(high_priority=False),
+            device.api.create_stream(high_priority=False),
+        )
         return Limit(device, on_device, device.pinned(2 * nbytes).view(2, nbytes).fill_(2), streams)
 
     def seconds(self, nbytes: int, *directions: Direction) -> float:
@@ -61,7 +74,9 @@ class Limit:
         started_s = now_s()
         for direction in directions:
             is_offload = direction is Direction.OFFLOAD
-            ends = (self.on_host[0], self.on_device[0]) if is_offload else (self.on_device[1], self.on_host[1])
+            ends = (
+                (self.on_host[0], self.on_device[0]) if is_offload else (self.on_device[1], self.on_host[1])
+            )
             target, source = (tensor.data_ptr() for tensor in ends)
             self.device.one_copy(target, source, nbytes, self.streams[is_offload])
         finish(self.device, list(self.streams))
@@ -72,7 +87,9 @@ class CopiesStage:
     """See the module."""
 
     name = "copies"
-    help = "offload and onboard by the executor, by page size and layout; both at once; beside a matrix product"
+    help = (
+        "offload and onboard by the executor, by page size and layout; both at once; beside a matrix product"
+    )
     share = 0.2
 
     def goals(self, options: Options) -> Sequence[Goal]:
@@ -139,7 +156,9 @@ def _row(goal: Goal, nbytes: int, pairs: Sequence[tuple[float, float]]) -> Row:
 def _pair(
     cache: Cache, limit: Limit, jobs: Sequence[tuple[Choice, Direction]], *, limit_first: bool
 ) -> tuple[float, float]:
-    """Seconds of the jobs, from submission to their end, and of the limit; the bytes are compared afterwards."""
+    """Seconds of the jobs, from submission to their end, and of the limit; the bytes are compared
+    afterwards.
+    """
     moved_bytes, directions = cache.pool.moved_bytes, [direction for _, direction in jobs]
     limit_s = limit.seconds(moved_bytes, *directions) if limit_first else 0.0
     cache.pool.change()

@@ -136,10 +136,14 @@ class Gpu:
         """See Device."""
         if not self._matrices:
             shape = (MATRIX, MATRIX)
-            self._matrices = [torch.randn(shape, dtype=torch.bfloat16, device=self.torch_device) for _ in range(3)]
+            self._matrices = [
+                torch.randn(shape, dtype=torch.bfloat16, device=self.torch_device) for _ in range(3)
+            ]
         a, b, out = self._matrices
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        torch.mm(a, b, out=out)  # while it runs, the CPU gets ahead: no launch is waited for between the events
+        torch.mm(
+            a, b, out=out
+        )  # while it runs, the CPU gets ahead: no launch is waited for between the events
         start.record()
         for _ in range(count):
             torch.mm(a, b, out=out)
@@ -154,7 +158,9 @@ class Gpu:
     def layer(self, tokens: int) -> Callable[[], None]:
         """See Device."""
         if not self._layer_weights:
-            self._layer_weights = [torch.randn(HIDDEN, LAYER_WEIGHTS, dtype=torch.bfloat16, device=self.torch_device)]
+            self._layer_weights = [
+                torch.randn(HIDDEN, LAYER_WEIGHTS, dtype=torch.bfloat16, device=self.torch_device)
+            ]
         x = torch.randn(tokens, HIDDEN, dtype=torch.bfloat16, device=self.torch_device)
         out = torch.empty(tokens, LAYER_WEIGHTS, dtype=torch.bfloat16, device=self.torch_device)
 
@@ -247,7 +253,9 @@ def open_device(is_dry: bool) -> Device:
 
 
 def finish(device: Device, streams: list[Any]) -> None:
-    """Waits, without giving the CPU away, until the streams have done what they were given; TimeoutError if not."""
+    """Waits, without giving the CPU away, until the streams have done what they were given; TimeoutError if
+    not.
+    """
     deadline_s = time.perf_counter() + WAIT_S
     for event in [device.api.record(stream) for stream in streams]:
         while not device.api.is_done(event):

@@ -1,4 +1,6 @@
-"""Facts about the GPU machine, for the head of the report. Nothing here needs more than the standard library."""
+"""Facts about the GPU machine, for the head of the report. Nothing here needs more than the standard
+library.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ def gpu_machine_facts() -> dict[str, str]:
     """What a reader needs to judge figures by; what cannot be found out is left out."""
     facts = _gpu()
     cpuinfo = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
-    facts["CPU"] = next((line.partition(":")[2].strip() for line in cpuinfo if line.startswith("model name")), "")
+    facts["CPU"] = next(
+        (line.partition(":")[2].strip() for line in cpuinfo if line.startswith("model name")), ""
+    )
     facts["cores"] = str(len(os.sched_getaffinity(0)))
     facts["memory"] = f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 1e9:.0f} GB"
     facts["kernel"], facts["Python"] = platform.release(), platform.python_version()

@@ -1,7 +1,7 @@
 """Loading before the forward pass against loading one layer ahead of it: what layer-wise loading would save.
 
-What it saves, only the request that waits for the load gets; what it costs, all requests of the batch pay, because
-their step then lasts as long as the load. The table shows both.
+What it saves, only the request that waits for the load gets; what it costs, all requests of the batch pay,
+because their step then lasts as long as the load. The table shows both.
 """
 
 from __future__ import annotations
@@ -85,7 +85,9 @@ class LayersStage:
 
 def _scene(device: Device, cache: Cache, options: Options) -> _Scene:
     pool: Pool = cache.pool
-    tables = [PieceTable([pair], cache.bases, pool.slab.address, pool.slab.chunk_bytes) for pair in cache.pairs]
+    tables = [
+        PieceTable([pair], cache.bases, pool.slab.address, pool.slab.chunk_bytes) for pair in cache.pairs
+    ]
     load_stream = device.api.create_stream(high_priority=False)
     return _Scene(device, cache, tables, load_stream, device.compute_stream(), options.choose(1, 5))
 
@@ -128,7 +130,9 @@ def _figures(scene: _Scene, hit_tokens: int, suffix_tokens: int) -> dict[str, st
             api.wait_event(scene.compute_stream, load(table))
             compute()
 
-    load_s, compute_s, whole_s, layers_s = map(scene.seconds, (load_all, compute_all, whole_first, layer_ahead))
+    load_s, compute_s, whole_s, layers_s = map(
+        scene.seconds, (load_all, compute_all, whole_first, layer_ahead)
+    )
     cache.check("loading by layers", choice)
     return {
         "load ms": f"{1e3 * load_s:.2f}",

@@ -1,4 +1,6 @@
-"""A KV cache on the GPU as vLLM lays it out, the pinned slab beside it, and proof that what was copied arrived."""
+"""A KV cache on the GPU as vLLM lays it out, the pinned slab beside it, and proof that what was copied
+arrived.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,9 @@ class Choice:
 
 
 def kv_tensors(raw: torch.Tensor, layout: str, layers: int, num_blocks: int) -> list[torch.Tensor]:
-    """``raw``, bf16 and flat, as vLLM would hand it over: a tensor [blocks, heads, tokens, content] for each layer."""
+    """``raw``, bf16 and flat, as vLLM would hand it over: a tensor [blocks, heads, tokens, content] for each
+    layer.
+    """
     tokens = raw.numel() // (layers * num_blocks * HEADS * CONTENT)
     if layout == PER_LAYER_HND:
         return list(raw.view(layers, num_blocks, HEADS, tokens, CONTENT))
@@ -54,7 +58,9 @@ def kv_tensors(raw: torch.Tensor, layout: str, layers: int, num_blocks: int) -> 
 
 
 class Pool:
-    """Device memory and a ready slab for ``num_blocks`` blocks of ``layers`` pages; half of them move at a time."""
+    """Device memory and a ready slab for ``num_blocks`` blocks of ``layers`` pages; half of them move at a
+    time.
+    """
 
     def __init__(self, device: Device, page_bytes: int, layers: int, num_blocks: int, seed: int) -> None:
         self.device, self.page_bytes, self.layers, self.num_blocks = device, page_bytes, layers, num_blocks
@@ -65,7 +71,9 @@ class Pool:
         )
         self.slab = HostSlab(num_blocks, layers * page_bytes, prepare=device.pin, cpus=device.near_cpus)
         if not self.slab.wait_ready(WAIT_S):
-            raise MemoryError(f"no host memory for {self.bytes.numel() >> 20} MiB of slots: {self.slab.failure}")
+            raise MemoryError(
+                f"no host memory for {self.bytes.numel() >> 20} MiB of slots: {self.slab.failure}"
+            )
 
     @property
     def moved_bytes(self) -> int:
@@ -89,7 +97,9 @@ class Pool:
 
 
 class Cache:
-    """A pool seen through one layout, with the real executor. ``pages[block, layer]`` are the bytes on the device."""
+    """A pool seen through one layout, with the real executor. ``pages[block, layer]`` are the bytes on the
+    device.
+    """
 
     def __init__(self, pool: Pool, layout: str) -> None:
         self.pool, self.layout = pool, layout
@@ -102,7 +112,9 @@ class Cache:
         shape = (blocks, layers) if layout == CROSS_LAYER else (layers, blocks)
         pages = pool.bytes.view(*shape, pool.page_bytes)
         self.pages = pages if layout == CROSS_LAYER else pages.transpose(0, 1)
-        self.pairs: Sequence[tuple[Segment, Segment]] = pair_segments(self.view, pool.slab.view(self.view.block_bytes))
+        self.pairs: Sequence[tuple[Segment, Segment]] = pair_segments(
+            self.view, pool.slab.view(self.view.block_bytes)
+        )
         self.bases = [pool.device.api.address_of(storage) for storage in storages]
         self.table = PieceTable(self.pairs, self.bases, pool.slab.address, pool.slab.chunk_bytes)
         self.executor = pool.device.executor(self.memory, pool.slab)

@@ -1,4 +1,6 @@
-"""Kinds of host memory: how long they take to get, how fast the GPU copies from and to them, how fast the CPU reads."""
+"""Kinds of host memory: how long they take to get, how fast the GPU copies from and to them, how fast the CPU
+reads.
+"""
 
 from __future__ import annotations
 

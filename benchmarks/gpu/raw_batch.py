@@ -1,4 +1,5 @@
-"""A candidate for the executor's CPU side: addresses handed to cudaMemcpyBatchAsync as NumPy has computed them.
+"""A candidate for the executor's CPU side: addresses handed to cudaMemcpyBatchAsync as NumPy has computed
+them.
 
 The executor makes lists of them for cuda-python, which converts each number once more.
 """

@@ -14,7 +14,12 @@ DRY = "DRY RUN on the CPU: the figures mean nothing."
 
 
 def write(
-    folder: Path, facts: Mapping[str, str], results: Mapping[str, Sequence[Result]], seconds: float, *, is_dry: bool
+    folder: Path,
+    facts: Mapping[str, str],
+    results: Mapping[str, Sequence[Result]],
+    seconds: float,
+    *,
+    is_dry: bool,
 ) -> str:
     """Writes both files and returns the closing line."""
     rows = [row for stage in results.values() for row in stage if isinstance(row, Row)]
@@ -24,12 +29,18 @@ def write(
         "dry_run": is_dry,
         "machine": dict(facts),
         "seconds": seconds,
-        "rows": {name: [row.plain() for row in stage if isinstance(row, Row)] for name, stage in results.items()},
-        "tables": {name: [vars(cell) for cell in stage if isinstance(cell, Cell)] for name, stage in results.items()},
+        "rows": {
+            name: [row.plain() for row in stage if isinstance(row, Row)] for name, stage in results.items()
+        },
+        "tables": {
+            name: [vars(cell) for cell in stage if isinstance(cell, Cell)] for name, stage in results.items()
+        },
         "closing": last,
     }
     (folder / "gpu.json").write_text(json.dumps(plain, indent=1) + "\n", encoding="utf-8")
-    (folder / "gpu.md").write_text("\n".join(_markdown(facts, results, last, is_dry)) + "\n", encoding="utf-8")
+    (folder / "gpu.md").write_text(
+        "\n".join(_markdown(facts, results, last, is_dry)) + "\n", encoding="utf-8"
+    )
     return last
 
 

@@ -12,7 +12,8 @@ Better = Literal["lower", "higher"]
 
 @dataclass(frozen=True)
 class Goal:
-    """What one row is held to. ``bound`` is for the ratio over ``peer`` or, where that is empty, for our value.
+    """What one row is held to. ``bound`` is for the ratio over ``peer`` or, where that is empty, for our
+    value.
 
     Without a bound the row is for information.
     """

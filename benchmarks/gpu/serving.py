@@ -73,7 +73,9 @@ class ServingStage:
     """See the module."""
 
     name = "serving"
-    help = "vLLM with a Qwen3-8B of random weights: TTFT and throughput of a chat larger than the device cache"
+    help = (
+        "vLLM with a Qwen3-8B of random weights: TTFT and throughput of a chat larger than the device cache"
+    )
     share = 0.55
 
     def goals(self, options: Options) -> Sequence[Goal]:
@@ -110,7 +112,9 @@ def load_of(options: Options, host_bytes: int) -> Load:
 
 
 def write_model(options: Options) -> Path:
-    """A folder with a Qwen3-8B's config and a tokenizer of bytes; prompts are token ids, weights are drawn by vLLM."""
+    """A folder with a Qwen3-8B's config and a tokenizer of bytes; prompts are token ids, weights are drawn by
+    vLLM.
+    """
     tiny, folder = ensure_model(options.output / "tiny-qwen3"), options.output / "qwen3-8b"
     folder.mkdir(exist_ok=True)
     for path in tiny.glob("*token*"):
@@ -121,7 +125,9 @@ def write_model(options: Options) -> Path:
 
 
 def install(options: Options) -> None:
-    """Makes the wheels of ``--vllm-wheel`` importable here and by the servers. ImportError if there is no vLLM then."""
+    """Makes the wheels of ``--vllm-wheel`` importable here and by the servers. ImportError if there is no
+    vLLM then.
+    """
     if options.wheels:
         site = (options.output / "site").resolve()
         command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--upgrade"]
@@ -156,7 +162,9 @@ def server_options(side: str, load: Load, model: Path, host_bytes: int, options:
 
 
 def _measure_or_stand_in(side: str, load: Load, model: Path, host_bytes: int, options: Options) -> Measured:
-    """In a dry run, a peer that has read its configuration and then misses a GPU is played by a server without it."""
+    """In a dry run, a peer that has read its configuration and then misses a GPU is played by a server
+    without it.
+    """
     try:
         return _measure(side, load, model, host_bytes, options)
     except ServerError as error:
@@ -200,7 +208,11 @@ def _cells(side: str, played: Played) -> Iterator[Cell]:
 
 def _rows(side: str, found: dict[str, Measured], failures: dict[str, str], load: Load) -> Iterator[Row]:
     """The rows that can be made now that ``side`` is through."""
-    of_side = {OURS: (HIT, ANSWERS), OFFLOADING: (HIT_PEER, P50, P99, WORST, RATE), NONE: (P50_NONE, RATE_NONE)}[side]
+    of_side = {
+        OURS: (HIT, ANSWERS),
+        OFFLOADING: (HIT_PEER, P50, P99, WORST, RATE),
+        NONE: (P50_NONE, RATE_NONE),
+    }[side]
     missing = [failures[each] for each in (OURS, side) if each in failures]
     if missing:
         yield from (Row(goal, failure=missing[0]) for goal in of_side)
@@ -228,4 +240,6 @@ def _rows(side: str, found: dict[str, Measured], failures: dict[str, str], load:
 
 
 def _percentile(goal: Goal, ours: Played, theirs: Played, share: float) -> Row:
-    return Row(goal, (1e3 * percentile(ours.all_ttft_s, share),), (1e3 * percentile(theirs.all_ttft_s, share),))
+    return Row(
+        goal, (1e3 * percentile(ours.all_ttft_s, share),), (1e3 * percentile(theirs.all_ttft_s, share),)
+    )

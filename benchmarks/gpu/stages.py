@@ -23,7 +23,9 @@ FAILURE_CHARACTERS = 200
 
 @dataclass(frozen=True)
 class Options:
-    """One run. ``is_dry``: a few bytes on the CPU, to find mistakes in the script; no figure of it means anything."""
+    """One run. ``is_dry``: a few bytes on the CPU, to find mistakes in the script; no figure of it means
+    anything.
+    """
 
     output: Path
     is_dry: bool = False
@@ -47,7 +49,9 @@ class Stage(Protocol):
         """All rows."""
 
     def run(self, options: Options) -> Iterator[Result]:
-        """Measures, and gives each result as soon as it is there. Whatever it raises is the stage's failure."""
+        """Measures, and gives each result as soon as it is there. Whatever it raises is the stage's
+        failure.
+        """
 
 
 def result_path(options: Options, name: str) -> Path:
@@ -56,7 +60,9 @@ def result_path(options: Options, name: str) -> Path:
 
 
 def run_here(stage: Stage, options: Options, sink: TextIO) -> bool:
-    """Runs a stage in this process and writes a line per result, at last why it failed, if it did; False then."""
+    """Runs a stage in this process and writes a line per result, at last why it failed, if it did; False
+    then.
+    """
     failure = ""
     try:
         for result in stage.run(options):
@@ -69,7 +75,9 @@ def run_here(stage: Stage, options: Options, sink: TextIO) -> bool:
 
 
 def run_apart(stage: Stage, options: Options, arguments: Sequence[str], *, timeout_s: float) -> list[Result]:
-    """Runs a stage in a child of this Python and returns all its rows: those that did not come out say why."""
+    """Runs a stage in a child of this Python and returns all its rows: those that did not come out say
+    why.
+    """
     path, log_path = result_path(options, stage.name), options.output / f"{stage.name}.log"
     path.unlink(missing_ok=True)
     command = [sys.executable, "-m", "benchmarks.gpu", "--stage", stage.name, *arguments]
@@ -89,7 +97,8 @@ def run_apart(stage: Stage, options: Options, arguments: Sequence[str], *, timeo
 def complete(goals: Sequence[Goal], results: list[Result], told: str | None, failure: str) -> list[Result]:
     """``results``, and a failed row for each goal that has none.
 
-    ``told`` is what the stage itself said at its end, None if it did not get there; ``failure`` is what its parent saw.
+    ``told`` is what the stage itself said at its end, None if it did not get there; ``failure`` is what its
+    parent saw.
     """
     reason = failure or told or ("the stage ended without it" if told is not None else "the stage broke off")
     there = {result.goal.name for result in results if isinstance(result, Row)}
@@ -107,7 +116,9 @@ def _wait(child: subprocess.Popen[bytes], timeout_s: float) -> str:
         failure = f"out of time after {timeout_s:.0f} s"
     finally:
         if child.poll() is None:
-            child.send_signal(signal.SIGTERM)  # the stage stops its servers, which are not in its process group
+            child.send_signal(
+                signal.SIGTERM
+            )  # the stage stops its servers, which are not in its process group
             try:
                 child.wait(STOP_S)
             except subprocess.TimeoutExpired:

@@ -1,7 +1,8 @@
 """A candidate for copies of many small pages: the GPU's own processors read and write the pinned host memory.
 
-Imported only where Triton is installed. The CPU sends nothing but the numbers of blocks and slots, where a DMA wants an
-address for each piece; in return the kernel takes processors from the forward pass, ``programs`` of them at most.
+Imported only where Triton is installed. The CPU sends nothing but the numbers of blocks and slots, where a
+DMA wants an address for each piece; in return the kernel takes processors from the forward pass, ``programs``
+of them at most.
 """
 
 # mypy: disable-error-code="import-untyped, import-not-found"
@@ -55,7 +56,11 @@ class TritonCopier:
     """Moves blocks between one view's device memory and the slots of a pinned slab, on the current stream."""
 
     def __init__(
-        self, pairs: list[tuple[Segment, Segment]], device_bases: list[int], host_base: int, device: torch.device
+        self,
+        pairs: list[tuple[Segment, Segment]],
+        device_bases: list[int],
+        host_base: int,
+        device: torch.device,
     ) -> None:
         first_device, first_host = pairs[0]
         self._piece_bytes = first_device.nbytes
@@ -71,7 +76,9 @@ class TritonCopier:
         self._host_starts = torch.tensor(host_starts, dtype=torch.int64, device=device)
 
     def queue(self, blocks: torch.Tensor, slots: torch.Tensor, *, to_host: bool, programs: int) -> None:
-        """Queues the copy; ``blocks`` and ``slots`` are int64 on the device and must live until it has run."""
+        """Queues the copy; ``blocks`` and ``slots`` are int64 on the device and must live until it has
+        run.
+        """
         words = self._piece_bytes // WORD_BYTES
         chunk_words = min(CHUNK_WORDS, triton.next_power_of_2(words))
         chunks = triton.cdiv(words, chunk_words)

@@ -126,7 +126,9 @@ def _triton(cache: Cache, programs: int) -> Queue:
     return queue
 
 
-def _figures(cache: Cache, queue: Queue, direction: Direction, limit: Limit, options: Options) -> dict[str, str]:
+def _figures(
+    cache: Cache, queue: Queue, direction: Direction, limit: Limit, options: Options
+) -> dict[str, str]:
     pool, stream = cache.pool, limit.streams[0]
     samples, limits = [], []
     for number in range(options.choose(1, 5) + 1):
@@ -159,7 +161,9 @@ def _timed(device: Device, queue: Queue, choice: Choice, direction: Direction, s
 
 
 def _slow_down(cache: Cache, queue: Queue, direction: Direction, stream: Any, total_s: float) -> str:
-    """Time of matrix products while copies run, over their time alone; "-" where the CPU queues copies too slowly."""
+    """Time of matrix products while copies run, over their time alone; "-" where the CPU queues copies too
+    slowly.
+    """
     device = cache.pool.device
     choice, _ = cache.pool.choose()
     one_s = device.matmul_s(4) / 4

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping
+from functools import partial
 
 from benchmarks.figures import LIMIT, Figure, Goal
 from benchmarks.suite import expect
@@ -60,9 +61,11 @@ def measure(rounds: int, seed: int) -> list[Figure]:
         tokens = [draw.randrange(VOCABULARY) for _ in range(PROMPT_TOKENS + EXTENSIONS * BLOCK_TOKENS)]
         prompt = tokens[:PROMPT_TOKENS]
         chain = TokenChain(root, BLOCK_TOKENS)
-        seconds, _ = timed(lambda chain=chain, prompt=prompt: chain.extend(prompt))  # type: ignore[misc]
-        of_round = {name: timed(lambda hasher=hasher, prompt=prompt: hasher(prompt)) for name, hasher in peers.items()}  # type: ignore[misc]
-        extensions = [_extend(chain, tokens, PROMPT_TOKENS + i * BLOCK_TOKENS) for i in range(1, EXTENSIONS + 1)]
+        seconds, _ = timed(partial(chain.extend, prompt))
+        of_round = {name: timed(partial(hasher, prompt)) for name, hasher in peers.items()}
+        extensions = [
+            _extend(chain, tokens, PROMPT_TOKENS + i * BLOCK_TOKENS) for i in range(1, EXTENSIONS + 1)
+        ]
         if number == 0:
             _check(chain, root, tokens)
             continue

@@ -45,7 +45,9 @@ class Resident:
         """Stores everything in prompts of PROMPT_BLOCKS, in batches as an engine's steps bring them."""
         for start in range(0, len(hashes), BATCH_BLOCKS):
             batch = hashes[start : start + BATCH_BLOCKS]
-            expect(side.store(side.keys(batch)) == len(batch), f"{side.name} did not take a block while filling")
+            expect(
+                side.store(side.keys(batch)) == len(batch), f"{side.name} did not take a block while filling"
+            )
         expect(side.resident() == len(hashes), f"{side.name} holds {side.resident()} of {len(hashes)} blocks")
         return Resident(side, hashes)
 
@@ -57,7 +59,9 @@ class IndexBench:
         self._sides = sides
         self._small = small
         self._everyone = [*sides, small]
-        self._draw = random.Random(f"rounds {seed}")  # another stream than the one that the resident hashes came from
+        self._draw = random.Random(
+            f"rounds {seed}"
+        )  # another stream than the one that the resident hashes came from
         self._samples: defaultdict[Goal, Samples] = defaultdict(lambda: defaultdict(list))
 
     def measure(self, rounds: int, told: Callable[[str], None]) -> list[Figure]:
@@ -108,7 +112,9 @@ class IndexBench:
     def _churn(self, resident: Resident) -> None:
         side = resident.side
         hashes = new_hashes(self._draw, CHURN_BATCHES * BATCH_BLOCKS)
-        batches = [side.keys(hashes[start : start + BATCH_BLOCKS]) for start in range(0, len(hashes), BATCH_BLOCKS)]
+        batches = [
+            side.keys(hashes[start : start + BATCH_BLOCKS]) for start in range(0, len(hashes), BATCH_BLOCKS)
+        ]
         seconds, stored = timed(lambda: sum(side.store(batch) for batch in batches))
         expect(stored == len(hashes), f"{side.name} stored {stored} of {len(hashes)} blocks")
         # The last batch: a policy may give up new blocks for such as were used twice (ARC does).
@@ -126,7 +132,9 @@ class IndexBench:
         samples = {name: tuple(values) for name, values in self._samples[goal].items()}
         ours = samples.pop(self._sides[0].side.name)
         growth = goal.against == SMALL
-        return Figure(goal, ours, {name: values for name, values in samples.items() if (name == SMALL) == growth})
+        return Figure(
+            goal, ours, {name: values for name, values in samples.items() if (name == SMALL) == growth}
+        )
 
 
 def new_hashes(draw: random.Random, count: int) -> list[bytes]:

@@ -1,6 +1,7 @@
 """LMCache's two indexes: the L1 manager of its MP server, and the storage manager of its in-process engine.
 
-Both also keep a memory object per block, which has 64 bytes here. Blocks have 16 tokens, as with everybody else.
+Both also keep a memory object per block, which has 64 bytes here. Blocks have 16 tokens, as with everybody
+else.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ MODEL = "model"
 
 
 class L1Side:
-    """The MP server's core without its server. Evicts what a batch needs; its own thread evicts a fifth at once."""
+    """The MP server's core without its server. Evicts what a batch needs; its own thread evicts a fifth at
+    once.
+    """
 
     name = "LMCache MP L1"
 
@@ -53,7 +56,9 @@ class L1Side:
         if missing > 0:
             # Half a block more, as the policy rounds down.
             share = (missing + 0.5) / resident
-            for action in self._policy.get_eviction_actions(share, key_eligible_filter=self._manager.is_key_evictable):
+            for action in self._policy.get_eviction_actions(
+                share, key_eligible_filter=self._manager.is_key_evictable
+            ):
                 self._manager.delete(action.keys)
         reserved = self._manager.reserve_write(keys, [False] * len(keys), self._layout)
         written = [key for key, (error, _) in reserved.items() if error is L1Error.SUCCESS]

@@ -34,7 +34,9 @@ def _in_a_process(name: str, seed: int) -> float:
 
 
 def bytes_per_block(name: str, num_blocks: int, seed: int) -> float:
-    """How much this process grows by per block while a side is made and filled. Meant for a process of its own."""
+    """How much this process grows by per block while a side is made and filled. Meant for a process of its
+    own.
+    """
     draw = random.Random(seed)
     side = _make(name, BATCH_BLOCKS)  # so that what is loaded or made once is there
     side.store(side.keys(new_hashes(draw, BATCH_BLOCKS)))
@@ -59,7 +61,9 @@ def _make(name: str, num_blocks: int) -> Side:
 def _resident_bytes() -> int:
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmRSS:"))
+    line = next(
+        line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmRSS:")
+    )
     return int(line.split()[1]) * 1024
 
 

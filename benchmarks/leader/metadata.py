@@ -53,7 +53,8 @@ def measure(options: Options) -> list[Figure]:
 
 
 def _decode(goal: Goal, num_requests: int, runs: int, seed: int) -> Figure:
-    """Requests of different lengths. A sample is the mean over as many steps as a request decodes between two stores.
+    """Requests of different lengths. A sample is the mean over as many steps as a request decodes between two
+    stores.
 
     A median over steps would show the many in which little is due and hide the others.
     """
@@ -75,7 +76,9 @@ def _decode(goal: Goal, num_requests: int, runs: int, seed: int) -> Figure:
         acknowledged.append(mean(acks))
     filled_blocks = num_requests * (1 + runs) * RUN_TOKENS // BLOCK_TOKENS
     late_blocks = filled_blocks - offloaded_blocks
-    expect(0 <= late_blocks < num_requests * RUN_TOKENS // BLOCK_TOKENS, f"{late_blocks} blocks were not stored")
+    expect(
+        0 <= late_blocks < num_requests * RUN_TOKENS // BLOCK_TOKENS, f"{late_blocks} blocks were not stored"
+    )
     engine.check()
     # The first run is the one in which requests that began together find places of their own.
     return Figure(goal, tuple(built[1:]), {ACKNOWLEDGING: tuple(acknowledged[1:])})
@@ -96,7 +99,10 @@ def _trtllm(num_requests: int, runs: int, seed: int) -> Figure:
         samples.append((mean(trtllm), mean(theirs.decode_ms(requests) for _ in range(RUN_TOKENS))))
     filled_blocks = num_requests * (1 + runs) * RUN_TOKENS // TRTLLM_BLOCK_TOKENS
     late_blocks = filled_blocks - ours.offloaded_blocks
-    expect(0 <= late_blocks < num_requests * RUN_TOKENS // TRTLLM_BLOCK_TOKENS, f"{late_blocks} blocks were not stored")
+    expect(
+        0 <= late_blocks < num_requests * RUN_TOKENS // TRTLLM_BLOCK_TOKENS,
+        f"{late_blocks} blocks were not stored",
+    )
     ours.check()
     theirs.check()
     mine, other = zip(*samples[1:], strict=True)
@@ -114,7 +120,10 @@ def _prefill(rounds: int, seed: int) -> Figure:
         output = engine.prefill_output([request])
         seconds, metadata = timed(lambda output=output: engine.hooks.build_connector_meta(output))  # type: ignore[misc]
         num_blocks = sum(plan.num_blocks for plan in metadata.offloads)
-        expect(num_blocks == PROMPT_TOKENS // BLOCK_TOKENS, f"{num_blocks} blocks of a long prompt were offloaded")
+        expect(
+            num_blocks == PROMPT_TOKENS // BLOCK_TOKENS,
+            f"{num_blocks} blocks of a long prompt were offloaded",
+        )
         acknowledging_ms = 1e3 * engine.acknowledge(metadata)
         engine.finish(request)
         if number >= warm_up:

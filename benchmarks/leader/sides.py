@@ -22,7 +22,9 @@ class Side(Protocol):
         """The side's own names for blocks: new objects each time, as a request brings them."""
 
     def store(self, keys: list[Any]) -> int:
-        """Makes room if there is none, stores blocks that are not there; how many can be found from now on."""
+        """Makes room if there is none, stores blocks that are not there; how many can be found from now
+        on.
+        """
 
     def lookup(self, keys: list[Any]) -> int | None:
         """How many leading blocks are there, and nothing else; None if it has no such call."""

@@ -49,7 +49,9 @@ class ServePart:
             for name, host_cache_gb in (("with-kvbm", HOST_CACHE_GB), ("without-kvbm", None)):
                 options.told(f"starting vllm serve {name}")
                 extra = EMPTY_CONNECTOR if options.empty_connector and host_cache_gb is None else ()
-                settings = ServerOptions(model, DEVICE_BLOCKS, host_cache_gb, dtype=options.dtype, arguments=extra)
+                settings = ServerOptions(
+                    model, DEVICE_BLOCKS, host_cache_gb, dtype=options.dtype, arguments=extra
+                )
                 servers.append(stack.enter_context(VllmServer(settings, options.output / f"vllm-{name}.log")))
             peer = "vLLM, empty connector" if options.empty_connector else "vLLM, no connector"
             figures, complaints = asyncio.run(_measure(*servers, peer=peer, options=options))

@@ -14,18 +14,21 @@ from benchmarks.serve.workload import UniquePrompts
 
 WARM_UP_ROUNDS = 2
 MAX_ASKED_AGAIN = 32
-QUIET_S = 1.5  # vLLM's processes spin for a second after their last step, on cores that the other server needs
+QUIET_S = (
+    1.5  # vLLM's processes spin for a second after their last step, on cores that the other server needs
+)
 
 Prompt = list[int]
 
 
 @dataclass(frozen=True)
 class Load:
-    """What one round asks: ``batches`` one after the other, each of ``concurrency`` prompts in one HTTP request.
+    """What one round asks: ``batches`` one after the other, each of ``concurrency`` prompts in one HTTP
+    request.
 
-    Not a connection for each: two processes of vLLM's CPU build spin while they wait for each other, a client beside
-    them on two cores gets so little time that its prompts reach the engine one by one, and a round then takes 3,000
-    steps instead of 50, with any server.
+    Not a connection for each: two processes of vLLM's CPU build spin while they wait for each other, a client
+    beside them on two cores gets so little time that its prompts reach the engine one by one, and a round
+    then takes 3,000 steps instead of 50, with any server.
     """
 
     goal: Goal
@@ -52,7 +55,9 @@ LOADS = (
 
 @dataclass(frozen=True)
 class Round:
-    """The same prompts, new to both servers, on each in turn. Rates: tokens of prompt and answer per second."""
+    """The same prompts, new to both servers, on each in turn. Rates: tokens of prompt and answer per
+    second.
+    """
 
     with_kvbm: float
     without: float
@@ -72,7 +77,9 @@ async def measure(
     prompts = UniquePrompts(seed)
     measured: list[Round] = []
     for number in range(rounds + WARM_UP_ROUNDS):
-        batches = [[prompts.next(load.prompt_tokens) for _ in range(load.concurrency)] for _ in range(load.batches)]
+        batches = [
+            [prompts.next(load.prompt_tokens) for _ in range(load.concurrency)] for _ in range(load.batches)
+        ]
         if number % 2:
             rate, answers = await _rate(with_kvbm, load, batches)
             plain_rate, plain_answers = await _rate(without, load, batches)
@@ -87,7 +94,9 @@ async def measure(
     return measured[WARM_UP_ROUNDS:]
 
 
-async def _rate(client: EngineClient, load: Load, batches: list[list[Prompt]]) -> tuple[float, list[tuple[int, ...]]]:
+async def _rate(
+    client: EngineClient, load: Load, batches: list[list[Prompt]]
+) -> tuple[float, list[tuple[int, ...]]]:
     """Tokens per second, and the answers."""
     await asyncio.sleep(QUIET_S)
     answers: list[tuple[int, ...]] = []
@@ -98,11 +107,13 @@ async def _rate(client: EngineClient, load: Load, batches: list[list[Prompt]]) -
     return len(answers) * (load.prompt_tokens + load.answer_tokens) / seconds, answers
 
 
-async def ask_again_alone(with_kvbm: EngineClient, without: EngineClient, load: Load, rounds: list[Round]) -> list[str]:
+async def ask_again_alone(
+    with_kvbm: EngineClient, without: EngineClient, load: Load, rounds: list[Round]
+) -> list[str]:
     """Prompts whose answers differed, one at a time: in a batch, rounding depends on what else is in it.
 
-    The second answer counts: on both servers it resumes from cached KV at the same token. With many requests at once
-    hundreds differ; MAX_ASKED_AGAIN of them, spread over all rounds, are asked again.
+    The second answer counts: on both servers it resumes from cached KV at the same token. With many requests
+    at once hundreds differ; MAX_ASKED_AGAIN of them, spread over all rounds, are asked again.
     """
     differing = [(number, prompt) for number, a_round in enumerate(rounds) for prompt in a_round.differing]
     found: list[str] = []

@@ -21,8 +21,8 @@ class Pair:
     """A prompt's first and second time on the server with kvbm.
 
     Only one token is asked for when time is taken, as a busy machine can deliver the first token of an answer
-    together with the next ones. ``cold_answer`` and ``hit_answer`` are asked for right after, untimed: both come
-    out of the device cache, which holds computed KV the first time and KV from host memory the second.
+    together with the next ones. ``cold_answer`` and ``hit_answer`` are asked for right after, untimed: both
+    come out of the device cache, which holds computed KV the first time and KV from host memory the second.
     """
 
     cold: Answer
@@ -75,10 +75,13 @@ def figure(pairs: list[Pair]) -> Figure:
 def complaints(pairs: list[Pair]) -> list[str]:
     """A line for each host hit that was answered otherwise, or was none."""
     found = [
-        f"TTFT pair {i}: the host hit is answered otherwise" for i, pair in enumerate(pairs) if not pair.same_answer
+        f"TTFT pair {i}: the host hit is answered otherwise"
+        for i, pair in enumerate(pairs)
+        if not pair.same_answer
     ]
     found += [
-        f"TTFT pair {i}: {pair.host_tokens} tokens from host, {pair.device_tokens} from the device: no full host hit"
+        f"TTFT pair {i}: {pair.host_tokens} tokens from host, {pair.device_tokens} from the device: "
+        "no full host hit"
         for i, pair in enumerate(pairs)
         if not pair.from_host
     ]

@@ -1,8 +1,9 @@
 """Attention of a prompt's new tokens alone, on a CPU. Runs in SGLang's environment.
 
-SGLang's backend for a CPU ("torch_native") computes the rows of all of a prompt's tokens, also of those whose keys and
-values come from a cache, and throws these rows away. No GPU backend of SGLang's does so, and here it would be most of
-the time of a hit, wherever it comes from. A prompt of which nothing is cached takes SGLang's own way.
+SGLang's backend for a CPU ("torch_native") computes the rows of all of a prompt's tokens, also of those whose
+keys and values come from a cache, and throws these rows away. No GPU backend of SGLang's does so, and here it
+would be most of the time of a hit, wherever it comes from. A prompt of which nothing is cached takes SGLang's
+own way.
 """
 
 from __future__ import annotations
@@ -23,11 +24,14 @@ def run_scheduler(*args: Any, **kwargs: Any) -> Any:
     return run_scheduler_process(*args, **kwargs)
 
 
-def _new_rows(backend: Any, query: torch.Tensor, output: torch.Tensor, *memory: Any, **how: Any) -> torch.Tensor:
+def _new_rows(
+    backend: Any, query: torch.Tensor, output: torch.Tensor, *memory: Any, **how: Any
+) -> torch.Tensor:
     """Into ``output``; it and ``query`` are [new tokens of all requests, heads, elements].
 
-    ``memory``: keys and values [places, heads, elements], the places of each request's tokens, and for each request its
-    row there, its tokens, how many of them are cached and how many new; then the encoder's lengths, or None.
+    ``memory``: keys and values [places, heads, elements], the places of each request's tokens, and for each
+    request its row there, its tokens, how many of them are cached and how many new; then the encoder's
+    lengths, or None.
     """
     keys, values, places_of, requests, lengths, cached, new, encoder_lengths = memory
     is_plain = how["causal"] and not how["is_cross_attn"] and how["sliding_window_size"] in (None, -1)

@@ -2,8 +2,9 @@
 
     python -m benchmarks.sglang.driver JOB.json RESULT.json
 
-A job: {"folder": ..., "pages_bytes": [...], "total_bytes": n, "rounds": n, "seed": n, "sides": [...]}. The result: GB/s
-(backup, prefetch) of each turn by page size and side, and milliseconds of 1,000 get_stats calls of kvbm's.
+A job: {"folder": ..., "pages_bytes": [...], "total_bytes": n, "rounds": n, "seed": n, "sides": [...]}. The
+result: GB/s (backup, prefetch) of each turn by page size and side, and milliseconds of 1,000 get_stats calls
+of kvbm's.
 """
 
 from __future__ import annotations
@@ -77,7 +78,9 @@ def make_pool(page_bytes: int, total_bytes: int, seed: int) -> Any:
     raw = pool.kv_buffer.view(torch.uint8)
     raw.random_(generator=torch.Generator().manual_seed(seed))
     if pool.get_page_buffer_meta(torch.arange(PAGE_TOKENS))[1] != [page_bytes // 2] * 2:
-        raise RuntimeError(f"a page is not {page_bytes} bytes: {pool.get_page_buffer_meta(torch.arange(PAGE_TOKENS))}")
+        raise RuntimeError(
+            f"a page is not {page_bytes} bytes: {pool.get_page_buffer_meta(torch.arange(PAGE_TOKENS))}"
+        )
     return pool
 
 
@@ -95,7 +98,9 @@ def _measure(sides: Sequence[Side], pool: Any, page_bytes: int, job: dict[str, A
     return samples
 
 
-def _turn(side: Side, pool: Any, expected: torch.Tensor, keys: list[str], indices: torch.Tensor) -> tuple[float, float]:
+def _turn(
+    side: Side, pool: Any, expected: torch.Tensor, keys: list[str], indices: torch.Tensor
+) -> tuple[float, float]:
     """GB/s of backup and prefetch; all bytes are compared."""
     started_s = time.perf_counter()
     side.backup(keys, indices)

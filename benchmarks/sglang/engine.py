@@ -1,4 +1,6 @@
-"""Starts benchmarks.sglang.engine_job in a fresh process of SGLang's environment and reads back what it wrote."""
+"""Starts benchmarks.sglang.engine_job in a fresh process of SGLang's environment and reads back what it
+wrote.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +65,9 @@ _number = count()
 def prompts_of(seed: int, how_many: int = 3, num_tokens: int = PROMPT_TOKENS) -> list[list[int]]:
     """Different prompts, the same for the same seed."""
     step = 7919 + 2 * (seed % 1000)
-    return [[(start + 1 + place * step) % 250 + 3 for place in range(num_tokens)] for start in range(how_many)]
+    return [
+        [(start + 1 + place * step) % 250 + 3 for place in range(num_tokens)] for start in range(how_many)
+    ]
 
 
 class EngineFailed(Exception):
@@ -80,12 +84,15 @@ def run_engine(
     only_new_rows: bool = False,
     **engine: Any,
 ) -> dict[str, Any]:
-    """The result of one engine; "log" is what it wrote. Its files are in ``folder``, its blocks in ``folder/disk``.
+    """The result of one engine; "log" is what it wrote. Its files are in ``folder``, its blocks in
+    ``folder/disk``.
 
     ``only_new_rows``: see benchmarks.sglang.attention; answers from a cache may differ in the last bits then.
     """
     number = next(_number)
-    job_file, result_file, log_file = (folder / f"{name}-{number}" for name in ("job.json", "result.json", "log.txt"))
+    job_file, result_file, log_file = (
+        folder / f"{name}-{number}" for name in ("job.json", "result.json", "log.txt")
+    )
     disk = folder / "disk"
     job = {"engine": {**ENGINE, **engine}, "prompts": prompts, "answer_tokens": answer_tokens}
     job |= {"disk": str(disk), "only_new_rows": only_new_rows, "steps": steps}

@@ -1,12 +1,13 @@
-"""One SGLang engine in a process of its own: prompts, flushes and waits, as a job says. Runs in SGLang's environment.
+"""One SGLang engine in a process of its own: prompts, flushes and waits, as a job says. Runs in SGLang's
+environment.
 
     python -m benchmarks.sglang.engine_job JOB.json RESULT.json
 
-A job: {"engine": arguments of sglang.Engine, "only_new_rows": see benchmarks.sglang.attention, "prompts": [[token,
-...], ...], "answer_tokens": n, "disk": folder, "steps": [...]}. Steps: "ask" (all prompts, one after the other),
-{"ask": [their numbers]}, "together" (all at the same time), "flush" (all tiers of SGLang's own), "new_weights" (the
-same ones, loaded again), {"stored": n} (wait for n records of kvbm's), {"files": n} (for n files of SGLang's own
-backends).
+A job: {"engine": arguments of sglang.Engine, "only_new_rows": see benchmarks.sglang.attention, "prompts":
+[[token, ...], ...], "answer_tokens": n, "disk": folder, "steps": [...]}. Steps: "ask" (all prompts, one after
+the other), {"ask": [their numbers]}, "together" (all at the same time), "flush" (all tiers of SGLang's own),
+"new_weights" (the same ones, loaded again), {"stored": n} (wait for n records of kvbm's), {"files": n} (for n
+files of SGLang's own backends).
 """
 
 from __future__ import annotations
@@ -96,14 +97,18 @@ def _wait(folder: Path, stored: int = 0, files: int = 0) -> None:
     ends_at_s = time.monotonic() + TIMEOUT_S
     while _stored(folder) < stored or sum(path.is_file() for path in folder.rglob("*")) < files:
         if time.monotonic() > ends_at_s:
-            raise TimeoutError(f"{_stored(folder)} pages were stored in {TIMEOUT_S:.0f} s, not {stored or files}")
+            raise TimeoutError(
+                f"{_stored(folder)} pages were stored in {TIMEOUT_S:.0f} s, not {stored or files}"
+            )
         time.sleep(0.05)
 
 
 def _stored(folder: Path) -> int:
     found = [identify(path) for path in find_files(folder, lambda error: None)]
     return sum(
-        scan(file, now_ns=time.time_ns(), on_slots=lambda done: None).used for file in found if file.kind is Kind.BLOCKS
+        scan(file, now_ns=time.time_ns(), on_slots=lambda done: None).used
+        for file in found
+        if file.kind is Kind.BLOCKS
     )
 
 

@@ -1,4 +1,6 @@
-"""The part of the suite about SGLang: its storage backends beside kvbm, on its own pools and in its own engine."""
+"""The part of the suite about SGLang: its storage backends beside kvbm, on its own pools and in its own
+engine.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,15 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.figures import LIMIT, Figure, Goal
-from benchmarks.sglang.engine import HICACHE, NIXL, PAGE_TOKENS, WHOLE_PAGES, EngineFailed, prompts_of, run_engine
+from benchmarks.sglang.engine import (
+    HICACHE,
+    NIXL,
+    PAGE_TOKENS,
+    WHOLE_PAGES,
+    EngineFailed,
+    prompts_of,
+    run_engine,
+)
 from benchmarks.sglang.environment import PYTHON, ROOT, is_installed, variables
 from benchmarks.storage.place import disk_facts, working_folder
 from benchmarks.suite import CannotRun, Findings, Options, WrongAnswer
@@ -27,7 +37,9 @@ DRIVER_TIMEOUT_S = 1800
 def page_goal(direction: str, page_bytes: int, peer: str) -> Goal:
     """Ours over one peer's."""
     size = f"{page_bytes >> 10} KiB" if page_bytes < 1 << 20 else f"{page_bytes >> 20} MiB"
-    return Goal(f"{direction}, pages of {size}, against {peer}", "GB/s", PEERS[peer], "higher", f"SGLang {peer}")
+    return Goal(
+        f"{direction}, pages of {size}, against {peer}", "GB/s", PEERS[peer], "higher", f"SGLang {peer}"
+    )
 
 
 PAGE_GOALS = {
@@ -40,7 +52,9 @@ STATS = Goal("1,000 calls of get_stats", "ms", 5.0, "lower", LIMIT)
 COLD, DEVICE = "cold", "hit on the device"
 TTFT = Goal(f"TTFT of a hit on disk, {TTFT_TOKENS:,} tokens", "s", 0.5, "lower", COLD)
 EXACT = {
-    parallel: Goal(f"{parallel.upper()}=2, after a flush: difference of log-probabilities", "", 0.0, "lower", LIMIT)
+    parallel: Goal(
+        f"{parallel.upper()}=2, after a flush: difference of log-probabilities", "", 0.0, "lower", LIMIT
+    )
     for parallel in ("tp", "pp")
 }
 
@@ -66,11 +80,14 @@ class SglangPart:
                 raise CannotRun(str(error).partition("\n")[0] + f"; see {folder}") from error
             settings = {
                 "SGLang": "0.5.23 on a CPU, its own host pools (page first), controller and engine",
-                "pages": f"{total_bytes >> 20} MiB a turn, batches of 128 pages, one call at a time as SGLang does",
+                "pages": f"{total_bytes >> 20} MiB a turn, batches of 128 pages, one call at a time "
+                "as SGLang does",
                 "backup": "until durable: the file system is synchronised within the time, for every backend",
-                "prefetch": "from the disk: what the kernel keeps of the files is dropped before; all bytes compared",
+                "prefetch": "from the disk: what the kernel keeps of the files is dropped before; "
+                "all bytes compared",
                 "nixl": "POSIX, O_DIRECT (its default)",
-                "ttft": f"{TTFT_TOKENS} tokens, one new token, one request at a time; tiny Qwen3; attention of new "
+                "ttft": f"{TTFT_TOKENS} tokens, one new token, one request at a time; tiny Qwen3; "
+                "attention of new "
                 "tokens alone, as on a GPU: SGLang's own for a CPU computes the whole prompt's at a hit",
                 **disk_facts(folder),
             }
@@ -101,11 +118,15 @@ def _page_figures(pages: Mapping[str, Mapping[str, list[tuple[float, float]]]]) 
 
 
 def _driven(folder: Path, job: dict[str, Any], options: Options) -> dict[str, Any]:
-    job_file, result_file, log_file = (folder / name for name in ("pages.json", "pages-result.json", "pages.txt"))
+    job_file, result_file, log_file = (
+        folder / name for name in ("pages.json", "pages-result.json", "pages.txt")
+    )
     job_file.write_text(json.dumps(job))
     command = [str(PYTHON), "-m", "benchmarks.sglang.driver", str(job_file), str(result_file)]
     with log_file.open("w") as log:
-        process = subprocess.Popen(command, cwd=ROOT, env=variables(), stdout=subprocess.PIPE, stderr=log, text=True)
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=variables(), stdout=subprocess.PIPE, stderr=log, text=True
+        )
         assert process.stdout is not None  # noqa: S101 - for the type checker
         for line in process.stdout:
             if "round" in line:
@@ -148,7 +169,8 @@ def _ttft(folder: Path, model: Path, options: Options) -> Figure:
         prompts=prompts,
         answer_tokens=1,
         environment={"OMP_NUM_THREADS": "2"},
-        only_new_rows=True,  # most of a hit's time would be attention that is thrown away, wherever it comes from
+        # Most of a hit's time would be attention that is thrown away, wherever it comes from.
+        only_new_rows=True,
         model_path=str(model),
         **{**HICACHE, "max_total_tokens": 8192},
     )
@@ -165,7 +187,9 @@ def _ttft(folder: Path, model: Path, options: Options) -> Figure:
 
 
 def _exactness(folder: Path, model: Path, options: Options) -> Iterator[Figure]:
-    """The largest difference of log-probabilities between cold and warm, of kvbm and of SGLang's nixl backend."""
+    """The largest difference of log-probabilities between cold and warm, of kvbm and of SGLang's nixl
+    backend.
+    """
     prompts = prompts_of(options.seed, 2)
     for parallel, goal in EXACT.items():
         differences = {}
@@ -181,7 +205,10 @@ def _difference(folder: Path, model: Path, prompts: list[list[int]], backend: st
     ranks, engine = 2, dict(HICACHE)
     stored: dict[str, int] = {"stored": ranks * WHOLE_PAGES * len(prompts)}
     if backend == "nixl":
-        engine |= {"hicache_storage_backend": "nixl", "hicache_storage_backend_extra_config": json.dumps(NIXL)}
+        engine |= {
+            "hicache_storage_backend": "nixl",
+            "hicache_storage_backend_extra_config": json.dumps(NIXL),
+        }
         # A file each for K and V; with PP its ranks write the same ones.
         stored = {"files": 2 * WHOLE_PAGES * len(prompts) * (ranks if parallel == "tp_size" else 1)}
     engine |= {"model_path": str(model), parallel: ranks}

@@ -22,7 +22,8 @@ _libc = ctypes.CDLL(None, use_errno=True)
 class Side:
     """A backend on a host pool: whole batches of pages out and in, SGLang's STORAGE_BATCH_SIZE at a time.
 
-    ``in_place``: the v1 methods, from and into the pool's memory; else SGLang's generic way, a copy of each page.
+    ``in_place``: the v1 methods, from and into the pool's memory; else SGLang's generic way, a copy of each
+    page.
     """
 
     def __init__(self, name: str, backend: Any, pool: Any, folder: Path, *, in_place: bool) -> None:
@@ -33,7 +34,9 @@ class Side:
             storage_backend=backend, storage_host_pool=pool, mem_pool_host=pool, page_size=pool.page_size
         )
         methods = (
-            ("_page_set_zero_copy", "_page_get_zero_copy") if in_place else ("_generic_page_set", "_generic_page_get")
+            ("_page_set_zero_copy", "_page_get_zero_copy")
+            if in_place
+            else ("_generic_page_set", "_generic_page_get")
         )
         self._set, self._get = (getattr(HiCacheController, method) for method in methods)
         self._page_tokens = pool.page_size

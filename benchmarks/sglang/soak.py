@@ -1,9 +1,10 @@
-"""kvbm under SGLang's HiCache for a long time: ``python -m benchmarks.sglang.soak [--minutes 15] [--clients 8]``.
+"""kvbm under SGLang's HiCache for a long time: ``python -m benchmarks.sglang.soak [--minutes 15] [--clients
+8]``.
 
-A real SGLang server on the CPU with small tiers answers clients that share prefixes, so that pages go to kvbm's file,
-are evicted and come back. Twice a round the clients pause: SGLang's tiers are emptied; then kvbm is cleared, detached
-and attached again, with prompts asked alone in between. Exit status 0 only if every answer was right, nothing failed,
-and memory, file handles and threads of the scheduler did not grow.
+A real SGLang server on the CPU with small tiers answers clients that share prefixes, so that pages go to
+kvbm's file, are evicted and come back. Twice a round the clients pause: SGLang's tiers are emptied; then kvbm
+is cleared, detached and attached again, with prompts asked alone in between. Exit status 0 only if every
+answer was right, nothing failed, and memory, file handles and threads of the scheduler did not grow.
 """
 
 from __future__ import annotations
@@ -31,7 +32,11 @@ from benchmarks.sglang.soak_prompts import ROUNDING, Askers, Tally, pool_of
 from benchmarks.sglang.soak_server import NOTHING, Counts, SoakServer, Usage
 
 OUTPUT = Path("benchmarks/results/sglang-soak")
-BUSY = ("offload_no_space", "offload_busy", "onboard_busy")  # a page is not kept or not brought back; that may be
+BUSY = (
+    "offload_no_space",
+    "offload_busy",
+    "onboard_busy",
+)  # a page is not kept or not brought back; that may be
 MAX_SHOWN_COMPLAINTS = 20
 
 Told = Callable[[str], None]
@@ -41,7 +46,8 @@ Told = Callable[[str], None]
 class Options:
     """How long, and with how many.
 
-    ``disk_cache_gb``: 0.02 are some 540 pages of the tiny model, fewer than are written in a round of the usual length.
+    ``disk_cache_gb``: 0.02 are some 540 pages of the tiny model, fewer than are written in a round of the
+    usual length.
     """
 
     output: Path
@@ -57,7 +63,8 @@ class Options:
 
 @dataclass(frozen=True)
 class Rule:
-    """Samples have grown if the median of their last quarter is above that of their second quarter by more than this.
+    """Samples have grown if the median of their last quarter is above that of their second quarter by more
+    than this.
 
     Fewer than ``fewest`` samples are not judged.
     """
@@ -81,8 +88,9 @@ class Rule:
         return medians is not None and medians[1] > medians[0] * self.times + self.plus
 
 
-# SGLang on a CPU grows by itself, which ebbs away: without kvbm (--detached) by 247 MiB over its first 512 answers, and
-# by 1.5 % from the second to the last quarter of 13 minutes. Handles and threads come and go with a connection.
+# SGLang on a CPU grows by itself, which ebbs away: without kvbm (--detached) by 247 MiB over its first 512
+# answers, and by 1.5 % from the second to the last quarter of 13 minutes. Handles and threads come and go
+# with a connection.
 RULES = {
     "rss_bytes": Rule("memory of the scheduler", "MiB", times=1.03, plus=0, fewest=30),
     "handles": Rule("file handles of the scheduler", "", times=1.0, plus=2, fewest=4),
@@ -92,7 +100,9 @@ RULES = {
 
 @dataclass(frozen=True)
 class Round:
-    """One round's sample: usage at its end; what kvbm counted in it before and after it was attached again."""
+    """One round's sample: usage at its end; what kvbm counted in it before and after it was attached
+    again.
+    """
 
     ended_s: float
     answers: int
@@ -115,7 +125,9 @@ class Soak:
 
     def complaints(self) -> list[str]:
         """All that was not as it must be, a line each."""
-        found = [f"{what} ({times} times)" if times > 1 else what for what, times in self.tally.complaints.items()]
+        found = [
+            f"{what} ({times} times)" if times > 1 else what for what, times in self.tally.complaints.items()
+        ]
         for name, rule in RULES.items():
             if rule.has_grown(self.series(name)):
                 found.append(f"{rule.name} grew: {_growth(rule, self.series(name))}")
@@ -197,7 +209,8 @@ def _line(number: int, sample: Round, options: Options, num_complaints: int) -> 
     usage, before = sample.usage, sample.before
     return (
         f"round {number}, {sample.ended_s / 60:.1f} of {options.minutes:g} min: {sample.answers} answers, "
-        f"{before.written_pages:,} pages to the disk, {before.read_pages:,} from it, {usage.rss_bytes >> 20:,} MiB, "
+        f"{before.written_pages:,} pages to the disk, {before.read_pages:,} from it, "
+        f"{usage.rss_bytes >> 20:,} MiB, "
         f"{usage.handles} handles, {usage.threads} threads, {num_complaints} complaints"
     )
 
@@ -260,11 +273,15 @@ def soak_model(model: Path, options: Options, told: Told) -> Soak:
 
 def main() -> int:
     """Command line; returns the exit status."""
-    parser = argparse.ArgumentParser(description="kvbm under a real SGLang server for a long time, on the CPU.")
+    parser = argparse.ArgumentParser(
+        description="kvbm under a real SGLang server for a long time, on the CPU."
+    )
     parser.add_argument("--minutes", type=float, default=15.0, help="how long clients ask")
     parser.add_argument("--clients", type=int, default=8, help="how many ask at once")
     parser.add_argument("--seed", type=int, default=0, help="of the prompts and of their order")
-    parser.add_argument("--detached", action="store_true", help="without kvbm: what SGLang's memory does by itself")
+    parser.add_argument(
+        "--detached", action="store_true", help="without kvbm: what SGLang's memory does by itself"
+    )
     parser.add_argument("--output", type=Path, default=OUTPUT, help="folder for model, log and samples")
     arguments = parser.parse_args()
     console = report_console()

@@ -25,8 +25,9 @@ BYTE_TOKENS = (3, 259)  # of the tiny model's tokenizer
 REQUEST_TIMEOUT_S = 60.0
 IDLE_TIMEOUT_S = 30.0
 STORAGE = "/hicache/storage-backend"
-# What SGLang's bf16 rounds otherwise when it computes a prompt beside others, with kvbm or without: the tiny model's
-# logits are from 8 to 16, where two neighbours in bf16 are 0.0625 apart, and a log-probability has moved by two steps.
+# What SGLang's bf16 rounds otherwise when it computes a prompt beside others, with kvbm or without: the tiny
+# model's logits are from 8 to 16, where two neighbours in bf16 are 0.0625 apart, and a log-probability has
+# moved by two steps.
 ROUNDING = 0.125
 
 
@@ -50,7 +51,8 @@ def pool_of(seed: int, num_prompts: int) -> list[list[int]]:
 class Answer:
     """``cached``: prompt tokens that were not computed.
 
-    ``runners_up``: at each position the next best token and how far its log-probability is behind; only if asked for.
+    ``runners_up``: at each position the next best token and how far its log-probability is behind; only if
+    asked for.
     """
 
     tokens: list[int]
@@ -59,7 +61,9 @@ class Answer:
     runners_up: list[tuple[int, float]]
 
     def divergence(self, other: Answer) -> int:
-        """The first position with another token, or the number of tokens; what follows it has another prompt."""
+        """The first position with another token, or the number of tokens; what follows it has another
+        prompt.
+        """
         pairs = zip(self.tokens, other.tokens, strict=True)
         return next((at for at, (mine, theirs) in enumerate(pairs) if mine != theirs), len(self.tokens))
 
@@ -78,7 +82,9 @@ class Answer:
 
 
 def runner_up(chosen: int, best: list[Any], second: list[Any]) -> tuple[int, float]:
-    """The one of the two best (log-probability, token, text) that was not chosen; equals come in any order."""
+    """The one of the two best (log-probability, token, text) that was not chosen; equals come in any
+    order.
+    """
     return (best if second[1] == chosen else second)[1], best[0] - second[0]
 
 
@@ -107,7 +113,8 @@ class Askers:
         self._pool = pool
         self._rng = random.Random(seed)
         self._first: list[Answer] = []
-        # Log-probabilities of a prompt asked alone, by its cached tokens: all new, and with all whole pages there.
+        # Log-probabilities of a prompt asked alone, by its cached tokens: all new, and with all whole pages
+        # there.
         self._alone: list[dict[int, list[float]]] = []
         self._probes = _probes(pool)
         self._http = httpx.AsyncClient(
@@ -126,7 +133,9 @@ class Askers:
         await self._http.aclose()
 
     async def learn(self) -> None:
-        """Each prompt's first answer, cold and alone, and again from the device; kvbm is detached meanwhile."""
+        """Each prompt's first answer, cold and alone, and again from the device; kvbm is detached
+        meanwhile.
+        """
         await self.flush()
         await self.detach()
         for number, prompt in enumerate(self._pool):
@@ -219,7 +228,9 @@ class Askers:
         tokens, logprobs = [token for _, token, _ in pairs], [logprob for logprob, _, _ in pairs]
         # Nothing unless asked for.
         tops = zip(tokens, meta.get("output_top_logprobs") or (), strict=False)
-        return Answer(tokens, logprobs, meta["cached_tokens"], [runner_up(token, *top) for token, top in tops])
+        return Answer(
+            tokens, logprobs, meta["cached_tokens"], [runner_up(token, *top) for token, top in tops]
+        )
 
     async def _admin(self, method: str, path: str, **more: Any) -> None:
         try:

@@ -1,4 +1,6 @@
-"""A real SGLang HTTP server on a CPU with kvbm as HiCache's storage, for the soak, and what its processes hold."""
+"""A real SGLang HTTP server on a CPU with kvbm as HiCache's storage, for the soak, and what its processes
+hold.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ class Usage:
 
 @dataclass(frozen=True)
 class Counts:
-    """What one instance of kvbm counted from its attachment on. ``capacity_pages`` is 0 before its first transfer."""
+    """What one instance of kvbm counted from its attachment on. ``capacity_pages`` is 0 before its first
+    transfer.
+    """
 
     written_pages: int
     read_pages: int
@@ -78,8 +82,9 @@ class SoakServer:
 
     def start(self, told: Callable[[str], None]) -> None:
         """Returns when it answers. ``told`` hears how long that takes."""
-        # One thread computes: several wait for each other by spinning, which on a busy machine takes most of the time.
-        # oneDNN would keep a kernel for each of the last 1,024 shapes that it has seen; that is not kvbm's memory.
+        # One thread computes: several wait for each other by spinning, which on a busy machine takes most of
+        # the time. oneDNN would keep a kernel for each of the last 1,024 shapes that it has seen; that is not
+        # kvbm's memory.
         torch = {"OMP_NUM_THREADS": "1", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "32"}
         metrics = {"DYN_KVBM_METRICS": "true", "DYN_KVBM_METRICS_PORT": str(self._metrics_port)}
         disk = {
@@ -101,10 +106,12 @@ class SoakServer:
             seconds = time.monotonic() - started_s
             if self._process.poll() is not None or seconds > START_TIMEOUT_S:
                 tail = self.log_path.read_text(errors="replace")[-3000:]
-                raise ServerError(f"the SGLang server did not start in {seconds:.0f} s; {self.log_path}:\n{tail}")
+                raise ServerError(
+                    f"the SGLang server did not start in {seconds:.0f} s; {self.log_path}:\n{tail}"
+                )
             told(f"starting SGLang's server: {seconds:.0f} s")
             time.sleep(POLL_S)
-        self.new_errors()  # those before the first prompt are not about kvbm's work: SGLang logs one of its own
+        self.new_errors()  # SGLang logs one of its own before the first prompt
 
     def stop(self) -> None:
         """Ends all its processes, kindly and then not. Idempotent."""
@@ -150,7 +157,13 @@ class SoakServer:
         return LOGGED_ERRORS.findall(text.decode(errors="replace"))
 
     def _command(self) -> list[str]:
-        settings = {**ENGINE, **HICACHE, **SMALL, "model_path": self._model.absolute(), "admin_api_key": ADMIN_KEY}
+        settings = {
+            **ENGINE,
+            **HICACHE,
+            **SMALL,
+            "model_path": self._model.absolute(),
+            "admin_api_key": ADMIN_KEY,
+        }
         settings |= {"host": HOST, "port": self.base_url.rpartition(":")[2], "enable_cache_report": True}
         command = [str(PYTHON), "-m", "sglang.launch_server"]
         for name, value in settings.items():

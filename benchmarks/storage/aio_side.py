@@ -1,8 +1,9 @@
-"""Linux AIO with nothing around it: what the disk gives to whoever keeps as many bytes in memory as kvbm does.
+"""Linux AIO with nothing around it: what the disk gives to whoever keeps as many bytes in memory as kvbm
+does.
 
-fio reads all of a file into the same few buffers, which stay in the CPU's cache. A cache of blocks cannot: each block
-has a place of its own. On virtual disks, whose host copies the bytes into the guest, that alone costs up to a third of
-fio's rate.
+fio reads all of a file into the same few buffers, which stay in the CPU's cache. A cache of blocks cannot:
+each block has a place of its own. On virtual disks, whose host copies the bytes into the guest, that alone
+costs up to a third of fio's rate.
 """
 
 from __future__ import annotations
@@ -25,11 +26,13 @@ CLOSE_TIMEOUT_S = 30.0
 class AioSide:
     """A Side that moves each block by one request in random order: no header, no checksum, no bookkeeping.
 
-    Block i is at ``i * block_bytes`` of the file ``fd``, which it leaves without any header: the file must be of no use
-    to anybody else afterwards.
+    Block i is at ``i * block_bytes`` of the file ``fd``, which it leaves without any header: the file must be
+    of no use to anybody else afterwards.
     """
 
-    def __init__(self, name: str, fd: int, blocks: Blocks, make_io: Callable[[], FileIo], *, seed: int) -> None:
+    def __init__(
+        self, name: str, fd: int, blocks: Blocks, make_io: Callable[[], FileIo], *, seed: int
+    ) -> None:
         self.name = name
         self._fd = fd
         self._blocks = blocks
@@ -40,7 +43,9 @@ class AioSide:
         """See Side."""
         written = self._transfers(self._blocks.source_address)
         to_read = self._transfers(self._blocks.target_address)
-        return self._blocks.turn(self.name, lambda: self._write(written), lambda: self._move(to_read, is_write=False))
+        return self._blocks.turn(
+            self.name, lambda: self._write(written), lambda: self._move(to_read, is_write=False)
+        )
 
     def close(self) -> None:
         """See Side."""
@@ -66,4 +71,6 @@ class AioSide:
         while self._io.in_flight > most_in_flight:
             ended = self._io.collect(DEADLINE_S)
             expect(bool(ended), f"{self.name}: nothing ended within {DEADLINE_S:.0f} s")
-            expect(all(moved == self._blocks.block_bytes for _, moved in ended), f"{self.name}: a request failed")
+            expect(
+                all(moved == self._blocks.block_bytes for _, moved in ended), f"{self.name}: a request failed"
+            )

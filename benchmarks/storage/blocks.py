@@ -1,4 +1,6 @@
-"""The bytes that go to the disk and come back: one half of a host slab is written from, the other is read into."""
+"""The bytes that go to the disk and come back: one half of a host slab is written from, the other is read
+into.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,8 @@ Words = npt.NDArray[np.uint64]
 class Blocks:
     """``num_blocks`` of ``block_bytes`` (whole sectors), random.
 
-    Block i is slot i of the slab, and comes back to slot ``num_blocks + i``. CannotRun if there is too little memory.
+    Block i is slot i of the slab, and comes back to slot ``num_blocks + i``. CannotRun if there is too little
+    memory.
     """
 
     def __init__(self, num_blocks: int, block_bytes: int, seed: int) -> None:
@@ -34,10 +37,14 @@ class Blocks:
         self.block_bytes = block_bytes
         self.total_bytes = num_blocks * block_bytes
         if available_memory_bytes() < 2 * self.total_bytes + SPARE_BYTES:
-            raise CannotRun(f"too little memory: {(2 * self.total_bytes + SPARE_BYTES) / 1e9:.1f} GB must be free")
+            raise CannotRun(
+                f"too little memory: {(2 * self.total_bytes + SPARE_BYTES) / 1e9:.1f} GB must be free"
+            )
         self.slab = HostSlab(2 * num_blocks, block_bytes)
         if not self.slab.wait_ready(WAIT_S):
-            raise CannotRun(f"no memory for {2 * self.total_bytes / 1e9:.1f} GB of blocks: {self.slab.failure}")
+            raise CannotRun(
+                f"no memory for {2 * self.total_bytes / 1e9:.1f} GB of blocks: {self.slab.failure}"
+            )
         words: Words = self.slab.array.view(np.uint64)
         self._source, self._target = words[: len(words) // 2], words[len(words) // 2 :]
         draw = np.random.default_rng(seed)

@@ -1,4 +1,6 @@
-"""Reading and checking all that an earlier process left in a block file, as a start under TensorRT-LLM does."""
+"""Reading and checking all that an earlier process left in a block file, as a start under TensorRT-LLM
+does.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ BESIDE = Goal("load of 16 MiB while the start is checked", "ms", 1.5, "lower", A
 GOALS = (*RATES, BESIDE)
 
 
-def measure(folder: Path, rounds: int, seed: int, told: Callable[[str], None], total_bytes: int) -> list[Figure]:
+def measure(
+    folder: Path, rounds: int, seed: int, told: Callable[[str], None], total_bytes: int
+) -> list[Figure]:
     """All figures. WrongAnswer if a block is not found again or cannot be read."""
     rng = random.Random(f"checking {seed}")
     figures = []
@@ -64,7 +68,10 @@ def checked_gb_s(path: Path, geometry: Geometry) -> float:
         closing(Recovery(file, _nobody, checks=True)) as it,
     ):
         seconds, is_over = timed(lambda: it.wait(DEADLINE_S))
-        expect(is_over and it.found_blocks == geometry.num_slots, f"{it.found_blocks} of {geometry.num_slots} are good")
+        expect(
+            is_over and it.found_blocks == geometry.num_slots,
+            f"{it.found_blocks} of {geometry.num_slots} are good",
+        )
     return geometry.num_slots * geometry.payload_bytes / seconds / 1e9
 
 
@@ -122,7 +129,10 @@ def _while_checked(path: Path, geometry: Geometry, load: Load) -> list[float]:
     """Times of loads while the file at ``path`` is checked, again and again if once is too short."""
     beside_ms: list[float] = []
     while len(beside_ms) < LOADS:
-        with closing(BlockFile(path, geometry)) as file, closing(Recovery(file, _nobody, checks=True)) as recovery:
+        with (
+            closing(BlockFile(path, geometry)) as file,
+            closing(Recovery(file, _nobody, checks=True)) as recovery,
+        ):
             while not recovery.wait(0.0):
                 beside_ms.append(load.once_ms())
     return beside_ms

@@ -19,12 +19,15 @@ TIMEOUT_S = 300.0
 HUGE_PAGE_BYTES = 2 << 20
 ENGINES = ("libaio", "io_uring")
 MISSING = "fio is not installed (apt-get install fio)"
-# glibc's malloc then asks for transparent huge pages, as our slab does; without them fio was up to 2 times slower.
+# glibc's malloc then asks for transparent huge pages, as our slab does; without them fio was up to 2 times
+# slower.
 HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 
 
 def fio_problem(engine: str, folder: Path) -> str | None:
-    """Why fio cannot be measured with ``engine`` on files in ``folder``; None if it can. Costs a file of 1 MiB."""
+    """Why fio cannot be measured with ``engine`` on files in ``folder``; None if it can. Costs a file of 1
+    MiB.
+    """
     if not _program():
         return MISSING
     probe = FioSide(engine, folder / "fio.probe", PROBE_BYTES, PROBE_BYTES // 4)
@@ -39,7 +42,9 @@ def fio_problem(engine: str, folder: Path) -> str | None:
 
 def fio_version() -> str:
     """For the report; fio must be there."""
-    return subprocess.run([_program(), "--version"], capture_output=True, text=True, check=True).stdout.strip()
+    return subprocess.run(
+        [_program(), "--version"], capture_output=True, text=True, check=True
+    ).stdout.strip()
 
 
 class FioSide:
@@ -68,7 +73,8 @@ class FioSide:
         job = parse(self._run(direction), self.name)
         done = job[direction]
         expect(
-            done["io_bytes"] == self._total_bytes, f"{self.name} moved {done['io_bytes']} of {self._total_bytes} bytes"
+            done["io_bytes"] == self._total_bytes,
+            f"{self.name} moved {done['io_bytes']} of {self._total_bytes} bytes",
         )
         return float(done["bw_bytes"]) / 1e9
 
@@ -115,6 +121,10 @@ def parse(result: subprocess.CompletedProcess[str], name: str) -> dict[str, Any]
     except (ValueError, KeyError, IndexError):
         job = {"error": -1}
     if result.returncode or job["error"]:
-        said = [line for line in (result.stderr + "\n" + result.stdout[: max(start, 0)]).splitlines() if line.strip()]
+        said = [
+            line
+            for line in (result.stderr + "\n" + result.stdout[: max(start, 0)]).splitlines()
+            if line.strip()
+        ]
         raise CannotRun(f"{name}: {said[0] if said else f'ended with status {result.returncode}'}")
     return job

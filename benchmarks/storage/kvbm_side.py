@@ -1,4 +1,6 @@
-"""kvbm's block file and lanes, used as a worker uses them: a batch of blocks at a time, straight from the slab."""
+"""kvbm's block file and lanes, used as a worker uses them: a batch of blocks at a time, straight from the
+slab.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ Order = Callable[[int, int, random.Random], Batches]
 
 
 def as_prompts(num_blocks: int, batch_blocks: int, draw: random.Random) -> Batches:
-    """Neighbouring slots in each batch, as a prompt is stored; the batches in any order, as prompts come back."""
+    """Neighbouring slots in each batch, as a prompt is stored; the batches in any order, as prompts come
+    back.
+    """
     batches = _cut(list(range(num_blocks)), batch_blocks)
     draw.shuffle(batches)
     return batches
@@ -49,10 +53,19 @@ def _cut(blocks: Sequence[int], batch_blocks: int) -> Batches:
 
 
 class KvbmSide:
-    """A Side with two lanes of its own on ``file``, where block i is in slot i. After WrongAnswer only to be closed."""
+    """A Side with two lanes of its own on ``file``, where block i is in slot i. After WrongAnswer only to be
+    closed.
+    """
 
     def __init__(
-        self, name: str, file: BlockFile, blocks: Blocks, make_io: Callable[[], FileIo], *, order: Order, seed: int
+        self,
+        name: str,
+        file: BlockFile,
+        blocks: Blocks,
+        make_io: Callable[[], FileIo],
+        *,
+        order: Order,
+        seed: int,
     ) -> None:
         self.name = name
         self._file = file

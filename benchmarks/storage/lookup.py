@@ -41,8 +41,12 @@ def full_tier(hashes: list[bytes]) -> BlockTier:
     tier = BlockTier(Tier.DISK, LruPolicy(), SystemClock())
     tier.grow(len(hashes))
     for start in range(0, len(hashes), BATCH_BLOCKS):
-        tier.commit(tier.reserve([BlockKey(each) for each in hashes[start : start + BATCH_BLOCKS]], protect_nothing))
-    expect(tier.resident_blocks == len(hashes), f"{tier.resident_blocks} of {len(hashes)} blocks are resident")
+        tier.commit(
+            tier.reserve([BlockKey(each) for each in hashes[start : start + BATCH_BLOCKS]], protect_nothing)
+        )
+    expect(
+        tier.resident_blocks == len(hashes), f"{tier.resident_blocks} of {len(hashes)} blocks are resident"
+    )
     return tier
 
 
@@ -68,7 +72,8 @@ def io_counters() -> dict[str, int]:
 
 
 def _io_between(before: dict[str, int], after: dict[str, int]) -> dict[str, int]:
-    # How many digits the counters have is part of what reading them moves: calls and disk bytes do not depend on it.
+    # How many digits the counters have is part of what reading them moves: calls and disk bytes do not depend
+    # on it.
     names = ("syscr", "syscw", "read_bytes", "write_bytes")
     return {name: after[name] - before[name] for name in names if name in after}
 

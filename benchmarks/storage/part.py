@@ -44,7 +44,9 @@ class StoragePart:
             if why := throughput.vllm_problem():
                 missing[throughput.VLLM] = why
             rounds = options.choose(2, 3, 10)
-            scene = Scene(folder, total_bytes, rounds, options.seed, missing, options.told, disk_facts(folder))
+            scene = Scene(
+                folder, total_bytes, rounds, options.seed, missing, options.told, disk_facts(folder)
+            )
             beside_fio = _beside_fio(scene)
             small_bytes = min(total_bytes, SMALL_BYTES)
             beside_vllm = _beside_vllm(replace(scene, total_bytes=small_bytes))
@@ -57,11 +59,14 @@ class StoragePart:
                 folder, rounds, options.seed, options.told, max(total_bytes, checking.LEAST_BYTES)
             )
         scene.facts["start-up"] = (
-            f"{stored_bytes / 1e9:.0f} GB of records, {startup.BLOCKS_PER_CALL} to a call, their headers read from the"
+            f"{stored_bytes / 1e9:.0f} GB of records, {startup.BLOCKS_PER_CALL} to a call, their "
+            "headers read from the"
             " disk (O_DIRECT); the blocks' own bytes are holes in the file"
         )
         return Findings(
-            [*beside_fio, *beside_vllm, *found, *checked, *started, *bytes_checked], (), _settings(scene, small_bytes)
+            [*beside_fio, *beside_vllm, *found, *checked, *started, *bytes_checked],
+            (),
+            _settings(scene, small_bytes),
         )
 
 
@@ -83,7 +88,9 @@ def _beside_vllm(scene: Scene) -> list[Figure]:
     return [
         figure
         for size in throughput.VLLM_BLOCKS_BYTES
-        for figure in throughput.pair_figures(throughput.vllm_goal, size, throughput.measure_beside_vllm(size, scene))
+        for figure in throughput.pair_figures(
+            throughput.vllm_goal, size, throughput.measure_beside_vllm(size, scene)
+        )
     ]
 
 
@@ -91,28 +98,37 @@ def _checksums(scene: Scene) -> list[Figure]:
     return [
         figure
         for size in throughput.CHECKSUM_BLOCKS_BYTES
-        for figure in throughput.pair_figures(throughput.checksum_goal, size, throughput.measure_checksums(size, scene))
+        for figure in throughput.pair_figures(
+            throughput.checksum_goal, size, throughput.measure_checksums(size, scene)
+        )
     ]
 
 
 def _settings(scene: Scene, small_bytes: int) -> dict[str, str]:
     has_fio = MISSING not in scene.missing.values()
     settings = {
-        "moved": f"{scene.total_bytes >> 20} MiB a turn ({small_bytes >> 20} MiB beside vLLM and for checksums):"
+        "moved": f"{scene.total_bytes >> 20} MiB a turn ({small_bytes >> 20} MiB beside vLLM and "
+        "for checksums):"
         " written, durable (fdatasync), then read; all bytes compared",
         "kvbm": f"batches of {BATCH_BYTES >> 20} MiB between a host slab and one block file, checksums on",
         "patterns": f"{throughput.PROMPTS}: neighbouring slots in a batch, the batches in any order;"
         f" {throughput.SCATTERED}: single blocks, no two of a batch neighbours",
-        throughput.AIO_ALONE: "Linux AIO into and from the same memory, blocks in random order, one request each;"
+        throughput.AIO_ALONE: "Linux AIO into and from the same memory, blocks in random order, one "
+        "request each;"
         " fio uses the same few buffers again and again, which stay in the CPU's cache",
-        "checksums": "the peer has a constant in place of the digest of a block's bytes; its header is sealed as ever",
+        "checksums": "the peer has a constant in place of the digest of a block's bytes; its header "
+        "is sealed as ever",
     }
     if has_fio:
         environment = ", ".join(f"{name}={value}" for name, value in HUGE_PAGES.items())
         settings["fio"] = (
-            f"{fio_version()}, one process, random blocks each once, queue depth {DEPTH}, O_DIRECT, file preallocated,"
-            f" end_fsync within its time, buffers on transparent huge pages as ours ({environment}, iomem_align=2m)"
+            f"{fio_version()}, one process, random blocks each once, queue depth {DEPTH}, O_DIRECT, "
+            "file preallocated,"
+            f" end_fsync within its time, buffers on transparent huge pages as ours ({environment}, "
+            "iomem_align=2m)"
         )
-        settings[throughput.BETTER_FIO] = "of the engines, the one with the higher median, at each size and direction"
+        settings[throughput.BETTER_FIO] = (
+            "of the engines, the one with the higher median, at each size and direction"
+        )
     left_out = "; ".join(f"{name}: {why}" for name, why in scene.missing.items())
     return {**settings, **scene.facts, "peers left out": left_out or "none"}

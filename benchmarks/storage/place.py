@@ -23,7 +23,9 @@ def working_folder(options: Options, needed_bytes: int) -> Iterator[Path]:
         parent.mkdir(parents=True, exist_ok=True)
         room = os.statvfs(parent)
     except OSError as error:
-        raise CannotRun(f"{parent}: {error.strerror}; set TMPDIR to a folder on the disk to measure") from error
+        raise CannotRun(
+            f"{parent}: {error.strerror}; set TMPDIR to a folder on the disk to measure"
+        ) from error
     free_bytes = room.f_bavail * room.f_frsize
     if free_bytes < needed_bytes:
         raise CannotRun(
@@ -42,7 +44,8 @@ def disk_facts(folder: Path) -> dict[str, str]:
     return {
         "file system": _file_system(major_minor),
         "device": _device(Path("/sys/dev/block") / major_minor),
-        "space": f"{room.f_bavail * room.f_frsize / 1e9:.0f} of {room.f_blocks * room.f_frsize / 1e9:.0f} GB free",
+        "space": f"{room.f_bavail * room.f_frsize / 1e9:.0f} of "
+        f"{room.f_blocks * room.f_frsize / 1e9:.0f} GB free",
     }
 
 
@@ -64,7 +67,9 @@ def _device(folder: Path) -> str:
     disk = folder.resolve()
     disk = disk.parent if (disk / "partition").exists() else disk
     model = _word(disk / "device" / "model") or (disk / "device" / "driver").resolve().name
-    kind = {"0": "no moving parts", "1": "reported as rotational"}.get(_word(disk / "queue" / "rotational"), "")
+    kind = {"0": "no moving parts", "1": "reported as rotational"}.get(
+        _word(disk / "queue" / "rotational"), ""
+    )
     facts = (disk.name, model, kind, f"scheduler {_word(disk / 'queue' / 'scheduler') or 'unknown'}")
     return ", ".join(fact for fact in facts if fact)
 

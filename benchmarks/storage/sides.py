@@ -18,7 +18,9 @@ class Side(Protocol):
     name: str
 
     def turn(self) -> Rates:
-        """Writes everything, then reads everything. WrongAnswer if what comes back is not what was written."""
+        """Writes everything, then reads everything. WrongAnswer if what comes back is not what was
+        written.
+        """
 
     def close(self) -> None:
         """Ends threads, closes files."""

@@ -46,7 +46,9 @@ def _goal(block_bytes: int) -> Goal:
 GOALS = tuple(map(_goal, BLOCKS_BYTES))
 
 
-def measure(folder: Path, rounds: int, told: Callable[[str], None], stored_bytes: int = STORED_BYTES) -> list[Figure]:
+def measure(
+    folder: Path, rounds: int, told: Callable[[str], None], stored_bytes: int = STORED_BYTES
+) -> list[Figure]:
     """A figure per size of block. WrongAnswer if a record is not found again."""
     figures = []
     for goal, block_bytes in zip(GOALS, BLOCKS_BYTES, strict=True):
@@ -101,7 +103,13 @@ def _write_headers(file: BlockFile, slots: range) -> None:
             key = block_key(SequenceHash(hashlib.sha256(slot.to_bytes(8, "big")).digest()), 0)
             digest = bytes(DIGEST_BYTES)
             header = RecordHeader(
-                file.life, geometry.fingerprint, slot, 1 + slot // BLOCKS_PER_CALL, geometry.payload_bytes, key, digest
+                file.life,
+                geometry.fingerprint,
+                slot,
+                1 + slot // BLOCKS_PER_CALL,
+                geometry.payload_bytes,
+                key,
+                digest,
             )
             pack_record_into(view, header)
             os.pwritev(file.fd, [view], slot_offset_bytes(slot, geometry.payload_bytes))

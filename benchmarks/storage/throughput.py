@@ -44,7 +44,9 @@ def fio_goal(direction: str, block_bytes: int, pattern: str) -> Goal:
 
 def vllm_goal(direction: str, block_bytes: int) -> Goal:
     """Ours, as prompts are stored, against vLLM's fs tier."""
-    return Goal(f"{direction}, {size_text(block_bytes)}, against a file per block", "GB/s", VLLM_TIMES, "higher", VLLM)
+    return Goal(
+        f"{direction}, {size_text(block_bytes)}, against a file per block", "GB/s", VLLM_TIMES, "higher", VLLM
+    )
 
 
 def checksum_goal(direction: str, block_bytes: int) -> Goal:
@@ -59,7 +61,10 @@ def size_text(num_bytes: int) -> str:
 
 
 FIO_GOALS = [
-    fio_goal(way, size, pattern) for size in FIO_BLOCKS_BYTES for way in DIRECTIONS for pattern in (PROMPTS, SCATTERED)
+    fio_goal(way, size, pattern)
+    for size in FIO_BLOCKS_BYTES
+    for way in DIRECTIONS
+    for pattern in (PROMPTS, SCATTERED)
 ]
 VLLM_GOALS = [vllm_goal(way, size) for size in VLLM_BLOCKS_BYTES for way in DIRECTIONS]
 CHECKSUM_GOALS = [checksum_goal(way, size) for size in CHECKSUM_BLOCKS_BYTES for way in DIRECTIONS]
@@ -120,7 +125,9 @@ class _Bench:
     def _best_io_of(self, file: BlockFile) -> Callable[[], FileIo]:
         def make() -> FileIo:
             io = make_file_io(file.fd, is_direct=file.is_direct)
-            self.scene.facts["kvbm's I/O"] = f"{type(io).__name__}; {AIO_ALONE}: the same, one block a request"
+            self.scene.facts["kvbm's I/O"] = (
+                f"{type(io).__name__}; {AIO_ALONE}: the same, one block a request"
+            )
             return io
 
         return make
@@ -170,7 +177,9 @@ def _measure(block_bytes: int, scene: Scene, make_sides: Callable[[_Bench], Iter
         for side in make_sides(bench):
             stack.callback(side.close)
             sides.append(side)
-        return take_turns(sides, scene.rounds, lambda text: scene.told(f"storage: {size_text(block_bytes)}, {text}"))
+        return take_turns(
+            sides, scene.rounds, lambda text: scene.told(f"storage: {size_text(block_bytes)}, {text}")
+        )
 
 
 def fio_figures(block_bytes: int, samples: Samples, missing: Mapping[str, str]) -> list[Figure]:
@@ -183,7 +192,9 @@ def fio_figures(block_bytes: int, samples: Samples, missing: Mapping[str, str]) 
         better = {BETTER_FIO: max(engines, key=median)} if engines else {}
         note = "; ".join(dict.fromkeys(why for name, why in missing.items() if name != VLLM))
         for pattern, ours in patterns.items():
-            figures.append(Figure(fio_goal(direction, block_bytes, pattern), ours, {**better, **series}, note))
+            figures.append(
+                Figure(fio_goal(direction, block_bytes, pattern), ours, {**better, **series}, note)
+            )
     return figures
 
 
@@ -228,7 +239,8 @@ def _vllm_side(blocks: Blocks, scene: Scene) -> Side:
     side = VllmFsSide(folder, blocks)
     scene.facts["vLLM's fs tier"] = (
         f"its FileSystemTierManager with its default threads, {'O_DIRECT' if side.is_direct else 'buffered'};"
-        f" jobs of {JOB_BYTES >> 20} MiB, all submitted at once; its writes are not made durable, in its favour"
+        f" jobs of {JOB_BYTES >> 20} MiB, all submitted at once; its writes are not made durable, "
+        "in its favour"
     )
     return side
 

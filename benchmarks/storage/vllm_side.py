@@ -32,7 +32,8 @@ from benchmarks.suite import expect
 NAME = "vLLM fs tier"
 BLOCK_TOKENS = 16
 JOB_BYTES = 16 << 20
-"""A job is a request's blocks, and one thread of vLLM's does it: many jobs at once keep all its threads busy."""
+"""A job is a request's blocks, and one thread of vLLM's does it: many jobs at once keep all its threads busy.
+"""
 
 
 class VllmFsSide:
@@ -43,7 +44,8 @@ class VllmFsSide:
     def __init__(self, folder: Path, blocks: Blocks) -> None:
         self._blocks = blocks
         self._folder = folder
-        # Both halves of the slab are vLLM's CPU tier: chunk i is written from, chunk num_blocks + i is read into.
+        # Both halves of the slab are vLLM's CPU tier: chunk i is written from, chunk num_blocks + i is read
+        # into.
         view = blocks.slab.array.reshape(2 * blocks.num_blocks, blocks.block_bytes).data
         spec = TieringOffloadingSpec(_config(blocks, folder))
         self._tier = FileSystemTierManager(spec, view, "fs", str(folder))
@@ -56,7 +58,9 @@ class VllmFsSide:
         return bool(self._tier._use_o_direct)
 
     def turn(self) -> Rates:
-        """See Side. The files go afterwards: vLLM does not write a block that has one. Their directories stay."""
+        """See Side. The files go afterwards: vLLM does not write a block that has one. Their directories
+        stay.
+        """
         first_target = self._blocks.num_blocks
         try:
             return self._blocks.turn(
@@ -72,7 +76,9 @@ class VllmFsSide:
         self._tier.shutdown()
 
     def _move(self, submit: Callable[[TransferJob], None], first_chunk: int, *, is_load: bool) -> None:
-        """All jobs at once, until the last has ended. vLLM does not make its files durable, and nobody does it here."""
+        """All jobs at once, until the last has ended. vLLM does not make its files durable, and nobody does
+        it here.
+        """
         jobs = self._make_jobs(first_chunk, is_load)
         for job in jobs:
             submit(job)

@@ -1,1 +1,3 @@
-"""A request trace replayed through the product's own tiers, without an engine: which admission policy serves whom."""
+"""A request trace replayed through the product's own tiers, without an engine: which admission policy serves
+whom.
+"""

@@ -1,4 +1,6 @@
-"""Which admission policy a trace speaks for: ``python -m benchmarks.trace TRACE.jsonl [--device-blocks N]``."""
+"""Which admission policy a trace speaks for: ``python -m benchmarks.trace TRACE.jsonl [--device-blocks
+N]``.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (OSError, TraceError) as problem:
         console.print(f"{arguments.trace.name}: {problem}", style="red", markup=False, highlight=False)
         return 2
-    settings = {"trace": arguments.trace.name, "device_blocks": arguments.device_blocks, "seed": arguments.seed}
+    settings = {
+        "trace": arguments.trace.name,
+        "device_blocks": arguments.device_blocks,
+        "seed": arguments.seed,
+    }
     report.show(found, console)
     console.print(f"report: {report.write(found, arguments.output, settings)}")
     return 0
@@ -52,10 +58,16 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     hosts, disks = "1x,4x", "4x,16x,unlimited"
     parser.add_argument("--host-blocks", type=_sizes, default=hosts, help=sizes.format("the device", hosts))
     parser.add_argument("--disk-blocks", type=_sizes, default=disks, help=sizes.format("the host", disks))
-    parser.add_argument("--output", type=Path, default=Path("benchmarks/results"), help="folder of the report")
-    parser.add_argument("--seed", type=int, default=1, help="of the blocks' keys; counts must not depend on it")
+    parser.add_argument(
+        "--output", type=Path, default=Path("benchmarks/results"), help="folder of the report"
+    )
+    parser.add_argument(
+        "--seed", type=int, default=1, help="of the blocks' keys; counts must not depend on it"
+    )
     cores = len(os.sched_getaffinity(0))
-    parser.add_argument("--processes", type=_count, default=cores, help="replays at a time; all cores by default")
+    parser.add_argument(
+        "--processes", type=_count, default=cores, help="replays at a time; all cores by default"
+    )
     return parser.parse_args(argv)
 
 

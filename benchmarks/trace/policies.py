@@ -21,7 +21,9 @@ class Policy:
 
 
 class HitsAlone(FrequencyFilter):
-    """AdmissionPolicy: as FrequencyFilter, but a further offer changes nothing. So the KVBM guides describe theirs."""
+    """AdmissionPolicy: as FrequencyFilter, but a further offer changes nothing. So the KVBM guides describe
+    theirs.
+    """
 
     def decide(self, key: BlockKey, size_bytes: int, state: AdmissionState) -> Admission:
         """ADMIT, or LATER until there have been hits."""
@@ -32,7 +34,8 @@ class HitsAlone(FrequencyFilter):
 
 
 class RejectFirst:
-    """AdmissionPolicy: a block comes in from its second offer, or its first hit, on. Time makes no difference.
+    """AdmissionPolicy: a block comes in from its second offer, or its first hit, on. Time makes no
+    difference.
 
     At most ``max_entries`` are remembered: the one longest without an offer or a hit goes first.
     """

@@ -1,7 +1,9 @@
-"""One replay of a trace: a device cache, a host tier and a disk tier of given sizes, under one admission policy.
+"""One replay of a trace: a device cache, a host tier and a disk tier of given sizes, under one admission
+policy.
 
-What decides is the product's own Leader with its DiskTier; there is no engine, no bytes move and every transfer ends
-at once. A block of the trace is one block of the leader, and one token to it: the trace's ids stand in for tokens.
+What decides is the product's own Leader with its DiskTier; there is no engine, no bytes move and every
+transfer ends at once. A block of the trace is one block of the leader, and one token to it: the trace's ids
+stand in for tokens.
 """
 
 from __future__ import annotations
@@ -56,7 +58,9 @@ class Tally:
 
 
 class Replay:
-    """A machine that serves one request after the other. ``seed`` makes other keys; no count depends on it."""
+    """A machine that serves one request after the other. ``seed`` makes other keys; no count depends on
+    it.
+    """
 
     def __init__(self, sizes: Sizes, policy: Policy, seed: int) -> None:
         self.tally = Tally()
@@ -67,7 +71,9 @@ class Replay:
         self._device.grow(sizes.device_blocks)
 
     def serve(self, request: Request) -> None:
-        """The request comes at its time, takes what the tiers have, computes the rest and leaves it behind."""
+        """The request comes at its time, takes what the tiers have, computes the rest and leaves it
+        behind.
+        """
         bench, tally = self._bench, self.tally
         bench.clock.advance(request.timestamp / 1000 - bench.clock.now_s())
         ids = request.full_block_ids
@@ -115,7 +121,8 @@ class Replay:
         tally = self.tally
         expect(
             tally.hit_tokens + tally.computed_tokens == tally.input_tokens,
-            f"{tally.hit_tokens} tokens hit and {tally.computed_tokens} computed are not {tally.input_tokens}",
+            f"{tally.hit_tokens} tokens hit and {tally.computed_tokens} computed are not "
+            f"{tally.input_tokens}",
         )
         below = (tally.host_tokens + tally.disk_tokens) // BLOCK_TOKENS
         for series, counted in (
@@ -140,7 +147,10 @@ def replay(requests: Sequence[Request], sizes: Sizes, policy: Policy, seed: int)
     for request in requests:
         machine.serve(request)
     machine.check()
-    expect(machine.tally.input_tokens == sum(request.input_length for request in requests), "a request was not served")
+    expect(
+        machine.tally.input_tokens == sum(request.input_length for request in requests),
+        "a request was not served",
+    )
     return machine.tally
 
 
@@ -151,6 +161,8 @@ def reusable_tokens(requests: Sequence[Request]) -> int:
     for request in requests:
         ids = request.full_block_ids
         reusable = ids[: request.reusable_blocks]
-        tokens += BLOCK_TOKENS * next((i for i, block in enumerate(reusable) if block not in seen), len(reusable))
+        tokens += BLOCK_TOKENS * next(
+            (i for i, block in enumerate(reusable) if block not in seen), len(reusable)
+        )
         seen.update(ids)
     return tokens

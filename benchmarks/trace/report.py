@@ -16,16 +16,31 @@ from benchmarks.trace.study import Row, Size, Study
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-HEADINGS = ("host", "disk", "policy", "device", "host", "disk", "any tier", "of bound", "written", "written / read")
+HEADINGS = (
+    "host",
+    "disk",
+    "policy",
+    "device",
+    "host",
+    "disk",
+    "any tier",
+    "of bound",
+    "written",
+    "written / read",
+)
 FIRST_NUMBER = 3
 PARTS = (("device", "#8fc1e3"), ("host", "#2a7f62"), ("disk", "#c9822b"))
 
 
 def show(study: Study, console: Console) -> None:
     """Prints a row per replay; rates are shares of all prompt tokens."""
-    table = Table(title="token hit rates, and blocks written to disk", caption="* candidate, not in the product")
+    table = Table(
+        title="token hit rates, and blocks written to disk", caption="* candidate, not in the product"
+    )
     for place, heading in enumerate(HEADINGS):
-        table.add_column(heading, justify="right" if place >= FIRST_NUMBER else "left", no_wrap=place < FIRST_NUMBER)
+        table.add_column(
+            heading, justify="right" if place >= FIRST_NUMBER else "left", no_wrap=place < FIRST_NUMBER
+        )
     for before, row in zip((study.bound, *study.rows), study.rows, strict=False):
         if (before.host, before.disk) != (row.host, row.disk):
             table.add_section()
@@ -96,7 +111,9 @@ def draw(study: Study, path: Path) -> None:
     rates.invert_yaxis()
     for axes in (rates, writes):
         axes.spines[["top", "right"]].set_visible(False)
-    canvas.legend(*rates.get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False, fontsize=9)
+    canvas.legend(
+        *rates.get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False, fontsize=9
+    )
     canvas.savefig(path, dpi=110)
     pyplot.close(canvas)
 

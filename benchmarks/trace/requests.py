@@ -19,7 +19,8 @@ class TraceError(ValueError):
 
 
 class Request(msgspec.Struct, frozen=True):
-    """One line. ``timestamp`` in ms since the trace began; lengths in tokens; equal ``hash_ids`` are equal prefixes.
+    """One line. ``timestamp`` in ms since the trace began; lengths in tokens; equal ``hash_ids`` are equal
+    prefixes.
 
     The last id may be that of a block that the prompt does not fill.
     """
@@ -41,7 +42,9 @@ class Request(msgspec.Struct, frozen=True):
 
 
 def read_trace(path: Path) -> list[Request]:
-    """All requests, in the order of their times. TraceError if the file is no trace, OSError if it cannot be read."""
+    """All requests, in the order of their times. TraceError if the file is no trace, OSError if it cannot be
+    read.
+    """
     decoder = msgspec.json.Decoder(Request)
     requests = []
     with path.open("rb") as lines:
@@ -53,7 +56,9 @@ def read_trace(path: Path) -> list[Request]:
             except msgspec.DecodeError as error:
                 raise TraceError(f"line {number}: {error}") from None
             if len(request.hash_ids) != -(-request.input_length // BLOCK_TOKENS):
-                raise TraceError(f"line {number}: {len(request.hash_ids)} ids for {request.input_length} tokens")
+                raise TraceError(
+                    f"line {number}: {len(request.hash_ids)} ids for {request.input_length} tokens"
+                )
             requests.append(request)
     if not requests:
         raise TraceError("no request in it")

@@ -19,7 +19,9 @@ UNLIMITED = "unlimited"
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """Of one tier: ``factor`` times the tier above it, or ``blocks``; with neither, room for the whole trace."""
+    """Of one tier: ``factor`` times the tier above it, or ``blocks``; with neither, room for the whole
+    trace.
+    """
 
     factor: int = 0
     blocks: int = 0
@@ -116,8 +118,9 @@ def study(
 ) -> Study:
     """Replays the trace at ``path`` for each policy, ``hosts`` by ``disks``.
 
-    TraceError or OSError if it cannot be read. WrongAnswer if counts do not add up, if the bound is not what a cache
-    that never forgets would find, or if other keys (another order in every set and dict of keys) give other counts.
+    TraceError or OSError if it cannot be read. WrongAnswer if counts do not add up, if the bound is not what
+    a cache that never forgets would find, or if other keys (another order in every set and dict of keys) give
+    other counts.
     """
     requests = read_trace(path)
     trace_blocks = max(1, len({block for request in requests for block in request.full_block_ids}))

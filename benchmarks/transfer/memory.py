@@ -34,7 +34,9 @@ class Choice:
 
 
 class CopyBench:
-    """Caches of LAYERS tensors with pages of ``page_bytes``; ``num_moved`` of twice as many blocks move at a time."""
+    """Caches of LAYERS tensors with pages of ``page_bytes``; ``num_moved`` of twice as many blocks move at a
+    time.
+    """
 
     def __init__(self, page_bytes: int, num_moved: int, seed: int) -> None:
         num_blocks = 2 * num_moved
@@ -44,7 +46,9 @@ class CopyBench:
         self._jobs = count(1)
         generator = torch.Generator().manual_seed(seed)
         shape = (num_blocks, page_bytes)
-        self.layers = [torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator) for _ in range(LAYERS)]
+        self.layers = [
+            torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator) for _ in range(LAYERS)
+        ]
         names = [f"layer.{number}" for number in range(LAYERS)]
         infos, storages = describe_tensors(dict(zip(names, self.layers, strict=True)), names)
         device = DeviceMemory((view_of_tensors(infos, num_blocks),), storages)

@@ -17,8 +17,9 @@ class NativeBlockRegistry:
     """As PyBlockRegistry, which says what the methods promise; RuntimeError where there is no native module.
 
     A block takes 34 bytes by slot and 11 to 23 in the hash table; its key is made anew when it is asked for.
-    TypeError for a key that is not bytes, ValueError for one of another length than a BlockKey's. ``seed`` is drawn
-    unless a test wants one: whoever knew it could write prompts whose blocks all want the same place in the table.
+    TypeError for a key that is not bytes, ValueError for one of another length than a BlockKey's. ``seed`` is
+    drawn unless a test wants one: whoever knew it could write prompts whose blocks all want the same place in
+    the table.
     """
 
     def __init__(self, seed: int | None = None) -> None:
@@ -61,7 +62,9 @@ class NativeBlockRegistry:
         return keys
 
     def find(self, keys: Sequence[BlockKey]) -> Slots:
-        """Slots of the leading ``keys`` that are resident, up to the first that is not. Not to be written to."""
+        """Slots of the leading ``keys`` that are resident, up to the first that is not. Not to be written
+        to.
+        """
         if self._found is not None and self._found[0] == keys:  # cheap: the same objects in another list
             return self._found[1]
         slots = np.empty(len(keys), np.int32)

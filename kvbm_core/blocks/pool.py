@@ -9,7 +9,8 @@ from kvbm_core.policy.recency import Slots, are_distinct
 
 
 class SlotPool:
-    """Hands out slots: those given back last come first, and those of one call ascend, so that copies coalesce.
+    """Hands out slots: those given back last come first, and those of one call ascend, so that copies
+    coalesce.
 
     One thread only. A call that raises has changed nothing.
     """
@@ -61,7 +62,9 @@ class SlotPool:
         num_fresh = count - num_returned
         self._num_returned -= num_returned
         again = np.sort(self._returned[self._num_returned : self._num_returned + num_returned])
-        slots: Slots = np.concatenate([again, np.arange(self._fresh, self._fresh + num_fresh, dtype=np.int32)])
+        slots: Slots = np.concatenate(
+            [again, np.arange(self._fresh, self._fresh + num_fresh, dtype=np.int32)]
+        )
         self._fresh += num_fresh
         self._used[slots] = True
         return slots

@@ -50,8 +50,8 @@ class PyBlockRegistry:
     def reserve(self, keys: Sequence[BlockKey], slots: Slots) -> None:
         """Registers ``keys[i]`` as pending in ``slots[i]``; ``keys`` are what ``new_of`` said.
 
-        Raises ValueError if the lengths differ, if a key is registered or given twice, or if a slot is taken, given
-        twice or not there.
+        Raises ValueError if the lengths differ, if a key is registered or given twice, or if a slot is taken,
+        given twice or not there.
         """
         numbers = slots.tolist()
         new = dict(zip(keys, numbers, strict=True))
@@ -67,7 +67,9 @@ class PyBlockRegistry:
             self._pending = new
 
     def commit(self, keys: Sequence[BlockKey]) -> Slots:
-        """Their bytes are there: pending ``keys`` become resident. Their slots; KeyError if one is not pending."""
+        """Their bytes are there: pending ``keys`` become resident. Their slots; KeyError if one is not
+        pending.
+        """
         slots = self._take_pending(keys)
         self._resident.update(zip(keys, slots, strict=True))
         for key, slot in zip(keys, slots, strict=True):
@@ -88,8 +90,8 @@ class PyBlockRegistry:
         return list(map(self._pending.pop, keys))
 
     def drop(self, slots: Slots) -> list[BlockKey]:
-        """Forgets the resident blocks in ``slots``; their keys in order. KeyError if there is none in one of them,
-        IndexError if there is no such slot.
+        """Forgets the resident blocks in ``slots``; their keys in order. KeyError if there is none in one of
+        them, IndexError if there is no such slot.
         """
         numbers = slots.tolist()
         keys = [key for key in map(self._key_at.__getitem__, numbers) if key is not None]
@@ -104,7 +106,9 @@ class PyBlockRegistry:
         return keys
 
     def find(self, keys: Sequence[BlockKey]) -> Slots:
-        """Slots of the leading ``keys`` that are resident, up to the first that is not. Not to be written to."""
+        """Slots of the leading ``keys`` that are resident, up to the first that is not. Not to be written
+        to.
+        """
         if self._found is not None and self._found[0] == keys:  # cheap: the same objects in another list
             return self._found[1]
         get = self._resident.get
@@ -121,7 +125,9 @@ class PyBlockRegistry:
         return self._found[1]
 
     def keys_in(self, slots: Slots) -> list[BlockKey | None]:
-        """Keys of the resident blocks in ``slots``; None where there is none. IndexError if there is no such slot."""
+        """Keys of the resident blocks in ``slots``; None where there is none. IndexError if there is no such
+        slot.
+        """
         return [self._key_at[slot] for slot in slots.tolist()]
 
     def slots_of(self, keys: Sequence[BlockKey]) -> Slots:

@@ -88,11 +88,11 @@ def inspect_command(
 
     Example: `kvbm disk inspect /mnt/nvme`
 
-    A record's age counts from the start of the process that wrote it. With --json: "directory" and "files", a list
-    with path, kind (blocks, foreign_format, damaged_header, empty, not_a_block_file, unreadable), detail,
-    format_version, in_use, pid, file_bytes, allocated_bytes, slots, used_slots, free_slots, damaged_headers,
-    unreadable_headers, block_bytes, slot_bytes, newest_since_unix_s, oldest_since_unix_s and used_slots_by_age; what
-    is not known is null.
+    A record's age counts from the start of the process that wrote it. With --json: "directory" and "files", a
+    list with path, kind (blocks, foreign_format, damaged_header, empty, not_a_block_file, unreadable),
+    detail, format_version, in_use, pid, file_bytes, allocated_bytes, slots, used_slots, free_slots,
+    damaged_headers, unreadable_headers, block_bytes, slot_bytes, newest_since_unix_s, oldest_since_unix_s and
+    used_slots_by_age; what is not known is null.
 
     Exit status: 0; 2 if DIR is not there or cannot be read.
     """
@@ -119,18 +119,21 @@ def verify_command(
     directory: Directory,
     erase_damaged: Annotated[
         bool,
-        typer.Option("--erase-damaged", help="Overwrite the headers of damaged records; no engine may be running."),
+        typer.Option(
+            "--erase-damaged", help="Overwrite the headers of damaged records; no engine may be running."
+        ),
     ] = False,
 ) -> None:
     """Reads every record and checks its header and its payload.
 
-    Changes nothing, unless --erase-damaged is given. Damage costs hits, never wrong answers: the engine checks the
-    same, and takes what does not verify for a miss.
+    Changes nothing, unless --erase-damaged is given. Damage costs hits, never wrong answers: the engine
+    checks the same, and takes what does not verify for a miss.
 
     Example: `kvbm disk verify /mnt/nvme && echo sound`
 
-    Exit status: 0 if all records are good; 1 if any is damaged (erased by this run or not), or if a file or a record
-    cannot be read; 2 if DIR is not there, or if --erase-damaged cannot have a file because a process uses it.
+    Exit status: 0 if all records are good; 1 if any is damaged (erased by this run or not), or if a file or a
+    record cannot be read; 2 if DIR is not there, or if --erase-damaged cannot have a file because a process
+    uses it.
     """
     identities = _identities(directory, "verify")
     clock = SystemClock()
@@ -185,7 +188,9 @@ def _check(identities: Sequence[Identity]) -> list[Checked]:
 
 
 def _held(identities: Sequence[Identity], held: dict[Path, int], stack: ExitStack) -> list[Identity]:
-    """All of them locked before anything is read, so that nothing is half done; looked at again under the lock."""
+    """All of them locked before anything is read, so that nothing is half done; looked at again under the
+    lock.
+    """
     again = list(identities)
     for number, identity in enumerate(identities):
         if identity.kind is Kind.BLOCKS:
@@ -205,7 +210,8 @@ def _erase(checked: Sequence[Checked], held: dict[Path, int]) -> int:
                 erased += erase(held[one.identity.path], one.identity.header, one.findings.damaged)
             except OSError as error:
                 fail(
-                    f"kvbm disk verify: {one.identity.path}: {error.strerror}: not all damaged records were erased",
+                    f"kvbm disk verify: {one.identity.path}: {error.strerror}: not all damaged "
+                    "records were erased",
                     BAD_USAGE_EXIT,
                 )
     return erased
@@ -217,7 +223,9 @@ def _verdict(checked: Sequence[Checked], erased: int | None) -> str:
     unreadable = sum(one.findings.unreadable for one in checked)
     lines = []
     if damaged or unreadable:
-        lines.append(f"{damaged:,} of {records:,} records are damaged, {unreadable:,} unreadable: misses for an engine")
+        lines.append(
+            f"{damaged:,} of {records:,} records are damaged, {unreadable:,} unreadable: misses for an engine"
+        )
     if damaged and erased is None:
         lines.append("--erase-damaged frees the slots of the damaged ones, while no engine runs")
     if damaged and erased is not None:
@@ -239,12 +247,15 @@ def _identities(directory: Path, command: str) -> list[Identity]:
         fail(f"kvbm disk {command}: no such directory: {directory}: {remedy}", BAD_USAGE_EXIT)
     except OSError as error:
         fail(
-            f"kvbm disk {command}: {directory} cannot be read ({error.strerror}): run this as the engine's user",
+            f"kvbm disk {command}: {directory} cannot be read ({error.strerror}): run this as the "
+            "engine's user",
             BAD_USAGE_EXIT,
         )
     closed: list[OSError] = []
     identities = [identify(path) for path in find_files(directory, closed.append)]
-    return identities + [Identity(Path(error.filename), Kind.UNREADABLE, error.strerror or "") for error in closed]
+    return identities + [
+        Identity(Path(error.filename), Kind.UNREADABLE, error.strerror or "") for error in closed
+    ]
 
 
 def _nothing_there(directory: Path, identities: Sequence[Identity]) -> None:

@@ -40,7 +40,9 @@ class Checked(NamedTuple):
     @property
     def is_bad(self) -> bool:
         """Whether anything in it is damaged, or cannot be read."""
-        return self.identity.kind in BAD_KINDS or bool(self.findings.damaged) or bool(self.findings.unreadable)
+        return (
+            self.identity.kind in BAD_KINDS or bool(self.findings.damaged) or bool(self.findings.unreadable)
+        )
 
     def looked(self) -> Looked:
         """For ``notes``, without what ``damage_lines`` says better."""
@@ -71,7 +73,9 @@ def files_table(directory: Path, looked: Sequence[Looked], now_ns: int) -> Table
 
 
 def ages_table(directory: Path, looked: Sequence[Looked]) -> Table:
-    """How hot: used slots by the age of the process that wrote them, as bars; with a sum if there are several files."""
+    """How hot: used slots by the age of the process that wrote them, as bars; with a sum if there are several
+    files.
+    """
     table = Table("file", *AGE_NAMES, "since (UTC)", title="used slots by age")
     rows = [(_name(directory, identity.path), contents) for identity, contents in looked if contents.used]
     if len(rows) > 1:
@@ -87,7 +91,8 @@ def ages_table(directory: Path, looked: Sequence[Looked]) -> Table:
 def verify_table(directory: Path, checked: Sequence[Checked], took_s: float) -> Table:
     """One row per block file, a sum, and how fast it went."""
     read_bytes = sum(findings.read_bytes for _, findings in checked)
-    speed = f"{format_bytes(read_bytes)} read in {took_s:.1f} s ({format_bytes(read_bytes / max(took_s, 1e-9))}/s)"
+    rate = format_bytes(read_bytes / max(took_s, 1e-9))
+    speed = f"{format_bytes(read_bytes)} read in {took_s:.1f} s ({rate}/s)"
     table = Table("file", "in use", title=Text(f"records below {shown(directory)}"), caption=speed)
     for name in ("records", "good", "damaged", "unreadable"):
         table.add_column(name, justify="right", no_wrap=True)
@@ -95,7 +100,10 @@ def verify_table(directory: Path, checked: Sequence[Checked], took_s: float) -> 
     for number, (identity, findings) in enumerate(rows, 1):
         cells = [f"{count:,}" for count in _counts(findings)]
         table.add_row(
-            _name(directory, identity.path), _use(identity.holder), *cells, end_section=number == len(rows) > 1
+            _name(directory, identity.path),
+            _use(identity.holder),
+            *cells,
+            end_section=number == len(rows) > 1,
         )
     if len(rows) > 1:
         sums = [sum(counts) for counts in zip(*(_counts(findings) for _, findings in rows), strict=True)]
@@ -167,7 +175,9 @@ def _file_as_json(identity: Identity, contents: Contents) -> dict[str, object]:
         "slot_bytes": record_bytes(header.payload_bytes) if header else None,
         "newest_since_unix_s": _seconds(contents.newest_ns),
         "oldest_since_unix_s": _seconds(contents.oldest_ns),
-        "used_slots_by_age": dict(zip((name.replace(" ", "_") for name in AGE_NAMES), contents.ages, strict=True))
+        "used_slots_by_age": dict(
+            zip((name.replace(" ", "_") for name in AGE_NAMES), contents.ages, strict=True)
+        )
         if is_ours
         else None,
     }

@@ -26,7 +26,8 @@ app = typer.Typer(
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
     help="""
-kvbm keeps the KV blocks that an LLM engine would throw away and brings them back when a prompt starts the same way.
+kvbm keeps the KV blocks that an LLM engine would throw away and brings them back when a prompt
+starts the same way.
 
 The engine loads it; this command only looks and explains. A first session:
 
@@ -132,7 +133,9 @@ def serve_line(
     model: Annotated[str, typer.Argument(help="Model name or path, as for vllm serve.")],
     cpu_cache_gb: Annotated[
         float,
-        typer.Option(help="Host tier in GB (1e9 bytes), over all ranks; more than the device's cache.", min=0.001),
+        typer.Option(
+            help="Host tier in GB (1e9 bytes), over all ranks; more than the device's cache.", min=0.001
+        ),
     ] = 20.0,
     metrics: Annotated[bool, typer.Option(help="Also serve metrics on port 6880.")] = True,
 ) -> None:

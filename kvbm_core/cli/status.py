@@ -99,7 +99,9 @@ def status_rows(samples: Samples) -> Iterator[Row]:
 
 def _has_disk(samples: Samples) -> bool:
     tiers = samples.get("kvbm_tier_blocks", ())
-    return any(value for labels, value in tiers if (labels.get("tier"), labels.get("state")) == ("disk", "capacity"))
+    return any(
+        value for labels, value in tiers if (labels.get("tier"), labels.get("state")) == ("disk", "capacity")
+    )
 
 
 def _tier_rows(samples: Samples) -> Iterator[Row]:

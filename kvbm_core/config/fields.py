@@ -14,7 +14,9 @@ _TRTLLM = "TensorRT-LLM"
 _CONSOLIDATOR = "the event consolidator is not in this release"
 
 
-def _setting(env: str, default: object, doc: str, *, later: str = "", lenient: bool = False, only: str = "") -> Any:
+def _setting(
+    env: str, default: object, doc: str, *, later: str = "", lenient: bool = False, only: str = ""
+) -> Any:
     """A field. ``later``: why it has no effect yet. ``lenient``: a bad value warns, the default is used.
 
     ``only``: the one engine under which it has an effect.
@@ -64,7 +66,9 @@ class SettingFields(BaseSettings):
         "KVBM_DISK_DEADLINE_S", 10.0, "A read or write of the disk that takes longer is given up."
     )
     disk_io: r.DiskIo = _setting(
-        "KVBM_DISK_IO", "auto", "Reads and writes of the disk: auto, aio, threads, nixl-posix, nixl-gds or nixl-gds-mt."
+        "KVBM_DISK_IO",
+        "auto",
+        "Reads and writes of the disk: auto, aio, threads, nixl-posix, nixl-gds or nixl-gds-mt.",
     )
     disk_check_at_start: r.OptionalFlag = _setting(
         "KVBM_DISK_CHECK_AT_START",
@@ -85,7 +89,9 @@ class SettingFields(BaseSettings):
         "DYN_MEMORY_DISABLE_NUMA", False, "Take host memory from any NUMA node, not from the GPU's."
     )
     enable_numa: r.Flag = _setting(
-        "DYN_KVBM_ENABLE_NUMA", False, "Deprecated by KVBM: accepted, host memory is NUMA-local unless disabled."
+        "DYN_KVBM_ENABLE_NUMA",
+        False,
+        "Deprecated by KVBM: accepted, host memory is NUMA-local unless disabled.",
     )
 
     # Transfers
@@ -111,7 +117,9 @@ class SettingFields(BaseSettings):
         only=_TRTLLM,
     )
     decode_run_tokens: r.CountOrZero = _setting(
-        "KVBM_DECODE_RUN_TOKENS", 128, "What decoding fills is stored so many tokens at a time; 0 = each block at once."
+        "KVBM_DECODE_RUN_TOKENS",
+        128,
+        "What decoding fills is stored so many tokens at a time; 0 = each block at once.",
     )
     verify_onboard: r.Flag = _setting(
         "KVBM_VERIFY_ONBOARD", False, "Compare a checksum of every onboarded block; slow, for finding faults."
@@ -141,9 +149,13 @@ class SettingFields(BaseSettings):
         "Accepted; no start fails for being slow: see KVBM_START_WAIT_S.",
     )
     start_wait_s: r.SecondsOrZero = _setting(
-        "KVBM_START_WAIT_S", 5.0, "Seconds the engine's start waits for the first slots; then it serves without hits."
+        "KVBM_START_WAIT_S",
+        5.0,
+        "Seconds the engine's start waits for the first slots; then it serves without hits.",
     )
-    leader_zmq_host: r.Host = _setting("DYN_KVBM_LEADER_ZMQ_HOST", "127.0.0.1", "Address of the leader's channel.")
+    leader_zmq_host: r.Host = _setting(
+        "DYN_KVBM_LEADER_ZMQ_HOST", "127.0.0.1", "Address of the leader's channel."
+    )
     leader_zmq_pub_port: r.Port = _setting(
         "DYN_KVBM_LEADER_ZMQ_PUB_PORT", 56001, "Port on which the leader speaks.", lenient=True
     )
@@ -197,7 +209,9 @@ class SettingFields(BaseSettings):
         later=_CONSOLIDATOR,
         lenient=True,
     )
-    fatbin_path: r.Text = _setting("DYN_FATBIN_PATH", "", "KVBM's copy kernels.", later="kvbm needs no kernel file")
+    fatbin_path: r.Text = _setting(
+        "DYN_FATBIN_PATH", "", "KVBM's copy kernels.", later="kvbm needs no kernel file"
+    )
 
     @classmethod
     def settings_customise_sources(

@@ -134,9 +134,13 @@ _SECONDS = "write a plain number of seconds above 0, such as 30"
 _SECONDS_OR_ZERO = "write a plain number of seconds, 0 or more, such as 1"
 
 Gigabytes = Annotated[float | None, PlainValidator(float_reader(_GB, MAX_CACHE_GB))]
-GigabytesOrZero = Annotated[float | None, PlainValidator(float_reader(_GB_OR_ZERO, MAX_CACHE_GB, zero_allowed=True))]
+GigabytesOrZero = Annotated[
+    float | None, PlainValidator(float_reader(_GB_OR_ZERO, MAX_CACHE_GB, zero_allowed=True))
+]
 Seconds = Annotated[float, PlainValidator(float_reader(_SECONDS, MAX_SECONDS))]
-SecondsOrZero = Annotated[float, PlainValidator(float_reader(_SECONDS_OR_ZERO, MAX_SECONDS, zero_allowed=True))]
+SecondsOrZero = Annotated[
+    float, PlainValidator(float_reader(_SECONDS_OR_ZERO, MAX_SECONDS, zero_allowed=True))
+]
 OptionalCount = Annotated[int | None, _int(1, MAX_COUNT)]
 OptionalCountOrZero = Annotated[int | None, _int(0, MAX_COUNT)]
 Count = Annotated[int, _int(1, 1_000_000)]

@@ -184,7 +184,8 @@ class KvbmSettings(SettingFields):
     def disk_tier_slots(self, bytes_per_block_all_ranks: int) -> int:
         """Slots of the disk tier, the same number on every rank; 0 if there is none.
 
-        The size is that of one block with its record's header, over all ranks. ConfigError if not even one fits.
+        The size is that of one block with its record's header, over all ranks. ConfigError if not even one
+        fits.
         """
         if self.disk_cache_override_num_blocks is not None:
             return self.disk_cache_override_num_blocks

@@ -38,7 +38,9 @@ class _Axis:
     stride: int
 
 
-def view_of_tensors(tensors: Sequence[TensorInfo], num_blocks: int, *, logical_order: bool = False) -> BlockView:
+def view_of_tensors(
+    tensors: Sequence[TensorInfo], num_blocks: int, *, logical_order: bool = False
+) -> BlockView:
     """The blocks of one KV cache group, whose layers are ``tensors`` in layer order.
 
     The block axis is axis 0 if its size is a multiple of ``num_blocks`` (several kernel blocks may make

@@ -1,5 +1,5 @@
-"""The loops that Python is too slow for, in C (_kvbm.c, _copy.c, _index.c, _aio.c): optional, built where there is a
-compiler.
+"""The loops that Python is too slow for, in C (_kvbm.c, _copy.c, _index.c, _aio.c): optional, built where
+there is a compiler.
 
 ``native`` is None where the module was not built, or ``KVBM_NATIVE=0`` stood in the environment when this was
 imported. Whoever uses it has the same function in plain Python beside it, and both pass the same tests.
@@ -27,10 +27,10 @@ Numbers = npt.NDArray[np.uint64]
 class Index(Protocol):
     """Which block is in which slot: BlockRegistry with arrays in place of results.
 
-    The methods that have a namesake in kvbm_core/blocks/registry.py do the same; ``slots`` that are filled are at
-    least as long as ``keys``. ``in`` and ``len`` are about resident blocks. TypeError for a key that is not bytes,
-    ValueError for one of another length than a BlockKey's. A call that raises has changed nothing, and leaves what it
-    was to fill undefined. One thread only.
+    The methods that have a namesake in kvbm_core/blocks/registry.py do the same; ``slots`` that are filled
+    are at least as long as ``keys``. ``in`` and ``len`` are about resident blocks. TypeError for a key that
+    is not bytes, ValueError for one of another length than a BlockKey's. A call that raises has changed
+    nothing, and leaves what it was to fill undefined. One thread only.
     """
 
     def grow(self, capacity_slots: int, /) -> None:
@@ -77,23 +77,25 @@ class Index(Protocol):
 class Aio(Protocol):
     """Requests to one open file by Linux AIO, which takes and ends them asynchronously with O_DIRECT only.
 
-    Without O_DIRECT ``submit`` waits for the data. ``fd`` stays open until ``close`` has answered True, and memory that
-    is in flight stays where it is. One thread only: RuntimeError for a call while another one is under way.
+    Without O_DIRECT ``submit`` waits for the data. ``fd`` stays open until ``close`` has answered True, and
+    memory that is in flight stays where it is. One thread only: RuntimeError for a call while another one is
+    under way.
     """
 
     def submit(self, is_write: bool, tags: Ids, offsets: Ids, counts: Slots, pieces: Numbers, /) -> None:
         """Starts requests, as many as ``depth`` allows; the others as those end that are collected.
 
-        Request ``i`` has ``counts[i]`` of ``pieces``, which are pairs of address and bytes, and follow each other as
-        the requests do. What the kernel refuses ends as any other. ValueError for arrays that do not fit each other,
-        or after ``close``, and nothing has been started. The GIL is not held while the kernel works.
+        Request ``i`` has ``counts[i]`` of ``pieces``, which are pairs of address and bytes, and follow each
+        other as the requests do. What the kernel refuses ends as any other. ValueError for arrays that do not
+        fit each other, or after ``close``, and nothing has been started. The GIL is not held while the kernel
+        works.
         """
 
     def collect(self, timeout_s: float, /) -> list[tuple[int, int]]:
         """(tag, bytes moved or -errno) of those that have ended, at least one unless ``timeout_s`` goes by.
 
-        Waits only if something is in flight, and without the GIL. What a signal's handler raises comes out of here,
-        and nothing is lost.
+        Waits only if something is in flight, and without the GIL. What a signal's handler raises comes out of
+        here, and nothing is lost.
         """
 
     @property
@@ -122,10 +124,11 @@ class Native(Protocol):
     def chain(
         self, parent: bytes, header: bytes, tokens: bytes | bytearray | memoryview, step: int, /
     ) -> list[SequenceHash]:
-        """``parent = sha256(header + parent + block)`` for each ``step`` bytes of ``tokens``: all the parents.
+        """``parent = sha256(header + parent + block)`` for each ``step`` bytes of ``tokens``: all the
+        parents.
 
-        ValueError for a parent that has not 32 bytes or tokens that are not whole blocks. The GIL is given away
-        for long inputs.
+        ValueError for a parent that has not 32 bytes or tokens that are not whole blocks. The GIL is given
+        away for long inputs.
         """
 
     def chain_portable(
@@ -134,12 +137,13 @@ class Native(Protocol):
         """``chain`` as on a CPU without SHA instructions; here for the tests."""
 
     def copy_blocks(self, dst: Bytes, dst_ids: Ids, src: Bytes, src_ids: Ids, /) -> None:
-        """Copies block ``src_ids[i]`` to block ``dst_ids[i]``, all pieces of it; the GIL is not held meanwhile.
+        """Copies block ``src_ids[i]`` to block ``dst_ids[i]``, all pieces of it; the GIL is not held
+        meanwhile.
 
-        ``dst`` and ``src`` are ``[piece, block, byte]``; the bytes of a piece are neighbours, pieces and blocks may
-        have any stride. ``dst_ids`` differ from each other, and a byte that is read and written belongs to one
-        pair. ValueError for arrays that do not fit each other or cannot be written, IndexError for a block that is
-        not there, and nothing has been copied.
+        ``dst`` and ``src`` are ``[piece, block, byte]``; the bytes of a piece are neighbours, pieces and
+        blocks may have any stride. ``dst_ids`` differ from each other, and a byte that is read and written
+        belongs to one pair. ValueError for arrays that do not fit each other or cannot be written, IndexError
+        for a block that is not there, and nothing has been copied.
         """
 
     def copy_blocks_plain(self, dst: Bytes, dst_ids: Ids, src: Bytes, src_ids: Ids, /) -> None:

@@ -1,10 +1,13 @@
-# The types of _kvbm.c, _copy.c, _index.c and _aio.c; kvbm_core/native/__init__.py says what the functions promise.
+# The types of _kvbm.c, _copy.c, _index.c and _aio.c;
+# kvbm_core/native/__init__.py says what the functions promise.
 from collections.abc import Sequence
 
 from kvbm_core.native import Bytes, Ids, Numbers, Slots
 from kvbm_core.types import BlockKey, SequenceHash
 
-def chain(parent: bytes, header: bytes, tokens: bytes | bytearray | memoryview, step: int, /) -> list[SequenceHash]: ...
+def chain(
+    parent: bytes, header: bytes, tokens: bytes | bytearray | memoryview, step: int, /
+) -> list[SequenceHash]: ...
 def chain_portable(
     parent: bytes, header: bytes, tokens: bytes | bytearray | memoryview, step: int, /
 ) -> list[SequenceHash]: ...

@@ -79,6 +79,8 @@ def _note(owner: Guarded, seam: Seam, error: Exception) -> None:
     try:
         state = owner.guard_state
         state.metrics.guarded_error(seam)
-        state.log.warning((seam, type(error)), "kvbm: error in %s, the engine goes on without it", seam, exc_info=error)
+        state.log.warning(
+            (seam, type(error)), "kvbm: error in %s, the engine goes on without it", seam, exc_info=error
+        )
     except Exception as trouble:
         get_logger().error("kvbm: error in %s (%r), which could not be counted (%r)", seam, error, trouble)

@@ -43,7 +43,12 @@ class FailureKind(_Label):
 
 FAILURE_KINDS: tuple[str, ...] = (
     *(kind.value for kind in FailureKind),
-    *(f"{direction}_{outcome}" for direction in Direction for outcome in Outcome if outcome is not Outcome.OK),
+    *(
+        f"{direction}_{outcome}"
+        for direction in Direction
+        for outcome in Outcome
+        if outcome is not Outcome.OK
+    ),
 )
 """FailureKind, and every way in which a transfer can fail, such as ``onboard_corrupt``."""
 

@@ -86,7 +86,9 @@ class RateLimitedLogger:
             self._logger.log(level, message + suffix, *args, exc_info=exc_info)
         return due
 
-    def warning(self, key: Hashable, message: str, *args: object, exc_info: BaseException | None = None) -> bool:
+    def warning(
+        self, key: Hashable, message: str, *args: object, exc_info: BaseException | None = None
+    ) -> bool:
         """``log`` at level WARNING."""
         return self.log(logging.WARNING, key, message, *args, exc_info=exc_info)
 

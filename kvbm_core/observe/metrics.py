@@ -108,7 +108,9 @@ class Metrics:
 
     def __init__(self, window_requests: int = 1000) -> None:
         self._lock = threading.Lock()
-        self._values: dict[str, dict[str, float]] = {spec.name: dict.fromkeys(spec.values, 0.0) for spec in _SPECS}
+        self._values: dict[str, dict[str, float]] = {
+            spec.name: dict.fromkeys(spec.values, 0.0) for spec in _SPECS
+        }
         self._tiers: dict[str, tuple[int, int]] = {name: (0, 0) for name in _TIERS}
         # One place more than there are buckets: what is above the last one.
         self._seconds: dict[str, list[int]] = {name: [0] * (len(_BUCKETS_S) + 1) for name in _DIRECTIONS}
@@ -126,13 +128,17 @@ class Metrics:
         """Tokens promised to a request beyond the device's own hit; call once per request, not per query."""
         self._add("kvbm_matched_tokens", n_tokens)
 
-    def offloaded_blocks(self, n_blocks: int, from_tier: Tier = Tier.DEVICE, to_tier: Tier = Tier.HOST) -> None:
+    def offloaded_blocks(
+        self, n_blocks: int, from_tier: Tier = Tier.DEVICE, to_tier: Tier = Tier.HOST
+    ) -> None:
         """Blocks whose offload every worker acknowledged. A pair that KVBM has no name for is not counted."""
         name = _OFFLOADS.get((from_tier, to_tier))
         if name is not None:
             self._add(name, n_blocks)
 
-    def onboarded_blocks(self, n_blocks: int, from_tier: Tier = Tier.HOST, to_tier: Tier = Tier.DEVICE) -> None:
+    def onboarded_blocks(
+        self, n_blocks: int, from_tier: Tier = Tier.HOST, to_tier: Tier = Tier.DEVICE
+    ) -> None:
         """Blocks whose onboard every worker acknowledged. A pair that KVBM has no name for is not counted."""
         name = _ONBOARDS.get((from_tier, to_tier))
         if name is not None:
@@ -226,7 +232,8 @@ class Metrics:
 
 def _simple_family(spec: _Spec, values: dict[str, float]) -> Family:
     samples = tuple(
-        Sample(spec.name, ((spec.label, value),) if spec.label else (), number) for value, number in values.items()
+        Sample(spec.name, ((spec.label, value),) if spec.label else (), number)
+        for value, number in values.items()
     )
     return Family(spec.name, spec.kind, spec.doc, samples)
 

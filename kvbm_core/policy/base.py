@@ -16,9 +16,9 @@ Spare = Callable[[Slots], npt.NDArray[np.bool_]]
 class EvictionPolicy(Protocol):
     """Chooses which of a tier's blocks goes when room is needed. Knows slot numbers only: no keys, no bytes.
 
-    Slots are given as arrays (int32), head first, in prefix order: of the slots of one call the tail is evicted before
-    the head, as a tail without its head is of no use. A sequence that arrives in several calls is touched as a whole
-    after each. One thread only. A call that raises has changed nothing.
+    Slots are given as arrays (int32), head first, in prefix order: of the slots of one call the tail is
+    evicted before the head, as a tail without its head is of no use. A sequence that arrives in several calls
+    is touched as a whole after each. One thread only. A call that raises has changed nothing.
     ``kvbm_core.testing.policy_contract`` is the test that every policy must pass.
     """
 
@@ -41,12 +41,15 @@ class EvictionPolicy(Protocol):
         """
 
     def remove(self, slots: Slots) -> None:
-        """Takes ``slots`` out. Raises KeyError if one is unknown or given twice, ValueError if one is pinned."""
+        """Takes ``slots`` out. Raises KeyError if one is unknown or given twice, ValueError if one is
+        pinned.
+        """
 
     def evict(self, count_blocks: int, spare: Spare | None = None) -> Slots | None:
         """Takes out and returns exactly ``count_blocks`` slots, not pinned and not spared, next to go first.
 
-        ``spare(slots)`` says which of some candidates stay for now; it is asked about no more than are needed.
+        ``spare(slots)`` says which of some candidates stay for now; it is asked about no more than are
+        needed.
 
         None, and nothing has changed, if there are not so many. Raises ValueError for a negative count.
         """

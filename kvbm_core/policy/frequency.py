@@ -17,19 +17,19 @@ MAX_COUNT = 1 << 20
 class FrequencyFilter:
     """AdmissionPolicy: admits blocks whose count is at least ADMITTED_FROM.
 
-    A block's count is 1 when it is offered first, doubles with each hit, and loses 1 with each DECAY_S that goes by;
-    at 0 it is forgotten. A further offer is a use as well: the block had left the tier above and was computed again.
-    At most ``max_entries`` are remembered: the one longest without an offer or a hit goes first.
-    Numbers are those of the KVBM guides, whose filter counts hits, and whose code offers; a trace says to count both
-    (docs/benchmarks.md, "trace").
+    A block's count is 1 when it is offered first, doubles with each hit, and loses 1 with each DECAY_S that
+    goes by; at 0 it is forgotten. A further offer is a use as well: the block had left the tier above and was
+    computed again. At most ``max_entries`` are remembered: the one longest without an offer or a hit goes
+    first. Numbers are those of the KVBM guides, whose filter counts hits, and whose code offers; a trace says
+    to count both (docs/benchmarks.md, "trace").
     """
 
     def __init__(self, clock: Clock, *, max_entries: int = MAX_ENTRIES, decay_s: float = DECAY_S) -> None:
         self._clock = clock
         self._max_entries = max_entries
         self._decay_s = decay_s
-        # (count, decay step in which it was that), the one longest without an offer or a hit first. Decay is worked out
-        # when it is asked for: a sweep over a million entries would stop the engine.
+        # (count, decay step in which it was that), the one longest without an offer or a hit first. Decay is
+        # worked out when it is asked for: a sweep over a million entries would stop the engine.
         self._entries: dict[BlockKey, tuple[int, int]] = {}
 
     def __len__(self) -> int:

@@ -22,7 +22,9 @@ class LruPolicy:
     def grow(self, capacity_slots: int) -> None:
         """See EvictionPolicy."""
         self._queue.grow(capacity_slots)
-        self._pins = np.concatenate([self._pins, np.zeros(max(0, capacity_slots - len(self._pins)), np.int32)])
+        self._pins = np.concatenate(
+            [self._pins, np.zeros(max(0, capacity_slots - len(self._pins)), np.int32)]
+        )
 
     def insert(self, slots: Slots) -> None:
         """See EvictionPolicy."""

@@ -1,8 +1,9 @@
 """An order of use over slot numbers, in arrays: the queue under LRU and its relatives.
 
-A log of slots, oldest first, in chunks of fixed size. A slot that is used again is appended again; its old entry is
-dead, because ``_where`` no longer points to it. A chunk without live entries is taken out at once, and chunks with few
-are merged with their neighbours a few at a time, so that no step grows with the number of slots.
+A log of slots, oldest first, in chunks of fixed size. A slot that is used again is appended again; its old
+entry is dead, because ``_where`` no longer points to it. A chunk without live entries is taken out at once,
+and chunks with few are merged with their neighbours a few at a time, so that no step grows with the number of
+slots.
 """
 
 from __future__ import annotations
@@ -164,7 +165,8 @@ class RecencyLog:
         slots = np.concatenate([self._entries[self._alive(first)], self._entries[self._alive(second)]])
         start = first * self._chunk
         self._entries[start : start + len(slots)] = slots
-        # What lies behind are old entries of this chunk: those of slots that are still here must not look alive.
+        # What lies behind are old entries of this chunk: those of slots that are still here must not look
+        # alive.
         self._where[slots] = _span(start, len(slots))
         self._live[first] = len(slots)
         self._live[second] = 0

@@ -1,4 +1,6 @@
-"""What every adapter puts together in the same way from the settings: the leader's disk, the worker's options."""
+"""What every adapter puts together in the same way from the settings: the leader's disk, the worker's
+options.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,8 @@ class LeaderDisk:
         admission = FrequencyFilter(self._clock) if is_filtered else AdmitAll()
         if not settings.has_host_tier:
             log.warning(
-                "kvbm: a disk tier without a host tier is experimental; all blocks go to disk, without a filter"
+                "kvbm: a disk tier without a host tier is experimental; all blocks go to disk, "
+                "without a filter"
             )
         return DiskSetup(admission, self._broadcast, is_bypass=not settings.has_host_tier)
 

@@ -62,7 +62,9 @@ class _Loop:
                 os.eventfd_write(self._wake_fd, 1)
 
     def try_send(self, frames: list[bytes]) -> bool:
-        """For the loop's own thread. False: nobody takes it now; ``on_tick`` is called again when somebody does."""
+        """For the loop's own thread. False: nobody takes it now; ``on_tick`` is called again when somebody
+        does.
+        """
         try:
             self.socket.send_multipart(frames, zmq.NOBLOCK)
         except zmq.Again:
@@ -85,7 +87,9 @@ class _Loop:
                     step()
                 except Exception as error:  # a bug in one message must not end the thread that carries all
                     self._log.warning(
-                        type(error).__name__, "kvbm: control channel: a message could not be handled", exc_info=error
+                        type(error).__name__,
+                        "kvbm: control channel: a message could not be handled",
+                        exc_info=error,
                     )
         self._send()
 
@@ -124,8 +128,9 @@ class _Loop:
 class LeaderChannel:
     """The leader's side: binds; ``on_message`` is called, and its answers are sent, on the channel's thread.
 
-    ``on_message(identity, message)`` returns messages to send, by identity of the worker. Raises ConfigError if the
-    address is taken. ``on_bad_frames`` is told of each message that is none of ours, on the same thread.
+    ``on_message(identity, message)`` returns messages to send, by identity of the worker. Raises ConfigError
+    if the address is taken. ``on_bad_frames`` is told of each message that is none of ours, on the same
+    thread.
     """
 
     def __init__(
@@ -173,12 +178,15 @@ class LeaderChannel:
 
 
 class WorkerChannel:
-    """A worker's side: connects (the leader may come later); ``on_message`` is called on the channel's thread.
+    """A worker's side: connects (the leader may come later); ``on_message`` is called on the channel's
+    thread.
 
     What is sent waits here until there is a leader to take it.
     """
 
-    def __init__(self, endpoint: Endpoint, on_message: Callable[[Message], None], *, retry_s: float = 2.0) -> None:
+    def __init__(
+        self, endpoint: Endpoint, on_message: Callable[[Message], None], *, retry_s: float = 2.0
+    ) -> None:
         self.undecodable_total = 0
         self._clock: Clock = SystemClock()
         self._handler = on_message

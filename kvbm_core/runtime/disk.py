@@ -42,10 +42,11 @@ class _StoreJob:
 
 @dataclass(frozen=True, slots=True)
 class DiskOptions:
-    """``max_storing_blocks``: on their way to the disk at once, and pinned in the host tier meanwhile; as many as
-    ``max_waiting_blocks`` wait their turn, not pinned. What comes beyond that is dropped and counted.
+    """``max_storing_blocks``: on their way to the disk at once, and pinned in the host tier meanwhile; as
+    many as ``max_waiting_blocks`` wait their turn, not pinned. What comes beyond that is dropped and counted.
 
-    ``is_bypass``: there is no host tier but a little memory that blocks pass through; counted as device to disk.
+    ``is_bypass``: there is no host tier but a little memory that blocks pass through; counted as device to
+    disk.
     """
 
     lease_ttl_s: float = 30.0
@@ -57,8 +58,8 @@ class DiskOptions:
 class DiskTier:
     """Part of the Leader, on its thread. ``send`` reaches every worker and does not wait.
 
-    A block is on disk once every rank has acknowledged its record; it is offered when it has been committed to the
-    host tier and when it is used there, and goes if ``admission`` says so.
+    A block is on disk once every rank has acknowledged its record; it is offered when it has been committed
+    to the host tier and when it is used there, and goes if ``admission`` says so.
     """
 
     def __init__(  # noqa: PLR0917 - the parts of a tier, put together in one place
@@ -110,7 +111,9 @@ class DiskTier:
         return self.is_usable and self.tier.contains(key)
 
     def take_in(self, rank: int, end: int, found: Sequence[Found]) -> None:
-        """What ``rank`` found in its slots up to ``end``. A block is there if every rank has it in the same slot."""
+        """What ``rank`` found in its slots up to ``end``. A block is there if every rank has it in the same
+        slot.
+        """
         of_rank = self._found.setdefault(end, {})
         kept = () if self._is_forgotten else found
         of_rank[rank] = {(record.slot, record.key): record.sequence for record in kept}
@@ -134,7 +137,9 @@ class DiskTier:
     # ---------------------------------------------------------------- the way down
 
     def hit(self, keys: Sequence[BlockKey]) -> None:
-        """``keys`` were brought up from here or from the host: they may have become worth a place on the disk."""
+        """``keys`` were brought up from here or from the host: they may have become worth a place on the
+        disk.
+        """
         self._admission.hit(keys)
         self.offer(keys)
 
@@ -148,7 +153,9 @@ class DiskTier:
             self.tier.pending_blocks,
         )
         decide = self._admission.decide
-        chosen = [key for key in self.tier.new_of(keys) if decide(key, self.block_bytes, state) is Admission.ADMIT]
+        chosen = [
+            key for key in self.tier.new_of(keys) if decide(key, self.block_bytes, state) is Admission.ADMIT
+        ]
         room = max(0, self._options.max_waiting_blocks - len(self._waiting))
         self._waiting.extend(chosen[:room])
         self._metrics.dropped(DropReason.QUEUE_FULL, len(chosen) - room)
@@ -172,13 +179,17 @@ class DiskTier:
         self._metrics.evicted(Tier.DISK, evicted)
         if len(reservation.keys) < len(keys):
             self._metrics.dropped(DropReason.NO_SPACE, len(keys) - len(reservation.keys))
-        lease = self._host.lease(OWNER, reservation.keys, self._options.lease_ttl_s) if reservation.keys else None
+        lease = (
+            self._host.lease(OWNER, reservation.keys, self._options.lease_ttl_s) if reservation.keys else None
+        )
         if lease is None:
             self.tier.abort(reservation)
             return
         job_id = self._new_job_id()
         self._jobs[job_id] = _StoreJob(lease, reservation, set(range(self.num_ranks)))
-        self._send(Store(job_id, [bytes(key) for key in lease.keys], list(lease.slots), list(reservation.slots)))
+        self._send(
+            Store(job_id, [bytes(key) for key in lease.keys], list(lease.slots), list(reservation.slots))
+        )
 
     def owns(self, job_id: int) -> bool:
         """Whether this is one of our orders."""
@@ -213,7 +224,9 @@ class DiskTier:
     # ---------------------------------------------------------------- the way up, and ends
 
     def judge(self, outcome: Outcome, keys: Sequence[BlockKey] = ()) -> None:
-        """How a store, or a load of ``keys``, ended: useless records are forgotten, a failing disk is left alone."""
+        """How a store, or a load of ``keys``, ended: useless records are forgotten, a failing disk is left
+        alone.
+        """
         if outcome in _USELESS:
             self.tier.forget(keys)
         if outcome is Outcome.OK:

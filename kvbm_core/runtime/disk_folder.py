@@ -28,9 +28,9 @@ log = logging.getLogger("kvbm")
 class DiskFolder:
     """Takes the first free folder for a layout, so that an engine finds again what it left.
 
-    Several engines with the same layout have a folder each. The lock goes with the process. ``claim``: what other
-    processes of the same engine know it by (see ``claimed_folder``). ConfigError, one line, if the directory cannot be
-    used.
+    Several engines with the same layout have a folder each. The lock goes with the process. ``claim``: what
+    other processes of the same engine know it by (see ``claimed_folder``). ConfigError, one line, if the
+    directory cannot be used.
     """
 
     def __init__(self, directory: Path, fingerprint: str, claim: str = "") -> None:
@@ -45,7 +45,9 @@ class DiskFolder:
                 self.path = directory / TOP / f"{name}-{number}"
                 if self._take():
                     if claim:
-                        with suppress(OSError):  # a full disk: other processes do not find it, this one goes on
+                        with suppress(
+                            OSError
+                        ):  # a full disk: other processes do not find it, this one goes on
                             (self.path / CLAIM).write_text(claim, encoding="utf-8")
                     return
         except OSError as error:
@@ -100,7 +102,9 @@ def _name_of(fingerprint: str) -> str:
 
 
 def _check_owner(folder: Path) -> None:
-    """Whoever can write there can make this engine load KV of their making. ConfigError for a folder not our own."""
+    """Whoever can write there can make this engine load KV of their making. ConfigError for a folder not our
+    own.
+    """
     status = folder.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & stat.S_IWOTH:
         remedy = f"{folder} belongs to another user, or others can write to it; set a directory of your own"

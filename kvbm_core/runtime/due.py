@@ -10,8 +10,9 @@ RequestId = TypeVar("RequestId", bound=Hashable)
 
 
 class DueRequests(Generic[RequestId]):
-    """A calendar of steps. In most steps each running request gets one token, so the step in which its next block is
-    full is known long before; only the requests of that step, and those that got several tokens, are looked at.
+    """A calendar of steps. In most steps each running request gets one token, so the step in which its next
+    block is full is known long before; only the requests of that step, and those that got several tokens, are
+    looked at.
 
     Cost of a step: those due, plus one comparison per scheduled request in steps that are not one token each.
     The scheduler's thread only.
@@ -37,10 +38,11 @@ class DueRequests(Generic[RequestId]):
         return True
 
     def next_step(self, scheduled_tokens: Mapping[RequestId, int], total_tokens: int) -> list[RequestId]:
-        """Begins a step in which requests get ``scheduled_tokens``, ``total_tokens`` in all; those to look at now.
+        """Begins a step in which requests get ``scheduled_tokens``, ``total_tokens`` in all; those to look at
+        now.
 
-        Each of them is forgotten until ``look_again``, and each is given once. One that is due and not scheduled is
-        looked at in the step after.
+        Each of them is forgotten until ``look_again``, and each is given once. One that is due and not
+        scheduled is looked at in the step after.
         """
         self._step += 1
         due_step = self._due_step
@@ -51,7 +53,9 @@ class DueRequests(Generic[RequestId]):
         late = [key for key in due if key not in scheduled_tokens]
         found = [key for key in due if key in scheduled_tokens] if late else due
         if total_tokens != len(scheduled_tokens):
-            found = list(dict.fromkeys([*found, *(key for key, tokens in scheduled_tokens.items() if tokens != 1)]))
+            found = list(
+                dict.fromkeys([*found, *(key for key, tokens in scheduled_tokens.items() if tokens != 1)])
+            )
         for key in found:
             due_step.pop(key, None)
         for key in late:
@@ -59,7 +63,8 @@ class DueRequests(Generic[RequestId]):
         return found
 
     def look_again(self, request_id: RequestId, after_tokens: int, *, may_wait: bool = False) -> None:
-        """``request_id`` is of interest when it has got ``after_tokens`` more tokens (at least one is waited for).
+        """``request_id`` is of interest when it has got ``after_tokens`` more tokens (at least one is waited
+        for).
 
         ``may_wait``: or up to ``stride - 1`` steps later, together with others.
         """

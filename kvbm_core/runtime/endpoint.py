@@ -1,4 +1,6 @@
-"""Where leader and workers meet: an ipc socket in a private directory, or loopback TCP when ports are asked for."""
+"""Where leader and workers meet: an ipc socket in a private directory, or loopback TCP when ports are asked
+for.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ class Endpoint:
 
 
 def ipc_endpoint(engine_id: str) -> Endpoint:
-    """The socket of the engine called ``engine_id``; the same in each of its processes, private to this user."""
+    """The socket of the engine called ``engine_id``; the same in each of its processes, private to this
+    user.
+    """
     directory = Path(tempfile.gettempdir()) / f"kvbm-{os.getuid()}"
     directory.mkdir(mode=0o700, exist_ok=True)
     found = directory.lstat()
@@ -37,7 +41,9 @@ def ipc_endpoint(engine_id: str) -> Endpoint:
         raise ConfigError("TMPDIR", directory, remedy)
     path = directory / (hashlib.sha256(engine_id.encode()).hexdigest()[:24] + ".sock")
     if len(os.fsencode(path)) > MAX_SOCKET_PATH_BYTES:
-        raise ConfigError("TMPDIR", directory.parent, "is too long for the path of a socket; set a shorter one")
+        raise ConfigError(
+            "TMPDIR", directory.parent, "is too long for the path of a socket; set a shorter one"
+        )
     return Endpoint(f"ipc://{path}", path)
 
 
@@ -49,7 +55,9 @@ def tcp_endpoint(host: str, port: int) -> Endpoint:
         is_loopback = host == "localhost"
     if not is_loopback:
         raise ConfigError(
-            "DYN_KVBM_LEADER_ZMQ_HOST", host, "is not a loopback address; use 127.0.0.1 (a routable bind needs a key)"
+            "DYN_KVBM_LEADER_ZMQ_HOST",
+            host,
+            "is not a loopback address; use 127.0.0.1 (a routable bind needs a key)",
         )
     bracketed = f"[{host}]" if ":" in host else "127.0.0.1" if host == "localhost" else host
     return Endpoint(f"tcp://{bracketed}:{port}")
@@ -91,7 +99,9 @@ class EndpointLock:
 
 
 def sweep(directory: Path) -> int:
-    """Removes sockets of leaders that are gone, with their locks; returns how many. What is young is left alone."""
+    """Removes sockets of leaders that are gone, with their locks; returns how many. What is young is left
+    alone.
+    """
     removed = 0
     for found in directory.glob("*.sock*"):
         socket = found.with_name(found.name.removesuffix(".lock"))
@@ -121,7 +131,9 @@ def _lock_path(socket: Path) -> Path:
 
 
 def _try_lock(path: Path) -> int | None:
-    """A descriptor that holds the lock on the file that is called ``path`` now, or None if somebody else does."""
+    """A descriptor that holds the lock on the file that is called ``path`` now, or None if somebody else
+    does.
+    """
     while True:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:

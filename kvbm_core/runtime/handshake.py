@@ -1,8 +1,7 @@
 """How a leader learns its workers: sizes in, number of slots out, readiness in.
 
-Runs on the channel's thread; what the leader needs is handed over in ``inbox`` and ``found`` (deques, safe between two
-threads).
-Until every worker is ready the tier has no slots: the engine serves, without hits.
+Runs on the channel's thread; what the leader needs is handed over in ``inbox`` and ``found`` (deques, safe
+between two threads). Until every worker is ready the tier has no slots: the engine serves, without hits.
 """
 
 from __future__ import annotations
@@ -40,7 +39,9 @@ log = logging.getLogger("kvbm")
 
 @dataclass(frozen=True, slots=True)
 class SlotsReady:
-    """Slots 0 .. ``slots``-1 are usable on every rank; ``block_bytes`` and the device tier's size for the log."""
+    """Slots 0 .. ``slots``-1 are usable on every rank; ``block_bytes`` and the device tier's size for the
+    log.
+    """
 
     slots: int
     planned_slots: int
@@ -89,8 +90,8 @@ class Handshake:
 
     ``plan_disk(the same, fingerprint of the layout)`` answers where the disk tier is, None for no such tier.
 
-    A rank is the peer that said hello for it: what others say in its name (a worker left over from an engine that
-    died, on the same port) is dropped and counted.
+    A rank is the peer that said hello for it: what others say in its name (a worker left over from an engine
+    that died, on the same port) is dropped and counted.
 
     Where every rank replicates the same KV, rank 0 alone stores: sizes, fingerprint and disk are its.
     """
@@ -117,7 +118,8 @@ class Handshake:
         self.foreign_total = 0
 
     def wait(self, timeout_s: float) -> bool:
-        """Waits, at start only, until the first slots are usable and what is on disk is known; False if time ran out.
+        """Waits, at start only, until the first slots are usable and what is on disk is known; False if time
+        ran out.
 
         Or until the tier is off. Both go on in the background.
         """
@@ -130,7 +132,10 @@ class Handshake:
             return self._hello(identity, message)
         if isinstance(message, Refused):
             self._disable(f"worker {message.rank}: {message.reason}")
-        elif isinstance(message, Configure | Store | ForgetDisk | Note) or self._peer_of(message.rank) != identity:
+        elif (
+            isinstance(message, Configure | Store | ForgetDisk | Note)
+            or self._peer_of(message.rank) != identity
+        ):
             self.foreign_total += 1
         elif isinstance(message, Ready):
             self._on_ready(message)
@@ -217,7 +222,10 @@ class Handshake:
 
     def _problem_of(self, identity: bytes, hello: Hello) -> str | None:
         if hello.protocol != PROTOCOL_VERSION:
-            return f"speaks protocol {hello.protocol}, the leader {PROTOCOL_VERSION}; install one kvbm everywhere"
+            return (
+                f"speaks protocol {hello.protocol}, the leader {PROTOCOL_VERSION}; install one "
+                "kvbm everywhere"
+            )
         if hello.world_size != self._world_size or not 0 <= hello.rank < self._world_size:
             return f"is rank {hello.rank} of {hello.world_size}, the leader expects {self._world_size} ranks"
         if hello.block_bytes <= 0 or hello.num_device_blocks <= 0:

@@ -19,7 +19,8 @@ class Share:
     """What one request has in a job: of an onboard slots that are leased.
 
     An onboard that ``reads`` blocks from the disk (``disk_lease``) has slots reserved for them.
-    ``num_tokens``: of an onboard, what the request need not compute. ``is_prefill``: more than one block per group.
+    ``num_tokens``: of an onboard, what the request need not compute. ``is_prefill``: more than one block per
+    group.
     """
 
     job_id: int
@@ -70,7 +71,9 @@ class Job:
                 device_blocks, slots = merged.setdefault(move.group, ([], []))
                 device_blocks += move.device_blocks
                 slots += move.slots
-        moves = (GroupMove(group, tuple(blocks), tuple(slots)) for group, (blocks, slots) in sorted(merged.items()))
+        moves = (
+            GroupMove(group, tuple(blocks), tuple(slots)) for group, (blocks, slots) in sorted(merged.items())
+        )
         return TransferPlan(self.job_id, self.direction, tuple(moves))
 
 
@@ -115,7 +118,9 @@ class JobBook:
         del self._jobs[job.job_id]
 
     def acknowledge(self, rank: int, ack: JobAck) -> Job | None:
-        """Notes one rank's answer; the job, removed, once all have answered. Late and double answers are counted."""
+        """Notes one rank's answer; the job, removed, once all have answered. Late and double answers are
+        counted.
+        """
         job = self._jobs.get(ack.job_id)
         if job is None or rank not in job.waiting_ranks:
             self.stale_acks_total += 1
@@ -128,7 +133,9 @@ class JobBook:
         return job
 
     def readers_of(self, device_blocks: Collection[int]) -> set[int]:
-        """Offloads under way that read any of ``device_blocks``. Cost grows with the jobs in flight, which are few."""
+        """Offloads under way that read any of ``device_blocks``. Cost grows with the jobs in flight, which
+        are few.
+        """
         if not device_blocks:
             return set()
         return {

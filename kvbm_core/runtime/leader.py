@@ -1,8 +1,8 @@
 """The leader: decides what moves, owns all metadata and no bytes.
 
-Lives beside the engine's scheduler and is called from its thread only. Nothing here waits: what workers say is taken
-from the handshake's inbox in ``poll``. A block is in the tier once every rank has acknowledged its transfer.
-The two journeys of a block are in ``offload`` and ``onboard``.
+Lives beside the engine's scheduler and is called from its thread only. Nothing here waits: what workers say
+is taken from the handshake's inbox in ``poll``. A block is in the tier once every rank has acknowledged its
+transfer. The two journeys of a block are in ``offload`` and ``onboard``.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ MAX_CHUNKS_PER_POLL = 4
 
 @dataclass(frozen=True, slots=True)
 class LeaderOptions:
-    """Times in seconds. ``share_loads``: wait for a prefix being loaded, as the engine will share its device blocks.
+    """Times in seconds. ``share_loads``: wait for a prefix being loaded, as the engine will share its device
+    blocks.
 
     ``null_block``: the number that stands in the engine's block tables where it keeps no block.
     """
@@ -59,7 +60,8 @@ class DiskSetup:
 
 
 class Leader:
-    """``on_offload_end(share, committed)`` is told of the end of each request's offload; committed: can be matched.
+    """``on_offload_end(share, committed)`` is told of the end of each request's offload; committed: can be
+    matched.
 
     ``on_onboard_end(share, outcome)`` of the end of each load, when every rank has answered.
     """
@@ -101,7 +103,9 @@ class Leader:
             )
         self._clock = clock
         self._on_onboard_end = on_onboard_end
-        self._offloading = Offloading(groups, tier, self._jobs, metrics, on_offload_end, null_block=options.null_block)
+        self._offloading = Offloading(
+            groups, tier, self._jobs, metrics, on_offload_end, null_block=options.null_block
+        )
         self._onboarding = Onboarding(
             groups,
             tier,
@@ -154,7 +158,9 @@ class Leader:
         state = self._requests.get(request_id)
         return None if state is None or state.is_finished else state
 
-    def open(self, request_id: str, root: SequenceHash, extra_of_block: Callable[[int], bytes] | None) -> RequestState:
+    def open(
+        self, request_id: str, root: SequenceHash, extra_of_block: Callable[[int], bytes] | None
+    ) -> RequestState:
         """Starts to follow a request. ``extra_of_block(i)`` is what block i depends on besides its tokens.
 
         One that was opened under the same id before is let go; what still moves for it ends by itself.
@@ -169,7 +175,9 @@ class Leader:
 
     # ---------------------------------------------------------------- the two journeys
 
-    def match(self, state: RequestState, tokens: Sequence[int], computed_tokens: int, limit_tokens: int) -> int | None:
+    def match(
+        self, state: RequestState, tokens: Sequence[int], computed_tokens: int, limit_tokens: int
+    ) -> int | None:
         """How many tokens beyond ``computed_tokens`` can be brought up; the blocks found are leased.
 
         None: another request is loading this prefix right now, ask again. May be called any number of times.
@@ -180,11 +188,13 @@ class Leader:
             return 0
         return self._onboarding.match(state, tokens, computed_tokens, limit_tokens)
 
-    def onboard(self, state: RequestState, num_tokens: int, tables: Sequence[BlockTable]) -> TransferPlan | None:
+    def onboard(
+        self, state: RequestState, num_tokens: int, tables: Sequence[BlockTable]
+    ) -> TransferPlan | None:
         """Loads the matched prefix into the device blocks of ``tables``.
 
-        None if the promise cannot be kept (no such match, lease expired, or the engine wants a block that was not
-        matched): then nothing is loaded and the caller reports the load as failed.
+        None if the promise cannot be kept (no such match, lease expired, or the engine wants a block that was
+        not matched): then nothing is loaded and the caller reports the load as failed.
         """
         return self._onboarding.onboard(state, num_tokens, tables)
 
@@ -202,15 +212,17 @@ class Leader:
     ) -> int | None:
         """Writes through the full blocks up to ``stored_tokens`` that no copy below the device exists of.
 
-        ``computed_tokens``: position before this step; windowed groups may already have given up blocks before it.
-        Answers the job in which they will be, with ``take_offloads``; None if no block is full.
+        ``computed_tokens``: position before this step; windowed groups may already have given up blocks
+        before it. Answers the job in which they will be, with ``take_offloads``; None if no block is full.
         """
         if stored_tokens < state.next_full_tokens or not self.is_ready:
             return None
         return self._offloading.offload(state, tokens, computed_tokens, stored_tokens, tables)
 
     def take_offloads(self) -> Job | None:
-        """All that ``offload`` has gathered, of all requests, as one job; to be sent before its blocks are reused."""
+        """All that ``offload`` has gathered, of all requests, as one job; to be sent before its blocks are
+        reused.
+        """
         if not self._offloading.has_gathered:
             return None
         finished = [state for state in self._offloading.gathered_states() if state.is_finished]
@@ -229,7 +241,9 @@ class Leader:
         return self._jobs.readers_of(device_blocks)
 
     def writers_of(self, device_blocks: Mapping[int, Collection[int]]) -> set[int]:
-        """Onboards that still write any of these device blocks (by group), which the engine gave to somebody else."""
+        """Onboards that still write any of these device blocks (by group), which the engine gave to somebody
+        else.
+        """
         return self._jobs.writers_of(device_blocks)
 
     # ---------------------------------------------------------------- ends
@@ -266,7 +280,9 @@ class Leader:
         has_news = bool(self._handshake.inbox) or bool(self._handshake.found)
         if has_news:
             self._take_in_news()
-        if self.tier.live_leases or (self.disk is not None and self.disk.tier.live_leases):  # not in most steps
+        if self.tier.live_leases or (
+            self.disk is not None and self.disk.tier.live_leases
+        ):  # not in most steps
             self._mind_leases()
         if has_news:
             self.publish_gauges()
@@ -295,7 +311,9 @@ class Leader:
             self.metrics.failure(FailureKind.LEASE_EXPIRED, expired)
 
     def catch_up(self) -> None:
-        """As ``poll``, with everything that has been found on disk so far; at start, when nobody waits for a step."""
+        """As ``poll``, with everything that has been found on disk so far; at start, when nobody waits for a
+        step.
+        """
         self._take_in_found(len(self._handshake.found))
         self.poll()
 
@@ -319,7 +337,8 @@ class Leader:
     def _on_slots(self, event: SlotsReady) -> None:
         if not self.tier.capacity_blocks and event.slots and event.planned_slots < event.num_device_blocks:
             log.warning(
-                "kvbm: the host tier (%d blocks, %.2f GB) is smaller than the device tier (%d blocks, %.2f GB) "
+                "kvbm: the host tier (%d blocks, %.2f GB) is smaller than the device tier (%d "
+                "blocks, %.2f GB) "
                 "and will churn; raise DYN_KVBM_CPU_CACHE_GB",
                 event.planned_slots,
                 event.planned_slots * event.block_bytes / 1e9,
@@ -332,7 +351,11 @@ class Leader:
             self.disk.block_bytes = event.block_bytes
         self.tier.grow(event.slots)
         if event.slots == event.planned_slots:
-            log.info("kvbm: host tier ready: %d blocks, %.2f GB", event.slots, event.slots * event.block_bytes / 1e9)
+            log.info(
+                "kvbm: host tier ready: %d blocks, %.2f GB",
+                event.slots,
+                event.slots * event.block_bytes / 1e9,
+            )
 
     def _disable(self, reason: str) -> None:
         if self.disabled_reason is None:
@@ -397,4 +420,6 @@ class Leader:
         for state in self._requests.values():
             own_jobs = {*state.offload_jobs, *filter(None, [state.onboard_job])}
             if not all(job_id in self._jobs for job_id in own_jobs) or (state.is_finished and not own_jobs):
-                raise IntegrityError(f"request {state.request_id} waits for jobs that are over, or for nothing")
+                raise IntegrityError(
+                    f"request {state.request_id} waits for jobs that are over, or for nothing"
+                )

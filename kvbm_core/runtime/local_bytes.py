@@ -1,4 +1,6 @@
-"""The bytes of LocalTiers: the host tier's memory, the block file, and the executors between them and the device."""
+"""The bytes of LocalTiers: the host tier's memory, the block file, and the executors between them and the
+device.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ from kvbm_core.transfer.plan import JobResult, TransferPlan
 
 @dataclass(frozen=True, slots=True)
 class LocalDisk:
-    """``share``: folder and slots. ``fingerprint``: what the bytes of a block mean; other files are begun anew."""
+    """``share``: folder and slots. ``fingerprint``: what the bytes of a block mean; other files are begun
+    anew.
+    """
 
     share: DiskShare
     fingerprint: str
@@ -52,11 +56,11 @@ def slot_bytes_of(memory: DeviceMemory, *, with_disk: bool) -> int:
 
 
 class LocalBytes:
-    """Slab, disk and executors of one process. ``on_result``, ``on_news`` and ``on_released`` are called from any
-    thread; ``on_ready(slots)`` from the slab's.
+    """Slab, disk and executors of one process. ``on_result``, ``on_news`` and ``on_released`` are called from
+    any thread; ``on_ready(slots)`` from the slab's.
 
-    ConfigError if there is not enough memory, UnsupportedError if nothing copies from such device memory. A disk that
-    cannot be used is said to ``on_news``; there is none then.
+    ConfigError if there is not enough memory, UnsupportedError if nothing copies from such device memory. A
+    disk that cannot be used is said to ``on_news``; there is none then.
     """
 
     def __init__(

@@ -1,4 +1,6 @@
-"""What LocalTiers holds for loads to come: blocks pinned where they are, and slots for those still to be read."""
+"""What LocalTiers holds for loads to come: blocks pinned where they are, and slots for those still to be
+read.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,8 @@ from kvbm_core.types import BlockKey, Direction, SequenceHash, block_key
 class Claim:
     """``keys`` held to be loaded, each with its slot of the host tier.
 
-    ``reads``: those that are on the disk alone. ``reservation``: slots in which they stay. ``private``: slots for those
-    that somebody else is bringing up at the moment; they are free again after the load.
+    ``reads``: those that are on the disk alone. ``reservation``: slots in which they stay. ``private``: slots
+    for those that somebody else is bringing up at the moment; they are free again after the load.
     """
 
     owner: str
@@ -41,7 +43,9 @@ class Claim:
         if self.disk_lease is not None and self.reads:
             at = dict(zip(self.disk_lease.keys, self.disk_lease.slots, strict=True))
             into = tuple(self.slot_of[key] for key in self.reads)
-            reads = DiskPlan(job_id, Direction.ONBOARD, self.reads, into, tuple(at[key] for key in self.reads))
+            reads = DiskPlan(
+                job_id, Direction.ONBOARD, self.reads, into, tuple(at[key] for key in self.reads)
+            )
         return TransferPlan(job_id, Direction.ONBOARD, (GroupMove(0, tuple(device_blocks), slots),), reads)
 
 
@@ -67,7 +71,9 @@ class ClaimBook:
         return self._stack.contains(key)
 
     def promise(self, owner: str, keys: Sequence[BlockKey]) -> int:
-        """How many leading ``keys`` are held for ``owner`` from now on, until ``claim`` or ``ttl_s`` later."""
+        """How many leading ``keys`` are held for ``owner`` from now on, until ``claim`` or ``ttl_s``
+        later.
+        """
         self.let_go(owner)
         promise = self._hold(owner, tuple(keys[: self._stack.match_prefix(keys)]))
         if promise is None:
@@ -103,7 +109,8 @@ class ClaimBook:
     def is_good(self, claim: Claim) -> bool:
         """No lease has ended, and no block was forgotten since: such a one is not to be trusted any more."""
         return all(
-            tier.is_live(lease) and all(map(tier.contains, lease.keys)) for lease, tier in self._leases_of(claim)
+            tier.is_live(lease) and all(map(tier.contains, lease.keys))
+            for lease, tier in self._leases_of(claim)
         )
 
     def release(self, claim: Claim) -> None:

@@ -1,7 +1,8 @@
-"""Host and disk of one process, by key: for engines whose ranks each look after their own blocks and have no leader.
+"""Host and disk of one process, by key: for engines whose ranks each look after their own blocks and have no
+leader.
 
-Blocks go straight between the engine's device memory and the host tier, and on from there to the disk, by the parts
-that a leader and its worker are made of.
+Blocks go straight between the engine's device memory and the host tier, and on from there to the disk, by the
+parts that a leader and its worker are made of.
 """
 
 from __future__ import annotations
@@ -45,7 +46,9 @@ class _Released(NamedTuple):
 
 @dataclass
 class _Job:
-    """A load has a claim, a store a reservation. ``is_spoiled``: its device blocks were used otherwise meanwhile."""
+    """A load has a claim, a store a reservation. ``is_spoiled``: its device blocks were used otherwise
+    meanwhile.
+    """
 
     keys: tuple[BlockKey, ...]
     on_end: OnEnd
@@ -57,12 +60,16 @@ class _Job:
 class LocalTiers:
     """Safe to call from any thread; nothing waits for I/O but the constructor, ``wait_stored`` and ``close``.
 
-    A block is there once its transfer has ended well, not before; a failed one leaves nothing registered. What a load
-    stumbled over is forgotten, so that it fails once. Constructor: see LocalBytes.
+    A block is there once its transfer has ended well, not before; a failed one leaves nothing registered.
+    What a load stumbled over is forgotten, so that it fails once. Constructor: see LocalBytes.
     """
 
     def __init__(
-        self, memory: DeviceMemory, options: LocalOptions, metrics: Metrics | None = None, clock: Clock | None = None
+        self,
+        memory: DeviceMemory,
+        options: LocalOptions,
+        metrics: Metrics | None = None,
+        clock: Clock | None = None,
     ) -> None:
         self.block_bytes = memory.views[0].block_bytes
         self._metrics = metrics = metrics or Metrics()
@@ -77,7 +84,9 @@ class LocalTiers:
         self._disk: DiskTier | None = None
         if options.disk is not None:
             disk, new_id = options.disk, self._ids.__next__
-            self._disk = DiskTier(self._host, disk.admission, self._orders.append, new_id, 1, clock, metrics, disk.tier)
+            self._disk = DiskTier(
+                self._host, disk.admission, self._orders.append, new_id, 1, clock, metrics, disk.tier
+            )
             self._disk.block_bytes = self.block_bytes
         self._book = ClaimBook(self._host, self._disk, clock, options.lease_ttl_s)
         self._claims: set[Claim] = set()
@@ -101,7 +110,8 @@ class LocalTiers:
             return self._book.contains(key)
 
     def match(self, owner: str, keys: Sequence[BlockKey]) -> int:
-        """How many leading ``keys`` can be loaded. They are held for ``owner`` until ``claim``, or ``lease_ttl_s``.
+        """How many leading ``keys`` can be loaded. They are held for ``owner`` until ``claim``, or
+        ``lease_ttl_s``.
 
         Asked again it answers anew, and holds that instead.
         """
@@ -173,7 +183,9 @@ class LocalTiers:
             on_end(outcome)
 
     def disown(self) -> None:
-        """Device blocks that stores still read are used otherwise from now on: nothing of these stores will be kept."""
+        """Device blocks that stores still read are used otherwise from now on: nothing of these stores will
+        be kept.
+        """
         with self._lock:
             for job in self._jobs.values():
                 job.is_spoiled = True
@@ -204,7 +216,9 @@ class LocalTiers:
     def wait_stored(self, timeout_s: float) -> bool:
         """Waits until nothing is on its way to the disk; False if time ran out."""
         with self._changed:
-            return self._changed.wait_for(lambda: self._disk is None or not self._disk.storing_blocks, timeout_s)
+            return self._changed.wait_for(
+                lambda: self._disk is None or not self._disk.storing_blocks, timeout_s
+            )
 
     def close(self) -> None:
         """Ends what is under way, threads, memory and files; idempotent. What is in the host tier is gone."""
@@ -218,7 +232,9 @@ class LocalTiers:
             self._host.check_integrity()
             if self._disk is not None:
                 self._disk.check_integrity()
-            if self._host.pending_blocks and not (self._jobs or self._claims or self._late or self._book.num_promises):
+            if self._host.pending_blocks and not (
+                self._jobs or self._claims or self._late or self._book.num_promises
+            ):
                 raise IntegrityError("host slots are reserved for nobody")
 
     # ---------------------------------------------------------------- what executors say
@@ -235,7 +251,9 @@ class LocalTiers:
         self._take_turn()
 
     def _take_turn(self) -> None:
-        """Takes in what was heard and sends what follows from it; one thread at a time, the others leave it theirs."""
+        """Takes in what was heard and sends what follows from it; one thread at a time, the others leave it
+        theirs.
+        """
         while self._inbox or self._orders:
             if not self._turn.acquire(blocking=False):
                 return  # whoever has the turn looks again after it
@@ -264,7 +282,9 @@ class LocalTiers:
             if isinstance(order, Store):
                 self._bytes.store(order)
 
-    def _take(self, news: JobResult | Message | _Ready | _Released, ended: list[tuple[OnEnd, Outcome]]) -> None:
+    def _take(
+        self, news: JobResult | Message | _Ready | _Released, ended: list[tuple[OnEnd, Outcome]]
+    ) -> None:
         if isinstance(news, JobResult):
             job = self._jobs.pop(news.job_id)
             end = self._end_load if job.claim is not None else self._end_store
@@ -281,13 +301,17 @@ class LocalTiers:
     def _take_disk_news(self, disk: DiskTier, news: Message) -> None:
         if isinstance(news, Acks):
             for ack in news.acks:
-                if ack.is_late:  # nothing is freed before the second answer, but nobody is sent there for a while
+                if (
+                    ack.is_late
+                ):  # nothing is freed before the second answer, but nobody is sent there for a while
                     disk.judge(ack.outcome)
                 elif disk.owns(ack.job_id):
                     disk.acknowledge(news.rank, ack)
         elif isinstance(news, DiskFound):
             found = zip(news.slots, news.keys, news.sequences, strict=True)
-            disk.take_in(news.rank, news.end, [Found(slot, BlockKey(key), sequence) for slot, key, sequence in found])
+            disk.take_in(
+                news.rank, news.end, [Found(slot, BlockKey(key), sequence) for slot, key, sequence in found]
+            )
         elif isinstance(news, DiskRefused):
             disk.turn_off(news.reason)
 

@@ -1,6 +1,7 @@
 """What leader and workers say to each other: closed msgspec structs, decoded by type, never by content.
 
-Wire: one ZMQ frame, MessagePack, at most MAX_MESSAGE_BYTES. A frame that does not decode is dropped and counted.
+Wire: one ZMQ frame, MessagePack, at most MAX_MESSAGE_BYTES. A frame that does not decode is dropped and
+counted.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ class DiskShare(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Configure(msgspec.Struct, tag="configure", frozen=True, forbid_unknown_fields=True):
-    """Leader -> worker: how many slots of the host tier every rank that stores allocates, and the disk's, if any.
+    """Leader -> worker: how many slots of the host tier every rank that stores allocates, and the disk's, if
+    any.
 
     ``broadcast_address``: where the others get what rank 0 loads.
     """
@@ -59,7 +61,8 @@ class Ready(msgspec.Struct, tag="ready", frozen=True, forbid_unknown_fields=True
 class JobAck(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One finished job on one rank. ``seconds`` is the copy's time, ``queued_s`` the time before it.
 
-    ``is_late``: it was given up, and the kernel may still touch its slots; the answer that counts comes after that.
+    ``is_late``: it was given up, and the kernel may still touch its slots; the answer that counts comes after
+    that.
     """
 
     job_id: int
@@ -85,7 +88,9 @@ class Refused(msgspec.Struct, tag="refused", frozen=True, forbid_unknown_fields=
 
 
 class DiskFound(msgspec.Struct, tag="disk_found", frozen=True, forbid_unknown_fields=True):
-    """Worker -> leader: disk slots below ``end`` can be used; what the newest of them hold, and when it was written."""
+    """Worker -> leader: disk slots below ``end`` can be used; what the newest of them hold, and when it was
+    written.
+    """
 
     rank: int
     end: int
@@ -111,7 +116,8 @@ class Store(msgspec.Struct, tag="store", frozen=True, forbid_unknown_fields=True
 
 
 class Finish(msgspec.Struct, tag="finish", frozen=True, forbid_unknown_fields=True):
-    """Leader -> worker: a request is over; its device blocks wait for these jobs, of which ``plan`` begins now.
+    """Leader -> worker: a request is over; its device blocks wait for these jobs, of which ``plan`` begins
+    now.
 
     For engines whose own messages end with a request's last step.
     """
@@ -124,8 +130,8 @@ class Finish(msgspec.Struct, tag="finish", frozen=True, forbid_unknown_fields=Tr
 class LoadEnded(msgspec.Struct, tag="load_ended", frozen=True, forbid_unknown_fields=True):
     """Leader -> worker: every rank has answered this load, and the leader knows what becomes of its request.
 
-    For engines that cannot compute what was not loaded: all ranks have to act alike. Sent of each load that failed, and
-    of those that the leader has let the workers wait for.
+    For engines that cannot compute what was not loaded: all ranks have to act alike. Sent of each load that
+    failed, and of those that the leader has let the workers wait for.
     """
 
     request_id: str

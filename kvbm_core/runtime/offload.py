@@ -1,4 +1,6 @@
-"""The way down: which of a request's blocks are new, slots for them, and their commit when all ranks have them."""
+"""The way down: which of a request's blocks are new, slots for them, and their commit when all ranks have
+them.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ OnShareEnd = Callable[[Share, bool], None]
 
 
 class _Wanted(NamedTuple):
-    """Full blocks on the device, in prefix order: ``keys[i]`` of group ``positions[i]`` is in ``device_blocks[i]``."""
+    """Full blocks on the device, in prefix order: ``keys[i]`` of group ``positions[i]`` is in
+    ``device_blocks[i]``.
+    """
 
     keys: Sequence[BlockKey]
     device_blocks: Sequence[int]
@@ -35,14 +39,18 @@ class _Wanted(NamedTuple):
 
 
 def _own_keys(states: list[RequestState], new_keys: Sequence[BlockKey]) -> AbstractSet[BlockKey]:
-    """What must not be evicted for ``new_keys``, which are of these requests: their prefixes would have holes."""
+    """What must not be evicted for ``new_keys``, which are of these requests: their prefixes would have
+    holes.
+    """
     if len(new_keys) == sum(state.num_keys for state in states):
         return frozenset()  # nothing of them is there yet
     return states[0].own_keys() if len(states) == 1 else _OwnKeys(states)
 
 
 class _OwnKeys(AbstractSet[BlockKey]):
-    """The keys of several requests; a set of sets, as one set of all would have to be made anew in each step."""
+    """The keys of several requests; a set of sets, as one set of all would have to be made anew in each
+    step.
+    """
 
     def __init__(self, states: list[RequestState]) -> None:
         self._sets = [state.own_keys() for state in states]
@@ -63,9 +71,10 @@ class _OwnKeys(AbstractSet[BlockKey]):
 class Offloading:
     """Part of the Leader, on its thread.
 
-    What requests offload is gathered until ``take``, which makes one job of it: slots for all blocks at once, one plan
-    per step and one answer to it, however many requests have filled a block. ``on_share_end(share, committed)`` is
-    told of each request's end in it; a share without blocks had nothing new, or found no room.
+    What requests offload is gathered until ``take``, which makes one job of it: slots for all blocks at once,
+    one plan per step and one answer to it, however many requests have filled a block. ``on_share_end(share,
+    committed)`` is told of each request's end in it; a share without blocks had nothing new, or found no
+    room.
     """
 
     def __init__(
@@ -115,13 +124,19 @@ class Offloading:
         state.offload_jobs.add(self._open.job_id)
         return self._open.job_id
 
-    def _next_span(self, state: RequestState, g: int, table: BlockTable, limits: tuple[int, int]) -> tuple[range, int]:
-        """Blocks of group ``g`` to consider now, which are considered from here on, and when the next one is full."""
+    def _next_span(
+        self, state: RequestState, g: int, table: BlockTable, limits: tuple[int, int]
+    ) -> tuple[range, int]:
+        """Blocks of group ``g`` to consider now, which are considered from here on, and when the next one is
+        full.
+        """
         computed_tokens, stored_tokens = limits
         group, next_block = self._groups[g], state.next_offload[g]
         size = group.block_size_tokens
         end = min(stored_tokens // size, len(table), len(state.keys(g)))
-        first = max(next_block, group.first_needed_block(computed_tokens)) if group.window_tokens else next_block
+        first = (
+            max(next_block, group.first_needed_block(computed_tokens)) if group.window_tokens else next_block
+        )
         if end > next_block:
             state.next_offload[g] = next_block = end
         return range(first, end), (next_block + 1) * size
@@ -169,7 +184,9 @@ class Offloading:
         self._count_evictions()
         if len(reservation.keys) < len(keys):
             self._metrics.dropped(DropReason.NO_SPACE, len(self._tier.new_of(keys)))
-        for share in self._shares(job.job_id, gathered, reservation, is_whole=len(reservation.keys) == len(keys)):
+        for share in self._shares(
+            job.job_id, gathered, reservation, is_whole=len(reservation.keys) == len(keys)
+        ):
             if share.keys:
                 self._jobs.add(job, share)
             else:
@@ -182,7 +199,12 @@ class Offloading:
         return None
 
     def _shares(
-        self, job_id: int, gathered: list[tuple[RequestState, _Wanted]], reservation: Reservation, *, is_whole: bool
+        self,
+        job_id: int,
+        gathered: list[tuple[RequestState, _Wanted]],
+        reservation: Reservation,
+        *,
+        is_whole: bool,
     ) -> Iterator[Share]:
         slot_of = {} if is_whole else dict(zip(reservation.keys, reservation.slots, strict=True))
         end = 0
@@ -212,7 +234,9 @@ class Offloading:
         )
 
     def forget_gathered(self) -> None:
-        """What has been gathered is not to be stored any more; its job stays, empty, for those who wait for it."""
+        """What has been gathered is not to be stored any more; its job stays, empty, for those who wait for
+        it.
+        """
         self._gathered = [(state, _Wanted((), (), ())) for state, _ in self._gathered]
 
     def end(self, job: Job) -> bool:
@@ -233,7 +257,8 @@ class Offloading:
         for share in job.shares:
             share.state.offload_jobs.discard(job.job_id)
             if outcome is Outcome.REJECTED:
-                # Cancelled because of one request whose device blocks were wanted back; the others still have theirs.
+                # Cancelled because of one request whose device blocks were wanted back; the others still have
+                # theirs.
                 share.state.restart_offload()
         self._end_shares(job.shares, is_committed=is_committed)
         return is_committed
@@ -249,8 +274,8 @@ class Offloading:
         return True
 
     def _end_shares(self, shares: Sequence[Share], *, is_committed: bool) -> None:
-        # What came last must go first. Not after each decoded block (the chain is long); once more at the end, which
-        # Leader.finish leaves to the last offload. What came all at once is in order.
+        # What came last must go first. Not after each decoded block (the chain is long); once more at the
+        # end, which Leader.finish leaves to the last offload. What came all at once is in order.
         used: list[BlockKey] = []
         for share in shares:
             state = share.state

@@ -13,7 +13,13 @@ from kvbm_core.observe.metrics import Metrics
 from kvbm_core.runtime.disk import DiskTier
 from kvbm_core.runtime.jobs import Job, JobBook, Share
 from kvbm_core.runtime.request import NULL_BLOCK, BlockTable, Match, RequestState
-from kvbm_core.tiers.groups import GroupSpec, Residents, alignment_tokens, longest_prefix_tokens, needed_blocks
+from kvbm_core.tiers.groups import (
+    GroupSpec,
+    Residents,
+    alignment_tokens,
+    longest_prefix_tokens,
+    needed_blocks,
+)
 from kvbm_core.tiers.stack import TierStack
 from kvbm_core.tiers.tier import BlockTier
 from kvbm_core.transfer.plan import DiskPlan, GroupMove, TransferPlan
@@ -21,7 +27,9 @@ from kvbm_core.types import BlockKey, Direction, Tier
 
 
 class Onboarding:
-    """Part of the Leader, on its thread. Times in seconds; ``share_wait_s`` 0: loads under way are not waited for."""
+    """Part of the Leader, on its thread. Times in seconds; ``share_wait_s`` 0: loads under way are not waited
+    for.
+    """
 
     def __init__(
         self,
@@ -40,7 +48,8 @@ class Onboarding:
         self._null_block = null_block
         self._tier = tier
         self._disk = disk
-        # Where a prefix may lie; then the host alone, for when there is no room to bring blocks up from the disk.
+        # Where a prefix may lie; then the host alone, for when there is no room to bring blocks up from the
+        # disk.
         self._searched: tuple[Residents, ...] = (tier,) if disk is None else (TierStack((tier, disk)), tier)
         self._jobs = jobs
         self._clock = clock
@@ -55,7 +64,9 @@ class Onboarding:
         """Blocks that some load under way reads."""
         return len(self._loading)
 
-    def match(self, state: RequestState, tokens: Sequence[int], computed_tokens: int, limit_tokens: int) -> int | None:
+    def match(
+        self, state: RequestState, tokens: Sequence[int], computed_tokens: int, limit_tokens: int
+    ) -> int | None:
         """See Leader.match."""
         self.let_go(state)
         if computed_tokens % self._align or limit_tokens - computed_tokens < self._align:
@@ -65,7 +76,9 @@ class Onboarding:
         attempts = list(self._searched)
         while attempts:
             residents, *rest = attempts
-            prefix_tokens = longest_prefix_tokens(self._groups, state.keys, computed_tokens, limit_tokens, residents)
+            prefix_tokens = longest_prefix_tokens(
+                self._groups, state.keys, computed_tokens, limit_tokens, residents
+            )
             if prefix_tokens <= computed_tokens:
                 return 0
             blocks = tuple(needed_blocks(group, computed_tokens, prefix_tokens) for group in self._groups)
@@ -84,7 +97,9 @@ class Onboarding:
     def _promise(
         self, state: RequestState, computed_tokens: int, prefix_tokens: int, blocks: tuple[range, ...]
     ) -> Match | int:
-        """Holds all of these blocks; or none, and says how many leading ones there is room for in the host tier."""
+        """Holds all of these blocks; or none, and says how many leading ones there is room for in the host
+        tier.
+        """
         keys = [key for g, span in enumerate(blocks) for key in state.keys(g)[span.start : span.stop]]
         owner, ttl_s = state.request_id, self._lease_ttl_s
         lease = self._tier.lease(owner, keys, ttl_s)
@@ -110,7 +125,9 @@ class Onboarding:
             return next((i for i, key in enumerate(keys) if key not in slot_of), 0)
         return replace(match, slots=[slot_of[key] for key in keys])
 
-    def onboard(self, state: RequestState, num_tokens: int, tables: Sequence[BlockTable]) -> TransferPlan | None:
+    def onboard(
+        self, state: RequestState, num_tokens: int, tables: Sequence[BlockTable]
+    ) -> TransferPlan | None:
         """See Leader.onboard."""
         match, state.match = state.match, None
         if match is None:
@@ -143,7 +160,9 @@ class Onboarding:
         return job.plan()
 
     def _still_holds(self, match: Match) -> bool:
-        """Neither lease has expired, and no block was forgotten since: such a one is not to be trusted any more."""
+        """Neither lease has expired, and no block was forgotten since: such a one is not to be trusted any
+        more.
+        """
         for lease, tier in self._leases_of(match):
             if lease is not None and not (tier.is_live(lease) and all(map(tier.contains, lease.keys))):
                 return False
@@ -185,8 +204,8 @@ class Onboarding:
                 self._tier.commit(share.reservation)
                 share.reservation = None
         else:
-            # Never offered again: the engine recomputes, and the blocks are written anew, those too that it had
-            # computed and we had taken for stored before this news came.
+            # Never offered again: the engine recomputes, and the blocks are written anew, those too that it
+            # had computed and we had taken for stored before this news came.
             self._tier.forget(share.keys)
             state.restart_offload()
             state.host_hit_blocks = state.disk_hit_blocks = 0
@@ -204,7 +223,9 @@ class Onboarding:
     def _count(self, share: Share) -> None:
         read_slots = frozenset(share.reads.slots) if share.reads is not None else frozenset()
         # An engine that takes less than was matched may leave some of what was read.
-        from_disk = sum(slot in read_slots for move in share.moves for slot in move.slots) if read_slots else 0
+        from_disk = (
+            sum(slot in read_slots for move in share.moves for slot in move.slots) if read_slots else 0
+        )
         num_blocks = sum(len(move.slots) for move in share.moves)
         self._metrics.matched_tokens(share.num_tokens)
         self._metrics.onboarded_blocks(num_blocks - from_disk, Tier.HOST, Tier.DEVICE)
@@ -218,11 +239,17 @@ class Onboarding:
         for share in (share for job in self._jobs.jobs() for share in job.shares):
             if share.lease is not None and share.lease.expires_at_s < soon_s:
                 share.lease = self._renewed(share.lease, self._tier)
-            if share.disk_lease is not None and self._disk is not None and share.disk_lease.expires_at_s < soon_s:
+            if (
+                share.disk_lease is not None
+                and self._disk is not None
+                and share.disk_lease.expires_at_s < soon_s
+            ):
                 share.disk_lease = self._renewed(share.disk_lease, self._disk.tier)
 
     def check_integrity(self) -> None:
-        """Raises IntegrityError unless what is marked as being loaded is what the loads in flight hold a lease on."""
+        """Raises IntegrityError unless what is marked as being loaded is what the loads in flight hold a
+        lease on.
+        """
         expected: dict[BlockKey, int] = {}
         for job in self._jobs.jobs():
             for share in job.shares if job.direction is Direction.ONBOARD else ():
@@ -233,9 +260,13 @@ class Onboarding:
         if expected != self._loading:
             raise IntegrityError("blocks are marked as being loaded by no job in flight, or not marked")
 
-    def _moves_of(self, match: Match, num_tokens: int, tables: Sequence[BlockTable]) -> tuple[GroupMove, ...] | None:
+    def _moves_of(
+        self, match: Match, num_tokens: int, tables: Sequence[BlockTable]
+    ) -> tuple[GroupMove, ...] | None:
         last_token = match.computed_tokens + num_tokens
-        if not 0 < num_tokens <= match.prefix_tokens - match.computed_tokens or len(tables) != len(self._groups):
+        if not 0 < num_tokens <= match.prefix_tokens - match.computed_tokens or len(tables) != len(
+            self._groups
+        ):
             return None
         slots = iter(match.slots)
         moves = []
@@ -254,7 +285,9 @@ class Onboarding:
 
     def reserved_blocks(self, states: Iterable[RequestState]) -> int:
         """Slots that loads in flight, and promises to these requests, will read into."""
-        shares = [share for job in self._jobs.jobs() if job.direction is Direction.ONBOARD for share in job.shares]
+        shares = [
+            share for job in self._jobs.jobs() if job.direction is Direction.ONBOARD for share in job.shares
+        ]
         reservations = [share.reservation for share in shares]
         reservations += [state.match.reservation for state in states if state.match is not None]
         return sum(len(reservation.keys) for reservation in reservations if reservation is not None)

@@ -13,17 +13,20 @@ from kvbm_core.tokens.chain import TokenChain
 from kvbm_core.types import BlockKey, block_key
 
 BlockTable = Sequence[int]
-"""Device block ids of one request in one group, by block index; the null block where the engine keeps nothing."""
+"""Device block ids of one request in one group, by block index; the null block where the engine keeps
+nothing.
+"""
 NULL_BLOCK = 0
 """The null block of most engines; see LeaderOptions."""
 
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """A promise: ``slots`` are those of ``keys``, the blocks ``blocks[g]`` of each group g one after the other.
+    """A promise: ``slots`` are those of ``keys``, the blocks ``blocks[g]`` of each group g one after the
+    other.
 
-    ``lease`` holds those that are in the host tier. The rest is on the disk, held by ``disk_lease``, and has slots
-    reserved to be read into. Until the promise is kept or let go.
+    ``lease`` holds those that are in the host tier. The rest is on the disk, held by ``disk_lease``, and has
+    slots reserved to be read into. Until the promise is kept or let go.
     """
 
     computed_tokens: int
@@ -41,8 +44,9 @@ class RequestState:
     """One request. Only the leader's thread touches it.
 
     ``next_offload[g]`` is the first block of group g that has not been considered for offload yet, and
-    ``next_full_tokens`` the length at which the next of them is full (0: not known, look). ``foreign_tokens``: what the
-    engine found on the device, and nobody here has seen computed; it is never offloaded.
+    ``next_full_tokens`` the length at which the next of them is full (0: not known, look).
+    ``foreign_tokens``: what the engine found on the device, and nobody here has seen computed; it is never
+    offloaded.
     """
 
     request_id: str
@@ -82,7 +86,9 @@ class RequestState:
             return cast("list[BlockKey]", hashes)  # block_key(digest, 0) is the digest
         keys = self._keys[position]
         if (len(keys) + 1) * step <= len(hashes):
-            keys.extend(block_key(digest, group.index) for digest in hashes[(len(keys) + 1) * step - 1 :: step])
+            keys.extend(
+                block_key(digest, group.index) for digest in hashes[(len(keys) + 1) * step - 1 :: step]
+            )
         return keys
 
     @property
@@ -91,7 +97,9 @@ class RequestState:
         return sum(len(self.chain.hashes) // step for step in self._steps)
 
     def own_keys(self) -> set[BlockKey]:
-        """The keys of all groups as a set, which grows with the chain instead of being made anew. Not to be changed."""
+        """The keys of all groups as a set, which grows with the chain instead of being made anew. Not to be
+        changed.
+        """
         if self._own_hashes < len(self.chain.hashes):
             for position, step in enumerate(self._steps):
                 self._own.update(self.keys(position)[self._own_hashes // step :])
@@ -104,5 +112,7 @@ class RequestState:
             return self.keys(0)
         ends: list[tuple[int, BlockKey]] = []
         for position, group in enumerate(self.groups):
-            ends += (((block + 1) * group.block_size_tokens, key) for block, key in enumerate(self.keys(position)))
+            ends += (
+                ((block + 1) * group.block_size_tokens, key) for block, key in enumerate(self.keys(position))
+            )
         return [key for _, key in sorted(ends, key=lambda entry: entry[0])]

@@ -1,7 +1,8 @@
 """A worker: moves the bytes of its rank's shard; no policy.
 
-``register`` says hello; slots are allocated when the leader has answered, in the background. Plans may be submitted
-from then on (the leader makes none before). What finishes is acknowledged to the leader at once and kept for ``take``.
+``register`` says hello; slots are allocated when the leader has answered, in the background. Plans may be
+submitted from then on (the leader makes none before). What finishes is acknowledged to the leader at once and
+kept for ``take``.
 """
 
 from __future__ import annotations
@@ -55,13 +56,15 @@ LOAD_GRACE_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class WorkerOptions:
-    """``transfer_deadline_s``: a plan not started by then is given up. ``verify``: compare bytes after an onboard.
+    """``transfer_deadline_s``: a plan not started by then is given up. ``verify``: compare bytes after an
+    onboard.
 
-    ``engine_carries_acks``: the adapter takes acknowledgements to the leader with what the engine sends there in each
-    step anyway (``take_acks``); else they go over the channel. ``near_memory``: host memory from the GPU's NUMA node.
+    ``engine_carries_acks``: the adapter takes acknowledgements to the leader with what the engine sends there
+    in each step anyway (``take_acks``); else they go over the channel. ``near_memory``: host memory from the
+    GPU's NUMA node.
 
-    ``replicates``: every rank has the same KV. Rank 0 stores it; the others have neither slots nor a disk and get what
-    they load from rank 0, as fast as NCCL with ``max_ctas`` is (None: its own choice).
+    ``replicates``: every rank has the same KV. Rank 0 stores it; the others have neither slots nor a disk and
+    get what they load from rank 0, as fast as NCCL with ``max_ctas`` is (None: its own choice).
     """
 
     transfer_deadline_s: float = 60.0
@@ -76,7 +79,9 @@ class WorkerOptions:
 
 
 class Worker:
-    """Called from the engine's worker thread; ``take`` and callbacks are safe against the executor's threads."""
+    """Called from the engine's worker thread; ``take`` and callbacks are safe against the executor's
+    threads.
+    """
 
     def __init__(self, rank: int, world_size: int, endpoint: Endpoint, options: WorkerOptions) -> None:
         self.rank = rank
@@ -119,7 +124,9 @@ class Worker:
         self._wrap = wrap
 
     def judge_results(self, judge: Callable[[JobResult], JobResult]) -> None:
-        """Lets ``judge`` see, and change, each result before anybody else does (fault injection, byte checks)."""
+        """Lets ``judge`` see, and change, each result before anybody else does (fault injection, byte
+        checks).
+        """
         self._judge = judge
 
     def refuse(self, reason: str) -> None:
@@ -156,7 +163,9 @@ class Worker:
                     self._follow(message, self._memory)
                 else:
                     self._allocate(message, self._memory)
-            except Exception as error:  # out of memory, no executor for this memory...: serve without, and say why
+            except (
+                Exception
+            ) as error:  # out of memory, no executor for this memory...: serve without, and say why
                 self._is_refused = True
                 self._channel.send(Refused(self.rank, f"cannot allocate {message.num_slots} blocks: {error}"))
         elif isinstance(message, Store):
@@ -189,7 +198,9 @@ class Worker:
         )
         make = partial(self._make_executor, message.disk, memory, slab)
         try:
-            executor = self._make_broadcast(message, memory, make) if self._replicates else make(self._finished)
+            executor = (
+                self._make_broadcast(message, memory, make) if self._replicates else make(self._finished)
+            )
         except Exception:
             slab.close()
             raise
@@ -244,7 +255,8 @@ class Worker:
         )
 
     def _slots_ready(self, slots: int) -> None:
-        # The leader may send plans as soon as it hears this; slots that were ready before the executor are told after.
+        # The leader may send plans as soon as it hears this; slots that were ready before the executor are
+        # told after.
         if self._executor is not None and slots:
             self._channel.send(Ready(self.rank, slots))
 
@@ -271,13 +283,17 @@ class Worker:
         self._finished(JobResult(job_id, Outcome.REJECTED, 0, 0.0, 0.0, "not submitted"))
 
     def fence(self, job_ids: Collection[int]) -> bool:
-        """The device blocks of these jobs are about to be overwritten: cancels what waits, waits for what runs.
+        """The device blocks of these jobs are about to be overwritten: cancels what waits, waits for what
+        runs.
 
-        False if a running copy did not end in FENCE_TIMEOUT_S: it will be reported as failed, whatever it says later.
+        False if a running copy did not end in FENCE_TIMEOUT_S: it will be reported as failed, whatever it
+        says later.
         """
         if self._executor is None:
             return True
-        running = [job_id for job_id in job_ids if self.is_in_flight(job_id) and not self._executor.cancel(job_id)]
+        running = [
+            job_id for job_id in job_ids if self.is_in_flight(job_id) and not self._executor.cancel(job_id)
+        ]
         if not running or self._executor.wait(running, FENCE_TIMEOUT_S):
             return True
         with self._lock:
@@ -301,7 +317,9 @@ class Worker:
             return job_id in self._in_flight
 
     def take(self) -> list[JobResult]:
-        """Jobs that ended since the last call. Call it once per step: acknowledgements do not wait longer than that."""
+        """Jobs that ended since the last call. Call it once per step: acknowledgements do not wait longer
+        than that.
+        """
         if not self._done and not self._acks:  # most steps
             return []
         with self._lock:
@@ -360,7 +378,9 @@ class Worker:
             direction = self._in_flight.pop(result.job_id, None)
             if result.job_id in self._overwritten:
                 self._overwritten.discard(result.job_id)
-                result = replace(result, outcome=Outcome.TIMED_OUT, detail="its source was overwritten meanwhile")
+                result = replace(
+                    result, outcome=Outcome.TIMED_OUT, detail="its source was overwritten meanwhile"
+                )
             self._done.append(result)
             ack = JobAck(result.job_id, result.outcome, result.num_bytes, result.seconds, result.queued_s)
             if result.is_late:
@@ -372,7 +392,9 @@ class Worker:
         if not may_wait:
             self._acknowledge()
         if result.outcome not in (Outcome.OK, Outcome.REJECTED):
-            log.warning("kvbm: worker %d: job %d: %s %s", self.rank, result.job_id, result.outcome, result.detail)
+            log.warning(
+                "kvbm: worker %d: job %d: %s %s", self.rank, result.job_id, result.outcome, result.detail
+            )
 
     def _acknowledge(self) -> None:
         acks = [] if self._options.engine_carries_acks else self.take_acks()
@@ -380,7 +402,9 @@ class Worker:
             self._channel.send(Acks(self.rank, acks))
 
     def close(self) -> None:
-        """Closes the channel, ends the executor (waits for running copies), frees the slab. May be called twice."""
+        """Closes the channel, ends the executor (waits for running copies), frees the slab. May be called
+        twice.
+        """
         self._is_closed = True
         # First: its thread is the one that makes executor and slab.
         self._channel.close()

@@ -47,7 +47,9 @@ class WorkerDiskOptions:
 class WorkerDisk:
     """``open``, then ``start``, on the channel's thread; the rest is safe from any thread."""
 
-    def __init__(self, rank: int, world_size: int, options: WorkerDiskOptions, send: Callable[[Message], None]) -> None:
+    def __init__(
+        self, rank: int, world_size: int, options: WorkerDiskOptions, send: Callable[[Message], None]
+    ) -> None:
         self._rank = rank
         self._world_size = world_size
         self._options = options
@@ -74,7 +76,9 @@ class WorkerDisk:
         how = "O_DIRECT" if self._file.is_direct else "page cache"
         space = "space reserved" if self._file.is_reserved else "sparse"
         size_gb = self._file.geometry.file_bytes / 1e9
-        log.info("kvbm: disk tier: %s, %.2f GB (%s, %s, I/O: %s)", path, size_gb, how, space, self._options.io)
+        log.info(
+            "kvbm: disk tier: %s, %.2f GB (%s, %s, I/O: %s)", path, size_gb, how, space, self._options.io
+        )
         return True
 
     def _make_ios(self, file: BlockFile) -> list[FileIo] | None:
@@ -136,7 +140,9 @@ class WorkerDisk:
     def store(self, message: Store, *, deadline_s: float) -> None:
         """Writes host slots to the disk; the leader hears of the end."""
         keys = tuple(BlockKey(key) for key in message.keys)
-        plan = DiskPlan(message.job_id, Direction.OFFLOAD, keys, tuple(message.slots), tuple(message.disk_slots))
+        plan = DiskPlan(
+            message.job_id, Direction.OFFLOAD, keys, tuple(message.slots), tuple(message.disk_slots)
+        )
         with self._lock:
             self._stores.add(plan.job_id)
         if self._executor is None:

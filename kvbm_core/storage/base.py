@@ -9,7 +9,9 @@ from kvbm_core.errors import Outcome
 from kvbm_core.types import BlockKey
 
 Memory = memoryview | Sequence[memoryview]
-"""A block's bytes in memory: one piece, or several that make it up in this order (its layers; its keys and values)."""
+"""A block's bytes in memory: one piece, or several that make it up in this order (its layers; its keys and
+values).
+"""
 
 
 def parts_of(memory: Memory) -> Sequence[memoryview]:
@@ -28,10 +30,14 @@ class BlockStore(Protocol):
     def contains_many(self, keys: Sequence[BlockKey], *, deadline_s: float) -> list[Outcome]:
         """OK or MISS; OK does not promise that a later get succeeds."""
 
-    def put_many(self, keys: Sequence[BlockKey], payloads: Sequence[Memory], *, deadline_s: float) -> list[Outcome]:
+    def put_many(
+        self, keys: Sequence[BlockKey], payloads: Sequence[Memory], *, deadline_s: float
+    ) -> list[Outcome]:
         """OK means that the block can be got; it does not mean that it survives a crash."""
 
-    def get_many(self, keys: Sequence[BlockKey], targets: Sequence[Memory], *, deadline_s: float) -> list[Outcome]:
+    def get_many(
+        self, keys: Sequence[BlockKey], targets: Sequence[Memory], *, deadline_s: float
+    ) -> list[Outcome]:
         """Fills each target of its block's exact size; a target whose outcome is not OK holds garbage.
 
         It need not be divided into pieces as the payload was.

@@ -31,7 +31,8 @@ class HostSlab:
     far, both in that thread. ``prepare`` may return what undoes it, to be called at close. If preparing
     fails the slab stays as large as it is and ``failure`` says why.
 
-    ``cpus``: where that thread runs, which is where the memory comes from (``numa.cpus_near``); empty: anywhere.
+    ``cpus``: where that thread runs, which is where the memory comes from (``numa.cpus_near``); empty:
+    anywhere.
     """
 
     def __init__(
@@ -147,7 +148,9 @@ class HostSlab:
 
 
 def _run_on(cpus: Collection[int]) -> None:
-    """Keeps the calling thread on ``cpus``: the kernel takes the pages that it touches from their NUMA node."""
+    """Keeps the calling thread on ``cpus``: the kernel takes the pages that it touches from their NUMA
+    node.
+    """
     if not cpus:
         return
     try:

@@ -1,4 +1,6 @@
-"""Huge pages (Linux): a copy of scattered small pieces otherwise waits for the translation of each address."""
+"""Huge pages (Linux): a copy of scattered small pieces otherwise waits for the translation of each
+address.
+"""
 
 from __future__ import annotations
 
@@ -28,11 +30,12 @@ def advise(address: int, nbytes: int, advice: int) -> bool:
 
 
 class HugePages:
-    """Moves memory that is in use into huge pages, a page at a time: for an engine's KV cache in ordinary memory.
+    """Moves memory that is in use into huge pages, a page at a time: for an engine's KV cache in ordinary
+    memory.
 
-    Its bytes stay the same, and whoever uses them meanwhile waits for one page at most. ``memories`` are 1-D uint8
-    arrays that outlive this object. What the kernel refuses stays as it is, and without memory left this ends: only
-    speed is lost.
+    Its bytes stay the same, and whoever uses them meanwhile waits for one page at most. ``memories`` are 1-D
+    uint8 arrays that outlive this object. What the kernel refuses stays as it is, and without memory left
+    this ends: only speed is lost.
     """
 
     def __init__(self, memories: Sequence[Any], enabled: Path = _ENABLED) -> None:

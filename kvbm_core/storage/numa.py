@@ -1,4 +1,6 @@
-"""Which CPUs our threads run on (Linux): near a PCI device, whose memory they touch first, or beside the engine's."""
+"""Which CPUs our threads run on (Linux): near a PCI device, whose memory they touch first, or beside the
+engine's.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ def cpus_in(cpulist: str) -> frozenset[int]:
 
 
 def cpus_near(pci_address: str, sysfs: Path = Path("/sys")) -> frozenset[int]:
-    """CPUs on the device's NUMA node that this process may use; empty if that is all of them, none, or unknown.
+    """CPUs on the device's NUMA node that this process may use; empty if that is all of them, none, or
+    unknown.
 
     ``pci_address``: domain:bus:device.function in lower-case hexadecimal, as in ``0000:1b:00.0``.
     """
@@ -32,10 +35,11 @@ def cpus_near(pci_address: str, sysfs: Path = Path("/sys")) -> frozenset[int]:
 def leave_bound_core() -> None:
     """Lets the calling thread, which only copies or waits, run beside the cores that an engine computes on.
 
-    An engine's worker process binds its main thread, which computes, to one core, and each thread that is started later
-    inherits that: there a copy would hold up the whole forward pass. The thread goes to the other CPUs of the same NUMA
-    node, or of any, that the engine process which started the worker may use. It stays if there are none, and where it
-    was not the engine that bound it (another program started this process, or more than one core is left).
+    An engine's worker process binds its main thread, which computes, to one core, and each thread that is
+    started later inherits that: there a copy would hold up the whole forward pass. The thread goes to the
+    other CPUs of the same NUMA node, or of any, that the engine process which started the worker may use. It
+    stays if there are none, and where it was not the engine that bound it (another program started this
+    process, or more than one core is left).
     """
     try:
         bound, parent = os.sched_getaffinity(os.getpid()), os.getppid()

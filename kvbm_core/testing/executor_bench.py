@@ -61,7 +61,8 @@ class Bench:
     host: HostSlab
     executor: Executor
     results: list[JobResult]
-    """Of an executor that always has a listener, where the test has none; see ExecutorContract.keeps_results."""
+    """Of an executor that always has a listener, where the test has none; see ExecutorContract.keeps_results.
+    """
 
     def poll(self) -> list[JobResult]:
         """See Executor."""

@@ -51,7 +51,12 @@ class Setup:
     def copier(self, on_done: OnDone | None) -> Executor:
         """The executor for this memory, four blocks a batch."""
         return make_executor(
-            self.device, self.host, max_batch_blocks=4, on_done=on_done, digests=self.digests, clock=self.clock
+            self.device,
+            self.host,
+            max_batch_blocks=4,
+            on_done=on_done,
+            digests=self.digests,
+            clock=self.clock,
         )
 
     def cuda_copier(self, api: CudaApi, max_concurrent: int = 1) -> CudaExecutor:
@@ -110,7 +115,9 @@ class ExecutorContract:
     ) -> Iterator[Bench]:
         """A fresh executor on fresh memory, closed afterwards."""
         device, results = self.make_memory(), list[JobResult]()
-        host = HostSlab(NUM_SLOTS, max(v.block_bytes for v in device.views), prepare=self.preparation(prepare))
+        host = HostSlab(
+            NUM_SLOTS, max(v.block_bytes for v in device.views), prepare=self.preparation(prepare)
+        )
         assert prepare is not None or host.wait_ready(LONG_S), host.failure
         if not self.keeps_results:
             on_done = on_done or results.append
@@ -181,7 +188,9 @@ class ExecutorContract:
             listener.gate.set()
 
     def order_of_ends(self) -> list[int]:
-        """Of offloads 0 and 2 and onboards 1 and 3, submitted in the order of their ids while HELD_JOB was running."""
+        """Of offloads 0 and 2 and onboards 1 and 3, submitted in the order of their ids while HELD_JOB was
+        running.
+        """
         listener = Listener()
         with self.bench(on_done=listener) as bench:
             with self.held(bench, listener):

@@ -75,7 +75,9 @@ def finish(io: FileIo) -> Results:
         ended = io.collect(LONG_S)
         assert ended, f"{io.in_flight} requests do not end"
         assert io.in_flight == before - len(ended), "what is collected is in flight no more"
-        assert not results.keys() & dict(ended).keys() and len(dict(ended)) == len(ended), "a tag is collected once"
+        assert not results.keys() & dict(ended).keys() and len(dict(ended)) == len(ended), (
+            "a tag is collected once"
+        )
         results.update(ended)
     return results
 
@@ -91,7 +93,9 @@ def whole(memory: Bytes, tag: int = 0, offset_bytes: int = 0) -> Transfer:
 
 
 def scattered(rng: Random, memory: Bytes, count: int) -> tuple[list[Transfer], list[int]]:
-    """``count`` requests in random order that move all of ``memory``, and which of its units each of the file is."""
+    """``count`` requests in random order that move all of ``memory``, and which of its units each of the file
+    is.
+    """
     units = list(range(len(memory) // UNIT_BYTES))
     cuts = [0, *sorted(rng.sample(range(1, len(units)), count - 1)), len(units)]
     rng.shuffle(units)
@@ -113,7 +117,9 @@ def random_batches(rng: Random) -> list[list[Shape]]:
     """Some batches, of which a part reaches past FILE_UNITS."""
 
     def shape() -> Shape:
-        return Shape(rng.random() < 0.5, rng.randrange(3), [rng.randrange(4) for _ in range(rng.randrange(6))])
+        return Shape(
+            rng.random() < 0.5, rng.randrange(3), [rng.randrange(4) for _ in range(rng.randrange(6))]
+        )
 
     return [[shape() for _ in range(rng.randrange(12))] for _ in range(rng.randrange(1, 5))]
 
@@ -231,7 +237,8 @@ class FileIoContract(ABC):
         with self.opened(content) as (io, path):
             offsets = [0, 2 * UNIT_BYTES, 3 * UNIT_BYTES, 2**40]
             io.submit(
-                [whole(part, n, at) for n, (part, at) in enumerate(zip(parts, offsets, strict=True))], is_write=False
+                [whole(part, n, at) for n, (part, at) in enumerate(zip(parts, offsets, strict=True))],
+                is_write=False,
             )
             assert finish(io) == {0: len(content), 1: 100, 2: 0, 3: 0}
             assert parts[0].tobytes()[: len(content)] == content
@@ -265,7 +272,10 @@ class FileIoContract(ABC):
                 refused = {
                     3: (-errno.EINVAL, good._replace(offset_bytes=-UNIT_BYTES)),
                     5: (-errno.EFAULT, good._replace(pieces=[(nowhere * UNIT_BYTES, UNIT_BYTES)])),
-                    7: (-errno.EINVAL, good._replace(pieces=[(part.ctypes.data, 0)] * (os.sysconf("SC_IOV_MAX") + 1))),
+                    7: (
+                        -errno.EINVAL,
+                        good._replace(pieces=[(part.ctypes.data, 0)] * (os.sysconf("SC_IOV_MAX") + 1)),
+                    ),
                 }
                 expected[n], transfer = refused.get(n % 10, (UNIT_BYTES, good))
                 transfers.append(transfer)
@@ -281,7 +291,8 @@ class FileIoContract(ABC):
             good = [whole(part, n, n * UNIT_BYTES) for n, part in enumerate(memory.reshape(40, -1))]
             expected = {n: -errno.EINVAL if n % 4 == 0 else UNIT_BYTES for n in range(40)}
             io.submit(
-                [t._replace(offset_bytes=t.offset_bytes + 1) if t.tag % 4 == 0 else t for t in good], is_write=False
+                [t._replace(offset_bytes=t.offset_bytes + 1) if t.tag % 4 == 0 else t for t in good],
+                is_write=False,
             )
             assert finish(io) == expected
             self._compare(memory, content, expected)
@@ -305,7 +316,9 @@ class FileIoContract(ABC):
             return
         finally:
             os.close(fd)
-        raise unittest.SkipTest(f"NOT RUN: the file system of {tempfile.gettempdir()} takes any request with O_DIRECT")
+        raise unittest.SkipTest(
+            f"NOT RUN: the file system of {tempfile.gettempdir()} takes any request with O_DIRECT"
+        )
 
     def test_a_tag_is_in_flight_once(self) -> None:
         content = random_bytes(UNIT_BYTES)
@@ -318,7 +331,9 @@ class FileIoContract(ABC):
             assert finish(io) == {7: UNIT_BYTES}
             io.submit([third], is_write=False)
             assert finish(io) == {7: UNIT_BYTES}, "a tag can be used again once it was collected"
-            assert memory.tobytes() == content + bytes(UNIT_BYTES) + content, "the refused one was not started"
+            assert memory.tobytes() == content + bytes(UNIT_BYTES) + content, (
+                "the refused one was not started"
+            )
             self._refuses(io, [first, second])
             finish(io)
 
@@ -343,7 +358,8 @@ class FileIoContract(ABC):
         before = set(threading.enumerate())
         with self.opened(content) as (io, _):
             io.submit(
-                [whole(part, n, n * UNIT_BYTES) for n, part in enumerate(memory.reshape(200, -1))], is_write=False
+                [whole(part, n, n * UNIT_BYTES) for n, part in enumerate(memory.reshape(200, -1))],
+                is_write=False,
             )
             assert io.close(LONG_S)
             assert memory.tobytes() == content, "all that was submitted has been done"
@@ -367,7 +383,10 @@ class FileIoContract(ABC):
                     count = rng.randrange(1, 9)
                     portion, left = left[:count], left[count:]
                     for is_write in (True, False):
-                        io.submit([transfer for transfer, writes in portion if writes == is_write], is_write=is_write)
+                        io.submit(
+                            [transfer for transfer, writes in portion if writes == is_write],
+                            is_write=is_write,
+                        )
                     if rng.random() < 0.5:
                         results.update(io.collect(0))
                 batch.check({**results, **finish(io)})

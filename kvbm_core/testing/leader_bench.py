@@ -1,4 +1,6 @@
-"""A leader without processes: slots at once, answers of workers when the test gives them, time when it says so."""
+"""A leader without processes: slots at once, answers of workers when the test gives them, time when it says
+so.
+"""
 
 from __future__ import annotations
 
@@ -31,9 +33,11 @@ ONE_GROUP = (GroupSpec(0, BLOCK_TOKENS),)
 
 @dataclass(frozen=True, slots=True)
 class BenchDisk:
-    """A disk tier of ``num_slots`` empty slots, there at once; 0: the test says when with ``LeaderBench.disk_found``.
+    """A disk tier of ``num_slots`` empty slots, there at once; 0: the test says when with
+    ``LeaderBench.disk_found``.
 
-    ``send``: gets what the leader says to the workers, besides ``LeaderBench.sent``. ``is_bypass``: see DiskSetup.
+    ``send``: gets what the leader says to the workers, besides ``LeaderBench.sent``. ``is_bypass``: see
+    DiskSetup.
     """
 
     num_slots: int = 16
@@ -138,7 +142,9 @@ class LeaderBench:
         """A new request."""
         return self.leader.open(request_id, ROOT, None)
 
-    def offload(self, state: RequestState, tokens: Sequence[int], first_device_block: int = 1) -> TransferPlan | None:
+    def offload(
+        self, state: RequestState, tokens: Sequence[int], first_device_block: int = 1
+    ) -> TransferPlan | None:
         """All full blocks of ``tokens``, which lie in neighbouring device blocks."""
         tables = [
             range(first_device_block, first_device_block + len(tokens) // group.block_size_tokens)

@@ -1,7 +1,8 @@
 """A small engine around a real leader, driven by one seed: anything may happen, and bytes must stay right.
 
-Requests share prefixes, are preempted and aborted in every state; device blocks are reused as soon as they are free;
-copies end in any order, fail, or are cancelled; acknowledgements come late, in any order and twice; resets strike.
+Requests share prefixes, are preempted and aborted in every state; device blocks are reused as soon as they
+are free; copies end in any order, fail, or are cancelled; acknowledgements come late, in any order and twice;
+resets strike.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ class Stage(Enum):
 
 @dataclass
 class SimRequest:
-    """One request. ``tables``: what the connector was told; ``held``: the device blocks that are the request's now."""
+    """One request. ``tables``: what the connector was told; ``held``: the device blocks that are the
+    request's now.
+    """
 
     request_id: str
     tokens: list[int]
@@ -137,7 +140,10 @@ class LeaderSim:
         self._release_kept()
         self.bench.assert_idle()
         self.check_bytes()
-        expect(not self.kept and len(self.free_blocks) == self.shape.num_device_blocks - 1, "device blocks leaked")
+        expect(
+            not self.kept and len(self.free_blocks) == self.shape.num_device_blocks - 1,
+            "device blocks leaked",
+        )
 
     def check_bytes(self) -> None:
         """Each block that could be matched now has the right bytes in its slot, on every rank."""
@@ -146,7 +152,10 @@ class LeaderSim:
             lease = self.bench.tier.lease("check", [key], 1.0)
             if lease is not None:
                 for worker in self.workers:
-                    expect(worker.in_slot(lease.slots[0]) == oracle(worker.rank, group, prefix), f"slot of {prefix}")
+                    expect(
+                        worker.in_slot(lease.slots[0]) == oracle(worker.rank, group, prefix),
+                        f"slot of {prefix}",
+                    )
                 self.bench.tier.release(lease)
 
     # ---------------------------------------------------------------- requests
@@ -162,7 +171,9 @@ class LeaderSim:
         self._count += 1
         # A few names are used again and again, also while an old request's copies are still under way.
         names = {request.request_id for request in self.requests}
-        request_id = next(name for name in (f"r{self._count % 5}", f"r{self._count + 5}") if name not in names)
+        request_id = next(
+            name for name in (f"r{self._count % 5}", f"r{self._count + 5}") if name not in names
+        )
         request = SimRequest(request_id, tokens, self.bench.open(request_id))
         request.state.chain.extend(tokens)
         for position, group in enumerate(self.shape.groups):
@@ -202,7 +213,11 @@ class LeaderSim:
                 if self.random.random() < 0.05:
                     self.leader.abandon(plan.job_id)
                     return
-                request.stage, request.load, request.loaded_tokens = Stage.LOADING, plan.job_id, on_device + matched
+                request.stage, request.load, request.loaded_tokens = (
+                    Stage.LOADING,
+                    plan.job_id,
+                    on_device + matched,
+                )
                 for worker in self.workers:
                     worker.submit(plan)
 
@@ -233,7 +248,9 @@ class LeaderSim:
             worker.fence(job_ids, times_out=self.random.random() < 0.3)
 
     def _compute(self, request: SimRequest, start: int, stop: int) -> None:
-        """Writes the blocks that tokens ``start`` .. ``stop``-1 touch; an unfinished one holds something else."""
+        """Writes the blocks that tokens ``start`` .. ``stop``-1 touch; an unfinished one holds something
+        else.
+        """
         for group, table in zip(self.shape.groups, request.held, strict=True):
             size = group.block_size_tokens
             for block in range(start // size, -(-stop // size)):
@@ -274,7 +291,9 @@ class LeaderSim:
         before = request.computed_tokens
         for group, table in zip(self.shape.groups, request.held, strict=True):
             for block in range(min(group.first_needed_block(before), len(table))):
-                if table[block] != NULL_BLOCK:  # out of the window: the engine gives it up, and does not say so
+                if (
+                    table[block] != NULL_BLOCK
+                ):  # out of the window: the engine gives it up, and does not say so
                     self.free_blocks.append(table[block])
                     table[block] = NULL_BLOCK
         after = min(len(request.tokens), before + self.random.randint(1, 9))
@@ -363,7 +382,10 @@ class LeaderSim:
         self.leader.poll()
 
     def _on_offload_end(self, share: Share, committed: bool) -> None:
-        expect(not (committed and share.job_id <= self._last_job_before_reset), "a block came back after the reset")
+        expect(
+            not (committed and share.job_id <= self._last_job_before_reset),
+            "a block came back after the reset",
+        )
 
 
 def expect(is_true: bool, promise: str) -> None:

@@ -53,7 +53,9 @@ class ListPolicy:
     def evict(self, count_blocks: int, protected: Iterable[int] = ()) -> list[int] | None:
         """As the policy's."""
         spared = as_slots(list(protected))
-        victims = self.policy.evict(count_blocks, (lambda slots: np.isin(slots, spared)) if len(spared) else None)
+        victims = self.policy.evict(
+            count_blocks, (lambda slots: np.isin(slots, spared)) if len(spared) else None
+        )
         return None if victims is None else victims.tolist()
 
     @property

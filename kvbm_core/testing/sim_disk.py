@@ -1,9 +1,10 @@
 """The disk's part of the simulation: disks that outlive their workers, workers that use them, and restarts.
 
-Stores and reads take two steps. Records carry a digest of what their host slot held at the start, and the bytes that
-it held at the end: a host slot that was given to somebody else meanwhile yields a record that does not verify, and the
-simulation fails unless it has damaged that record itself. Reads may be late: the engine is told TIMED_OUT, and the
-worker goes on writing into the host slots and acknowledges to the leader only when that is over.
+Stores and reads take two steps. Records carry a digest of what their host slot held at the start, and the
+bytes that it held at the end: a host slot that was given to somebody else meanwhile yields a record that does
+not verify, and the simulation fails unless it has damaged that record itself. Reads may be late: the engine
+is told TIMED_OUT, and the worker goes on writing into the host slots and acknowledges to the leader only when
+that is over.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ def _digest(payload: bytes) -> bytes:
 
 @dataclass
 class SimRecord:
-    """``is_damaged``: on purpose, or not written to its end; it must be taken for useless, and nothing is wrong."""
+    """``is_damaged``: on purpose, or not written to its end; it must be taken for useless, and nothing is
+    wrong.
+    """
 
     key: BlockKey
     life: int
@@ -136,7 +139,9 @@ class DiskSimWorker(SimWorker):
             self._orders.popleft()
             for disk_slot in order.disk_slots:
                 if self._random.random() < 0.5:
-                    self.disk.records[disk_slot] = None  # what was there is gone, and no new record has come of it
+                    self.disk.records[disk_slot] = (
+                        None  # what was there is gone, and no new record has come of it
+                    )
             self._end(order.job_id, self._random.choice([*FAILURES, Outcome.REJECTED]))
         else:
             self._is_half_stored = True
@@ -160,7 +165,10 @@ class DiskSimWorker(SimWorker):
             expect(record is not None, "a record vanished while it was written")
             if record is not None:
                 record.payload, record.is_damaged = self.in_slot(slot), False
-                expect(_digest(record.payload) == record.digest, f"slot {slot} was reused while it was being stored")
+                expect(
+                    _digest(record.payload) == record.digest,
+                    f"slot {slot} was reused while it was being stored",
+                )
         self._end(order.job_id, self._random.choice(FAILURES) if self._fails() else Outcome.OK)
 
     # ---------------------------------------------------------------- disk to host to device
@@ -203,7 +211,9 @@ class DiskSimWorker(SimWorker):
             record = self.disk.records[disk_slot]
             if record is not None:
                 first = slot * PAGE_BYTES + offset_bytes
-                self.host[first : first + HALF_BYTES] = record.payload[offset_bytes : offset_bytes + HALF_BYTES]
+                self.host[first : first + HALF_BYTES] = record.payload[
+                    offset_bytes : offset_bytes + HALF_BYTES
+                ]
 
     def _end_reads(self, load: _Load) -> None:
         self._read_half(load, HALF_BYTES)
@@ -217,7 +227,9 @@ class DiskSimWorker(SimWorker):
             super().submit(TransferPlan(load.plan.job_id, load.plan.direction, load.plan.moves))
 
     def _problem_of(self, load: _Load, number: int) -> Outcome | None:
-        """What is wrong with one block that was read. AssertionError if that is nobody's fault but the leader's."""
+        """What is wrong with one block that was read. AssertionError if that is nobody's fault but the
+        leader's.
+        """
         record = self.disk.records[load.reads.disk_slots[number]]
         if self.disk.life != load.life:
             return Outcome.MISS
@@ -236,7 +248,8 @@ class DiskSimWorker(SimWorker):
 
 
 class DiskLeaderSim(LeaderSim):
-    """A LeaderSim with disks of ``num_disk_slots``. Now and then all of it but the disks is killed and starts anew.
+    """A LeaderSim with disks of ``num_disk_slots``. Now and then all of it but the disks is killed and starts
+    anew.
 
     ``uses_filter``: the frequency filter stands before the disk; else everything goes there.
     """
@@ -269,12 +282,16 @@ class DiskLeaderSim(LeaderSim):
     def _make_workers(self) -> list[DiskSimWorker]:
         shape = self.shape
         self._disk_workers = [
-            DiskSimWorker(rank, shape.num_device_blocks, shape.num_slots, self.random, shape.failure_rate, disk)
+            DiskSimWorker(
+                rank, shape.num_device_blocks, shape.num_slots, self.random, shape.failure_rate, disk
+            )
             for rank, disk in enumerate(self._disks)
         ]
         half, end = self._num_disk_slots // 2, self._num_disk_slots
         self._untold = [
-            deque(DiskSlotsFound(rank, part.stop, disk.found(part)) for part in (range(half), range(half, end)))
+            deque(
+                DiskSlotsFound(rank, part.stop, disk.found(part)) for part in (range(half), range(half, end))
+            )
             for rank, disk in enumerate(self._disks)
         ]
         return self._disk_workers
@@ -346,7 +363,10 @@ class DiskLeaderSim(LeaderSim):
             self.disk_loads += 1
             self.restart_hits += not self._restored.isdisjoint(reads.keys)
             if resets_before == self._resets:
-                expect(all(map(self.bench.tier.contains, reads.keys)), "what came up from the disk is not in the host")
+                expect(
+                    all(map(self.bench.tier.contains, reads.keys)),
+                    "what came up from the disk is not in the host",
+                )
                 self.promoted_blocks += len(reads.keys)
 
     def _reset(self) -> None:
@@ -374,5 +394,8 @@ class DiskLeaderSim(LeaderSim):
                 if record is None or record.key != key or record.life != worker.disk.life:
                     raise AssertionError(f"the record of {prefix} is not on the disk of rank {worker.rank}")
                 is_right = record.payload == oracle(worker.rank, group, prefix)
-                expect(is_right or record.is_damaged, f"wrong bytes on the disk of rank {worker.rank} for {prefix}")
+                expect(
+                    is_right or record.is_damaged,
+                    f"wrong bytes on the disk of rank {worker.rank} for {prefix}",
+                )
             tier.release(lease)

@@ -1,4 +1,6 @@
-"""A worker for simulations: its memories are byte arrays, and it does what it is told in any order, or fails."""
+"""A worker for simulations: its memories are byte arrays, and it does what it is told in any order, or
+fails.
+"""
 
 from __future__ import annotations
 
@@ -29,9 +31,13 @@ class _Running:
 
 
 class SimWorker:
-    """One rank. A copy takes two steps, half of each page in each: what changes in between is noticed in the bytes."""
+    """One rank. A copy takes two steps, half of each page in each: what changes in between is noticed in the
+    bytes.
+    """
 
-    def __init__(self, rank: int, num_device_blocks: int, num_slots: int, random: Random, failure_rate: float) -> None:
+    def __init__(
+        self, rank: int, num_device_blocks: int, num_slots: int, random: Random, failure_rate: float
+    ) -> None:
         self.rank = rank
         self.device = bytearray(num_device_blocks * PAGE_BYTES)
         self.host = bytearray(num_slots * PAGE_BYTES)
@@ -99,7 +105,9 @@ class SimWorker:
         for move in plan.moves:
             for block, slot in zip(move.device_blocks, move.slots, strict=True):
                 there = slice(slot * PAGE_BYTES + offset_bytes, slot * PAGE_BYTES + offset_bytes + HALF_BYTES)
-                here = slice(block * PAGE_BYTES + offset_bytes, block * PAGE_BYTES + offset_bytes + HALF_BYTES)
+                here = slice(
+                    block * PAGE_BYTES + offset_bytes, block * PAGE_BYTES + offset_bytes + HALF_BYTES
+                )
                 if plan.direction is Direction.OFFLOAD:
                     self.host[there] = self.device[here]
                 else:

@@ -35,7 +35,9 @@ def content_of(key: BlockKey, num_bytes: int) -> bytes:
 
 
 def buffers(count: int, num_bytes: int, *, skew_bytes: int = 0) -> list[memoryview]:
-    """Writable memory from pages' starts on, or ``skew_bytes`` behind them. Any address will do for a store."""
+    """Writable memory from pages' starts on, or ``skew_bytes`` behind them. Any address will do for a
+    store.
+    """
     step_bytes = -(-(num_bytes + skew_bytes) // 4096) * 4096
     memory = memory_of(count * step_bytes).data
     return [memory[start : start + num_bytes] for start in range(skew_bytes, count * step_bytes, step_bytes)]
@@ -59,13 +61,16 @@ class BlockStoreContract(ABC):
     skew_bytes = 0
     """How far behind a page's start the buffers, and their parts, begin."""
     part_bytes: int | None = None
-    """Buffers are made of parts of this size, and a shorter last one, far from each other; None: in one piece."""
+    """Buffers are made of parts of this size, and a shorter last one, far from each other; None: in one
+    piece.
+    """
     after_removal = Outcome.MISS
     """What is known of a block right after it was removed."""
 
     @abstractmethod
     def stores(self) -> AbstractContextManager[BlockStore]:
-        """A new and empty store with room for NUM_BLOCKS blocks of ``payload_bytes``; what it needs goes afterwards.
+        """A new and empty store with room for NUM_BLOCKS blocks of ``payload_bytes``; what it needs goes
+        afterwards.
 
         It is closed by the suite.
         """
@@ -90,7 +95,9 @@ class BlockStoreContract(ABC):
         return list(zip(*(buffers(count, part, skew_bytes=self.skew_bytes) for part in sizes), strict=True))
 
     def put(self, store: BlockStore, keys: Sequence[BlockKey], deadline_s: float = LONG_S) -> list[Outcome]:
-        """Puts each key's ``content_of``; the memory is overwritten afterwards, as it is the caller's again."""
+        """Puts each key's ``content_of``; the memory is overwritten afterwards, as it is the caller's
+        again.
+        """
         payloads = self.new_buffers(len(keys))
         for key, payload in zip(keys, payloads, strict=True):
             fill(payload, content_of(key, self.payload_bytes))
@@ -107,7 +114,9 @@ class BlockStoreContract(ABC):
         outcomes = store.get_many(keys, targets, deadline_s=deadline_s)
         assert len(outcomes) == len(keys)
         for key, target, outcome in zip(keys, targets, outcomes, strict=True):
-            assert outcome is not Outcome.OK or content_in(target) == content_of(key, self.payload_bytes), "wrong bytes"
+            assert outcome is not Outcome.OK or content_in(target) == content_of(key, self.payload_bytes), (
+                "wrong bytes"
+            )
         return outcomes
 
     @staticmethod
@@ -185,7 +194,9 @@ class BlockStoreContract(ABC):
             held = list(store.scan())
             assert 4 <= len(held) == len(set(held)) <= NUM_BLOCKS
             outcomes = self.get(store, keys)
-            assert {key for key, outcome in zip(keys, outcomes, strict=True) if outcome is Outcome.OK} == set(held)
+            assert {key for key, outcome in zip(keys, outcomes, strict=True) if outcome is Outcome.OK} == set(
+                held
+            )
             assert set(outcomes) == {Outcome.OK, Outcome.MISS}
 
     def test_more_blocks_in_one_call_than_fit(self) -> None:
@@ -239,7 +250,9 @@ class BlockStoreContract(ABC):
             for uneven in ([], [good, good[:1]], [good[: size // 2]]):
                 _refuses(store.put_many, [key_of(2), key_of(3)], [good, uneven])
             payload = memoryview(content_of(key_of(4), size))
-            assert store.put_many([key_of(4)], [payload], deadline_s=LONG_S) == [Outcome.OK], "it is only read"
+            assert store.put_many([key_of(4)], [payload], deadline_s=LONG_S) == [Outcome.OK], (
+                "it is only read"
+            )
             assert self.get(store, [*keys, key_of(4)]) == [Outcome.OK] * 3
             self._still_has_all_its_room(store)
 
@@ -263,7 +276,9 @@ class BlockStoreContract(ABC):
                 outcomes = store.get_many(keys, kept[-8:], deadline_s=deadline_s)
                 assert set(outcomes) <= NOT_NOW
                 for key, target, outcome in zip(keys, kept[-8:], outcomes, strict=True):
-                    assert outcome is not Outcome.OK or content_in(target) == content_of(key, self.payload_bytes)
+                    assert outcome is not Outcome.OK or content_in(target) == content_of(
+                        key, self.payload_bytes
+                    )
                 assert len(store.contains_many(keys, deadline_s=deadline_s)) == 8
                 assert len(store.remove_many(keys[3:4], deadline_s=deadline_s)) == 1
                 assert time.monotonic() - started_s < LONG_S / 2, "it does not wait"

@@ -1,7 +1,7 @@
 """A disk that loses power: what it may hold afterwards, made from the writes that it was given.
 
-The model knows no order between two syncs. Every sector written since the last one may hold what was written, what was
-there before any of these writes, a mixture of both, or zeros; each for itself.
+The model knows no order between two syncs. Every sector written since the last one may hold what was written,
+what was there before any of these writes, a mixture of both, or zeros; each for itself.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ class Synced(NamedTuple):
 class PowerLoss(NamedTuple):
     """How the unsynced sectors fare: chances of each (the rest is kept), and whether writes fare as one.
 
-    ``whole_writes``: the chance that all sectors of a write share one fate, as if the device had ordered them.
+    ``whole_writes``: the chance that all sectors of a write share one fate, as if the device had ordered
+    them.
     """
 
     dropped: float
@@ -76,7 +77,9 @@ class TornDisk:
         self._log.append(Synced())
 
     def after_loss(self, rng: Random, loss: PowerLoss, num_events: int | None = None) -> bytes:
-        """What may be on the disk if power goes after the first ``num_events`` events (any number of them)."""
+        """What may be on the disk if power goes after the first ``num_events`` events (any number of
+        them).
+        """
         events = self._log[: rng.randrange(len(self._log) + 1) if num_events is None else num_events]
         last_sync = max((n for n, event in enumerate(events) if isinstance(event, Synced)), default=-1)
         disk = bytearray(self._before)

@@ -23,12 +23,14 @@ _NOT_WHAT_IT_WAS = (Outcome.MISS, Outcome.CORRUPT, Outcome.INCOMPATIBLE)
 
 
 class DiskReader:
-    """Reads what a DiskStore of another process that ``shares`` has in the same file. Safe to call from any thread.
+    """Reads what a DiskStore of another process that ``shares`` has in the same file. Safe to call from any
+    thread.
 
-    It takes no lock of the writer's and may be there before it, and after it. What the writer has put is found from
-    then on; what it removed, until the slot is used again. All checks are those of a DiskStore's reads, but a block
-    that does not pass them is a MISS here: that the writer is just putting another one in its slot looks the same.
-    ``geometry``: as the writer has it, where ``num_slots`` does not matter. ``reads_straight``: see DiskStore.
+    It takes no lock of the writer's and may be there before it, and after it. What the writer has put is
+    found from then on; what it removed, until the slot is used again. All checks are those of a DiskStore's
+    reads, but a block that does not pass them is a MISS here: that the writer is just putting another one in
+    its slot looks the same. ``geometry``: as the writer has it, where ``num_slots`` does not matter.
+    ``reads_straight``: see DiskStore.
     """
 
     def __init__(
@@ -70,12 +72,18 @@ class DiskReader:
                 return [Outcome.REJECTED] * len(keys)
             return [Outcome.MISS if self._places.of(key) is None else Outcome.OK for key in keys]
 
-    def put_many(self, keys: Sequence[BlockKey], payloads: Sequence[Memory], *, deadline_s: float) -> list[Outcome]:
+    def put_many(
+        self, keys: Sequence[BlockKey], payloads: Sequence[Memory], *, deadline_s: float
+    ) -> list[Outcome]:
         """REJECTED: only the writer puts."""
         return [Outcome.REJECTED] * len(keys)
 
-    def get_many(self, keys: Sequence[BlockKey], targets: Sequence[Memory], *, deadline_s: float) -> list[Outcome]:
-        """See BlockStore. A block that does not verify is a MISS, and forgotten until the writer puts it again."""
+    def get_many(
+        self, keys: Sequence[BlockKey], targets: Sequence[Memory], *, deadline_s: float
+    ) -> list[Outcome]:
+        """See BlockStore. A block that does not verify is a MISS, and forgotten until the writer puts it
+        again.
+        """
         check_blocks(keys, targets, self._geometry.payload_bytes)
         check_targets(targets)
         deadline_at_s = self._clock.now_s() + deadline_s
@@ -86,7 +94,9 @@ class DiskReader:
             with self._books:
                 if self._closed:
                     return [Outcome.REJECTED] * len(keys)
-                found = [(i, place) for i, key in enumerate(keys) if (place := self._places.of(key)) is not None]
+                found = [
+                    (i, place) for i, key in enumerate(keys) if (place := self._places.of(key)) is not None
+                ]
                 header = self._followed
             outcomes = [Outcome.MISS] * len(keys)
             if found and header is not None:
@@ -139,13 +149,19 @@ class DiskReader:
                 return
 
     def _turn_to(self, header: LogHeader | None) -> None:
-        """Another log of the same life says all that counts again; without one, or in a new life, nothing does."""
+        """Another log of the same life says all that counts again; without one, or in a new life, nothing
+        does.
+        """
         last, self._followed = self._followed, header
         if header is None or last is None or (header.life, header.num_slots) != (last.life, last.num_slots):
             self._places.clear()
 
     def _read(
-        self, blocks: Sequence[tuple[BlockKey, int]], targets: Sequence[Memory], header: LogHeader, deadline_at_s: float
+        self,
+        blocks: Sequence[tuple[BlockKey, int]],
+        targets: Sequence[Memory],
+        header: LogHeader,
+        deadline_at_s: float,
     ) -> list[Outcome]:
         try:
             opened = self._open_for(header)

@@ -1,4 +1,6 @@
-"""The disk as a BlockStore: blocks by key, for whoever has no leader (a library, an engine's storage back end)."""
+"""The disk as a BlockStore: blocks by key, for whoever has no leader (a library, an engine's storage back
+end).
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ def check_blocks(keys: Sequence[BlockKey], buffers: Sequence[Memory], payload_by
     """ValueError unless each key is a block's and has memory of that size, none of it with gaps."""
     fits = len(keys) == len(buffers)
     for parts in map(parts_of, buffers):
-        fits &= sum(part.nbytes for part in parts) == payload_bytes and all(part.c_contiguous for part in parts)
+        fits &= sum(part.nbytes for part in parts) == payload_bytes and all(
+            part.c_contiguous for part in parts
+        )
     if not fits:
         raise ValueError(f"each key needs memory of exactly {payload_bytes} bytes, no piece of it with gaps")
     if not all(map(is_block_key, keys)):
@@ -46,11 +50,12 @@ def check_targets(targets: Sequence[Memory]) -> None:
 class DiskStore:
     """BlockStore in one block file. Safe to call from any thread; a read does not wait for a write.
 
-    What an earlier process left in the file is found again in the background (``wait_recovered``). Memory that is
-    whole sectors on a sector's boundary, in each of its pieces, is read and written without a copy. A read that is
-    TIMED_OUT may still be written into the caller's memory of that kind later: ``holds`` says so. For callers who
-    cannot wait for that, ``reads_straight`` False lets all reads pass through memory of the store's own.
-    ``shares``: other processes on this machine may read along, each with a DiskReader on the same path.
+    What an earlier process left in the file is found again in the background (``wait_recovered``). Memory
+    that is whole sectors on a sector's boundary, in each of its pieces, is read and written without a copy. A
+    read that is TIMED_OUT may still be written into the caller's memory of that kind later: ``holds`` says
+    so. For callers who cannot wait for that, ``reads_straight`` False lets all reads pass through memory of
+    the store's own. ``shares``: other processes on this machine may read along, each with a DiskReader on the
+    same path.
     """
 
     def __init__(
@@ -104,7 +109,9 @@ class DiskStore:
                 return [Outcome.REJECTED] * len(keys)
             return [Outcome.OK if self._tier.contains(key) else Outcome.MISS for key in keys]
 
-    def put_many(self, keys: Sequence[BlockKey], payloads: Sequence[Memory], *, deadline_s: float) -> list[Outcome]:
+    def put_many(
+        self, keys: Sequence[BlockKey], payloads: Sequence[Memory], *, deadline_s: float
+    ) -> list[Outcome]:
         """See BlockStore. Makes room by evicting; a block that is here already is not written again."""
         self._check(keys, payloads)
         deadline_at_s = self._clock.now_s() + deadline_s
@@ -116,11 +123,15 @@ class DiskStore:
                     return [Outcome.REJECTED] * len(keys)
                 self._take_back_slots()
                 given = frozenset(keys)
-                reserved = self._tier.reserve(keys, lambda new_keys: given)  # none makes room for another of its call
+                reserved = self._tier.reserve(
+                    keys, lambda new_keys: given
+                )  # none makes room for another of its call
             payload_of = dict(zip(keys, payloads, strict=True))
             blocks = list(zip(reserved.keys, reserved.slots, strict=True))
             left_s = deadline_at_s - self._clock.now_s()
-            outcomes = self._writer.transfer(blocks, [payload_of[key] for key in reserved.keys], deadline_s=left_s)
+            outcomes = self._writer.transfer(
+                blocks, [payload_of[key] for key in reserved.keys], deadline_s=left_s
+            )
             with self._books:
                 self._settle(reserved, outcomes)
                 outcome_of = dict(zip(reserved.keys, outcomes, strict=True))
@@ -133,7 +144,9 @@ class DiskStore:
         finally:
             self._writer.lock.release()
 
-    def get_many(self, keys: Sequence[BlockKey], targets: Sequence[Memory], *, deadline_s: float) -> list[Outcome]:
+    def get_many(
+        self, keys: Sequence[BlockKey], targets: Sequence[Memory], *, deadline_s: float
+    ) -> list[Outcome]:
         """See BlockStore. A block that does not verify is forgotten."""
         self._check(keys, targets)
         check_targets(targets)
@@ -164,10 +177,14 @@ class DiskStore:
             self._reader.lock.release()
 
     def remove_many(self, keys: Sequence[BlockKey], *, deadline_s: float) -> list[Outcome]:
-        """See BlockStore. No I/O: a record stays until its slot is used again; a restart finds it (but see clear)."""
+        """See BlockStore. No I/O: a record stays until its slot is used again; a restart finds it (but see
+        clear).
+        """
         outcomes = self.contains_many(keys, deadline_s=deadline_s)
         with self._books:
-            self._tier.forget([key for key, outcome in zip(keys, outcomes, strict=True) if outcome is Outcome.OK])
+            self._tier.forget(
+                [key for key, outcome in zip(keys, outcomes, strict=True) if outcome is Outcome.OK]
+            )
         return outcomes
 
     def clear(self) -> None:
@@ -207,10 +224,14 @@ class DiskStore:
     def _take_in(self, end: int, found: list[Found]) -> None:
         with self._books:
             batches = [] if self._was_cleared else batches_of(found)
-            slot_of = dict(chain.from_iterable(batches))  # of two with one key the more recent, as the tier has it
+            slot_of = dict(
+                chain.from_iterable(batches)
+            )  # of two with one key the more recent, as the tier has it
             new = self._tier.new_of(list(slot_of)) if self._log is not None else ()
             self._tier.restore(end, batches)
-            if self._log is not None:  # still with the books: no put may take one of these slots before it is told
+            if (
+                self._log is not None
+            ):  # still with the books: no put may take one of these slots before it is told
                 self._log.append([(key, slot_of[key]) for key in new])
 
     def _begin_log(self, shares: bool) -> SlotLog | None:
@@ -233,7 +254,9 @@ class DiskStore:
         return self._tier.lease(OWNER, keys, 2 * max(0.0, deadline_s) + 1) if keys else None
 
     def _settle(self, reserved: Reservation, outcomes: list[Outcome]) -> None:
-        """Each record for itself: what was written is here, what may yet be written keeps its slot, the rest is not."""
+        """Each record for itself: what was written is here, what may yet be written keeps its slot, the rest
+        is not.
+        """
         by_end: dict[Outcome, list[int]] = {}
         for i, outcome in enumerate(outcomes):
             by_end.setdefault(outcome, []).append(i)
@@ -248,7 +271,9 @@ class DiskStore:
                 self._tier.abort(part)
 
     def _take_back_slots(self) -> None:
-        """Those of late writes, once all these have ended: until then one may land on top of a newer block."""
+        """Those of late writes, once all these have ended: until then one may land on top of a newer
+        block.
+        """
         self._writer.lane.holds(0)  # looks what has ended
         if not self._writer.lane.late_requests:
             while self._late:

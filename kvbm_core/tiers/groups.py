@@ -1,7 +1,7 @@
 """The engine's KV cache groups, and how far a prefix reaches when every group must agree.
 
-A group with full attention needs every block of the prefix; one with a sliding window needs only the blocks that the
-next token can see. The answer is the longest length on which all groups agree.
+A group with full attention needs every block of the prefix; one with a sliding window needs only the blocks
+that the next token can see. The answer is the longest length on which all groups agree.
 """
 
 from __future__ import annotations
@@ -50,7 +50,9 @@ def base_block_tokens(groups: Sequence[GroupSpec]) -> int:
 
 
 def needed_blocks(group: GroupSpec, computed_tokens: int, prefix_tokens: int) -> range:
-    """Blocks of ``group`` to bring up so that ``prefix_tokens`` can be used, the device having ``computed_tokens``."""
+    """Blocks of ``group`` to bring up so that ``prefix_tokens`` can be used, the device having
+    ``computed_tokens``.
+    """
     first = max(computed_tokens // group.block_size_tokens, group.first_needed_block(prefix_tokens))
     return range(first, max(first, prefix_tokens // group.block_size_tokens))
 
@@ -65,7 +67,8 @@ def longest_prefix_tokens(
     """The longest usable prefix, in tokens from 0; ``computed_tokens`` when nothing beyond it is there.
 
     ``keys_of(i)`` are the keys of all full blocks of ``groups[i]``, from block 0 on.
-    ``computed_tokens`` and the answer are multiples of ``alignment_tokens(groups)``; the answer is <= ``limit_tokens``.
+    ``computed_tokens`` and the answer are multiples of ``alignment_tokens(groups)``; the answer is <=
+    ``limit_tokens``.
     """
     align = alignment_tokens(groups)
     length = limit_tokens // align * align
@@ -77,11 +80,15 @@ def longest_prefix_tokens(
             is_new = first >= len(keys) or not residents.contains(keys[first])
             run = 0 if is_new else residents.match_prefix(keys[first : length // size])
             length = (first + run) * size // align * align
-    windowed = [(group, keys_of(position)) for position, group in enumerate(groups) if group.window_tokens is not None]
+    windowed = [
+        (group, keys_of(position)) for position, group in enumerate(groups) if group.window_tokens is not None
+    ]
     while length > computed_tokens:
         shorter = length
         for group, keys in windowed:
-            shorter = _longest_windowed(group, keys, computed_tokens, shorter, align=align, residents=residents)
+            shorter = _longest_windowed(
+                group, keys, computed_tokens, shorter, align=align, residents=residents
+            )
         if shorter == length:
             return length
         length = shorter
@@ -97,7 +104,9 @@ def _longest_windowed(
     align: int,
     residents: Residents,
 ) -> int:
-    """The longest aligned length <= ``limit_tokens`` whose window is there. Walks down, each block asked once."""
+    """The longest aligned length <= ``limit_tokens`` whose window is there. Walks down, each block asked
+    once.
+    """
     known: dict[int, bool] = {}
     length = min(limit_tokens, len(keys) * group.block_size_tokens) // align * align
     while length > computed_tokens:

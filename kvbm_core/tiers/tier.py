@@ -174,12 +174,14 @@ class BlockTier:
         slots = self._registry.find(keys)
         self._policy.touch(slots if len(slots) == len(keys) else self._registry.slots_of(keys))
 
-    def reserve(self, keys: Sequence[BlockKey], protected: Protected, *, all_or_none: bool = False) -> Reservation:
+    def reserve(
+        self, keys: Sequence[BlockKey], protected: Protected, *, all_or_none: bool = False
+    ) -> Reservation:
         """Slots for those of ``keys`` that are neither there nor on their way, as many as can be had.
 
         Blocks are taken from the head of ``keys`` on; what does not fit is left out (compare the lengths).
-        ``protected`` is asked only if something has to be evicted; the keys that it answers stay. ``all_or_none``: if
-        not each of ``keys`` gets a slot, none does, and nothing is evicted.
+        ``protected`` is asked only if something has to be evicted; the keys that it answers stay.
+        ``all_or_none``: if not each of ``keys`` gets a slot, none does, and nothing is evicted.
         """
         new_keys = self._registry.new_of(keys)
         missing = len(new_keys) - self._pool.free_slots
@@ -187,7 +189,9 @@ class BlockTier:
             new_keys = ()
         elif missing > 0:
             self._make_room(missing, protected(new_keys), partly=not all_or_none)
-            new_keys = new_keys[: 0 if all_or_none and self._pool.free_slots < len(new_keys) else self._pool.free_slots]
+            new_keys = new_keys[
+                : 0 if all_or_none and self._pool.free_slots < len(new_keys) else self._pool.free_slots
+            ]
         slots = self._pool.allocate(len(new_keys))
         if slots is None:
             raise IntegrityError("the pool refused slots that it had just counted as free")
@@ -195,7 +199,9 @@ class BlockTier:
         return Reservation(new_keys, tuple(slots.tolist()), self._generation)
 
     def commit(self, reservation: Reservation) -> bool:
-        """The bytes are there: the blocks become matchable. False if a reset came in between (they are dropped)."""
+        """The bytes are there: the blocks become matchable. False if a reset came in between (they are
+        dropped).
+        """
         if reservation.generation != self._generation:
             self.abort(reservation)
             return False
@@ -214,7 +220,8 @@ class BlockTier:
         self._drop(free)
 
     def reset(self) -> int:
-        """Forgets every block; what is being read leaves when its lease ends, what is being written never arrives.
+        """Forgets every block; what is being read leaves when its lease ends, what is being written never
+        arrives.
 
         Returns how many blocks were forgotten.
         """
@@ -231,7 +238,9 @@ class BlockTier:
         self._leases.check_integrity()
         used = self._pool.capacity_slots - self._pool.free_slots
         if used != len(self._registry) + self._registry.pending_blocks:
-            raise IntegrityError(f"{self.tier.name}: {used} slots in use, {len(self._registry)} blocks registered")
+            raise IntegrityError(
+                f"{self.tier.name}: {used} slots in use, {len(self._registry)} blocks registered"
+            )
         keys = list(self._registry.keys())
         pinned = set(keys) - set(self._free_of(keys))
         if self._policy.evictable_blocks + len(pinned) != len(self._registry):
@@ -239,11 +248,15 @@ class BlockTier:
         if not self._doomed <= pinned:
             raise IntegrityError(f"{self.tier.name}: a doomed block is not pinned and never leaves")
         if pinned and not self._leases.live_leases:
-            raise IntegrityError(f"{self.tier.name}: {len(pinned)} blocks are pinned and nobody holds a lease")
+            raise IntegrityError(
+                f"{self.tier.name}: {len(pinned)} blocks are pinned and nobody holds a lease"
+            )
 
     def _make_room(self, count_blocks: int, protected: AbstractSet[BlockKey], *, partly: bool) -> None:
         def spare(slots: Slots) -> npt.NDArray[np.bool_]:
-            return np.fromiter(map(protected.__contains__, self._registry.keys_in(slots)), np.bool_, len(slots))
+            return np.fromiter(
+                map(protected.__contains__, self._registry.keys_in(slots)), np.bool_, len(slots)
+            )
 
         victims = self._policy.evict(count_blocks, spare if protected else None)
         if victims is None and partly:

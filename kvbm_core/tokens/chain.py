@@ -69,7 +69,9 @@ def chain_in_python(parent: bytes, header: bytes, tokens: bytes, step: int) -> l
 
 
 def pack_in_python(tokens: Sequence[int]) -> bytes:
-    """See Native.pack_u32. array: three times faster than numpy on a list of ints, and it refuses what does not fit."""
+    """See Native.pack_u32. array: three times faster than numpy on a list of ints, and it refuses what does
+    not fit.
+    """
     packed = array("I", list(tokens))
     if sys.byteorder == "big":
         packed.byteswap()

@@ -1,4 +1,6 @@
-"""Which weights a folder holds: blocks that outlive a process must not meet a model that was trained on meanwhile."""
+"""Which weights a folder holds: blocks that outlive a process must not meet a model that was trained on
+meanwhile.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +18,16 @@ WEIGHT_SUFFIXES = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf", ".n
 
 
 def weights_stamp(folder: Path) -> str:
-    """32 hex digits of the weights and configuration in ``folder``; "" if there are no weights in it, or no folder.
+    """32 hex digits of the weights and configuration in ``folder``; "" if there are no weights in it, or no
+    folder.
 
-    Of each file of weights the size and three samples are read, of ``*.json`` everything: training changes next to
-    every number, and copying none. Takes milliseconds; the same on every machine.
+    Of each file of weights the size and three samples are read, of ``*.json`` everything: training changes
+    next to every number, and copying none. Takes milliseconds; the same on every machine.
     """
     try:
-        files = sorted(path for path in _files(folder) if path.suffix in WEIGHT_SUFFIXES or path.suffix == ".json")
+        files = sorted(
+            path for path in _files(folder) if path.suffix in WEIGHT_SUFFIXES or path.suffix == ".json"
+        )
         digest = hashlib.sha256()
         for path in files:
             digest.update(f"{path.name}\0{path.stat().st_size}\0".encode())
@@ -34,10 +39,11 @@ def weights_stamp(folder: Path) -> str:
 
 @lru_cache(maxsize=1024)
 def model_stamp(name: str, revision: str = "", cache_dir: str = "") -> str:
-    """``weights_stamp`` of a path, or of a model of the hub as downloaded to ``cache_dir`` ("" = the usual place).
+    """``weights_stamp`` of a path, or of a model of the hub as downloaded to ``cache_dir`` ("" = the usual
+    place).
 
-    Looked at once. Where weights cannot be told from others of their name: a stamp of this process alone. ImportError
-    for what is no path where huggingface_hub is not installed.
+    Looked at once. Where weights cannot be told from others of their name: a stamp of this process alone.
+    ImportError for what is no path where huggingface_hub is not installed.
     """
     folder = Path(name)
     if not folder.exists():
@@ -45,7 +51,9 @@ def model_stamp(name: str, revision: str = "", cache_dir: str = "") -> str:
     stamp = weights_stamp(folder)
     if not stamp:
         log.info(
-            "kvbm: the weights of %s cannot be looked at: what is stored on disk is not found after a restart", name
+            "kvbm: the weights of %s cannot be looked at: what is stored on disk is not found after "
+            "a restart",
+            name,
         )
     return stamp or secrets.token_hex(16)
 
@@ -55,7 +63,9 @@ def _snapshot_of(name: str, revision: str, cache_dir: str) -> Path | None:
     from huggingface_hub.errors import HFValidationError
 
     try:
-        config = try_to_load_from_cache(name, "config.json", cache_dir=cache_dir or None, revision=revision or None)
+        config = try_to_load_from_cache(
+            name, "config.json", cache_dir=cache_dir or None, revision=revision or None
+        )
     except HFValidationError:
         return None
     return Path(config).parent if isinstance(config, str) else None

@@ -64,7 +64,9 @@ def slab_preparation(device: DeviceMemory) -> Callable[[int, int], Callable[[], 
 
 
 def slab_cpus(device: DeviceMemory) -> frozenset[int]:
-    """What HostSlab's ``cpus`` should be for this device memory: those near the GPU, or anywhere for a CPU."""
+    """What HostSlab's ``cpus`` should be for this device memory: those near the GPU, or anywhere for a
+    CPU.
+    """
     if not _is_cuda(device):
         return frozenset()
     from kvbm_core.transfer.executors.cuda_runtime import CudaRuntime

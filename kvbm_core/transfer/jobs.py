@@ -82,11 +82,14 @@ class JobBoard(Generic[PlanT]):
     def take(self, *, timeout_s: float | None = None, onboard_only: bool = False) -> Job[PlanT] | None:
         """The next job to start: onboards first, then the oldest; those past their deadline are ended.
 
-        Waits up to ``timeout_s`` (None = for ever) for one; None if there is none, after ``wake`` or ``close``.
+        Waits up to ``timeout_s`` (None = for ever) for one; None if there is none, after ``wake`` or
+        ``close``.
         """
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._closed or self._is_woken or self._has_job(onboard_only), timeout_s)
+                self._changed.wait_for(
+                    lambda: self._closed or self._is_woken or self._has_job(onboard_only), timeout_s
+                )
                 self._is_woken = False
                 if not self._has_job(onboard_only):
                     return None
@@ -97,7 +100,13 @@ class JobBoard(Generic[PlanT]):
             self.end(job, Outcome.TIMED_OUT, "the deadline passed before the job could start")
 
     def end(
-        self, job: Job[PlanT], outcome: Outcome, detail: str = "", *, num_bytes: int = 0, is_late: bool = False
+        self,
+        job: Job[PlanT],
+        outcome: Outcome,
+        detail: str = "",
+        *,
+        num_bytes: int = 0,
+        is_late: bool = False,
     ) -> None:
         """Publishes the result; a job that never started has no seconds, only time in the queue."""
         now_s = self._clock.now_s()
@@ -184,7 +193,9 @@ class BoardExecutor(ABC):
     ``_thread`` is to be started when all that it uses is there.
     """
 
-    def __init__(self, thread_name: str, on_done: Callable[[JobResult], None] | None, clock: Clock | None) -> None:
+    def __init__(
+        self, thread_name: str, on_done: Callable[[JobResult], None] | None, clock: Clock | None
+    ) -> None:
         self._board: JobBoard[TransferPlan] = JobBoard(clock or SystemClock(), on_done)
         self._thread = threading.Thread(target=self._work, name=thread_name, daemon=True)
 

@@ -16,10 +16,12 @@ CopyArrays = tuple[Numbers, Numbers, Numbers]
 
 
 class PieceTable:
-    """The pieces of one group's blocks as columns of numbers: the addresses of a batch are one broadcast over them.
+    """The pieces of one group's blocks as columns of numbers: the addresses of a batch are one broadcast over
+    them.
 
-    A Python object per piece would cost more time than a GPU needs to move it (36 layers x 16 blocks: 0.6 ms against
-    0.02). ``host_base`` is the slab's address, ``chunk_bytes`` the size of what was pinned in one piece.
+    A Python object per piece would cost more time than a GPU needs to move it (36 layers x 16 blocks: 0.6 ms
+    against 0.02). ``host_base`` is the slab's address, ``chunk_bytes`` the size of what was pinned in one
+    piece.
     """
 
     def __init__(
@@ -39,8 +41,8 @@ class PieceTable:
     def arrays(self, device_blocks: Sequence[int], slots: Sequence[int], *, to_host: bool) -> CopyArrays:
         """The copies between ``device_blocks[i]`` and ``slots[i]``; they may run in any order.
 
-        None lies in two chunks of the slab: each was pinned by itself, and a copy over two registrations may be
-        refused.
+        None lies in two chunks of the slab: each was pinned by itself, and a copy over two registrations may
+        be refused.
         """
         parts: list[CopyArrays] = []
         if self._apart is not None:
@@ -70,7 +72,9 @@ def _is_dense(device: Segment, host: Segment) -> bool:
     return device.nbytes == device.block_stride_bytes == host.block_stride_bytes
 
 
-def _columns(pairs: Sequence[tuple[Segment, Segment]], device_bases: Sequence[int], host_base: int) -> Numbers:
+def _columns(
+    pairs: Sequence[tuple[Segment, Segment]], device_bases: Sequence[int], host_base: int
+) -> Numbers:
     """A row each: first device address, device stride, first host address, host stride, bytes."""
     rows = [
         (device_bases[a.storage] + a.offset_bytes, a.block_stride_bytes, host_base + b.offset_bytes,

@@ -34,7 +34,9 @@ class DiskPlan:
     def check(self, num_slots: int, num_disk_slots: int) -> None:
         """ValueError for numbers out of range, unequal lengths or a target named twice."""
         if not len(self.keys) == len(self.slots) == len(self.disk_slots):
-            raise ValueError(f"{len(self.keys)} keys, {len(self.slots)} slots and {len(self.disk_slots)} on the disk")
+            raise ValueError(
+                f"{len(self.keys)} keys, {len(self.slots)} slots and {len(self.disk_slots)} on the disk"
+            )
         _check_range("slot", self.slots, num_slots)
         _check_range("disk slot", self.disk_slots, num_disk_slots)
         targets = self.disk_slots if self.direction is Direction.OFFLOAD else self.slots
@@ -44,7 +46,9 @@ class DiskPlan:
 
 @dataclass(frozen=True, slots=True)
 class TransferPlan:
-    """One job: everything moves or the job has failed. ``reads``: what has to come up into its slots first."""
+    """One job: everything moves or the job has failed. ``reads``: what has to come up into its slots
+    first.
+    """
 
     job_id: int
     direction: Direction
@@ -86,7 +90,8 @@ def _check_range(what: str, numbers: Sequence[int], limit: int) -> None:
 class JobResult:
     """How a job ended: ``seconds`` of copying after ``queued_s`` of waiting; ``detail`` says why not OK.
 
-    ``is_late``: given up while the disk may still write into its slots; they are not to be used until it is released.
+    ``is_late``: given up while the disk may still write into its slots; they are not to be used until it is
+    released.
     """
 
     job_id: int

@@ -1,4 +1,6 @@
-"""What of HiCache came and went with which release of SGLang: what docs/sglang.md says, and how it is seen."""
+"""What of HiCache came and went with which release of SGLang: what docs/sglang.md says, and how it is
+seen.
+"""
 
 from __future__ import annotations
 
@@ -30,12 +32,28 @@ HISTORY: dict[str, tuple[str, str | None, Callable[[Path], bool]]] = {
     "attach at run time": ("0.5.10", None, has_text(CONTROLLER, "def attach_storage_backend(")),
     "detach at run time": ("0.5.10", None, has_text(CONTROLLER, "def detach_storage_backend(")),
     "pp_rank": ("0.5.10", None, has_field("HiCacheStorageConfig", "pp_rank")),
-    "own tree of HiCache": ("0.5.10", "0.5.21", has_text("srt/mem_cache/hiradix_cache.py", "class HiRadixCache(")),
-    "get_global_server_args": ("0.5.10", "0.5.20", has_text(SERVER_ARGS, "def get_global_server_args() -> ServerArgs")),
+    "own tree of HiCache": (
+        "0.5.10",
+        "0.5.21",
+        has_text("srt/mem_cache/hiradix_cache.py", "class HiRadixCache("),
+    ),
+    "get_global_server_args": (
+        "0.5.10",
+        "0.5.20",
+        has_text(SERVER_ARGS, "def get_global_server_args() -> ServerArgs"),
+    ),
     "str(PoolName) is its value": ("0.5.11", None, has_field("PoolName", "__str__")),
     "attn_cp_rank": ("0.5.11", None, has_field("HiCacheStorageConfig", "attn_cp_rank")),
-    "prefix_keys is None by default": ("0.5.12", None, has_text(STORAGE, "prefix_keys: Optional[List[str]] = None")),
-    "draft pages by keys of their own": ("0.5.13", "0.5.19", has_text(CONTROLLER, "def _draft_page_set_generic(")),
+    "prefix_keys is None by default": (
+        "0.5.12",
+        None,
+        has_text(STORAGE, "prefix_keys: Optional[List[str]] = None"),
+    ),
+    "draft pages by keys of their own": (
+        "0.5.13",
+        "0.5.19",
+        has_text(CONTROLLER, "def _draft_page_set_generic("),
+    ),
     "unified tree": ("0.5.13", None, has_text("srt/mem_cache/unified_radix_cache.py", "storage_backend")),
     "get_server_args": ("0.5.15", None, has_text(RUNTIME_CONTEXT, "def get_server_args() -> ServerArgs")),
     "restorable_prefix_pages": ("0.5.19", None, has_field("PoolTransferResult", "restorable_prefix_pages")),
@@ -43,7 +61,11 @@ HISTORY: dict[str, tuple[str, str | None, Callable[[Path], bool]]] = {
     "linker": ("0.5.19", None, has_text(LINKER, "class UnifiedCacheLinker(ABC)")),
     "extra_info for batch_get_v2": ("0.5.21", None, has_text(HYBRID, "extra_info=extra_info")),
     "dp_rank": ("0.5.21", None, has_field("HiCacheStorageConfig", "dp_rank")),
-    "block groups": ("0.5.22", None, lambda sglang: "block_groups" in enum_values(sglang / STORAGE, "PoolHitPolicy")),
+    "block groups": (
+        "0.5.22",
+        None,
+        lambda sglang: "block_groups" in enum_values(sglang / STORAGE, "PoolHitPolicy"),
+    ),
     "on_host_pools_registered": ("0.5.23", None, has_field("HiCacheStorage", "on_host_pools_registered")),
     "dcp_rank": ("0.5.23", None, has_field("HiCacheStorageConfig", "dcp_rank")),
     "linker from outside": ("0.5.23", None, has_text(LINKER_FACTORY, "linker_module_path")),

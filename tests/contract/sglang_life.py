@@ -1,9 +1,10 @@
-"""One life of KvbmHiCache with the interface classes of one SGLang release: made, filled, read, cleared, closed.
+"""One life of KvbmHiCache with the interface classes of one SGLang release: made, filled, read, cleared,
+closed.
 
     python sglang_life.py SOURCES FOLDER
 
-SOURCES holds sglang/srt/mem_cache/... of that release. Its hicache_storage.py and its backend factory are the real
-ones; of what these import, what asks for more of SGLang is a stand-in. The host pool is a double.
+SOURCES holds sglang/srt/mem_cache/... of that release. Its hicache_storage.py and its backend factory are the
+real ones; of what these import, what asks for more of SGLang is a stand-in. The host pool is a double.
 """
 
 from __future__ import annotations
@@ -68,8 +69,15 @@ def import_release(sources: Path) -> tuple[Any, Any]:
 
 
 def config_of(kind: type) -> Any:
-    """A HiCacheStorageConfig of one rank. KeyError for a field without default that no release has had so far."""
-    known = {"is_mla_model": False, "enable_storage_metrics": True, "is_page_first_layout": True, "model_name": "m"}
+    """A HiCacheStorageConfig of one rank. KeyError for a field without default that no release has had so
+    far.
+    """
+    known = {
+        "is_mla_model": False,
+        "enable_storage_metrics": True,
+        "is_page_first_layout": True,
+        "model_name": "m",
+    }
     for what in ("tp", "pp", "attn_cp"):
         known |= {f"{what}_rank": 0, f"{what}_size": 1}
     needed = [field.name for field in dataclasses.fields(kind) if field.default is dataclasses.MISSING]
@@ -112,7 +120,9 @@ def pages_of_a_side_pool(release: Any, backend: Any) -> None:
 
     assert backend.batch_exists_v2(["aa", "bb"], [transfer(0, keys=["bb"])]).kv_hit_pages == 0
     fill(lambda: backend.batch_set_v2([transfer(0, keys=["bb"])])[name])
-    found = backend.batch_exists_v2(["aa", "bb", "cc"], [transfer(0, keys=["cc"])], release.HiCacheStorageExtraInfo())
+    found = backend.batch_exists_v2(
+        ["aa", "bb", "cc"], [transfer(0, keys=["cc"])], release.HiCacheStorageExtraInfo()
+    )
     assert found.kv_hit_pages == 2, found
     assert getattr(found, "restorable_prefix_pages", [2]) == [2], found
     assert backend.batch_get_v2([transfer(3, keys=["bb"])]) == {name: [True]}

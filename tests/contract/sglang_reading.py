@@ -1,4 +1,6 @@
-"""Reading SGLang's and kvbm_sglang's sources: signatures, calls of a storage backend, what is read of whose objects."""
+"""Reading SGLang's and kvbm_sglang's sources: signatures, calls of a storage backend, what is read of whose
+objects.
+"""
 
 from __future__ import annotations
 
@@ -40,13 +42,17 @@ def constructor_of(path: Path, name: str) -> Signature:
     """What a dataclass is made with."""
     kind = Parameter.POSITIONAL_OR_KEYWORD
     fields = fields_of(path, name).items()
-    return Signature([Parameter(field, kind, default=None if has else Parameter.empty) for field, has in fields])
+    return Signature(
+        [Parameter(field, kind, default=None if has else Parameter.empty) for field, has in fields]
+    )
 
 
 def enum_values(path: Path, name: str) -> set[str]:
     """The string values of an enum."""
     values = [item.value for item in class_of(path, name).body if isinstance(item, ast.Assign)]
-    return {value.value for value in values if isinstance(value, ast.Constant) and isinstance(value.value, str)}
+    return {
+        value.value for value in values if isinstance(value, ast.Constant) and isinstance(value.value, str)
+    }
 
 
 # ---------------------------------------------------------------- calls
@@ -72,9 +78,13 @@ class CallForm:
 
 def form_of(call: ast.Call, name: str, where: str) -> CallForm | None:
     """None where * or ** hides what is given."""
-    if any(isinstance(argument, ast.Starred) for argument in call.args) or any(k.arg is None for k in call.keywords):
+    if any(isinstance(argument, ast.Starred) for argument in call.args) or any(
+        k.arg is None for k in call.keywords
+    ):
         return None
-    return CallForm(name, f"{where}:{call.lineno}", len(call.args), tuple(k.arg for k in call.keywords if k.arg))
+    return CallForm(
+        name, f"{where}:{call.lineno}", len(call.args), tuple(k.arg for k in call.keywords if k.arg)
+    )
 
 
 def is_backend(node: ast.expr) -> bool:
@@ -87,9 +97,15 @@ def backend_calls(sglang: Path) -> Iterator[CallForm]:
     """Every call of a storage backend's method outside of the backends themselves."""
     for path in caller_files(sglang):
         for node in ast.walk(parse(path)):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and is_backend(node.func.value):
+            if (
+                isinstance(node, ast.Call)
+                and isinstance(node.func, ast.Attribute)
+                and is_backend(node.func.value)
+            ):
                 form = form_of(node, node.func.attr, path.name)
-                assert form is not None, f"{path}:{node.lineno} hides its arguments: read it, and teach this reader"
+                assert form is not None, (
+                    f"{path}:{node.lineno} hides its arguments: read it, and teach this reader"
+                )
                 yield form
 
 
@@ -127,7 +143,11 @@ def string_keys(sglang: Path, files: Iterable[Path], method: str) -> set[str]:
     found = set()
     for path in files:
         for node in ast.walk(parse(sglang / path)):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == method:
+            if (
+                isinstance(node, ast.Call)
+                and isinstance(node.func, ast.Attribute)
+                and node.func.attr == method
+            ):
                 is_config = ast.unparse(node.func.value).endswith("config")
                 if is_config and node.args and isinstance(node.args[0], ast.Constant):
                     found.add(str(node.args[0].value))
@@ -152,7 +172,8 @@ def loaded_with(entry: Path) -> list[Path]:
 class AdapterUses(Uses):
     """What an adapter reads of objects by their annotations, through ``self.x = argument`` too.
 
-    Left out is what stands under ``if x == "value"`` or ``if hasattr(x, "value")``, where the value is in ``absent``.
+    Left out is what stands under ``if x == "value"`` or ``if hasattr(x, "value")``, where the value is in
+    ``absent``.
     """
 
     def __init__(self, classes: set[str], absent: set[str]) -> None:
@@ -165,12 +186,16 @@ class AdapterUses(Uses):
         functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
         self.types = {}
         for function in functions:
-            arguments = {a.arg: self._named(a.annotation) for a in function.args.args if a.annotation is not None}
+            arguments = {
+                a.arg: self._named(a.annotation) for a in function.args.args if a.annotation is not None
+            }
             for item in ast.walk(function):
                 if isinstance(item, ast.Assign) and isinstance(item.value, ast.Name):
                     kind = arguments.get(item.value.id)
                     targets = map(ast.unparse, item.targets)
-                    self.types.update({("self", text): kind for text in targets if kind and text.startswith("self.")})
+                    self.types.update(
+                        {("self", text): kind for text in targets if kind and text.startswith("self.")}
+                    )
         for function in functions:
             self._read_function(function, path.name)
 

@@ -1,4 +1,6 @@
-"""Reading Python sources without importing them: classes, signatures, imports, and which attributes are used."""
+"""Reading Python sources without importing them: classes, signatures, imports, and which attributes are
+used.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ def parse(path: Path) -> ast.Module:
 
 def find_class(path: Path, name: str) -> ast.ClassDef | None:
     """The class ``name`` at the top level of a file."""
-    return next((node for node in parse(path).body if isinstance(node, ast.ClassDef) and node.name == name), None)
+    return next(
+        (node for node in parse(path).body if isinstance(node, ast.ClassDef) and node.name == name), None
+    )
 
 
 def class_of(path: Path, name: str) -> ast.ClassDef:
@@ -51,7 +55,9 @@ def decorators(function: ast.FunctionDef) -> set[str]:
 
 
 def attributes(path: Path, name: str) -> set[str]:
-    """What instances of the class have: fields, methods, what __init__ assigns; with its bases in this file."""
+    """What instances of the class have: fields, methods, what __init__ assigns; with its bases in this
+    file.
+    """
     node = find_class(path, name)
     if node is None:
         return set()
@@ -59,7 +65,11 @@ def attributes(path: Path, name: str) -> set[str]:
     for item in ast.walk(node):
         if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name):
             found.add(item.target.id)
-        elif isinstance(item, ast.Attribute) and isinstance(item.ctx, ast.Store) and ast.unparse(item.value) == "self":
+        elif (
+            isinstance(item, ast.Attribute)
+            and isinstance(item.ctx, ast.Store)
+            and ast.unparse(item.value) == "self"
+        ):
             found.add(item.attr)
     for base in node.bases:
         found |= attributes(path, ast.unparse(base))
@@ -81,7 +91,9 @@ def defined_names(path: Path) -> set[str]:
             pending += [item for handler in getattr(node, "handlers", []) for item in handler.body]
         else:
             found |= {
-                item.id for item in ast.walk(node) if isinstance(item, ast.Name) and isinstance(item.ctx, ast.Store)
+                item.id
+                for item in ast.walk(node)
+                if isinstance(item, ast.Name) and isinstance(item.ctx, ast.Store)
             }
     return found
 
@@ -115,14 +127,18 @@ class Uses:
     probed: dict[tuple[str, str], str] = field(default_factory=dict)
 
     def read(self, path: Path) -> None:
-        """Adds all functions of one file. Types are taken from annotations and followed through names and loops."""
+        """Adds all functions of one file. Types are taken from annotations and followed through names and
+        loops.
+        """
         for node in ast.walk(parse(path)):
             if isinstance(node, ast.FunctionDef):
                 self._read_function(node, path.name)
 
     def _read_function(self, function: ast.FunctionDef, file_name: str) -> None:
         arguments = function.args.posonlyargs + function.args.args + function.args.kwonlyargs
-        known = {a.arg: kind for a in arguments if a.annotation is not None and (kind := self._named(a.annotation))}
+        known = {
+            a.arg: kind for a in arguments if a.annotation is not None and (kind := self._named(a.annotation))
+        }
         for _ in range(3):  # a name may be used before the walk has met what binds it
             for node in ast.walk(function):
                 self._bind(node, known)
@@ -178,7 +194,11 @@ class Uses:
             known[target.id] = kind
 
     def _loop(self, target: ast.expr, source: ast.expr, known: dict[str, str]) -> None:
-        if isinstance(source, ast.Call) and ast.unparse(source.func) == "zip" and isinstance(target, ast.Tuple):
+        if (
+            isinstance(source, ast.Call)
+            and ast.unparse(source.func) == "zip"
+            and isinstance(target, ast.Tuple)
+        ):
             for one, its in zip(target.elts, source.args, strict=False):
                 self._loop(one, its, known)
             return

@@ -40,7 +40,9 @@ class TestBroadcastExecutor(ExecutorContract):
         point = MeetingPoint()
         group, others_group = Group(0, 2, point.address, point), Group(1, 2, point.address)
         executor = TwoRanks(setup.device, group, setup.on_done, make_loader=setup.copier, clock=setup.clock)
-        executor.other = BroadcastExecutor(two_group_memory(2), others_group, lambda result: None, clock=setup.clock)
+        executor.other = BroadcastExecutor(
+            two_group_memory(2), others_group, lambda result: None, clock=setup.clock
+        )
         return executor
 
     def break_copies(self, bench: Bench, broken: bool) -> None:

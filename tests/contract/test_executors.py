@@ -43,12 +43,16 @@ class TestMemcpyExecutor(ExecutorContract):
     def break_copies(self, bench: Bench, broken: bool) -> None:
         forbid_writes(bench.executor, broken)
 
-    def test_an_onboard_does_not_wait_for_the_rest_of_an_offload(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_an_onboard_does_not_wait_for_the_rest_of_an_offload(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         """The listener cannot hold a job that is under way, so the copies themselves are held."""
         first_batch, go_on = threading.Event(), threading.Event()
         copy = MemcpyExecutor._copy
 
-        def held_copy(executor: MemcpyExecutor, group: int, device_blocks: Ids, slots: Ids, is_offload: bool) -> None:
+        def held_copy(
+            executor: MemcpyExecutor, group: int, device_blocks: Ids, slots: Ids, is_offload: bool
+        ) -> None:
             copy(executor, group, device_blocks, slots, is_offload)
             if is_offload and not first_batch.is_set():
                 first_batch.set()
@@ -68,7 +72,8 @@ class TestMemcpyExecutor(ExecutorContract):
 
 
 @pytest.mark.skipif(
-    native is None, reason="NOT RUN: the native module (no C compiler when kvbm was installed, or KVBM_NATIVE=0)"
+    native is None,
+    reason="NOT RUN: the native module (no C compiler when kvbm was installed, or KVBM_NATIVE=0)",
 )
 class TestNativeMemcpyExecutor(TestMemcpyExecutor):
     """The executor for CPU engines, copying with the native module."""
@@ -165,7 +170,9 @@ class TestPipelineExecutor(ExecutorContract):
         geometry = Geometry(NUM_SLOTS, setup.host.slot_bytes, b"contract".ljust(16))
         return PipelineExecutor(
             setup.copier,
-            lambda done: DiskExecutor(BlockFile(self.path, geometry), setup.host, on_done=done, clock=setup.clock),
+            lambda done: DiskExecutor(
+                BlockFile(self.path, geometry), setup.host, on_done=done, clock=setup.clock
+            ),
             setup.host.slot_bytes,
             setup.on_done,
             setup.digests,
@@ -177,7 +184,10 @@ class TestPipelineExecutor(ExecutorContract):
 
 
 def naive_copies(
-    pairs: Sequence[tuple[Segment, Segment]], bases: Sequence[int], blocks: Sequence[int], slots: Sequence[int]
+    pairs: Sequence[tuple[Segment, Segment]],
+    bases: Sequence[int],
+    blocks: Sequence[int],
+    slots: Sequence[int],
 ) -> dict[int, int]:
     """Which device byte goes with which host byte."""
     return {
@@ -214,9 +224,15 @@ def test_the_pieces_of_blocks_are_found_byte_by_byte(gap_bytes: int, chunk_bytes
             for i in range(size)
         }
         assert found == naive_copies(pairs, bases, blocks, slots) and sum(nbytes) == len(found)
-        assert ((targets - HOST_BASE) // chunk_bytes == (targets - HOST_BASE + nbytes - 1) // chunk_bytes).all()
+        assert (
+            (targets - HOST_BASE) // chunk_bytes == (targets - HOST_BASE + nbytes - 1) // chunk_bytes
+        ).all()
         onboard = table.arrays(blocks, slots, to_host=False)
-        assert [column.tolist() for column in onboard] == [sources.tolist(), targets.tolist(), nbytes.tolist()]
+        assert [column.tolist() for column in onboard] == [
+            sources.tolist(),
+            targets.tolist(),
+            nbytes.tolist(),
+        ]
 
 
 def test_neighbouring_blocks_are_one_copy_where_both_sides_are_dense() -> None:

@@ -235,7 +235,9 @@ def test_close_gives_back_files_and_threads(make: Maker, fd: int) -> None:
 
 @needs_aio
 def test_a_dropped_aio_gives_back_its_context(fd: int) -> None:
-    """The kernel counts the requests that all contexts have room for, and refuses one with room for too many."""
+    """The kernel counts the requests that all contexts have room for, and refuses one with room for too
+    many.
+    """
     used, most = (int(Path("/proc/sys/fs", name).read_text()) for name in ("aio-nr", "aio-max-nr"))
     depth = max(1, (most - used) // 4)
     for _ in range(8):

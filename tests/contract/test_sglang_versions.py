@@ -1,7 +1,7 @@
 """kvbm_sglang against the sources of SGLang's releases, read from the wheels without importing them.
 
-``KVBM_CONTRACT_SOURCES`` names a folder with sglang-VERSION/sglang/... (deploy/setup_env.py --contract-wheels makes
-it, and so does ``make test``). What the newest of them does is also seen by running it: tests/sglang.
+``KVBM_CONTRACT_SOURCES`` names a folder with sglang-VERSION/sglang/... (deploy/setup_env.py --contract-wheels
+makes it, and so does ``make test``). What the newest of them does is also seen by running it: tests/sglang.
 """
 
 from __future__ import annotations
@@ -97,7 +97,9 @@ def pool_class(sglang: Path, name: str) -> Path:
 def test_every_sampled_release_was_seen() -> None:
     missing = [version for version in RELEASES if version not in SOURCES]
     if missing:
-        pytest.skip(f"NOT RUN: the contract with SGLang {', '.join(missing)}: set {VARIABLE} (make test does)")
+        pytest.skip(
+            f"NOT RUN: the contract with SGLang {', '.join(missing)}: set {VARIABLE} (make test does)"
+        )
 
 
 def test_the_sampled_releases_are_fetched() -> None:
@@ -124,7 +126,10 @@ def test_our_methods_take_what_the_base_takes(sglang: Path) -> None:
     ours = {name: node for name, node in methods(our_class()).items() if name in base and name != "__init__"}
     assert len(ours) >= 14
     wrong = [
-        why for name, node in ours.items() for f in allowed_forms(base[name]) if (why := f.misfit(signature_of(node)))
+        why
+        for name, node in ours.items()
+        for f in allowed_forms(base[name])
+        if (why := f.misfit(signature_of(node)))
     ]
     assert not wrong
 
@@ -136,7 +141,9 @@ def test_every_call_of_sglang_fits(sglang: Path) -> None:
     ours, base = methods(our_class()), base_methods(sglang)
     unknown = backend_attributes(sglang) - set(ours) - set(base)
     assert not unknown, "neither we nor the base have these"
-    wrong = [why for call in calls if (why := call.misfit(signature_of(ours.get(call.name, base.get(call.name)))))]
+    wrong = [
+        why for call in calls if (why := call.misfit(signature_of(ours.get(call.name, base.get(call.name)))))
+    ]
     assert not wrong
 
 
@@ -163,7 +170,9 @@ def test_we_are_made_as_the_factory_makes_backends(sglang: Path) -> None:
     made = CallForm("KvbmHiCache", "the factory", 2, ())
     assert not made.misfit(signature_of(methods(our_class())["__init__"]))
     lists = [
-        item.value for item in ast.walk(create) if isinstance(item, ast.Assign) and isinstance(item.value, ast.List)
+        item.value
+        for item in ast.walk(create)
+        if isinstance(item, ast.Assign) and isinstance(item.value, ast.List)
     ]
     assert [ast.literal_eval(value) for value in lists] == [["backend_name", "module_path", "class_name"]]
 
@@ -174,7 +183,9 @@ def test_keys_that_sglang_leaves_in_the_config_are_known_not_to_be_ours(sglang: 
     files = [CONTROLLER, HYBRID, *([common] if (sglang / common).exists() else [])]
     left = string_keys(sglang, files, "get") | {"backend_name", "module_path", "class_name"}
     assert "interface_v1" in left
-    taken = string_keys(sglang, [path.relative_to(sglang) for path in (sglang / "srt/mem_cache").glob("*.py")], "pop")
+    taken = string_keys(
+        sglang, [path.relative_to(sglang) for path in (sglang / "srt/mem_cache").glob("*.py")], "pop"
+    )
     taken |= string_keys(sglang, [CONTROLLER, HYBRID], "pop")
     assert {"prefetch_threshold", "prefetch_timeout_base", "tp_lcm_size"} <= taken
     assigned = [item for item in parse(ADAPTER / "hicache.py").body if isinstance(item, ast.Assign)]
@@ -200,7 +211,9 @@ def test_a_call_ends_before_sglang_gives_up_its_threads(sglang: Path) -> None:
         if keyword.arg == "timeout" and isinstance(keyword.value, ast.Constant)
     ]
     assigned = [item for item in parse(ADAPTER / "store.py").body if isinstance(item, ast.Assign)]
-    deadline_s = next(ast.literal_eval(i.value) for i in assigned if ast.unparse(i.targets[0]) == "DEADLINE_S")
+    deadline_s = next(
+        ast.literal_eval(i.value) for i in assigned if ast.unparse(i.targets[0]) == "DEADLINE_S"
+    )
     assert joins and 2 * deadline_s < min(joins)
 
 
@@ -212,7 +225,9 @@ def test_what_we_import_is_there(sglang: Path) -> None:
     missing = []
     for path in files_for(sglang):
         tree = parse(path)
-        tolerated = guarded_lines(tree) - {line for line, *_ in imports_of(tree, "sglang") if is_for_types(tree, line)}
+        tolerated = guarded_lines(tree) - {
+            line for line, *_ in imports_of(tree, "sglang") if is_for_types(tree, line)
+        }
         for line, module, name in imports_of(tree, "sglang"):
             target = sglang.joinpath(*module.split(".")[1:]).with_suffix(".py")
             if line not in tolerated and (not target.exists() or name not in defined_names(target)):
@@ -222,7 +237,9 @@ def test_what_we_import_is_there(sglang: Path) -> None:
 
 def is_for_types(tree: ast.Module, line: int) -> bool:
     """Whether a line stands under TYPE_CHECKING: what is there must be in every version all the same."""
-    blocks = [node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
+    blocks = [
+        node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+    ]
     return any(node.lineno <= line <= (node.end_lineno or 0) for node in blocks)
 
 
@@ -240,7 +257,9 @@ def files_for(sglang: Path) -> list[Path]:
 def uses_in(sglang: Path) -> AdapterUses:
     """What kvbm_sglang reads of SGLang's objects when it meets this version."""
     known = {
-        "PoolHitPolicy": set().union(*(enum_values(other / STORAGE, "PoolHitPolicy") for other in SOURCES.values()))
+        "PoolHitPolicy": set().union(
+            *(enum_values(other / STORAGE, "PoolHitPolicy") for other in SOURCES.values())
+        )
     }
     absent = known["PoolHitPolicy"] - enum_values(sglang / STORAGE, "PoolHitPolicy")
     uses = AdapterUses(READ_CLASSES, absent)
@@ -254,7 +273,9 @@ def test_fields_that_we_read_exist(sglang: Path) -> None:
     uses = uses_in(sglang)
     assert {("HiCacheStorageConfig", "extra_config"), ("PoolTransfer", "keys")} <= set(uses.direct)
     has = {name: attributes(sglang / STORAGE, name) for name in READ_CLASSES}
-    missing = [f"{name}.{field} at {at}" for (name, field), at in uses.direct.items() if field not in has[name]]
+    missing = [
+        f"{name}.{field} at {at}" for (name, field), at in uses.direct.items() if field not in has[name]
+    ]
     assert not missing, "read these with getattr(..., default)"
 
 
@@ -264,7 +285,9 @@ def test_fields_that_we_ask_for_exist_somewhere() -> None:
     newest = list(SOURCES.values())[-1]
     has = {name: attributes(newest / STORAGE, name) for name in READ_CLASSES}
     unknown = [
-        f"{name}.{field} at {at}" for (name, field), at in uses_in(newest).probed.items() if field not in has[name]
+        f"{name}.{field} at {at}"
+        for (name, field), at in uses_in(newest).probed.items()
+        if field not in has[name]
     ]
     assert not unknown
 
@@ -276,12 +299,18 @@ NOT_IN_KEYS = {"dp_rank": "replicas"}
 @each_version
 def test_every_rank_is_in_the_keys(sglang: Path) -> None:
     ranks = {
-        field for field in fields_of(sglang / STORAGE, "HiCacheStorageConfig") if field.endswith(("_rank", "_size"))
+        field
+        for field in fields_of(sglang / STORAGE, "HiCacheStorageConfig")
+        if field.endswith(("_rank", "_size"))
     }
     assert {"tp_rank", "tp_size", "pp_rank", "pp_size"} <= ranks
-    constants = {node.value for node in ast.walk(parse(ADAPTER / "identity.py")) if isinstance(node, ast.Constant)}
+    constants = {
+        node.value for node in ast.walk(parse(ADAPTER / "identity.py")) if isinstance(node, ast.Constant)
+    }
     not_ranks = {"tp_lcm_size", "logical_page_size"}
-    assert not ranks - constants - set(NOT_IN_KEYS) - not_ranks, "a page may differ by these: put them into its key"
+    assert not ranks - constants - set(NOT_IN_KEYS) - not_ranks, (
+        "a page may differ by these: put them into its key"
+    )
 
 
 @each_version
@@ -322,7 +351,9 @@ def test_what_is_registered_says_dtype_layout_and_page_size(sglang: Path) -> Non
     assert registered
     group = attributes(pool_class(sglang, "HostPoolGroup"), "HostPoolGroup")
     is_one_pool = HISTORY["the KV pool itself is registered"][2](sglang)
-    if not is_one_pool and "get_page_buffer_meta" in group:  # the group itself is registered, and its pages cached
+    if (
+        not is_one_pool and "get_page_buffer_meta" in group
+    ):  # the group itself is registered, and its pages cached
         assert {"dtype", "layout", "page_size", "size"} <= group
 
 
@@ -332,7 +363,9 @@ def test_float8_looks_like_bytes_and_is_told_apart(sglang: Path) -> None:
     memory_pool = (sglang / "srt/mem_cache/memory_pool.py").read_text(encoding="utf-8")
     assert "self.store_dtype = torch.uint8" in memory_pool
     ours = "".join(path.read_text(encoding="utf-8") for path in loaded_with(ADAPTER / "hicache.py"))
-    assert "kv_cache_dtype" in ours or "uint8" in ours, "neither the key has the dtype, nor are pages of bytes refused"
+    assert "kv_cache_dtype" in ours or "uint8" in ours, (
+        "neither the key has the dtype, nor are pages of bytes refused"
+    )
 
 
 # ---------------------------------------------------------------- what came when
@@ -355,7 +388,9 @@ def test_pages_go_and_come_with_this_versions_own_classes(sglang: Path, tmp_path
     if find_spec("torch") is None:
         pytest.skip("NOT RUN: KvbmHiCache with SGLang's classes; torch is missing")
     program = Path(__file__).with_name("sglang_life.py")
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("DYN_KVBM_", "KVBM_"))}
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith(("DYN_KVBM_", "KVBM_"))
+    }
     command = [sys.executable, str(program), str(sglang.parent.resolve()), str(tmp_path)]
     result = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr

@@ -26,9 +26,15 @@ class Pair:
         self.reader = DiskReader(path, geometry, options, reads_straight=reads_straight)
         self.writer = DiskStore(path, geometry, options, shares=True)
         assert self.writer.wait_recovered(LONG_S)
-        self.contains_many, self.get_many, self.scan = self.reader.contains_many, self.reader.get_many, self.reader.scan
+        self.contains_many, self.get_many, self.scan = (
+            self.reader.contains_many,
+            self.reader.get_many,
+            self.reader.scan,
+        )
 
-    def put_many(self, keys: Sequence[BlockKey], payloads: Sequence[Memory], *, deadline_s: float) -> list[Outcome]:
+    def put_many(
+        self, keys: Sequence[BlockKey], payloads: Sequence[Memory], *, deadline_s: float
+    ) -> list[Outcome]:
         """See BlockStore."""
         return self.writer.put_many(keys, payloads, deadline_s=deadline_s)
 
@@ -62,7 +68,10 @@ class SharedContract(BlockStoreContract):
 
     def test_removed_blocks_are_gone_and_can_be_put_again(self) -> None:
         """Gone when their slots have been used again."""
-        keys, others = [key_of(number) for number in range(5)], [key_of(100 + number) for number in range(NUM_BLOCKS)]
+        keys, others = (
+            [key_of(number) for number in range(5)],
+            [key_of(100 + number) for number in range(NUM_BLOCKS)],
+        )
         with self.opened() as store:
             self.put(store, keys)
             assert store.remove_many(keys, deadline_s=LONG_S) == [Outcome.OK] * 5

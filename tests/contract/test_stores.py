@@ -44,7 +44,10 @@ class DiskStoreContract(BlockStoreContract):
 
     @contextmanager
     def stores(self) -> Iterator[BlockStore]:
-        with tempfile.TemporaryDirectory(prefix="kvbm-store-") as folder, pytest.MonkeyPatch.context() as patch:
+        with (
+            tempfile.TemporaryDirectory(prefix="kvbm-store-") as folder,
+            pytest.MonkeyPatch.context() as patch,
+        ):
             patch.setattr(side, "make_file_io", self.io_of_side)
             geometry = Geometry(NUM_BLOCKS, self.payload_bytes, b"contract".ljust(16))
             options = FileOptions(is_direct=self.is_direct)
@@ -139,7 +142,9 @@ class TestAioSkewedParts(TestAioManyParts):
 class OneBitOff(DiskStore):
     """Gives back other bytes than were put."""
 
-    def get_many(self, keys: Sequence[BlockKey], targets: Sequence[Memory], *, deadline_s: float) -> list[Outcome]:
+    def get_many(
+        self, keys: Sequence[BlockKey], targets: Sequence[Memory], *, deadline_s: float
+    ) -> list[Outcome]:
         outcomes = super().get_many(keys, targets, deadline_s=deadline_s)
         for target in targets:
             parts_of(target)[-1][-1] ^= 1
@@ -149,7 +154,9 @@ class OneBitOff(DiskStore):
 class LosesBlocks(DiskStore):
     """Says OK to what it does not keep."""
 
-    def put_many(self, keys: Sequence[BlockKey], payloads: Sequence[Memory], *, deadline_s: float) -> list[Outcome]:
+    def put_many(
+        self, keys: Sequence[BlockKey], payloads: Sequence[Memory], *, deadline_s: float
+    ) -> list[Outcome]:
         outcomes = super().put_many(keys, payloads, deadline_s=deadline_s)
         super().remove_many(keys[-1:], deadline_s=deadline_s)
         return outcomes

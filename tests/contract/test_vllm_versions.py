@@ -1,7 +1,7 @@
 """kvbm_vllm against the signatures of every supported vLLM, read from the wheels without importing them.
 
-``KVBM_CONTRACT_SOURCES`` names a folder with VERSION/vllm/... (deploy/setup_env.py --contract-wheels makes it, and
-so does ``make test``). An installed vLLM is held to the same contract.
+``KVBM_CONTRACT_SOURCES`` names a folder with VERSION/vllm/... (deploy/setup_env.py --contract-wheels makes
+it, and so does ``make test``). An installed vLLM is held to the same contract.
 """
 
 from __future__ import annotations
@@ -72,12 +72,16 @@ def test_every_minor_version_was_seen() -> None:
 # ---------------------------------------------------------------- the range
 
 
-@pytest.mark.parametrize("version", ["0.26.0", "0.32.0+cpu", "0.33.1", "0.33.0rc2", "0.30.1.dev3+g1234", "v0.27.0"])
+@pytest.mark.parametrize(
+    "version", ["0.26.0", "0.32.0+cpu", "0.33.1", "0.33.0rc2", "0.30.1.dev3+g1234", "v0.27.0"]
+)
 def test_supported_versions_are_accepted(version: str) -> None:
     versions.check_version(version)
 
 
-@pytest.mark.parametrize("version", ["0.25.1", "0.34.0", "0.3.0", "1.0.0", "2026.1", "", "unknown", "0.260.0"])
+@pytest.mark.parametrize(
+    "version", ["0.25.1", "0.34.0", "0.3.0", "1.0.0", "2026.1", "", "unknown", "0.260.0"]
+)
 def test_other_versions_are_refused_in_one_line(version: str) -> None:
     with pytest.raises(UnsupportedError) as caught:
         versions.check_version(version)
@@ -99,7 +103,8 @@ def mismatch(ours: ast.FunctionDef, base: ast.FunctionDef) -> str | None:
     """Why a call that the base accepts would not fit ours; None if all do."""
     kinds = {"property", "classmethod", "staticmethod"}
     if decorators(ours) & kinds != decorators(base) & kinds:
-        return f"is {decorators(ours) & kinds or 'a method'}, the base is {decorators(base) & kinds or 'a method'}"
+        ours_is, base_is = (decorators(of) & kinds or "a method" for of in (ours, base))
+        return f"is {ours_is}, the base is {base_is}"
     mine, theirs = positional(ours), positional(base)
     if mine[: len(theirs)] != theirs and ours.args.vararg is None:
         return f"takes {mine}, the base {theirs}"
@@ -125,7 +130,11 @@ def base_methods(vllm: Path) -> dict[str, ast.FunctionDef]:
 @each_version
 def test_our_hooks_fit_the_base(vllm: Path) -> None:
     base = base_methods(vllm)
-    wrong = {name: why for name, node in our_hooks().items() if name in base and (why := mismatch(node, base[name]))}
+    wrong = {
+        name: why
+        for name, node in our_hooks().items()
+        if name in base and (why := mismatch(node, base[name]))
+    }
     assert not wrong
 
 
@@ -232,7 +241,9 @@ def test_we_read_only_what_is_listed_and_list_only_what_we_read() -> None:
     listed = {(name, field) for name, fields in FIELDS.items() for field in fields}
     probed = {(name, field) for name, fields in PROBED.items() for field in fields}
     unlisted = {f"{n}.{f} at {where}" for (n, f), where in uses.direct.items() if (n, f) not in listed}
-    unlisted |= {f"{n}.{f} at {where}" for (n, f), where in uses.probed.items() if (n, f) not in probed | listed}
+    unlisted |= {
+        f"{n}.{f} at {where}" for (n, f), where in uses.probed.items() if (n, f) not in probed | listed
+    }
     unused = {f"{n}.{f}" for n, f in listed - set(uses.direct) - set(uses.probed)}
     assert not unlisted, "put these into vllm_fields.FIELDS (every version) or PROBED (getattr)"
     assert not unused, "the adapter does not read these any more"
@@ -268,4 +279,6 @@ def test_events_are_built_with_fields_that_exist(vllm: Path) -> None:
     ):
         must = {field for field, has in fields_of(vllm / "distributed/kv_events.py", name).items() if not has}
         assert must == required, f"{name} of this version requires {must}"
-        assert all(re.search(rf'"{field}":', text) for field in must), f"events.py does not give {name} all of {must}"
+        assert all(re.search(rf'"{field}":', text) for field in must), (
+            f"events.py does not give {name} all of {must}"
+        )

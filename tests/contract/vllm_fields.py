@@ -1,8 +1,8 @@
 """What kvbm_vllm reads of vLLM's objects: the one list against which both sides are held.
 
-``FIELDS``: attributes that exist in every supported version and may be read directly. ``PROBED``: attributes that
-only some versions have; they may be read with getattr(name, default) only. ``TYPE_OF``: what an attribute is, where
-the adapter goes on from it; a leading ``*`` means a sequence of.
+``FIELDS``: attributes that exist in every supported version and may be read directly. ``PROBED``: attributes
+that only some versions have; they may be read with getattr(name, default) only. ``TYPE_OF``: what an
+attribute is, where the adapter goes on from it; a leading ``*`` means a sequence of.
 """
 
 from __future__ import annotations
@@ -92,7 +92,11 @@ FIELDS: dict[str, set[str]] = {
 
 PROBED: dict[str, set[str]] = {
     "KVCacheGroupSpec": {"enable_kv_transfer", "host_resident"},
-    "ParallelConfig": {"decode_context_parallel_size", "prefill_context_parallel_size", "data_parallel_index"},
+    "ParallelConfig": {
+        "decode_context_parallel_size",
+        "prefill_context_parallel_size",
+        "data_parallel_index",
+    },
     "CacheConfig": {"hash_block_size"},
     "AttentionSpec": {"kv_cache_specs"},
 }

@@ -1,9 +1,11 @@
-"""DynamoConnector that checks every byte: what an onboard left on the device against what the offload read there.
+"""DynamoConnector that checks every byte: what an onboard left on the device against what the offload read
+there.
 
-Loaded by real engines in place of DynamoConnector. The comparison is of digests, made from the device tensors with
-plain indexing and kept here; it shares no code with the transfer engine. Counts go to the file named by
-KVBM_TEST_BYTES_REPORT, one file per rank. KVBM_TEST_FAIL_EVERY=n makes every n-th onboard fail. What goes to the disk
-is noted in the file named by KVBM_TEST_DISK_LEDGER (one per rank), for the engine that comes after a kill.
+Loaded by real engines in place of DynamoConnector. The comparison is of digests, made from the device tensors
+with plain indexing and kept here; it shares no code with the transfer engine. Counts go to the file named by
+KVBM_TEST_BYTES_REPORT, one file per rank. KVBM_TEST_FAIL_EVERY=n makes every n-th onboard fail. What goes to
+the disk is noted in the file named by KVBM_TEST_DISK_LEDGER (one per rank), for the engine that comes after a
+kill.
 """
 
 from __future__ import annotations
@@ -30,7 +32,9 @@ from kvbm_vllm.connector import DynamoConnector
 class ByteLedger:
     """Digests of what was offloaded, by (group, slot); compared after each onboard."""
 
-    def __init__(self, layers: list[list[torch.Tensor]], num_blocks: int, report: Path, disk_ledger: Path) -> None:
+    def __init__(
+        self, layers: list[list[torch.Tensor]], num_blocks: int, report: Path, disk_ledger: Path
+    ) -> None:
         self.layers = layers
         self.num_blocks = num_blocks
         self.report = report
@@ -103,7 +107,9 @@ class ByteLedger:
 
 
 class CheckingExecutor:
-    """An executor that keeps the ledger; each n-th onboard is reported as failed, with garbage in its target."""
+    """An executor that keeps the ledger; each n-th onboard is reported as failed, with garbage in its
+    target.
+    """
 
     def __init__(self, inner: Executor, ledger: ByteLedger, fail_every: int) -> None:
         self._inner = inner
@@ -174,7 +180,9 @@ class CheckingConnector(DynamoConnector):
         executors: list[CheckingExecutor] = []
 
         def wrap(inner: Executor) -> Executor:
-            executors.append(CheckingExecutor(inner, ledger, int(os.environ.get("KVBM_TEST_FAIL_EVERY", "0"))))
+            executors.append(
+                CheckingExecutor(inner, ledger, int(os.environ.get("KVBM_TEST_FAIL_EVERY", "0")))
+            )
             return executors[0]
 
         def judge(result: JobResult) -> JobResult:

@@ -14,7 +14,9 @@ TIMEOUT_S = 420
 
 
 def run_engine(folder: Path, job: dict[str, Any], **environment: str) -> dict[str, Any]:
-    """The result of one job; "bytes" is the ledger of each rank. Fails with the child's last lines if it failed."""
+    """The result of one job; "bytes" is the ledger of each rank. Fails with the child's last lines if it
+    failed.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     job_file, result_file, log_file = folder / "job.json", folder / "result.json", folder / "log.txt"
     job_file.write_text(json.dumps(job))

@@ -1,8 +1,9 @@
 """One real engine in a process of its own: python -m tests.e2e.offline JOB.json RESULT.json
 
-JOB: {"model", "llm": keyword arguments of vllm.LLM, "connector": bool, "rounds": [{"prompts": [[token, ...], ...],
-"max_tokens", "together": bool}]}. RESULT: for each round the answers, cached tokens and TTFT of each prompt; the
-leader's counters and what is still open when all is done. With "dies" the process then kills itself, as SIGKILL would.
+JOB: {"model", "llm": keyword arguments of vllm.LLM, "connector": bool, "rounds": [{"prompts": [[token, ...],
+...], "max_tokens", "together": bool}]}. RESULT: for each round the answers, cached tokens and TTFT of each
+prompt; the leader's counters and what is still open when all is done. With "dies" the process then kills
+itself, as SIGKILL would.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ def _leader_state(llm: Any) -> dict[str, Any]:
         leader.poll()
         is_storing = leader.disk is not None and leader.disk.storing_blocks
         if not leader.pending_jobs and not leader.open_requests and not is_storing:
-            break  # the last request's last blocks are sent with the next step, which a server makes by itself
+            break  # a last request's last blocks are sent with the next step, which a server makes itself
         llm.llm_engine.step()
     leader.check_integrity()
     return {

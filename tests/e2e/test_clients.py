@@ -1,8 +1,9 @@
 """Sixteen clients at once for a minute, with shared and unique prompts and cancellations, on a real server.
 
-Every answer is held against an engine without kvbm that is asked the same prompt alone. A batch rounds otherwise
-than a prompt alone, so an answer given under load may leave the reference at a token where the reference's two best
-were practically equal, and nowhere else; asked alone, every answer must be the reference's.
+Every answer is held against an engine without kvbm that is asked the same prompt alone. A batch rounds
+otherwise than a prompt alone, so an answer given under load may leave the reference at a token where the
+reference's two best were practically equal, and nowhere else; asked alone, every answer must be the
+reference's.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ DOCUMENTS, DOCUMENT_TOKENS = 8, 900
 QUESTIONS, QUESTION_TOKENS = 4, 60
 UNIQUE_TOKENS = 400
 ANSWER_TOKENS = 12
-DEVICE_BLOCKS = 257  # of 32 tokens: less than sixteen prompts need, so that they queue and push each other out
+DEVICE_BLOCKS = (
+    257  # of 32 tokens: less than sixteen prompts need, so that they queue and push each other out
+)
 HOST_CACHE_GB = 1.0
 SHARE_UNIQUE, SHARE_CANCELLED = 0.15, 0.2
 LONGEST_PATIENCE_S = 0.4
@@ -55,7 +58,9 @@ def tokens(number: int, length: int) -> Prompt:
     return tuple(draw.randint(36, 129) for _ in range(length))
 
 
-async def one_client(client: EngineClient, number: int, seed: int, fresh: Iterable[int], seen: Observed) -> None:
+async def one_client(
+    client: EngineClient, number: int, seed: int, fresh: Iterable[int], seen: Observed
+) -> None:
     """Ask until the time is over; some requests are dropped half way."""
     draw = random.Random(seed * CLIENTS + number)
     numbers = iter(fresh)
@@ -90,7 +95,9 @@ async def ask_alone(client: EngineClient, prompts: Iterable[Prompt]) -> dict[Pro
     return {prompt: await client.complete(prompt, ANSWER_TOKENS, logprobs=2) for prompt in prompts}
 
 
-async def under_load(server: VllmServer, seed: int) -> tuple[Observed, dict[Prompt, Answer], dict[str, float]]:
+async def under_load(
+    server: VllmServer, seed: int
+) -> tuple[Observed, dict[Prompt, Answer], dict[str, float]]:
     """The load, then every prompt alone out of host memory; kvbm's samples at the end."""
     async with EngineClient(server.base_url, str(server.options.model), server.metrics_url) as client:
         seen = await load(client, seed)
@@ -134,7 +141,9 @@ def test_sixteen_clients_for_a_minute(tiny_model: Path, tmp_path: Path, seed: in
         reference = asyncio.run(reference_answers(plain, seen.answers))
 
     wrong_alone = [prompt for prompt in alone if alone[prompt].token_ids != reference[prompt].token_ids]
-    assert not wrong_alone, f"{len(wrong_alone)} of {len(alone)} prompts are answered otherwise when asked alone"
+    assert not wrong_alone, (
+        f"{len(wrong_alone)} of {len(alone)} prompts are answered otherwise when asked alone"
+    )
     given = [(prompt, token_ids) for prompt, all_ids in seen.answers.items() for token_ids in all_ids]
     other = [(prompt, ids) for prompt, ids in given if ids != reference[prompt].token_ids]
     wrong = [prompt for prompt, ids in other if not leaves_at_a_tie(ids, reference[prompt])]
@@ -143,6 +152,8 @@ def test_sixteen_clients_for_a_minute(tiny_model: Path, tmp_path: Path, seed: in
     assert len(given) > 10 * CLIENTS
     assert seen.cancelled > CLIENTS
     assert samples["kvbm_matched_tokens"] > 0
-    left = {name: samples[name] for name in ("kvbm_pending_jobs", "kvbm_live_leases", "kvbm_guarded_errors_total")}
+    left = {
+        name: samples[name] for name in ("kvbm_pending_jobs", "kvbm_live_leases", "kvbm_guarded_errors_total")
+    }
     assert set(left.values()) == {0.0}, left
     assert samples["kvbm_failures_total"] == 0, samples

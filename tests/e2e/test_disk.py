@@ -1,4 +1,5 @@
-"""The disk tier on real vLLM: what neither the device nor the host has room for comes back from disk, byte for byte,
+"""The disk tier on real vLLM: what neither the device nor the host has room for comes back from disk, byte
+for byte,
 also after SIGKILL, and with all ranks of a tensor-parallel engine."""
 
 from __future__ import annotations
@@ -34,7 +35,12 @@ def environment(tmp_path: Path, **more: str) -> dict[str, str]:
 
 def job(model: Path, prompts: list[list[int]], rounds: int, **more: Any) -> dict[str, Any]:
     """The prompts one after the other, ``rounds`` times."""
-    llm = {"block_size": BLOCK, "max_model_len": 4096, "num_gpu_blocks_override": DEVICE_FOR_TWO, **more.pop("llm", {})}
+    llm = {
+        "block_size": BLOCK,
+        "max_model_len": 4096,
+        "num_gpu_blocks_override": DEVICE_FOR_TWO,
+        **more.pop("llm", {}),
+    }
     spec = [{"prompts": prompts, "max_tokens": 8}] * rounds
     return {"model": str(model), "llm": llm, "connector": True, "rounds": spec, **more}
 
@@ -49,7 +55,9 @@ def test_ten_prompts_come_back_from_disk_and_again_after_sigkill(
     tiny_model: Path, tmp_path: Path, prompts: list[list[int]]
 ) -> None:
     env = environment(tmp_path, DYN_KVBM_DISABLE_DISK_OFFLOAD_FILTER="1")
-    plain_job = job(tiny_model, prompts, 2, llm={"num_gpu_blocks_override": DEVICE_FOR_ALL}) | {"connector": False}
+    plain_job = job(tiny_model, prompts, 2, llm={"num_gpu_blocks_override": DEVICE_FOR_ALL}) | {
+        "connector": False
+    }
     plain = run_engine(tmp_path / "plain", plain_job)
     first = run_engine(tmp_path / "first", job(tiny_model, prompts, 2, dies=True), **env)
     assert min(cached(first, 1)) >= PROMPT_TOKENS - BLOCK
@@ -58,7 +66,11 @@ def test_ten_prompts_come_back_from_disk_and_again_after_sigkill(
     assert_nothing_left(first)
     # The host has room for four of ten that come in turns: LRU has never the one that is wanted.
     assert first["metrics"]["kvbm_onboard_blocks_d2d"] >= (NUM_PROMPTS - 4) * (PROMPT_BLOCKS - 1)
-    assert first["bytes"][0]["stored"] == first["metrics"]["kvbm_offload_blocks_h2d"] >= NUM_PROMPTS * PROMPT_BLOCKS
+    assert (
+        first["bytes"][0]["stored"]
+        == first["metrics"]["kvbm_offload_blocks_h2d"]
+        >= NUM_PROMPTS * PROMPT_BLOCKS
+    )
 
     again = run_engine(tmp_path / "again", job(tiny_model, prompts, 1), **env)
     assert min(cached(again, 0)) >= PROMPT_TOKENS - BLOCK, "not even the first request hit the disk"
@@ -68,7 +80,9 @@ def test_ten_prompts_come_back_from_disk_and_again_after_sigkill(
     assert_nothing_left(again)
 
 
-def test_both_ranks_find_their_shards_after_sigkill(tiny_model: Path, tmp_path: Path, prompts: list[list[int]]) -> None:
+def test_both_ranks_find_their_shards_after_sigkill(
+    tiny_model: Path, tmp_path: Path, prompts: list[list[int]]
+) -> None:
     env = environment(tmp_path, DYN_KVBM_DISABLE_DISK_OFFLOAD_FILTER="1")
     llm = {"tensor_parallel_size": 2}
     first = run_engine(tmp_path / "first", job(tiny_model, prompts[:5], 2, llm=llm, dies=True), **env)
@@ -79,12 +93,16 @@ def test_both_ranks_find_their_shards_after_sigkill(tiny_model: Path, tmp_path: 
     assert all(counts["read"] >= 4 * (PROMPT_BLOCKS - 1) for counts in again["bytes"])
 
 
-def test_windows_and_a_disk_without_a_host_tier(tiny_hybrid_model: Path, tmp_path: Path, rng: random.Random) -> None:
+def test_windows_and_a_disk_without_a_host_tier(
+    tiny_hybrid_model: Path, tmp_path: Path, rng: random.Random
+) -> None:
     texts = [[rng.randrange(3, 500) for _ in range(1500)] for _ in range(6)]
     env = environment(tmp_path, DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS="", DYN_KVBM_CPU_CACHE_GB="")
     llm = {"num_gpu_blocks_override": 260, "max_model_len": 2048}
     plain_llm = {**llm, "num_gpu_blocks_override": 1400}
-    plain = run_engine(tmp_path / "plain", job(tiny_hybrid_model, texts, 2, llm=plain_llm) | {"connector": False})
+    plain = run_engine(
+        tmp_path / "plain", job(tiny_hybrid_model, texts, 2, llm=plain_llm) | {"connector": False}
+    )
     first = run_engine(tmp_path / "first", job(tiny_hybrid_model, texts, 2, llm=llm, dies=True), **env)
     again = run_engine(tmp_path / "again", job(tiny_hybrid_model, texts, 1, llm=llm), **env)
     assert answers(first, 1) == answers(again, 0) == answers(plain, 1)

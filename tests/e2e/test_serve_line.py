@@ -63,7 +63,9 @@ def client_of(server: VllmServer) -> EngineClient:
 
 
 def test_prompt_comes_back_after_the_device_cache_is_reset(server: VllmServer) -> None:
-    """KVBM's own acceptance: offload > 0 and onboard == 0 first; after a reset onboard > 0 and the same text."""
+    """KVBM's own acceptance: offload > 0 and onboard == 0 first; after a reset onboard > 0 and the same
+    text.
+    """
 
     async def scenario() -> None:
         async with client_of(server) as client:
@@ -142,7 +144,9 @@ def test_older_module_path_and_a_metrics_port_in_use(options: ServerOptions, tmp
         wanted = replace(options, connector_module=OLDER_MODULE, metrics_port=port)
         with VllmServer(wanted, tmp_path / "vllm.log") as server:
             log = server.log_path.read_text(errors="replace")
-            warnings = [line for line in log.splitlines() if str(port) in line and "DYN_KVBM_METRICS_PORT" in line]
+            warnings = [
+                line for line in log.splitlines() if str(port) in line and "DYN_KVBM_METRICS_PORT" in line
+            ]
             assert len(warnings) == 1, log[-3000:]
             assert "WARNING" in warnings[0]
             asyncio.run(_host_hit_without_metrics(server))

@@ -70,7 +70,8 @@ class SpoilingIo(ThreadIo):
 class HeldIo(ThreadIo):
     """Requests that are chosen do not end, nor begin, until ``let_go``.
 
-    With a ManualClock a wait in which nothing ends takes all of its time on that clock, and none on the wall's.
+    With a ManualClock a wait in which nothing ends takes all of its time on that clock, and none on the
+    wall's.
     """
 
     def __init__(self, fd: int, chosen: Choice, clock: ManualClock | None = None) -> None:
@@ -119,9 +120,16 @@ class HeldIo(ThreadIo):
 
 @contextmanager
 def store_on(
-    path: Path, geometry: Geometry, make_io: Callable[[int], FileIo], *, clock: Clock | None = None, scans: bool = False
+    path: Path,
+    geometry: Geometry,
+    make_io: Callable[[int], FileIo],
+    *,
+    clock: Clock | None = None,
+    scans: bool = False,
 ) -> Iterator[DiskStore]:
-    """A buffered DiskStore whose sides, or with ``scans`` whose recovery, work by ``make_io``. Closed afterwards."""
+    """A buffered DiskStore whose sides, or with ``scans`` whose recovery, work by ``make_io``. Closed
+    afterwards.
+    """
 
     def made(fd: int, *, is_direct: bool, depth: int = 0) -> FileIo:
         return make_io(fd)

@@ -1,7 +1,7 @@
 """A warm interpreter that forks writers for test_kills.py: one for each line on standard input.
 
-Lines in: payload bytes, 1 for O_DIRECT, first version, seed, path. Lines out: ``pid <n>``, then ``put <call>`` before
-each call, and ``dead <wait status>`` when the writer is gone.
+Lines in: payload bytes, 1 for O_DIRECT, first version, seed, path. Lines out: ``pid <n>``, then ``put
+<call>`` before each call, and ``dead <wait status>`` when the writer is gone.
 """
 
 from __future__ import annotations

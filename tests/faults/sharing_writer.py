@@ -1,8 +1,9 @@
-"""A writer for test_shared_reading.py: puts one version after another into a small file until it is told to stop.
+"""A writer for test_shared_reading.py: puts one version after another into a small file until it is told to
+stop.
 
-Arguments: payload bytes, 1 for O_DIRECT, first version, seed, path. Prints ``opened``, then ``put <calls>`` after the
-calls that fill the file for the first time, again after each time as many, and ``done <calls>`` when standard input has
-ended.
+Arguments: payload bytes, 1 for O_DIRECT, first version, seed, path. Prints ``opened``, then ``put <calls>``
+after the calls that fill the file for the first time, again after each time as many, and ``done <calls>``
+when standard input has ended.
 """
 
 from __future__ import annotations

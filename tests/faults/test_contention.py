@@ -1,4 +1,6 @@
-"""Many at one store, with hardly any time, or with somebody who forgets everything: no wrong byte, no lost slot."""
+"""Many at one store, with hardly any time, or with somebody who forgets everything: no wrong byte, no lost
+slot.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,9 @@ def in_threads(work: Callable[[Random], None], seeds: list[int]) -> None:
 
 
 class Caller:
-    """Puts and gets random blocks, and checks each byte. Memory is kept: a late read may still write to it."""
+    """Puts and gets random blocks, and checks each byte. Memory is kept: a late read may still write to
+    it.
+    """
 
     def __init__(self, store: DiskStore, payload_bytes: int, deadlines_s: list[float]) -> None:
         self.store = store

@@ -1,4 +1,6 @@
-"""Files that are damaged, cut, mixed up or somebody else's: each block is right or a miss, and the store goes on."""
+"""Files that are damaged, cut, mixed up or somebody else's: each block is right or a miss, and the store goes
+on.
+"""
 
 from __future__ import annotations
 
@@ -159,13 +161,18 @@ def test_flipped_bits_are_found_in_a_real_file(path: Path, rng: Random) -> None:
     store = DiskStore(path, GEOMETRY, BUFFERED)
     assert store.wait_recovered(LONG_S)
     for _ in range(NUM_REAL_FLIPS):
-        slot, place = rng.randrange(NUM_SLOTS), rng.choice((rng.randrange(SECTOR_BYTES), rng.randrange(RECORD_BYTES)))
+        slot, place = (
+            rng.randrange(NUM_SLOTS),
+            rng.choice((rng.randrange(SECTOR_BYTES), rng.randrange(RECORD_BYTES))),
+        )
         at = slot_at(slot) + place
         damage(path, at, bytes([whole[at] ^ 1 << rng.randrange(8)]))
         outcomes, _ = read_all(store, NUM_SLOTS, PAYLOAD_BYTES)
         assert outcomes == [Outcome.CORRUPT if n == slot else Outcome.OK for n in range(NUM_SLOTS)]
         assert read_all(store, NUM_SLOTS, PAYLOAD_BYTES)[0][slot] is Outcome.MISS, "it is forgotten"
-        assert put_versions(store, {slot: 1}, PAYLOAD_BYTES) == [Outcome.OK], "into the slot that is free again"
+        assert put_versions(store, {slot: 1}, PAYLOAD_BYTES) == [Outcome.OK], (
+            "into the slot that is free again"
+        )
     store.close()
 
 
@@ -173,7 +180,9 @@ def test_flipped_bits_in_a_real_files_header_cost_the_cache_or_are_told(path: Pa
     whole = path.read_bytes()
     for at in (*range(0, 80, 3), *VERSION_FIELD, *rng.sample(range(80, SECTOR_BYTES), 20), SECTOR_BYTES - 1):
         path.write_bytes(whole)
-        bit = rng.randrange(8) if whole[at] != 1 else rng.randrange(1, 8)  # of version 1 it would leave 0: none of ours
+        bit = (
+            rng.randrange(8) if whole[at] != 1 else rng.randrange(1, 8)
+        )  # of version 1 it would leave 0: none of ours
         damage(path, at, bytes([whole[at] ^ 1 << bit]))
         if at in VERSION_FIELD:
             with pytest.raises(ForeignFormatError, match="is of format"):
@@ -226,7 +235,11 @@ def test_a_file_that_is_cut_while_it_is_open(path: Path) -> None:
         (SECTOR_BYTES, FIRST_SLOT_BYTES, OK4),
         (slot_at(1), slot_at(2), [Outcome.OK, Outcome.MISS, Outcome.OK, Outcome.OK]),
         (slot_at(1) + SECTOR_BYTES, slot_at(3), [Outcome.OK, Outcome.CORRUPT, Outcome.MISS, Outcome.OK]),
-        (slot_at(2) + SECTOR_BYTES + 512, slot_at(2) + SECTOR_BYTES + 1024, [*OK4[:2], Outcome.CORRUPT, Outcome.OK]),
+        (
+            slot_at(2) + SECTOR_BYTES + 512,
+            slot_at(2) + SECTOR_BYTES + 1024,
+            [*OK4[:2], Outcome.CORRUPT, Outcome.OK],
+        ),
         (0, slot_at(4), MISS4),
     ],
 )
@@ -249,7 +262,12 @@ def test_records_swapped_while_the_file_is_open_are_misses(path: Path) -> None:
     assert store.wait_recovered(LONG_S)
     for slot, other in ((0, 2), (2, 0), (3, 1)):
         damage(path, slot_at(slot), content[slot_at(other) : slot_at(other + 1)])
-    assert read_all(store, NUM_SLOTS, PAYLOAD_BYTES)[0] == [Outcome.MISS, Outcome.OK, Outcome.MISS, Outcome.MISS]
+    assert read_all(store, NUM_SLOTS, PAYLOAD_BYTES)[0] == [
+        Outcome.MISS,
+        Outcome.OK,
+        Outcome.MISS,
+        Outcome.MISS,
+    ]
     store.close()
 
 
@@ -329,6 +347,8 @@ def test_a_file_of_another_version_is_left_as_it_is(path: Path, version: int) ->
     damage(path, VERSION_FIELD.start, version.to_bytes(2, "little"))
     content, changed_ns = path.read_bytes(), path.stat().st_mtime_ns
     for geometry in (GEOMETRY, Geometry(1, 1, bytes(16)), Geometry(50, 100_000, bytes(16))):
-        with pytest.raises(ForeignFormatError, match=f"is of format {version}, this kvbm writes {FORMAT_VERSION}"):
+        with pytest.raises(
+            ForeignFormatError, match=f"is of format {version}, this kvbm writes {FORMAT_VERSION}"
+        ):
             DiskStore(path, geometry)
     assert path.read_bytes() == content and path.stat().st_mtime_ns == changed_ns

@@ -39,7 +39,13 @@ def nursery() -> Iterator[subprocess.Popen[str]]:
     environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "tests.faults.kill_nursery"]
     process = subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+        command,
+        cwd=ROOT,
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        bufsize=1,
     )
     with process:
         yield process
@@ -84,7 +90,9 @@ def test_no_kill_costs_a_byte_or_the_file(
         is_direct = kill % DIRECT_EVERY == DIRECT_EVERY - 1
         path = tmp_path / f"{payload_bytes}.blocks"  # the next writers of this size go on with it
         first_version = (kill + 1) * VERSIONS_EACH
-        kill_one(nursery, f"{payload_bytes} {int(is_direct)} {first_version} {rng.getrandbits(32)} {path}", rng)
+        kill_one(
+            nursery, f"{payload_bytes} {int(is_direct)} {first_version} {rng.getrandbits(32)} {path}", rng
+        )
         store = DiskStore(path, Geometry(NUM_SLOTS, payload_bytes, FINGERPRINT), FileOptions(is_direct=False))
         try:
             assert store.wait_recovered(LONG_S)
@@ -99,4 +107,6 @@ def test_no_kill_costs_a_byte_or_the_file(
     tell(f"{NUM_KILLS} kills in {took_s:.1f} s, no wrong byte, every file opened; reads: {told}")
     assert set(counts) <= {Outcome.OK, Outcome.MISS, Outcome.CORRUPT}
     assert counts[Outcome.OK] > NUM_KILLS * NUM_SLOTS // 2, "most blocks survive, or this test sees nothing"
-    assert newest >= 0.9 * NUM_KILLS, "what was put before the kill is there, but for what a torn write went over"
+    assert newest >= 0.9 * NUM_KILLS, (
+        "what was put before the kill is there, but for what a torn write went over"
+    )

@@ -109,7 +109,9 @@ def test_a_directory_that_may_not_be_written(path: Path) -> None:
 
 
 @pytest.mark.parametrize("code", [errno.EROFS, errno.EACCES, errno.EPERM])
-def test_a_file_system_that_may_not_be_written(path: Path, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_system_that_may_not_be_written(
+    path: Path, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     real_open = os.open
 
     def refuse(file: Path, flags: int, mode: int = 0o777) -> int:
@@ -221,7 +223,9 @@ def test_a_disk_without_space(path: Path, call: str, monkeypatch: pytest.MonkeyP
     with monkeypatch.context() as patch:
         patch.setattr(allocate, "_fallocate", lambda fd, num_bytes: False)
         patch.setattr(f"{allocate.__name__}.{call}", full)
-        fails(path, code=errno.ENOSPC, remedy="GB are free); set a smaller DYN_KVBM_DISK_CACHE_GB, or make room")
+        fails(
+            path, code=errno.ENOSPC, remedy="GB are free); set a smaller DYN_KVBM_DISK_CACHE_GB, or make room"
+        )
     works(path)
 
 
@@ -237,7 +241,8 @@ def test_a_limit_of_the_size_of_files(path: Path, options: str) -> None:
                 DiskStore(path, GEOMETRY, options)
                 raise AssertionError("it was opened")
             except DiskError as error:
-                assert error.errno == errno.EFBIG and "set a smaller DYN_KVBM_DISK_CACHE_GB" in str(error), error
+                assert error.errno == errno.EFBIG and "set a smaller "
+                                                      "DYN_KVBM_DISK_CACHE_GB" in str(error), error
         check_refused(OPTIONS)
         allocate._fallocate = lambda fd, num_bytes: False
         check_refused(OPTIONS)
@@ -295,12 +300,18 @@ def direct(path: Path) -> None:
 
 @pytest.mark.usefixtures("direct")
 def test_direct_files_work(path: Path) -> None:
-    assert works(path, AFTER_OPEN)[0] and works(path, AT_OPEN, version=2)[0] and not works(path, BUFFERED, version=3)[0]
+    assert (
+        works(path, AFTER_OPEN)[0]
+        and works(path, AT_OPEN, version=2)[0]
+        and not works(path, BUFFERED, version=3)[0]
+    )
 
 
 @pytest.mark.usefixtures("direct")
 @pytest.mark.parametrize("options", [AT_OPEN, AFTER_OPEN])
-def test_a_file_system_without_o_direct(path: Path, options: FileOptions, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_system_without_o_direct(
+    path: Path, options: FileOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
     real_open, real_fcntl = os.open, fcntl.fcntl
 
     def open_refusing(file: Path, flags: int, mode: int = 0o777) -> int:

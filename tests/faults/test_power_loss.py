@@ -1,4 +1,5 @@
-"""Power goes at any moment, and the disk keeps what it likes of what was not synced: no wrong byte is answered.
+"""Power goes at any moment, and the disk keeps what it likes of what was not synced: no wrong byte is
+answered.
 
 ``KVBM_FAULT_STATES`` says how many disks are looked at.
 """
@@ -40,7 +41,9 @@ BUFFERED = FileOptions(is_direct=False)
 
 
 class Moment(NamedTuple):
-    """After ``num_events`` of the disk: versions to ``newest`` were put, those to ``cleared`` forgotten for good."""
+    """After ``num_events`` of the disk: versions to ``newest`` were put, those to ``cleared`` forgotten for
+    good.
+    """
 
     num_events: int
     newest: int
@@ -104,7 +107,9 @@ def make_history(path: Path, payload_bytes: int, rng: Random) -> History:
                 store = DiskStore(path, geometry, BUFFERED)
             assert store.wait_recovered(LONG_S)
             version += 1
-            put_versions(store, dict.fromkeys(rng.sample(range(NUM_KEYS), rng.randrange(1, 5)), version), payload_bytes)
+            put_versions(
+                store, dict.fromkeys(rng.sample(range(NUM_KEYS), rng.randrange(1, 5)), version), payload_bytes
+            )
             moments.append(Moment(disk.num_events, version, cleared))
         store.close()
     return History(disk, moments, geometry)
@@ -126,7 +131,10 @@ def check_state(
             assert store.wait_recovered(LONG_S)
             outcomes, versions = read_all(store, NUM_KEYS, payload_bytes)
             oldest, newest = allowed
-            assert all(oldest <= version <= newest for version in versions if version is not None), (versions, allowed)
+            assert all(oldest <= version <= newest for version in versions if version is not None), (
+                versions,
+                allowed,
+            )
             assert put_versions(store, {0: 1 << 40, 1: 1 << 40}, payload_bytes) == [Outcome.OK] * 2
             _, versions = read_all(store, 2, payload_bytes)
             assert versions == [1 << 40] * 2, "the file can be used again"
@@ -148,13 +156,17 @@ def test_no_loss_of_power_costs_a_byte(tmp_path: Path, rng: Random, tell: Callab
         state = history.disk.after_loss(rng, loss, num_events)
         from_file = number % ON_A_FILE_EVERY == 0
         allowed = history.allowed_at(num_events)
-        counts[loss].update(check_state(history, state, allowed, tmp_path / "state.blocks", from_file=from_file))
+        counts[loss].update(
+            check_state(history, state, allowed, tmp_path / "state.blocks", from_file=from_file)
+        )
     took_s = time.monotonic() - started_s
     total = sum(counts.values(), Counter[Outcome]())
     told = ", ".join(f"{outcome} {count}" for outcome, count in sorted(total.items()))
     tell(f"{NUM_STATES} states after a loss of power in {took_s:.1f} s, no wrong byte; reads: {told}")
     assert set(total) <= {Outcome.OK, Outcome.MISS, Outcome.CORRUPT}
-    assert counts[MILD][Outcome.OK] > counts[MILD][Outcome.CORRUPT] > 0, "both are seen, or this test sees nothing"
+    assert counts[MILD][Outcome.OK] > counts[MILD][Outcome.CORRUPT] > 0, (
+        "both are seen, or this test sees nothing"
+    )
     assert counts[UNEVEN][Outcome.OK] > 0 and counts[HARSH][Outcome.CORRUPT] > 0
 
 
@@ -179,7 +191,9 @@ def found_on(file: BlockFile, disk: TornDisk, *, checks: bool) -> list[Found]:
 
 @pytest.mark.timeout(300 + NUM_STATES // 10)
 def test_what_a_checked_recovery_finds_can_be_loaded(tmp_path: Path, rng: Random) -> None:
-    """After any loss of power, and nothing that could be is missing; headers alone would have promised more."""
+    """After any loss of power, and nothing that could be is missing; headers alone would have promised
+    more.
+    """
     num_found, num_left_out, history = 0, 0, None
     path = tmp_path / "state.blocks"
     for number in range(-(-NUM_STATES // 2)):

@@ -1,4 +1,6 @@
-"""Requests that fail, or never end: the outcome says so in time, neighbours survive, and nothing is written over."""
+"""Requests that fail, or never end: the outcome says so in time, neighbours survive, and nothing is written
+over.
+"""
 
 from __future__ import annotations
 
@@ -86,7 +88,9 @@ def test_a_place_that_cannot_be_read_costs_its_own_block_alone(path: Path, paylo
         for _ in range(3):
             outcomes, _ = read_all(store, NUM_SLOTS, payload_bytes)
             assert outcomes == [Outcome.OK, Outcome.IO_ERROR, Outcome.OK, Outcome.OK]
-        assert ios[1].num_failed == 9, "each time the request of all four, then that block by itself, and again"
+        assert ios[1].num_failed == 9, (
+            "each time the request of all four, then that block by itself, and again"
+        )
         ios[1].chosen = lambda transfer, is_write: False
         assert read_all(store, NUM_SLOTS, payload_bytes)[1] == [1] * NUM_SLOTS, "it was a fault that passed"
 
@@ -377,7 +381,9 @@ def test_a_start_that_does_not_end_begins_with_an_empty_cache(path: Path, payloa
     with store_on(path, geometry_of(payload_bytes), make_io, clock=clock, scans=True) as store:
         assert store.wait_recovered(LONG_S)
         assert list(store.scan()) == []
-        assert put_versions(store, dict.fromkeys(range(NUM_SLOTS), 2), payload_bytes) == [Outcome.OK] * NUM_SLOTS
+        assert (
+            put_versions(store, dict.fromkeys(range(NUM_SLOTS), 2), payload_bytes) == [Outcome.OK] * NUM_SLOTS
+        )
         ios[0].let_go()  # into cells that nobody looks at any more
         assert ios[0].close(LONG_S)
         assert read_all(store, NUM_SLOTS, payload_bytes)[1] == [2] * NUM_SLOTS

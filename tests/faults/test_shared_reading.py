@@ -1,4 +1,5 @@
-"""A process that reads along while another one writes, and while that one is killed and started again: no wrong byte.
+"""A process that reads along while another one writes, and while that one is killed and started again: no
+wrong byte.
 
 ``KVBM_FAULT_SHARED_READS`` says how many blocks are asked for of each kind of file.
 """
@@ -88,7 +89,9 @@ class Reading:
         self._rng = rng
 
     def read(self, num_blocks: int) -> None:
-        """Asks for so many; AssertionError for an OK whose bytes are not all those of one version of that very key."""
+        """Asks for so many; AssertionError for an OK whose bytes are not all those of one version of that
+        very key.
+        """
         keys = self._rng.sample(list(NUMBER_OF), num_blocks)
         targets = buffers(num_blocks, self._payload_bytes)
         outcomes = self.store.get_many(keys, targets, deadline_s=LONG_S)
@@ -130,7 +133,9 @@ def test_no_wrong_byte_while_the_writer_writes_over_what_is_read(
     tell(f"{payload_bytes} bytes, direct {is_direct}: {calls} calls of the writer; blocks read: {told}")
     assert set(during) <= {Outcome.OK, Outcome.MISS}
     assert during[Outcome.OK] > NUM_READS // 4, "or the reader is of little use"
-    assert reading.versions == set(range(1, 1 + NUM_VERSIONS)) and calls > NUM_READS // 100, "or the writer stood still"
+    assert reading.versions == set(range(1, 1 + NUM_VERSIONS)) and calls > NUM_READS // 100, (
+        "or the writer stood still"
+    )
     assert reading.counts[Outcome.OK] == len(last) == NUM_SLOTS, "at rest, all that is there is found"
 
 
@@ -162,7 +167,9 @@ def test_a_killed_writer_and_the_next_one_are_read_along(tmp_path: Path, rng: Ra
 
 
 def test_no_wrong_byte_whatever_the_log_says(tmp_path: Path, rng: Random) -> None:
-    """It is spoiled again and again, under the writer's hands: bits flipped, cut, gone, an older one in its place."""
+    """It is spoiled again and again, under the writer's hands: bits flipped, cut, gone, an older one in its
+    place.
+    """
     path, payload_bytes = tmp_path / "shared.blocks", 8192
     reading = Reading(path, payload_bytes, is_direct=False, rng=rng)
     log = log_path(path)

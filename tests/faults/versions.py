@@ -46,7 +46,9 @@ def aligned(payload: bytes) -> memoryview:
 def put_versions(
     store: DiskStore, versions: Mapping[int, int], num_bytes: int, on_ready: Callable[[], None] = lambda: None
 ) -> list[Outcome]:
-    """Puts key number -> version in one call, in place of what is there; ``on_ready`` just before the call."""
+    """Puts key number -> version in one call, in place of what is there; ``on_ready`` just before the
+    call.
+    """
     keys: list[BlockKey] = [key_of(number) for number in versions]
     store.remove_many(keys, deadline_s=LONG_S)
     payloads = [aligned(payload_of(number, version, num_bytes)) for number, version in versions.items()]

@@ -72,7 +72,9 @@ def test_roots_are_equal_exactly_if_namespaces_are(one: KeyNamespace, other: Key
     assert (one == other) == (one.root() == other.root())
 
 
-@given(NAMESPACES, st.permutations([field for field in KeyNamespace.__dataclass_fields__ if field != "extra"]))
+@given(
+    NAMESPACES, st.permutations([field for field in KeyNamespace.__dataclass_fields__ if field != "extra"])
+)
 def test_the_same_values_in_other_fields_are_another_namespace(one: KeyNamespace, order: list[str]) -> None:
     texts = [name for name in order if name not in ("block_size_tokens", "salt")]
     rolled = dict(zip(texts, [getattr(one, name) for name in texts[1:] + texts[:1]], strict=True))
@@ -104,7 +106,9 @@ def test_however_a_chain_grows_it_is_the_same(
 
 
 class LruAndItsTwin(RuleBasedStateMachine):
-    """The same calls to both, misuse included: the same answers, the same errors, the same order in the end."""
+    """The same calls to both, misuse included: the same answers, the same errors, the same order in the
+    end.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -210,7 +214,9 @@ class LogAndAList(RuleBasedStateMachine):
         assert [slot for part in self.log.oldest() for slot in part.tolist()] == self.slots
         assert len(self.log) == len(self.slots)
         assert self.log.holds(as_slots(range(40))).tolist() == [slot in self.slots for slot in range(40)]
-        assert self.log.log_entries <= 160 + 16  # each of the 40 slots could keep one chunk alive, and no more
+        assert (
+            self.log.log_entries <= 160 + 16
+        )  # each of the 40 slots could keep one chunk alive, and no more
 
 
 def test_the_log_stays_small_however_uneven_the_use_is() -> None:

@@ -1,4 +1,6 @@
-"""Reading along against the writer itself: what that has is got with its bytes, the rest is a miss or was once put."""
+"""Reading along against the writer itself: what that has is got with its bytes, the rest is a miss or was
+once put.
+"""
 
 from __future__ import annotations
 
@@ -34,12 +36,16 @@ def payload(key: BlockKey, version: int) -> bytes:
 
 
 class ReaderMachine(RuleBasedStateMachine):
-    """The twin: what the writer itself gets, and per key all versions that were put in this life of the file."""
+    """The twin: what the writer itself gets, and per key all versions that were put in this life of the
+    file.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.patch = pytest.MonkeyPatch()
-        self.patch.setattr(recovery, "CHUNK_SLOTS", 2)  # of two records of a key the writer takes the first chunk's
+        self.patch.setattr(
+            recovery, "CHUNK_SLOTS", 2
+        )  # of two records of a key the writer takes the first chunk's
         self.folder = tempfile.TemporaryDirectory(prefix="kvbm-reader-property-")
         self.path = Path(self.folder.name, "property.blocks")
         self.version = 0
@@ -63,7 +69,8 @@ class ReaderMachine(RuleBasedStateMachine):
         outcomes = store.get_many(keys, targets, deadline_s=LONG_S)
         assert set(outcomes) <= {Outcome.OK, Outcome.MISS}
         return [
-            bytes(target) if outcome is Outcome.OK else None for target, outcome in zip(targets, outcomes, strict=True)
+            bytes(target) if outcome is Outcome.OK else None
+            for target, outcome in zip(targets, outcomes, strict=True)
         ]
 
     @rule(keys=SOME_KEYS)
@@ -120,7 +127,9 @@ class ReaderMachine(RuleBasedStateMachine):
         if self.meaning != OURS:
             assert self.got(self.reader, keys) == [None] * len(keys)
             return
-        for key, ours, theirs in zip(keys, self.got(self.reader, keys), self.got(self.writer, keys), strict=True):
+        for key, ours, theirs in zip(
+            keys, self.got(self.reader, keys), self.got(self.writer, keys), strict=True
+        ):
             assert theirs is None or ours == theirs, "what the writer has is found, with the same bytes"
             versions = self.possible.get(key, set())
             assert ours is None or any(ours == payload(key, version) for version in versions), "wrong bytes"
@@ -135,7 +144,9 @@ class ReaderMachine(RuleBasedStateMachine):
     def ask(self, keys: list[BlockKey]) -> None:
         held = set(self.writer.scan()) if self.meaning == OURS else set()
         outcomes = self.reader.contains_many(keys, deadline_s=LONG_S)
-        assert {key for key, outcome in zip(keys, outcomes, strict=True) if outcome is Outcome.OK} >= held & set(keys)
+        assert {
+            key for key, outcome in zip(keys, outcomes, strict=True) if outcome is Outcome.OK
+        } >= held & set(keys)
 
     @invariant()
     def all_is_bounded(self) -> None:

@@ -40,7 +40,9 @@ def payload(key: BlockKey, version: int) -> bytes:
 
 
 class StoreMachine(RuleBasedStateMachine):
-    """The twin: per key what may be answered. A MISS is always allowed but where nothing can have been evicted."""
+    """The twin: per key what may be answered. A MISS is always allowed but where nothing can have been
+    evicted.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -105,7 +107,9 @@ class StoreMachine(RuleBasedStateMachine):
     def remove(self, keys: list[BlockKey]) -> None:
         here = self.contained()
         outcomes = self.store.remove_many(keys, deadline_s=LONG_S)
-        assert {key for key, outcome in zip(keys, outcomes, strict=True) if outcome is Outcome.OK} == here & set(keys)
+        assert {
+            key for key, outcome in zip(keys, outcomes, strict=True) if outcome is Outcome.OK
+        } == here & set(keys)
         assert self.contained() == here - set(keys)
 
     @rule()
@@ -151,7 +155,11 @@ KEYS = [key_of(number) for number in range(40)]
 @st.composite
 def batches(draw: st.DrawFn, start: int, stop: int) -> Batches:
     """Blocks in some of the slots start .. stop-1, in batches; a key may be in several of them."""
-    slots = draw(st.lists(st.integers(start, stop - 1), unique=True, max_size=stop - start)) if stop > start else []
+    slots = (
+        draw(st.lists(st.integers(start, stop - 1), unique=True, max_size=stop - start))
+        if stop > start
+        else []
+    )
     keys = draw(st.lists(st.sampled_from(KEYS), min_size=len(slots), max_size=len(slots)))
     made: Batches = [[]]
     for block in zip(keys, slots, strict=True):
@@ -222,8 +230,12 @@ def test_blocks_that_were_found_go_before_those_that_were_put_since() -> None:
     assert evict_all(tier, gone) == [b, a, c, e, d, KEYS[9]]
 
 
-@pytest.mark.parametrize("wrong", [[(KEYS[1], 3)], [(KEYS[1], 8)], [(KEYS[1], -1)], [(KEYS[1], 5), (KEYS[2], 2)]])
-def test_blocks_in_slots_that_are_not_new_are_refused_and_change_nothing(wrong: list[tuple[BlockKey, int]]) -> None:
+@pytest.mark.parametrize(
+    "wrong", [[(KEYS[1], 3)], [(KEYS[1], 8)], [(KEYS[1], -1)], [(KEYS[1], 5), (KEYS[2], 2)]]
+)
+def test_blocks_in_slots_that_are_not_new_are_refused_and_change_nothing(
+    wrong: list[tuple[BlockKey, int]],
+) -> None:
     tier = BlockTier(Tier.DISK, LruPolicy(), ManualClock())
     tier.restore(4, [[(KEYS[0], 1)]])
     with pytest.raises(ValueError, match="slots in use"):

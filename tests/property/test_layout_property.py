@@ -191,7 +191,9 @@ def test_blocks_go_from_any_layout_to_any_other_and_back(
 
 
 @given(cache_tensors(), st.integers(2, 7))
-def test_a_block_count_that_does_not_fit_is_refused(case: tuple[list[TensorInfo], int, int], num_blocks: int) -> None:
+def test_a_block_count_that_does_not_fit_is_refused(
+    case: tuple[list[TensorInfo], int, int], num_blocks: int
+) -> None:
     infos, _, _ = case
     shape = infos[0].shape
     readings = [shape[0] % num_blocks == 0, shape[0] in (1, 2) and shape[1] % num_blocks == 0]

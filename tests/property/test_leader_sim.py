@@ -1,4 +1,6 @@
-"""Hundreds of small engines around a real leader, each from one seed: right bytes, and nothing left at the end."""
+"""Hundreds of small engines around a real leader, each from one seed: right bytes, and nothing left at the
+end.
+"""
 
 from __future__ import annotations
 

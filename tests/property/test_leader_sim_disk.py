@@ -1,4 +1,6 @@
-"""Small engines with disks around a real leader, killed and started again: right bytes, and nothing left at the end."""
+"""Small engines with disks around a real leader, killed and started again: right bytes, and nothing left at
+the end.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ def sim_of(groups: tuple[GroupSpec, ...], random: Random) -> DiskLeaderSim:
 
 
 def run(sim: DiskLeaderSim) -> None:
-    """Kills strike while it runs; then it ends in order, starts again, and goes on with what is on the disks."""
+    """Kills strike while it runs; then it ends in order, starts again, and goes on with what is on the
+    disks.
+    """
     for step in range(STEPS):
         sim.step()
         if step % 25 == 0:

@@ -98,7 +98,9 @@ TestTiers.settings = settings(max_examples=25, stateful_step_count=25, deadline=
 
 @given(st.lists(SOME, max_size=4), SOME)
 @settings(max_examples=30, deadline=None)
-def test_with_room_for_all_the_longest_prefix_is_found(stored: list[list[BlockKey]], wanted: list[BlockKey]) -> None:
+def test_with_room_for_all_the_longest_prefix_is_found(
+    stored: list[list[BlockKey]], wanted: list[BlockKey]
+) -> None:
     with tempfile.TemporaryDirectory(prefix="kvbm-local-property-") as folder:
         bench = LocalBench(Path(folder), len(KEYS), 0)
         known: set[BlockKey] = set()
@@ -107,5 +109,7 @@ def test_with_room_for_all_the_longest_prefix_is_found(stored: list[list[BlockKe
             known.update(keys)
         longest = next((i for i, key in enumerate(wanted) if key not in known), len(wanted))
         assert bench.tiers.match("a", wanted) == longest
-        assert not longest or (bench.load("a", wanted[:longest]) is Outcome.OK and bench.came(wanted[:longest]))
+        assert not longest or (
+            bench.load("a", wanted[:longest]) is Outcome.OK and bench.came(wanted[:longest])
+        )
         bench.close()

@@ -21,7 +21,8 @@ Pack = Callable[[object], bytes]
 Copy = Callable[[Lanes, Ids, Ids], None]
 
 needs_native = pytest.mark.skipif(
-    native is None, reason="NOT RUN: the native module (no C compiler when kvbm was installed, or KVBM_NATIVE=0)"
+    native is None,
+    reason="NOT RUN: the native module (no C compiler when kvbm was installed, or KVBM_NATIVE=0)",
 )
 
 
@@ -35,7 +36,11 @@ def copy_with_native(lanes: Lanes, dst_ids: Ids, src_ids: Ids) -> None:
     copy_natively(native, lanes, dst_ids, src_ids)
 
 
-CHAINS = [pytest.param(chain_in_python, id="python"), native_function("chain"), native_function("chain_portable")]
+CHAINS = [
+    pytest.param(chain_in_python, id="python"),
+    native_function("chain"),
+    native_function("chain_portable"),
+]
 PACKS = [pytest.param(pack_in_python, id="python"), native_function("pack_u32")]
 
 
@@ -78,7 +83,9 @@ def chain_by_hashlib(parent: bytes, header: bytes, tokens: bytes, step: int) -> 
     num_blocks=st.integers(0, 4),
     data=st.data(),
 )
-def test_chain(chain: Chain, *, parent: bytes, header: bytes, step: int, num_blocks: int, data: st.DataObject) -> None:
+def test_chain(
+    chain: Chain, *, parent: bytes, header: bytes, step: int, num_blocks: int, data: st.DataObject
+) -> None:
     tokens = data.draw(st.binary(min_size=step * num_blocks, max_size=step * num_blocks))
     expected = chain_by_hashlib(parent, header, tokens, step)
     assert chain(parent, header, tokens, step) == expected
@@ -129,7 +136,11 @@ class Index:
 
 
 @pytest.mark.parametrize("pack", PACKS)
-@given(tokens=st.lists(st.integers(0, 2**32 - 1) | st.booleans() | st.sampled_from([np.uint32(7), np.int64(2**31)])))
+@given(
+    tokens=st.lists(
+        st.integers(0, 2**32 - 1) | st.booleans() | st.sampled_from([np.uint32(7), np.int64(2**31)])
+    )
+)
 def test_pack(pack: Pack, tokens: list[int]) -> None:
     expected = struct.pack(f"<{len(tokens)}I", *map(int, tokens))
     assert pack(tokens) == expected
@@ -169,7 +180,9 @@ def test_pack_survives_a_list_that_shrinks_while_it_is_read(pack: Pack) -> None:
 
 @st.composite
 def block_arrays(draw: st.DrawFn, num_pieces: int, num_bytes: int) -> tuple[Bytes, Bytes]:
-    """Random memory, and ``[piece, block, byte]`` over all of it with any order of the axes and gaps between."""
+    """Random memory, and ``[piece, block, byte]`` over all of it with any order of the axes and gaps
+    between.
+    """
     num_blocks = draw(st.integers(1, 6))
     pieces_inside, gaps = draw(st.booleans()), [draw(st.integers(0, 3)) for _ in range(2)]
     inner = num_bytes + gaps[0]
@@ -216,7 +229,10 @@ def test_copy_of_large_pieces_for_several_lanes(copy: Copy, num_bytes: int) -> N
 def test_a_block_may_overlap_its_target(copy: Copy, shift_bytes: int) -> None:
     memory = np.random.default_rng(1).integers(0, 256, 5200, dtype=np.uint8)
     content = memory[100:5100].copy()
-    src, dst = memory[100:5100].reshape(1, 1, 5000), memory[100 + shift_bytes : 5100 + shift_bytes].reshape(1, 1, 5000)
+    src, dst = (
+        memory[100:5100].reshape(1, 1, 5000),
+        memory[100 + shift_bytes : 5100 + shift_bytes].reshape(1, 1, 5000),
+    )
     copy([(dst, src)], np.array([0]), np.array([0]))
     assert (dst == content).all()
 

@@ -13,13 +13,16 @@ from kvbm_core.policy.recency import as_slots
 from kvbm_core.types import BlockKey, SequenceHash, block_key
 
 pytestmark = pytest.mark.skipif(
-    native is None, reason="NOT RUN: the registry in C (no C compiler when kvbm was installed, or KVBM_NATIVE=0)"
+    native is None,
+    reason="NOT RUN: the registry in C (no C compiler when kvbm was installed, or KVBM_NATIVE=0)",
 )
 
 MAX_SLOTS = 60
 # The first eight bytes choose the place in the table: few different ones make long runs of neighbours.
 HASHES = [
-    SequenceHash(bytes([first]) * 8 + bytes([last]) * 24) for first in (0, 1, 0x5A, 0x80, 0xFF) for last in range(4)
+    SequenceHash(bytes([first]) * 8 + bytes([last]) * 24)
+    for first in (0, 1, 0x5A, 0x80, 0xFF)
+    for last in range(4)
 ]
 KEYS = [block_key(sequence_hash, group) for sequence_hash in HASHES for group in (0, 1, 255)]
 SOME_KEYS = st.lists(st.sampled_from(KEYS), max_size=40)

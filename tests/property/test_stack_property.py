@@ -1,4 +1,6 @@
-"""A stack of tiers against a twin that asks block by block, with real tiers and with runs longer than one look-up."""
+"""A stack of tiers against a twin that asks block by block, with real tiers and with runs longer than one
+look-up.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ def tier_with(keys: Sequence[BlockKey]) -> BlockTier:
 
 def stack_of(present: Sequence[set[int]]) -> TierStack:
     """Three tiers."""
-    return TierStack([tier_with([key_of(b) for b, where in enumerate(present) if t in where]) for t in range(3)])
+    return TierStack(
+        [tier_with([key_of(b) for b, where in enumerate(present) if t in where]) for t in range(3)]
+    )
 
 
 def naive_prefix(present: Sequence[set[int]], start: int) -> int:

@@ -32,7 +32,9 @@ class Residents:
         return next((index for index, key in enumerate(keys) if key not in self.keys), len(keys))
 
 
-def is_usable(group: GroupSpec, keys: Sequence[BlockKey], there: Residents, computed: int, length: int) -> bool:
+def is_usable(
+    group: GroupSpec, keys: Sequence[BlockKey], there: Residents, computed: int, length: int
+) -> bool:
     """Whether a token at position ``length`` finds everything it sees, token by token."""
     size = group.block_size_tokens
     if length // size > len(keys):
@@ -42,12 +44,19 @@ def is_usable(group: GroupSpec, keys: Sequence[BlockKey], there: Residents, comp
 
 
 def naive_longest(
-    groups: Sequence[GroupSpec], all_keys: Sequence[Sequence[BlockKey]], computed: int, limit: int, there: Residents
+    groups: Sequence[GroupSpec],
+    all_keys: Sequence[Sequence[BlockKey]],
+    computed: int,
+    limit: int,
+    there: Residents,
 ) -> int:
     """Every length from the top."""
     align = alignment_tokens(groups)
     for length in range(limit // align * align, computed, -align):
-        if all(is_usable(group, keys, there, computed, length) for group, keys in zip(groups, all_keys, strict=True)):
+        if all(
+            is_usable(group, keys, there, computed, length)
+            for group, keys in zip(groups, all_keys, strict=True)
+        ):
             return length
     return computed
 
@@ -55,13 +64,18 @@ def naive_longest(
 @st.composite
 def prefix_questions(draw: st.DrawFn) -> tuple[list[GroupSpec], list[list[BlockKey]], int, int, Residents]:
     specs = draw(
-        st.lists(st.tuples(st.sampled_from([1, 2, 3, 4, 6]), st.none() | st.integers(1, 20)), min_size=1, max_size=3)
+        st.lists(
+            st.tuples(st.sampled_from([1, 2, 3, 4, 6]), st.none() | st.integers(1, 20)),
+            min_size=1,
+            max_size=3,
+        )
     )
     groups = [GroupSpec(index, size, window) for index, (size, window) in enumerate(specs)]
     total = draw(st.integers(0, 48))
     digests = [SequenceHash(block.to_bytes(32, "big")) for block in range(total)]
     all_keys = [
-        [block_key(digest, group.index) for digest in digests[: total // group.block_size_tokens]] for group in groups
+        [block_key(digest, group.index) for digest in digests[: total // group.block_size_tokens]]
+        for group in groups
     ]
     every = [key for keys in all_keys for key in keys]
     # Mostly full tiers with a few holes, or mostly empty ones with a few blocks.
@@ -129,7 +143,11 @@ class TierMachine(RuleBasedStateMachine):
 
     # -------- what happens
 
-    @rule(keys=SOME_KEYS, protected=st.frozensets(st.sampled_from(UNIVERSE), max_size=6), all_or_none=st.booleans())
+    @rule(
+        keys=SOME_KEYS,
+        protected=st.frozensets(st.sampled_from(UNIVERSE), max_size=6),
+        all_or_none=st.booleans(),
+    )
     def reserve(self, keys: list[BlockKey], protected: frozenset[BlockKey], all_or_none: bool) -> None:
         new = [key for key in dict.fromkeys(keys) if key not in self.resident and key not in self.pending()]
         free = self.tier.capacity_blocks - len(self.resident) - len(self.pending())

@@ -1,4 +1,6 @@
-"""SGLang's own host pools and KvbmHiCache on them, without an engine. Runs in SGLang's environment (see worker)."""
+"""SGLang's own host pools and KvbmHiCache on them, without an engine. Runs in SGLang's environment (see
+worker).
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ PAGE_TOKENS, NUM_PAGES, LAYERS = 16, 32, 4
 RECOVERED_S = 30.0
 
 
-def make_pool(kind: str, layout: str, seed: int, dtype: str = "bfloat16", page_tokens: int = PAGE_TOKENS) -> Any:
+def make_pool(
+    kind: str, layout: str, seed: int, dtype: str = "bfloat16", page_tokens: int = PAGE_TOKENS
+) -> Any:
     """A host pool of SGLang's, twice NUM_PAGES long, filled with random bytes."""
     size = NUM_PAGES * PAGE_TOKENS
     common: dict[str, Any] = {
@@ -53,7 +57,9 @@ def make_pool(kind: str, layout: str, seed: int, dtype: str = "bfloat16", page_t
 def fill(pool: Any, seed: int) -> None:
     """Other bytes everywhere."""
     raw = pool.kv_buffer.view(torch.uint8)
-    raw.copy_(torch.randint(0, 256, raw.shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(seed)))
+    raw.copy_(
+        torch.randint(0, 256, raw.shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+    )
 
 
 def indices(pages: list[int], page_tokens: int = PAGE_TOKENS) -> torch.Tensor:
@@ -64,7 +70,10 @@ def indices(pages: list[int], page_tokens: int = PAGE_TOKENS) -> torch.Tensor:
 def content(pool: Any, pages: list[int]) -> list[bytes]:
     """The bytes of pages, by SGLang's own copy and not by the addresses that kvbm uses."""
     starts = [page * pool.page_size for page in pages]
-    return [pool.get_data_page(start, flat=True).contiguous().view(torch.uint8).numpy().tobytes() for start in starts]
+    return [
+        pool.get_data_page(start, flat=True).contiguous().view(torch.uint8).numpy().tobytes()
+        for start in starts
+    ]
 
 
 def keys_of(count: int, salt: str = "") -> list[str]:
@@ -105,7 +114,9 @@ def backend(folder: str, pools: dict[str, Any], **changed: Any) -> Iterator[Kvbm
             assert not isinstance(opened, PageStore) or opened._store.wait_recovered(RECOVERED_S)
         yield store
         guarded = [
-            series for series, n in store.guard_state.metrics.snapshot().items() if "guarded_errors" in series and n
+            series
+            for series, n in store.guard_state.metrics.snapshot().items()
+            if "guarded_errors" in series and n
         ]
         assert not guarded, guarded
     finally:
@@ -129,7 +140,9 @@ def back_and_forth(folder: str, kind: str, layout: str, seed: int) -> dict[str, 
             assert store.batch_exists([*keys[:5], *keys_of(1, "other"), *keys[5:]]) == 5
             untouched = content(pool, [2 * NUM_PAGES - 1])
             some = keys[: NUM_PAGES - 1]
-            assert store.batch_get_v1(some, indices(elsewhere[1:])[: len(some) * PAGE_TOKENS]) == [True] * len(some)
+            assert store.batch_get_v1(some, indices(elsewhere[1:])[: len(some) * PAGE_TOKENS]) == [
+                True
+            ] * len(some)
             assert content(pool, elsewhere[1:]) == before[: len(some)]
             assert content(pool, [2 * NUM_PAGES - 1]) == untouched
         again = make_pool(kind, layout, seed + 1)
@@ -141,7 +154,9 @@ def back_and_forth(folder: str, kind: str, layout: str, seed: int) -> dict[str, 
 
 
 def not_found_by_others(folder: str, seed: int) -> list[str]:
-    """Who shares the folder and differs in one thing finds nothing; the writer, come again, finds all of it."""
+    """Who shares the folder and differs in one thing finds nothing; the writer, come again, finds all of
+    it.
+    """
     keys, pages = keys_of(8), list(range(8))
     pool = make_pool("mha", "page_first", seed)
     with _stamped(folder) as model:
@@ -177,9 +192,13 @@ def not_found_by_others(folder: str, seed: int) -> list[str]:
 
 
 def bytes_of_unknown_meaning(folder: str, seed: int) -> None:
-    """Both kinds of float8 are stored as bytes: the engine's settings tell them apart; none is kept without."""
+    """Both kinds of float8 are stored as bytes: the engine's settings tell them apart; none is kept
+    without.
+    """
     keys, pages = keys_of(4), list(range(4))
-    pool, alike = (make_pool("mha", "page_first", seed, dtype=f"float8_{kind}") for kind in ("e5m2", "e4m3fn"))
+    pool, alike = (
+        make_pool("mha", "page_first", seed, dtype=f"float8_{kind}") for kind in ("e5m2", "e4m3fn")
+    )
     assert pool.dtype == alike.dtype == torch.uint8
     with _stamped(folder) as model:
         with backend(folder, {"kv": pool}, model_name=model) as store:
@@ -187,14 +206,18 @@ def bytes_of_unknown_meaning(folder: str, seed: int) -> None:
 
         def arguments(dtype: str) -> Any:
             return patch(
-                "kvbm_sglang.pools.find_server_args", lambda: SimpleNamespace(model_path=model, kv_cache_dtype=dtype)
+                "kvbm_sglang.pools.find_server_args",
+                lambda: SimpleNamespace(model_path=model, kv_cache_dtype=dtype),
             )
 
         with arguments("fp8_e5m2"), backend(folder, {"kv": pool}) as store:
             assert all(store.batch_set_v1(keys, indices(pages)))
         with arguments("fp8_e4m3"), backend(folder, {"kv": alike}) as store:
             assert store.batch_exists(keys) == 0
-        with arguments("fp8_e5m2"), backend(folder, {"kv": pool}, model_name="served under another name") as store:
+        with (
+            arguments("fp8_e5m2"),
+            backend(folder, {"kv": pool}, model_name="served under another name") as store,
+        ):
             assert store.batch_exists(keys) == 4
 
 
@@ -203,7 +226,10 @@ def ranks_of_one_writer(folder: str, seed: int) -> None:
     keys, pages = keys_of(8), list(range(8))
     pools = [make_pool("mla", "page_first", seed + rank) for rank in (0, 1)]
     mla = {"is_mla_model": True, "tp_size": 2}
-    with _stamped(folder) as model, backend(folder, {"kv": pools[1]}, model_name=model, tp_rank=1, **mla) as reader:
+    with (
+        _stamped(folder) as model,
+        backend(folder, {"kv": pools[1]}, model_name=model, tp_rank=1, **mla) as reader,
+    ):
         assert reader.batch_exists(keys) == 0, "its writer is not there yet"
         with backend(folder, {"kv": pools[0]}, model_name=model, tp_rank=0, **mla) as writer:
             before = content(pools[0], pages)
@@ -243,7 +269,9 @@ def damaged(folder: str, how: str, seed: int) -> dict[str, Any]:
         fill(pool, seed + 2)
         assert all(store.batch_get_v1(keys, indices(pages)))
         assert content(pool, pages) == before
-        failures = {name: n for name, n in store.guard_state.metrics.snapshot().items() if "failures" in name and n}
+        failures = {
+            name: n for name, n in store.guard_state.metrics.snapshot().items() if "failures" in name and n
+        }
     return failures
 
 
@@ -318,7 +346,9 @@ def odd_calls(folder: str, seed: int) -> dict[str, float]:
         store.close()
         store.close()
     assert store.batch_exists(keys) == 0
-    return {name: n for name, n in store.guard_state.metrics.snapshot().items() if "guarded_errors" in name and n}
+    return {
+        name: n for name, n in store.guard_state.metrics.snapshot().items() if "guarded_errors" in name and n
+    }
 
 
 def statistics(folder: str, seed: int) -> dict[str, Any]:
@@ -388,7 +418,11 @@ def _damage(folder: str, how: str, page: int, seed: int) -> None:
             file.seek(offset)
             file.write(neighbour)
         else:
-            at = offset + 4096 + (seed % header.payload_bytes if how == "bit of the payload" else -4096 + seed % 100)
+            at = (
+                offset
+                + 4096
+                + (seed % header.payload_bytes if how == "bit of the payload" else -4096 + seed % 100)
+            )
             file.seek(at)
             byte = file.read(1)[0]
             file.seek(at)

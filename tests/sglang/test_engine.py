@@ -1,4 +1,6 @@
-"""Real SGLang with kvbm: prompts come back from the disk after a flush, and after a restart, to the last bit."""
+"""Real SGLang with kvbm: prompts come back from the disk after a flush, and after a restart, to the last
+bit.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,15 @@ from typing import Any
 
 import pytest
 
-from benchmarks.sglang.engine import HICACHE, PAGE_TOKENS, WHOLE_PAGES, cached, prompts_of, run_engine, same_answers
+from benchmarks.sglang.engine import (
+    HICACHE,
+    PAGE_TOKENS,
+    WHOLE_PAGES,
+    cached,
+    prompts_of,
+    run_engine,
+    same_answers,
+)
 from benchmarks.sglang.environment import ROOT
 from kvbm_core.storage.disk.inspect import find_files
 
@@ -18,7 +28,9 @@ pytestmark = pytest.mark.timeout(900)  # engines start for half a minute each
 
 ALL = bool(os.environ.get("KVBM_SGLANG_ALL"))
 """Also restarts and layouts that tests/sglang/test_pools.py holds by itself; each takes half a minute."""
-only_in_full = pytest.mark.skipif(not ALL, reason="NOT RUN: an engine more of the same kind: set KVBM_SGLANG_ALL=1")
+only_in_full = pytest.mark.skipif(
+    not ALL, reason="NOT RUN: an engine more of the same kind: set KVBM_SGLANG_ALL=1"
+)
 PLACES = [
     ("page_first", "kernel"),
     pytest.param("layer_first", "kernel", marks=only_in_full),
@@ -31,7 +43,8 @@ PLACES = [
 def assert_comes_back(
     folder: Path, model: Path, seed: int, files: int = 1, restarts: bool = True, **engine: Any
 ) -> tuple[list[Any], str]:
-    """One engine asks, forgets and asks again, then a second one asks. The answers of a cold one, and its log.
+    """One engine asks, forgets and asks again, then a second one asks. The answers of a cold one, and its
+    log.
 
     ``files``: of pages, one for each rank that writes.
     """
@@ -55,7 +68,9 @@ def assert_comes_back(
 def test_prompts_come_back(layout: str, io: str, tiny_model: Path, tmp_path: Path, seed: int) -> None:
     place = {"hicache_mem_layout": layout, "hicache_io_backend": io}
     if layout == "page_head":  # and by the file that is there to be copied
-        place["hicache_storage_backend_extra_config"] = f"@{ROOT / 'deploy' / 'launch' / 'sglang_hicache.yaml'}"
+        place["hicache_storage_backend_extra_config"] = (
+            f"@{ROOT / 'deploy' / 'launch' / 'sglang_hicache.yaml'}"
+        )
     restarts = ALL or layout == "page_first"
     assert_comes_back(tmp_path, tiny_model, seed, restarts=restarts, **place)
 

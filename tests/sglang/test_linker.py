@@ -1,4 +1,6 @@
-"""Real SGLang with kvbm as its direct linker: device pages come back from host memory and disk, to the last bit."""
+"""Real SGLang with kvbm as its direct linker: device pages come back from host memory and disk, to the last
+bit.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,15 @@ from typing import Any
 
 import pytest
 
-from benchmarks.sglang.engine import LINKER, PAGE_TOKENS, WHOLE_PAGES, cached, prompts_of, run_engine, same_answers
+from benchmarks.sglang.engine import (
+    LINKER,
+    PAGE_TOKENS,
+    WHOLE_PAGES,
+    cached,
+    prompts_of,
+    run_engine,
+    same_answers,
+)
 from kvbm_core.storage.disk.inspect import find_files, identify
 from kvbm_core.storage.disk.record import slot_offset_bytes
 

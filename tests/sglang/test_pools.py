@@ -36,7 +36,9 @@ def test_ranks_read_what_one_of_them_writes(sglang: Worker, tmp_path: Path, seed
 
 
 @pytest.mark.parametrize("how", ["bit of the payload", "bit of the header", "zeroed", "swapped", "truncated"])
-def test_a_damaged_page_is_not_loaded_and_is_written_again(sglang: Worker, how: str, tmp_path: Path, seed: int) -> None:
+def test_a_damaged_page_is_not_loaded_and_is_written_again(
+    sglang: Worker, how: str, tmp_path: Path, seed: int
+) -> None:
     failures = sglang.run(f"{SCENES}:damaged", folder=str(tmp_path), how=how, seed=seed)
     expected = {} if how in ("truncated", "swapped") else {'kvbm_failures_total{kind="onboard_corrupt"}': 1.0}
     assert failures == expected

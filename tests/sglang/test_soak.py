@@ -1,4 +1,6 @@
-"""The soak of benchmarks.sglang.soak, short: a real SGLang server, clients at once, flushes, clears, detachments."""
+"""The soak of benchmarks.sglang.soak, short: a real SGLang server, clients at once, flushes, clears,
+detachments.
+"""
 
 from __future__ import annotations
 

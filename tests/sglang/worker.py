@@ -1,6 +1,7 @@
 """Runs functions in a process of SGLang's environment, one after the other: importing SGLang takes seconds.
 
-A line of JSON in, {"call": "module:function", "kwargs": {...}}, a line of JSON out: {"result": ...} or {"error": text}.
+A line of JSON in, {"call": "module:function", "kwargs": {...}}, a line of JSON out: {"result": ...} or
+{"error": text}.
 """
 
 from __future__ import annotations

@@ -35,7 +35,9 @@ def _worlds() -> Iterator[Callable[[str, int], World]]:
 
 @pytest.fixture
 def play(_worlds: Callable[[str, int], World]) -> Play:
-    """``play(kind, job, *args)`` runs ``job(rank, *args)`` on all ranks of a kind; what it returned, by rank."""
+    """``play(kind, job, *args)`` runs ``job(rank, *args)`` on all ranks of a kind; what it returned, by
+    rank.
+    """
 
     def run(kind: Kind, job: Callable[..., Any], *args: Any) -> list[Any]:
         if kind.ranks > 1:

@@ -1,4 +1,5 @@
-"""An executor double with kvbm in it: its insides in reach, copies that can be held or made to fail, a leak check.
+"""An executor double with kvbm in it: its insides in reach, copies that can be held or made to fail, a leak
+check.
 
 What is here runs on every rank alike; a scenario decides by what all ranks know.
 """
@@ -56,15 +57,21 @@ class Kind:
 
 
 def kinds(ranks: int = 1, *, in_all_versions: bool = False) -> list[Kind]:
-    """All kinds of this many ranks; ``in_all_versions``: of those too that are between or before the main ones."""
+    """All kinds of this many ranks; ``in_all_versions``: of those too that are between or before the main
+    ones.
+    """
     caches = [(RELEASED, "v1"), (NEWEST, "v1"), (NEWEST, "v2")]
     if in_all_versions:
         caches += [(EARLY, "v1"), (MID, "v1")]
-    return [Kind(version, manager, overlap, ranks) for version, manager in caches for overlap in (False, True)]
+    return [
+        Kind(version, manager, overlap, ranks) for version, manager in caches for overlap in (False, True)
+    ]
 
 
 class KeepingExecutor(Executor):
-    """Keeps the blocks of requests that failed, or were cancelled in their load, for reuse, as TensorRT-LLM does."""
+    """Keeps the blocks of requests that failed, or were cancelled in their load, for reuse, as TensorRT-LLM
+    does.
+    """
 
     def __init__(self, *parts: Any) -> None:
         super().__init__(*parts)
@@ -78,7 +85,9 @@ class KeepingExecutor(Executor):
 
 
 class Serving:
-    """One rank of an executor with kvbm. Answers are compared with those of a run without connector at the end."""
+    """One rank of an executor with kvbm. Answers are compared with those of a run without connector at the
+    end.
+    """
 
     def __init__(
         self,
@@ -102,7 +111,9 @@ class Serving:
             self.may_begin.set()
         self._to_poison: list[tuple[int, list[int]]] = []
         self.executor = executor_class(*self._classes(), config)
-        if spoils_late and not config.enable_partial_reuse:  # there the double copies into blocks as it hands them out
+        if (
+            spoils_late and not config.enable_partial_reuse
+        ):  # there the double copies into blocks as it hands them out
             self.executor.memory.poison = self._poison_later  # type: ignore[method-assign]
         self._asked: dict[int, tuple[tuple[int, ...], int, tuple[tuple[str, Any], ...]]] = {}
         self.clock = ManualClock(time.monotonic())
@@ -110,7 +121,8 @@ class Serving:
             self.side._clock = self.clock
 
     def _poison_later(self, group: int, slots: list[int]) -> None:
-        """The double spoils blocks when it hands them out, TensorRT-LLM when it computes: a connector may read them
+        """The double spoils blocks when it hands them out, TensorRT-LLM when it computes: a connector may
+        read them
         until it has heard of it, which is before loads and forward pass begin."""
         self._to_poison.append((group, list(slots)))
 
@@ -199,7 +211,9 @@ class Serving:
         return request
 
     def step_until(self, condition: Callable[[], Any]) -> None:
-        """Steps until ``condition``, which is the same on all ranks, holds; with attention DP, on each rank."""
+        """Steps until ``condition``, which is the same on all ranks, holds; with attention DP, on each
+        rank.
+        """
         deadline_s = time.monotonic() + PATIENCE_S
         while self.executor.lockstep.any(not condition()):
             assert time.monotonic() < deadline_s, "what was waited for did not come"
@@ -221,7 +235,9 @@ class Serving:
         self.executor.drop_device_cache()
 
     def fails_here(self, direction: Direction, outcome: Outcome = Outcome.IO_ERROR, times: int = 1) -> None:
-        """The next jobs of this direction fail on the last rank that has a part of these blocks, and on no other."""
+        """The next jobs of this direction fail on the last rank that has a part of these blocks, and on no
+        other.
+        """
         self.may_fail = True
         if self.kind.attention_dp or self.rank == self.kind.ranks - 1:
             self.gate.fail_next(direction, outcome, times)
@@ -264,7 +280,9 @@ class Serving:
     def check_answers(self) -> None:
         """Compares with a run without connector; of requests that were not finished, the beginning."""
         ended = {request: asked for request, asked in self._asked.items() if request in self.executor.outputs}
-        plain = Executor(None, None, replace(self.config, record=False, num_blocks=max(1000, self.config.num_blocks)))
+        plain = Executor(
+            None, None, replace(self.config, record=False, num_blocks=max(1000, self.config.num_blocks))
+        )
         twin = {}
         for asked in dict.fromkeys(ended.values()):
             prompt, max_new_tokens, options = asked
@@ -297,7 +315,9 @@ class Serving:
             left |= self._left_in_leader()
             states.append(self.side.guard_state)
         series = [item for state in states for item in state.metrics.snapshot().items()]
-        trouble = ["guarded"] if self.may_fail else ["guarded", "kvbm_failures_total", "kvbm_dropped_blocks_total"]
+        trouble = (
+            ["guarded"] if self.may_fail else ["guarded", "kvbm_failures_total", "kvbm_dropped_blocks_total"]
+        )
         left |= {name: int(value) for name, value in series if any(word in name for word in trouble)}
         found = {name: count for name, count in left.items() if count}
         assert not found, f"{found}"  # said in words, as other ranks are processes without pytest
@@ -357,11 +377,15 @@ def serve(
     spoils_late: bool = True,
     **config: Any,
 ) -> Iterator[Serving]:
-    """An executor of this kind with kvbm, whose leaks and answers are checked at the end unless something failed."""
+    """An executor of this kind with kvbm, whose leaks and answers are checked at the end unless something
+    failed.
+    """
     size = {} if host_blocks is None else {"DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS": str(host_blocks)}
     settings = {**size, **(env or {})}
     with environment(settings):
-        shape = ExecutorConfig(manager=kind.manager, overlap=kind.overlap, attention_dp=kind.attention_dp, **config)
+        shape = ExecutorConfig(
+            manager=kind.manager, overlap=kind.overlap, attention_dp=kind.attention_dp, **config
+        )
         serving = Serving(rank, kind, executor_class, shape, is_ready=is_ready, spoils_late=spoils_late)
         try:
             if is_ready:

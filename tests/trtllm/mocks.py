@@ -14,7 +14,9 @@ PYEXECUTOR = "tensorrt_llm._torch.pyexecutor"
 
 @dataclass(frozen=True)
 class Script:
-    """What the connector does. ``matches``: request id -> (tokens, async); the rest is answered (0, False)."""
+    """What the connector does. ``matches``: request id -> (tokens, async); the rest is answered (0,
+    False).
+    """
 
     matches: dict[int, Any] = field(default_factory=dict)
     saves: Any = False
@@ -62,7 +64,9 @@ def make_classes(script: Script) -> tuple[type, type]:
 
 
 def make_executor(script: Script | None = None, **config: Any) -> Executor:
-    """An executor with the scripted connector; the connector can reach the model, to bring the right bytes."""
+    """An executor with the scripted connector; the connector can reach the model, to bring the right
+    bytes.
+    """
     executor = Executor(*make_classes(script or Script()), ExecutorConfig(**config))
     executor.worker.executor = executor
     return executor

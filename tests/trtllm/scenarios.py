@@ -32,7 +32,9 @@ class Scenario:
 
 
 def scenario_list() -> tuple[dict[str, Scenario], Callable[..., Callable[[Play], Play]]]:
-    """A list, and the decorator that puts a function on it, given what it fits and whether it is essential."""
+    """A list, and the decorator that puts a function on it, given what it fits and whether it is
+    essential.
+    """
     found: dict[str, Scenario] = {}
 
     def scenario(
@@ -81,7 +83,11 @@ def no_hit(rank: int, kind: Kind) -> None:
         calls = serving.executor.calls
         if serving.is_leading:
             groups = "_by_layer_group" if kind.is_v2 else ""
-            assert calls.count(f"update_state_after_alloc{groups}") == calls.count(f"request_finished{groups}") == 1
+            assert (
+                calls.count(f"update_state_after_alloc{groups}")
+                == calls.count(f"request_finished{groups}")
+                == 1
+            )
         assert serving.metric("kvbm_matched_tokens") == 0
         # 40 tokens of the prompt and 7 of the answer were computed.
         assert serving.metric("kvbm_offload_blocks_d2h") == 47 // BLOCK

@@ -1,6 +1,7 @@
 """Scenarios of attention data parallelism: every rank with a leader and requests of its own.
 
-Each is run on every rank; all ranks make the same calls of ``Serving`` and of ``Executor.step``, equally often.
+Each is run on every rank; all ranks make the same calls of ``Serving`` and of ``Executor.step``, equally
+often.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ def different_loads(rank: int, kind: Kind) -> None:
     """Rank 0 has nothing to do, the others more and more."""
     with serve(rank, kind, num_blocks=200) as serving:
         for turn in range(2):
-            prompts = [range(1000 * rank + 100 * i, 1000 * rank + 100 * i + 13 + 4 * rank) for i in range(3 * rank)]
+            prompts = [
+                range(1000 * rank + 100 * i, 1000 * rank + 100 * i + 13 + 4 * rank) for i in range(3 * rank)
+            ]
             requests = [serving.submit(prompt, 3 + 2 * i) for i, prompt in enumerate(prompts)]
             serving.executor.run_until_idle()
             matched = (12 + 4 * rank) if turn else 0
@@ -47,7 +50,9 @@ def different_loads(rank: int, kind: Kind) -> None:
             serving.forget_device()
         outputs = outputs_of(serving)
         assert {output.attention_dp_rank for output in outputs} == {rank}
-        scheduled = [data.request_id for output in outputs for data in output.new_requests + output.cached_requests]
+        scheduled = [
+            data.request_id for output in outputs for data in output.new_requests + output.cached_requests
+        ]
         assert all((number - 1) % kind.ranks == rank for number in scheduled)
         assert bool(scheduled) == (rank > 0)
         forwards = comm.mpi_allgather(serving.executor.calls.count("wait_for_save"))
@@ -66,7 +71,9 @@ def blocks_are_not_shared(rank: int, kind: Kind) -> None:
                 if rank == asking:
                     serving.expect_match(request, (CAP if is_again else 0, is_again))
                 serving.forget_device()
-        assert serving.leader.tier.capacity_blocks == 20 and serving.leader.tier.resident_blocks == 47 // BLOCK
+        assert (
+            serving.leader.tier.capacity_blocks == 20 and serving.leader.tier.resident_blocks == 47 // BLOCK
+        )
 
 
 @scenario()
@@ -147,7 +154,9 @@ def finished_while_saving(rank: int, kind: Kind) -> None:
 
 @scenario()
 def finished_while_saving_and_then_idle(rank: int, kind: Kind) -> None:
-    """With overlap, a dummy may already run when the end is told: what has not been read by then is not cached."""
+    """With overlap, a dummy may already run when the end is told: what has not been read by then is not
+    cached.
+    """
     with serve(rank, kind) as serving:
         serving.may_fail = True
         if rank == 0:
@@ -213,7 +222,9 @@ def is_bound(port: int) -> bool:
 
 
 def sees_its_own_metrics(rank: int, kind: Kind, port: int) -> None:
-    """A job: every leader serves its numbers on a port of its own; workers meet it on a port of its own, too."""
+    """A job: every leader serves its numbers on a port of its own; workers meet it on a port of its own,
+    too.
+    """
     env = {
         "DYN_KVBM_METRICS": "true",
         "DYN_KVBM_METRICS_PORT": str(port),
@@ -277,7 +288,9 @@ def a_load_fails_on_one_rank(rank: int, kind: Kind) -> None:
 
 
 def random_life(rank: int, kind: Kind, seed: int, num_steps: int) -> None:
-    """A job: requests come, hit, are cancelled and end at random on each rank, with few blocks and slow copies."""
+    """A job: requests come, hit, are cancelled and end at random on each rank, with few blocks and slow
+    copies.
+    """
     rng = random.Random(seed * 8 + rank)
     env = EACH_BLOCK if rng.random() < 0.5 else {}
     with serve(rank, kind, num_blocks=40, defers_when_full=True, env=env) as serving:

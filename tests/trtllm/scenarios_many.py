@@ -1,4 +1,6 @@
-"""Scenarios of requests that meet, and of ends that nobody announces: cancels, errors, failed copies, replays."""
+"""Scenarios of requests that meet, and of ends that nobody announces: cancels, errors, failed copies,
+replays.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ SCENARIOS, scenario = scenario_list()
 def several_in_one_iteration(rank: int, kind: Kind) -> None:
     with serve(rank, kind, num_blocks=200) as serving:
         for turn in range(2):
-            hits = [serving.submit([*PROMPT[: 8 * i], *range(100 * i, 100 * i + 20)], 3 + i) for i in range(6)]
+            hits = [
+                serving.submit([*PROMPT[: 8 * i], *range(100 * i, 100 * i + 20)], 3 + i) for i in range(6)
+            ]
             starts = (5000 + 1000 * turn, 5500 + 1000 * turn)
             misses = [serving.submit(range(start, start + 20), 4) for start in starts]
             serving.executor.run_until_idle()
@@ -48,7 +52,9 @@ def finish_while_saving(rank: int, kind: Kind) -> None:
         serving.step_until(lambda: all(request in serving.executor.outputs for request in requests))
         for _ in range(4):
             serving.executor.step()
-        assert serving.executor.blocks_in_use > 0, "the blocks of finished requests must be kept while they are read"
+        assert serving.executor.blocks_in_use > 0, (
+            "the blocks of finished requests must be kept while they are read"
+        )
         serving.executor.cancel(requests[0])  # over already: ignored
         serving.executor.step()
         serving.gate.release(Direction.OFFLOAD)
@@ -145,7 +151,9 @@ def prefix_of_a_cancelled_load(rank: int, kind: Kind) -> None:
             serving.executor.step()
             serving.executor.cancel(first)
             serving.executor.step()
-            again = serving.submit(PROMPT)  # on V1 of the released line its device blocks can be found already
+            again = serving.submit(
+                PROMPT
+            )  # on V1 of the released line its device blocks can be found already
             for _ in range(3):
                 serving.executor.step()
             serving.gate.release(Direction.ONBOARD)

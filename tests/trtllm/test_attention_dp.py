@@ -36,7 +36,9 @@ USUAL_FROM_OTHERS = {"async_hit", "several_in_one_iteration", "windows", "preemp
 
 def dp_kinds(ranks: int) -> list[Kind]:
     """V1 and V2, with and without overlap."""
-    return [Kind(NEWEST, manager, overlap, ranks, True) for manager in ("v1", "v2") for overlap in (False, True)]
+    return [
+        Kind(NEWEST, manager, overlap, ranks, True) for manager in ("v1", "v2") for overlap in (False, True)
+    ]
 
 
 def play_own(rank: int, name: str, kind: Kind) -> None:
@@ -69,7 +71,9 @@ def _is_usual_of_others(name: str, kind: Kind) -> bool:
 
 OWN = [pytest.param(*case, id=f"{case[0]}-{case[1]}") for case in _own_cases() if ALL or _is_usual(*case)]
 OTHERS = [
-    pytest.param(*case, id=f"{case[1]}-{case[2]}") for case in _other_cases() if ALL or _is_usual_of_others(*case[1:])
+    pytest.param(*case, id=f"{case[1]}-{case[2]}")
+    for case in _other_cases()
+    if ALL or _is_usual_of_others(*case[1:])
 ]
 
 
@@ -88,7 +92,9 @@ def test_all_kinds_of_attention_dp() -> None:
     left_out_of_others = [case for case in _other_cases() if not _is_usual_of_others(*case[1:])]
     if not ALL:
         count = len(left_out) + len(left_out_of_others)
-        pytest.skip(f"NOT RUN: {count} combinations more of scenarios and attention DP: set KVBM_TRTLLM_ALL=1")
+        pytest.skip(
+            f"NOT RUN: {count} combinations more of scenarios and attention DP: set KVBM_TRTLLM_ALL=1"
+        )
 
 
 V2 = Kind(NEWEST, "v2", True, 2, True)

@@ -1,4 +1,6 @@
-"""Host and disk tier under TensorRT-LLM: what left the host comes back; what was damaged is never read by a model."""
+"""Host and disk tier under TensorRT-LLM: what left the host comes back; what was damaged is never read by a
+model.
+"""
 
 from __future__ import annotations
 
@@ -49,9 +51,13 @@ def serve_with_disk(
     }
     if not checks:  # under TensorRT-LLM it does unless told otherwise
         env["KVBM_DISK_CHECK_AT_START"] = "false"
-    with serve(rank, kind, host_blocks=HOST_BLOCKS, env=env, model=str(folder / "model"), **options) as serving:
+    with serve(
+        rank, kind, host_blocks=HOST_BLOCKS, env=env, model=str(folder / "model"), **options
+    ) as serving:
         serving.may_fail = True  # blocks that find no room in so small a host
-        serving.step_until(lambda: serving.from_leader(lambda: serving.leader.disk.tier.capacity_blocks == DISK_BLOCKS))
+        serving.step_until(
+            lambda: serving.from_leader(lambda: serving.leader.disk.tier.capacity_blocks == DISK_BLOCKS)
+        )
         yield serving
 
 
@@ -221,7 +227,9 @@ def leave_out_damage(rank: int, kind: Kind, folder: Path, stored: float, damaged
 
 @pytest.mark.parametrize("kind", ALL_KINDS, ids=str)
 def test_a_start_leaves_out_what_is_damaged(kind: Kind, folder: Path, play: Play) -> None:
-    """No load fails, no request ends with an error; that its answers are right is looked at with each scenario."""
+    """No load fails, no request ends with an error; that its answers are right is looked at with each
+    scenario.
+    """
     stored = play(kind, fill, kind, folder)[0]
     damaged = range(4, 7)
     flip(folder, damaged)

@@ -1,4 +1,6 @@
-"""The executor double against what NVIDIA's own tests of the connector assert, and its own checks against failure."""
+"""The executor double against what NVIDIA's own tests of the connector assert, and its own checks against
+failure.
+"""
 
 from __future__ import annotations
 
@@ -99,7 +101,9 @@ def test_async_onboard(manager: str, overlap: bool) -> None:
     assert len(polls_of(executor)) == 9 + overlap
     assert polls_of(executor)[0] == ([], [1])
     assert all(poll == ([], []) for poll in polls_of(executor)[1:])
-    assert executor.calls.count("get_num_new_matched_tokens") == executor.calls.count(alloc_name(executor)) == 1
+    assert (
+        executor.calls.count("get_num_new_matched_tokens") == executor.calls.count(alloc_name(executor)) == 1
+    )
 
 
 @OVERLAP
@@ -150,7 +154,9 @@ def test_chunked_context(version: str, overlap: bool) -> None:
     assert (first.computed_position, len(first.new_tokens), len(first.new_block_ids)) == (0, 256, 8)
     assert (second.computed_position, second.new_tokens, second.new_block_ids) == (128, [], [])
     assert first.num_scheduled_tokens == second.num_scheduled_tokens == 128
-    assert [len(output.cached_requests[0].new_tokens) for output in outputs[2:]] == [int(not overlap)] + [1] * 30
+    assert [len(output.cached_requests[0].new_tokens) for output in outputs[2:]] == [int(not overlap)] + [
+        1
+    ] * 30
     (finish,) = executor.calls.named("request_finished")
     assert len(ids_of(finish)) == math.ceil(288 / 32)
 
@@ -176,7 +182,8 @@ def test_v2_reports_chunks_as_deltas(overlap: bool) -> None:
         assert [len(d.new_block_ids_by_layer_group[0]) for d in data] == [2, 2, 2, 2, 0]
         assert [d.computed_position for d in data[:4]] == [0, 8, 16, 24]
         assert [
-            len(call.values["block_ids_by_layer_group"][0]) for call in executor.calls.named(alloc_name(executor))
+            len(call.values["block_ids_by_layer_group"][0])
+            for call in executor.calls.named(alloc_name(executor))
         ] == [2]
 
 
@@ -287,7 +294,8 @@ def workload(rng: random.Random, shared: int = 30) -> list[dict[str, Any]]:
     base = [rng.randrange(1000) for _ in range(shared)]
     return [
         {
-            "prompt_tokens": base[: rng.randrange(1, shared)] + [rng.randrange(1000) for _ in range(rng.randrange(20))],
+            "prompt_tokens": base[: rng.randrange(1, shared)]
+            + [rng.randrange(1000) for _ in range(rng.randrange(20))],
             "max_new_tokens": rng.randrange(1, 12),
             "stop_after": rng.choice([None, 3]),
             "lora_task_id": rng.choice([None, 1]),

@@ -1,4 +1,6 @@
-"""The double with attention DP, against what NVIDIA's own tests of it assert; what an idle rank's connector sees."""
+"""The double with attention DP, against what NVIDIA's own tests of it assert; what an idle rank's connector
+sees.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,9 @@ def one_is_idle(rank: int, name: str, overlap: bool) -> dict[str, Any]:
         "requests": requests,
         "names": executor.calls.names(),
         "outputs": [(output.attention_dp_rank, len(output.new_requests)) for output in outputs_of(executor)],
-        "scheduled": sum(len(output.new_requests + output.cached_requests) for output in outputs_of(executor)),
+        "scheduled": sum(
+            len(output.new_requests + output.cached_requests) for output in outputs_of(executor)
+        ),
         "polls": polls_of(executor),
         "answer": executor.outputs,
         "in_use": executor.blocks_in_use,
@@ -100,7 +104,9 @@ def fails_alone(rank: int) -> None:
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlap"])
 @pytest.mark.parametrize("name", ["v1", "v2"])
-def test_an_idle_rank_runs_dummies_that_its_connector_does_not_see(world: World, name: str, overlap: bool) -> None:
+def test_an_idle_rank_runs_dummies_that_its_connector_does_not_see(
+    world: World, name: str, overlap: bool
+) -> None:
     idle, busy = world.run(one_is_idle, name, overlap)
     assert busy["requests"] == [2], "ids are of the whole engine"
     assert idle["scheduled"] == 0 and idle["outputs"] == [(0, 0)] * len(idle["outputs"])

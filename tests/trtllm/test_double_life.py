@@ -73,7 +73,9 @@ def test_cancel_of_a_parked_request(name: str) -> None:
 
 @OVERLAP
 def test_forward_error_drops_all_requests(manager: str, overlap: bool) -> None:
-    executor = make_executor(Script(matches={3: (4, True)}, polls_until_done=2), manager=manager, overlap=overlap)
+    executor = make_executor(
+        Script(matches={3: (4, True)}, polls_until_done=2), manager=manager, overlap=overlap
+    )
     for i in range(3):
         executor.submit(range(10 * i, 10 * i + 8), 6)
     executor.step()
@@ -90,7 +92,9 @@ def test_forward_error_drops_all_requests(manager: str, overlap: bool) -> None:
 
 @OVERLAP
 @pytest.mark.parametrize("hook", ["wait_for_layer_load", "save_kv_layer", "callable", "wait_for_save"])
-def test_what_hooks_raise_inside_the_forward_ends_requests_only(version: str, hook: str, overlap: bool) -> None:
+def test_what_hooks_raise_inside_the_forward_ends_requests_only(
+    version: str, hook: str, overlap: bool
+) -> None:
     executor = make_executor(Script(raises=hook), overlap=overlap)
     executor.submit(range(8), 6)
     executor.run_until_idle()
@@ -138,11 +142,17 @@ def test_graphs_run_no_hooks_while_only_decoding(manager: str) -> None:
 
 def test_dummy_and_generation_only_requests(manager: str) -> None:
     executor = make_executor(Script(saves=True), manager=manager)
-    dummy, decode = executor.submit(range(8), 2, dummy=True), executor.submit(range(30, 38), 4, generation_only=True)
+    dummy, decode = (
+        executor.submit(range(8), 2, dummy=True),
+        executor.submit(range(30, 38), 4, generation_only=True),
+    )
     executor.run_until_idle()
     asked = [call.values["request_id"] for call in executor.calls.named("get_num_new_matched_tokens")]
     assert asked == ([dummy] if executor.contract.version == RELEASED else [])
-    assert [call.values["request_id"] for call in executor.calls.named(alloc_name(executor))] == [dummy, decode]
+    assert [call.values["request_id"] for call in executor.calls.named(alloc_name(executor))] == [
+        dummy,
+        decode,
+    ]
     assert [call.values["request_id"] for call in executor.calls.named(finish_name(executor))] == [decode]
     (first,) = [data for data in outputs_of(executor)[0].cached_requests if data.request_id == decode]
     assert (len(first.new_tokens), first.computed_position, first.num_scheduled_tokens) == (9, 8, 1)
@@ -276,7 +286,9 @@ def test_worker_without_layout_gets_one_tensor(newest: None) -> None:
     slot = executor.slots_of(1)[0][1]
     for layer in range(2):
         for kv in range(2):
-            assert tensor[slot, layer, kv].numpy().tobytes() == executor.memory.view(layer, kv)[slot].tobytes()
+            assert (
+                tensor[slot, layer, kv].numpy().tobytes() == executor.memory.view(layer, kv)[slot].tobytes()
+            )
     with pytest.raises(NotImplementedError):
         Executor(leader_class, worker_class, ExecutorConfig(manager="v2", split_kv_regions=True))
 

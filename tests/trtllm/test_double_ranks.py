@@ -52,7 +52,12 @@ def collectives(rank: int) -> list[Any]:
     from tensorrt_llm._utils import mpi_allgather, mpi_broadcast
 
     assert mpi_rank() == rank
-    return [mpi_world_size(), mpi_allgather(rank * 10), mpi_broadcast(f"from {rank}"), mpi_broadcast(rank, root=1)]
+    return [
+        mpi_world_size(),
+        mpi_allgather(rank * 10),
+        mpi_broadcast(f"from {rank}"),
+        mpi_broadcast(rank, root=1),
+    ]
 
 
 def brings_nothing(rank: int) -> None:

@@ -42,7 +42,8 @@ def random_requests(rng: random.Random) -> list[dict[str, Any]]:
     base = [rng.randrange(1000) for _ in range(30)]
     return [
         {
-            "prompt_tokens": base[: rng.randrange(1, 30)] + [rng.randrange(1000) for _ in range(rng.randrange(20))],
+            "prompt_tokens": base[: rng.randrange(1, 30)]
+            + [rng.randrange(1000) for _ in range(rng.randrange(20))],
             "max_new_tokens": rng.randrange(1, 12),
             "stop_after": rng.choice([None, 3]),
             "lora_task_id": rng.choice([None, 1]),
@@ -53,7 +54,9 @@ def random_requests(rng: random.Random) -> list[dict[str, Any]]:
 
 def make_offering(rng: random.Random, config: dict[str, Any]) -> Executor:
     """An executor whose connector offers at random and brings what it offered."""
-    leader_class, worker_class = make_classes(Script(saves=rng.random() < 0.5, polls_until_done=rng.randrange(4)))
+    leader_class, worker_class = make_classes(
+        Script(saves=rng.random() < 0.5, polls_until_done=rng.randrange(4))
+    )
     base: Any = leader_class
     offers = random.Random(rng.random())
 

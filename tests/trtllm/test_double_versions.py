@@ -17,12 +17,15 @@ def test_early() -> None:
     with World(EARLY):
         assert [field.name for field in fields(api().RequestData)] == FIRST_FIELDS
         executor = make_executor()
-        # The warm-up asks about a request that TensorRT-LLM made up, and there is no callable for forward passes.
+        # The warm-up asks about a request that TensorRT-LLM made up, and there is no callable for forward
+        # passes.
         assert executor.calls.names() == ["get_num_new_matched_tokens", "register_kv_caches"]
         assert executor.leader.requests[0].is_dummy_request
         executor.submit(range(12), 4)
         executor.run_until_idle()
-        assert executor.calls.count("forward_pass_callable") == 0 and executor.calls.count("save_kv_layer") == 8
+        assert (
+            executor.calls.count("forward_pass_callable") == 0 and executor.calls.count("save_kv_layer") == 8
+        )
         for config in (ExecutorConfig(cuda_graphs=True), ExecutorConfig(manager="v2")):
             with pytest.raises(ValueError):
                 Executor(*make_classes(Script()), config)

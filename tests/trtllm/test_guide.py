@@ -1,4 +1,6 @@
-"""The KVBM guide's steps for TensorRT-LLM with our files: the configuration, its names, what a mistake looks like."""
+"""The KVBM guide's steps for TensorRT-LLM with our files: the configuration, its names, what a mistake looks
+like.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ from urllib.request import urlopen
 import pytest
 
 pytest.importorskip("torch", reason="NOT RUN: TensorRT-LLM's connector against its double; torch is missing")
-yaml = pytest.importorskip("yaml", reason="NOT RUN: the configuration files for TensorRT-LLM; PyYAML is missing")
+yaml = pytest.importorskip(
+    "yaml", reason="NOT RUN: the configuration files for TensorRT-LLM; PyYAML is missing"
+)
 
 from kvbm_core.errors import ConfigError, KvbmError, UnsupportedError  # noqa: E402
 from tests.trtllm.double import NEWEST, RELEASED, ExecutorConfig, installed  # noqa: E402
@@ -216,7 +220,9 @@ def test_the_consolidators_answers_need_no_tensorrt_llm() -> None:
 def without_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     """No module of TensorRT-LLM, and none of ours that has seen one."""
     for name in list(sys.modules):
-        if name.split(".")[0] in {"tensorrt_llm", "kvbm_trtllm"} or name.startswith("kvbm.trtllm_integration"):
+        if name.split(".")[0] in {"tensorrt_llm", "kvbm_trtllm"} or name.startswith(
+            "kvbm.trtllm_integration"
+        ):
             monkeypatch.delitem(sys.modules, name)
 
 

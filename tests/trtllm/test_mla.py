@@ -1,4 +1,6 @@
-"""MLA with DYN_KVBM_NCCL_MLA_MODE: rank 0 alone stores and loads, and broadcasts (gloo here) to the others."""
+"""MLA with DYN_KVBM_NCCL_MLA_MODE: rank 0 alone stores and loads, and broadcasts (gloo here) to the
+others.
+"""
 
 from __future__ import annotations
 
@@ -34,10 +36,14 @@ def shards_are_refused(rank: int, kind: Kind) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
-def test_only_rank_0_has_host_memory_and_all_ranks_get_its_bytes(kind: Kind, play: Callable[..., list[Any]]) -> None:
+def test_only_rank_0_has_host_memory_and_all_ranks_get_its_bytes(
+    kind: Kind, play: Callable[..., list[Any]]
+) -> None:
     assert play(kind, latents_come_back, kind) == [rank == 0 for rank in range(kind.ranks)]
 
 
 @pytest.mark.parametrize("kind", KINDS[:2], ids=str)
-def test_a_model_whose_ranks_have_shards_is_served_without_a_cache(kind: Kind, play: Callable[..., list[Any]]) -> None:
+def test_a_model_whose_ranks_have_shards_is_served_without_a_cache(
+    kind: Kind, play: Callable[..., list[Any]]
+) -> None:
     play(kind, shards_are_refused, kind)

@@ -1,4 +1,6 @@
-"""Everything at once, in any order: a model that checks every byte, a twin without kvbm, a leak check at the end."""
+"""Everything at once, in any order: a model that checks every byte, a twin without kvbm, a leak check at the
+end.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,13 @@ pytest.importorskip("torch", reason="NOT RUN: TensorRT-LLM's connector against i
 from tests.trtllm.double import NEWEST, RELEASED, World
 from tests.trtllm.harness import KeepingExecutor, Kind, Serving, kinds, serve
 
-IDENTITIES: tuple[dict[str, Any], ...] = ({}, {}, {"lora_task_id": 1}, {"cache_salt": "me"}, {"multimodal": [[7] * 8]})
+IDENTITIES: tuple[dict[str, Any], ...] = (
+    {},
+    {},
+    {"lora_task_id": 1},
+    {"cache_salt": "me"},
+    {"multimodal": [[7] * 8]},
+)
 WINDOWS: dict[str, Any] = {"attention_windows": (None, 8), "num_layers": 2}
 MAX_ALIVE = 12
 LONG_RUN = 10_000
@@ -31,7 +39,9 @@ class Engine(RuleBasedStateMachine):
 
     kind: Kind
 
-    @initialize(chunk=st.sampled_from([None, 8]), windows=st.booleans(), keeps=st.booleans(), each=st.booleans())
+    @initialize(
+        chunk=st.sampled_from([None, 8]), windows=st.booleans(), keeps=st.booleans(), each=st.booleans()
+    )
     def start(self, chunk: int | None, windows: bool, keeps: bool, each: bool) -> None:
         self.stack = ExitStack()
         self.stack.enter_context(World(self.kind.version))
@@ -91,7 +101,9 @@ class Engine(RuleBasedStateMachine):
         for direction in Direction:
             self.serving.gate.release(direction)
 
-    @rule(direction=st.sampled_from(Direction), outcome=st.sampled_from([Outcome.IO_ERROR, Outcome.TIMED_OUT]))
+    @rule(
+        direction=st.sampled_from(Direction), outcome=st.sampled_from([Outcome.IO_ERROR, Outcome.TIMED_OUT])
+    )
     def fail_copy(self, direction: Direction, outcome: Outcome) -> None:
         self.serving.gate.fail_next(direction, outcome)
 
@@ -143,7 +155,10 @@ def _disturb(serving: Serving, rng: random.Random, asked: list[int]) -> None:
 
 
 def _long_run(kind: Kind, num_requests: int, rng: random.Random, **options: Any) -> None:
-    with World(kind.version), serve(0, kind, host_blocks=200, num_blocks=160, record=False, **options) as serving:
+    with (
+        World(kind.version),
+        serve(0, kind, host_blocks=200, num_blocks=160, record=False, **options) as serving,
+    ):
         serving.may_fail = True
         asked: list[int] = []
         while len(asked) < num_requests:

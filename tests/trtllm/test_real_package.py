@@ -1,4 +1,5 @@
-"""Our two classes against the base classes of an installed TensorRT-LLM; where there is none, against the double's.
+"""Our two classes against the base classes of an installed TensorRT-LLM; where there is none, against the
+double's.
 
 The double was written from reading: where the package can be installed, this says first what has changed.
 """
@@ -13,7 +14,9 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("torch", reason="NOT RUN: our connector against TensorRT-LLM's base classes; torch is missing")
+pytest.importorskip(
+    "torch", reason="NOT RUN: our connector against TensorRT-LLM's base classes; torch is missing"
+)
 
 from tests.trtllm.double import EARLY, MID, NEWEST, RELEASED, installed
 

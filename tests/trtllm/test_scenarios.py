@@ -73,5 +73,6 @@ def test_every_combination_of_versions_and_ranks() -> None:
     assert 0 < len(left_out) < len(cases)
     if not ALL:
         pytest.skip(
-            f"NOT RUN: {len(left_out)} combinations more of scenarios, versions and ranks: set KVBM_TRTLLM_ALL=1"
+            f"NOT RUN: {len(left_out)} combinations more of scenarios, versions and ranks: set "
+            "KVBM_TRTLLM_ALL=1"
         )

@@ -1,4 +1,6 @@
-"""Block files as engines write them, for tests of ``kvbm disk``: written, damaged, held by another process."""
+"""Block files as engines write them, for tests of ``kvbm disk``: written, damaged, held by another
+process.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,9 @@ def key(number: int) -> BlockKey:
 
 
 def write(path: Path, slots: Sequence[int], *, age_ns: int = 0, geometry: Geometry = GEOMETRY) -> None:
-    """Records ``key(slot)`` of random bytes in ``slots``, written by a process that started ``age_ns`` ago."""
+    """Records ``key(slot)`` of random bytes in ``slots``, written by a process that started ``age_ns``
+    ago.
+    """
     file = BlockFile(path, geometry)
     side = Side(file, SystemClock(), is_write=True, first_sequence=time.time_ns() - age_ns)
     payloads = [memoryview(bytearray(os.urandom(geometry.payload_bytes))) for _ in slots]
@@ -83,7 +87,9 @@ def held_by_another_process(path: Path) -> Iterator[int]:
     """Its process id."""
     root = Path(__file__).resolve().parents[2]
     command = [sys.executable, "-c", HOLD, str(path)]
-    with subprocess.Popen(command, cwd=root, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, cwd=root, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdin is not None
         assert process.stdout is not None
         try:

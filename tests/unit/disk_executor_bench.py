@@ -71,7 +71,11 @@ class Bench:
     """A DiskExecutor between a slab and a file."""
 
     def __init__(
-        self, path: Path, clock: Clock | None = None, options: FileOptions = BUFFERED, io_deadline_s: float = LONG_S
+        self,
+        path: Path,
+        clock: Clock | None = None,
+        options: FileOptions = BUFFERED,
+        io_deadline_s: float = LONG_S,
     ) -> None:
         self.host = HostSlab(NUM_SLOTS, SLOT_BYTES)
         assert self.host.wait_ready(LONG_S)

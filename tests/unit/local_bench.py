@@ -89,7 +89,8 @@ class LocalBench:
     def holds(self, block: int, key: BlockKey) -> bool:
         """Whether a device block has what ``key`` stands for."""
         return all(
-            self.device.storages[storage][at : at + nbytes].tobytes() == Random(bytes([number]) + key).randbytes(nbytes)
+            self.device.storages[storage][at : at + nbytes].tobytes()
+            == Random(bytes([number]) + key).randbytes(nbytes)
             for number, (storage, at, nbytes) in enumerate(self.device.views[0].regions(block))
         )
 

@@ -1,4 +1,6 @@
-"""Doubles of SGLang's device pools, by the names and tensors that the real ones have; and of its transfers."""
+"""Doubles of SGLang's device pools, by the names and tensors that the real ones have; and of its
+transfers.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ LAYERS, HEADS, HEAD_DIM = 3, 2, 8
 
 
 class MHATokenToKVPool:
-    """K and V of a layer in one tensor, as SGLang has them; ``layout`` hnd: pages of heads, not rows of tokens."""
+    """K and V of a layer in one tensor, as SGLang has them; ``layout`` hnd: pages of heads, not rows of
+    tokens.
+    """
 
     def __init__(self, num_pages: int = NUM_PAGES, layers: int = LAYERS, layout: str = "nhd") -> None:
         self.size, self.page_size, self.layer_num = num_pages * PAGE_TOKENS, PAGE_TOKENS, layers

@@ -55,7 +55,9 @@ def test_the_best_peer_is_the_one_that_is_hardest_to_beat(goal: Goal, best: str)
 
 
 def test_a_named_peer_is_the_reference_even_if_another_is_better() -> None:
-    figure = Figure(replace(MORE, against="limit of memory"), (8.0,), {"limit of memory": (2.0,), "other": (7.0,)})
+    figure = Figure(
+        replace(MORE, against="limit of memory"), (8.0,), {"limit of memory": (2.0,), "other": (7.0,)}
+    )
     assert (figure.ratio, figure.verdict) == (4.0, "met")
 
 

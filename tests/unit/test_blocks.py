@@ -114,7 +114,8 @@ def test_the_pool_check_sees_a_lost_slot() -> None:
 
 
 needs_native = pytest.mark.skipif(
-    native is None, reason="NOT RUN: the registry in C (no C compiler when kvbm was installed, or KVBM_NATIVE=0)"
+    native is None,
+    reason="NOT RUN: the registry in C (no C compiler when kvbm was installed, or KVBM_NATIVE=0)",
 )
 
 

@@ -1,4 +1,6 @@
-"""The breaker: nothing for the odd failure, a pause for a series, a longer one each time, and an end to it."""
+"""The breaker: nothing for the odd failure, a pause for a series, a longer one each time, and an end to
+it.
+"""
 
 from __future__ import annotations
 

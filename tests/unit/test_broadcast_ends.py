@@ -1,4 +1,6 @@
-"""When a load fails, a rank is gone, late or out of step: every onboard ends, soon, and nothing is written."""
+"""When a load fails, a rank is gone, late or out of step: every onboard ends, soon, and nothing is
+written.
+"""
 
 from __future__ import annotations
 
@@ -81,7 +83,11 @@ def test_what_rank_0_cannot_load_fails_alike_everywhere_and_the_next_one_works(r
 
 @pytest.mark.parametrize(
     "unusable",
-    [onboard(2, block=12), plan(2, Direction.ONBOARD, [1, 1], [3, 4]), plan(2, Direction.ONBOARD, [1], [1], group=2)],
+    [
+        onboard(2, block=12),
+        plan(2, Direction.ONBOARD, [1, 1], [3, 4]),
+        plan(2, Direction.ONBOARD, [1], [1], group=2),
+    ],
     ids=["no such block", "twice", "no such group"],
 )
 def test_a_plan_that_cannot_be_is_refused_everywhere(ranks: Ranks, unusable: TransferPlan) -> None:
@@ -294,7 +300,10 @@ def test_nobody_joins_without_the_token() -> None:
 
 def test_bytes_that_nobody_takes_are_given_up() -> None:
     point = MeetingPoint()
-    groups = [Group(0, 2, point.address, point, timeout_s=SHORT_S), Group(1, 2, point.address, timeout_s=SHORT_S)]
+    groups = [
+        Group(0, 2, point.address, point, timeout_s=SHORT_S),
+        Group(1, 2, point.address, timeout_s=SHORT_S),
+    ]
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(lambda group: group.connect(torch.device("cpu")), groups))
     with pytest.raises((GroupError, RuntimeError)):
@@ -374,9 +383,13 @@ def test_a_rank_that_is_killed_is_noticed() -> None:
     point = MeetingPoint()
     listener, broken = Listener(), []
     group = Group(0, 2, point.address, point, timeout_s=2 * LONG_S)
-    first = BroadcastExecutor(two_group_memory(1), group, listener, make_loader=pair._make, on_broken=broken.append)
+    first = BroadcastExecutor(
+        two_group_memory(1), group, listener, make_loader=pair._make, on_broken=broken.append
+    )
     command = [sys.executable, "-c", CHILD, point.address]
-    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
+    with subprocess.Popen(
+        command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as child:
         first.submit(onboard(1))
         pair.loader.end(1, Outcome.OK)
         assert child.stdout is not None

@@ -14,7 +14,14 @@ import pytest
 from kvbm_core.errors import Outcome
 from kvbm_core.layout.view import BlockView, Segment
 from kvbm_core.storage.host_slab import HostSlab
-from kvbm_core.testing.executor_bench import LONG_S, NUM_DEVICE_BLOCKS, NUM_SLOTS, Listener, plan, two_group_memory
+from kvbm_core.testing.executor_bench import (
+    LONG_S,
+    NUM_DEVICE_BLOCKS,
+    NUM_SLOTS,
+    Listener,
+    plan,
+    two_group_memory,
+)
 from kvbm_core.transfer.executor import DeviceMemory
 from kvbm_core.transfer.executors.broadcast import BroadcastExecutor, OnDone
 from kvbm_core.transfer.executors.broadcast_group import Group, MeetingPoint
@@ -27,7 +34,9 @@ pytest.importorskip("torch", reason="NOT RUN: the broadcast between ranks (needs
 
 
 class Loader(MemcpyExecutor):
-    """Rank 0's own executor; while ``gate`` is shut no load ends, and those in ``fails`` end as is said there."""
+    """Rank 0's own executor; while ``gate`` is shut no load ends, and those in ``fails`` end as is said
+    there.
+    """
 
     def __init__(self, device: DeviceMemory, host: HostSlab, on_done: OnDone) -> None:
         self.gate = threading.Event()
@@ -65,7 +74,9 @@ class Rank:
 class Ranks:
     """``devices[0]`` is rank 0's; the others are filled from there."""
 
-    def __init__(self, devices: list[DeviceMemory], *, timeout_s: float = LONG_S, chunk_bytes: int = 4096) -> None:
+    def __init__(
+        self, devices: list[DeviceMemory], *, timeout_s: float = LONG_S, chunk_bytes: int = 4096
+    ) -> None:
         self.host = HostSlab(NUM_SLOTS, max(view.block_bytes for view in devices[0].views))
         assert self.host.wait_ready(LONG_S)
         point = MeetingPoint()
@@ -130,13 +141,17 @@ def test_every_rank_gets_what_rank_0_stored(ranks: Ranks) -> None:
     blocks, targets, slots = (9, 4, 5, 6, 11), (0, 11, 10, 3, 4), (7, 3, 4, 5, 6)
     moves = (GroupMove(0, blocks, slots), GroupMove(1, blocks[:2], (0, 1)))
     first = ranks.ranks[0]
-    expected = [first.content(0, block) for block in blocks] + [first.content(1, block) for block in blocks[:2]]
+    expected = [first.content(0, block) for block in blocks] + [
+        first.content(1, block) for block in blocks[:2]
+    ]
     assert set(ranks.run(TransferPlan(1, Direction.OFFLOAD, moves))) == {Outcome.OK}
     ranks.wipe()
     moves = (GroupMove(0, targets, slots), GroupMove(1, targets[:2], (0, 1)))
     assert set(ranks.run(TransferPlan(2, Direction.ONBOARD, moves))) == {Outcome.OK}
     for rank in ranks.ranks:
-        got = [rank.content(0, block) for block in targets] + [rank.content(1, block) for block in targets[:2]]
+        got = [rank.content(0, block) for block in targets] + [
+            rank.content(1, block) for block in targets[:2]
+        ]
         assert got == expected
         for group, touched in ((0, targets), (1, targets[:2])):
             assert not any(any(rank.content(group, b)) for b in set(range(NUM_DEVICE_BLOCKS)) - set(touched))
@@ -161,7 +176,9 @@ def test_many_loads_end_in_the_order_of_their_submission(ranks: Ranks) -> None:
 
 
 def random_view(draw: random.Random, sizes: list[int], unit_bytes: int) -> tuple[BlockView, list[int]]:
-    """Segments of these sizes, each somewhere else: interleaved in a storage or in rows, with gaps; storage sizes."""
+    """Segments of these sizes, each somewhere else: interleaved in a storage or in rows, with gaps; storage
+    sizes.
+    """
     segments, storage_bytes = [], []
     at = 0
     while at < len(sizes):

@@ -96,7 +96,13 @@ def raw_socket(endpoint: Endpoint, kind: int = zmq.DEALER) -> Iterator[zmq.Socke
 
 @pytest.mark.parametrize(
     "message",
-    [HELLO, Configure(3), Ready(1, 2), Refused(0, "why"), Acks(1, [JobAck(5, Outcome.CORRUPT, 1, 0.5, 0.25)])],
+    [
+        HELLO,
+        Configure(3),
+        Ready(1, 2),
+        Refused(0, "why"),
+        Acks(1, [JobAck(5, Outcome.CORRUPT, 1, 0.5, 0.25)]),
+    ],
     ids=lambda message: type(message).__name__,
 )
 def test_messages_come_back_as_they_were(message: Message) -> None:
@@ -315,7 +321,11 @@ def test_close_leaves_no_thread_no_descriptor_and_no_file(endpoint: Endpoint, tm
         return len(os.listdir("/proc/self/fd"))
 
     threads, before = set(threading.enumerate()), descriptors()
-    leader, worker, lonely = Leader(endpoint), Worker(endpoint), Worker(Endpoint(f"ipc://{tmp_path}/none.sock"))
+    leader, worker, lonely = (
+        Leader(endpoint),
+        Worker(endpoint),
+        Worker(Endpoint(f"ipc://{tmp_path}/none.sock")),
+    )
     worker.say_hello()
     lonely.say_hello()
     assert leader.next() == HELLO

@@ -31,7 +31,9 @@ def test_a_damaged_block_is_noticed(tmp_path: Path, rng: random.Random, measure:
     with checking.filled(tmp_path / "a.blocks", GEOMETRY, rng) as (path, keys):
         assert len(keys) == 40 and measure(path, GEOMETRY) > 0
         with path.open("r+b") as file:
-            file.seek(slot_offset_bytes(17, GEOMETRY.payload_bytes) + 4096 + rng.randrange(GEOMETRY.payload_bytes))
+            file.seek(
+                slot_offset_bytes(17, GEOMETRY.payload_bytes) + 4096 + rng.randrange(GEOMETRY.payload_bytes)
+            )
             old = file.read(1)
             file.seek(-1, 1)
             file.write(bytes([old[0] ^ 1]))

@@ -1,4 +1,6 @@
-"""``kvbm disk inspect`` on real files, free and in use; what both commands of ``kvbm disk`` have in common."""
+"""``kvbm disk inspect`` on real files, free and in use; what both commands of ``kvbm disk`` have in
+common.
+"""
 
 from __future__ import annotations
 
@@ -89,7 +91,10 @@ def test_inspect_sums_several_files_and_takes_one_by_name(tmp_path: Path, path: 
     result = run("disk", "inspect", str(tmp_path))
     (total,) = [line for line in result.stdout.splitlines() if " all " in line]
     assert "10" in total.split("│")[2]
-    assert [found["used_slots"] for found in files_of(run("disk", "inspect", str(tmp_path), "--json"))] == [4, 6]
+    assert [found["used_slots"] for found in files_of(run("disk", "inspect", str(tmp_path), "--json"))] == [
+        4,
+        6,
+    ]
     assert only_file(other)["path"] == str(other)
 
 
@@ -104,7 +109,9 @@ def test_looking_changes_nothing(tmp_path: Path, path: Path, command: str) -> No
     BlockFile(path, GEOMETRY).close()  # and no lock is left
 
 
-def test_inspect_names_the_process_with_the_file(tmp_path: Path, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_inspect_names_the_process_with_the_file(
+    tmp_path: Path, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write(path, range(2))
     with held_by_another_process(path) as pid:
         found = only_file(tmp_path)
@@ -226,7 +233,12 @@ def test_a_directory_that_is_not_there_is_one_line(tmp_path: Path, command: str)
     [
         (
             "inspect",
-            ["Example: kvbm disk inspect /mnt/nvme", "changes nothing", "used_slots_by_age", "Exit status: 0;"],
+            [
+                "Example: kvbm disk inspect /mnt/nvme",
+                "changes nothing",
+                "used_slots_by_age",
+                "Exit status: 0;",
+            ],
         ),
         (
             "verify",

@@ -31,7 +31,9 @@ from tests.unit.test_cli import on_one_line, run
 def verified(path: Path, on_bytes: inspect.OnProgress = lambda _: None) -> verify.Findings:
     """The findings of one file."""
     identity = inspect.identify(path)
-    return verify.verify(identity, verify.occupied_slots(identity, on_slots=lambda _: None), on_bytes=on_bytes)
+    return verify.verify(
+        identity, verify.occupied_slots(identity, on_slots=lambda _: None), on_bytes=on_bytes
+    )
 
 
 def test_verify_of_good_records(tmp_path: Path, path: Path) -> None:
@@ -66,7 +68,10 @@ def test_verify_says_what_is_wrong(tmp_path: Path, path: Path) -> None:
     assert "rank-0-of-1.blocks no 11 8 3 0" in on_one_line(result.stdout)
     assert "3 of 11 records are damaged, 0 unreadable" in result.stdout
     assert only_file(tmp_path)["damaged_headers"] == 2
-    assert f"{name}: damaged headers: 2; kvbm disk verify names them" in run("disk", "inspect", str(tmp_path)).stdout
+    assert (
+        f"{name}: damaged headers: 2; kvbm disk verify names them"
+        in run("disk", "inspect", str(tmp_path)).stdout
+    )
 
 
 def test_verify_finds_every_flipped_bit(tmp_path: Path, path: Path, rng: Random) -> None:
@@ -119,11 +124,15 @@ def test_a_place_that_cannot_be_read_costs_one_record(
     monkeypatch.setattr(os, "preadv", preadv)
     result = run("disk", "verify", str(tmp_path))
     assert result.exit_code == 1
-    assert "unreadable: kvbm/model-0/rank-0-of-1.blocks slot 6 key unknown: Input/output error" in result.stdout
+    assert (
+        "unreadable: kvbm/model-0/rank-0-of-1.blocks slot 6 key unknown: Input/output error" in result.stdout
+    )
     assert "rank-0-of-1.blocks no 10 9 0 1" in on_one_line(result.stdout)
 
 
-def test_reads_that_fall_short_are_continued(tmp_path: Path, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reads_that_fall_short_are_continued(
+    tmp_path: Path, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write(path, range(10))
     real = os.preadv
 
@@ -134,7 +143,9 @@ def test_reads_that_fall_short_are_continued(tmp_path: Path, path: Path, monkeyp
     assert run("disk", "verify", str(tmp_path)).stdout.endswith("all 10 records are good\n")
 
 
-def test_headers_that_cannot_be_read_are_counted(tmp_path: Path, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_headers_that_cannot_be_read_are_counted(
+    tmp_path: Path, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write(path, range(10))
     real = os.pread
 

@@ -163,7 +163,10 @@ def test_one_setting_under_two_names() -> None:
 @pytest.mark.parametrize(
     ("env", "value"),
     [
-        *(("DYN_KVBM_CPU_CACHE_GB", bad) for bad in ("20GB", "abc", "-1", "0", "0.0", "nan", "inf", "1e400", "0x10")),
+        *(
+            ("DYN_KVBM_CPU_CACHE_GB", bad)
+            for bad in ("20GB", "abc", "-1", "0", "0.0", "nan", "inf", "1e400", "0x10")
+        ),
         *(("DYN_KVBM_CPU_CACHE_GB", bad) for bad in ("1_000", "٣", "1,5", "1000001", "true")),
         *(("DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS", bad) for bad in ("0", "-3", "1.5", "many", "9" * 5000)),
         ("DYN_KVBM_DISK_CACHE_GB", "-1"),
@@ -204,7 +207,9 @@ def test_bad_types_in_extra_config(value: object) -> None:
         ("DYN_KVBM_KV_EVENTS_CONSOLIDATOR_MODE", "both", "dedup"),
     ],
 )
-def test_where_kvbm_warns_and_falls_back(monkeypatch: pytest.MonkeyPatch, env: str, bad: str, default: object) -> None:
+def test_where_kvbm_warns_and_falls_back(
+    monkeypatch: pytest.MonkeyPatch, env: str, bad: str, default: object
+) -> None:
     monkeypatch.setenv(env, bad)
     settings = KvbmSettings.from_env()
     assert getattr(settings, FIELD_OF[env]) == default
@@ -252,7 +257,9 @@ def test_the_disks_settings_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
     for env, (text, _) in given.items():
         monkeypatch.setenv(env, text)
     settings = KvbmSettings.from_env()
-    assert {env: getattr(settings, FIELD_OF[env]) for env in given} == {env: value for env, (_, value) in given.items()}
+    assert {env: getattr(settings, FIELD_OF[env]) for env in given} == {
+        env: value for env, (_, value) in given.items()
+    }
     assert settings.warnings == () and settings.has_disk_tier and not settings.has_host_tier
 
 
@@ -285,7 +292,9 @@ def test_frozen_and_portable() -> None:
     assert copy.warnings == settings.warnings != ()
 
 
-SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.lists(st.integers(), max_size=2)
+SCALARS = (
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.lists(st.integers(), max_size=2)
+)
 
 
 @given(st.sampled_from(sorted(KvbmSettings.env_names())), SCALARS)

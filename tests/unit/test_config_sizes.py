@@ -23,7 +23,9 @@ def test_a_disk_of_size_zero_is_no_disk(monkeypatch: pytest.MonkeyPatch, env: st
 
 
 def test_no_disk_blocks_win_over_gigabytes() -> None:
-    settings = KvbmSettings.from_env({"disk_cache_gb": 8, "disk_cache_override_num_blocks": 0, "cpu_cache_gb": 1})
+    settings = KvbmSettings.from_env(
+        {"disk_cache_gb": 8, "disk_cache_override_num_blocks": 0, "cpu_cache_gb": 1}
+    )
     assert settings.disk_tier_slots(1000) == 0 and not settings.has_disk_tier
 
 
@@ -82,7 +84,9 @@ def test_override_wins_and_is_a_tier_by_itself() -> None:
 
 def test_less_than_one_block() -> None:
     settings = KvbmSettings.from_env({"cpu_cache_gb": 0.001})
-    with pytest.raises(ConfigError, match=r"DYN_KVBM_CPU_CACHE_GB=0\.001: holds no block; one takes 0\.002000000 GB"):
+    with pytest.raises(
+        ConfigError, match=r"DYN_KVBM_CPU_CACHE_GB=0\.001: holds no block; one takes 0\.002000000 GB"
+    ):
         settings.host_tier_slots(2_000_000)
     with pytest.raises(ValueError, match="cannot have 0 bytes"):
         settings.host_tier_slots(0)
@@ -91,7 +95,9 @@ def test_less_than_one_block() -> None:
 def test_memory_check_names_what_to_change() -> None:
     by_gb = KvbmSettings.from_env({"cpu_cache_gb": 20})
     by_gb.check_memory(10**9, 10**9)
-    with pytest.raises(ConfigError, match=r"DYN_KVBM_CPU_CACHE_GB=20\.0: needs 20\.00 GB .* but 3\.50 GB is available"):
+    with pytest.raises(
+        ConfigError, match=r"DYN_KVBM_CPU_CACHE_GB=20\.0: needs 20\.00 GB .* but 3\.50 GB is available"
+    ):
         by_gb.check_memory(20 * 10**9, 3_500_000_000)
     with pytest.raises(ConfigError, match="DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS=5: needs"):
         KvbmSettings.from_env({"cpu_cache_gb": 20, "cpu_cache_override_num_blocks": 5}).check_memory(2, 1)

@@ -1,4 +1,6 @@
-"""What we ship beside the code says what the code does: dashboard, compose files, launch script, docs, set-up."""
+"""What we ship beside the code says what the code does: dashboard, compose files, launch script, docs,
+set-up.
+"""
 
 from __future__ import annotations
 
@@ -89,7 +91,9 @@ def test_the_guides_line_is_in_the_docs(page: str) -> None:
 
 
 def test_every_setting_is_documented_with_its_default() -> None:
-    rows = re.findall(r"^\| `(\w+)` \| `(\w+)` \| (\S+) \|", (ROOT / "docs" / "configuration.md").read_text(), re.M)
+    rows = re.findall(
+        r"^\| `(\w+)` \| `(\w+)` \| (\S+) \|", (ROOT / "docs" / "configuration.md").read_text(), re.M
+    )
     documented = {variable: (key, default) for variable, key, default in rows}
     actual = {}
     for name, info in KvbmSettings.model_fields.items():
@@ -137,8 +141,9 @@ def test_setup_refuses_a_folder_that_is_no_environment(tmp_path: Path) -> None:
 
 
 def test_setup_goes_on_without_nixl(tmp_path: Path) -> None:
-    program = f"import sys; sys.path.insert(0, {str(DEPLOY)!r}); import setup_env; from pathlib import Path; " + (
-        f"setup_env.install_nixl(Path({str(tmp_path)!r}))"
+    program = (
+        f"import sys; sys.path.insert(0, {str(DEPLOY)!r}); import setup_env; from pathlib import Path; "
+        + (f"setup_env.install_nixl(Path({str(tmp_path)!r}))")
     )
     python = tmp_path / "bin" / "python"
     python.parent.mkdir()
@@ -151,12 +156,19 @@ def test_setup_goes_on_without_nixl(tmp_path: Path) -> None:
 
 def test_setup_reads_a_wheels_requirements_without_torch(tmp_path: Path) -> None:
     wheel = tmp_path / "engine-1-py3-none-any.whl"
-    declared = ["numpy>=1", "torch==2.13.0+cpu", "torchvision; extra == 'x'", "torchaudio", "zmq; extra == 'net'"]
+    declared = [
+        "numpy>=1",
+        "torch==2.13.0+cpu",
+        "torchvision; extra == 'x'",
+        "torchaudio",
+        "zmq; extra == 'net'",
+    ]
     with zipfile.ZipFile(wheel, "w") as archive:
         lines = "".join(f"Requires-Dist: {text}\n" for text in declared)
         archive.writestr("engine-1.dist-info/METADATA", f"Name: engine\n{lines}\n")
-    program = f"import sys; sys.path.insert(0, {str(DEPLOY)!r}); import setup_env; from pathlib import Path; " + (
-        f"print(setup_env._requirements_of(Path({str(wheel)!r})))"
+    program = (
+        f"import sys; sys.path.insert(0, {str(DEPLOY)!r}); import setup_env; from pathlib import Path; "
+        + (f"print(setup_env._requirements_of(Path({str(wheel)!r})))")
     )
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "['numpy>=1']"

@@ -1,4 +1,6 @@
-"""Recovery that reads what it finds: against what ``kvbm disk verify`` says of the same file; chunks; close."""
+"""Recovery that reads what it finds: against what ``kvbm disk verify`` says of the same file; chunks;
+close.
+"""
 
 from __future__ import annotations
 
@@ -114,7 +116,12 @@ def test_it_finds_what_verify_calls_good(
     write(path, written, geometry=geometry)
     all_bytes = SECTOR_BYTES + payload_bytes
     for slot in rng.sample(written, max(1, len(written) // 4)):
-        places = rng.randrange(SECTOR_BYTES), SECTOR_BYTES, all_bytes - 1, rng.randrange(SECTOR_BYTES, all_bytes)
+        places = (
+            rng.randrange(SECTOR_BYTES),
+            SECTOR_BYTES,
+            all_bytes - 1,
+            rng.randrange(SECTOR_BYTES, all_bytes),
+        )
         flip(path, geometry, slot, rng.choice(places))
     expected = good_slots(path)
     assert 0 < len(expected) < len(written)
@@ -129,14 +136,22 @@ def test_it_finds_what_verify_calls_good(
     assert (found.recovery.unreadable_blocks, by_header.recovery.read_bytes) == (0, 0)
 
 
-def test_a_place_that_cannot_be_read_costs_its_own_record(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_place_that_cannot_be_read_costs_its_own_record(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     path, geometry = tmp_path / "x.blocks", Geometry(64, SMALL, FINGERPRINT)
     write(path, range(40), geometry=geometry)
     flip(path, geometry, 30, 5000)
     with caplog.at_level(logging.INFO, "kvbm"):
-        found = look(path, geometry, make_io=lambda fd: FailingIo(fd, reads_of([3, 17], geometry), -errno.EIO))
+        found = look(
+            path, geometry, make_io=lambda fd: FailingIo(fd, reads_of([3, 17], geometry), -errno.EIO)
+        )
     assert found.slots == sorted(set(range(40)) - {3, 17, 30})
-    assert (found.recovery.found_blocks, found.recovery.damaged_blocks, found.recovery.unreadable_blocks) == (37, 1, 2)
+    assert (found.recovery.found_blocks, found.recovery.damaged_blocks, found.recovery.unreadable_blocks) == (
+        37,
+        1,
+        2,
+    )
     lines = [record.getMessage() for record in caplog.records if str(path) in record.getMessage()]
     assert len(lines) == 2
     assert "of 40 blocks 1 are damaged and 2 cannot be read" in lines[0] and "kvbm disk verify" in lines[0]
@@ -291,7 +306,9 @@ def test_close_in_the_middle_ends_it_within_a_step(tmp_path: Path, monkeypatch: 
     files = set(os.listdir("/proc/self/fd"))
     file, chunks = BlockFile(path, geometry, BUFFERED), []
     io = StoppableIo(file.fd, 6)
-    looking = Recovery(file, lambda end, found: chunks.append((end, len(found))), make_io=lambda: io, checks=True)
+    looking = Recovery(
+        file, lambda end, found: chunks.append((end, len(found))), make_io=lambda: io, checks=True
+    )
     assert io.is_there.wait(LONG_S)
     closer = threading.Thread(target=looking.close)
     closer.start()

@@ -198,7 +198,8 @@ def test_a_late_read_keeps_its_slots_until_it_ends(path: Path, rng: random.Rando
         late = bench.run(plan(2, UP, [5, 6], [4, 6]))
         assert (late.outcome, late.is_late) == (Outcome.TIMED_OUT, True)
         assert late.seconds == pytest.approx(LONG_S)
-        # Meanwhile others are served. The second one starts after the first has been followed by a look at what ended.
+        # Meanwhile others are served. The second one starts after the first has been followed by a look at
+        # what ended.
         for job_id, disk_slot, content in ((3, 8, contents[2]), (4, 9, contents[3])):
             assert bench.run(plan(job_id, UP, [7], [disk_slot])).outcome is Outcome.OK
             assert bench.slot(7) == content

@@ -1,4 +1,6 @@
-"""What ends a DiskExecutor's knowledge, and itself: resets that hold, and a close that leaves nothing behind."""
+"""What ends a DiskExecutor's knowledge, and itself: resets that hold, and a close that leaves nothing
+behind.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ from tests.unit.disk_executor_bench import (
 def test_what_is_forgotten_is_not_found_again_and_what_comes_after_is(bench: Bench, path: Path) -> None:
     assert bench.run(plan(1, DOWN, [0, 1], [0, 1])).outcome is Outcome.OK
     bench.executor.forget_all()
-    assert bench.run(plan(2, DOWN, [2], [2])).outcome is Outcome.OK  # comes after the reset in the same thread
+    assert (
+        bench.run(plan(2, DOWN, [2], [2])).outcome is Outcome.OK
+    )  # comes after the reset in the same thread
     assert bench.run(plan(3, UP, [4], [0])).outcome is Outcome.MISS
     assert bench.run(plan(4, UP, [4], [2])).outcome is Outcome.OK
     bench.close()
@@ -80,7 +84,9 @@ def test_a_reset_just_before_the_end_is_kept(bench: Bench, path: Path) -> None:
         bench.executor.submit(plan(2, DOWN, [2], [2]))
         closer = threading.Thread(target=bench.executor.close)
         closer.start()
-        assert bench.result(2).outcome is Outcome.REJECTED  # the boards are closed, the writing thread is still held
+        assert (
+            bench.result(2).outcome is Outcome.REJECTED
+        )  # the boards are closed, the writing thread is still held
     closer.join(LONG_S)
     assert not closer.is_alive()
     assert found_in(path) == set()
@@ -97,7 +103,9 @@ def test_a_reset_that_cannot_be_written_is_said_and_holds_in_this_process(
         patch.setattr(os, "fdatasync", fail)
         bench.executor.forget_all()
         assert bench.run(plan(2, DOWN, [1], [1])).outcome is Outcome.OK
-    assert [record.levelname for record in caplog.records] == ["ERROR"] and "a reset could not be" in caplog.text
+    assert [record.levelname for record in caplog.records] == [
+        "ERROR"
+    ] and "a reset could not be" in caplog.text
     assert bench.run(plan(3, UP, [2], [0])).outcome is Outcome.MISS
     assert bench.run(plan(4, UP, [2], [1])).outcome is Outcome.OK
 
@@ -163,7 +171,9 @@ def test_close_while_a_read_runs_ends_it_in_its_time(path: Path) -> None:
         assert bench.file.fd == -1 and disk_threads() == set()
 
 
-def test_close_with_a_late_read_leaves_file_and_memory_to_it(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_close_with_a_late_read_leaves_file_and_memory_to_it(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(disk_module, "CLOSE_TIMEOUT_S", 0.01)
     monkeypatch.setattr(disk_module, "_KEPT", [])
     gate, clock = threading.Event(), ManualClock()

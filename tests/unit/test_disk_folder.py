@@ -1,4 +1,6 @@
-"""Which folder an engine's blocks are in: the same again after a restart, never one that somebody else has."""
+"""Which folder an engine's blocks are in: the same again after a restart, never one that somebody else
+has.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +65,9 @@ def another_engine(directory: Path, fingerprint: str) -> Iterator[tuple[subproce
     """A process that holds a folder, and which one."""
     command = [sys.executable, "-c", HOLD, str(directory), fingerprint]
     root = Path(__file__).resolve().parents[2]
-    with subprocess.Popen(command, cwd=root, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, cwd=root, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout is not None
         try:
             yield process, Path(process.stdout.readline().rstrip("\n"))
@@ -180,7 +184,9 @@ def test_a_file_where_the_directory_should_be_is_one_clear_line(tmp_path: Path) 
     assert "Not a directory" in refusal(tmp_path / "file") or "File exists" in refusal(tmp_path / "file")
 
 
-def test_a_file_system_without_locks_is_one_clear_line(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_system_without_locks_is_one_clear_line(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def flock(fd: int, how: int) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
@@ -221,7 +227,9 @@ def test_a_folder_in_which_others_could_plant_blocks_is_refused(
 ) -> None:
     DiskFolder(directory, LAYOUT).close()
     (directory / TOP).chmod(0o707)
-    with pytest.raises(ConfigError, match=r"DYN_KVBM_DISK_CACHE_DIR=.*a directory of your own") as open_to_all:
+    with pytest.raises(
+        ConfigError, match=r"DYN_KVBM_DISK_CACHE_DIR=.*a directory of your own"
+    ) as open_to_all:
         DiskFolder(directory, LAYOUT)
     (directory / TOP).chmod(0o700)
     DiskFolder(directory, LAYOUT).close()

@@ -1,4 +1,6 @@
-"""A lane: what travels together, what is called when, and that nothing of it is used up; and a side's memory."""
+"""A lane: what travels together, what is called when, and that nothing of it is used up; and a side's
+memory.
+"""
 
 from __future__ import annotations
 
@@ -89,7 +91,9 @@ class Bench:
 
     def write(self, slots: Sequence[int]) -> None:
         """All of it is taken."""
-        assert self.lane.write(self.records(slots, filled=True), deadline_s=LONG_S) == [Outcome.OK] * len(slots)
+        assert self.lane.write(self.records(slots, filled=True), deadline_s=LONG_S) == [Outcome.OK] * len(
+            slots
+        )
 
     def check_read(self, slots: Sequence[int]) -> None:
         """All of it comes back, byte by byte, in the order of the records."""
@@ -153,7 +157,9 @@ def test_requests_and_what_is_in_flight_have_their_limits(tmp_path: Path, payloa
     counts = [transfer.num_bytes // size for transfer in bench.io.transfers]
     assert sum(counts) == num_slots
     assert max(counts) == max(1, min(MAX_REQUEST_RECORDS, REQUEST_BYTES // size, num_slots))
-    assert max(len(call) for call, _ in bench.io.calls) <= 4, "the first ones are on their way while others are made"
+    assert max(len(call) for call, _ in bench.io.calls) <= 4, (
+        "the first ones are on their way while others are made"
+    )
     # One request may go over the line, as the room is asked for before each.
     assert bench.io.most_bytes < WRITES_IN_FLIGHT_BYTES + max(REQUEST_BYTES, size)
     bench.io.most_bytes = 0
@@ -167,11 +173,15 @@ def test_each_record_is_told_once_as_it_ends(tmp_path: Path) -> None:
     bench = bench_of(tmp_path, 30)
     told: list[tuple[int, Outcome]] = []
     records = bench.records([3, 20, 4, 11], filled=True)
-    outcomes = bench.lane.write(records, deadline_s=LONG_S, on_done=lambda i, outcome: told.append((i, outcome)))
+    outcomes = bench.lane.write(
+        records, deadline_s=LONG_S, on_done=lambda i, outcome: told.append((i, outcome))
+    )
     assert sorted(told) == list(enumerate(outcomes)) == [(i, Outcome.OK) for i in range(4)]
     told.clear()
     strangers = [*records, Record(key_of(9), 9, bench.address(9))]
-    outcomes = bench.lane.read(strangers, deadline_s=LONG_S, on_done=lambda i, outcome: told.append((i, outcome)))
+    outcomes = bench.lane.read(
+        strangers, deadline_s=LONG_S, on_done=lambda i, outcome: told.append((i, outcome))
+    )
     assert outcomes == [Outcome.OK] * 4 + [Outcome.CORRUPT]
     assert sorted(told) == list(enumerate(outcomes))
     close(bench)
@@ -185,7 +195,12 @@ def test_sequences_grow_from_call_to_call(tmp_path: Path) -> None:
     found = bench.lane.headers(range(8), deadline_s=LONG_S)
     assert [header and header.sequence for header in found] == [101, 103, None, 102, None, 101, 103, None]
     assert [header and header.key for header in found if header] == [key_of(slot) for slot in (0, 1, 3, 5, 6)]
-    assert [bool(header) for header in bench.lane.headers([6, 2, 0, 6], deadline_s=LONG_S)] == [True, False, True, True]
+    assert [bool(header) for header in bench.lane.headers([6, 2, 0, 6], deadline_s=LONG_S)] == [
+        True,
+        False,
+        True,
+        True,
+    ]
     close(bench)
 
 
@@ -270,7 +285,11 @@ def test_memory_goes_straight_only_if_it_is_whole_sectors(tmp_path: Path, payloa
         halves = [source[:4096], source[4096:]]
         both = ((address, 4096), (address + 4096, payload_bytes - 4096))
         assert writer.pieces_of(halves) == (both if is_straight else ())
-        assert writer.pieces_of(source.toreadonly()) == writer.pieces_of([halves[0], halves[1].toreadonly()]) == ()
+        assert (
+            writer.pieces_of(source.toreadonly())
+            == writer.pieces_of([halves[0], halves[1].toreadonly()])
+            == ()
+        )
         key = key_of(skew_bytes)
         source[:] = content_of(key, payload_bytes)
         assert writer.transfer([(key, 1)], [source], deadline_s=LONG_S) == [Outcome.OK]

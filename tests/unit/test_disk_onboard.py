@@ -1,4 +1,6 @@
-"""The way up from the disk: what is promised and read, what stays in the host, and what failures leave behind."""
+"""The way up from the disk: what is promised and read, what stays in the host, and what failures leave
+behind.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,18 @@ from kvbm_core.testing.leader_bench import BenchDisk, LeaderBench
 from kvbm_core.tiers.groups import GroupSpec
 from kvbm_core.transfer.plan import DiskPlan, GroupMove
 from kvbm_core.types import Direction
-from tests.unit.disk_bench import OTHER, PROMPT, TABLE, bench_of, leave_host, load, loading, on_disk, reads_of, stored
+from tests.unit.disk_bench import (
+    OTHER,
+    PROMPT,
+    TABLE,
+    bench_of,
+    leave_host,
+    load,
+    loading,
+    on_disk,
+    reads_of,
+    stored,
+)
 
 
 def test_a_prefix_may_lie_in_host_and_disk_in_turns() -> None:

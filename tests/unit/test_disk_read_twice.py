@@ -33,7 +33,9 @@ class Times:
         if is_write:
             return False
         self.asked.append(transfer.num_bytes)
-        is_here = transfer.offset_bytes < self._stop and transfer.offset_bytes + transfer.num_bytes > self._start
+        is_here = (
+            transfer.offset_bytes < self._stop and transfer.offset_bytes + transfer.num_bytes > self._start
+        )
         self.left -= is_here
         return is_here and self.left >= 0
 

@@ -1,4 +1,6 @@
-"""Reading along in another store's file: what it has is found, what it has no more is not, whatever becomes of it."""
+"""Reading along in another store's file: what it has is found, what it has no more is not, whatever becomes
+of it.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ from tests.unit.disk_reading import (
 # ---------------------------------------------------------------- what is there
 
 
-def test_a_reader_that_comes_first_finds_nothing_until_there_is_something(path: Path, reader: DiskReader) -> None:
+def test_a_reader_that_comes_first_finds_nothing_until_there_is_something(
+    path: Path, reader: DiskReader
+) -> None:
     nothing_is_there(reader)
     writer = writer_of(path)
     nothing_is_there(reader)
@@ -86,7 +90,9 @@ def test_what_was_evicted_is_a_miss_and_what_was_removed_stays_until_its_slot_is
     assert set(reader.scan()) == set(KEYS[8:12])
 
 
-def test_an_entry_that_leads_to_something_else_is_a_miss_and_forgotten(writer: DiskStore, reader: DiskReader) -> None:
+def test_an_entry_that_leads_to_something_else_is_a_miss_and_forgotten(
+    writer: DiskStore, reader: DiskReader
+) -> None:
     put(writer, KEYS[:4])
     assert contained(reader, KEYS[:4]) == [OK] * 4
     log = log_path(writer._file.path)

@@ -37,7 +37,9 @@ from tests.unit.disk_reading import (
 )
 
 
-def test_many_threads_read_while_the_writer_goes_on(writer: DiskStore, reader: DiskReader, rng: Random) -> None:
+def test_many_threads_read_while_the_writer_goes_on(
+    writer: DiskStore, reader: DiskReader, rng: Random
+) -> None:
     failures: list[BaseException] = []
     seen: set[Outcome] = set()
     ends = threading.Event()
@@ -167,14 +169,17 @@ def test_what_the_disk_did_not_take_is_not_told(
     path: Path, reader: DiskReader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def make(fd: int, *, is_direct: bool) -> FailingIo:
-        return FailingIo(fd, lambda transfer, is_write: is_write and transfer.offset_bytes == second_at, -errno.EIO)
+        return FailingIo(
+            fd, lambda transfer, is_write: is_write and transfer.offset_bytes == second_at, -errno.EIO
+        )
 
     second_at = slot_offset_bytes(1, PAYLOAD_BYTES)
     with monkeypatch.context() as patch:
         patch.setattr(side, "make_file_io", make)
         writer = writer_of(path)
     outcomes = [
-        writer.put_many([key], [memoryview(content_of(key, PAYLOAD_BYTES))], deadline_s=LONG_S)[0] for key in KEYS[:3]
+        writer.put_many([key], [memoryview(content_of(key, PAYLOAD_BYTES))], deadline_s=LONG_S)[0]
+        for key in KEYS[:3]
     ]
     assert outcomes == [OK, Outcome.IO_ERROR, Outcome.IO_ERROR], "the slot is the next one's too"
     assert contained(reader, KEYS[:3]) == get(reader, KEYS[:3]) == [OK, MISS, MISS]

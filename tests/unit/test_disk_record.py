@@ -1,4 +1,6 @@
-"""The format on disk: what goes in comes out, what is not whole does not, and the bytes stay what they are."""
+"""The format on disk: what goes in comes out, what is not whole does not, and the bytes stay what they
+are.
+"""
 
 from __future__ import annotations
 
@@ -84,7 +86,13 @@ def test_numbers_that_do_not_fit_are_refused(payload_bytes: int) -> None:
 
 
 def test_where_slots_are() -> None:
-    for payload_bytes, stored_bytes in ((1, 4096), (4095, 4096), (4096, 4096), (4097, 8192), (1 << 20, 1 << 20)):
+    for payload_bytes, stored_bytes in (
+        (1, 4096),
+        (4095, 4096),
+        (4096, 4096),
+        (4097, 8192),
+        (1 << 20, 1 << 20),
+    ):
         assert record_bytes(payload_bytes) == SECTOR_BYTES + stored_bytes
         offsets = [slot_offset_bytes(slot, payload_bytes) for slot in range(4)]
         assert offsets == [FIRST_SLOT_BYTES + slot * (SECTOR_BYTES + stored_bytes) for slot in range(4)]
@@ -107,7 +115,10 @@ def test_what_is_no_whole_sector_is_nothing() -> None:
 @pytest.mark.parametrize("version", [FORMAT_VERSION + 1, 0xFFFF])
 def test_another_version_is_told_from_damage(version: int) -> None:
     field = version.to_bytes(2, "little")
-    for sector in (changed(pack_file(FILE), 8, field), pack_file(FILE)[:8] + field + bytes(SECTOR_BYTES - 10)):
+    for sector in (
+        changed(pack_file(FILE), 8, field),
+        pack_file(FILE)[:8] + field + bytes(SECTOR_BYTES - 10),
+    ):
         assert foreign_version(sector) == version, "whatever the rest of it means"
         assert unpack_file(sector) is None
     assert foreign_version(changed(pack_record(RECORD), 8, field)) is None
@@ -130,7 +141,9 @@ def test_a_header_of_another_size_is_none_of_this_version() -> None:
 def test_the_format_is_what_it_was() -> None:
     """Files outlive the kvbm that wrote them: whoever changes a byte of this changes FORMAT_VERSION."""
     head = b"\x01\x00\x00\x10" + bytes(4) + FILE.life + FILE.fingerprint
-    assert pack_file(FILE)[:64] == b"KVBMFILE" + head + (65536).to_bytes(8, "little") + (1000).to_bytes(8, "little")
+    assert pack_file(FILE)[:64] == b"KVBMFILE" + head + (65536).to_bytes(8, "little") + (1000).to_bytes(
+        8, "little"
+    )
     assert pack_file(FILE)[64:-16] == bytes(SECTOR_BYTES - 80)
     sector = pack_record(RECORD)
     head = b"\x01\x00\x21\x00" + bytes(4) + RECORD.life + RECORD.fingerprint

@@ -1,4 +1,6 @@
-"""The leader's side of the disk: what goes there, resets, disks that fail, and what an earlier process left."""
+"""The leader's side of the disk: what goes there, resets, disks that fail, and what an earlier process
+left.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,18 @@ from kvbm_core.runtime.messages import ForgetDisk
 from kvbm_core.storage.disk.recovery import Found
 from kvbm_core.testing.leader_bench import BenchDisk, LeaderBench
 from kvbm_core.types import BlockKey
-from tests.unit.disk_bench import OTHER, PROMPT, TABLE, bench_of, leave_host, load, loading, on_disk, reads_of, stored
+from tests.unit.disk_bench import (
+    OTHER,
+    PROMPT,
+    TABLE,
+    bench_of,
+    leave_host,
+    load,
+    loading,
+    on_disk,
+    reads_of,
+    stored,
+)
 
 FILTERED = BenchDisk(make_admission=FrequencyFilter)
 FAILED = [Outcome.IO_ERROR, Outcome.TIMED_OUT, Outcome.REJECTED, Outcome.BUSY, Outcome.NO_SPACE]
@@ -82,7 +95,9 @@ def test_past_the_host_it_is_counted_as_device_to_disk() -> None:
 
 
 @pytest.mark.parametrize("outcome", FAILED)
-def test_a_store_that_failed_on_one_rank_leaves_nothing_and_is_tried_again_with_the_next_hit(outcome: Outcome) -> None:
+def test_a_store_that_failed_on_one_rank_leaves_nothing_and_is_tried_again_with_the_next_hit(
+    outcome: Outcome,
+) -> None:
     bench = bench_of(world_size=2)
     bench.store(PROMPT)
     (order,) = bench.stores()
@@ -344,7 +359,10 @@ def test_a_step_takes_in_a_little_of_what_was_found_and_the_start_all_of_it() ->
 def test_what_was_found_can_be_loaded_and_the_oldest_makes_room() -> None:
     bench = bench_of(disk=BenchDisk(0))
     keys, others = bench.keys(PROMPT), bench.keys(OTHER)
-    found = [*(Found(slot, key, 20) for slot, key in enumerate(keys)), *(Found(5 + i, others[i], 10) for i in (0, 1))]
+    found = [
+        *(Found(slot, key, 20) for slot, key in enumerate(keys)),
+        *(Found(5 + i, others[i], 10) for i in (0, 1)),
+    ]
     bench.disk_found(7, found)
     plan = load(bench)
     assert reads_of(plan).disk_slots == (0, 1, 2, 3) and reads_of(plan).keys == tuple(keys[:4])

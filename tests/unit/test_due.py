@@ -52,7 +52,9 @@ def test_no_full_block_is_missed(steps: list[dict[str, int]], block: int) -> Non
     for scheduled in steps:
         found = due.next_step(scheduled, sum(scheduled.values()))
         assert len(set(found)) == len(found)
-        found += [key for key in scheduled if key not in length and key not in found]  # new ones are always looked at
+        found += [
+            key for key in scheduled if key not in length and key not in found
+        ]  # new ones are always looked at
         full = set()
         for key, tokens in scheduled.items():
             before = length.get(key, 0)

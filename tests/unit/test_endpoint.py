@@ -1,4 +1,6 @@
-"""Where leader and workers meet: private, on this machine, one leader each, and swept of what the dead have left."""
+"""Where leader and workers meet: private, on this machine, one leader each, and swept of what the dead have
+left.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ def test_loopback_addresses() -> None:
     assert tcp_endpoint("::1", 5000).address == "tcp://[::1]:5000"
 
 
-def test_the_socket_of_an_engine_is_private_and_its_own(short_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_socket_of_an_engine_is_private_and_its_own(
+    short_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(short_path))
     first = ipc_endpoint("engine")
     assert first == ipc_endpoint("engine") != ipc_endpoint("other")
@@ -52,7 +56,9 @@ def test_the_socket_of_an_engine_is_private_and_its_own(short_path: Path, monkey
         ipc_endpoint("engine")
 
 
-def test_a_temporary_directory_too_deep_for_a_socket_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_temporary_directory_too_deep_for_a_socket_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     deep = tmp_path / ("d" * 120)
     deep.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(deep))
@@ -67,7 +73,8 @@ def test_a_temporary_directory_too_deep_for_a_socket_is_named(tmp_path: Path, mo
 def killed_leader(path: Path) -> None:
     """Lock and socket as a leader leaves them that was killed."""
     program = (
-        "import os, sys, zmq\nfrom pathlib import Path\nfrom kvbm_core.runtime.endpoint import Endpoint, EndpointLock\n"
+        "import os, sys, zmq\nfrom pathlib import Path\nfrom kvbm_core.runtime.endpoint import "
+        "Endpoint, EndpointLock\n"
         "path = Path(sys.argv[1])\nlock = EndpointLock(Endpoint(f'ipc://{path}', path))\n"
         "zmq.Context().socket(zmq.ROUTER).bind(f'ipc://{path}')\nos.kill(os.getpid(), 9)\n"
     )
@@ -101,7 +108,14 @@ def test_what_killed_leaders_left_is_swept_and_what_lives_or_is_young_is_not(tmp
         live.touch()
         make_old(dead, Path(f"{dead}.lock"), live, Path(f"{live}.lock"), orphan, stranger)
         with EndpointLock(Endpoint(f"ipc://{new}", new)):
-            kept = {"young.sock", "young.sock.lock", "live.sock", "live.sock.lock", "new.sock.lock", "notes.txt"}
+            kept = {
+                "young.sock",
+                "young.sock.lock",
+                "live.sock",
+                "live.sock.lock",
+                "new.sock.lock",
+                "notes.txt",
+            }
             assert {path.name for path in tmp_path.iterdir()} == kept
         assert sweep(tmp_path) == 0
     assert {path.name for path in tmp_path.iterdir()} == {"young.sock", "young.sock.lock", "notes.txt"}
@@ -128,7 +142,9 @@ def test_a_lock_on_a_file_removed_meanwhile_is_not_taken_for_one(
         assert not removals
 
 
-def test_what_is_locked_between_look_and_lock_is_not_swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_locked_between_look_and_lock_is_not_swept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "s.sock"
     with EndpointLock(Endpoint(f"ipc://{path}", path)):
         path.touch()

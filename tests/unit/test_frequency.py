@@ -1,4 +1,6 @@
-"""The frequency filter against a twin that does what the guides say: a table, and a sweep at each decay step."""
+"""The frequency filter against a twin that does what the guides say: a table, and a sweep at each decay
+step.
+"""
 
 from __future__ import annotations
 
@@ -111,7 +113,9 @@ def test_a_count_has_a_limit_and_comes_down_from_there() -> None:
 
 
 @given(keys=st.lists(st.sampled_from(KEYS), max_size=50), max_entries=st.integers(1, 5))
-def test_no_more_is_remembered_than_allowed_and_the_latest_always_is(keys: list[BlockKey], max_entries: int) -> None:
+def test_no_more_is_remembered_than_allowed_and_the_latest_always_is(
+    keys: list[BlockKey], max_entries: int
+) -> None:
     filter_ = FrequencyFilter(ManualClock(), max_entries=max_entries)
     latest: list[BlockKey] = []
     for number, key in enumerate(keys):

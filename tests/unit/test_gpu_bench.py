@@ -1,4 +1,6 @@
-"""The benchmark for GPUs, on a machine that has none: its stages tried dry, its judgement with made-up figures."""
+"""The benchmark for GPUs, on a machine that has none: its stages tried dry, its judgement with made-up
+figures.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,12 @@ from benchmarks.gpu.__main__ import STAGES, load_stage, main
 from benchmarks.gpu.rows import Cell, Goal, Result, Row
 from benchmarks.gpu.stages import Options, complete, run_here
 
-needs_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="NOT RUN: copies; torch is missing")
-needs_httpx = pytest.mark.skipif(importlib.util.find_spec("httpx") is None, reason="NOT RUN: serving; httpx is missing")
+needs_torch = pytest.mark.skipif(
+    importlib.util.find_spec("torch") is None, reason="NOT RUN: copies; torch is missing"
+)
+needs_httpx = pytest.mark.skipif(
+    importlib.util.find_spec("httpx") is None, reason="NOT RUN: serving; httpx is missing"
+)
 SHARE = Goal("share", "GB/s", "limit", 0.9, "higher")
 
 
@@ -57,7 +63,9 @@ class Breaking:
         raise MemoryError("no more memory\nand a long story")
 
 
-def test_what_a_stage_found_before_it_failed_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_a_stage_found_before_it_failed_is_kept(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     stage, options, sink = Breaking(), Options(tmp_path), io.StringIO()
     assert not run_here(stage, options, sink)
     assert "MemoryError" in capsys.readouterr().err
@@ -65,7 +73,9 @@ def test_what_a_stage_found_before_it_failed_is_kept(tmp_path: Path, capsys: pyt
     path.write_text(sink.getvalue() + '{"row": {"go')  # killed while it wrote
     results = complete(stage.goals(options), *stages._read(path), "")
     assert results[:2] == [Row(SHARE, (1.0,), (1.0,)), Cell("table", {"a": "1"})]
-    assert [row.verdict for row in results[2:] if isinstance(row, Row)] == ["failed: MemoryError: no more memory"]
+    assert [row.verdict for row in results[2:] if isinstance(row, Row)] == [
+        "failed: MemoryError: no more memory"
+    ]
 
 
 def test_a_stage_that_hangs_or_dies_is_a_reason_and_nothing_of_it_runs_on() -> None:
@@ -175,7 +185,9 @@ def serving_rows(
     options = Options(tmp_path, is_dry=True)
     results = list(serving.ServingStage().run(options))
     rows = [result for result in results if isinstance(result, Row)]
-    assert sorted(row.goal.name for row in rows) == sorted(g.name for g in serving.ServingStage().goals(options))
+    assert sorted(row.goal.name for row in rows) == sorted(
+        g.name for g in serving.ServingStage().goals(options)
+    )
     return {row.goal.name: row for row in rows}, [cell for cell in results if isinstance(cell, Cell)]
 
 
@@ -192,14 +204,22 @@ def test_servers_are_compared_and_one_that_fails_spoils_only_its_rows(
     assert rows[serving.RATE.name].ratio == pytest.approx(2.0)
     assert len(cells) == 3 * 3
     rows, _ = serving_rows(monkeypatch, tmp_path, [serving.OFFLOADING])
-    failed = {name for name, row in rows.items() if row.verdict.startswith("failed: OffloadingConnector: RuntimeError")}
-    assert failed == {g.name for g in (serving.HIT_PEER, serving.P50, serving.P99, serving.WORST, serving.RATE)}
+    failed = {
+        name
+        for name, row in rows.items()
+        if row.verdict.startswith("failed: OffloadingConnector: RuntimeError")
+    }
+    assert failed == {
+        g.name for g in (serving.HIT_PEER, serving.P50, serving.P99, serving.WORST, serving.RATE)
+    }
     rows, _ = serving_rows(monkeypatch, tmp_path, [serving.OURS])
     assert all(row.verdict.startswith("failed: kvbm") for row in rows.values())
 
 
 @needs_httpx
-def test_in_a_dry_run_a_peer_that_needs_a_gpu_is_stood_in_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_in_a_dry_run_a_peer_that_needs_a_gpu_is_stood_in_for(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     from benchmarks.gpu import serving
     from benchmarks.server import ServerError
 
@@ -213,7 +233,10 @@ def test_in_a_dry_run_a_peer_that_needs_a_gpu_is_stood_in_for(monkeypatch: pytes
 
     monkeypatch.setattr(serving, "_measure", measure)
     rest: Any = (None, None, 0)
-    assert serving._measure_or_stand_in(serving.OFFLOADING, *rest, Options(tmp_path, is_dry=True)) == serving.NONE
+    assert (
+        serving._measure_or_stand_in(serving.OFFLOADING, *rest, Options(tmp_path, is_dry=True))
+        == serving.NONE
+    )
     assert measured == [serving.OFFLOADING, serving.NONE]
     with pytest.raises(ServerError):
         serving._measure_or_stand_in(serving.OFFLOADING, *rest, Options(tmp_path))
@@ -261,7 +284,9 @@ def test_a_chat_goes_on_from_the_answers() -> None:
             return {EXTERNAL_HITS: 7.0 * len(self.prompts)}
 
     client: Any = Client()
-    load = Load(10, 1, users=3, rounds=2, opening_tokens=5, turn_tokens=4, answer_tokens=2, at_once=2, vocabulary=100)
+    load = Load(
+        10, 1, users=3, rounds=2, opening_tokens=5, turn_tokens=4, answer_tokens=2, at_once=2, vocabulary=100
+    )
     played = asyncio.run(play(client, load, seed=1))
     first, second = client.prompts[:3], client.prompts[3:]
     assert [len(prompt) for prompt in client.prompts] == [5] * 3 + [11] * 3
@@ -274,7 +299,9 @@ def test_a_chat_goes_on_from_the_answers() -> None:
 
 
 def test_the_stages_fit_into_the_time() -> None:
-    shares = [load_stage(name).share for name in STAGES if importlib.util.find_spec("torch") and name != "serving"]
+    shares = [
+        load_stage(name).share for name in STAGES if importlib.util.find_spec("torch") and name != "serving"
+    ]
     assert sum(shares) <= 0.6  # the servers get what is left
 
 

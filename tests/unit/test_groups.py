@@ -40,7 +40,9 @@ def key(group: int, block: int) -> BlockKey:
     return BlockKey(bytes([group, block]))
 
 
-def longest(groups: Sequence[GroupSpec], there: There, computed: int = 0, limit: int = 100, total: int = 100) -> int:
+def longest(
+    groups: Sequence[GroupSpec], there: There, computed: int = 0, limit: int = 100, total: int = 100
+) -> int:
     keys = [[key(g.index, block) for block in range(total // g.block_size_tokens)] for g in groups]
     return longest_prefix_tokens(groups, lambda position: keys[position], computed, limit, there)
 
@@ -51,7 +53,9 @@ def test_alignment_is_the_common_multiple_and_hashes_have_the_common_divisor() -
     assert base_block_tokens(groups) == 8
 
 
-@pytest.mark.parametrize(("prefix_tokens", "first"), [(0, 0), (4, 0), (8, 0), (12, 1), (16, 2), (20, 3)], ids=str)
+@pytest.mark.parametrize(
+    ("prefix_tokens", "first"), [(0, 0), (4, 0), (8, 0), (12, 1), (16, 2), (20, 3)], ids=str
+)
 def test_a_window_begins_with_what_the_next_token_sees(prefix_tokens: int, first: int) -> None:
     # The token at position p sees itself and the five before it: p-5 .. p.
     assert WINDOW.first_needed_block(prefix_tokens) == first

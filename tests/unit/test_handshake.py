@@ -5,7 +5,15 @@ from __future__ import annotations
 import pytest
 
 from kvbm_core.errors import ConfigError, Outcome
-from kvbm_core.runtime.handshake import Disabled, DiskOff, DiskSlotsFound, Handshake, PlanDisk, RankAck, SlotsReady
+from kvbm_core.runtime.handshake import (
+    Disabled,
+    DiskOff,
+    DiskSlotsFound,
+    Handshake,
+    PlanDisk,
+    RankAck,
+    SlotsReady,
+)
 from kvbm_core.runtime.messages import (
     PROTOCOL_VERSION,
     Acks,
@@ -226,7 +234,9 @@ def test_ranks_that_keep_their_own_shards_all_store() -> None:
     ],
     ids=["second stores", "first stores", "other layout", "other size", "other number"],
 )
-def test_ranks_that_are_no_replicas_of_each_other_are_refused(first: Hello, second: Hello, words: str) -> None:
+def test_ranks_that_are_no_replicas_of_each_other_are_refused(
+    first: Hello, second: Hello, words: str
+) -> None:
     handshake = Handshake(2, lambda block_bytes: 8)
     handshake.on_message(A, first)
     answers = handshake.on_message(B, second)
@@ -258,14 +268,18 @@ def test_the_disk_is_planned_once_for_all_ranks_and_told_to_each() -> None:
 
     handshake = Handshake(2, lambda block_bytes: 8, plan_disk)
     assert handshake.on_message(B, hello(1, 2)) == [] and asked == [] and handshake.peers() == [B]
-    assert sorted(handshake.on_message(A, hello(0, 2))) == [(A, Configure(8, SHARE)), (B, Configure(8, SHARE))]
+    assert sorted(handshake.on_message(A, hello(0, 2))) == [
+        (A, Configure(8, SHARE)),
+        (B, Configure(8, SHARE)),
+    ]
     assert handshake.on_message(B, hello(1, 2)) == [(B, Configure(8, SHARE))]  # the answer had been lost
     assert asked == [(201, "layout0-layout1")]  # in the order of the ranks, not of their hellos
     assert sorted(handshake.peers()) == [A, B] and not handshake.inbox
 
 
 @pytest.mark.parametrize(
-    "error", [ConfigError("DYN_KVBM_DISK_CACHE_GB", 1, "too small"), DiskError(28, "kvbm: no room; make room")]
+    "error",
+    [ConfigError("DYN_KVBM_DISK_CACHE_GB", 1, "too small"), DiskError(28, "kvbm: no room; make room")],
 )
 def test_a_disk_that_cannot_be_leaves_the_host_tier_on(error: Exception) -> None:
     def refuse(block_bytes: int, fingerprint: str) -> DiskShare:
@@ -298,7 +312,11 @@ def test_the_start_waits_until_every_rank_knows_all_of_its_disk() -> None:
     handshake.on_message(A, Ready(0, 8))
     handshake.on_message(B, Ready(1, 8))
     assert not handshake.wait(0)
-    for identity, rank, end in ((A, 0, SHARE.num_slots), (A, 0, SHARE.num_slots), (B, 1, SHARE.num_slots - 1)):
+    for identity, rank, end in (
+        (A, 0, SHARE.num_slots),
+        (A, 0, SHARE.num_slots),
+        (B, 1, SHARE.num_slots - 1),
+    ):
         handshake.on_message(identity, DiskFound(rank, end, [], [], []))
         assert not handshake.wait(0)
     handshake.on_message(B, DiskFound(1, SHARE.num_slots, [], [], []))
@@ -364,5 +382,7 @@ def test_what_is_said_about_disks_survives_the_wire(message: Message) -> None:
 
 def test_the_largest_chunk_of_found_blocks_fits_into_a_message() -> None:
     chunk = range(CHUNK_SLOTS)
-    message = DiskFound(0, 2**40, [2**40 + i for i in chunk], [b"k" * 33] * CHUNK_SLOTS, [2**62 + i for i in chunk])
+    message = DiskFound(
+        0, 2**40, [2**40 + i for i in chunk], [b"k" * 33] * CHUNK_SLOTS, [2**62 + i for i in chunk]
+    )
     assert decode(encode(message)) == message

@@ -178,7 +178,9 @@ def test_available_memory_without_a_cgroup(tmp_path: Path) -> None:
     assert available_memory_bytes(machine(tmp_path, 1000, "", {})) == 1000 * 1024
 
 
-@pytest.mark.parametrize(("limit", "expected"), [("max\n", 1000 * 1024), ("500000\n", 500000 - 300000 + 50000)])
+@pytest.mark.parametrize(
+    ("limit", "expected"), [("max\n", 1000 * 1024), ("500000\n", 500000 - 300000 + 50000)]
+)
 def test_available_memory_in_a_cgroup(tmp_path: Path, limit: str, expected: int) -> None:
     folder = "sys/fs/cgroup/pod"
     files = {

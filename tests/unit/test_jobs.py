@@ -60,7 +60,12 @@ def test_late_double_and_foreign_answers_change_nothing_and_are_counted() -> Non
     book = JobBook(2)
     job = start(book, Direction.OFFLOAD, 1)
     book.acknowledge(0, ack(job))
-    for rank, answer in ((0, ack(job)), (2, ack(job)), (-1, ack(job)), (1, JobAck(999, Outcome.OK, 0, 0.0, 0.0))):
+    for rank, answer in (
+        (0, ack(job)),
+        (2, ack(job)),
+        (-1, ack(job)),
+        (1, JobAck(999, Outcome.OK, 0, 0.0, 0.0)),
+    ):
         assert book.acknowledge(rank, answer) is None
     assert book.stale_acks_total == 4 and job.waiting_ranks == {1}
     assert book.acknowledge(1, ack(job)) is job
@@ -146,7 +151,9 @@ class Taker:
 
 
 def board_and_waiting() -> tuple[JobBoard[TransferPlan], threading.Event]:
-    """The event is set when somebody waits for a job, holding the lock: what is done next comes after that."""
+    """The event is set when somebody waits for a job, holding the lock: what is done next comes after
+    that.
+    """
     board: JobBoard[TransferPlan] = JobBoard(SystemClock(), None)
     waiting, wait = threading.Event(), board._changed.wait
 

@@ -55,7 +55,8 @@ def test_alignment_pads_blocks_but_not_the_last_one() -> None:
 
 
 @pytest.mark.parametrize(
-    ("outer_contiguous", "block_stride", "outer_stride", "total"), [(True, 64, 320, 640), (False, 128, 48, 640)]
+    ("outer_contiguous", "block_stride", "outer_stride", "total"),
+    [(True, 64, 320, 640), (False, 128, 48, 640)],
 )
 def test_layer_separate(outer_contiguous: bool, block_stride: int, outer_stride: int, total: int) -> None:
     layout = LayerSeparate(**DIMS, outer_contiguous=outer_contiguous, alignment_bytes=64)
@@ -77,7 +78,8 @@ def test_mla_has_one_outer() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"num_blocks": 0}, {"outer_dim": 3}, {"inner_dim": 0}, {"alignment_bytes": 3}, {"num_layers": -1}]
+    "wrong",
+    [{"num_blocks": 0}, {"outer_dim": 3}, {"inner_dim": 0}, {"alignment_bytes": 3}, {"num_layers": -1}],
 )
 def test_impossible_dimensions_are_refused(wrong: dict[str, int]) -> None:
     with pytest.raises(LayoutError):

@@ -115,7 +115,9 @@ def test_a_load_names_the_slots_of_the_blocks_in_order() -> None:
     assert store is not None
     bench.answer(store)
     plan = loading(bench)
-    assert plan == TransferPlan(plan.job_id, ONBOARD, (GroupMove(0, (11, 12, 13, 14), store.moves[0].slots[:4]),))
+    assert plan == TransferPlan(
+        plan.job_id, ONBOARD, (GroupMove(0, (11, 12, 13, 14), store.moves[0].slots[:4]),)
+    )
 
 
 @pytest.mark.parametrize(
@@ -137,7 +139,9 @@ def test_a_promise_that_cannot_be_kept_makes_no_plan_and_holds_nothing(
 
 
 @pytest.mark.parametrize(("num_tokens", "num_blocks"), [(12, 3), (9, 3), (8, 2), (1, 1)])
-def test_an_engine_that_takes_less_than_was_matched_gets_the_blocks_of_that(num_tokens: int, num_blocks: int) -> None:
+def test_an_engine_that_takes_less_than_was_matched_gets_the_blocks_of_that(
+    num_tokens: int, num_blocks: int
+) -> None:
     bench = warm()
     state = bench.open()
     assert bench.match(state, PROMPT) == 16
@@ -195,7 +199,9 @@ def test_a_load_that_failed_is_a_miss_from_then_on_and_written_anew(outcome: Out
 
 
 def test_news_of_a_failed_load_that_come_late_do_not_lose_the_blocks() -> None:
-    """The engine knows from the worker and goes on computing before the leader has read the acknowledgement."""
+    """The engine knows from the worker and goes on computing before the leader has read the
+    acknowledgement.
+    """
     bench = warm()
     plan = loading(bench)
     state = bench.leader.request("loader")

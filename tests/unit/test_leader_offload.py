@@ -16,7 +16,9 @@ PROMPT = list(range(100, 120))  # five blocks
 OTHER = list(range(300, 320))
 
 
-def offload(bench: LeaderBench, state: RequestState, tokens: list[int], first_device_block: int = 1) -> TransferPlan:
+def offload(
+    bench: LeaderBench, state: RequestState, tokens: list[int], first_device_block: int = 1
+) -> TransferPlan:
     plan = bench.offload(state, tokens, first_device_block)
     assert plan is not None
     return plan
@@ -155,7 +157,10 @@ def test_nothing_is_matched_before_all_ranks_have_it() -> None:
     assert bench.resident_blocks(PROMPT) == 0 and bench.leader.stale_acks_total == 1
     bench.answer(plan, ranks=[1])
     assert bench.resident_blocks(PROMPT) == 5
-    assert bench.metric("kvbm_offload_blocks_d2h") == 5 and bench.metric('kvbm_bytes_total{direction="offload"}') == 200
+    assert (
+        bench.metric("kvbm_offload_blocks_d2h") == 5
+        and bench.metric('kvbm_bytes_total{direction="offload"}') == 200
+    )
 
 
 @pytest.mark.parametrize("outcome", [outcome for outcome in Outcome if outcome is not Outcome.OK])
@@ -167,7 +172,10 @@ def test_a_copy_that_failed_on_one_rank_leaves_nothing_and_counts_no_block(outco
     assert bench.tier.pending_blocks == 5  # the other rank still writes into these slots
     bench.answer(plan, ranks=[1])
     assert bench.tier.pending_blocks == 0 and bench.resident_blocks(PROMPT) == 0
-    assert bench.metric("kvbm_offload_blocks_d2h") == 0 and bench.metric('kvbm_bytes_total{direction="offload"}') == 0
+    assert (
+        bench.metric("kvbm_offload_blocks_d2h") == 0
+        and bench.metric('kvbm_bytes_total{direction="offload"}') == 0
+    )
     if outcome is Outcome.REJECTED:
         assert bench.metric('kvbm_dropped_blocks_total{reason="preempted"}') == 5
     elif outcome is not Outcome.MISS:
@@ -232,7 +240,11 @@ def test_pinned_and_pending_blocks_never_make_room() -> None:
     pending = offload(bench, writer, OTHER[:8])
     third = offload(bench, bench.open("third"), list(range(500, 520)))
     assert third.num_blocks == 2
-    used = {*pending.moves[0].slots, *third.moves[0].slots, *(reader.match.lease.slots if reader.match else ())}
+    used = {
+        *pending.moves[0].slots,
+        *third.moves[0].slots,
+        *(reader.match.lease.slots if reader.match else ()),
+    }
     assert len(used) == 6 and bench.evicted == []
 
 

@@ -239,7 +239,9 @@ def test_a_disk_that_hangs_ends_loads_in_time_and_keeps_its_slots_meanwhile(
     monkeypatch.setattr(disk_executor, "make_file_io", make_io)
     bench = bench_of(3, 10, io_deadline_s=0.05)
     assert bench.load("a", KEYS[:3]) is Outcome.TIMED_OUT
-    assert bench.begin_store(KEYS[3:6]).wait() is Outcome.NO_SPACE  # the kernel may still write into all three
+    assert (
+        bench.begin_store(KEYS[3:6]).wait() is Outcome.NO_SPACE
+    )  # the kernel may still write into all three
     for io in made:
         io.let_go()
     with bench.tiers._changed:
@@ -252,7 +254,9 @@ def test_a_disk_that_cannot_be_written_costs_nothing_but_its_blocks(
     bench_of: MakeBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        disk_executor, "make_file_io", lambda fd, *, is_direct: FailingIo(fd, lambda transfer, is_write: is_write, -5)
+        disk_executor,
+        "make_file_io",
+        lambda fd, *, is_direct: FailingIo(fd, lambda transfer, is_write: is_write, -5),
     )
     bench = bench_of(4, 10)
     assert bench.store(KEYS[:4]) is Outcome.OK

@@ -78,7 +78,9 @@ def parsed(text: str) -> dict[str, float]:
 
 
 def written(name: str) -> str:
-    """The name on the page: this parser adds ``_total`` to every counter that has none; Prometheus does not."""
+    """The name on the page: this parser adds ``_total`` to every counter that has none; Prometheus does
+    not.
+    """
     bare = name.removesuffix("_total")
     return bare if bare in KVBM_TYPES else name
 
@@ -178,7 +180,10 @@ def test_nothing_counts_backwards() -> None:
     assert changed(metrics) == {}
 
 
-@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9), st.integers(0, 30)), max_size=40), st.integers(1, 10))
+@given(
+    st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9), st.integers(0, 30)), max_size=40),
+    st.integers(1, 10),
+)
 def test_hit_rates_are_those_of_the_last_requests(requests: list[tuple[int, int, int]], window: int) -> None:
     metrics = Metrics(window_requests=window)
     for host, disk, more in requests:
@@ -322,7 +327,9 @@ def test_a_port_in_use_is_one_warning(server: MetricsServer, caplog: pytest.LogC
     assert get(server, "/health")[0] == 200
 
 
-@pytest.mark.parametrize(("host", "port"), [("203.0.113.1", 0), ("no.such.host.invalid", 0), ("127.0.0.1", 99999)])
+@pytest.mark.parametrize(
+    ("host", "port"), [("203.0.113.1", 0), ("no.such.host.invalid", 0), ("127.0.0.1", 99999)]
+)
 def test_an_address_that_cannot_be_bound_never_raises(host: str, port: int) -> None:
     server = MetricsServer(port, Metrics(), host)
     assert server.start() is False

@@ -85,9 +85,14 @@ def test_two_environments_are_made_side_by_side(tmp_path: Path) -> None:
     )
     compiler.chmod(0o755)
     target.write_text("old")
-    program = f"import hatch_build, pathlib; hatch_build.compile_native(pathlib.Path(), pathlib.Path({str(target)!r}))"
+    program = (
+        "import hatch_build, pathlib; hatch_build.compile_native(pathlib.Path(), "
+        f"pathlib.Path({str(target)!r}))"
+    )
     for _ in range(2):
-        subprocess.run([sys.executable, "-c", program], cwd=ROOT, env={**os.environ, "CC": str(compiler)}, check=True)
+        subprocess.run(
+            [sys.executable, "-c", program], cwd=ROOT, env={**os.environ, "CC": str(compiler)}, check=True
+        )
     (first, there), (second, there_then) = (line.split() for line in log.read_text().splitlines())
     assert len({first, second, str(target)}) == 3
     assert (there, there_then, target.read_text()) == ("old", "new", "new\n")
@@ -97,7 +102,10 @@ def test_two_environments_are_made_side_by_side(tmp_path: Path) -> None:
 def test_a_variable_switches_it_off(value: str, is_off: bool) -> None:
     program = "from kvbm_core.native import native; print(native is None)"
     result = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, env={**os.environ, "KVBM_NATIVE": value}, capture_output=True
+        [sys.executable, "-c", program],
+        cwd=ROOT,
+        env={**os.environ, "KVBM_NATIVE": value},
+        capture_output=True,
     )
     built = (ROOT / BUILT).exists()
     assert result.stdout.decode().strip() == str(is_off or not built), result.stderr

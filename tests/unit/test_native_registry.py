@@ -12,14 +12,16 @@ from kvbm_core.testing.policy_contract import sample_keys
 from kvbm_core.types import BlockKey
 
 pytestmark = pytest.mark.skipif(
-    native is None, reason="NOT RUN: the registry in C (no C compiler when kvbm was installed, or KVBM_NATIVE=0)"
+    native is None,
+    reason="NOT RUN: the registry in C (no C compiler when kvbm was installed, or KVBM_NATIVE=0)",
 )
 
 (A,) = sample_keys(0, 1)
 
 
 @pytest.mark.parametrize(
-    ("error", "key"), [(ValueError, b""), (ValueError, b"k" * 31), (ValueError, A + b"\0"), (TypeError, "k" * 32)]
+    ("error", "key"),
+    [(ValueError, b""), (ValueError, b"k" * 31), (ValueError, A + b"\0"), (TypeError, "k" * 32)],
 )
 def test_the_registry_in_c_takes_nothing_but_block_keys(error: type[Exception], key: BlockKey) -> None:
     registry = NativeBlockRegistry()

@@ -30,7 +30,15 @@ from kvbm_core.storage.disk.lane import Lane, Record
 from kvbm_core.storage.disk.nixl_io import NixlIo
 from kvbm_core.storage.disk.record import SECTOR_BYTES
 from kvbm_core.storage.host_slab import HostSlab
-from kvbm_core.testing.file_io_contract import LONG_S, finish, memory_of, random_bytes, whole, why_no_aio, why_no_nixl
+from kvbm_core.testing.file_io_contract import (
+    LONG_S,
+    finish,
+    memory_of,
+    random_bytes,
+    whole,
+    why_no_aio,
+    why_no_nixl,
+)
 from kvbm_core.testing.store_contract import key_of
 from tests.faults.doubles import BUFFERED
 from tests.unit.test_worker_disk import Ends
@@ -62,7 +70,9 @@ def io(fd: int) -> Iterator[NixlIo]:
 
 
 @needs_nixl
-def test_memory_that_was_told_of_is_registered_once_by_spans(io: NixlIo, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_was_told_of_is_registered_once_by_spans(
+    io: NixlIo, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(nixl_io, "SPAN_BYTES", 4 * UNIT)
     memory = memory_of(14 * UNIT)
     slab = memory[: 12 * UNIT]
@@ -93,8 +103,12 @@ def test_memory_of_others_is_forgotten_with_the_request(io: NixlIo) -> None:
 
 
 @needs_nixl
-def test_nothing_lands_in_memory_after_a_request_has_failed(io: NixlIo, monkeypatch: pytest.MonkeyPatch) -> None:
-    """NIXL tells of an error when all pieces have ended: only so can the request be done again, and its memory used."""
+def test_nothing_lands_in_memory_after_a_request_has_failed(
+    io: NixlIo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NIXL tells of an error when all pieces have ended: only so can the request be done again, and its
+    memory used.
+    """
     memory, other = memory_of(1000 * UNIT), memory_of(UNIT)
     os.truncate(io._fd, 1001 * UNIT)
     with suppress(OSError):  # where it can be had, as requests take longest with it
@@ -222,12 +236,19 @@ def test_aio_does_it_where_io_uring_is_forbidden(fd: int, monkeypatch: pytest.Mo
 # ---------------------------------------------------------------- the setting
 
 
-def test_each_value_of_the_setting_is_one_that_can_be_chosen(fd: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_value_of_the_setting_is_one_that_can_be_chosen(
+    fd: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("KVBM_DISK_IO", "fast")
     with pytest.raises(ConfigError) as caught:
         KvbmSettings.from_env()
     kinds = str(caught.value).partition("write one of ")[2].split(", ")
-    types: dict[str, type[FileIo]] = {"threads": ThreadIo, "auto": ThreadIo, "aio": AioIo, "nixl-posix": NixlIo}
+    types: dict[str, type[FileIo]] = {
+        "threads": ThreadIo,
+        "auto": ThreadIo,
+        "aio": AioIo,
+        "nixl-posix": NixlIo,
+    }
     assert types.keys() <= set(kinds) and len(kinds) == 6
     missing = {"aio": why_no_aio(), "nixl-posix": NO_NIXL}
     for kind in kinds:
@@ -275,7 +296,9 @@ def test_a_workers_disk_by_nixl_is_found_again(tmp_path: Path) -> None:
         assert disk.open(DiskShare(str(tmp_path), 4), SECTOR_BYTES, "layout")
         assert [io._regions for io in nixl_io._OPEN - before] == [[], []]
         executor = disk.start(host, disk.stored, lambda job_id: None)
-        assert all(len(io._regions) == 2 for io in nixl_io._OPEN - before if io in disk._ios), "slab and headers"
+        assert all(len(io._regions) == 2 for io in nixl_io._OPEN - before if io in disk._ios), (
+            "slab and headers"
+        )
         (message,) = ends.wait_for(DiskFound)
         assert isinstance(message, DiskFound)
         found += message.slots

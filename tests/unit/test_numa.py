@@ -24,13 +24,16 @@ def sysfs_with(tmp_path: Path, cpulist: str) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("text", "cpus"), [("0-3,8\n", {0, 1, 2, 3, 8}), ("5", {5}), ("\n", set()), ("0-1,64-65\n", {0, 1, 64, 65})]
+    ("text", "cpus"),
+    [("0-3,8\n", {0, 1, 2, 3, 8}), ("5", {5}), ("\n", set()), ("0-1,64-65\n", {0, 1, 64, 65})],
 )
 def test_the_kernels_lists_are_read(text: str, cpus: set[int]) -> None:
     assert cpus_in(text) == cpus
 
 
-def test_only_cpus_that_this_process_may_use_are_near(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_cpus_that_this_process_may_use_are_near(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {1, 2, 9})
     assert cpus_near(ADDRESS, sysfs_with(tmp_path, "0-3\n")) == {1, 2}
 
@@ -50,7 +53,9 @@ def test_an_unknown_device_is_near_nothing(tmp_path: Path) -> None:
 def test_the_slab_is_touched_on_the_cpus_it_was_given() -> None:
     chosen = max(os.sched_getaffinity(0))
     ran_on: list[set[int]] = []
-    slab = HostSlab(2, 4096, prepare=lambda address, nbytes: ran_on.append(os.sched_getaffinity(0)), cpus={chosen})
+    slab = HostSlab(
+        2, 4096, prepare=lambda address, nbytes: ran_on.append(os.sched_getaffinity(0)), cpus={chosen}
+    )
     try:
         assert slab.wait_ready(WAIT_S)
         assert ran_on == [{chosen}]
@@ -89,7 +94,9 @@ def _worker(bound: set[int], answer: multiprocessing.SimpleQueue[tuple[set[int],
 
 
 @pytest.mark.parametrize("cores", [1, 2])
-def test_a_thread_that_copies_leaves_the_core_that_the_engine_computes_on_and_no_wider_binding(cores: int) -> None:
+def test_a_thread_that_copies_leaves_the_core_that_the_engine_computes_on_and_no_wider_binding(
+    cores: int,
+) -> None:
     allowed = os.sched_getaffinity(0)
     if len(allowed) < 2:
         pytest.skip("NOT RUN: threads beside the core that computes: needs two CPUs")
@@ -101,5 +108,6 @@ def test_a_thread_that_copies_leaves_the_core_that_the_engine_computes_on_and_no
     copying, computing = answer.get()
     process.join(WAIT_S)
     assert process.exitcode == 0 and computing == bound
-    # With all CPUs but one gone there is no other to go to; a binding to several cores is not the engine's own.
+    # With all CPUs but one gone there is no other to go to; a binding to several cores is not the engine's
+    # own.
     assert copying == (allowed - bound if cores == 1 else bound)

@@ -169,6 +169,8 @@ def test_lines_are_seen_in_a_process_that_configured_nothing() -> None:
         "setup_logging('info'); setup_logging('info'); get_logger('part').info('hello');"
         "get_logger().debug('silent')"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
     assert done.stderr.count("hello") == 1
     assert "silent" not in done.stderr

@@ -41,7 +41,9 @@ LOAD = 50
 class Bench:
     """A PipelineExecutor over real memory of a CPU engine and a real file; chunks of ``chunk_blocks``."""
 
-    def __init__(self, path: Path, chunk_blocks: int = 2, *, verify: bool = False, io_deadline_s: float = LONG_S):
+    def __init__(
+        self, path: Path, chunk_blocks: int = 2, *, verify: bool = False, io_deadline_s: float = LONG_S
+    ):
         self.memory = two_group_memory()
         self.host = HostSlab(NUM_SLOTS, SLOT_BYTES)
         assert self.host.wait_ready(LONG_S)
@@ -53,13 +55,19 @@ class Bench:
         digests = SlotDigests() if verify else None
 
         def make_device(on_done: OnDone) -> MemcpyExecutor:
-            device = make_executor(self.memory, self.host, max_batch_blocks=4, on_done=on_done, digests=digests)
+            device = make_executor(
+                self.memory, self.host, max_batch_blocks=4, on_done=on_done, digests=digests
+            )
             assert isinstance(device, MemcpyExecutor)
             return device
 
         def make_disk(on_done: OnDone) -> DiskExecutor:
             return DiskExecutor(
-                self.file, self.host, on_done=on_done, on_released=self._on_released, io_deadline_s=io_deadline_s
+                self.file,
+                self.host,
+                on_done=on_done,
+                on_released=self._on_released,
+                io_deadline_s=io_deadline_s,
             )
 
         with pytest.MonkeyPatch.context() as patch:
@@ -132,7 +140,9 @@ def load_of(job_id: int, moves: Sequence[GroupMove], reads: Sequence[tuple[int, 
 
 
 def simple_load(bench: Bench, rng: random.Random, num_reads: int = 6, job_id: int = LOAD) -> TransferPlan:
-    """Disk slots 10, 11, ... by slots 0, 1, ... to device blocks 0, 1, ..., and three blocks that are resident."""
+    """Disk slots 10, 11, ... by slots 0, 1, ... to device blocks 0, 1, ..., and three blocks that are
+    resident.
+    """
     bench.store({10 + i: rng.randbytes(SLOT_BYTES) for i in range(num_reads)})
     blocks = tuple(range(num_reads + 3))
     return load_of(job_id, [GroupMove(0, blocks, blocks)], [(i, 10 + i) for i in range(num_reads)])
@@ -174,13 +184,17 @@ def test_any_mixture_of_places_ends_with_the_right_bytes(
         bench = Bench(Path(folder) / "x.blocks", chunk_blocks)
         try:
             content = {slot: rng.randbytes(SLOT_BYTES) for slot in range(NUM_SLOTS)}
-            bench.store({at: content[slot] for slot, at in zip(plan.reads.slots, plan.reads.disk_slots, strict=True)})
+            bench.store(
+                {at: content[slot] for slot, at in zip(plan.reads.slots, plan.reads.disk_slots, strict=True)}
+            )
             for slot in range(NUM_SLOTS):
                 bench.slot(slot)[:] = rng.randbytes(SLOT_BYTES) if slot in plan.reads.slots else content[slot]
             before = {(g, b): bench.on_device(g, b) for g in (0, 1) for b in range(NUM_DEVICE_BLOCKS)}
             result = bench.finish(plan)
             sizes = [bench.memory.views[group].block_bytes for group in (0, 1)]
-            assert result.outcome is Outcome.OK and result.num_bytes == sum(sizes[group] for group, _ in wanted)
+            assert result.outcome is Outcome.OK and result.num_bytes == sum(
+                sizes[group] for group, _ in wanted
+            )
             for place, old in before.items():
                 source = wanted.get(place)
                 expected = old if source is None else content[source][: sizes[place[0]]]
@@ -195,7 +209,9 @@ def test_any_mixture_of_places_ends_with_the_right_bytes(
 def test_a_block_that_goes_to_two_places_is_read_once(bench: Bench, rng: random.Random) -> None:
     bench.store({7: rng.randbytes(SLOT_BYTES)})
     assert bench.finish(load_of(LOAD, [GroupMove(0, (1, 2), (5, 5))], [(5, 7)])).outcome is Outcome.OK
-    assert bench.on_device(0, 1) == bench.on_device(0, 2) == bytes(bench.slot(5)[: len(bench.on_device(0, 1))])
+    assert (
+        bench.on_device(0, 1) == bench.on_device(0, 2) == bytes(bench.slot(5)[: len(bench.on_device(0, 1))])
+    )
 
 
 def test_a_chunk_goes_up_while_the_next_is_read(tmp_path: Path, rng: random.Random) -> None:
@@ -324,7 +340,9 @@ def test_verify_is_not_confused_by_slots_that_were_read_into(tmp_path: Path, rng
         bench.store({5: rng.randbytes(SLOT_BYTES)})
         assert bench.finish(TransferPlan(30, Direction.OFFLOAD, (move,))).outcome is Outcome.OK
         assert bench.finish(load_of(LOAD, [GroupMove(0, (3, 4), (1, 2))], [(1, 5)])).outcome is Outcome.OK
-        assert bench.on_device(0, 4) == bench.on_device(0, 2) and bench.on_device(0, 3) != bench.on_device(0, 1)
+        assert bench.on_device(0, 4) == bench.on_device(0, 2) and bench.on_device(0, 3) != bench.on_device(
+            0, 1
+        )
         assert bench.finish(TransferPlan(31, Direction.ONBOARD, (move,))).outcome is Outcome.OK
         bench.slot(2)[0] ^= 1  # what was not read into is judged as before
         assert bench.finish(TransferPlan(32, Direction.ONBOARD, (move,))).outcome is Outcome.CORRUPT

@@ -1,4 +1,6 @@
-"""How loads end: waits, cancels and close; results that come from two threads at once; requests that are late."""
+"""How loads end: waits, cancels and close; results that come from two threads at once; requests that are
+late.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,16 @@ from kvbm_core.transfer.executors.disk import DiskExecutor, OnBlock
 from kvbm_core.transfer.executors.pipeline import OnDone, PipelineExecutor
 from kvbm_core.transfer.plan import DiskPlan, GroupMove, JobResult, TransferPlan
 from kvbm_core.types import Direction
-from tests.unit.test_pipeline import GEOMETRY, LOAD, NUM_SLOTS, SLOT_BYTES, Bench, held_reads, load_of, simple_load
+from tests.unit.test_pipeline import (
+    GEOMETRY,
+    LOAD,
+    NUM_SLOTS,
+    SLOT_BYTES,
+    Bench,
+    held_reads,
+    load_of,
+    simple_load,
+)
 
 ROUNDS = 300
 
@@ -148,7 +159,11 @@ class ByHand:
         self.executor.submit(load_of(LOAD, [GroupMove(0, (1, 2), (1, 2))], [(1, 1)]))
 
     def end_copy(self, index: int, outcome: Outcome = Outcome.OK) -> None:
-        self.copied(JobResult(self.copies[index].job_id, outcome, 10 if outcome is Outcome.OK else 0, 0.0, 0.0, "copy"))
+        self.copied(
+            JobResult(
+                self.copies[index].job_id, outcome, 10 if outcome is Outcome.OK else 0, 0.0, 0.0, "copy"
+            )
+        )
 
     def end_read(self, outcome: Outcome = Outcome.OK, *, is_late: bool = False) -> None:
         self.read(JobResult(LOAD, outcome, 10, 1.5, 0.5, "read", is_late))
@@ -284,7 +299,9 @@ def test_every_block_is_in_exactly_one_part_and_parts_have_numbers_of_their_own(
     hand.executor.submit(load_of(LOAD, moves, [(3, 9), (4, 8)]))
     hand.on_block[0](1, Outcome.OK)
     hand.on_block[0](0, Outcome.OK)
-    assert len({copy.job_id for copy in hand.copies}) == len(hand.copies) and all(c.job_id < 0 for c in hand.copies)
+    assert len({copy.job_id for copy in hand.copies}) == len(hand.copies) and all(
+        c.job_id < 0 for c in hand.copies
+    )
     assert all(copy.reads is None for copy in hand.copies)
     pairs = [
         (move.group, block, slot)

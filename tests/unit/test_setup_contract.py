@@ -1,4 +1,6 @@
-"""deploy/setup_env.py --contract-wheels: which wheels are asked for, what of them is kept. The registry is a double."""
+"""deploy/setup_env.py --contract-wheels: which wheels are asked for, what of them is kept. The registry is a
+double.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,8 @@ from pathlib import Path
 import pytest
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
-# As `python -m pip download ... -d FOLDER NAME==VERSION`: a wheel with what MEMBERS says, and a line in a log.
+# As `python -m pip download ... -d FOLDER NAME==VERSION`: a wheel with what MEMBERS says, and a line in a
+# log.
 PIP = """#!{python}
 import sys, zipfile
 from pathlib import Path
@@ -24,20 +27,29 @@ with zipfile.ZipFile(Path(folder) / f"{{package}}-{{version}}-py3-none-any.whl",
         archive.writestr(f"{{package}}/{{member}}", version)
 """
 MEMBERS = (
-    *("__init__.py", "config/vllm.py", "v1/outputs.py", "model_executor/layer.py", "srt/managers/scheduler.py"),
+    *(
+        "__init__.py",
+        "config/vllm.py",
+        "v1/outputs.py",
+        "model_executor/layer.py",
+        "srt/managers/scheduler.py",
+    ),
     *("srt/mem_cache/hicache_storage.py", "srt/mem_cache/pool_host/mha.py", "srt/mem_cache/readme.md"),
     *("srt/managers/cache_controller.py", "srt/mem_cache_of_others.py"),
 )
 
 
-def fetch(tmp_path: Path, members: tuple[str, ...] = MEMBERS) -> tuple[subprocess.CompletedProcess[str], list[str]]:
+def fetch(
+    tmp_path: Path, members: tuple[str, ...] = MEMBERS
+) -> tuple[subprocess.CompletedProcess[str], list[str]]:
     """What fetching into ``tmp_path``/kept said, and what was asked of the registry."""
     log, python = tmp_path / "asked", tmp_path / "python"
     log.write_text("")
     python.write_text(PIP.format(python=sys.executable, log=str(log), members=members))
     python.chmod(0o755)
-    program = f"import sys; sys.path.insert(0, {str(DEPLOY)!r}); import setup_env; from pathlib import Path; " + (
-        f"setup_env.fetch_contract_sources(Path({str(tmp_path / 'kept')!r}), Path({str(python)!r}))"
+    program = (
+        f"import sys; sys.path.insert(0, {str(DEPLOY)!r}); import setup_env; from pathlib import Path; "
+        + (f"setup_env.fetch_contract_sources(Path({str(tmp_path / 'kept')!r}), Path({str(python)!r}))")
     )
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     return result, log.read_text().splitlines()
@@ -46,7 +58,11 @@ def fetch(tmp_path: Path, members: tuple[str, ...] = MEMBERS) -> tuple[subproces
 def test_the_interfaces_of_both_engines_are_kept_and_nothing_else(tmp_path: Path) -> None:
     result, asked = fetch(tmp_path)
     assert result.returncode == 0, result.stderr
-    kept = {path.relative_to(tmp_path / "kept").as_posix() for path in (tmp_path / "kept").rglob("*") if path.is_file()}
+    kept = {
+        path.relative_to(tmp_path / "kept").as_posix()
+        for path in (tmp_path / "kept").rglob("*")
+        if path.is_file()
+    }
     vllm = {path for path in kept if path.startswith("0.26.0/")}
     assert vllm == {f"0.26.0/vllm/{name}" for name in ("__init__.py", "config/vllm.py", "v1/outputs.py")}
     sglang = {path for path in kept if path.startswith("sglang-0.5.10/")}

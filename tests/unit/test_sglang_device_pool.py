@@ -58,7 +58,13 @@ def test_pages_are_whole_aligned_and_there() -> None:
     pages = DevicePages(MHATokenToKVPool(), PAGE_TOKENS)
     assert pages.numbers(indices_of(3, 1, 8)) == (3, 1, 8)
     assert pages.numbers(indices_of()) == ()
-    for wrong in (indices_of(1)[:3], indices_of(1) + 1, indices_of(1).flip(0), indices_of(9), indices_of(1) - 8):
+    for wrong in (
+        indices_of(1)[:3],
+        indices_of(1) + 1,
+        indices_of(1).flip(0),
+        indices_of(9),
+        indices_of(1) - 8,
+    ):
         with pytest.raises(LayoutError):
             pages.numbers(wrong)
 
@@ -89,7 +95,9 @@ def test_what_is_not_known_is_refused() -> None:
     some = [torch.zeros(4)]
     assert "k_scale_buffer" in refused(lambda pool: setattr(pool, "k_scale_buffer", some))
     assert "is_quantized" in refused(lambda pool: setattr(pool, "is_quantized_kv_cache", True))
-    assert "translate" in refused(lambda pool: setattr(pool, "host_transfer_translate", lambda indices: indices))
+    assert "translate" in refused(
+        lambda pool: setattr(pool, "host_transfer_translate", lambda indices: indices)
+    )
     assert "index_k" in refused(lambda pool: setattr(pool, "index_k", [None, *some]))
     assert "not as many" in refused(lambda pool: pool.v_buffer.pop())
     assert "rows" in refused(lambda pool: setattr(pool, "size", pool.size - 2 * PAGE_TOKENS))
@@ -99,7 +107,9 @@ def test_what_is_not_known_is_refused() -> None:
 def test_strides_that_overlap_are_refused() -> None:
     def overlap(pool: Any) -> None:
         rows = (NUM_PAGES + 1) * PAGE_TOKENS
-        pool.k_buffer[1] = pool.k_buffer[1].as_strided((rows, HEADS, HEAD_DIM), (HEADS * HEAD_DIM // 2, HEAD_DIM, 1))
+        pool.k_buffer[1] = pool.k_buffer[1].as_strided(
+            (rows, HEADS, HEAD_DIM), (HEADS * HEAD_DIM // 2, HEAD_DIM, 1)
+        )
 
     assert "overlapping" in refused(overlap)
 

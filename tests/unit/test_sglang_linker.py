@@ -1,4 +1,6 @@
-"""The direct linker without SGLang: what its hooks do, on plain tensors, in the order in which SGLang calls them."""
+"""The direct linker without SGLang: what its hooks do, on plain tensors, in the order in which SGLang calls
+them.
+"""
 
 from __future__ import annotations
 
@@ -212,7 +214,9 @@ def test_indices_that_are_no_pages_fail_and_hold_nothing(bench_of: Callable[...,
     assert bench.offload(*KEYS[4:6])  # all slots can be had
 
 
-def test_a_disk_that_fails_is_no_garbage(bench_of: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_fails_is_no_garbage(
+    bench_of: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
     first = bench_of(DYN_KVBM_DISK_CACHE_OVERRIDE_NUM_BLOCKS=20)
     first.offload(*KEYS[:4])
     first.linker.close()
@@ -249,7 +253,9 @@ def test_stores_end_in_order(bench_of: Callable[..., Bench]) -> None:
     assert [bench.linker.take_ended_store() for _ in range(3)] == [True, False, True]
 
 
-def test_stores_that_wait_are_bounded(bench_of: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stores_that_wait_are_bounded(
+    bench_of: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(linker_tiers, "MAX_WAITING_STORES", 2)
     bench = bench_of()
     gate = threading.Event()
@@ -329,7 +335,9 @@ def test_what_caches_nothing_answers_what_other_ranks_answer() -> None:
 def test_a_host_tier_that_cannot_be_had_leaves_the_engine_alone(tmp_path: Path) -> None:
     pages, metrics = DevicePages(MHATokenToKVPool(), PAGE_TOKENS), Metrics()
     settings = KvbmSettings.from_env({"DYN_KVBM_CPU_CACHE_GB": 1e6})
-    linker = assemble(pages, settings, metrics, model=str(tmp_path), engine={}, ranks=Ranks({}, 1), num_layers=LAYERS)
+    linker = assemble(
+        pages, settings, metrics, model=str(tmp_path), engine={}, ranks=Ranks({}, 1), num_layers=LAYERS
+    )
     assert linker.lookup("r", KEYS) == [] and metrics.snapshot()['kvbm_failures_total{kind="other"}'] == 1
     linker.close()
     tiny = KvbmSettings.from_env({"DYN_KVBM_CPU_CACHE_GB": 1e-7})

@@ -1,4 +1,6 @@
-"""Pages of host pools by their identity. The pools are doubles: this environment has no SGLang (tests/sglang has)."""
+"""Pages of host pools by their identity. The pools are doubles: this environment has no SGLang (tests/sglang
+has).
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ CONFIG = SimpleNamespace(
 
 
 class Pool:
-    """[K and V, layer, token, bytes], as SGLang's layer_first, or [K and V, token, layer, bytes], its page_first."""
+    """[K and V, layer, token, bytes], as SGLang's layer_first, or [K and V, token, layer, bytes], its
+    page_first.
+    """
 
     def __init__(self, layout: str = "page_first", layer_num: int = 3, token_bytes: int = 1024) -> None:
         self.layout, self.layer_num, self.page_size, self.dtype = layout, layer_num, PAGE_TOKENS, torch.uint8
@@ -42,7 +46,11 @@ class Pool:
         starts = indices.tolist()[::PAGE_TOKENS]
         if self.layout == "page_first":
             size = self.layer_num * PAGE_TOKENS * self.token_bytes
-            places = [base + start * self.layer_num * self.token_bytes + kv * half for start in starts for kv in (0, 1)]
+            places = [
+                base + start * self.layer_num * self.token_bytes + kv * half
+                for start in starts
+                for kv in (0, 1)
+            ]
         else:
             size = PAGE_TOKENS * self.token_bytes
             places = [

@@ -157,7 +157,9 @@ def test_a_long_log_is_heard_in_chunks(tmp_path: Path) -> None:
     bench.close()
 
 
-def test_a_log_that_grew_too_long_is_written_again_with_the_last_of_each_slot(bench: Bench, rng: Random) -> None:
+def test_a_log_that_grew_too_long_is_written_again_with_the_last_of_each_slot(
+    bench: Bench, rng: Random
+) -> None:
     most_bytes = HEADER_BYTES + MAX_ENTRIES_PER_SLOT * GEOMETRY.num_slots * ENTRY_BYTES
     newest: dict[int, Block] = {}
     inodes = set()
@@ -205,7 +207,9 @@ def test_begun_anew_it_is_empty_and_of_the_new_life(bench: Bench) -> None:
     bench.path.unlink()
     bench.log.append([block(3, 3)])
     assert bench.told() == [block(2, 2), block(3, 3)]
-    assert bench.path.stat().st_size == HEADER_BYTES + 2 * ENTRY_BYTES, "told again it has nothing of the earlier life"
+    assert bench.path.stat().st_size == HEADER_BYTES + 2 * ENTRY_BYTES, (
+        "told again it has nothing of the earlier life"
+    )
 
 
 @pytest.mark.parametrize("other", [Geometry(8, 4097, GEOMETRY.fingerprint), Geometry(8, 4096, bytes(16))])
@@ -259,7 +263,14 @@ def another_file(path: Path) -> None:
     path.with_name("other").rename(path)
 
 
-DAMAGES = [gone, emptied, cut_in_the_header, cut_to_one_entry_and_a_half, longer_by_half_an_entry, another_file]
+DAMAGES = [
+    gone,
+    emptied,
+    cut_in_the_header,
+    cut_to_one_entry_and_a_half,
+    longer_by_half_an_entry,
+    another_file,
+]
 
 
 @pytest.mark.parametrize("damage", DAMAGES)

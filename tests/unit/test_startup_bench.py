@@ -1,4 +1,6 @@
-"""The benchmark of a start with much on the disk: it finds everything again, notices if not, and leaves no file."""
+"""The benchmark of a start with much on the disk: it finds everything again, notices if not, and leaves no
+file.
+"""
 
 from __future__ import annotations
 

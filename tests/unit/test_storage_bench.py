@@ -1,4 +1,6 @@
-"""What the benchmark of the disk times is what it says, and it notices wrong answers, failures and a lack of room."""
+"""What the benchmark of the disk times is what it says, and it notices wrong answers, failures and a lack of
+room.
+"""
 
 from __future__ import annotations
 
@@ -79,7 +81,9 @@ def test_the_better_engine_is_the_peer_and_our_threads_are_not() -> None:
 
 @pytest.mark.parametrize("order", [as_prompts, scattered])
 @pytest.mark.parametrize(("num_blocks", "batch_blocks"), [(1, 4), (2, 1), (64, 16), (65, 16), (100, 200)])
-def test_every_block_once(order: kvbm_side.Order, num_blocks: int, batch_blocks: int, rng: random.Random) -> None:
+def test_every_block_once(
+    order: kvbm_side.Order, num_blocks: int, batch_blocks: int, rng: random.Random
+) -> None:
     batches = order(num_blocks, batch_blocks, rng)
     assert sorted(block for batch in batches for block in batch) == list(range(num_blocks))
     assert max(map(len, batches)) <= batch_blocks
@@ -128,7 +132,9 @@ def test_a_turn_gives_rates(make_side: MakeSide, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("call", ["read", "write"])
-def test_a_lane_that_only_says_ok_is_noticed(call: str, make_side: MakeSide, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lane_that_only_says_ok_is_noticed(
+    call: str, make_side: MakeSide, monkeypatch: pytest.MonkeyPatch
+) -> None:
     side = make_side(KvbmSide)
     side.turn()
 
@@ -246,7 +252,9 @@ def test_an_engine_that_fio_does_not_have_is_left_out(tmp_path: Path) -> None:
 
 
 @pytest.mark.vllm
-def test_vllms_tier_moves_blocks_and_leaves_no_file(tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vllms_tier_moves_blocks_and_leaves_no_file(
+    tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("vllm")
     from vllm.v1.kv_offload.tiering.fs import manager
 
@@ -357,7 +365,11 @@ def test_the_report_says_what_disk_it_was(tmp_path: Path) -> None:
     assert place._file_system("8:2", mounts) == "xfs on /dev/sdb1 (rw,noatime)"
     assert place._file_system("9:9", mounts) == "unknown"
     disk = tmp_path / "sys" / "sda"
-    for name, text in {"queue/rotational": "0", "queue/scheduler": "[none]", "device/model": "Fast Disk"}.items():
+    for name, text in {
+        "queue/rotational": "0",
+        "queue/scheduler": "[none]",
+        "device/model": "Fast Disk",
+    }.items():
         (disk / name).parent.mkdir(parents=True, exist_ok=True)
         (disk / name).write_text(text + "\n")
     (disk / "sda1").mkdir()

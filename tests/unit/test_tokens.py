@@ -40,7 +40,9 @@ GOLDEN = {
 }
 
 
-def chain_of(namespace: KeyNamespace, tokens: list[int], extras: dict[int, bytes] | None = None) -> list[SequenceHash]:
+def chain_of(
+    namespace: KeyNamespace, tokens: list[int], extras: dict[int, bytes] | None = None
+) -> list[SequenceHash]:
     """The hashes of ``tokens`` in blocks of 4."""
     extra_of_block = None if extras is None else lambda block: extras.get(block, b"")
     chain = TokenChain(namespace.root(), 4, extra_of_block)
@@ -65,7 +67,8 @@ def hashes_in_a_fresh_process(hash_seed: str) -> tuple[str, list[str]]:
     script = (
         "from kvbm_core.tokens.namespace import KeyNamespace as N\n"
         "from kvbm_core.tokens.chain import TokenChain\n"
-        "chain = TokenChain(N('m', salt='s', extra=(('b', '2'), ('a', '1'))).root(), 2, lambda i: b'%d' % i)\n"
+        "chain = TokenChain(N('m', salt='s', extra=(('b', '2'), ('a', '1'))).root(), 2, lambda i: "
+        "b'%d' % i)\n"
         "chain.extend(range(7))\n"
         "print(hash('m'), *(digest.hex() for digest in chain.hashes))\n"
     )
@@ -79,7 +82,9 @@ def hashes_in_a_fresh_process(hash_seed: str) -> tuple[str, list[str]]:
 
 
 def test_hashes_do_not_depend_on_the_process() -> None:
-    chain = TokenChain(KeyNamespace("m", salt="s", extra=(("a", "1"), ("b", "2"))).root(), 2, lambda i: b"%d" % i)
+    chain = TokenChain(
+        KeyNamespace("m", salt="s", extra=(("a", "1"), ("b", "2"))).root(), 2, lambda i: b"%d" % i
+    )
     chain.extend(range(7))
     runs = [hashes_in_a_fresh_process(seed) for seed in ("0", "1", "12345")]
     assert len({python_hash for python_hash, _ in runs}) == len(runs), "or else this test shows nothing"
@@ -111,7 +116,9 @@ def test_all_pairs_of_differing_fields_have_different_roots() -> None:
 
 
 def test_an_adapter_is_not_a_salt() -> None:
-    assert PLAIN.with_request(adapter="X", salt=None).root() != PLAIN.with_request(adapter="", salt="X").root()
+    assert (
+        PLAIN.with_request(adapter="X", salt=None).root() != PLAIN.with_request(adapter="", salt="X").root()
+    )
 
 
 def test_no_salt_is_not_the_empty_salt() -> None:

@@ -35,7 +35,10 @@ PROMPTS = (
     (3, (5, 6)),  # the host forgets 3 and 4
     (4, (7, 8)),  # and 1 and 2; a disk to which all goes is full
     (5, (1, 2)),  # on disk; promoted, the host forgets 5 and 6
-    (6, (1, 2, 9)),  # on the device; 9 takes 8's place in the host, and on a full disk that of 4, the oldest tail
+    (
+        6,
+        (1, 2, 9),
+    ),  # on the device; 9 takes 8's place in the host, and on a full disk that of 4, the oldest tail
     (7, (3, 4)),  # a disk to which all went has 3 still; the host forgets 7 and 9
     (8, (1, 2, 9)),  # the host has the head; the tail is on disk if all went there
 )
@@ -95,7 +98,9 @@ def test_time_is_the_traces(name: str, written: int) -> None:
 
 
 def test_what_the_device_has_used_again_stays_there() -> None:
-    prompts = [(second, ids) for second, ids in enumerate([(1, 2), (3, 4), (1, 2), (5, 6), (1, 2, 7), (3, 4)])]
+    prompts = [
+        (second, ids) for second, ids in enumerate([(1, 2), (3, 4), (1, 2), (5, 6), (1, 2, 7), (3, 4)])
+    ]
     tally = replay(requests_of(prompts), Sizes(4, 4, 8), BY_NAME["FrequencyFilter"], seed=1)
     # 1 and 2 twice; 7 takes the place of 6; 3 and 4 have left the host as well.
     assert (tally.device_tokens, tally.host_tokens, tally.disk_tokens) == (4 * BLOCK_TOKENS, 0, 0)
@@ -128,7 +133,9 @@ def random_requests(rng: random.Random) -> list[Request]:
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: policy.name)
-def test_no_policy_finds_more_than_there_is_and_other_keys_give_the_same(policy: Policy, rng: random.Random) -> None:
+def test_no_policy_finds_more_than_there_is_and_other_keys_give_the_same(
+    policy: Policy, rng: random.Random
+) -> None:
     requests = random_requests(rng)
     tally = replay(requests, Sizes(8, 16, 40), policy, seed=1)
     assert 0 < tally.hit_tokens <= reusable_tokens(requests)
@@ -182,7 +189,9 @@ def test_policies_are_new_each_time() -> None:
 
 def small_study(path: Path, processes: int = 1, told: Callable[[str], None] = lambda text: None) -> Study:
     sizes = [Size(factor=2)], [Size(factor=2), Size(blocks=5), Size()]
-    return study(write_trace(path / "t.jsonl", requests_of()), 2, *sizes, seed=1, processes=processes, told=told)
+    return study(
+        write_trace(path / "t.jsonl", requests_of()), 2, *sizes, seed=1, processes=processes, told=told
+    )
 
 
 def test_a_study_has_every_policy_under_every_pair_of_sizes(tmp_path: Path) -> None:
@@ -254,7 +263,10 @@ def test_a_trace_is_read(tmp_path: Path) -> None:
         ("{", "line 2: "),
         ('{"timestamp": 1}', "line 2: .*input_length"),
         ('{"timestamp": 1, "input_length": 1, "output_length": 1, "hash_ids": [-1]}', "line 2: .*hash_ids"),
-        ('{"timestamp": 1, "input_length": 513, "output_length": 1, "hash_ids": [1]}', "line 2: 1 ids for 513 tokens"),
+        (
+            '{"timestamp": 1, "input_length": 513, "output_length": 1, "hash_ids": [1]}',
+            "line 2: 1 ids for 513 tokens",
+        ),
         ('{"timestamp": 0, "input_length": 1, "output_length": 1, "hash_ids": [1]}', "its times go back"),
     ],
 )
@@ -294,7 +306,11 @@ def test_the_command_reports(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert found["settings"]["trace"] == "t.jsonl" and str(tmp_path) not in json.dumps(found)
     all_of_it, filtered, *_ = found["rows"]
     assert (all_of_it["policy"], all_of_it["host"], all_of_it["disk"]) == ("AdmitAll", "2x", "2x")
-    assert (all_of_it["written_blocks"], all_of_it["read_blocks"], all_of_it["writes_per_read"]) == (10, 4, 2.5)
+    assert (all_of_it["written_blocks"], all_of_it["read_blocks"], all_of_it["writes_per_read"]) == (
+        10,
+        4,
+        2.5,
+    )
     assert all_of_it["disk_hit_rate"] == pytest.approx(4 * BLOCK_TOKENS / NUM_TOKENS)
     assert filtered["disk_hit_rate"] == pytest.approx(2 * BLOCK_TOKENS / NUM_TOKENS)
     printed = capsys.readouterr().out

@@ -41,7 +41,11 @@ def test_runs_cover_exactly_the_pairs() -> None:
     for _ in range(200):
         src = rng.sample(range(12), rng.randrange(1, 12))
         dst = rng.sample(range(12), len(src))
-        covered = [(run.src + i, run.dst + i * run.step) for run in runs_both_ways(src, dst) for i in range(run.count)]
+        covered = [
+            (run.src + i, run.dst + i * run.step)
+            for run in runs_both_ways(src, dst)
+            for i in range(run.count)
+        ]
         assert sorted(covered) == sorted(zip(src, dst, strict=True))
         forward = [(s + i, d + i) for s, d, count in runs(src, dst) for i in range(count)]
         assert sorted(forward) == sorted(covered)
@@ -128,7 +132,9 @@ def test_tensors_that_have_no_reachable_memory_are_refused() -> None:
 
 @pytest.mark.parametrize("permutation", [(0, 1, 2, 3, 4), (0, 1, 3, 2, 4), (1, 0, 2, 3, 4), (2, 1, 0, 3, 4)])
 def test_kv_caches_of_any_memory_order_come_back_through_torch(permutation: tuple[int, ...]) -> None:
-    """[layer, block, head, token, content] laid out in memory by ``permutation``, seen as a view per layer."""
+    """[layer, block, head, token, content] laid out in memory by ``permutation``, seen as a view per
+    layer.
+    """
     torch = pytest.importorskip("torch")
     sizes = (3, 10, 2, 4, 6)
     physical = torch.randn([sizes[axis] for axis in permutation]).to(torch.bfloat16)

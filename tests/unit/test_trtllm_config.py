@@ -1,4 +1,6 @@
-"""TensorRT-LLM's arguments: what is refused, in which words; where leader and workers meet; the KV cache's dtype."""
+"""TensorRT-LLM's arguments: what is refused, in which words; where leader and workers meet; the KV cache's
+dtype.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,9 @@ def llm_args(*, cache: dict[str, Any] | None = None, **changes: Any) -> Any:
         "enable_partial_reuse": True,
         "host_cache_size": None,
     }
-    return SimpleNamespace(**{**values, **changes}, kv_cache_config=SimpleNamespace(**{**of_cache, **(cache or {})}))
+    return SimpleNamespace(
+        **{**values, **changes}, kv_cache_config=SimpleNamespace(**{**of_cache, **(cache or {})})
+    )
 
 
 def quantized(kv_cache: Any) -> Any:
@@ -64,13 +68,24 @@ SUPPORTED: dict[str, Any] = {
     "partial reuse off": llm_args(cache={"enable_partial_reuse": False}),
     "a host cache of no bytes": llm_args(cache={"host_cache_size": 0}),
     "None where a number may stand": llm_args(
-        pipeline_parallel_size=None, context_parallel_size=None, max_beam_width=None, tensor_parallel_size=None
+        pipeline_parallel_size=None,
+        context_parallel_size=None,
+        max_beam_width=None,
+        tensor_parallel_size=None,
     ),
     "fields that an older version lacks": SimpleNamespace(kv_cache_config=SimpleNamespace()),
 }
 REFUSED: dict[str, tuple[Any, str, str]] = {
-    "pipeline": (llm_args(pipeline_parallel_size=2), "pipeline_parallel_size=2", "remove it, or kv_connector_config"),
-    "context": (llm_args(context_parallel_size=4), "context_parallel_size=4", "remove it, or kv_connector_config"),
+    "pipeline": (
+        llm_args(pipeline_parallel_size=2),
+        "pipeline_parallel_size=2",
+        "remove it, or kv_connector_config",
+    ),
+    "context": (
+        llm_args(context_parallel_size=4),
+        "context_parallel_size=4",
+        "remove it, or kv_connector_config",
+    ),
     "beams": (llm_args(max_beam_width=3), "max_beam_width=3", "remove it, or kv_connector_config"),
     "host cache": (
         llm_args(cache={"host_cache_size": 1 << 30}),
@@ -124,7 +139,9 @@ def test_fp8_asked_for_wins_over_the_checkpoints_nvfp4() -> None:
         (None, None, "auto"),
     ],
 )
-def test_the_dtype_is_the_configured_one_or_the_checkpoints(configured: Any, quant_config: Any, dtype: str) -> None:
+def test_the_dtype_is_the_configured_one_or_the_checkpoints(
+    configured: Any, quant_config: Any, dtype: str
+) -> None:
     assert config.kv_dtype_of(llm_args(cache={"dtype": configured}, quant_config=quant_config)) == dtype
 
 
@@ -155,7 +172,9 @@ def test_without_ports_engines_meet_on_sockets_of_their_own() -> None:
         ("DYN_KVBM_LEADER_ZMQ_HOST", "localhost", "tcp://127.0.0.1:56002"),
     ],
 )
-def test_ports_or_a_host_switch_to_tcp(monkeypatch: pytest.MonkeyPatch, name: str, value: str, address: str) -> None:
+def test_ports_or_a_host_switch_to_tcp(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str, address: str
+) -> None:
     monkeypatch.setenv(name, value)
     endpoint = config.endpoint_of("one", config.read_settings(), 0)
     assert (endpoint.address, endpoint.path) == (address, None)

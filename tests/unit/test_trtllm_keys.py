@@ -63,11 +63,20 @@ def llm_args(model: Path | str, *, cache: dict[str, Any] | None = None, **change
         "speculative_config": None,
         "max_batch_size": 64,
     }
-    of_cache = {"dtype": "auto", "tokens_per_block": BLOCK_TOKENS, "max_attention_window": None, "sink_token_length": 0}
-    return SimpleNamespace(**{**values, **changes}, kv_cache_config=SimpleNamespace(**{**of_cache, **(cache or {})}))
+    of_cache = {
+        "dtype": "auto",
+        "tokens_per_block": BLOCK_TOKENS,
+        "max_attention_window": None,
+        "sink_token_length": 0,
+    }
+    return SimpleNamespace(
+        **{**values, **changes}, kv_cache_config=SimpleNamespace(**{**of_cache, **(cache or {})})
+    )
 
 
-def root_of(args: Any, identity: Identity = PLAIN, *, layout: str = LAYOUT, block_tokens: int = BLOCK_TOKENS) -> bytes:
+def root_of(
+    args: Any, identity: Identity = PLAIN, *, layout: str = LAYOUT, block_tokens: int = BLOCK_TOKENS
+) -> bytes:
     """The parent of a request's first block."""
     return bytes(keys.Roots(keys.base_namespace(args, block_tokens)).of(identity, layout))
 
@@ -76,9 +85,13 @@ CHANGES: dict[str, dict[str, Any]] = {
     "revision": {"revision": "abc"},
     "dtype": {"dtype": "float16"},
     "KV dtype": {"cache": {"dtype": "fp8"}},
-    "KV dtype of the checkpoint": {"quant_config": SimpleNamespace(quant_algo=None, kv_cache_quant_algo=QuantAlgo.FP8)},
+    "KV dtype of the checkpoint": {
+        "quant_config": SimpleNamespace(quant_algo=None, kv_cache_quant_algo=QuantAlgo.FP8)
+    },
     "quantization": {"quant_config": SimpleNamespace(quant_algo=QuantAlgo.FP8, kv_cache_quant_algo=None)},
-    "another quantization": {"quant_config": SimpleNamespace(quant_algo=QuantAlgo.NVFP4, kv_cache_quant_algo=None)},
+    "another quantization": {
+        "quant_config": SimpleNamespace(quant_algo=QuantAlgo.NVFP4, kv_cache_quant_algo=None)
+    },
     "tensor parallel": {"tensor_parallel_size": 4},
     "attention DP": {"enable_attention_dp": True},
     "experts": {"moe_config": SimpleNamespace(backend="TRTLLM")},
@@ -90,7 +103,9 @@ CHANGES: dict[str, dict[str, Any]] = {
     "overrides of the model's configuration": {"model_kwargs": {"rope_theta": 1e6}},
     "an attention window": {"cache": {"max_attention_window": [1024]}},
     "sink tokens": {"cache": {"sink_token_length": 4}},
-    "a draft model whose layers share the pool": {"speculative_config": SimpleNamespace(speculative_model="draft")},
+    "a draft model whose layers share the pool": {
+        "speculative_config": SimpleNamespace(speculative_model="draft")
+    },
 }
 NO_CHANGES: dict[str, dict[str, Any]] = {
     "batch size": {"max_batch_size": 8},
@@ -98,7 +113,9 @@ NO_CHANGES: dict[str, dict[str, Any]] = {
     "graphs": {"cuda_graph_config": None, "torch_compile_config": None},
     "memory": {"cache": {"free_gpu_memory_fraction": 0.5, "max_tokens": 1000}},
     "reuse": {"cache": {"enable_partial_reuse": False, "enable_block_reuse": True}},
-    "the connector": {"kv_connector_config": SimpleNamespace(connector_module="kvbm.trtllm_integration.connector")},
+    "the connector": {
+        "kv_connector_config": SimpleNamespace(connector_module="kvbm.trtllm_integration.connector")
+    },
     "LoRA, which each request names": {"enable_lora": True, "lora_config": SimpleNamespace(max_lora_rank=8)},
     "tokenizer": {"tokenizer": "elsewhere", "skip_tokenizer_init": True},
     "a value that is the default": {"revision": ""},
@@ -208,9 +225,11 @@ from kvbm_trtllm.contract import Identity
 
 def roots_of(load_format):
     cache = SimpleNamespace(dtype="auto")
-    args = SimpleNamespace(model=sys.argv[1], load_format=load_format, kv_cache_config=cache, tensor_parallel_size=1)
+    args = SimpleNamespace(model=sys.argv[1], load_format=load_format)
+    args.kv_cache_config, args.tensor_parallel_size = cache, 1
     roots = keys.Roots(keys.base_namespace(args, 32))
-    return {name: roots.of(Identity(name, salt, None, False), "0").hex() for name, salt in (("", "s"), ("7", "s"))}
+    identities = [Identity(name, salt, None, False) for name, salt in (("", "s"), ("7", "s"))]
+    return {identity.adapter: roots.of(identity, "0").hex() for identity in identities}
 
 print(json.dumps({name: roots_of(name) for name in ("auto", "dummy")}))
 """

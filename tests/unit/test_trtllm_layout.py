@@ -1,4 +1,6 @@
-"""TensorRT-LLM's KV memory as blocks: every byte where the pool has it, and a refusal where that is in doubt."""
+"""TensorRT-LLM's KV memory as blocks: every byte where the pool has it, and a refusal where that is in
+doubt.
+"""
 
 from __future__ import annotations
 
@@ -104,7 +106,9 @@ def test_what_is_written_to_a_block_is_there_and_nowhere_else(kind: str, rng: ra
     write(memory, 0, 2, before[5])
     after = [raw(tensor[block]) for block in range(NUM_BLOCKS)]
     assert after == [*before[:2], before[5], *before[3:]]
-    assert memory.memory.storages[0].sum(dtype="u8") - sum(map(sum, after)) == around, "padding stays as it was"
+    assert memory.memory.storages[0].sum(dtype="u8") - sum(map(sum, after)) == around, (
+        "padding stays as it was"
+    )
 
 
 def test_a_block_in_one_piece_of_memory_is_copied_as_one(rng: random.Random) -> None:
@@ -144,8 +148,13 @@ def test_blocks_that_share_memory_are_refused(rng: random.Random) -> None:
 
 def test_a_fingerprint_is_of_what_bytes_mean(rng: random.Random) -> None:
     plain = pool_memory(pool(rng), BLOCK_TOKENS, ALONE).fingerprint
-    assert pool_memory(pool(rng, (2 * NUM_BLOCKS, NUM_LAYERS, 2, ELEMENTS)), BLOCK_TOKENS, ALONE).fingerprint == plain
-    assert pool_memory(padded(rng), BLOCK_TOKENS, ALONE).fingerprint == plain, "where blocks lie does not matter"
+    assert (
+        pool_memory(pool(rng, (2 * NUM_BLOCKS, NUM_LAYERS, 2, ELEMENTS)), BLOCK_TOKENS, ALONE).fingerprint
+        == plain
+    )
+    assert pool_memory(padded(rng), BLOCK_TOKENS, ALONE).fingerprint == plain, (
+        "where blocks lie does not matter"
+    )
     others = [
         pool_memory(pool(rng, (NUM_BLOCKS, NUM_LAYERS + 1, 2, ELEMENTS)), BLOCK_TOKENS, ALONE),
         pool_memory(pool(rng, (NUM_BLOCKS, NUM_LAYERS, 2, 2 * ELEMENTS)), BLOCK_TOKENS, ALONE),
@@ -228,7 +237,9 @@ class Layout:
     tokens_per_block: int = BLOCK_TOKENS
 
 
-def region(rng: random.Random, *buffers: Buffer, size: int = 48, padding: int = 0, num_slots: int = 6) -> Region:
+def region(
+    rng: random.Random, *buffers: Buffer, size: int = 48, padding: int = 0, num_slots: int = 6
+) -> Region:
     """A region of memory of its own, with bytes between the slots that are nobody's."""
     return Region(random_bytes(rng, num_slots, size + padding)[:, :size], buffers)
 
@@ -263,7 +274,9 @@ def one_memory(rng: random.Random) -> Layout:
 
 
 def several_groups(rng: random.Random) -> Layout:
-    """Full attention, a window, and a window whose layers have more bytes; each with slots of its own number."""
+    """Full attention, a window, and a window whose layers have more bytes; each with slots of its own
+    number.
+    """
     return Layout(
         (
             Group(0, (0, 3), None, (region(rng, *buffers(0, 3), num_slots=9),)),
@@ -362,7 +375,9 @@ REFUSED: dict[str, tuple[Callable[[random.Random], Layout], str]] = {
         "different numbers of slots",
     ),
     "a layer with blocks of its own size": (
-        lambda rng: Layout((Group(0, (0,), None, (region(rng, Buffer(0, "key", 2), Buffer(0, "value", 2)),)),)),
+        lambda rng: Layout(
+            (Group(0, (0,), None, (region(rng, Buffer(0, "key", 2), Buffer(0, "value", 2)),)),)
+        ),
         "blocks of their own size",
     ),
     "one layer among others": (

@@ -93,7 +93,9 @@ def test_trained_on_is_seen_wherever_it_was(model: Path, rng: random.Random) -> 
     assert len(stamps) == 3
 
 
-@pytest.mark.parametrize("size_bytes", [0, 1, SAMPLE_BYTES - 1, SAMPLE_BYTES, SAMPLE_BYTES + 1, 3 * SAMPLE_BYTES])
+@pytest.mark.parametrize(
+    "size_bytes", [0, 1, SAMPLE_BYTES - 1, SAMPLE_BYTES, SAMPLE_BYTES + 1, 3 * SAMPLE_BYTES]
+)
 def test_all_of_a_small_file_is_seen(tmp_path: Path, size_bytes: int) -> None:
     path = tmp_path / "adapter_model.safetensors"
     path.write_bytes(bytes(size_bytes))
@@ -102,7 +104,9 @@ def test_all_of_a_small_file_is_seen(tmp_path: Path, size_bytes: int) -> None:
         flip(path, at)
         stamps.add(weights_stamp(tmp_path))
         flip(path, at)
-    assert len(stamps) == 1 + len({0, size_bytes // 3, size_bytes // 2, size_bytes - 1} & set(range(size_bytes)))
+    assert len(stamps) == 1 + len(
+        {0, size_bytes // 3, size_bytes // 2, size_bytes - 1} & set(range(size_bytes))
+    )
     path.write_bytes(bytes(size_bytes + 1))
     assert weights_stamp(tmp_path) not in stamps
 
@@ -156,7 +160,9 @@ def test_nothing_has_no_stamp(tmp_path: Path) -> None:
         assert weights_stamp(tmp_path / name) == ""
 
 
-def test_what_cannot_be_read_has_no_stamp_and_raises_nothing(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_read_has_no_stamp_and_raises_nothing(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     stamp = weights_stamp(model)
     (model / "gone.bin").symlink_to(model / "nowhere")  # no file
     (model / "loop.bin").symlink_to(model / "loop.bin")
@@ -172,11 +178,15 @@ def test_what_cannot_be_read_has_no_stamp_and_raises_nothing(model: Path, monkey
 # ---------------------------------------------------------------- models by name
 
 
-def test_a_model_of_the_hub_is_looked_up_where_it_was_downloaded(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_of_the_hub_is_looked_up_where_it_was_downloaded(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     hub = pytest.importorskip("huggingface_hub", reason="NOT RUN: huggingface_hub is not installed")
     asked: list[tuple[str, str, str | None, str | None]] = []
 
-    def find(name: str, filename: str, cache_dir: str | None = None, revision: str | None = None) -> str | None:
+    def find(
+        name: str, filename: str, cache_dir: str | None = None, revision: str | None = None
+    ) -> str | None:
         asked.append((name, filename, cache_dir, revision))
         return str(model / filename) if name == "org/known" else None
 
@@ -184,7 +194,10 @@ def test_a_model_of_the_hub_is_looked_up_where_it_was_downloaded(model: Path, mo
     monkeypatch.setattr(hub, "try_to_load_from_cache", find)
     assert model_stamp("org/known", "abc", "/models") == weights_stamp(model)
     unknown = model_stamp("org/unknown", "")
-    assert asked == [("org/known", "config.json", "/models", "abc"), ("org/unknown", "config.json", None, None)]
+    assert asked == [
+        ("org/known", "config.json", "/models", "abc"),
+        ("org/unknown", "config.json", None, None),
+    ]
     assert unknown == model_stamp("org/unknown", ""), "an engine's own blocks must be found"
     model_stamp.cache_clear()
     assert unknown != model_stamp("org/unknown", ""), "another process must not find them"
@@ -201,7 +214,9 @@ def test_a_name_that_the_hub_would_refuse_is_known_to_this_process_alone() -> No
 # ---------------------------------------------------------------- vLLM's models
 
 
-def vllm_config(model: str, *, load_format: str = "auto", seed: int = 0, weights: str = "") -> SimpleNamespace:
+def vllm_config(
+    model: str, *, load_format: str = "auto", seed: int = 0, weights: str = ""
+) -> SimpleNamespace:
     """What ``_weights_of`` reads of a VllmConfig."""
     return SimpleNamespace(
         model_config=SimpleNamespace(model=model, model_weights=weights, revision=None, seed=seed),

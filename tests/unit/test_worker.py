@@ -35,7 +35,9 @@ PROMPT = list(range(21))  # five full blocks
 
 
 class Gate:
-    """An executor that starts nothing while it is shut; then a job can be cancelled, or waited for in vain."""
+    """An executor that starts nothing while it is shut; then a job can be cancelled, or waited for in
+    vain.
+    """
 
     def __init__(self, inner: Executor, worker: Worker) -> None:
         self.inner, self._worker = inner, worker
@@ -79,7 +81,9 @@ class Gate:
 class Engine:
     """A leader and its workers, as in one process of an engine, without the engine."""
 
-    def __init__(self, folder: Path, ranks: int = 1, num_slots: int = NUM_SLOTS, register: bool = True) -> None:
+    def __init__(
+        self, folder: Path, ranks: int = 1, num_slots: int = NUM_SLOTS, register: bool = True
+    ) -> None:
         path = folder / "s.sock"
         self.endpoint = Endpoint(f"ipc://{path}", path)
         clock = SystemClock()
@@ -90,7 +94,9 @@ class Engine:
         self.channel = LeaderChannel(self.endpoint, self._on_message)
         self.memories = [two_group_memory(seed=rank + 1) for rank in range(ranks)]
         self.gates: dict[int, Gate] = {}
-        self.workers = [Worker(rank, ranks, self.endpoint, WorkerOptions(verify=True)) for rank in range(ranks)]
+        self.workers = [
+            Worker(rank, ranks, self.endpoint, WorkerOptions(verify=True)) for rank in range(ranks)
+        ]
         for worker, memory in zip(self.workers, self.memories, strict=True):
             worker.wrap_executor(self._wrapper(worker))
             if register:
@@ -175,7 +181,8 @@ def test_bytes_go_down_and_come_back_elsewhere(tmp_path: Path, ranks: int) -> No
         engine.leader.offload(writer, PROMPT, 0, 20, tables)
         engine.submit_offloads()
         expected = [
-            [content(memory, group, block) for group in (0, 1) for block in tables[group]] for memory in engine.memories
+            [content(memory, group, block) for group in (0, 1) for block in tables[group]]
+            for memory in engine.memories
         ]
         engine.settle()
         for memory in engine.memories:
@@ -300,7 +307,9 @@ def test_a_fence_cancels_what_has_not_started(engine: Engine) -> None:
     for job_id in (901, 902, 903):
         worker.submit(offload_of(1, job_id=job_id))
     assert worker.fence([901, 903, 12345])
-    assert {result.job_id: result.outcome for result in worker.take()} == dict.fromkeys((901, 903), Outcome.REJECTED)
+    assert {result.job_id: result.outcome for result in worker.take()} == dict.fromkeys(
+        (901, 903), Outcome.REJECTED
+    )
     assert worker.is_in_flight(902)
     assert worker.fence_all() and not worker.is_in_flight(902)
 
@@ -319,7 +328,9 @@ def test_a_fence_waits_for_what_runs(engine: Engine) -> None:
         assert slab is not None and slab.array[: len(before)].tobytes() == before
 
 
-def test_a_copy_that_outlives_its_fence_is_reported_as_failed(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copy_that_outlives_its_fence_is_reported_as_failed(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     worker, gate = engine.workers[0], engine.gates[0]
     monkeypatch.setattr(worker_module, "FENCE_TIMEOUT_S", 0.01)
     gate.is_shut = gate.is_running = True

@@ -278,9 +278,9 @@ def test_a_late_store_is_answered_at_once_and_again_when_its_slots_are_free(
         assert disk.is_store(5)
         gate.set()
         _, second = ends.wait_for(Acks, 2)
-        assert isinstance(second, Acks) and [(ack.job_id, ack.outcome, ack.is_late) for ack in second.acks] == [
-            (5, Outcome.TIMED_OUT, False)
-        ]
+        assert isinstance(second, Acks) and [
+            (ack.job_id, ack.outcome, ack.is_late) for ack in second.acks
+        ] == [(5, Outcome.TIMED_OUT, False)]
         assert not disk.is_store(5)
     finally:
         gate.set()
@@ -308,7 +308,10 @@ def test_close_in_the_middle_leaves_nothing(tmp_path: Path, ranks: int) -> None:
         num_blocks = 0 if plan is None else len(plan.moves[0].slots)
         assert num_blocks <= again.disk.tier.resident_blocks // 2
         for found, expected in zip(again.on_devices(), again.expected(), strict=True):
-            assert found[:num_blocks] == expected[:num_blocks] and found[5:][:num_blocks] == expected[5:][:num_blocks]
+            assert (
+                found[:num_blocks] == expected[:num_blocks]
+                and found[5:][:num_blocks] == expected[5:][:num_blocks]
+            )
         assert not again.leader.metrics.snapshot().get('kvbm_failures_total{kind="onboard_miss"}')
     finally:
         again.close()

@@ -29,7 +29,9 @@ sys.stdin.read()
 
 @pytest.mark.parametrize("options", [FileOptions(), BUFFERED], ids=["direct", "buffered"])
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_what_was_stored_is_found_by_the_next_engine(tmp_path: Path, ranks: int, options: FileOptions) -> None:
+def test_what_was_stored_is_found_by_the_next_engine(
+    tmp_path: Path, ranks: int, options: FileOptions
+) -> None:
     first = DiskEngine(tmp_path, ranks, options=options)
     try:
         first.wait_ready()
@@ -49,7 +51,9 @@ def test_what_was_stored_is_found_by_the_next_engine(tmp_path: Path, ranks: int,
 def test_what_was_stored_survives_the_death_of_all_of_them(tmp_path: Path, ranks: int) -> None:
     command = [sys.executable, "-c", FIRST_LIFE, str(tmp_path), str(ranks)]
     root = Path(__file__).resolve().parents[2]
-    with subprocess.Popen(command, cwd=root, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, cwd=root, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout is not None
         try:
             assert process.stdout.readline() == "stored\n"

@@ -1,4 +1,6 @@
-"""A leader and ranks that all keep the same KV: rank 0 stores it once, with a slab and a file, and all load from it."""
+"""A leader and ranks that all keep the same KV: rank 0 stores it once, with a slab and a file, and all load
+from it.
+"""
 
 from __future__ import annotations
 
@@ -83,7 +85,8 @@ def test_what_is_damaged_on_the_disk_is_loaded_by_nobody(tmp_path: Path) -> None
             plan = engine.submit(engine.leader.onboard(state, NUM_TOKENS, ELSEWHERE))
             engine.settle()
             outcomes = [
-                {result.job_id: result.outcome for result in worker.take()}[plan.job_id] for worker in engine.workers
+                {result.job_id: result.outcome for result in worker.take()}[plan.job_id]
+                for worker in engine.workers
             ]
             assert outcomes == [Outcome.CORRUPT, Outcome.CORRUPT]
             # Nothing of the job came to rank 1.
@@ -105,8 +108,12 @@ def test_when_a_rank_is_gone_the_leader_stops_asking(tmp_path: Path) -> None:
         assert plan is not None
         engine.workers[0].submit(plan)
         engine.wait_for(lambda: engine.leader.disabled_reason is not None)
-        assert (engine.leader.disabled_reason or "").startswith("worker 0: the broadcast between the ranks is broken")
-        assert {result.job_id: result.outcome for result in engine.workers[0].take()}[plan.job_id] is Outcome.IO_ERROR
+        assert (engine.leader.disabled_reason or "").startswith(
+            "worker 0: the broadcast between the ranks is broken"
+        )
+        assert {result.job_id: result.outcome for result in engine.workers[0].take()}[
+            plan.job_id
+        ] is Outcome.IO_ERROR
         other = engine.leader.open("other", ROOT, None)
         assert engine.leader.match(other, PROMPT, 0, NUM_TOKENS) == 0
     finally:
@@ -131,9 +138,13 @@ def test_one_rank_replicates_nothing(tmp_path: Path) -> None:
     engine = DiskEngine(tmp_path, 1, replicates=True)
     try:
         engine.wait_for(lambda: engine.tier.capacity_blocks == NUM_SLOTS)
-        assert not isinstance(engine.workers[0]._executor, BroadcastExecutor | MemcpyExecutor)  # a disk, no group
+        assert not isinstance(
+            engine.workers[0]._executor, BroadcastExecutor | MemcpyExecutor
+        )  # a disk, no group
         assert engine.handshake.num_storing_ranks == 1
         hello = [said for _, said in engine.handshake._hellos.values()]
-        assert [(isinstance(h, Hello), h.replicates, h.broadcast_address) for h in hello] == [(True, False, "")]
+        assert [(isinstance(h, Hello), h.replicates, h.broadcast_address) for h in hello] == [
+            (True, False, "")
+        ]
     finally:
         engine.close()

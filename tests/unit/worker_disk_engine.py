@@ -1,4 +1,6 @@
-"""A leader and workers with a disk, as in one process of an engine, without the engine: over real channel and files."""
+"""A leader and workers with a disk, as in one process of an engine, without the engine: over real channel and
+files.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,8 @@ ELSEWHERE = [[7, 8, 9, 10, 11], [3, 6, 1, 9, 2]]
 
 
 class DiskEngine(Engine):
-    """Engine with a disk tier in ``folder``/blocks. Blocks of PROMPT are those of the device blocks of TABLES.
+    """Engine with a disk tier in ``folder``/blocks. Blocks of PROMPT are those of the device blocks of
+    TABLES.
 
     ``replicates``: every rank has the same blocks, which rank 0 stores for all.
     """
@@ -56,7 +59,9 @@ class DiskEngine(Engine):
         clock = SystemClock()
         self.tier = BlockTier(Tier.HOST, LruPolicy(), clock)
         setup = DiskSetup(AdmitAll(), self.tell_all)
-        self.leader = Leader(GROUPS, self.tier, self.handshake, ranks, clock, Metrics(), LeaderOptions(), disk=setup)
+        self.leader = Leader(
+            GROUPS, self.tier, self.handshake, ranks, clock, Metrics(), LeaderOptions(), disk=setup
+        )
         self.channel = LeaderChannel(self.endpoint, self._on_message)  # type: ignore[arg-type]
         self._shard_of = [0 if replicates else rank for rank in range(ranks)]
         self.memories = [two_group_memory(seed=shard + 1) for shard in self._shard_of]

@@ -64,7 +64,9 @@ class EngineSpec:
 def make_vllm_config(spec: EngineSpec, folder: Path) -> VllmConfig:
     """The configuration of one engine with ``spec``; the model's config.json is written to ``folder``."""
     (folder / "config.json").write_text(json.dumps(_model_json(spec)))
-    transfer = KVTransferConfig(kv_role="kv_both", kv_connector_extra_config=dict(spec.extra_config), **spec.connector)
+    transfer = KVTransferConfig(
+        kv_role="kv_both", kv_connector_extra_config=dict(spec.extra_config), **spec.connector
+    )
     config = VllmConfig(
         model_config=ModelConfig(
             model=str(folder), skip_tokenizer_init=True, dtype="float32", max_model_len=spec.max_model_len
@@ -88,7 +90,9 @@ def make_vllm_config(spec: EngineSpec, folder: Path) -> VllmConfig:
         device_config=DeviceConfig("cpu"),
         lora_config=LoRAConfig(max_loras=4, max_lora_rank=8) if spec.lora else None,
         kv_transfer_config=transfer,
-        kv_events_config=KVEventsConfig(enable_kv_cache_events=True, publisher="null") if spec.kv_events else None,
+        kv_events_config=KVEventsConfig(enable_kv_cache_events=True, publisher="null")
+        if spec.kv_events
+        else None,
     )
     config.cache_config.kv_cache_layout = spec.layout
     return config
@@ -96,9 +100,13 @@ def make_vllm_config(spec: EngineSpec, folder: Path) -> VllmConfig:
 
 def make_kv_cache_configs(spec: EngineSpec, config: VllmConfig) -> tuple[list[KVCacheConfig], KVCacheConfig]:
     """What vLLM's planner gives each rank, and the scheduler."""
-    per_layer = dict(zip(spec.layer_names, (_layer_spec(spec, window) for window in spec.windows), strict=True))
+    per_layer = dict(
+        zip(spec.layer_names, (_layer_spec(spec, window) for window in spec.windows), strict=True)
+    )
     memory_bytes = spec.num_blocks * sum(layer.page_size_bytes for layer in per_layer.values())
-    configs = get_kv_cache_configs(config, [dict(per_layer) for _ in range(spec.ranks)], [memory_bytes] * spec.ranks)
+    configs = get_kv_cache_configs(
+        config, [dict(per_layer) for _ in range(spec.ranks)], [memory_bytes] * spec.ranks
+    )
     for each in configs:
         each.kv_cache_layout = config.cache_config.kv_cache_layout
     scheduler_config = generate_scheduler_kv_cache_config(configs)

@@ -109,7 +109,9 @@ class FakeRank:
         self._groups = kv_cache_config.kv_cache_groups
         self._requests: dict[str, RunnerRequest] = {}
         layout = KVCacheLayout[spec.layout]
-        self.kv_caches: dict[str, torch.Tensor] = allocate_kv_cache(kv_cache_config, torch.device("cpu"), layout)
+        self.kv_caches: dict[str, torch.Tensor] = allocate_kv_cache(
+            kv_cache_config, torch.device("cpu"), layout
+        )
         self._bytes = {name: tensor.view(torch.uint8).numpy() for name, tensor in self.kv_caches.items()}
         self.connector = KVConnectorFactory.create_connector(
             config=config, role=KVConnectorRole.WORKER, kv_cache_config=kv_cache_config
@@ -120,7 +122,9 @@ class FakeRank:
 
     # ------------------------------------------------------------------ one step
 
-    def step(self, output: SchedulerOutput, fresh_blocks: list[int], requests: dict[str, Request]) -> ModelRunnerOutput:
+    def step(
+        self, output: SchedulerOutput, fresh_blocks: list[int], requests: dict[str, Request]
+    ) -> ModelRunnerOutput:
         """What GPUModelRunner.execute_model does with the connector, in its order."""
         kv_transfer_state._KV_CONNECTOR_AGENT = self.connector
         try:
@@ -131,7 +135,9 @@ class FakeRank:
                 return KVConnectorModelRunnerMixin.kv_connector_no_forward(output, self._config)
             mixin = KVConnectorModelRunnerMixin.maybe_get_kv_connector_output(output)
             with set_forward_context(None, self._config), mixin as connector_output:
-                sampled = {name: self._forward(name, count) for name, count in output.num_scheduled_tokens.items()}
+                sampled = {
+                    name: self._forward(name, count) for name, count in output.num_scheduled_tokens.items()
+                }
         finally:
             kv_transfer_state._KV_CONNECTOR_AGENT = None
         return ModelRunnerOutput(
@@ -200,7 +206,8 @@ class FakeRank:
         if wrong.size:
             kind = "never written" if (seen[wrong[0]] == POISON).all() else "bytes of something else"
             raise AssertionError(
-                f"{name}: rank {self.rank}: {layer_name}: wrong KV at {wrong.size} of {len(positions)} positions, "
+                f"{name}: rank {self.rank}: {layer_name}: wrong KV at {wrong.size} of "
+                f"{len(positions)} positions, "
                 f"first {first + wrong[0]} (block {blocks[wrong[0]]}, {kind}); computed tokens {start}"
             )
 

@@ -79,7 +79,8 @@ class Engine:
         self.config = make_vllm_config(spec, folder)
         rank_configs, scheduler_config = make_kv_cache_configs(spec, self.config)
         self.ranks = [
-            FakeRank(i, spec, self._config_of(i), each, self.prepare_worker) for i, each in enumerate(rank_configs)
+            FakeRank(i, spec, self._config_of(i), each, self.prepare_worker)
+            for i, each in enumerate(rank_configs)
         ]
         # As in vLLM, the workers have registered their KV caches when the scheduler is made.
         self.scheduler, self._block_hasher = make_scheduler(self.config, scheduler_config)
@@ -119,7 +120,9 @@ class Engine:
         request = Request(
             request_id=request_id,
             prompt_token_ids=list(tokens),
-            sampling_params=SamplingParams(max_tokens=max_tokens, ignore_eos=True, temperature=0.0, **sampling),
+            sampling_params=SamplingParams(
+                max_tokens=max_tokens, ignore_eos=True, temperature=0.0, **sampling
+            ),
             pooling_params=None,
             cache_salt=salt,
             lora_request=lora,
@@ -138,10 +141,14 @@ class Engine:
 
     def reset_device(self, *, with_connector: bool = False, running: bool = False) -> bool:
         """What /reset_prefix_cache does."""
-        return bool(self.scheduler.reset_prefix_cache(reset_running_requests=running, reset_connector=with_connector))
+        return bool(
+            self.scheduler.reset_prefix_cache(reset_running_requests=running, reset_connector=with_connector)
+        )
 
     def take_blocks(self, *, leave: int) -> None:
-        """Makes device memory scarce: all free blocks but ``leave`` are held by nobody until ``give_blocks``."""
+        """Makes device memory scarce: all free blocks but ``leave`` are held by nobody until
+        ``give_blocks``.
+        """
         self._taken += self.scheduler.kv_cache_manager.block_pool.get_new_blocks(self.free_blocks - leave)
 
     def give_blocks(self) -> None:
@@ -209,7 +216,11 @@ class Engine:
     def assert_idle(self) -> None:
         """vLLM holds nothing any more: no request, no device block."""
         assert not self.scheduler.requests, list(self.scheduler.requests)
-        assert not self.scheduler.running and not self.scheduler.waiting and not self.scheduler.kv_holding_waiting
+        assert (
+            not self.scheduler.running
+            and not self.scheduler.waiting
+            and not self.scheduler.kv_holding_waiting
+        )
         assert not self.scheduler.finished_recving_kv_req_ids and not self.scheduler.failed_recving_kv_req_ids
         assert self.free_blocks == self.spec.num_blocks - 1
 

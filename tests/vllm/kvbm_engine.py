@@ -1,4 +1,6 @@
-"""An engine with kvbm in it: its insides in reach, copies that can be held back or made to fail, and a leak check."""
+"""An engine with kvbm in it: its insides in reach, copies that can be held back or made to fail, and a leak
+check.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ from tests.vllm.harness import PATIENCE_S, Engine
 
 
 class KvbmEngine(Engine):
-    """Serves with DynamoConnector, loaded by the guides' command line. The host tier is ready when it is made."""
+    """Serves with DynamoConnector, loaded by the guides' command line. The host tier is ready when it is
+    made.
+    """
 
     def __init__(
         self,
@@ -34,7 +38,10 @@ class KvbmEngine(Engine):
         settings = {"cpu_cache_override_num_blocks": host_blocks, **(extra or {})}
         if disk_blocks:  # all that the host has goes there, unless ``extra`` says otherwise
             settings.setdefault("disable_disk_offload_filter", True)
-            settings |= {"disk_cache_override_num_blocks": disk_blocks, "disk_cache_dir": str(folder / "disk")}
+            settings |= {
+                "disk_cache_override_num_blocks": disk_blocks,
+                "disk_cache_dir": str(folder / "disk"),
+            }
         super().__init__(EngineSpec(extra_config=settings, **spec), folder)
         assert isinstance(self.connector, DynamoConnector)
         self.hooks = self.connector.scheduler_side.hooks

@@ -1,4 +1,6 @@
-"""A client goes away: in every state a request can be in, nothing leaks, crashes or hangs, and others go on."""
+"""A client goes away: in every state a request can be in, nothing leaks, crashes or hangs, and others go
+on.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from kvbm_core.types import Direction
 from tests.vllm.kvbm_engine import KvbmEngine
 
 Reach = Callable[[KvbmEngine], None]
-"""Brings request "x" into a state; its prompt's first twelve blocks are in the host tier, the device has none."""
+"""Brings request "x" into a state; its prompt's first twelve blocks are in the host tier, the device has
+none.
+"""
 
 PROMPT = range(50)
 
@@ -114,7 +118,9 @@ SPECS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("reach", STATES, ids=lambda reach: reach.__name__)
 def test_abort(reach: Reach, spec: dict[str, Any], tmp_path: Path) -> None:
     num_blocks = 64 if "windows" in spec else 33
-    with KvbmEngine(tmp_path, num_blocks=num_blocks, max_batched_tokens=32, max_model_len=120, **spec) as engine:
+    with KvbmEngine(
+        tmp_path, num_blocks=num_blocks, max_batched_tokens=32, max_model_len=120, **spec
+    ) as engine:
         first = engine.ask("warm", PROMPT, 8)
         engine.forget_device()
         reach(engine)
@@ -175,8 +181,8 @@ def test_a_match_that_was_never_used_holds_nothing(tmp_path: Path) -> None:
 
 
 def test_an_aborted_preempted_request_whose_old_copy_still_runs(tmp_path: Path) -> None:
-    # Preempted while its blocks are being stored, loading them back, aborted when the leader knows that the load is
-    # over and vLLM does not: its id may be reported to vLLM once only.
+    # Preempted while its blocks are being stored, loading them back, aborted when the leader knows that the
+    # load is over and vLLM does not: its id may be reported to vLLM once only.
     with KvbmEngine(tmp_path, extra={"decode_run_tokens": 0}) as engine:
         engine.add("x", range(40), 20)
         engine.run(until=lambda: len(engine.record.outputs["x"]) == 1)

@@ -1,4 +1,6 @@
-"""kvbm beside others: as a child of vLLM's MultiConnector, two engines in one process, another failure policy."""
+"""kvbm beside others: as a child of vLLM's MultiConnector, two engines in one process, another failure
+policy.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +17,20 @@ from tests.vllm.engine_config import DYNAMO, EngineSpec
 from tests.vllm.harness import PATIENCE_S, Engine
 from tests.vllm.kvbm_engine import KvbmEngine
 
-NULL = {"kv_connector": "NullConnector", "kv_connector_module_path": "tests.vllm.null_connector", "kv_role": "kv_both"}
+NULL = {
+    "kv_connector": "NullConnector",
+    "kv_connector_module_path": "tests.vllm.null_connector",
+    "kv_role": "kv_both",
+}
 KVBM = {**DYNAMO, "kv_role": "kv_both", "kv_connector_extra_config": {"cpu_cache_override_num_blocks": 64}}
 
 
 @pytest.mark.parametrize("children", [[KVBM, NULL], [NULL, KVBM]], ids=["first", "second"])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_as_a_child_of_multi_connector(children: list[dict[str, Any]], ranks: int, tmp_path: Path) -> None:
-    spec = EngineSpec(connector={"kv_connector": "MultiConnector"}, extra_config={"connectors": children}, ranks=ranks)
+    spec = EngineSpec(
+        connector={"kv_connector": "MultiConnector"}, extra_config={"connectors": children}, ranks=ranks
+    )
     with Engine(spec, tmp_path) as engine:
         (ours,) = [child for child in engine.connector._connectors if isinstance(child, DynamoConnector)]
         leader = ours.scheduler_side.hooks.leader

@@ -38,7 +38,9 @@ def test_a_prompt_comes_back_from_disk_and_then_from_the_host(spec: dict[str, An
         push_out(engine)
         before = engine.metric(FROM_DISK)
         assert engine.ask("b", ALL, 8) == first
-        assert engine.external_tokens("b") == 49 // engine.spec.block_size_tokens * engine.spec.block_size_tokens
+        assert (
+            engine.external_tokens("b") == 49 // engine.spec.block_size_tokens * engine.spec.block_size_tokens
+        )
         from_disk = engine.metric(FROM_DISK)
         assert from_disk > before
         engine.forget_device()
@@ -60,7 +62,9 @@ def test_a_new_engine_finds_what_the_old_one_left(spec: dict[str, Any], tmp_path
         engine.wait_for(lambda: engine.leader.disk.tier.capacity_blocks == TIGHT["disk_blocks"])  # type: ignore[union-attr]
         assert engine.leader.disk.tier.resident_blocks == stored
         assert engine.ask("b", ALL, 8) == first
-        assert engine.external_tokens("b") == 49 // engine.spec.block_size_tokens * engine.spec.block_size_tokens
+        assert (
+            engine.external_tokens("b") == 49 // engine.spec.block_size_tokens * engine.spec.block_size_tokens
+        )
         assert engine.metric(FROM_DISK) > 0
         engine.assert_clean()
 
@@ -157,13 +161,17 @@ def test_two_engines_on_one_directory_have_a_folder_each(tmp_path: Path) -> None
     assert len(list((tmp_path / "disk" / "kvbm").iterdir())) == 2
 
 
-def test_a_directory_that_cannot_be_used_leaves_the_host_tier(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_directory_that_cannot_be_used_leaves_the_host_tier(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / "disk").write_text("a file where a directory should be")
     with KvbmEngine(tmp_path, **TIGHT) as engine:
         first = engine.ask("a", ALL, 8)
         engine.forget_device()
         assert engine.ask("b", ALL, 8) == first
         assert engine.external_tokens("b") == 48
-        lines = [record.getMessage() for record in caplog.records if "the disk tier is off" in record.getMessage()]
+        lines = [
+            record.getMessage() for record in caplog.records if "the disk tier is off" in record.getMessage()
+        ]
         assert len(lines) == 1 and "DYN_KVBM_DISK_CACHE_DIR" in lines[0] and "\n" not in lines[0]
         engine.assert_clean()

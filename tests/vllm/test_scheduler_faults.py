@@ -1,4 +1,6 @@
-"""Copies that fail, bytes that rot, bugs of our own, resets: the engine's answers stay right and it goes on."""
+"""Copies that fail, bytes that rot, bugs of our own, resets: the engine's answers stay right and it goes
+on.
+"""
 
 from __future__ import annotations
 
@@ -113,7 +115,9 @@ def test_a_failed_offload_registers_nothing(spec: dict[str, Any], tmp_path: Path
 
 @pytest.mark.parametrize("is_cancellable", [True, False], ids=["waiting", "running"])
 @pytest.mark.parametrize("spec", [{}, {"async_scheduling": True}, {"windows": (None, 8)}], ids=str)
-def test_blocks_that_are_reused_while_they_are_read(spec: dict[str, Any], is_cancellable: bool, tmp_path: Path) -> None:
+def test_blocks_that_are_reused_while_they_are_read(
+    spec: dict[str, Any], is_cancellable: bool, tmp_path: Path
+) -> None:
     # Stores that never get on while requests are preempted and their blocks handed out again. The model would
     # see it later if bytes of a new owner had been stored under the old name.
     prompts = {name: range(start, start + 40) for name, start in (("a", 0), ("b", 100), ("c", 200))}
@@ -184,7 +188,9 @@ def test_what_was_on_its_way_at_a_reset_does_not_arrive(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- bugs of our own
 
 
-@pytest.mark.parametrize("spec", [{}, {"async_scheduling": True}, {"windows": (None, 8)}, {"ranks": 2}], ids=str)
+@pytest.mark.parametrize(
+    "spec", [{}, {"async_scheduling": True}, {"windows": (None, 8)}, {"ranks": 2}], ids=str
+)
 @pytest.mark.parametrize("seam", ["match", "onboard", "offload", "poll", "finish"])
 def test_a_bug_in_the_leader_is_a_miss(
     seam: str, spec: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

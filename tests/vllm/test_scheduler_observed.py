@@ -1,4 +1,6 @@
-"""What others see: KV events, stats, metrics, the source of a hit. Counted is what was done, not what was tried."""
+"""What others see: KV events, stats, metrics, the source of a hit. Counted is what was done, not what was
+tried.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ def test_a_stored_block_is_announced_once_under_the_engines_own_hash(tmp_path: P
         events = stored(engine)
         hashes = [maybe_convert_block_hash(block_hash) for block_hash in request.block_hashes[:12]]
         assert [maybe_convert_block_hash(event.block_hashes[0]) for event in events] == hashes
-        parents = [event.parent_block_hash and maybe_convert_block_hash(event.parent_block_hash) for event in events]
+        parents = [
+            event.parent_block_hash and maybe_convert_block_hash(event.parent_block_hash) for event in events
+        ]
         assert parents == [None, *hashes[:-1]]
         assert [event.token_ids for event in events] == [list(range(i, i + 4)) for i in range(0, 48, 4)]
         assert {(event.medium, event.block_size) for event in events} == {("CPU_TIER1", 4)}
@@ -106,7 +110,9 @@ def test_metrics_count_what_was_committed(tmp_path: Path) -> None:
         engine.run()
         engine.forget_device()
         assert engine.metric("kvbm_offload_blocks_d2h") == 12
-        block_bytes = engine.leader.tier.resident_blocks and engine.metric('kvbm_bytes_total{direction="offload"}') / 12
+        block_bytes = (
+            engine.leader.tier.resident_blocks and engine.metric('kvbm_bytes_total{direction="offload"}') / 12
+        )
         assert block_bytes == 2 * 4 * 2 * 2 * 8 * 4  # layers, tokens, K and V, heads, head size, float32
         for turn in range(3):
             engine.ask(f"hit {turn}", PROMPT, 1)

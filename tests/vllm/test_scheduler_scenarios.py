@@ -1,4 +1,6 @@
-"""Blocks come back: vLLM's own scheduler, requests and block manager, with kvbm and a model that checks bytes."""
+"""Blocks come back: vLLM's own scheduler, requests and block manager, with kvbm and a model that checks
+bytes.
+"""
 
 from __future__ import annotations
 
@@ -111,7 +113,9 @@ def test_what_the_host_has_is_not_offloaded_again(tmp_path: Path) -> None:
         engine.assert_clean()
 
 
-@pytest.mark.parametrize(("prompt_tokens", "expected"), [(48, 44), (47, 44), (49, 48), (4, 0), (5, 4), (3, 0)])
+@pytest.mark.parametrize(
+    ("prompt_tokens", "expected"), [(48, 44), (47, 44), (49, 48), (4, 0), (5, 4), (3, 0)]
+)
 def test_a_full_hit_leaves_a_token_to_compute(prompt_tokens: int, expected: int, tmp_path: Path) -> None:
     with KvbmEngine(tmp_path) as engine:
         first = engine.ask("a", range(prompt_tokens), 4)
@@ -147,8 +151,13 @@ def test_a_preempted_request_is_brought_back_not_recomputed(spec: dict[str, Any]
             engine.settle()
         assert engine.record.preemptions > 0
         assert engine.record.outputs == expected
-        # What the device did not keep came from the host: at least the prompt, at each of them that was resumed.
-        last = {call.request_id: call for call in engine.record.matches if call.computed_tokens + (call.tokens or 0)}
+        # What the device did not keep came from the host: at least the prompt, at each of them that was
+        # resumed.
+        last = {
+            call.request_id: call
+            for call in engine.record.matches
+            if call.computed_tokens + (call.tokens or 0)
+        }
         assert last and all(call.computed_tokens + (call.tokens or 0) >= 40 for call in last.values())
         assert any(engine.external_tokens(name) for name in prompts)
         engine.assert_clean()
@@ -192,7 +201,16 @@ def test_identical_prompts_at_once_with_nothing_stored(tmp_path: Path) -> None:
         ({"images": [media("cat", 4, 6)]}, {"images": [media("cat", 5, 6)]}),
         ({"images": [media("cat", 4, 6)]}, {}),
     ],
-    ids=["salts", "salt and none", "empty salt and none", "adapters", "adapter and base", "images", "places", "image"],
+    ids=[
+        "salts",
+        "salt and none",
+        "empty salt and none",
+        "adapters",
+        "adapter and base",
+        "images",
+        "places",
+        "image",
+    ],
 )
 def test_what_differs_besides_the_tokens_is_kept_apart(
     mine: dict[str, Any], yours: dict[str, Any], tmp_path: Path
@@ -331,9 +349,13 @@ def test_what_decoding_fills_is_stored_in_runs_and_the_rest_at_the_end(tmp_path:
         engine.run()
         engine.settle()
         growth = [after - before for before, after in pairwise([10, *stored]) if after != before]
-        assert stored[0] == 10 and max(growth) <= (16 + STRIDE - 1) // 4, "a run, and what comes while others wait"
+        assert stored[0] == 10 and max(growth) <= (16 + STRIDE - 1) // 4, (
+            "a run, and what comes while others wait"
+        )
         assert len(growth) <= 3, "for seven blocks"
-        assert engine.leader.tier.resident_blocks == 17  # 69 tokens have KV: nothing that is full was left out
+        assert (
+            engine.leader.tier.resident_blocks == 17
+        )  # 69 tokens have KV: nothing that is full was left out
         engine.assert_clean()
 
 

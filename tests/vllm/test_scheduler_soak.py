@@ -1,4 +1,6 @@
-"""Everything at once, in an order drawn from a seed: the model checks every byte, the end checks for leaks."""
+"""Everything at once, in an order drawn from a seed: the model checks every byte, the end checks for
+leaks.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,12 @@ SPECS: dict[str, dict[str, Any]] = {
     "async": {"num_blocks": 40, "host_blocks": 60, "async_scheduling": True},
     "two ranks, async": {"num_blocks": 40, "host_blocks": 60, "ranks": 2, "async_scheduling": True},
     "hybrid": {"num_blocks": 80, "host_blocks": 90, "windows": (None, 8)},
-    "hybrid, async": {"num_blocks": 80, "host_blocks": 90, "windows": (None, 12, None, 12), "async_scheduling": True},
+    "hybrid, async": {
+        "num_blocks": 80,
+        "host_blocks": 90,
+        "windows": (None, 12, None, 12),
+        "async_scheduling": True,
+    },
     "window": {"num_blocks": 40, "host_blocks": 60, "windows": (8,), "async_scheduling": True},
     "tiny host": {"num_blocks": 40, "host_blocks": 7, "layout": "BLHNC"},
     "disk": {"num_blocks": 40, "host_blocks": 25, "disk_blocks": 300, "async_scheduling": True},

@@ -1,4 +1,6 @@
-"""Bad input and unsupported engines: one line with the setting, its value and the remedy, before anything runs."""
+"""Bad input and unsupported engines: one line with the setting, its value and the remedy, before anything
+runs.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,10 @@ def _one_line(error: pytest.ExceptionInfo[Exception], *parts: str) -> None:
         ({"cpu_cache_override_num_blocks": 10**12}, ("DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS", "available")),
         ({"disk_cache_gb": 0}, ("DYN_KVBM_CPU_CACHE_GB", "(unset)", "set it")),
         ({"disk_cache_gb": -2}, ("DYN_KVBM_DISK_CACHE_GB", "-2")),
-        ({"cpu_cache_gb": 1, "leader_zmq_host": "0.0.0.0"}, ("DYN_KVBM_LEADER_ZMQ_HOST", "0.0.0.0", "loopback")),
+        (
+            {"cpu_cache_gb": 1, "leader_zmq_host": "0.0.0.0"},
+            ("DYN_KVBM_LEADER_ZMQ_HOST", "0.0.0.0", "loopback"),
+        ),
         ({"cpu_cach_gb": 4, "cpu_cache_gb": 1}, ("cpu_cach_gb", "did you mean cpu_cache_gb")),
     ],
 )
@@ -68,7 +73,9 @@ def test_a_kind_of_cache_that_is_not_attention(tmp_path: Path) -> None:
     spec = EngineSpec(extra_config={"cpu_cache_override_num_blocks": 8, "start_wait_s": 0})
     vllm_config = make_vllm_config(spec, tmp_path)
     _, kv_cache_config = make_kv_cache_configs(spec, vllm_config)
-    state = MambaSpec(block_size=4, shapes=((2, 2),), dtypes=(kv_cache_config.kv_cache_groups[0].kv_cache_spec.dtype,))
+    state = MambaSpec(
+        block_size=4, shapes=((2, 2),), dtypes=(kv_cache_config.kv_cache_groups[0].kv_cache_spec.dtype,)
+    )
     kv_cache_config.kv_cache_groups.append(KVCacheGroupSpec(["state"], state))
     with pytest.raises(UnsupportedError) as error:
         DynamoConnector(vllm_config, KVConnectorRole.SCHEDULER, kv_cache_config)
@@ -98,7 +105,9 @@ def test_a_layout_in_doubt_is_not_cached_and_the_engine_serves(
         worker_side = engine.ranks[0].connector.worker_side
         tensors = {name: tensor[0] for name, tensor in engine.ranks[0].kv_caches.items()}
         worker_side.register_kv_caches(tensors)
-        lines = [record.getMessage() for record in caplog.records if "nothing is cached" in record.getMessage()]
+        lines = [
+            record.getMessage() for record in caplog.records if "nothing is cached" in record.getMessage()
+        ]
         assert len(lines) == 1 and "\n" not in lines[0]
         engine.wait_for(lambda: engine.leader.disabled_reason is not None)
         assert engine.ask("a", range(40), 4)
@@ -111,7 +120,9 @@ def test_a_host_tier_smaller_than_the_device_tier_warns_with_both_sizes(
     caplog.set_level(logging.WARNING, logger="kvbm")
     with KvbmEngine(tmp_path, host_blocks=16) as engine:
         engine.ask("a", range(8))
-    (line,) = [record.getMessage() for record in caplog.records if "smaller than the device" in record.getMessage()]
+    (line,) = [
+        record.getMessage() for record in caplog.records if "smaller than the device" in record.getMessage()
+    ]
     assert "16 blocks" in line and "64 blocks" in line and "DYN_KVBM_CPU_CACHE_GB" in line
 
 
@@ -126,7 +137,9 @@ def test_a_metrics_port_in_use_is_a_warning(tmp_path: Path, caplog: pytest.LogCa
             engine.forget_device()
             assert engine.ask("b", range(40), 4) == first
             engine.assert_clean()
-    (line,) = [record.getMessage() for record in caplog.records if "DYN_KVBM_METRICS_PORT" in record.getMessage()]
+    (line,) = [
+        record.getMessage() for record in caplog.records if "DYN_KVBM_METRICS_PORT" in record.getMessage()
+    ]
     assert str(port) in line and "\n" not in line
 
 
@@ -156,7 +169,9 @@ def test_sleep_waits_for_copies_and_serves_again_afterwards(tmp_path: Path) -> N
     ],
 )
 def test_pd_connector_takes_a_cache_and_nixl(children: list[str], tmp_path: Path) -> None:
-    spec = EngineSpec(extra_config={"connectors": [{"kv_connector": name, "kv_role": "kv_both"} for name in children]})
+    spec = EngineSpec(
+        extra_config={"connectors": [{"kv_connector": name, "kv_role": "kv_both"} for name in children]}
+    )
     vllm_config = make_vllm_config(spec, tmp_path)
     _, kv_cache_config = make_kv_cache_configs(spec, vllm_config)
     with pytest.raises(ConfigError) as error:

@@ -1,4 +1,6 @@
-"""``connector_module`` of the KVBM guide for TensorRT-LLM: the classes of kvbm_trtllm under their known names."""
+"""``connector_module`` of the KVBM guide for TensorRT-LLM: the classes of kvbm_trtllm under their known
+names.
+"""
 
 from __future__ import annotations
 

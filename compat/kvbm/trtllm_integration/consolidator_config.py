@@ -1,7 +1,7 @@
 """What ``python -m dynamo.trtllm`` asks about the KV event consolidator when kvbm is installed.
 
-There is none. A launcher that gets False here reads the device's events from TensorRT-LLM itself; what kvbm keeps in
-host memory and on disk is not announced.
+There is none. A launcher that gets False here reads the device's events from TensorRT-LLM itself; what kvbm
+keeps in host memory and on disk is not announced.
 """
 
 from __future__ import annotations

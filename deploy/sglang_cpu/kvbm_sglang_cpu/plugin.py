@@ -1,7 +1,8 @@
-"""An SGLang plugin: HiCache's copies between device and host pools where both are plain memory. For tests only.
+"""An SGLang plugin: HiCache's copies between device and host pools where both are plain memory. For tests
+only.
 
-The functions have the names and parameters of sgl_kernel.kvcacheio, as SGLang 0.5.23 calls them. ``lf``, ``pf`` and
-``ph``: layer first, page first, page head. Tables of layers are tensors of addresses.
+The functions have the names and parameters of sgl_kernel.kvcacheio, as SGLang 0.5.23 calls them. ``lf``,
+``pf`` and ``ph``: layer first, page first, page head. Tables of layers are tensors of addresses.
 """
 
 from __future__ import annotations
@@ -140,7 +141,8 @@ def transfer_kv_per_layer_ph_lf(
     dst_v[dst_indices] = src_v[pages, :, places, layer_id]
 
 
-# ---------------------------------------------------------------- io backend "kernel", one buffer a layer (MLA)
+# ---------------------------------------------------------------- io backend "kernel", one buffer a layer
+# (MLA)
 
 
 def transfer_kv_all_layer_mla(
@@ -222,7 +224,9 @@ def transfer_kv_all_layer_direct_lf_pf(
     dst_indices: torch.Tensor,
     page_size: int,
 ) -> None:
-    """Device to host pools [page, layer, token of the page, ...]; the layers of each pool follow one another."""
+    """Device to host pools [page, layer, token of the page, ...]; the layers of each pool follow one
+    another.
+    """
     pages, places = dst_indices // page_size, dst_indices % page_size
     num_layers = len(src_ptrs) // len(dst_ptrs)
     for number, source in enumerate(src_ptrs):
@@ -271,6 +275,8 @@ def activate() -> None:
 
 
 def _attend_to_latents() -> None:
-    """DeepSeek's models take the way that reads latents, which torch's own attention can do, in all of their steps."""
+    """DeepSeek's models take the way that reads latents, which torch's own attention can do, in all of their
+    steps.
+    """
     handlers = importlib.import_module("sglang.srt.models.deepseek_common.attention_backend_handler")
     handlers.AttentionBackendRegistry.register("torch_native", lambda *_: handlers.AttnForwardMethod.MLA)

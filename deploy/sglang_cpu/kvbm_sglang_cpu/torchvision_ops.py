@@ -1,4 +1,5 @@
-"""Names of operators that torchvision's import looks for; its own library, a CUDA build, cannot be loaded here.
+"""Names of operators that torchvision's import looks for; its own library, a CUDA build, cannot be loaded
+here.
 
 Imported by a .pth file when Python starts: it must do nothing until torchvision is asked for.
 """

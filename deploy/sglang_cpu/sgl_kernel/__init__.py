@@ -18,7 +18,9 @@ def assign_req_to_token_pool_cpu(
     locations: torch.Tensor,
     *_: Any,
 ) -> None:
-    """Row ``requests[i]`` of the pool gets the next of ``locations``, from ``starts[i]`` up to ``ends[i]``."""
+    """Row ``requests[i]`` of the pool gets the next of ``locations``, from ``starts[i]`` up to
+    ``ends[i]``.
+    """
     taken = 0
     for request, start, end in zip(requests.tolist(), starts.tolist(), ends.tolist(), strict=True):
         count = end - start

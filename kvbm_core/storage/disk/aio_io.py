@@ -57,7 +57,8 @@ class AioIo:
 
 
 def make_file_io(fd: int, *, is_direct: bool, depth: int = 128) -> FileIo:
-    """The best there is for ``fd``: AIO for a file opened with O_DIRECT where kernel and module have it, else threads.
+    """The best there is for ``fd``: AIO for a file opened with O_DIRECT where kernel and module have it, else
+    threads.
 
     ``depth`` is for AIO alone.
     """

@@ -30,7 +30,8 @@ class DirectoryBusyError(DiskError):
 
 @dataclass(frozen=True, slots=True)
 class FileOptions:
-    """``is_direct``: past the page cache, where that works. ``opens_direct``: asked for at open, not after it.
+    """``is_direct``: past the page cache, where that works. ``opens_direct``: asked for at open, not after
+    it.
 
     ``zero_fill``: where space cannot be reserved, it is written full of zeros; else the file stays sparse.
     """
@@ -66,7 +67,9 @@ class OpenFile:
 
 
 def open_file(path: Path, options: FileOptions) -> OpenFile:
-    """Opens or creates ``path`` and locks it. DirectoryBusyError if another process has it, else DiskError."""
+    """Opens or creates ``path`` and locks it. DirectoryBusyError if another process has it, else
+    DiskError.
+    """
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -98,7 +101,8 @@ def open_to_read(path: Path, options: FileOptions) -> OpenFile:
 
 
 def reserve(opened: OpenFile, num_bytes: int, options: FileOptions) -> None:
-    """Makes the file ``num_bytes`` long, with its space reserved if that is possible. DiskError if there is too little.
+    """Makes the file ``num_bytes`` long, with its space reserved if that is possible. DiskError if there is
+    too little.
 
     What is in it stays, up to the new length.
     """
@@ -112,14 +116,16 @@ def reserve(opened: OpenFile, num_bytes: int, options: FileOptions) -> None:
         elif not opened.is_reserved:
             os.ftruncate(opened.fd, num_bytes)
             log.warning(
-                "kvbm: %s: space cannot be reserved here, the file is sparse; the disk may fill up", opened.path
+                "kvbm: %s: space cannot be reserved here, the file is sparse; the disk may fill up",
+                opened.path,
             )
     except OSError as error:
         room = os.statvfs(opened.path.parent)
         free_bytes = room.f_bavail * room.f_frsize
         raise DiskError(
             error.errno,
-            f"kvbm: {opened.path}: {error.strerror} for {num_bytes / 1e9:.2f} GB ({free_bytes / 1e9:.2f} GB are free);"
+            f"kvbm: {opened.path}: {error.strerror} for {num_bytes / 1e9:.2f} GB "
+            f"({free_bytes / 1e9:.2f} GB are free);"
             f" {remedy_for(error.errno)}",
         ) from error
 
@@ -163,7 +169,9 @@ def _reads_directly(fd: int) -> bool:
 
 
 def _fallocate(fd: int, num_bytes: int) -> bool:
-    """False where the file system does not know it. os.posix_fallocate would write into each block instead."""
+    """False where the file system does not know it. os.posix_fallocate would write into each block
+    instead.
+    """
     fallocate = ctypes.CDLL(None, use_errno=True).fallocate
     fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
     while fallocate(fd, 0, 0, num_bytes) != 0:

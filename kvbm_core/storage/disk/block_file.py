@@ -41,7 +41,9 @@ class ForeignFormatError(DiskError):
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """What the slots are for: ``num_slots`` blocks of ``payload_bytes``; ``fingerprint``: 16 bytes, what they mean."""
+    """What the slots are for: ``num_slots`` blocks of ``payload_bytes``; ``fingerprint``: 16 bytes, what they
+    mean.
+    """
 
     num_slots: int
     payload_bytes: int
@@ -58,7 +60,8 @@ class Geometry:
 
 
 class BlockFile:
-    """An open block file. Opening one that fits takes up what is in it; another one of this version is begun anew.
+    """An open block file. Opening one that fits takes up what is in it; another one of this version is begun
+    anew.
 
     Raises DiskError (one line) if the directory cannot hold it, DirectoryBusyError if another process has it,
     ForeignFormatError if another version of kvbm wrote it. One thread only.
@@ -101,7 +104,9 @@ class BlockFile:
         return self._open.is_reserved
 
     def begin_new_life(self) -> None:
-        """Forgets all records, durably: they belong to a life that is over. OSError if the disk does not take it."""
+        """Forgets all records, durably: they belong to a life that is over. OSError if the disk does not take
+        it.
+        """
         self.life = secrets.token_bytes(LIFE_BYTES)
         self._write_header()
         os.fdatasync(self.fd)
@@ -115,7 +120,8 @@ class BlockFile:
         version = foreign_version(sector) if sector else None
         if version is not None:
             raise ForeignFormatError(
-                f"kvbm: {self.path} is of format {version}, this kvbm writes {FORMAT_VERSION}; it is left as it is"
+                f"kvbm: {self.path} is of format {version}, this kvbm writes {FORMAT_VERSION}; it "
+                "is left as it is"
             )
         header = unpack_file(sector) if sector else None
         known = None if header is None else (header.payload_bytes, header.fingerprint)
@@ -125,7 +131,9 @@ class BlockFile:
         return secrets.token_bytes(LIFE_BYTES)
 
     def _write_header(self) -> None:
-        header = FileHeader(self.life, self.geometry.fingerprint, self.geometry.payload_bytes, self.geometry.num_slots)
+        header = FileHeader(
+            self.life, self.geometry.fingerprint, self.geometry.payload_bytes, self.geometry.num_slots
+        )
         with mmap.mmap(-1, SECTOR_BYTES) as sector:  # page-aligned, as direct writes want it
             sector[:] = pack_file(header)
             written = os.pwritev(self.fd, [sector], 0)

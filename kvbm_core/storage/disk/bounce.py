@@ -1,4 +1,6 @@
-"""Places for blocks whose own memory the disk cannot use: one is taken when a block's turn comes, then given back."""
+"""Places for blocks whose own memory the disk cannot use: one is taken when a block's turn comes, then given
+back.
+"""
 
 from __future__ import annotations
 

@@ -15,7 +15,8 @@ _PLUGINS = {"nixl-posix": "POSIX", "nixl-gds": "GDS", "nixl-gds-mt": "GDS_MT"}
 
 
 def chosen_file_io(fd: int, *, is_direct: bool, kind: str = AUTO, depth: int = 128) -> FileIo:
-    """``kind`` is a value of KVBM_DISK_IO; "auto" is never refused. DiskError, one line, for one that cannot be had.
+    """``kind`` is a value of KVBM_DISK_IO; "auto" is never refused. DiskError, one line, for one that cannot
+    be had.
 
     ``depth`` is for AIO alone.
     """

@@ -1,4 +1,5 @@
-"""What is in block files, looked at from outside: found, identified, counted and verified, also while an engine runs.
+"""What is in block files, looked at from outside: found, identified, counted and verified, also while an
+engine runs.
 
 Files are opened for reading only and closed again. Any thread may call anything here.
 """
@@ -86,7 +87,9 @@ class Identity:
 
 @dataclass(slots=True)
 class Contents:
-    """``ages``: used slots by AGE_LIMITS_S, and the older ones. ``oldest_ns``, ``newest_ns``: sequences, wall clock."""
+    """``ages``: used slots by AGE_LIMITS_S, and the older ones. ``oldest_ns``, ``newest_ns``: sequences, wall
+    clock.
+    """
 
     used: int = 0
     damaged: int = 0
@@ -109,7 +112,9 @@ OnProgress = Callable[[int], None]
 
 
 def find_files(root: Path, on_error: Callable[[OSError], None]) -> Iterator[Path]:
-    """``root`` itself if it is no folder, else every file below it that is named like a block file, in order."""
+    """``root`` itself if it is no folder, else every file below it that is named like a block file, in
+    order.
+    """
     if not root.is_dir():
         yield root
         return
@@ -148,8 +153,8 @@ def _other_kind(sector: bytes) -> tuple[Kind, str, int | None]:
 def find_holder(fd: int) -> Holder | None:
     """Who has locked the file.
 
-    The list of locks first: reading it disturbs nobody. It lacks other containers' locks, so that a shared lock is
-    tried then and given back at once; only an engine that starts in those microseconds could meet it.
+    The list of locks first: reading it disturbs nobody. It lacks other containers' locks, so that a shared
+    lock is tried then and given back at once; only an engine that starts in those microseconds could meet it.
     """
     status = os.fstat(fd)
     name = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
@@ -174,7 +179,8 @@ def find_holder(fd: int) -> Holder | None:
 def reading(path: Path, *, is_direct: bool = False) -> Iterator[int]:
     """``path`` open for reading alone. OSError if that fails.
 
-    ``is_direct``: past the page cache where that works, so that the disk is what is read, and the cache stays as it is.
+    ``is_direct``: past the page cache where that works, so that the disk is what is read, and the cache stays
+    as it is.
     """
     fd = _open_direct(path) if is_direct else None
     if fd is None:
@@ -203,10 +209,11 @@ def _open_direct(path: Path) -> int | None:
 
 
 def judge_header(sector: bytes | memoryview, slot: int, file: FileHeader) -> tuple[RecordHeader | None, str]:
-    """The header of a record of this life of the file; what is wrong with it, if anything; (None, "") for a free slot.
+    """The header of a record of this life of the file; what is wrong with it, if anything; (None, "") for a
+    free slot.
 
-    A slot may hold what an earlier life, or another geometry, left there. That is free. A damaged header counts if its
-    life is ours but for a few bits.
+    A slot may hold what an earlier life, or another geometry, left there. That is free. A damaged header
+    counts if its life is ours but for a few bits.
     """
     header = unpack_record(sector)
     if header is None:
@@ -223,7 +230,9 @@ def judge_header(sector: bytes | memoryview, slot: int, file: FileHeader) -> tup
 
 
 def scan(identity: Identity, *, now_ns: int, on_slots: OnProgress) -> Contents:
-    """Reads the header of every slot, many at a time; ``on_slots(count)`` as it goes. OSError if it does not open."""
+    """Reads the header of every slot, many at a time; ``on_slots(count)`` as it goes. OSError if it does not
+    open.
+    """
     contents = Contents()
     for chunk in chunks(identity):
         for found in chunk.sequences:

@@ -14,7 +14,8 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 
 class Transfer(NamedTuple):
-    """One request: ``pieces`` are (address, bytes) in memory, neighbours in the file from ``offset_bytes`` on.
+    """One request: ``pieces`` are (address, bytes) in memory, neighbours in the file from ``offset_bytes``
+    on.
 
     ``tag`` is the caller's, different from those of all requests in flight.
     """
@@ -40,14 +41,16 @@ def tags_of(transfers: Sequence[Transfer], in_flight: AbstractSet[int]) -> set[i
 class FileIo(Protocol):
     """Moves bytes between memory and one open file. One thread only.
 
-    Memory that is in flight must not be given back, whatever became of whoever asked: nothing that was submitted can
-    be called back. ``kvbm_core.testing.file_io_contract`` is the test that every implementation must pass.
+    Memory that is in flight must not be given back, whatever became of whoever asked: nothing that was
+    submitted can be called back. ``kvbm_core.testing.file_io_contract`` is the test that every implementation
+    must pass.
     """
 
     def submit(self, transfers: Sequence[Transfer], *, is_write: bool) -> None:
         """Starts them, in any order; does not wait for any of them.
 
-        ValueError for a tag that is in flight or given twice, or after ``close``; then nothing has been started.
+        ValueError for a tag that is in flight or given twice, or after ``close``; then nothing has been
+        started.
         """
 
     def collect(self, timeout_s: float) -> list[tuple[int, int]]:
@@ -63,8 +66,8 @@ class FileIo(Protocol):
     def close(self, timeout_s: float) -> bool:
         """Waits for what is in flight, discards its results and ends all threads. May be called again.
 
-        False if something is still in flight: the file has to stay open then, or another file with its number would
-        be written to.
+        False if something is still in flight: the file has to stay open then, or another file with its number
+        would be written to.
         """
 
 
@@ -73,7 +76,8 @@ class TakesMemory(Protocol):
     """A FileIo that is faster when it knows beforehand which memory it will be used with."""
 
     def register(self, address: int, nbytes: int, unit_bytes: int) -> None:
-        """Tells of memory that stays where it is until ``close``, and is used by whole units from its start on.
+        """Tells of memory that stays where it is until ``close``, and is used by whole units from its start
+        on.
 
         It need not be there yet: a unit is touched when it is first used.
         """

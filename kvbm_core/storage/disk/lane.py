@@ -31,7 +31,9 @@ REQUEST_BYTES = 1 << 20
 """Records in neighbouring slots travel in one request of about so many bytes."""
 WRITES_IN_FLIGHT_BYTES = 64 << 20
 READS_IN_FLIGHT_BYTES = 24 << 20
-"""Fewer: virtual disks report all that they have been given at once, and then there is to be more to read meanwhile."""
+"""Fewer: virtual disks report all that they have been given at once, and then there is to be more to read
+meanwhile.
+"""
 SUBMITTED_BYTES = 1 << 20
 """Handed to the kernel together, while the headers of the next are made; larger requests alone."""
 MAX_RECORDS = 512
@@ -47,7 +49,8 @@ OnDone = Callable[[int, Outcome], None]
 class Record(NamedTuple):
     """A block: its key, its slot in the file, and where its bytes are, or go to, in memory.
 
-    ``pieces``: (address, bytes) of each where they are in several, up to MAX_RECORD_PIECES; ``address``: the first's.
+    ``pieces``: (address, bytes) of each where they are in several, up to MAX_RECORD_PIECES; ``address``: the
+    first's.
     """
 
     key: BlockKey
@@ -74,14 +77,16 @@ class _Late(NamedTuple):
 class Lane:
     """Reads or writes records of one file. One thread only; a file may have one lane for each direction.
 
-    Memory at ``Record.address``: whole sectors from a sector's boundary on, ``record_bytes - SECTOR_BYTES`` of them; so
-    is each of several pieces, which together have as many bytes.
-    Or the records' addresses are 0, and places come from ``bounced`` when their turn comes.
-    A request that has not ended by its deadline is TIMED_OUT and still in flight: memory that it reads into must not be
-    used for anything else while ``holds`` says so.
+    Memory at ``Record.address``: whole sectors from a sector's boundary on, ``record_bytes - SECTOR_BYTES``
+    of them; so is each of several pieces, which together have as many bytes. Or the records' addresses are 0,
+    and places come from ``bounced`` when their turn comes. A request that has not ended by its deadline is
+    TIMED_OUT and still in flight: memory that it reads into must not be used for anything else while
+    ``holds`` says so.
     """
 
-    def __init__(self, file: BlockFile, io: FileIo, *, first_sequence: int = 0, clock: Clock | None = None) -> None:
+    def __init__(
+        self, file: BlockFile, io: FileIo, *, first_sequence: int = 0, clock: Clock | None = None
+    ) -> None:
         self._file = file
         self._io = io
         self._clock = clock or SystemClock()
@@ -91,7 +96,9 @@ class Lane:
         self._cells = mmap.mmap(-1, MAX_RECORDS * SECTOR_BYTES)
         self._cells_at = ctypes.addressof(ctypes.c_char.from_buffer(self._cells))
         whole = memoryview(self._cells)
-        self._sectors = [whole[at : at + SECTOR_BYTES] for at in range(0, len(whole), SECTOR_BYTES)]  # one of each cell
+        self._sectors = [
+            whole[at : at + SECTOR_BYTES] for at in range(0, len(whole), SECTOR_BYTES)
+        ]  # one of each cell
         if isinstance(io, TakesMemory):
             io.register(self._cells_at, len(self._cells), SECTOR_BYTES)
         self._payload_type = ctypes.c_char * self._payload_bytes
@@ -107,7 +114,8 @@ class Lane:
         on_done: OnDone | None = None,
         bounced: Bounced | None = None,
     ) -> list[Outcome]:
-        """OK: the disk has taken the record (a crash may still lose it). ``on_done(i, outcome)`` as each one ends.
+        """OK: the disk has taken the record (a crash may still lose it). ``on_done(i, outcome)`` as each one
+        ends.
 
         ValueError, and nothing is done, for a key that no record holds.
         """
@@ -126,12 +134,15 @@ class Lane:
     ) -> list[Outcome]:
         """OK: the memory holds what was written under this key; else it holds garbage.
 
-        MISS: another block is in that slot, or none; INCOMPATIBLE: one of another meaning; CORRUPT: it does not verify.
+        MISS: another block is in that slot, or none; INCOMPATIBLE: one of another meaning; CORRUPT: it does
+        not verify.
         """
         return _Move(self, records, deadline_s, on_done, bounced, is_write=False).run()
 
     def headers(self, slots: Sequence[int], *, deadline_s: float) -> list[RecordHeader | None]:
-        """What stands in these slots, of this life of the file; None for nothing, or nothing that could be read."""
+        """What stands in these slots, of this life of the file; None for nothing, or nothing that could be
+        read.
+        """
         move = _HeaderRead(self, [Record(BlockKey(b""), slot, 0) for slot in slots], deadline_s)
         move.run()
         return move.found
@@ -195,7 +206,9 @@ class _Move:
         self._bytes_each = self._piece_bytes()
         self._waiting = deque(self._runs())
         self._most_in_flight_bytes = WRITES_IN_FLIGHT_BYTES if is_write else READS_IN_FLIGHT_BYTES
-        if bounced is not None and not is_write:  # half of a small call, so that it too has something to read meanwhile
+        if (
+            bounced is not None and not is_write
+        ):  # half of a small call, so that it too has something to read meanwhile
             half_bytes = max(REQUEST_BYTES, len(records) * self._bytes_each // 2)
             self._most_in_flight_bytes = min(self._most_in_flight_bytes, half_bytes)
 
@@ -321,7 +334,9 @@ class _Move:
             lane._io.submit(transfers, is_write=self._is_write)
 
     def _has_room(self) -> bool:
-        """Whether the first of those that wait has cells, and places; if there are some, but too few, it is cut."""
+        """Whether the first of those that wait has cells, and places; if there are some, but too few, it is
+        cut.
+        """
         first = self._waiting[0]
         if self._bounced is not None and 0 < (num_free := self._bounced.bounce.num_free) < len(first):
             self._waiting[0] = first[num_free:]

@@ -1,4 +1,6 @@
-"""Reads and writes of one file by NIXL: its POSIX plugin, or GPUDirect Storage where a GPU and cuFile are there."""
+"""Reads and writes of one file by NIXL: its POSIX plugin, or GPUDirect Storage where a GPU and cuFile are
+there.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ from kvbm_core.storage.disk.io import ThreadIo, Transfer, tags_of
 
 PLUGINS = ("POSIX", "GDS", "GDS_MT")
 QUEUES = ("uring", "aio")
-"""What the POSIX plugin may work by, the better one first. Its third, posix_aio, is of no use after an error."""
+"""What the POSIX plugin may work by, the better one first. Its third, posix_aio, is of no use after an error.
+"""
 SPAN_BYTES = 256 << 20
 """Memory that was told of is registered by so many bytes, when the first of them are used."""
 PIECES_IN_FLIGHT = 1 << 15
@@ -54,9 +57,10 @@ class _Flight(NamedTuple):
 class NixlIo:
     """FileIo by a NIXL agent of its own, a request each for NIXL; made and used by one thread at a time.
 
-    ``queue`` says what the POSIX plugin works by; None for other plugins. OSError, whose text says what is missing,
-    where NIXL or its plugin cannot be had. What NIXL fails at is done again by preadv and pwritev in a thread: it tells
-    neither how many bytes it moved nor why it did not, and takes the end of a file for an error.
+    ``queue`` says what the POSIX plugin works by; None for other plugins. OSError, whose text says what is
+    missing, where NIXL or its plugin cannot be had. What NIXL fails at is done again by preadv and pwritev in
+    a thread: it tells neither how many bytes it moved nor why it did not, and takes the end of a file for an
+    error.
     """
 
     def __init__(self, fd: int, plugin: str = "POSIX") -> None:
@@ -69,8 +73,8 @@ class NixlIo:
         self._flights: dict[int, _Flight] = {}
         self._pieces_in_flight = 0
         self._ended: list[tuple[int, int]] = []
-        # Of a request that failed as the whole queue did, pieces may still be there, and NIXL would write to what was
-        # given back.
+        # Of a request that failed as the whole queue did, pieces may still be there, and NIXL would write to
+        # what was given back.
         self._failed: list[Any] = []
         self._plain: ThreadIo | None = None
         self._regions: list[_Region] = []
@@ -141,7 +145,9 @@ class NixlIo:
         try:
             import nixl
         except ImportError as error:
-            raise OSError(errno.ENOSYS, f"NIXL cannot be imported ({error}); pip install 'kvbm[nixl]'") from error
+            raise OSError(
+                errno.ENOSYS, f"NIXL cannot be imported ({error}); pip install 'kvbm[nixl]'"
+            ) from error
         for queue in QUEUES if self._plugin == "POSIX" else (None,):
             name = f"kvbm-disk-{os.getpid()}-{next(_NUMBERS)}"
             try:
@@ -155,7 +161,9 @@ class NixlIo:
                 log.info("kvbm: NIXL's %s plugin%s", self._plugin, f" by {queue}" if queue else "")
                 return agent, queue
         if self._plugin == "POSIX":
-            raise OSError(errno.ENOTSUP, "NIXL's POSIX plugin has neither io_uring nor Linux AIO here; allow one")
+            raise OSError(
+                errno.ENOTSUP, "NIXL's POSIX plugin has neither io_uring nor Linux AIO here; allow one"
+            )
         need = "it needs an NVIDIA GPU, its driver and libcufile"
         raise OSError(errno.ENOTSUP, f"NIXL cannot load its {self._plugin} plugin: {need}")
 
@@ -190,7 +198,8 @@ class NixlIo:
         handle = registered = None
         try:
             if foreign := [piece for piece in pieces if not self._is_registered(piece)]:
-                # Nobody said how long this memory stays; NIXL must not know it by the time it is somebody else's.
+                # Nobody said how long this memory stays; NIXL must not know it by the time it is somebody
+                # else's.
                 registered = self._register(foreign)
             place = self._fd, transfer.offset_bytes
             handle = _request(self._agent, self._plugin, place, pieces, is_write=is_write)
@@ -259,13 +268,17 @@ class NixlIo:
         self._plain.submit([transfer], is_write=is_write)
 
 
-_OPEN: set[NixlIo] = set()  # not closed: with the last reference to one, NIXL would give back what is in flight
+_OPEN: set[NixlIo] = (
+    set()
+)  # not closed: with the last reference to one, NIXL would give back what is in flight
 
 
 def _request(
     agent: Any, plugin: str, place: tuple[int, int], pieces: Sequence[tuple[int, int]], *, is_write: bool
 ) -> Any:
-    """A transfer of NIXL, not started, between the pieces and ``place``: a file descriptor, and where in the file."""
+    """A transfer of NIXL, not started, between the pieces and ``place``: a file descriptor, and where in the
+    file.
+    """
     fd, offset_bytes = place
     memory = np.array([(address, nbytes, 0) for address, nbytes in pieces], np.uint64)
     parts = memory.copy()
@@ -277,7 +290,9 @@ def _request(
 
 
 def _probe(agent: Any, plugin: str, fd: int) -> None:
-    """Raises if the queue does not read nothing: one that the kernel or a container forbids may only say so now."""
+    """Raises if the queue does not read nothing: one that the kernel or a container forbids may only say so
+    now.
+    """
     memory = mmap.mmap(-1, mmap.PAGESIZE)
     address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
     registered = [

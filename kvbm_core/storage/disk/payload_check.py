@@ -13,7 +13,9 @@ from kvbm_core.storage.disk.lane import Lane, Record
 from kvbm_core.storage.disk.record import RecordHeader, record_bytes
 
 IN_FLIGHT_BYTES = 8 << 20
-"""Of memory, and at the disk at once: enough for its full speed or nearly so, and little for a load to wait behind."""
+"""Of memory, and at the disk at once: enough for its full speed or nearly so, and little for a load to wait
+behind.
+"""
 STEP_BYTES = 32 << 20
 """Read between two looks at whether to stop."""
 STEP_DEADLINE_S = 60.0

@@ -1,4 +1,6 @@
-"""Blocks whose read fails are read once more: some errors have passed by then, of a bus, a driver or a page."""
+"""Blocks whose read fails are read once more: some errors have passed by then, of a bus, a driver or a
+page.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,11 @@ def read_twice(
             on_second(number, outcomes[index])
         return outcomes
     part = None if bounced is None else bounced.part(failed)
-    again = lane.read([records[index] for index in failed], deadline_s=left_s, on_done=on_second, bounced=part)
+    again = lane.read(
+        [records[index] for index in failed], deadline_s=left_s, on_done=on_second, bounced=part
+    )
     if num_good := again.count(Outcome.OK):  # what stays bad is told by whoever asked
-        log.warning("kvbm: %s: %d of %d blocks read again, %d are good now", path, len(failed), len(records), num_good)
+        log.warning(
+            "kvbm: %s: %d of %d blocks read again, %d are good now", path, len(failed), len(records), num_good
+        )
     return outcomes

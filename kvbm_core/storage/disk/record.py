@@ -1,10 +1,10 @@
 """What stands on the disk: one header for the file, and one before each block's bytes. Pure arithmetic.
 
-Version 1, little-endian. The file: its header, then from FIRST_SLOT_BYTES on slot after slot, each a record's header
-and the block's bytes, filled up to whole sectors. A header fills a sector and ends with the xxh3_128 of the rest of it,
-so no bit of it can change unseen. A record's header names everything that its block depends on, and holds the xxh3_128
-of the bytes: what is read is either what was written under that key in this life of the file, or it does not verify.
-No promise rests on the order or the completeness of writes.
+Version 1, little-endian. The file: its header, then from FIRST_SLOT_BYTES on slot after slot, each a record's
+header and the block's bytes, filled up to whole sectors. A header fills a sector and ends with the xxh3_128
+of the rest of it, so no bit of it can change unseen. A record's header names everything that its block
+depends on, and holds the xxh3_128 of the bytes: what is read is either what was written under that key in
+this life of the file, or it does not verify. No promise rests on the order or the completeness of writes.
 """
 
 from __future__ import annotations
@@ -46,7 +46,9 @@ class FileHeader(NamedTuple):
 
 
 class RecordHeader(NamedTuple):
-    """``sequence`` grows with the time of writing; records of one call share it, in the order of their slots."""
+    """``sequence`` grows with the time of writing; records of one call share it, in the order of their
+    slots.
+    """
 
     life: bytes
     fingerprint: bytes

@@ -37,7 +37,9 @@ class Found(NamedTuple):
 
 
 OnChunk = Callable[[int, list[Found]], None]
-"""``on_chunk(end, found)``: all slots below ``end`` have been looked at, ``found`` are those of the newest chunk."""
+"""``on_chunk(end, found)``: all slots below ``end`` have been looked at, ``found`` are those of the newest
+chunk.
+"""
 
 
 def is_block_key(key: bytes) -> bool:
@@ -46,7 +48,9 @@ def is_block_key(key: bytes) -> bool:
 
 
 def batches_of(found: Sequence[Found]) -> list[list[tuple[BlockKey, int]]]:
-    """(key, slot) in the order of writing; blocks written in one call together, in the order of their slots."""
+    """(key, slot) in the order of writing; blocks written in one call together, in the order of their
+    slots.
+    """
     ordered = sorted(found, key=lambda record: (record.sequence, record.slot))
     groups = groupby(ordered, key=lambda record: record.sequence)
     return [[(record.key, record.slot) for record in group] for _, group in groups]
@@ -55,12 +59,12 @@ def batches_of(found: Sequence[Found]) -> list[list[tuple[BlockKey, int]]]:
 class Recovery:
     """Looks at the header of every slot, in a thread of its own; a new file is done at once.
 
-    ``on_chunk`` is called in that thread, slots in ascending order, the last time with ``end`` = all slots, also if
-    the disk fails in between: what could not be read is simply not there. The ends of chunks follow from the geometry
-    and ``checks`` alone: all ranks of an engine have the same. ``make_io``: how it reads; as is best for the file
-    unless given.
-    ``checks``: what is behind the headers is read too, and only records that verify are found. That takes as long as
-    reading all of them does, at most PayloadCheck.IN_FLIGHT_BYTES at a time.
+    ``on_chunk`` is called in that thread, slots in ascending order, the last time with ``end`` = all slots,
+    also if the disk fails in between: what could not be read is simply not there. The ends of chunks follow
+    from the geometry and ``checks`` alone: all ranks of an engine have the same. ``make_io``: how it reads;
+    as is best for the file unless given. ``checks``: what is behind the headers is read too, and only records
+    that verify are found. That takes as long as reading all of them does, at most
+    PayloadCheck.IN_FLIGHT_BYTES at a time.
     """
 
     def __init__(
@@ -129,7 +133,13 @@ class Recovery:
             )
         if self.read_bytes:
             read_gb = self.read_bytes / 1e9
-            log.info("kvbm: %s: %d blocks found, %.2f GB checked, in %.1f s", path, self.found_blocks, read_gb, took_s)
+            log.info(
+                "kvbm: %s: %d blocks found, %.2f GB checked, in %.1f s",
+                path,
+                self.found_blocks,
+                read_gb,
+                took_s,
+            )
         elif self.found_blocks:
             log.info("kvbm: %s: %d blocks found in %.1f s", path, self.found_blocks, took_s)
 
@@ -166,6 +176,8 @@ class Recovery:
             self._report(slots[at : at + most].stop, good)
 
     def _report(self, end: int, headers: Sequence[RecordHeader]) -> None:
-        found = [Found(header.slot, header.key, header.sequence) for header in headers if is_block_key(header.key)]
+        found = [
+            Found(header.slot, header.key, header.sequence) for header in headers if is_block_key(header.key)
+        ]
         self.found_blocks += len(found)
         self._on_chunk(end, found)

@@ -26,7 +26,13 @@ class Side:
     """
 
     def __init__(
-        self, file: BlockFile, clock: Clock, *, is_write: bool, first_sequence: int = 0, is_straight: bool = True
+        self,
+        file: BlockFile,
+        clock: Clock,
+        *,
+        is_write: bool,
+        first_sequence: int = 0,
+        is_straight: bool = True,
     ) -> None:
         self.lock = threading.Lock()
         io = make_file_io(file.fd, is_direct=file.is_direct)
@@ -50,7 +56,9 @@ class Side:
         outcomes = [Outcome.BUSY] * len(blocks)
         pieces = [self.pieces_of(buffer) for buffer in buffers]
         straight = {
-            i: Record(*blocks[i], own[0][0], own if len(own) > 1 else ()) for i, own in enumerate(pieces) if own
+            i: Record(*blocks[i], own[0][0], own if len(own) > 1 else ())
+            for i, own in enumerate(pieces)
+            if own
         }
         self._move(straight, outcomes, deadline_at_s)
         by_bounce = {i: Record(*blocks[i], 0) for i, own in enumerate(pieces) if not own}
@@ -63,7 +71,9 @@ class Side:
     def pieces_of(self, buffer: Memory) -> tuple[tuple[int, int], ...]:
         """(address, bytes) of what the disk can read or write as it is; empty if it has to be copied."""
         parts = parts_of(buffer) if self._is_straight else ()
-        if len(parts) > MAX_RECORD_PIECES or any(part.readonly or part.nbytes % SECTOR_BYTES for part in parts):
+        if len(parts) > MAX_RECORD_PIECES or any(
+            part.readonly or part.nbytes % SECTOR_BYTES for part in parts
+        ):
             return ()
         pieces = tuple(
             (ctypes.addressof(ctypes.c_char.from_buffer(part)), part.nbytes) for part in parts if part.nbytes
@@ -78,7 +88,11 @@ class Side:
         return ended
 
     def _move(
-        self, records: dict[int, Record], outcomes: list[Outcome], deadline_at_s: float, bounced: Bounced | None = None
+        self,
+        records: dict[int, Record],
+        outcomes: list[Outcome],
+        deadline_at_s: float,
+        bounced: Bounced | None = None,
     ) -> None:
         if records:
             left_s = deadline_at_s - self._clock.now_s()

@@ -1,9 +1,9 @@
 """Which block is in which slot of a block file, told by the process that writes it to others that read it.
 
-A file beside the block file. Version 1, little-endian: a header, then entries, the latest last; the last entry of a
-slot, and of a key, counts. It is begun anew whenever the block file is opened or cleared, and put in place by rename,
-so a reader that has it open can tell. It is a hint: what an entry leads to is checked by the record's own header and
-digest. So nothing of it has to be complete, or to survive a crash.
+A file beside the block file. Version 1, little-endian: a header, then entries, the latest last; the last
+entry of a slot, and of a key, counts. It is begun anew whenever the block file is opened or cleared, and put
+in place by rename, so a reader that has it open can tell. It is a hint: what an entry leads to is checked by
+the record's own header and digest. So nothing of it has to be complete, or to survive a crash.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ CHUNK_ENTRIES = 4096
 """What a reader takes in at once: some milliseconds."""
 
 _MAGIC = b"KVBMSLOT"
-# magic, version, bytes of an entry; id of the log, life, fingerprint, bytes of a block, slots; xxh3_64 of all before
+# magic, version, bytes of an entry; id of the log, life, fingerprint, bytes of a block, slots; xxh3_64 of all
+# before
 _HEADER = struct.Struct("<8sHH4x16s16s16sQQ")
 # key, slot, bytes of the key; xxh3_64 of all before, seeded with the id of the log
 _ENTRY = struct.Struct("<40sQH6x")
@@ -49,7 +50,9 @@ log = logging.getLogger("kvbm")
 
 
 class LogHeader(NamedTuple):
-    """``log_id``: 16 random bytes; entries of another log do not verify. The rest as in the block file's header."""
+    """``log_id``: 16 random bytes; entries of another log do not verify. The rest as in the block file's
+    header.
+    """
 
     log_id: bytes
     life: bytes
@@ -99,7 +102,9 @@ def pack_entry(block: Block, header: LogHeader) -> bytes:
 def unpack_entry(data: bytes, header: LogHeader) -> Block | None:
     """The block of an entry of this log; None if it does not verify, or names a slot that is not there."""
     body = data[:_SUM_AT]
-    if len(data) != ENTRY_BYTES or _SUM.unpack_from(data, _SUM_AT)[0] != xxhash.xxh3_64_intdigest(body, _seed(header)):
+    if len(data) != ENTRY_BYTES or _SUM.unpack_from(data, _SUM_AT)[0] != xxhash.xxh3_64_intdigest(
+        body, _seed(header)
+    ):
         return None
     key, slot, key_bytes = _ENTRY.unpack(body)
     is_sound = 0 < key_bytes <= MAX_KEY_BYTES and slot < header.num_slots
@@ -113,8 +118,8 @@ def _seed(header: LogHeader) -> int:
 class SlotLog:
     """The writer's end, for whoever has the block file open. Safe to call from any thread.
 
-    What the disk does not take is logged and missing for readers; the next ``append`` tries to tell them all again.
-    DiskError if a log of earlier can neither be replaced nor removed.
+    What the disk does not take is logged and missing for readers; the next ``append`` tries to tell them all
+    again. DiskError if a log of earlier can neither be replaced nor removed.
     """
 
     def __init__(self, file: BlockFile) -> None:
@@ -145,7 +150,9 @@ class SlotLog:
                 withdraw_log(self._file.path)
 
     def append(self, blocks: Sequence[Block]) -> None:
-        """These blocks can be read from now on. The caller sees to the order of calls that concern the same slots."""
+        """These blocks can be read from now on. The caller sees to the order of calls that concern the same
+        slots.
+        """
         if not blocks:
             return
         with self._lock:
@@ -207,8 +214,8 @@ class SlotLog:
 class LogFollower:
     """A reader's end: what was appended since. One thread at a time.
 
-    ``header``: of the log that is followed, another object each time that one is opened; None: there is none, or it is
-    of other blocks.
+    ``header``: of the log that is followed, another object each time that one is opened; None: there is none,
+    or it is of other blocks.
     """
 
     def __init__(self, path: Path, geometry: Geometry) -> None:
@@ -221,7 +228,8 @@ class LogFollower:
         self._settled_bytes = 0
 
     def read_on(self) -> list[Block] | None:
-        """The next entries, CHUNK_ENTRIES at most, those that do not verify left out; None if there are none now.
+        """The next entries, CHUNK_ENTRIES at most, those that do not verify left out; None if there are none
+        now.
 
         Look at ``header`` afterwards: the entries are of that log.
         """
@@ -256,7 +264,9 @@ class LogFollower:
             os.close(fd)
 
     def _size_bytes(self) -> int:
-        """Of the log at the path; it is opened if another one was open, or it was cut. OSError if that fails."""
+        """Of the log at the path; it is opened if another one was open, or it was cut. OSError if that
+        fails.
+        """
         status = os.stat(self._path)
         is_same = self.header is not None and _identity_of(status) == self._identity
         if is_same and status.st_size >= self._at_bytes:

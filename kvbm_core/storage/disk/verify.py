@@ -36,7 +36,9 @@ MAX_DETAILS = 20
 
 
 class Verdict(NamedTuple):
-    """A record looked at. ``what`` is wrong with it, empty if nothing is; ``key`` is empty if it cannot be known."""
+    """A record looked at. ``what`` is wrong with it, empty if nothing is; ``key`` is empty if it cannot be
+    known.
+    """
 
     slot: int
     what: str = ""
@@ -47,7 +49,9 @@ class Verdict(NamedTuple):
 
 @dataclass(slots=True)
 class Findings:
-    """What verifying found. ``details`` are the first MAX_DETAILS of the bad ones, ``damaged`` the slots of all."""
+    """What verifying found. ``details`` are the first MAX_DETAILS of the bad ones, ``damaged`` the slots of
+    all.
+    """
 
     good: int = 0
     unreadable: int = 0
@@ -98,7 +102,9 @@ def verify(identity: Identity, occupied: Sequence[int], *, on_bytes: OnProgress)
     with reading(identity.path, is_direct=True) as fd:
         checker = _Checker(fd, file)
         suspects: list[int] = []
-        for verdicts in in_threads(checker.check, _runs(occupied, max(1, READ_BYTES // each_bytes)), VERIFY_THREADS):
+        for verdicts in in_threads(
+            checker.check, _runs(occupied, max(1, READ_BYTES // each_bytes)), VERIFY_THREADS
+        ):
             for verdict in verdicts:
                 if verdict.what and identity.holder is not None:
                     suspects.append(verdict.slot)
@@ -135,7 +141,9 @@ class _Checker:
             return [self._check_large(slot) for slot in slots]
         buffer, each = self._buffer(), self._each_bytes
         try:
-            got = self._fill(buffer[: len(slots) * each], slot_offset_bytes(slots[0], self._file.payload_bytes))
+            got = self._fill(
+                buffer[: len(slots) * each], slot_offset_bytes(slots[0], self._file.payload_bytes)
+            )
         except OSError as error:
             if len(slots) > 1:  # one bad place shall not cost its neighbours
                 return [self.check(range(slot, slot + 1))[0] for slot in slots]
@@ -192,7 +200,8 @@ class _Checker:
 
     def _buffer(self) -> memoryview:
         if not hasattr(self._own, "view"):
-            # On a page's boundary, as O_DIRECT wants it; in huge pages a read of this size is a few pieces, not 1,024.
+            # On a page's boundary, as O_DIRECT wants it; in huge pages a read of this size is a few pieces,
+            # not 1,024.
             memory = mmap.mmap(-1, READ_BYTES + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
             start = -address % HUGE_PAGE_BYTES
@@ -211,7 +220,9 @@ def _unreadable(slot: int, error: OSError) -> Verdict:
 
 @contextmanager
 def held_for_erasing(path: Path) -> Iterator[int]:
-    """``path`` locked and open for writing. DirectoryBusyError if a process has it, DiskError if that is impossible."""
+    """``path`` locked and open for writing. DirectoryBusyError if a process has it, DiskError if that is
+    impossible.
+    """
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
@@ -220,16 +231,22 @@ def held_for_erasing(path: Path) -> Iterator[int]:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            raise DirectoryBusyError(errno.EBUSY, f"{path} is in use by a process; stop its engine first") from error
+            raise DirectoryBusyError(
+                errno.EBUSY, f"{path} is in use by a process; stop its engine first"
+            ) from error
         yield fd
     finally:
         os.close(fd)
 
 
 def erase(fd: int, file: FileHeader, slots: Iterable[int]) -> int:
-    """Zeros over the headers of ``slots``, durably; how many. ``fd``: see held_for_erasing. OSError if it fails."""
+    """Zeros over the headers of ``slots``, durably; how many. ``fd``: see held_for_erasing. OSError if it
+    fails.
+    """
     count = 0
     for slot in slots:
-        count += os.pwrite(fd, bytes(SECTOR_BYTES), slot_offset_bytes(slot, file.payload_bytes)) == SECTOR_BYTES
+        count += (
+            os.pwrite(fd, bytes(SECTOR_BYTES), slot_offset_bytes(slot, file.payload_bytes)) == SECTOR_BYTES
+        )
     os.fdatasync(fd)
     return count

@@ -40,13 +40,15 @@ class _Load:
 class BroadcastExecutor:
     """Executor of one rank. Every rank must be given the same onboards in the same order.
 
-    With ``make_loader`` this is rank 0, which stores: its offloads go to that executor, and its onboards too, before
-    their bytes go to the other ranks. Elsewhere an offload is done at once, with 0 bytes, and an onboard when rank 0's
-    bytes are in place, with 0 bytes too: they did not come from a tier. What could not be loaded ends alike everywhere.
+    With ``make_loader`` this is rank 0, which stores: its offloads go to that executor, and its onboards too,
+    before their bytes go to the other ranks. Elsewhere an offload is done at once, with 0 bytes, and an
+    onboard when rank 0's bytes are in place, with 0 bytes too: they did not come from a tier. What could not
+    be loaded ends alike everywhere.
 
-    An onboard cannot be cancelled: the other ranks wait for it. When a rank is gone, is late (``load_timeout_s`` for a
-    load, the group's own timeout for the rest) or expects another job, the group is broken for good: ``on_broken`` is
-    told why, and all onboards end as IO_ERROR. ``close`` of one rank breaks it for the others, if they still load.
+    An onboard cannot be cancelled: the other ranks wait for it. When a rank is gone, is late
+    (``load_timeout_s`` for a load, the group's own timeout for the rest) or expects another job, the group is
+    broken for good: ``on_broken`` is told why, and all onboards end as IO_ERROR. ``close`` of one rank breaks
+    it for the others, if they still load.
     """
 
     def __init__(
@@ -99,7 +101,9 @@ class BroadcastExecutor:
             try:
                 self._loader.submit(plan, deadline_s=deadline_s)
             except Exception as error:  # the other ranks have to hear of it
-                self._loaded(JobResult(plan.job_id, Outcome.IO_ERROR, 0, 0.0, 0.0, f"{type(error).__name__}: {error}"))
+                self._loaded(
+                    JobResult(plan.job_id, Outcome.IO_ERROR, 0, 0.0, 0.0, f"{type(error).__name__}: {error}")
+                )
 
     def poll(self) -> list[JobResult]:
         """Always empty: results go to the listener."""
@@ -151,7 +155,9 @@ class BroadcastExecutor:
         return None
 
     def _loaded(self, result: JobResult) -> None:
-        """Rank 0's executor has ended a job; a load that failed ends now, and the other ranks hear of it in turn."""
+        """Rank 0's executor has ended a job; a load that failed ends now, and the other ranks hear of it in
+        turn.
+        """
         with self._changed:
             load = self._loads.get(result.job_id)
             if load is not None:
@@ -212,16 +218,22 @@ class BroadcastExecutor:
                 while (load := self._next()) is not None:
                     share(load)
             self._break(GroupError("closed"))
-        except Exception as error:  # of torch, of a connection: whatever it is, the ranks are no longer in step
+        except (
+            Exception
+        ) as error:  # of torch, of a connection: whatever it is, the ranks are no longer in step
             self._break(error)
         finally:
             self._group.discard()
 
     def _next(self) -> _Load | None:
-        """The oldest onboard, when rank 0 has loaded it or the others may wait for it; None after ``close``."""
+        """The oldest onboard, when rank 0 has loaded it or the others may wait for it; None after
+        ``close``.
+        """
         with self._changed:
             self._changed.wait_for(
-                lambda: self._is_closed or bool(self._queue and (self._loader is None or self._queue[0].result))
+                lambda: (
+                    self._is_closed or bool(self._queue and (self._loader is None or self._queue[0].result))
+                )
             )
             return None if self._is_closed else self._queue.popleft()
 
@@ -253,7 +265,9 @@ class BroadcastExecutor:
 
     def _num_bytes(self, plan: TransferPlan) -> int:
         views = self._rows.views
-        return sum(len(m.device_blocks) * views[m.group].block_bytes for m in plan.moves if m.group < len(views))
+        return sum(
+            len(m.device_blocks) * views[m.group].block_bytes for m in plan.moves if m.group < len(views)
+        )
 
     def _is_possible(self, plan: TransferPlan) -> bool:
         """Whether its device blocks exist here and are named once. The slots are rank 0's affair."""

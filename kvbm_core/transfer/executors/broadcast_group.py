@@ -1,7 +1,8 @@
 """The ranks that share what rank 0 loads: who is there, what comes next, and the bytes.
 
-What comes next goes over a loopback connection of each rank to rank 0, so that waiting costs no GPU time and ends at
-once when a rank is gone. The bytes go through torch's own process groups (NCCL or gloo), apart from the engine's.
+What comes next goes over a loopback connection of each rank to rank 0, so that waiting costs no GPU time and
+ends at once when a rank is gone. The bytes go through torch's own process groups (NCCL or gloo), apart from
+the engine's.
 """
 
 from __future__ import annotations
@@ -61,8 +62,8 @@ class MeetingPoint:
 
 
 class Group:
-    """One rank's end. All but ``close`` belong to one thread; each call raises GroupError, or another error of the
-    connection or of torch, when the group is broken, ``timeout_s`` has passed or ``close`` was called.
+    """One rank's end. All but ``close`` belong to one thread; each call raises GroupError, or another error
+    of the connection or of torch, when the group is broken, ``timeout_s`` has passed or ``close`` was called.
 
     ``point``: rank 0's, which is closed with the group. ``max_ctas``: for NCCL; None leaves it the choice.
     """
@@ -202,11 +203,14 @@ class Group:
         work = self._pg.broadcast([tensor], options)
         while not work.is_completed():
             time.sleep(POLL_INTERVAL_S)
-            # A rank that is through already may be gone too: that is no reason to give up what it has left to us.
+            # A rank that is through already may be gone too: that is no reason to give up what it has left to
+            # us.
             if any(_is_gone(peer) for peer in self._peers) and not work.is_completed():
                 raise GroupError(_NO_ONE)
             if self._clock.now_s() > ends_at_s:
-                raise GroupError(f"a broadcast of {tensor.numel()} bytes took longer than {self._timeout_s:g} s")
+                raise GroupError(
+                    f"a broadcast of {tensor.numel()} bytes took longer than {self._timeout_s:g} s"
+                )
         # NCCL that gives up because a rank is gone ends its work as if all bytes had come.
         if tensor.is_cuda and any(_is_gone(peer) for peer in self._peers):
             raise GroupError(_NO_ONE)
@@ -232,7 +236,9 @@ class Group:
     # ---------------------------------------------------------------- ends
 
     def close(self) -> None:
-        """Any thread: whatever is waited for, here and on the other ranks, ends with an error. May be called twice."""
+        """Any thread: whatever is waited for, here and on the other ranks, ends with an error. May be called
+        twice.
+        """
         with self._lock:
             self._is_closed = True
             peers = list(self._peers)

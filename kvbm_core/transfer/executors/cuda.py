@@ -64,7 +64,9 @@ class CudaExecutor(BoardExecutor):
         self._digests = digests
         self._bases = [api.address_of(storage) for storage in device.storages]
         self._tables = [
-            PieceTable(pair_segments(view, host.view(view.block_bytes)), self._bases, host.address, host.chunk_bytes)
+            PieceTable(
+                pair_segments(view, host.view(view.block_bytes)), self._bases, host.address, host.chunk_bytes
+            )
             for view in device.views
         ]
         self._streams = {
@@ -120,7 +122,9 @@ class CudaExecutor(BoardExecutor):
             flight.failure = flight.failure or f"{type(error).__name__}: {error}"
         return flight
 
-    def _copy(self, direction: Direction, group: int, device_blocks: Sequence[int], slots: Sequence[int]) -> None:
+    def _copy(
+        self, direction: Direction, group: int, device_blocks: Sequence[int], slots: Sequence[int]
+    ) -> None:
         arrays = self._tables[group].arrays(device_blocks, slots, to_host=direction is Direction.OFFLOAD)
         targets, sources, sizes = (numbers.tolist() for numbers in arrays)
         self._api.copy((targets, sources, sizes), self._streams[direction])

@@ -1,4 +1,6 @@
-"""Device blocks as rows of bytes that lie one after the other: gathered for a broadcast, scattered after it."""
+"""Device blocks as rows of bytes that lie one after the other: gathered for a broadcast, scattered after
+it.
+"""
 
 from __future__ import annotations
 
@@ -28,10 +30,12 @@ class _Lane:
 
 
 class DeviceRows:
-    """Chunks of at most ``chunk_bytes``, or of one block, in a tensor of our own; on CUDA on a stream of our own.
+    """Chunks of at most ``chunk_bytes``, or of one block, in a tensor of our own; on CUDA on a stream of our
+    own.
 
-    A row is a block's content in the order of its view, so it means the same on every rank, wherever each keeps it.
-    All but ``mark`` belong to one thread, inside ``bound``. What is gathered or scattered is in place on return.
+    A row is a block's content in the order of its view, so it means the same on every rank, wherever each
+    keeps it. All but ``mark`` belong to one thread, inside ``bound``. What is gathered or scattered is in
+    place on return.
     """
 
     def __init__(self, device: DeviceMemory, chunk_bytes: int = CHUNK_BYTES) -> None:

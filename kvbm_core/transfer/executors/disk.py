@@ -35,10 +35,10 @@ A block whose first try fails and that is read again ends once, with its second 
 class DiskExecutor:
     """Executes DiskPlans. Safe to call from any thread; a job's result goes to ``on_done`` from any thread.
 
-    What did not end within ``io_deadline_s`` is TIMED_OUT and late: its slots, in memory and on disk, are not to be
-    used for anything else until ``on_released(job_id)``. The slab's slots are whole sectors
-    (``HostSlab.slot_bytes`` is what the file's geometry says). ``ios``: one to read by and one to write by, which this
-    closes; made here unless given.
+    What did not end within ``io_deadline_s`` is TIMED_OUT and late: its slots, in memory and on disk, are not
+    to be used for anything else until ``on_released(job_id)``. The slab's slots are whole sectors
+    (``HostSlab.slot_bytes`` is what the file's geometry says). ``ios``: one to read by and one to write by,
+    which this closes; made here unless given.
     """
 
     def __init__(
@@ -74,12 +74,16 @@ class DiskExecutor:
         self._num_resets = 0
         self._threads = [
             threading.Thread(target=partial(self._work, board, lane), name=f"kvbm-disk-{name}", daemon=True)
-            for name, board, lane in zip(("reader", "writer"), (self._reads, self._writes), self._lanes, strict=True)
+            for name, board, lane in zip(
+                ("reader", "writer"), (self._reads, self._writes), self._lanes, strict=True
+            )
         ]
         for thread in self._threads:
             thread.start()
 
-    def submit(self, plan: DiskPlan, *, deadline_s: float | None = None, on_block: OnBlock | None = None) -> None:
+    def submit(
+        self, plan: DiskPlan, *, deadline_s: float | None = None, on_block: OnBlock | None = None
+    ) -> None:
         """Queues a plan and returns at once; see Executor.submit."""
         board = self._board(plan.direction)
         try:

@@ -28,16 +28,22 @@ Lanes = Sequence[tuple[Bytes, Bytes]]
 
 
 def copy_in_python(lanes: Lanes, dst_ids: Ids, src_ids: Ids) -> None:
-    """Native.copy_blocks for several lanes: one numpy call for each run of blocks that are neighbours on both sides."""
+    """Native.copy_blocks for several lanes: one numpy call for each run of blocks that are neighbours on both
+    sides.
+    """
     for dst, src in lanes:
         if (dst.shape[0], dst.shape[2], len(dst_ids)) != (src.shape[0], src.shape[2], len(src_ids)):
-            raise ValueError(f"{len(src_ids)} blocks of {src.shape} cannot be copied to {len(dst_ids)} of {dst.shape}")
+            raise ValueError(
+                f"{len(src_ids)} blocks of {src.shape} cannot be copied to {len(dst_ids)} of {dst.shape}"
+            )
         for side, ids in ((dst, dst_ids), (src, src_ids)):
             if len(ids) and not 0 <= ids.min() <= ids.max() < side.shape[1]:
                 raise IndexError(f"blocks {ids.min()}..{ids.max()} are not in 0..{side.shape[1] - 1}")
     for run in runs_both_ways(src_ids.tolist(), dst_ids.tolist()):
         end = run.dst + run.count * run.step
-        targets = slice(run.dst, end if end >= 0 else None, run.step)  # a slice that descends to 0 must have no end
+        targets = slice(
+            run.dst, end if end >= 0 else None, run.step
+        )  # a slice that descends to 0 must have no end
         for dst, src in lanes:
             np.copyto(dst[:, targets], src[:, run.src : run.src + run.count])
 

@@ -1,4 +1,6 @@
-"""Plans whose blocks are partly on disk: disk -> host slot -> device, chunk by chunk, over two other executors."""
+"""Plans whose blocks are partly on disk: disk -> host slot -> device, chunk by chunk, over two other
+executors.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ OnDone = Callable[[JobResult], None]
 
 @dataclass
 class _Load:
-    """A plan with reads. ``chunk_of[i]``: the chunk of read i; a chunk goes up when all of it has been read."""
+    """A plan with reads. ``chunk_of[i]``: the chunk of read i; a chunk goes up when all of it has been
+    read.
+    """
 
     plan: TransferPlan
     chunk_of: list[int]
@@ -37,10 +41,11 @@ class _Load:
 
 
 class PipelineExecutor:
-    """Executor: passes plans without reads to ``device``; while a chunk of another one is copied, the next is read.
+    """Executor: passes plans without reads to ``device``; while a chunk of another one is copied, the next is
+    read.
 
-    The parts of a plan are jobs of their own, with negative numbers. The plan has ended when all of them have. Copies
-    that were not begun when a read failed are left out.
+    The parts of a plan are jobs of their own, with negative numbers. The plan has ended when all of them
+    have. Copies that were not begun when a read failed are left out.
     """
 
     def __init__(

@@ -1,8 +1,9 @@
 """A double of TensorRT-LLM's PyTorch executor, as far as a KV cache connector can see it.
 
-TensorRT-LLM cannot be installed where these tests run. The double makes the same calls in the same order with the same
-values, and has real tensors underneath: the model's KV bytes depend on the whole prefix, and every byte that a forward
-pass reads is checked first. What would end the real executor's loop raises ``DoubleFailure``.
+TensorRT-LLM cannot be installed where these tests run. The double makes the same calls in the same order with
+the same values, and has real tensors underneath: the model's KV bytes depend on the whole prefix, and every
+byte that a forward pass reads is checked first. What would end the real executor's loop raises
+``DoubleFailure``.
 
     def job(rank: int, prompt: list[int]) -> dict[int, list[int]]:
         from kvbm_trtllm.leader import Leader    # inside the job: sees the version's base classes
@@ -23,17 +24,20 @@ pass reads is checked first. What would end the real executor's loop raises ``Do
 
 What is what:
 
-* ``World``: rank processes with a ``tensorrt_llm`` of version "early" (1.1.0rc5 to 1.2.0rc1), "released" (1.2), "mid"
-  (main, mid-2026) or "newest" (main, September 2026); with one rank, this process. ``installed(version)`` alone does
-  only the import side.
+* ``World``: rank processes with a ``tensorrt_llm`` of version "early" (1.1.0rc5 to 1.2.0rc1), "released"
+(1.2), "mid"
+  (main, mid-2026) or "newest" (main, September 2026); with one rank, this process. ``installed(version)``
+  alone does only the import side.
 * ``ExecutorConfig``: V1 or V2 cache, overlap, chunks, CUDA graphs, attention windows, attention DP, sizes.
-* ``Executor``: ``submit``, ``cancel``, ``preempt``, ``fail_next_forward``, ``drop_next_batch``, ``drop_device_cache``,
+* ``Executor``: ``submit``, ``cancel``, ``preempt``, ``fail_next_forward``, ``drop_next_batch``,
+``drop_device_cache``,
   ``step``, ``run_until_idle``; ``outputs``, ``finish_reasons``, ``errors``, ``calls``, ``blocks_in_use``.
 * ``calls``: every call with its values; see ``Call``.
 
-Where the double is not the real executor: cancellations take effect in every iteration, while R waits for a batch;
-an idle ``step`` polls, while the real loop sleeps until a request comes; after a forward error the loop lives on with
-overlap too. Not there: pipeline parallelism, beams, draft tokens, several pools per V1 cache.
+Where the double is not the real executor: cancellations take effect in every iteration, while R waits for a
+batch; an idle ``step`` polls, while the real loop sleeps until a request comes; after a forward error the
+loop lives on with overlap too. Not there: pipeline parallelism, beams, draft tokens, several pools per V1
+cache.
 """
 
 from tests.trtllm.double.calls import Call, Calls

@@ -1,6 +1,7 @@
 """The connector's interface as in TensorRT-LLM 1.1.0rc5 to 1.2.0rc1 (label E of the reference).
 
-Not there: what an iteration schedules, and the callable at the end of a forward pass; CUDA graphs are refused.
+Not there: what an iteration schedules, and the callable at the end of a forward pass; CUDA graphs are
+refused.
 """
 
 from __future__ import annotations

@@ -75,12 +75,16 @@ class KvCacheConnectorScheduler(api_released.KvCacheConnectorScheduler):
         pairs = {name: f"{name}_by_layer_group" for name in ("request_finished", "update_state_after_alloc")}
         _let_grouped_stand_in(cls, KvCacheConnectorScheduler, pairs)
 
-    def request_finished_by_layer_group(self, request: Any, cache_block_ids_by_layer_group: list[list[int]]) -> bool:
+    def request_finished_by_layer_group(
+        self, request: Any, cache_block_ids_by_layer_group: list[list[int]]
+    ) -> bool:
         if len(cache_block_ids_by_layer_group) != 1:
             raise NotImplementedError(f"{type(self).__name__} lacks request_finished_by_layer_group")
         return self.request_finished(request, cache_block_ids_by_layer_group[0])
 
-    def update_state_after_alloc_by_layer_group(self, request: Any, block_ids_by_layer_group: list[list[int]]) -> None:
+    def update_state_after_alloc_by_layer_group(
+        self, request: Any, block_ids_by_layer_group: list[list[int]]
+    ) -> None:
         if len(block_ids_by_layer_group) != 1:
             raise NotImplementedError(f"{type(self).__name__} lacks update_state_after_alloc_by_layer_group")
         self.update_state_after_alloc(request, block_ids_by_layer_group[0])

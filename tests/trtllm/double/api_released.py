@@ -1,4 +1,6 @@
-"""The connector's interface as in TensorRT-LLM 1.2 (label R of the reference): methods and fields, no more."""
+"""The connector's interface as in TensorRT-LLM 1.2 (label R of the reference): methods and fields, no
+more.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Blocks on the device: prefix reuse, a free list that hands out the block freed last, and pins.
 
-One manager serves both of TensorRT-LLM's: V1 is one layer group whose tables are grown to the whole prompt at once;
-V2 grows them per chunk, and blocks that an attention window has passed are given back, -1 in their place.
+One manager serves both of TensorRT-LLM's: V1 is one layer group whose tables are grown to the whole prompt at
+once; V2 grows them per chunk, and blocks that an attention window has passed are given back, -1 in their
+place.
 """
 
 from __future__ import annotations
@@ -111,12 +112,16 @@ class BlockManager:
         core.slots = []
         for pool, window in zip(self.pools, self._windows, strict=True):
             live = self._first_live(window, count * self._size)
-            core.slots.append([NO_PAGE] * live + [pool.share(self._slot(pool, key)) for key in keys[live:count]])
+            core.slots.append(
+                [NO_PAGE] * live + [pool.share(self._slot(pool, key)) for key in keys[live:count]]
+            )
         core.num_committed = count
         return count * self._size + (self._copy_part(core, count) if self._reuses_parts else 0)
 
     def grow(self, core: Core, num_tokens: int, history: int) -> bool:
-        """Makes room for ``num_tokens`` positions, of which ``history`` are computed; False, and nothing, if full."""
+        """Makes room for ``num_tokens`` positions, of which ``history`` are computed; False, and nothing, if
+        full.
+        """
         target = -(-num_tokens // self._size)
         new: list[list[int]] = []
         for group, pool in enumerate(self.pools):

@@ -11,8 +11,8 @@ from typing import Any
 class Call:
     """One call: in which step, with what, and what it returned.
 
-    ``values`` has no request objects, only their ids and the positions at the time of the call, so that it can go from
-    process to process.
+    ``values`` has no request objects, only their ids and the positions at the time of the call, so that it
+    can go from process to process.
     """
 
     step: int

@@ -15,7 +15,9 @@ PATIENCE_S = 120.0
 
 @dataclass
 class Comm:
-    """This process's place among the ranks. Rank 0 has one link to each other rank, the others one to rank 0."""
+    """This process's place among the ranks. Rank 0 has one link to each other rank, the others one to
+    rank 0.
+    """
 
     rank: int = 0
     size: int = 1
@@ -61,7 +63,9 @@ class Comm:
 
     def _receive(self, link: Connection, operation: str) -> Any:
         if not link.poll(PATIENCE_S):
-            raise DoubleFailure(f"rank {self.rank} waited {PATIENCE_S:.0f} s in {operation}: another rank is stuck")
+            raise DoubleFailure(
+                f"rank {self.rank} waited {PATIENCE_S:.0f} s in {operation}: another rank is stuck"
+            )
         theirs, value = link.recv()
         if theirs != operation:
             raise DoubleFailure(f"rank {self.rank} is at {operation} while another rank is at {theirs}")

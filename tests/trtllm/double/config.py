@@ -13,9 +13,10 @@ import torch
 class ExecutorConfig:
     """An executor and its cache; the defaults make a small V1 cache with 32 bytes per token.
 
-    ``attention_windows`` has one entry per layer, repeated as needed (V2 only); layers with the same window form a
-    layer group. ``chunk_tokens`` is the token budget of an iteration (``max_num_tokens`` with chunked prefill), a
-    multiple of ``tokens_per_block``; None schedules whole prompts. ``num_blocks`` counts per layer group.
+    ``attention_windows`` has one entry per layer, repeated as needed (V2 only); layers with the same window
+    form a layer group. ``chunk_tokens`` is the token budget of an iteration (``max_num_tokens`` with chunked
+    prefill), a multiple of ``tokens_per_block``; None schedules whole prompts. ``num_blocks`` counts per
+    layer group.
     """
 
     manager: str = "v1"
@@ -42,10 +43,14 @@ class ExecutorConfig:
     attention_dp: bool = False
     """N: each rank is an executor of its own as far as KV goes; they run their forward passes together."""
     dummies_fit: bool = True
-    """Attention DP: a rank whose requests are all being loaded has room for a dummy request; else no rank runs."""
+    """Attention DP: a rank whose requests are all being loaded has room for a dummy request; else no rank
+    runs.
+    """
     defers_when_full: bool = False
-    """Attention DP, a rank without room for a dummy request when its batch has gone to loads: all batches, whose
-    metadata is bound and whose loads have begun, come again; else all ranks wait for the first of its loads."""
+    """Attention DP, a rank without room for a dummy request when its batch has gone to loads: all batches,
+    whose
+    metadata is bound and whose loads have begun, come again; else all ranks wait for the first of its
+    loads."""
     double_finish: bool = False
     """Overlap: an end that was not predictable calls ``request_finished`` a second time."""
     vocab_size: int = 1000
@@ -96,7 +101,9 @@ class ExecutorConfig:
         from tensorrt_llm.llmapi.llm_args import TorchLlmArgs
 
         windows = None if self.windows == [None] else [window or 0 for window in self.attention_windows]
-        mapping = SimpleNamespace(rank=rank, world_size=size, tp_size=size, tp_rank=rank, pp_size=1, pp_rank=0)
+        mapping = SimpleNamespace(
+            rank=rank, world_size=size, tp_size=size, tp_rank=rank, pp_size=1, pp_rank=0
+        )
         cache = SimpleNamespace(
             tokens_per_block=self.tokens_per_block,
             dtype=self.dtype,

@@ -22,11 +22,12 @@ NEWEST = "newest"
 class Contract:
     """What the executor has to know of a version; ``release`` is the number that it gives itself.
 
-    ``queries_first``: all requests of an iteration are queried before the first of them is told its blocks, and not
-    one by one. ``drops_batches``: metadata may be bound for a batch that cannot run. ``holds_loads``: a cancelled
-    request keeps its blocks until its load is over. ``counts_tokens``: it says how many tokens an iteration computes.
-    ``queries_dummies``: it asks about requests that it made up; ``queries_in_warm_up``: before there is a cache.
-    ``frees_one_save``: of the requests whose saves end in one iteration only the first is let go, by mistake.
+    ``queries_first``: all requests of an iteration are queried before the first of them is told its blocks,
+    and not one by one. ``drops_batches``: metadata may be bound for a batch that cannot run. ``holds_loads``:
+    a cancelled request keeps its blocks until its load is over. ``counts_tokens``: it says how many tokens an
+    iteration computes. ``queries_dummies``: it asks about requests that it made up; ``queries_in_warm_up``:
+    before there is a cache. ``frees_one_save``: of the requests whose saves end in one iteration only the
+    first is let go, by mistake.
     """
 
     version: str
@@ -162,7 +163,9 @@ def _unbind_submodule() -> None:
 
 @contextmanager
 def installed(version: str) -> Iterator[Contract]:
-    """TensorRT-LLM of this version can be imported inside, and adapters import it anew; afterwards all is as before."""
+    """TensorRT-LLM of this version can be imported inside, and adapters import it anew; afterwards all is as
+    before.
+    """
     contract = _CONTRACTS[version]
     before = _take_out()
     _unbind_submodule()
@@ -174,4 +177,6 @@ def installed(version: str) -> Iterator[Contract]:
         _installed.pop()
         _take_out()
         _unbind_submodule()
-        sys.modules.update({name: module for name, module in before.items() if name.startswith("tensorrt_llm")})
+        sys.modules.update(
+            {name: module for name, module in before.items() if name.startswith("tensorrt_llm")}
+        )

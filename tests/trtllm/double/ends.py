@@ -13,7 +13,11 @@ class Ends:
     """What becomes of requests and of their blocks."""
 
     def __init__(
-        self, config: ExecutorConfig, blocks: BlockManager, manager: ConnectorManager | None, contract: Contract
+        self,
+        config: ExecutorConfig,
+        blocks: BlockManager,
+        manager: ConnectorManager | None,
+        contract: Contract,
     ) -> None:
         self.outputs: dict[int, list[int]] = {}
         self.reasons: dict[int, str] = {}

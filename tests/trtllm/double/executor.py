@@ -33,8 +33,8 @@ class ForwardError(RuntimeError):
 class Executor:
     """One rank's executor. All ranks of a world make the same calls in the same order.
 
-    With ``attention_dp`` each rank gets requests of its own, and all call ``step`` equally often. Without classes it
-    runs alone and without a connector. Raises what the constructors raise. One thread.
+    With ``attention_dp`` each rank gets requests of its own, and all call ``step`` equally often. Without
+    classes it runs alone and without a connector. Raises what the constructors raise. One thread.
     """
 
     def __init__(
@@ -111,7 +111,9 @@ class Executor:
         dummy: bool = False,
         generation_only: bool = False,
     ) -> int:
-        """Queues a request and returns its id. ``stop_after``: this many tokens in, the model says end-of-sequence."""
+        """Queues a request and returns its id. ``stop_after``: this many tokens in, the model says
+        end-of-sequence.
+        """
         tokens = [int(token) for token in prompt_tokens]
         if not tokens or max_new_tokens < 1 + generation_only:
             raise ValueError("a request has a prompt and generates something")
@@ -154,7 +156,9 @@ class Executor:
         self._fails_forward = True
 
     def drop_next_batch(self) -> None:
-        """From M on: the next metadata is bound, but its batch cannot run: no ``start_load_kv``, and it comes again."""
+        """From M on: the next metadata is bound, but its batch cannot run: no ``start_load_kv``, and it comes
+        again.
+        """
         if not self.contract.drops_batches:
             raise ValueError("this contract always calls start_load_kv after bind_connector_meta")
         self._drops_batch = True
@@ -172,10 +176,14 @@ class Executor:
 
     def slots_of(self, request_id: int) -> list[list[int]]:
         """The blocks of a request per layer group; empty when it has none."""
-        return next(([list(t) for t in core.slots] for core in self._active if core.request_id == request_id), [])
+        return next(
+            ([list(t) for t in core.slots] for core in self._active if core.request_id == request_id), []
+        )
 
     def write_kv(self, request_id: int, start: int, end: int) -> None:
-        """Does what a perfect connector does: the KV of positions ``start`` to ``end`` is in the request's blocks."""
+        """Does what a perfect connector does: the KV of positions ``start`` to ``end`` is in the request's
+        blocks.
+        """
         core = next(core for core in self._active if core.request_id == request_id)
         for layer in range(self.config.num_layers):
             self.model.write_layer([Work(request_id, core.sequence, core.slots, start, end)], layer)
@@ -192,7 +200,9 @@ class Executor:
         return not (self._waiting or self._active or self._previous or has_transfers)
 
     def run_until_idle(self) -> dict[int, list[int]]:
-        """Steps until every request ended and no transfer is open, here and on all ranks; returns ``outputs``."""
+        """Steps until every request ended and no transfer is open, here and on all ranks; returns
+        ``outputs``.
+        """
         deadline_s = time.monotonic() + PATIENCE_S
         while self.lockstep.any(not self.is_idle):
             if not self.step():
@@ -287,7 +297,9 @@ class Executor:
             self.lockstep.check_together(False)
             return None
         self.lockstep.check_together(True)
-        return self._sample(batch.context + batch.generation, [work for work in works if work.request_id != DUMMY_ID])
+        return self._sample(
+            batch.context + batch.generation, [work for work in works if work.request_id != DUMMY_ID]
+        )
 
     def _run_layers(self, works: list[Work], *, has_hooks: bool) -> None:
         hooks = self.manager if has_hooks else None
@@ -298,7 +310,9 @@ class Executor:
             self.model.write_layer(works, layer)
             if hooks:
                 hooks.in_forward("save_kv_layer", layer)
-        self.num_computed_tokens += sum(work.end - work.start for work in works if work.request_id != DUMMY_ID)
+        self.num_computed_tokens += sum(
+            work.end - work.start for work in works if work.request_id != DUMMY_ID
+        )
         if self._fails_forward:
             self._fails_forward = False
             raise ForwardError("as the test wished")
@@ -309,7 +323,9 @@ class Executor:
             self.manager.in_forward("wait_for_save")
 
     def _sample(self, cores: list[Core], works: list[Work]) -> Sampled:
-        """The device's side of the requests after a forward pass; the token is None after a chunk in the middle."""
+        """The device's side of the requests after a forward pass; the token is None after a chunk in the
+        middle.
+        """
         for core, work in zip(cores, works, strict=True):
             core.computed = work.end
             if core.state is State.CONTEXT:
@@ -356,7 +372,11 @@ class Executor:
         kept = set()
         for core in self._active:
             if core.request_id in self._cancelled and core.finish_reason is None:
-                if self.lockstep.is_on and self.manager is not None and self.manager.has_pending(core.request_id):
+                if (
+                    self.lockstep.is_on
+                    and self.manager is not None
+                    and self.manager.has_pending(core.request_id)
+                ):
                     kept.add(core.request_id)  # with attention DP a cancel waits for the load
                 else:
                     core.finish_reason = "cancelled"
@@ -383,7 +403,9 @@ class Executor:
             mine = [(core.request_id, core.state.value, core.position, core.computed) for core in batch.all]
             everybody = comm.mpi_allgather(mine)
             if any(theirs != mine for theirs in everybody):
-                raise DoubleFailure(f"the ranks do not run the same batch in step {self.num_steps}: {everybody}")
+                raise DoubleFailure(
+                    f"the ranks do not run the same batch in step {self.num_steps}: {everybody}"
+                )
 
     def _describe(self) -> str:
         states = {core.request_id: core.state.value for core in self._waiting + self._active}

@@ -1,7 +1,7 @@
 """Attention data parallelism: executors with requests of their own, which run their forward passes together.
 
-A rank that has nothing to run takes part with a dummy request: one block for one iteration, of which the connector
-hears nothing.
+A rank that has nothing to run takes part with a dummy request: one block for one iteration, of which the
+connector hears nothing.
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ class LockStep:
         return all(comm.mpi_allgather(mine)) if self.is_on else mine
 
     def pad(self, batch: Batch, *, is_free: bool) -> None:
-        """A dummy request for an empty batch, if there is room for it. ``is_free``: this rank has no requests."""
+        """A dummy request for an empty batch, if there is room for it. ``is_free``: this rank has no
+        requests.
+        """
         if not self.is_on or batch.all or not (is_free or self._config.dummies_fit):
             return
         tokens = [1]

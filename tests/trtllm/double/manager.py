@@ -1,7 +1,8 @@
-"""What stands between the executor and the connector on one rank: order, broadcasts, and which transfers are open.
+"""What stands between the executor and the connector on one rank: order, broadcasts, and which transfers are
+open.
 
-Every call goes through ``_call``, which records it and turns an exception into DoubleFailure, as the real loop ends
-on it. Calls inside a forward pass are the exception: see ``in_forward``.
+Every call goes through ``_call``, which records it and turns an exception into DoubleFailure, as the real
+loop ends on it. Calls inside a forward pass are the exception: see ``in_forward``.
 """
 
 from __future__ import annotations
@@ -45,10 +46,13 @@ class Batch:
 class ConnectorManager:
     """One rank's connector, seen from the executor.
 
-    ``leader`` is None on all ranks but 0. With attention DP each rank has one, and ranks say nothing to each other.
+    ``leader`` is None on all ranks but 0. With attention DP each rank has one, and ranks say nothing to each
+    other.
     """
 
-    def __init__(self, leader: Any, worker: Any, contract: Contract, calls: Calls, config: ExecutorConfig) -> None:
+    def __init__(
+        self, leader: Any, worker: Any, contract: Contract, calls: Calls, config: ExecutorConfig
+    ) -> None:
         self.leader = leader
         self.worker = worker
         self.step = 0
@@ -93,7 +97,8 @@ class ConnectorManager:
             raise DoubleFailure("load_kv_async must be False when num_tokens is 0")
         if not self._is_v2 and num_computed + num_tokens >= core.prompt_len:
             raise DoubleFailure(
-                f"prepopulatedPromptLen {num_computed} + {num_tokens} >= promptLen {core.prompt_len} aborts V1"
+                f"prepopulatedPromptLen {num_computed} + {num_tokens} >= promptLen "
+                f"{core.prompt_len} aborts V1"
             )
         return num_tokens, is_async
 
@@ -130,14 +135,18 @@ class ConnectorManager:
         if self._is_v2:
             name = f"{name}_by_layer_group"
             method = getattr(self.leader, name)
-            return self._call(name, lambda: method(core.python, groups), **values, block_ids_by_layer_group=groups)
+            return self._call(
+                name, lambda: method(core.python, groups), **values, block_ids_by_layer_group=groups
+            )
         method = getattr(self.leader, name)
         return self._call(name, lambda: method(core.python, groups[0]), **values, block_ids=list(groups[0]))
 
     # One iteration
 
     def build_output(self, batch: Batch) -> None:
-        """Makes the SchedulerOutput: only what is new since the last report, without requests that are loading."""
+        """Makes the SchedulerOutput: only what is new since the last report, without requests that are
+        loading.
+        """
         output = self._contract.api.SchedulerOutput()
         for core in batch.context:
             if core.request_id not in self._new_loading:
@@ -184,10 +193,15 @@ class ConnectorManager:
         return parked
 
     def bind(self) -> None:
-        """build_connector_meta on the leader, bind_connector_meta everywhere; ranks above 0 get an unpickled copy."""
+        """build_connector_meta on the leader, bind_connector_meta everywhere; ranks above 0 get an unpickled
+        copy.
+        """
         output, self._output = self._output, None
         metadata = self._on_leader(
-            "build_connector_meta", lambda: self.leader.build_connector_meta(output), must_pickle=True, output=output
+            "build_connector_meta",
+            lambda: self.leader.build_connector_meta(output),
+            must_pickle=True,
+            output=output,
         )
         self._call("bind_connector_meta", lambda: self.worker.bind_connector_meta(metadata))
 
@@ -254,7 +268,9 @@ class ConnectorManager:
 
     # Calls
 
-    def _on_leader(self, name: str, call: Callable[[], Any], *, must_pickle: bool = False, **values: Any) -> Any:
+    def _on_leader(
+        self, name: str, call: Callable[[], Any], *, must_pickle: bool = False, **values: Any
+    ) -> Any:
         result = None
         if self.leader is not None:
             result = self._call(name, call, **values)

@@ -8,7 +8,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from tests.trtllm.double.api_layout import KvCacheBufferRef, KvCacheLayerGroupLayout, KvCacheLayout, KvCacheRegion
+from tests.trtllm.double.api_layout import (
+    KvCacheBufferRef,
+    KvCacheLayerGroupLayout,
+    KvCacheLayout,
+    KvCacheRegion,
+)
 from tests.trtllm.double.config import ExecutorConfig
 
 ROLES = ("key", "value")

@@ -1,4 +1,6 @@
-"""Device memory on the CPU, and a model whose KV bytes depend on the whole prefix and are checked before every use."""
+"""Device memory on the CPU, and a model whose KV bytes depend on the whole prefix and are checked before
+every use.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,10 @@ class Sequence:
         """Appends tokens that are known to the device."""
         start, end = self.length, self.length + len(tokens)
         powers = _powers(end)[start:]
-        sums = np.cumsum(_mix(np.array(tokens, dtype=np.uint64) + np.uint64(1)) * powers, dtype=np.uint64) + self.sum
+        sums = (
+            np.cumsum(_mix(np.array(tokens, dtype=np.uint64) + np.uint64(1)) * powers, dtype=np.uint64)
+            + self.sum
+        )
         self.sum = sums[-1]
         self.seeds[start:end] = _mix(sums)
         self.length = end
@@ -132,11 +137,15 @@ class Model:
         return tokens
 
     def check_layer(self, batch: list[Work], layer: int) -> None:
-        """Raises DoubleFailure if a position that the batch will read is not as computing it would have left it."""
+        """Raises DoubleFailure if a position that the batch will read is not as computing it would have left
+        it.
+        """
         group = self.memory.group_of_layer[layer]
         window = self.memory.windows[group]
         slots: list[int] = []
-        places: list[tuple[Work, int, int]] = []  # (request, its first block to look at, the first it computes into)
+        places: list[
+            tuple[Work, int, int]
+        ] = []  # (request, its first block to look at, the first it computes into)
         parts: list[tuple[Work, int]] = []  # (request, tokens before those it computes in that block)
         for work in batch:
             low = 0 if window is None else max(0, work.start - window + 1) // self._size
@@ -173,10 +182,16 @@ class Model:
             slot = work.slots[group][block]
             expected = work.sequence.expected[layer, kv, block, :, offset]
             if slot < 0 or not np.array_equal(view[slot, :, offset], expected):
-                state = "never written" if slot >= 0 and (view[slot, :, offset] == Memory.POISON).all() else "wrong"
+                state = (
+                    "never written"
+                    if slot >= 0 and (view[slot, :, offset] == Memory.POISON).all()
+                    else "wrong"
+                )
                 raise DoubleFailure(
-                    f"{state} KV: request {work.request_id}, block {block} (slot {slot} of group {group}), position "
-                    f"{position}, layer {layer}, kv {kv}; the forward pass computes {work.start} to {work.end}"
+                    f"{state} KV: request {work.request_id}, block {block} (slot {slot} of group "
+                    f"{group}), position "
+                    f"{position}, layer {layer}, kv {kv}; the forward pass computes {work.start} to "
+                    f"{work.end}"
                 )
 
     def write_layer(self, batch: list[Work], layer: int) -> None:

@@ -1,8 +1,8 @@
 """One request as the executor keeps it, and the two views of it that connectors get.
 
-``BoundRequest`` is what a V1 cache passes to ``get_num_new_matched_tokens``: a C++ object of which only the bound
-attributes are readable, another object at every call. ``make_views`` makes the Python ``LlmRequest`` that comes in
-every other callback. Both write through to the same request.
+``BoundRequest`` is what a V1 cache passes to ``get_num_new_matched_tokens``: a C++ object of which only the
+bound attributes are readable, another object at every call. ``make_views`` makes the Python ``LlmRequest``
+that comes in every other callback. Both write through to the same request.
 """
 
 from __future__ import annotations
@@ -121,7 +121,11 @@ class ReleasedBoundRequest(BoundRequest):
     @property
     def cache_salt_id(self) -> int | None:
         salt = self._core.cache_salt
-        return None if salt is None else int.from_bytes(hashlib.blake2b(salt.encode(), digest_size=8).digest(), "big")
+        return (
+            None
+            if salt is None
+            else int.from_bytes(hashlib.blake2b(salt.encode(), digest_size=8).digest(), "big")
+        )
 
 
 class NewestBoundRequest(BoundRequest):

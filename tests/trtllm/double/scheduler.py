@@ -34,7 +34,9 @@ class Scheduler:
     def schedule(self, active: list[Core]) -> tuple[Batch, list[Core]]:
         """The batch, and the requests that lost their blocks (V2); oldest requests first."""
         budget = self._config.chunk_tokens or 1 << 60
-        decoding = sum(core.state is State.GENERATION and core.launched < core.max_new_tokens for core in active)
+        decoding = sum(
+            core.state is State.GENERATION and core.launched < core.max_new_tokens for core in active
+        )
         budget -= decoding
         batch, paused = Batch([], []), []
         paused += [core for core in active if core.request_id in self.to_preempt and self._can_preempt(core)]
@@ -43,10 +45,16 @@ class Scheduler:
             self._preempt(core)
         promised, is_full = self._promised_blocks(active), False
         for core in active:
-            if core in paused or core.finish_reason is not None or len(batch.all) >= self._config.max_batch_size:
+            if (
+                core in paused
+                or core.finish_reason is not None
+                or len(batch.all) >= self._config.max_batch_size
+            ):
                 continue
             if core.state is State.GENERATION and core.launched < core.max_new_tokens:
-                if not self._is_v2 or self._grow_or_preempt(core, core.computed + 1, core.computed, active, paused):
+                if not self._is_v2 or self._grow_or_preempt(
+                    core, core.computed + 1, core.computed, active, paused
+                ):
                     batch.generation.append(core)
             elif core.state is State.CONTEXT and not is_full:
                 room = self._start_context(core, budget, promised, active, paused)
@@ -108,7 +116,11 @@ class Scheduler:
 
     def _can_preempt(self, core: Core) -> bool:
         running = core.state in {State.CONTEXT, State.GENERATION} and core.finish_reason is None
-        return bool(core.slots) and running and (core.state is State.CONTEXT or core.launched < core.max_new_tokens)
+        return (
+            bool(core.slots)
+            and running
+            and (core.state is State.CONTEXT or core.launched < core.max_new_tokens)
+        )
 
     def _preempt(self, core: Core) -> None:
         self._blocks.commit(core, min(core.computed, len(core.tokens)))

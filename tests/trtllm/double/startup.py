@@ -18,7 +18,9 @@ from tests.trtllm.double.requests import Core
 GROUPED = ("update_state_after_alloc_by_layer_group", "request_finished_by_layer_group")
 
 
-def construct(leader_class: Callable[[Any], Any], worker_class: Callable[[Any], Any], llm_args: Any) -> tuple[Any, Any]:
+def construct(
+    leader_class: Callable[[Any], Any], worker_class: Callable[[Any], Any], llm_args: Any
+) -> tuple[Any, Any]:
     """(leader or None, worker), made at the same time in two threads: they may wait for each other."""
     leads = comm.mpi_rank() == 0 or llm_args.enable_attention_dp
     with ThreadPoolExecutor(max_workers=2) as pool:
@@ -35,7 +37,9 @@ def start(
     calls: Calls,
     config: ExecutorConfig,
 ) -> tuple[ConnectorManager, Callable[[], None] | None]:
-    """The connector of these classes (leader, worker), registered, and its forward pass callable if it has one."""
+    """The connector of these classes (leader, worker), registered, and its forward pass callable if it has
+    one.
+    """
     contract = current()
     if config.attention_dp:
         _refuse_without_attention_dp(classes)
@@ -77,7 +81,9 @@ def _query_dummy(manager: ConnectorManager) -> None:
 def _refuse_flat_leader(leader: Any, contract: Contract) -> None:
     base = contract.api.KvCacheConnectorScheduler
     missing = [
-        name for name in GROUPED if leader is not None and getattr(type(leader), name, None) is getattr(base, name)
+        name
+        for name in GROUPED
+        if leader is not None and getattr(type(leader), name, None) is getattr(base, name)
     ]
     if comm.mpi_broadcast(missing):
         raise DoubleFailure(f"several layer groups need {' and '.join(missing)} on the leader")

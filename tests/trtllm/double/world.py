@@ -20,9 +20,9 @@ JOB_TIMEOUT_S = 240.0
 class World:
     """``num_ranks`` ranks with TensorRT-LLM of one contract version.
 
-    One rank is this process; more are spawned at the first job and kept for the next. A job is a function of a module
-    and arguments that can be pickled; it gets the rank first and imports adapters itself, so that they see the
-    version. Jobs of one world run one after the other.
+    One rank is this process; more are spawned at the first job and kept for the next. A job is a function of
+    a module and arguments that can be pickled; it gets the rank first and imports adapters itself, so that
+    they see the version. Jobs of one world run one after the other.
     """
 
     def __init__(self, version: str, num_ranks: int = 1) -> None:
@@ -46,8 +46,8 @@ class World:
     def run(self, job: Callable[..., Any], *args: Any) -> list[Any]:
         """What the job returned on each rank, by rank.
 
-        Raises the first failure of any rank, as DoubleFailure with that rank's traceback; the ranks are then replaced.
-        In this process (one rank) exceptions go through as they are.
+        Raises the first failure of any rank, as DoubleFailure with that rank's traceback; the ranks are then
+        replaced. In this process (one rank) exceptions go through as they are.
         """
         if self.num_ranks == 1:
             return [job(0, *args)]
