@@ -159,9 +159,16 @@ class Leader:
         return None if state is None or state.is_finished else state
 
     def open(
-        self, request_id: str, root: SequenceHash, extra_of_block: Callable[[int], bytes] | None
+        self,
+        request_id: str,
+        root: SequenceHash,
+        extra_of_block: Callable[[int], bytes] | None,
+        *,
+        is_lasting: bool = True,
     ) -> RequestState:
         """Starts to follow a request. ``extra_of_block(i)`` is what block i depends on besides its tokens.
+        Blocks of a request that is not ``is_lasting`` mean nothing in another process: they stay in host
+        memory.
 
         One that was opened under the same id before is let go; what still moves for it ends by itself.
         """
@@ -169,7 +176,7 @@ class Leader:
         if old is not None:
             self._onboarding.let_go(old)
         chain = TokenChain(root, base_block_tokens(self.groups), extra_of_block)
-        state = RequestState(request_id, chain, self.groups)
+        state = RequestState(request_id, chain, self.groups, is_lasting=is_lasting)
         self._requests[request_id] = state
         return state
 
@@ -384,7 +391,7 @@ class Leader:
         elif job.outcome is not Outcome.OK:
             self._count_failure(job)
         for share in job.shares:
-            if is_offload and is_done and self.disk is not None:
+            if is_offload and is_done and self.disk is not None and share.state.is_lasting:
                 self.disk.offer(share.keys)
             self._drop_if_idle(share.state)
 

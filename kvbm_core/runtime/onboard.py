@@ -212,7 +212,7 @@ class Onboarding:
         if self._disk is not None:
             if share.reads is not None:
                 self._disk.judge(job.outcome, share.reads.keys)
-            if is_loaded:
+            if is_loaded and state.is_lasting:
                 self._disk.hit(share.keys)
         self._release(share)
         state.onboard_job = None

@@ -46,7 +46,8 @@ class RequestState:
     ``next_offload[g]`` is the first block of group g that has not been considered for offload yet, and
     ``next_full_tokens`` the length at which the next of them is full (0: not known, look).
     ``foreign_tokens``: what the engine found on the device, and nobody here has seen computed; it is never
-    offloaded.
+    offloaded. ``is_lasting``: whether its keys mean the same in another process; else they never reach the
+    disk.
     """
 
     request_id: str
@@ -63,6 +64,7 @@ class RequestState:
     host_hit_blocks: int = 0
     disk_hit_blocks: int = 0
     is_finished: bool = False
+    is_lasting: bool = True
     _keys: list[list[BlockKey]] = field(default_factory=list)
     _steps: list[int] = field(default_factory=list)
     _own: set[BlockKey] = field(default_factory=set)

@@ -13,7 +13,7 @@ from kvbm_core.runtime.handshake import DiskOff, DiskSlotsFound
 from kvbm_core.runtime.leader import MAX_CHUNKS_PER_POLL
 from kvbm_core.runtime.messages import ForgetDisk
 from kvbm_core.storage.disk.recovery import Found
-from kvbm_core.testing.leader_bench import BenchDisk, LeaderBench
+from kvbm_core.testing.leader_bench import ROOT, BenchDisk, LeaderBench
 from kvbm_core.types import BlockKey
 from tests.unit.disk_bench import (
     OTHER,
@@ -52,6 +52,20 @@ def test_what_is_in_the_host_is_ordered_to_the_disk_from_where_it_is() -> None:
     assert bench.metric("kvbm_offload_blocks_h2d") == 5
     assert bench.metric('kvbm_tier_blocks{tier="disk",state="used"}') == 5
     assert bench.metric('kvbm_tier_blocks{tier="disk",state="capacity"}') == 16
+    bench.assert_idle()
+
+
+def test_blocks_that_mean_nothing_in_another_process_stay_in_host_memory() -> None:
+    bench = bench_of()
+    state = bench.leader.open("r", ROOT, None, is_lasting=False)
+    bench.answer(bench.offload(state, PROMPT))
+    bench.leader.finish(state)
+    again = bench.leader.open("again", ROOT, None, is_lasting=False)
+    assert bench.match(again, PROMPT) == 16
+    bench.answer(bench.leader.onboard(again, 16, TABLE))
+    bench.leader.finish(again)
+    assert bench.metric("kvbm_onboard_blocks_h2d") == 4
+    assert bench.stores() == []
     bench.assert_idle()
 
 

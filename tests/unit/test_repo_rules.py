@@ -22,6 +22,7 @@ MAX_FUNCTION_LINES = 60
 CORE_ORDER = (
     ("types", "errors", "config", "clock", "native"),
     ("tokens",),
+    ("identity",),
     ("layout",),
     ("policy",),
     ("blocks",),

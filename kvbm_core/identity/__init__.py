@@ -1,0 +1,1 @@
+"""What the bytes of a block depend on besides its tokens: configuration, weights, adapters."""

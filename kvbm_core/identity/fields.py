@@ -1,0 +1,183 @@
+"""An engine's configuration, classified field by field: in the key, or irrelevant for a stated reason.
+
+Each adapter has one ``ConfigTable`` per configuration class of its engine. A field that no table names is
+unknown: it may change what K and V are, so blocks that were computed under it keep to the process that
+computed them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from enum import Enum
+from pathlib import PurePath
+from typing import Any, NamedTuple
+
+MAX_DEPTH = 16
+_SCALARS = (bool, int, float, str, bytes, type(None))
+
+
+@dataclasses.dataclass(frozen=True)
+class InKey:
+    """The field's value is part of the key. ``read`` makes of it what counts; by default, the value as it
+    is.
+    """
+
+    read: Callable[[Any], object] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Irrelevant:
+    """The field changes no byte of K or V; ``reason`` says why, in a few words, for the docs."""
+
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True)
+class ThisProcessOnly:
+    """The field's value, where ``applies`` to it, means nothing in another process; ``reason`` says why."""
+
+    reason: str
+    applies: Callable[[Any], bool] = bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Nested:
+    """The field holds another configuration, or None. ``tables`` by class name; another class is unknown."""
+
+    tables: tuple[ConfigTable, ...]
+
+
+Rule = InKey | Irrelevant | ThisProcessOnly | Nested
+
+
+@dataclasses.dataclass(frozen=True)
+class ConfigTable:
+    """The rules of one configuration class."""
+
+    class_name: str
+    rules: Mapping[str, Rule]
+
+
+class Description(NamedTuple):
+    """``pairs``: names and values for the key, sorted by name. ``unknown``: fields that nobody has
+    classified, or whose value has no stable text. ``process_only``: "field: reason" of those that mean
+    nothing elsewhere.
+    """
+
+    pairs: tuple[tuple[str, str], ...]
+    unknown: tuple[str, ...]
+    process_only: tuple[str, ...]
+
+    @property
+    def is_lasting(self) -> bool:
+        """Whether another process that has the same pairs computes the same bytes."""
+        return not self.unknown and not self.process_only
+
+
+def describe(config: object, table: ConfigTable, prefix: str = "") -> Description:
+    """What ``config`` adds to the key. Never raises for what a field holds; names begin with ``prefix``."""
+    pairs: list[tuple[str, str]] = []
+    unknown: list[str] = []
+    process_only: list[str] = []
+    for name in field_names(config):
+        path, rule = f"{prefix}{name}", table.rules.get(name)
+        try:
+            value = getattr(config, name, None)
+            if rule is None:
+                unknown.append(path)
+            elif isinstance(rule, ThisProcessOnly):
+                if rule.applies(value):
+                    process_only.append(f"{path}: {rule.reason}")
+            elif isinstance(rule, Nested):
+                below = _describe_nested(value, rule, path)
+                pairs += below.pairs
+                unknown += below.unknown
+                process_only += below.process_only
+            elif isinstance(rule, InKey):
+                pairs.append((path, canonical(value if rule.read is None else rule.read(value))))
+        except Exception:  # whatever an engine's object does: in doubt, this process alone
+            unknown.append(path)
+    return Description(tuple(sorted(pairs)), tuple(sorted(unknown)), tuple(sorted(process_only)))
+
+
+def _describe_nested(value: object, rule: Nested, path: str) -> Description:
+    if value is None:
+        return Description(((path, canonical(None)),), (), ())
+    for table in rule.tables:
+        if type(value).__name__ == table.class_name:
+            below = describe(value, table, f"{path}.")
+            return below._replace(pairs=(*below.pairs, (path, table.class_name)))
+    return Description((), (f"{path} ({type(value).__name__})",), ())
+
+
+def field_names(config: object) -> list[str]:
+    """The fields of a dataclass, of a pydantic or msgspec object, or the attributes of any other, sorted."""
+    for attribute in ("__dataclass_fields__", "model_fields", "__struct_fields__"):
+        fields = getattr(type(config), attribute, None)
+        if fields is not None:
+            extra = getattr(config, "model_extra", None) if attribute == "model_fields" else None
+            return sorted({*fields, *(extra or {})})
+    return sorted(vars(config))
+
+
+class UnstableValueError(ValueError):
+    """A value that has no text that is the same in every process."""
+
+
+def canonical(value: object) -> str:
+    """The value as text: equal values have equal texts in every process, and different values different ones.
+
+    UnstableValueError for an object that is none of: scalars, enums, paths, mappings, sequences, sets,
+    dataclasses, objects with ``to_dict``, torch dtypes and devices, named classes and functions.
+    """
+    return "".join(_canonical(value, 0))
+
+
+def _canonical(value: object, depth: int) -> Iterator[str]:
+    if depth > MAX_DEPTH:
+        raise UnstableValueError("nested too deeply")
+    if isinstance(value, Enum):
+        yield f"{type(value).__name__}."
+        yield from _canonical(value.name, depth + 1)
+    elif isinstance(value, _SCALARS):
+        kind = _kind_of(value)
+        yield f"{kind.__name__}:{kind.__repr__(value)}"
+    elif isinstance(value, PurePath):
+        yield f"path:{str(value)!r}"
+    elif isinstance(value, Mapping):
+        yield "{" + ",".join(sorted(_pair(key, item, depth) for key, item in value.items())) + "}"
+    elif isinstance(value, AbstractSet):
+        yield "<" + ",".join(sorted("".join(_canonical(item, depth + 1)) for item in value)) + ">"
+    elif isinstance(value, Sequence):
+        yield "[" + ",".join("".join(_canonical(item, depth + 1)) for item in value) + "]"
+    else:
+        yield from _canonical_object(value, depth)
+
+
+def _canonical_object(value: Any, depth: int) -> Iterator[str]:
+    kind = type(value)
+    if isinstance(value, type) or (callable(value) and hasattr(value, "__qualname__")):
+        if "<locals>" in value.__qualname__ or "<lambda>" in value.__qualname__:
+            raise UnstableValueError(f"{value.__qualname__} has no name that others know")
+        yield f"name:{value.__module__}.{value.__qualname__}"
+    elif kind.__module__ == "torch" and kind.__name__ in {"dtype", "device", "Size"}:
+        yield f"{kind.__name__}:{value}"
+    elif dataclasses.is_dataclass(value):
+        yield kind.__qualname__
+        yield from _canonical({name: getattr(value, name) for name in field_names(value)}, depth + 1)
+    elif callable(getattr(value, "to_dict", None)):
+        yield kind.__qualname__
+        yield from _canonical(value.to_dict(), depth + 1)
+    else:
+        raise UnstableValueError(f"a {kind.__qualname__} has no text that is the same in every process")
+
+
+def _pair(key: object, item: object, depth: int) -> str:
+    return "".join((*_canonical(key, depth + 1), "=", *_canonical(item, depth + 1)))
+
+
+def _kind_of(value: object) -> Any:
+    """1, 1.0 and True are equal: the kind keeps their texts apart. A subclass of str counts as str."""
+    return next(kind for kind in _SCALARS if isinstance(value, kind))
