@@ -14,6 +14,7 @@ from kvbm_core.cli.console import fail, table_console
 from kvbm_core.cli.disk import disk_app
 from kvbm_core.cli.serve_line import vllm_serve_line
 from kvbm_core.cli.status import StatusError, fetch_samples, status_rows
+from kvbm_core.cli.whose import owner_of_guide_names
 from kvbm_core.config import KvbmSettings, SettingRow, SettingSource
 from kvbm_core.errors import ConfigError
 
@@ -38,6 +39,8 @@ The engine loads it; this command only looks and explains. A first session:
 3. `kvbm status` shows what was offloaded, found again and brought back.
 
 `kvbm config` lists every setting, its present value and where that came from.
+
+`kvbm version` says whether engines load this package or NVIDIA's, which has the same name.
 """,
 )
 
@@ -145,8 +148,14 @@ def serve_line(
 
 @app.command()
 def version() -> None:
-    """The version of kvbm."""
-    typer.echo(f"kvbm {__version__}")
+    """The version of kvbm, and whether engines would load it or NVIDIA's package of the same name.
+
+    Exit status 1 if they would load NVIDIA's, or nothing.
+    """
+    owner = owner_of_guide_names()
+    typer.echo(f"kvbm {__version__}\n{owner.line}")
+    if not owner.is_ours:
+        raise typer.Exit(1)
 
 
 if __name__ == "__main__":

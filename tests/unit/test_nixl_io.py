@@ -193,7 +193,7 @@ def test_where_there_is_no_nixl_one_line_says_how_to_get_it(fd: int, monkeypatch
         chosen_file_io(fd, is_direct=False, kind="nixl-posix")
     text = str(caught.value.strerror)
     assert text.startswith("kvbm: KVBM_DISK_IO=nixl-posix: NIXL cannot be imported (") and "\n" not in text
-    assert text.endswith("; pip install 'kvbm[nixl]', or set KVBM_DISK_IO=auto")
+    assert text.endswith("; pip install 'nixl>=1.5', or set KVBM_DISK_IO=auto")
 
 
 @needs_nixl

@@ -146,7 +146,7 @@ class NixlIo:
             import nixl
         except ImportError as error:
             raise OSError(
-                errno.ENOSYS, f"NIXL cannot be imported ({error}); pip install 'kvbm[nixl]'"
+                errno.ENOSYS, f"NIXL cannot be imported ({error}); pip install 'nixl>=1.5'"
             ) from error
         for queue in QUEUES if self._plugin == "POSIX" else (None,):
             name = f"kvbm-disk-{os.getpid()}-{next(_NUMBERS)}"
