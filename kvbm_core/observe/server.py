@@ -6,6 +6,7 @@ import contextlib
 import socket
 import socketserver
 import threading
+from collections.abc import Callable
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Final
@@ -13,6 +14,7 @@ from typing import Final
 from kvbm_core.observe.exposition import CONTENT_TYPE
 from kvbm_core.observe.log import get_logger
 from kvbm_core.observe.metrics import Metrics
+from kvbm_core.observe.readiness import Readiness, always_ready
 
 _MAX_CONNECTIONS: Final = 8
 _SOCKET_TIMEOUT_S: Final = 5.0
@@ -26,11 +28,19 @@ class MetricsServer:
     Serves ``metrics`` from ``start`` until ``close``. One owner thread calls both.
 
     ``port`` 0 takes any free port (see ``bound_port``). If the port cannot be had, there is one warning and
-    no endpoint; the engine goes on.
+    no endpoint; the engine goes on. ``readiness`` is called from any thread, for each GET of /health: it
+    must not wait.
     """
 
-    def __init__(self, port: int, metrics: Metrics, host: str = "0.0.0.0") -> None:
+    def __init__(
+        self,
+        port: int,
+        metrics: Metrics,
+        host: str = "0.0.0.0",
+        readiness: Callable[[], Readiness] = always_ready,
+    ) -> None:
         self._host = host
+        self._readiness = readiness
         self._port = port
         self._metrics = metrics
         self._server: _Server | None = None
@@ -43,7 +53,7 @@ class MetricsServer:
         if self._server is not None:
             return True
         try:
-            self._server = _Server(self._host, self._port, self._metrics)
+            self._server = _Server(self._host, self._port, self._metrics, self._readiness)
             thread = threading.Thread(target=self._server.serve_forever, args=(_POLL_S,), daemon=True)
             thread.start()
         except (OSError, OverflowError, UnicodeError, RuntimeError) as error:
@@ -83,8 +93,9 @@ class _Server(HTTPServer):
     allow_reuse_address = True
     request_queue_size = 2 * _MAX_CONNECTIONS
 
-    def __init__(self, host: str, port: int, metrics: Metrics) -> None:
+    def __init__(self, host: str, port: int, metrics: Metrics, readiness: Callable[[], Readiness]) -> None:
         self.metrics = metrics
+        self.readiness = readiness
         self._lock = threading.Lock()
         self._connections: dict[threading.Thread, socket.socket] = {}
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -147,7 +158,7 @@ class _Handler(BaseHTTPRequestHandler):
         if path == "/metrics":
             status, content_type, text = HTTPStatus.OK, CONTENT_TYPE, self.server.metrics.exposition()
         elif path == "/health":
-            status, content_type, text = HTTPStatus.OK, _PLAIN, "ok\n"
+            status, content_type, text = self._health()
         else:
             status, content_type, text = HTTPStatus.NOT_FOUND, _PLAIN, "try /metrics or /health\n"
         body = text.encode()
@@ -157,6 +168,12 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         if with_body:
             self.wfile.write(body)
+
+    def _health(self) -> tuple[HTTPStatus, str, str]:
+        now = self.server.readiness()
+        if now.is_ready:
+            return HTTPStatus.OK, _PLAIN, "ok\n"
+        return HTTPStatus.SERVICE_UNAVAILABLE, _PLAIN, f"not ready: {now.reason}\n"
 
     def log_message(self, format: str, *args: object) -> None:
         """Nothing: a scrape every few seconds is not worth a line."""

@@ -5,12 +5,14 @@ options.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 
 from kvbm_core.clock import Clock
 from kvbm_core.config import KvbmSettings
 from kvbm_core.observe.log import setup_logging
 from kvbm_core.observe.metrics import Metrics
+from kvbm_core.observe.readiness import Readiness, always_ready
 from kvbm_core.observe.server import MetricsServer
 from kvbm_core.policy.admission import AdmitAll
 from kvbm_core.policy.frequency import FrequencyFilter
@@ -115,12 +117,18 @@ def announce(settings: KvbmSettings, engine: str) -> None:
         log.warning("%s", warning)
 
 
-def metrics_server(settings: KvbmSettings, metrics: Metrics, data_parallel_rank: int) -> MetricsServer | None:
-    """The endpoint for Prometheus, if it is asked for and its port is free.
+def metrics_server(
+    settings: KvbmSettings,
+    metrics: Metrics,
+    data_parallel_rank: int,
+    readiness: Callable[[], Readiness] = always_ready,
+) -> MetricsServer | None:
+    """The endpoint for Prometheus, if it is asked for and its port is free. ``readiness``: for /health.
 
     Engines of one data-parallel group take neighbouring ports.
     """
     if not settings.metrics:
         return None
-    server = MetricsServer(settings.metrics_port + data_parallel_rank, metrics, settings.metrics_host)
+    port = settings.metrics_port + data_parallel_rank
+    server = MetricsServer(port, metrics, settings.metrics_host, readiness)
     return server if server.start() else None

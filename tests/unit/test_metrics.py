@@ -19,6 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from kvbm_core.observe.exposition import CONTENT_TYPE, Family, Sample, render
 from kvbm_core.observe.labels import FAILURE_KINDS, DropReason, FailureKind, Seam, UncachedReason
 from kvbm_core.observe.metrics import Metrics
+from kvbm_core.observe.readiness import Readiness
 from kvbm_core.observe.server import MetricsServer, _Handler
 from kvbm_core.types import Direction, Tier
 
@@ -295,6 +296,17 @@ def test_scrape(server: MetricsServer) -> None:
     assert get(server, "/metrics?name[]=x")[0] == 200
     assert get(server, "/health")[::2] == (200, "ok\n")
     assert get(server, "/else")[0] == 404
+
+
+def test_health_says_what_is_not_ready() -> None:
+    now = [Readiness(False, "ranks 1 and 3 have not answered"), Readiness(True)]
+    server = MetricsServer(0, Metrics(), "127.0.0.1", lambda: now.pop(0))
+    assert server.start()
+    try:
+        assert get(server, "/health")[::2] == (503, "not ready: ranks 1 and 3 have not answered\n")
+        assert get(server, "/health")[::2] == (200, "ok\n")
+    finally:
+        server.close()
 
 
 def test_head_has_no_body(server: MetricsServer) -> None:
