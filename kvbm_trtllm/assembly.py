@@ -7,13 +7,19 @@ from typing import TYPE_CHECKING, Any
 from kvbm_core.clock import SystemClock
 from kvbm_core.config import SettingSource
 from kvbm_core.observe.guard import GuardState
-from kvbm_core.observe.labels import FailureKind
 from kvbm_core.observe.log import CacheStatsLog, setup_logging
 from kvbm_core.observe.metrics import Metrics
+from kvbm_core.observe.readiness import Readiness
 from kvbm_core.policy.lru import LruPolicy
-from kvbm_core.runtime.assembly import LeaderDisk, announce, metrics_server, worker_options
-from kvbm_core.runtime.channel import LeaderChannel
-from kvbm_core.runtime.handshake import Handshake
+from kvbm_core.runtime.assembly import (
+    LeaderDisk,
+    announce,
+    make_handshake,
+    metrics_server,
+    open_channel,
+    watch_options,
+    worker_options,
+)
 from kvbm_core.runtime.jobs import Share
 from kvbm_core.runtime.leader import Leader, LeaderOptions
 from kvbm_core.runtime.messages import Message
@@ -62,19 +68,17 @@ class LeaderPart:
         self._world_size = world_size_of(llm_args)
         self.metrics = Metrics(settings.cache_stats_max_requests)
         self._disk = LeaderDisk(settings, self._world_size, self._clock)
-        self._handshake = Handshake(self._world_size, settings.host_tier_slots, self._disk.plan)
-        self._channel = LeaderChannel(
-            endpoint_of(meeting.engine_id, settings, data_parallel_rank_of(llm_args)),
-            self._handshake.on_message,
-            on_bad_frames=lambda: self.metrics.failure(FailureKind.BAD_MESSAGE),
-        )
-        self._disk.connect(self._channel, self._handshake)
+        self._handshake = make_handshake(settings, self._world_size, self._disk, self.metrics)
+        endpoint = endpoint_of(meeting.engine_id, settings, data_parallel_rank_of(llm_args))
+        self._channel = open_channel(endpoint, self._handshake, self._disk, self.metrics)
         self._stats_log = CacheStatsLog(
             self.metrics, settings.cache_stats_log_interval_s, meeting.engine_id[-8:]
         )
-        self._server = metrics_server(settings, self.metrics, data_parallel_rank_of(llm_args))
         self._groups: tuple[GroupSpec, ...] = (GroupSpec(0, block_tokens_of(llm_args)),)
         self._make_callbacks()
+        self._server = metrics_server(
+            settings, self.metrics, data_parallel_rank_of(llm_args), self._readiness
+        )
         meeting.leader = self
 
     def begin(self, groups: tuple[GroupSpec, ...]) -> None:
@@ -104,7 +108,9 @@ class LeaderPart:
         settings = self._settings
         tier = BlockTier(Tier.HOST, LruPolicy(), self._clock)
         # Nobody can be told to ask again, so that loads under way are not waited for.
-        options = LeaderOptions(settings.lease_ttl_s, 0.0, share_loads=False, null_block=BAD_PAGE)
+        options = LeaderOptions(
+            settings.lease_ttl_s, 0.0, share_loads=False, null_block=BAD_PAGE, watch=watch_options(settings)
+        )
         leader = Leader(
             self._groups,
             tier,
@@ -128,6 +134,9 @@ class LeaderPart:
                 min_priority=settings.host_offload_prefix_min_priority,
             ),
         )
+
+    def _readiness(self) -> Readiness:
+        return self.callbacks.leader.readiness()  # that of the groups as they turned out to be
 
     def _on_onboard_end(self, share: Share, outcome: Outcome) -> None:
         self.callbacks.on_onboard_end(share, outcome)

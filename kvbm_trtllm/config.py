@@ -81,11 +81,13 @@ def kv_dtype_of(llm_args: Any) -> str:
 def endpoint_of(engine_id: str, settings: KvbmSettings, data_parallel_rank: int) -> Endpoint:
     """Where this engine's leader and workers meet: ipc, unless host or ports were set by the user.
 
-    Engines of one data-parallel group take neighbouring ports.
+    The name, which is made anew for each engine and told to its ranks alone, is their secret too. Engines of
+    one data-parallel group take neighbouring ports.
     """
     asked_for = [
         settings.source(name) for name in ("leader_zmq_host", "leader_zmq_pub_port", "leader_zmq_ack_port")
     ]
     if any(source is not SettingSource.DEFAULT for source in asked_for):
-        return tcp_endpoint(settings.leader_zmq_host, settings.leader_zmq_ack_port + data_parallel_rank)
-    return ipc_endpoint(engine_id)
+        port = settings.leader_zmq_ack_port + data_parallel_rank
+        return tcp_endpoint(settings.leader_zmq_host, port, engine_id.encode())
+    return ipc_endpoint(engine_id, engine_id.encode())

@@ -13,6 +13,7 @@ import secrets
 import threading
 from typing import TYPE_CHECKING, Any, Protocol
 
+from kvbm_core.runtime.endpoint import SECRET_BYTES
 from kvbm_trtllm.config import uses_attention_dp, world_size_of
 
 if TYPE_CHECKING:
@@ -37,10 +38,12 @@ class LeaderPart(Protocol):
 class Meeting:
     """One engine in this process. ``leader`` is there once its constructor has run, which may be later than
     ours.
+
+    ``engine_id`` is the engine's secret too: whoever knows it is one of the engine's ranks.
     """
 
     def __init__(self, number: int) -> None:
-        self.engine_id = f"trtllm {os.getpid()} {number} {secrets.token_hex(8)}"
+        self.engine_id = f"trtllm {os.getpid()} {number} {secrets.token_hex(SECRET_BYTES)}"
         self.leader: LeaderPart | None = None
 
 

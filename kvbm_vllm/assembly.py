@@ -9,21 +9,35 @@ from typing import TYPE_CHECKING
 from kvbm_core.clock import SystemClock
 from kvbm_core.config import KvbmSettings
 from kvbm_core.observe.guard import GuardState
-from kvbm_core.observe.labels import FailureKind
 from kvbm_core.observe.log import CacheStatsLog, setup_logging
 from kvbm_core.observe.metrics import Metrics
 from kvbm_core.observe.server import MetricsServer
 from kvbm_core.policy.lru import LruPolicy
-from kvbm_core.runtime.assembly import LeaderDisk, announce, metrics_server, worker_options
+from kvbm_core.runtime.assembly import (
+    LeaderDisk,
+    announce,
+    make_handshake,
+    metrics_server,
+    open_channel,
+    watch_options,
+    worker_options,
+)
 from kvbm_core.runtime.channel import LeaderChannel
-from kvbm_core.runtime.handshake import Handshake
 from kvbm_core.runtime.leader import Leader, LeaderOptions
 from kvbm_core.runtime.worker import Worker
 from kvbm_core.storage.host_slab import available_memory_bytes
 from kvbm_core.tiers.groups import GroupSpec, base_block_tokens
 from kvbm_core.tiers.tier import BlockTier
 from kvbm_core.types import Tier
-from kvbm_vllm.config import check_supported, endpoint_of, group_specs, rank_of, read_settings, world_size_of
+from kvbm_vllm.config import (
+    check_supported,
+    data_parallel_rank_of,
+    endpoint_of,
+    group_specs,
+    rank_of,
+    read_settings,
+    world_size_of,
+)
 from kvbm_vllm.events import EventFeed
 from kvbm_vllm.keys import base_namespace
 from kvbm_vllm.scheduler import SchedulerSide
@@ -72,17 +86,15 @@ def build_scheduler_side(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
     events = _event_feed(vllm_config, settings, groups, capabilities)
     tier = BlockTier(Tier.HOST, LruPolicy(), clock, on_evict=events.on_evict)
     disk = LeaderDisk(settings, world_size, clock)
-    handshake = Handshake(world_size, settings.host_tier_slots, disk.plan)
+    handshake = make_handshake(settings, world_size, disk, metrics)
     options = LeaderOptions(
-        settings.lease_ttl_s, settings.share_wait_s, bool(vllm_config.cache_config.enable_prefix_caching)
+        settings.lease_ttl_s,
+        settings.share_wait_s,
+        bool(vllm_config.cache_config.enable_prefix_caching),
+        watch=watch_options(settings),
     )
     leader = Leader(groups, tier, handshake, world_size, clock, metrics, options, events.on_end, disk.setup())
-    channel = LeaderChannel(
-        endpoint_of(vllm_config, settings),
-        handshake.on_message,
-        on_bad_frames=lambda: metrics.failure(FailureKind.BAD_MESSAGE),
-    )
-    disk.connect(channel, handshake)
+    channel = open_channel(endpoint_of(vllm_config, settings), handshake, disk, metrics)
     # So that the first request is cached too; without an answer the engine serves and the tier joins later.
     handshake.wait(settings.start_wait_s)
     leader.catch_up()
@@ -96,8 +108,7 @@ def build_scheduler_side(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
     )
     engine = str(vllm_config.kv_transfer_config.engine_id)[:8] if vllm_config.kv_transfer_config else "0"
     stats_log = CacheStatsLog(metrics, settings.cache_stats_log_interval_s, engine)
-    rank = int(getattr(vllm_config.parallel_config, "data_parallel_index", 0) or 0)
-    server = metrics_server(settings, metrics, rank)
+    server = metrics_server(settings, metrics, data_parallel_rank_of(vllm_config), leader.readiness)
     return SchedulerAssembly(hooks, StatsReporter(metrics, clock), stats_log, channel, server, disk)
 
 

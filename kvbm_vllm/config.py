@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from kvbm_core.config import KvbmSettings, SettingSource
 from kvbm_core.errors import UnsupportedError
-from kvbm_core.runtime.endpoint import Endpoint, ipc_endpoint, tcp_endpoint
+from kvbm_core.runtime.endpoint import Endpoint, SecretFile, ipc_endpoint, tcp_endpoint
 from kvbm_core.tiers.groups import GroupSpec
 from kvbm_core.types import MAX_GROUPS
 from kvbm_vllm.versions import Capabilities
@@ -29,15 +29,28 @@ def read_settings(vllm_config: VllmConfig) -> KvbmSettings:
 
 
 def endpoint_of(vllm_config: VllmConfig, settings: KvbmSettings) -> Endpoint:
-    """Where this engine's leader and workers meet: ipc, unless host or ports were set by the user."""
+    """Where this engine's leader and workers meet: ipc, unless host or ports were set by the user.
+
+    They are made apart and know of each other what is in the configuration alone: it names the file with
+    their secret. ``instance_id`` is vLLM's own, and never that of a second engine, whatever ids the user
+    gives. Engines of one data-parallel group take neighbouring ports.
+    """
+    transfer = vllm_config.kv_transfer_config
+    engine_id = transfer.engine_id if transfer is not None else None
+    name = f"{engine_id or 'kvbm'} {getattr(vllm_config, 'instance_id', '')}"
+    holder = SecretFile(name)
     asked_for = [
         settings.source(name) for name in ("leader_zmq_host", "leader_zmq_pub_port", "leader_zmq_ack_port")
     ]
     if any(source is not SettingSource.DEFAULT for source in asked_for):
-        return tcp_endpoint(settings.leader_zmq_host, settings.leader_zmq_ack_port)
-    transfer = vllm_config.kv_transfer_config
-    engine_id = transfer.engine_id if transfer is not None else None
-    return ipc_endpoint(engine_id or "kvbm")
+        port = settings.leader_zmq_ack_port + data_parallel_rank_of(vllm_config)
+        return tcp_endpoint(settings.leader_zmq_host, port, holder.secret, holder)
+    return ipc_endpoint(name, holder.secret, holder)
+
+
+def data_parallel_rank_of(vllm_config: VllmConfig) -> int:
+    """Which engine of its data-parallel group this is; 0 if there is no group."""
+    return int(getattr(vllm_config.parallel_config, "data_parallel_index", 0) or 0)
 
 
 def world_size_of(vllm_config: VllmConfig) -> int:

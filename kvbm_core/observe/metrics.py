@@ -82,6 +82,8 @@ _SPECS = (
     _counter("kvbm_uncached_requests_total", "Requests served without the cache", "reason", UncachedReason),
     _Spec("kvbm_pending_jobs", "gauge", "Transfers submitted and not yet acknowledged by every worker"),
     _Spec("kvbm_live_leases", "gauge", "Leases that pin blocks"),
+    _Spec("kvbm_silent_ranks", "gauge", "Ranks that do not answer; nothing is loaded or stored meanwhile"),
+    _Spec("kvbm_held_blocks", "gauge", "Blocks whose slots are not used again before silent ranks answer"),
 )
 
 
@@ -209,6 +211,12 @@ class Metrics:
         """Leases that pin blocks now."""
         with self._lock:
             self._values["kvbm_live_leases"][""] = n
+
+    def set_silent_ranks(self, n_ranks: int, n_held_blocks: int) -> None:
+        """Ranks that do not answer, and blocks of the transfers that they have not answered."""
+        with self._lock:
+            self._values["kvbm_silent_ranks"][""] = n_ranks
+            self._values["kvbm_held_blocks"][""] = n_held_blocks
 
     def families(self) -> list[Family]:
         """All numbers as of one moment."""

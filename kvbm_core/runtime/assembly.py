@@ -10,6 +10,7 @@ from pathlib import Path
 
 from kvbm_core.clock import Clock
 from kvbm_core.config import KvbmSettings
+from kvbm_core.observe.labels import FailureKind
 from kvbm_core.observe.log import setup_logging
 from kvbm_core.observe.metrics import Metrics
 from kvbm_core.observe.readiness import Readiness, always_ready
@@ -18,10 +19,12 @@ from kvbm_core.policy.admission import AdmitAll
 from kvbm_core.policy.frequency import FrequencyFilter
 from kvbm_core.runtime.channel import LeaderChannel
 from kvbm_core.runtime.disk_folder import DiskFolder
+from kvbm_core.runtime.endpoint import Endpoint
 from kvbm_core.runtime.handshake import Handshake
 from kvbm_core.runtime.leader import DiskSetup
 from kvbm_core.runtime.messages import DiskShare, Message
-from kvbm_core.runtime.worker import WorkerOptions
+from kvbm_core.runtime.rank_watch import WatchOptions
+from kvbm_core.runtime.worker import LOAD_GRACE_S, WorkerOptions
 from kvbm_core.runtime.worker_disk import WorkerDiskOptions
 from kvbm_core.storage.disk.allocate import FileOptions
 from kvbm_core.storage.disk.record import SECTOR_BYTES
@@ -75,6 +78,37 @@ class LeaderDisk:
         """Gives the folder up."""
         if self._folder is not None:
             self._folder.close()
+
+
+def make_handshake(settings: KvbmSettings, world_size: int, disk: LeaderDisk, metrics: Metrics) -> Handshake:
+    """How the leader learns its workers, and who says when they do not come."""
+    return Handshake(
+        world_size,
+        settings.host_tier_slots,
+        disk.plan,
+        init_timeout_s=settings.leader_worker_init_timeout_s,
+        on_overdue=lambda: metrics.failure(FailureKind.HANDSHAKE),
+    )
+
+
+def open_channel(
+    endpoint: Endpoint, handshake: Handshake, disk: LeaderDisk, metrics: Metrics
+) -> LeaderChannel:
+    """The leader's channel, and its two users connected to it. ConfigError, one line, if it cannot be."""
+    channel = LeaderChannel(
+        endpoint,
+        handshake.on_message,
+        on_bad_frames=lambda: metrics.failure(FailureKind.BAD_MESSAGE),
+        on_tick=handshake.on_tick,
+    )
+    handshake.connect(channel.send)
+    disk.connect(channel, handshake)
+    return channel
+
+
+def watch_options(settings: KvbmSettings) -> WatchOptions:
+    """A worker ends its jobs itself, in time; the leader's patience ends after that."""
+    return WatchOptions(job_deadline_s=settings.transfer_deadline_s + LOAD_GRACE_S)
 
 
 def worker_options(

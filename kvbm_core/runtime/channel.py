@@ -1,10 +1,15 @@
 """The control channel: one thread and one socket on each side, plain queues towards the engine's threads.
 
 Neither side ever makes the engine wait: sending is an append and a wake-up, receiving is taking from a deque.
+
+Both sides derive CurveZMQ's keys from the endpoint's secret. The leader's public key is one of them and is
+never sent: who has not the secret cannot so much as open a connection, and what was recorded of one opens no
+second.
 """
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import threading
@@ -13,6 +18,7 @@ from collections.abc import Callable
 from uuid import uuid4
 
 import zmq
+from zmq.utils import z85
 
 from kvbm_core.clock import Clock, SystemClock
 from kvbm_core.errors import ConfigError
@@ -26,7 +32,20 @@ log = logging.getLogger("kvbm")
 MAX_QUEUED_MESSAGES = 100_000
 MAX_RECEIVED_AT_ONCE = 1000
 CLOSE_TIMEOUT_S = 5.0
+HANDSHAKE_TIMEOUT_S = 5.0
+"""A connection that has not shown by then that it has the secret is closed."""
 Identity = bytes
+
+_REFUSED_CONNECTIONS = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+
+
+def key_pair(secret: bytes, side: bytes) -> tuple[bytes, bytes]:
+    """(public, private) CurveZMQ keys of one side, "leader" or "worker"; ConfigError if libzmq has none."""
+    if not zmq.has("curve"):
+        remedy = "is built without CURVE, by which leader and workers know each other; install its wheel"
+        raise ConfigError("pyzmq", zmq.__version__, remedy)
+    private = z85.encode(hashlib.blake2b(secret, digest_size=32, person=b"kvbm " + side).digest())
+    return zmq.curve_public(private), private
 
 
 class _Loop:
@@ -34,10 +53,13 @@ class _Loop:
 
     def __init__(self, kind: int, name: str, on_frames: Callable[[list[bytes]], None], tick_s: float) -> None:
         self.on_tick: Callable[[], None] = lambda: None
+        self.on_refused: Callable[[], None] = lambda: None
         self._context = zmq.Context()
         self.socket: zmq.Socket[bytes] = self._context.socket(kind)
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        self.socket.setsockopt(zmq.HANDSHAKE_IVL, int(HANDSHAKE_TIMEOUT_S * 1000))
+        self._refusals: zmq.Socket[bytes] | None = None
         self._on_frames = on_frames
         self._outbox: deque[list[bytes]] = deque(maxlen=MAX_QUEUED_MESSAGES)
         self._is_blocked = False
@@ -51,6 +73,23 @@ class _Loop:
 
     def start(self) -> None:
         self._thread.start()
+
+    def bind(self, endpoint: Endpoint) -> None:
+        """Takes connections of those alone who have the secret; ``on_refused`` is told of others."""
+        self.socket.setsockopt(zmq.CURVE_SERVER, 1)
+        self.socket.setsockopt(zmq.CURVE_SECRETKEY, key_pair(endpoint.secret, b"leader")[1])
+        self._refusals = self.socket.get_monitor_socket(_REFUSED_CONNECTIONS)
+        self.socket.setsockopt(zmq.IPV6, int("[" in endpoint.address))
+        self.socket.bind(endpoint.address)
+
+    def connect(self, endpoint: Endpoint) -> None:
+        """Speaks to nobody who has not the secret."""
+        public, private = key_pair(endpoint.secret, b"worker")
+        self.socket.setsockopt(zmq.CURVE_PUBLICKEY, public)
+        self.socket.setsockopt(zmq.CURVE_SECRETKEY, private)
+        self.socket.setsockopt(zmq.CURVE_SERVERKEY, key_pair(endpoint.secret, b"leader")[0])
+        self.socket.setsockopt(zmq.IPV6, int("[" in endpoint.address))
+        self.socket.connect(endpoint.address)
 
     def post(self, frames: list[bytes]) -> None:
         self._outbox.append(frames)
@@ -76,13 +115,15 @@ class _Loop:
         leave_bound_core()
         poller = zmq.Poller()
         poller.register(self._wake_fd, zmq.POLLIN)
+        if self._refusals is not None:
+            poller.register(self._refusals, zmq.POLLIN)
         while not self._closing:
             poller.register(self.socket, zmq.POLLIN | (zmq.POLLOUT if self._is_blocked else 0))
             self._is_blocked = False
             ready = dict(poller.poll(self._tick_ms))
             if self._wake_fd in ready:
                 os.eventfd_read(self._wake_fd)
-            for step in (self._receive, self._send, self.on_tick):
+            for step in (self._note_refused, self._receive, self._send, self.on_tick):
                 try:
                     step()
                 except Exception as error:  # a bug in one message must not end the thread that carries all
@@ -102,6 +143,16 @@ class _Loop:
                 return
             self._on_frames(frames)
 
+    def _note_refused(self) -> None:
+        if self._refusals is None:
+            return
+        for _ in range(MAX_RECEIVED_AT_ONCE):
+            try:
+                self._refusals.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self.on_refused()
+
     def _send(self) -> None:
         while self._outbox:
             frames = self._outbox.popleft()
@@ -120,6 +171,9 @@ class _Loop:
         if self._thread.is_alive():
             log.error("kvbm: %s did not end; its socket stays open", self._thread.name)
             return
+        if self._refusals is not None:
+            self.socket.disable_monitor()
+            self._refusals.close(linger=0)
         self.socket.close(linger=200)
         self._context.term()
         os.close(self._wake_fd)
@@ -128,9 +182,10 @@ class _Loop:
 class LeaderChannel:
     """The leader's side: binds; ``on_message`` is called, and its answers are sent, on the channel's thread.
 
-    ``on_message(identity, message)`` returns messages to send, by identity of the worker. Raises ConfigError
-    if the address is taken. ``on_bad_frames`` is told of each message that is none of ours, on the same
-    thread.
+    ``on_message(identity, message)`` returns messages to send, by identity of the worker; ``on_tick`` is
+    called at least once a second, and answers the same. Raises ConfigError if the address is taken.
+    ``on_bad_frames`` is told of each message that is none of ours, and of each connection of somebody who has
+    not the endpoint's secret. All on the channel's thread.
     """
 
     def __init__(
@@ -138,21 +193,29 @@ class LeaderChannel:
         endpoint: Endpoint,
         on_message: Callable[[Identity, Message], list[tuple[Identity, Message]]],
         on_bad_frames: Callable[[], None] = lambda: None,
+        on_tick: Callable[[], list[tuple[Identity, Message]]] = list,
     ) -> None:
         self.undecodable_total = 0
+        self.refused_connections_total = 0
         self._on_message = on_message
         self._on_bad_frames = on_bad_frames
-        self._lock = EndpointLock(endpoint)
+        self._on_tick = on_tick
+        self._endpoint = endpoint
+        try:
+            self._lock = EndpointLock(endpoint)
+        except ConfigError:
+            endpoint.release()
+            raise
         self._loop = _Loop(zmq.ROUTER, "kvbm-leader-channel", self._take, tick_s=1.0)
+        self._loop.on_refused = self._refuse
+        self._loop.on_tick = lambda: self._answer(self._on_tick())
         # A worker that has lost its connection is known again when it comes back.
         self._loop.socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
-        self._loop.socket.setsockopt(zmq.IPV6, int("[" in endpoint.address))
         try:
-            self._loop.socket.bind(endpoint.address)
+            self._loop.bind(endpoint)
         except zmq.ZMQError as error:
-            self._loop.close()
-            self._lock.close()
-            setting, remedy = ("DYN_KVBM_LEADER_ZMQ_ACK_PORT", "set a free port")
+            self.close()
+            setting, remedy = ("DYN_KVBM_LEADER_ZMQ_ACK_PORT", "give each engine a port of its own")
             if endpoint.path is not None:
                 setting, remedy = ("TMPDIR", "set a directory in which sockets can be made")
             raise ConfigError(setting, endpoint.address, f"cannot be bound ({error}); {remedy}") from None
@@ -164,8 +227,15 @@ class LeaderChannel:
             self.undecodable_total += 1
             self._on_bad_frames()
             return
-        for identity, answer in self._on_message(frames[0], message):
+        self._answer(self._on_message(frames[0], message))
+
+    def _answer(self, answers: list[tuple[Identity, Message]]) -> None:
+        for identity, answer in answers:
             self._loop.socket.send_multipart([identity, encode(answer)])
+
+    def _refuse(self) -> None:
+        self.refused_connections_total += 1
+        self._on_bad_frames()
 
     def send(self, identity: Identity, message: Message) -> None:
         """Queues ``message`` for one worker; any thread."""
@@ -175,6 +245,7 @@ class LeaderChannel:
         """Ends the thread, closes and removes the socket. May be called twice."""
         self._loop.close()
         self._lock.close()
+        self._endpoint.release()
 
 
 class WorkerChannel:
@@ -192,13 +263,13 @@ class WorkerChannel:
         self._handler = on_message
         self._repeat: Callable[[], Message | None] = lambda: None
         self._retry_s = retry_s
+        self._endpoint = endpoint
         self._loop = _Loop(zmq.DEALER, "kvbm-worker-channel", self._take, tick_s=retry_s)
         # The leader knows this worker by this name, over reconnections too.
         self._loop.socket.setsockopt(zmq.ROUTING_ID, uuid4().hex.encode())
         # Else messages to nobody would fill the socket's own queue, and the oldest hello would come first.
         self._loop.socket.setsockopt(zmq.IMMEDIATE, 1)
-        self._loop.socket.setsockopt(zmq.IPV6, int("[" in endpoint.address))
-        self._loop.socket.connect(endpoint.address)
+        self._loop.connect(endpoint)
         self._loop.on_tick = self._tick
         self._last_repeat_s = float("-inf")
         self._loop.start()
@@ -229,3 +300,4 @@ class WorkerChannel:
     def close(self) -> None:
         """Ends the thread and closes the socket. May be called twice."""
         self._loop.close()
+        self._endpoint.release()

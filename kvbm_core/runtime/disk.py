@@ -37,6 +37,8 @@ class _StoreJob:
     lease: Lease
     reservation: Reservation
     waiting_ranks: set[int]
+    started_at_s: float
+    late_ranks: set[int] = field(default_factory=set)
     outcomes: list[Outcome] = field(default_factory=list)
 
 
@@ -83,6 +85,7 @@ class DiskTier:
         self.num_ranks = world_size  # of those that store; known when they are
         self._metrics = metrics
         self._options = options
+        self._clock = clock
         self._breaker = Breaker(clock)
         self._jobs: dict[int, _StoreJob] = {}
         self._waiting: deque[BlockKey] = deque()
@@ -186,7 +189,7 @@ class DiskTier:
             self.tier.abort(reservation)
             return
         job_id = self._new_job_id()
-        self._jobs[job_id] = _StoreJob(lease, reservation, set(range(self.num_ranks)))
+        self._jobs[job_id] = _StoreJob(lease, reservation, set(range(self.num_ranks)), self._clock.now_s())
         self._send(
             Store(job_id, [bytes(key) for key in lease.keys], list(lease.slots), list(reservation.slots))
         )
@@ -194,6 +197,15 @@ class DiskTier:
     def owns(self, job_id: int) -> bool:
         """Whether this is one of our orders."""
         return job_id in self._jobs
+
+    def orders(self) -> list[tuple[int, _StoreJob]]:
+        """Those that some rank has not answered yet."""
+        return list(self._jobs.items())
+
+    def note_late(self, rank: int, job_id: int) -> None:
+        """One rank has given an order up, and answers it once nothing touches its slots any more."""
+        if job_id in self._jobs:
+            self._jobs[job_id].late_ranks.add(rank)
 
     def acknowledge(self, rank: int, ack: JobAck) -> bool:
         """One rank's answer to an order. True if its blocks are on the disk from now on."""

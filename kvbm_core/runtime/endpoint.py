@@ -1,66 +1,183 @@
-"""Where leader and workers meet: an ipc socket in a private directory, or loopback TCP when ports are asked
-for.
+"""Where leader and workers meet, and the secret by which they know each other.
+
+An ipc socket in a folder that only this user can enter, or loopback TCP when ports are asked for. On both the
+channel takes nothing from anybody who has not the secret: neither from another user of the machine, nor from
+a second engine of this user that was given the same ports or name.
 """
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import ipaddress
+import logging
 import os
+import secrets
 import stat
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 
 from kvbm_core.errors import ConfigError
 
+log = logging.getLogger("kvbm")
+
 STALE_AFTER_S = 60.0
 MAX_SOCKET_PATH_BYTES = 107
+SECRET_BYTES = 32
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Endpoint:
-    """A ZMQ address; ``path`` is the socket file of an ipc address."""
+    """A ZMQ address, and what leader and workers of one engine know and nobody else does.
+
+    ``path``: the socket file of an ipc address. ``holder``: keeps the secret's file while the channel is
+    open.
+    """
 
     address: str
     path: Path | None = None
+    secret: bytes = field(kw_only=True, repr=False)
+    holder: SecretFile | None = field(default=None, kw_only=True, repr=False, compare=False)
+
+    def release(self) -> None:
+        """The channel is closed. May be called twice."""
+        if self.holder is not None:
+            self.holder.close()
 
 
-def ipc_endpoint(engine_id: str) -> Endpoint:
-    """The socket of the engine called ``engine_id``; the same in each of its processes, private to this
-    user.
-    """
-    directory = Path(tempfile.gettempdir()) / f"kvbm-{os.getuid()}"
-    directory.mkdir(mode=0o700, exist_ok=True)
-    found = directory.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
-        remedy = "is not a directory that only this user can enter; remove it or chmod 700"
-        raise ConfigError("TMPDIR", directory, remedy)
-    path = directory / (hashlib.sha256(engine_id.encode()).hexdigest()[:24] + ".sock")
+def ipc_endpoint(name: str, secret: bytes, holder: SecretFile | None = None) -> Endpoint:
+    """The socket of the engine called ``name``; the same in each of its processes, private to this user."""
+    path = private_folder(name) / f"{_stem(name)}.sock"
     if len(os.fsencode(path)) > MAX_SOCKET_PATH_BYTES:
-        raise ConfigError(
-            "TMPDIR", directory.parent, "is too long for the path of a socket; set a shorter one"
-        )
-    return Endpoint(f"ipc://{path}", path)
+        remedy = "is too long for the path of a socket; set a shorter one"
+        raise ConfigError("TMPDIR", tempfile.gettempdir(), remedy)
+    return Endpoint(f"ipc://{path}", path, secret=secret, holder=holder)
 
 
-def tcp_endpoint(host: str, port: int) -> Endpoint:
-    """Loopback TCP. A routable address is refused: the channel has no key yet."""
+def tcp_endpoint(host: str, port: int, secret: bytes, holder: SecretFile | None = None) -> Endpoint:
+    """Loopback TCP. A routable address is refused: a tier's bytes never leave the machine, nor need its
+    orders.
+    """
     try:
         is_loopback = ipaddress.ip_address(host).is_loopback
     except ValueError:
         is_loopback = host == "localhost"
     if not is_loopback:
-        raise ConfigError(
-            "DYN_KVBM_LEADER_ZMQ_HOST",
-            host,
-            "is not a loopback address; use 127.0.0.1 (a routable bind needs a key)",
-        )
+        remedy = "is not a loopback address; use 127.0.0.1: leader and workers are on one machine"
+        raise ConfigError("DYN_KVBM_LEADER_ZMQ_HOST", host, remedy)
     bracketed = f"[{host}]" if ":" in host else "127.0.0.1" if host == "localhost" else host
-    return Endpoint(f"tcp://{bracketed}:{port}")
+    return Endpoint(f"tcp://{bracketed}:{port}", secret=secret, holder=holder)
+
+
+# ---------------------------------------------------------------- a folder and a secret of our own
+
+
+def private_folder(name: str) -> Path:
+    """A folder that only this user can enter, the same in each process of the engine called ``name``.
+
+    All engines of a user share one, unless somebody else has made something of its name: then each has its
+    own, whose name nobody else can know. ConfigError if there is none to be had.
+    """
+    common = Path(tempfile.gettempdir()) / f"kvbm-{os.getuid()}"
+    own = common.with_name(f"{common.name}-{_stem(name)}")
+    if _is_private(own):  # where the others of this engine are, whatever became of the common one since
+        return own
+    for folder in (common, own):
+        with contextlib.suppress(OSError):
+            folder.mkdir(mode=0o700)
+        if _is_private(folder):
+            if folder == own:
+                log.warning("kvbm: %s is not private to this user; using %s instead", common, own)
+            return folder
+    remedy = "no folder that only this user can enter can be made there; set a directory that can be written"
+    raise ConfigError("TMPDIR", tempfile.gettempdir(), remedy)
+
+
+def _is_private(folder: Path) -> bool:
+    try:
+        found = folder.lstat()
+    except OSError:
+        return False
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077
+
+
+def _leave(folder: Path) -> None:
+    """Removes a folder that one engine had for itself, once nothing is in it."""
+    if folder.name.startswith(f"kvbm-{os.getuid()}-"):
+        with contextlib.suppress(OSError):
+            folder.rmdir()
+
+
+def _stem(name: str) -> str:
+    return hashlib.sha256(name.encode()).hexdigest()[:24]
+
+
+class SecretFile:
+    """The secret of the engine called ``name``, made by whichever of its processes asks first.
+
+    For engines that start leader and workers apart and let them tell each other nothing. Every process that
+    has read the file holds a shared lock on it until ``close``; whoever is the last removes it.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._path = private_folder(name) / f"{_stem(name)}.secret"
+        self._fd: int | None = None
+        try:
+            self._fd, self.secret = self._open()
+        except OSError as error:
+            remedy = f"cannot hold the secret of leader and workers ({error}); set a directory that can"
+            raise ConfigError("TMPDIR", self._path.parent, remedy) from None
+
+    def _open(self) -> tuple[int, bytes]:
+        while True:
+            try:
+                fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            except FileNotFoundError:
+                self._create()
+                continue
+            fcntl.flock(fd, fcntl.LOCK_SH)  # an exclusive one is only held to remove the file
+            if _is_named(fd, self._path):
+                return fd, os.read(fd, SECRET_BYTES)
+            os.close(fd)  # removed between open and lock
+
+    def _create(self) -> None:
+        # Whole under its name, or not at all: others read it as soon as it is there.
+        fd, draft = tempfile.mkstemp(suffix=".draft", dir=self._path.parent)
+        try:
+            os.write(fd, secrets.token_bytes(SECRET_BYTES))
+            with contextlib.suppress(FileExistsError):
+                os.link(draft, self._path)
+        finally:
+            os.close(fd)
+            os.unlink(draft)
+        sweep(self._path.parent)
+
+    def close(self) -> None:
+        """Lets go of it. May be called twice."""
+        fd, self._fd = self._fd, None
+        if fd is None:
+            return
+        with contextlib.suppress(OSError):  # others still use it
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if _is_named(fd, self._path):
+                self._path.unlink()
+                _leave(self._path.parent)
+        os.close(fd)
+
+
+def _is_named(fd: int, path: Path) -> bool:
+    """Whether the open file is the one that is called ``path`` now."""
+    try:
+        return os.path.samestat(os.fstat(fd), path.lstat())
+    except FileNotFoundError:
+        return False
+
+
+# ---------------------------------------------------------------- one leader per socket
 
 
 class EndpointLock:
@@ -76,7 +193,7 @@ class EndpointLock:
             return
         self._fd = _try_lock(_lock_path(endpoint.path))
         if self._fd is None:
-            remedy = "another running engine uses it; give each its own"
+            remedy = "another running engine has this name; give each its own engine_id"
             raise ConfigError("engine_id", endpoint.path.stem, remedy)
         sweep(endpoint.path.parent)
 
@@ -96,13 +213,16 @@ class EndpointLock:
         _lock_path(self._path).unlink(missing_ok=True)
         os.close(self._fd)
         self._fd = None
+        _leave(self._path.parent)
 
 
 def sweep(directory: Path) -> int:
-    """Removes sockets of leaders that are gone, with their locks; returns how many. What is young is left
-    alone.
+    """Removes sockets of leaders that are gone, with their locks, and secrets that nobody holds; returns how
+    many.
+
+    What is young is left alone.
     """
-    removed = 0
+    removed = sum(_sweep_secret(path) for path in [*directory.glob("*.secret"), *directory.glob("*.draft")])
     for found in directory.glob("*.sock*"):
         socket = found.with_name(found.name.removesuffix(".lock"))
         fd = _try_lock(_lock_path(socket)) if _is_old(found) else None
@@ -117,6 +237,21 @@ def sweep(directory: Path) -> int:
         finally:
             os.close(fd)
     return removed
+
+
+def _sweep_secret(path: Path) -> bool:
+    if not _is_old(path):
+        return False
+    with contextlib.suppress(OSError):  # gone, or held by a process that is alive
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if _is_named(fd, path):
+                path.unlink()
+                return True
+        finally:
+            os.close(fd)
+    return False
 
 
 def _is_old(path: Path) -> bool:
@@ -141,10 +276,7 @@ def _try_lock(path: Path) -> int | None:
         except OSError:
             os.close(fd)
             return None
-        try:
-            if os.path.samestat(os.fstat(fd), path.lstat()):
-                return fd
-        except FileNotFoundError:
-            pass
+        if _is_named(fd, path):
+            return fd
         # It was removed between open and lock: what we hold has no name any more.
         os.close(fd)

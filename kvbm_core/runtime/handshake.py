@@ -7,28 +7,31 @@ between two threads). Until every worker is ready the tier has no slots: the eng
 from __future__ import annotations
 
 import logging
+import math
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from kvbm_core.clock import Clock, SystemClock
 from kvbm_core.errors import ConfigError
+from kvbm_core.observe.log import RateLimitedLogger
+from kvbm_core.observe.readiness import Readiness
 from kvbm_core.runtime.messages import (
     PROTOCOL_VERSION,
     Acks,
+    Ask,
     Configure,
     DiskFound,
     DiskRefused,
     DiskShare,
-    ForgetDisk,
     Hello,
+    Here,
     JobAck,
     Message,
-    Note,
+    Order,
     Ready,
     Refused,
-    Store,
 )
 from kvbm_core.storage.disk.allocate import DiskError
 from kvbm_core.storage.disk.recovery import Found
@@ -81,8 +84,19 @@ class DiskOff:
     reason: str
 
 
-LeaderEvent = SlotsReady | RankAck | Disabled | DiskOff
+@dataclass(frozen=True, slots=True)
+class RankReplaced:
+    """A new process is this rank, without a block; jobs below ``first_job_id`` died with the old one."""
+
+    rank: int
+    first_job_id: int
+
+
+LeaderEvent = SlotsReady | RankAck | Disabled | DiskOff | RankReplaced
 PlanDisk = Callable[[int, str], DiskShare | None]
+
+ANSWER_WITHIN_S = 5.0
+"""A process that lives answers an Ask at once; its channel's thread may have to wait for the interpreter."""
 
 
 class Handshake:
@@ -90,10 +104,14 @@ class Handshake:
 
     ``plan_disk(the same, fingerprint of the layout)`` answers where the disk tier is, None for no such tier.
 
-    A rank is the peer that said hello for it: what others say in its name (a worker left over from an engine
-    that died, on the same port) is dropped and counted.
+    A rank is the peer that said hello for it: what others say in its name is dropped and counted. Another
+    process that says that it is this rank is refused, and nothing else happens, unless the first one has died
+    and answers no more.
 
     Where every rank replicates the same KV, rank 0 alone stores: sizes, fingerprint and disk are its.
+
+    If not every rank is there after ``init_timeout_s``, one line in the log says which ones are missing, and
+    ``on_overdue`` is called; who comes later is welcome all the same.
     """
 
     def __init__(
@@ -101,6 +119,10 @@ class Handshake:
         world_size: int,
         size_tier: Callable[[int], int],
         plan_disk: PlanDisk = lambda block_bytes, fingerprint: None,
+        *,
+        clock: Clock | None = None,
+        init_timeout_s: float = math.inf,
+        on_overdue: Callable[[], None] = lambda: None,
     ) -> None:
         self.inbox: deque[LeaderEvent] = deque()
         self.found: deque[DiskSlotsFound] = deque()
@@ -116,27 +138,90 @@ class Handshake:
         self._disk_ranks: set[int] = set()
         self._disk_answered = threading.Event()
         self.foreign_total = 0
+        self.next_job_id: Callable[[], int] = lambda: 0
+        self._clock = clock or SystemClock()
+        self._starts_at_s = self._clock.now_s()
+        self._init_timeout_s = init_timeout_s
+        self._on_overdue = on_overdue
+        self._is_overdue = False
+        self._problem: str | None = None
+        self._send: Callable[[bytes, Message], None] | None = None
+        self._heard_at_s: dict[int, float] = {}
+        # When a rank was asked whether it lives, because another process says that it is this rank.
+        self._challenged_at_s: dict[int, float] = {}
+        self._first_job_ids: dict[int, int] = {}
+        self._log = RateLimitedLogger(log)
+
+    # ---------------------------------------------------------------- for the leader, from its thread
+
+    def connect(self, send: Callable[[bytes, Message], None]) -> None:
+        """The channel is there: ``send(identity, message)`` reaches a worker and does not wait."""
+        self._send = send
+
+    def tell(self, rank: int, message: Message) -> bool:
+        """Says something to one rank; False if nobody has said hello for it, or there is no channel yet."""
+        peer = self._peer_of(rank)
+        if peer is None or self._send is None:
+            return False
+        self._send(peer, message)
+        return True
+
+    def heard_at_s(self, rank: int) -> float:
+        """When this rank said something last, on the clock; minus infinity if it never did."""
+        return self._heard_at_s.get(rank, -math.inf)
 
     def wait(self, timeout_s: float) -> bool:
-        """Waits, at start only, until the first slots are usable and what is on disk is known; False if time
-        ran out.
+        """Waits, at start only, until the first slots are usable and what is on disk is known; False, and a
+        line in the log, if time ran out.
 
         Or until the tier is off. Both go on in the background.
         """
-        ends_at_s = time.monotonic() + timeout_s
-        return self._answered.wait(timeout_s) and self._disk_answered.wait(ends_at_s - time.monotonic())
+        starts_at_s = self._clock.now_s()
+        is_over = self._answered.wait(timeout_s) and self._disk_answered.wait(
+            max(0.0, timeout_s - (self._clock.now_s() - starts_at_s))
+        )
+        if timeout_s and not is_over:
+            line = "kvbm: not ready after %g s (%s); the engine serves without hits until it is"
+            log.warning(line, timeout_s, self.readiness().reason or "the disk is still being read")
+        return is_over
+
+    def readiness(self) -> Readiness:
+        """Whether there are slots, or what they wait for. Any thread."""
+        if self._problem is not None:
+            return Readiness(False, f"the tier is off: {self._problem}")
+        ranks = range(self._world_size)
+        silent = [rank for rank in ranks if rank not in self._hellos]
+        unready = [rank for rank in ranks if rank in self._hellos and rank not in self._ready]
+        parts = [f"{_named(silent)} not said hello"] if silent else []
+        parts += [f"{_named(unready)} no memory yet"] if unready and not silent else []
+        return Readiness(not parts, "; ".join(parts))
+
+    # ---------------------------------------------------------------- on the channel's thread
+
+    def on_tick(self) -> list[tuple[bytes, Message]]:
+        """Time passes, whether or not anybody says anything; at least once a second."""
+        waited_s = self._clock.now_s() - self._starts_at_s
+        if not self._is_overdue and waited_s >= self._init_timeout_s and not self._answered.is_set():
+            self._is_overdue = True
+            log.error(
+                "kvbm: not ready after DYN_KVBM_LEADER_WORKER_INIT_TIMEOUT_SECS=%g (%s); the engine serves "
+                "without the cache, which joins when they come: look for the first error of these workers",
+                self._init_timeout_s,
+                self.readiness().reason,
+            )
+            self._on_overdue()
+        return []
 
     def on_message(self, identity: bytes, message: Message) -> list[tuple[bytes, Message]]:
         """Takes one message of one worker; returns the answers."""
         if isinstance(message, Hello):
             return self._hello(identity, message)
+        if isinstance(message, Order) or not self._may_speak(identity, message):
+            self.foreign_total += 1
+            return []
+        self._heard_at_s[message.rank] = self._clock.now_s()
         if isinstance(message, Refused):
             self._disable(f"worker {message.rank}: {message.reason}")
-        elif (
-            isinstance(message, Configure | Store | ForgetDisk | Note)
-            or self._peer_of(message.rank) != identity
-        ):
-            self.foreign_total += 1
         elif isinstance(message, Ready):
             self._on_ready(message)
         elif isinstance(message, Acks):
@@ -144,11 +229,21 @@ class Handshake:
         elif isinstance(message, DiskRefused):
             self.inbox.append(DiskOff(f"worker {message.rank}: {message.reason}"))
             self._disk_answered.set()
-        else:
+        elif isinstance(message, DiskFound):
             self._on_disk_found(message)
         return []
 
+    def _may_speak(
+        self, identity: bytes, message: Ready | Acks | Here | Refused | DiskFound | DiskRefused
+    ) -> bool:
+        peer = self._peer_of(message.rank)
+        if isinstance(message, Refused) and peer is None:  # it cannot even say how large its blocks are
+            return 0 <= message.rank < self._world_size
+        return peer == identity
+
     def _on_disk_found(self, message: DiskFound) -> None:
+        if message.rank in self._disk_ranks:  # a process in a rank's place: what its file holds is known
+            return
         records = zip(message.slots, message.keys, message.sequences, strict=True)
         found = [Found(slot, BlockKey(key), sequence) for slot, key, sequence in records]
         self.found.append(DiskSlotsFound(message.rank, message.end, found))
@@ -170,18 +265,24 @@ class Handshake:
         return hello[0] if hello is not None else None
 
     def _disable(self, reason: str) -> None:
+        self._problem = self._problem or reason
         self.inbox.append(Disabled(reason))
         self._answered.set()
         self._disk_answered.set()
 
     def _hello(self, identity: bytes, hello: Hello) -> list[tuple[bytes, Message]]:
-        problem = self._problem_of(identity, hello)
+        problem = self._problem_of(hello)
+        peer = self._peer_of(hello.rank)
+        if peer is not None and peer != identity:
+            return self._rival(identity, hello, peer, problem)
         if problem is not None:
-            self._disable(f"worker {hello.rank} {problem}")
+            if self._num_slots is None:  # else every rank is there, and this is none of them
+                self._disable(f"worker {hello.rank} {problem}")
             return [(identity, Refused(hello.rank, problem))]
         self._hellos[hello.rank] = (identity, hello)
+        self._heard_at_s[hello.rank] = self._clock.now_s()
         if self._num_slots is not None:
-            return [(identity, self._configuration(self._num_slots))]
+            return [(identity, self._configuration(self._num_slots, hello.rank))]
         if len(self._hellos) < self._world_size:
             return []
         try:
@@ -196,10 +297,51 @@ class Handshake:
             self.inbox.append(DiskOff(str(error.args[-1])))
         if self._disk is None:
             self._disk_answered.set()
-        return [(who, self._configuration(self._num_slots)) for who, _ in self._hellos.values()]
+        return [(who, self._configuration(self._num_slots, rank)) for rank, (who, _) in self._hellos.items()]
 
-    def _configuration(self, num_slots: int) -> Configure:
-        return Configure(num_slots, self._disk, self._hellos[0][1].broadcast_address)
+    def _rival(
+        self, identity: bytes, hello: Hello, peer: bytes, problem: str | None
+    ) -> list[tuple[bytes, Message]]:
+        """Another process says that it is a rank we know. Whether that one lives is asked first; the other
+        one says hello again meanwhile.
+        """
+        rank, now_s = hello.rank, self._clock.now_s()
+        asked_at_s = self._challenged_at_s.get(rank, -math.inf)
+        if problem is None and now_s - asked_at_s > 3 * ANSWER_WITHIN_S:  # never, or of another one
+            self._challenged_at_s[rank] = now_s
+            return [(peer, Ask([], is_last=False))]
+        if problem is None and self.heard_at_s(rank) <= asked_at_s:
+            if now_s - asked_at_s < ANSWER_WITHIN_S:
+                return []
+            del self._challenged_at_s[rank]
+            return self._replace(identity, hello)
+        self._challenged_at_s.pop(rank, None)
+        self.foreign_total += 1
+        reason = problem or f"is there already as rank {rank}: end one of the two"
+        self._log.warning("rival", "kvbm: another process that says that it is rank %d is refused", rank)
+        return [(identity, Refused(rank, reason))]
+
+    def _replace(self, identity: bytes, hello: Hello) -> list[tuple[bytes, Message]]:
+        """A rank's process has died, and another one is in its place: its memory is empty."""
+        rank, (_, old) = hello.rank, self._hellos[hello.rank]
+        self._hellos[rank] = (identity, hello)
+        self._heard_at_s[rank] = self._clock.now_s()
+        self._ready.pop(rank, None)
+        if self._num_slots is None:  # nothing had begun
+            return []
+        same = (old.fingerprint, old.block_bytes, old.num_device_blocks)
+        if old.replicates or same != (hello.fingerprint, hello.block_bytes, hello.num_device_blocks):
+            reason = f"rank {rank} was started anew and does not fit in its old place; restart the engine"
+            self._disable(reason)
+            return [(identity, Refused(rank, reason))]
+        log.warning("kvbm: a new process is rank %d; the host tier starts empty", rank)
+        self._first_job_ids[rank] = first_job_id = self.next_job_id()
+        self.inbox.append(RankReplaced(rank, first_job_id))
+        return [(identity, self._configuration(self._num_slots, rank))]
+
+    def _configuration(self, num_slots: int, rank: int) -> Configure:
+        address = self._hellos[0][1].broadcast_address
+        return Configure(num_slots, self._disk, address, self._first_job_ids.get(rank, 0))
 
     def _check_replicas(self) -> None:
         """Whether ranks that replicate have indeed the same blocks; then only rank 0 stores from now on."""
@@ -220,7 +362,7 @@ class Handshake:
         hellos = (hello for _, (_, hello) in sorted(self._hellos.items()))
         return "-".join(hello.fingerprint for hello in hellos if _stores(hello))
 
-    def _problem_of(self, identity: bytes, hello: Hello) -> str | None:
+    def _problem_of(self, hello: Hello) -> str | None:
         if hello.protocol != PROTOCOL_VERSION:
             return (
                 f"speaks protocol {hello.protocol}, the leader {PROTOCOL_VERSION}; install one "
@@ -230,8 +372,6 @@ class Handshake:
             return f"is rank {hello.rank} of {hello.world_size}, the leader expects {self._world_size} ranks"
         if hello.block_bytes <= 0 or hello.num_device_blocks <= 0:
             return f"has blocks of {hello.block_bytes} bytes, {hello.num_device_blocks} of them"
-        if self._num_slots is not None and self._peer_of(hello.rank) != identity:
-            return f"is there twice: two processes say that they are rank {hello.rank}; end the one left over"
         return None
 
     def _on_ready(self, ready: Ready) -> None:
@@ -251,6 +391,12 @@ class Handshake:
 
     def _block_bytes(self) -> int:
         return sum(hello.block_bytes for _, hello in self._hellos.values() if _stores(hello))
+
+
+def _named(ranks: list[int]) -> str:
+    """The subject of a sentence that goes on."""
+    numbers = ", ".join(map(str, ranks))
+    return f"rank {numbers} has" if len(ranks) == 1 else f"ranks {numbers} have"
 
 
 def _stores(hello: Hello) -> bool:

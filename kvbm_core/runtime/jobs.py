@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from kvbm_core.blocks.lease import Lease
+from kvbm_core.clock import Clock
 from kvbm_core.errors import Outcome
 from kvbm_core.runtime.messages import JobAck
 from kvbm_core.runtime.request import RequestState
@@ -45,6 +46,11 @@ class Job:
     job_id: int
     direction: Direction
     waiting_ranks: set[int]
+    started_at_s: float
+    late_ranks: set[int] = field(default_factory=set)
+    """Have given it up, and answer once nothing of theirs touches its slots any more."""
+    is_shared: bool = False
+    """Of a load: whether others wait for its end."""
     shares: list[Share] = field(default_factory=list)
     reservation: Reservation | None = None
     acks: list[JobAck] = field(default_factory=list)
@@ -80,8 +86,9 @@ class Job:
 class JobBook:
     """Jobs by id. Ids are never reused."""
 
-    def __init__(self, world_size: int) -> None:
+    def __init__(self, world_size: int, clock: Clock) -> None:
         self._world_size = world_size
+        self._clock = clock
         self._next_id = 1
         self._jobs: dict[int, Job] = {}
         self.stale_acks_total = 0
@@ -98,7 +105,7 @@ class JobBook:
 
     def start(self, direction: Direction) -> Job:
         """A new job, empty; waits for the answer of every rank from now on."""
-        job = Job(self.new_id(), direction, self.ranks())
+        job = Job(self.new_id(), direction, self.ranks(), self._clock.now_s())
         self._jobs[job.job_id] = job
         return job
 
@@ -106,6 +113,15 @@ class JobBook:
         """The number of a job, in this book or elsewhere in the leader."""
         self._next_id += 1
         return self._next_id - 1
+
+    @property
+    def next_id(self) -> int:
+        """What ``new_id`` will answer. Any thread."""
+        return self._next_id
+
+    def get(self, job_id: int) -> Job | None:
+        """A job in flight."""
+        return self._jobs.get(job_id)
 
     def add(self, job: Job, share: Share) -> None:
         """Adds one request's blocks to a job that has not been sent yet."""

@@ -9,20 +9,22 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvbm_core.clock import Clock
 from kvbm_core.errors import IntegrityError, Outcome
 from kvbm_core.observe.labels import DropReason, FailureKind
 from kvbm_core.observe.log import RateLimitedLogger
 from kvbm_core.observe.metrics import Metrics
+from kvbm_core.observe.readiness import Readiness
 from kvbm_core.policy.admission import AdmissionPolicy
 from kvbm_core.runtime.disk import DiskOptions, DiskTier
-from kvbm_core.runtime.handshake import Disabled, Handshake, RankAck, SlotsReady
+from kvbm_core.runtime.handshake import Disabled, Handshake, RankAck, RankReplaced, SlotsReady
 from kvbm_core.runtime.jobs import Job, JobBook, Share
 from kvbm_core.runtime.messages import JobAck, Message
 from kvbm_core.runtime.offload import Offloading, OnShareEnd
 from kvbm_core.runtime.onboard import Onboarding
+from kvbm_core.runtime.rank_watch import RankWatch, WatchOptions
 from kvbm_core.runtime.request import NULL_BLOCK, BlockTable, RequestState
 from kvbm_core.tiers.groups import GroupSpec, base_block_tokens
 from kvbm_core.tiers.tier import BlockTier
@@ -48,6 +50,7 @@ class LeaderOptions:
     share_wait_s: float = 1.0
     share_loads: bool = True
     null_block: int = NULL_BLOCK
+    watch: WatchOptions = field(default_factory=WatchOptions)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +89,11 @@ class Leader:
         self.layout_fingerprint = ""
         self.block_bytes = 0
         self._handshake = handshake
-        self._jobs = JobBook(world_size)
+        self._jobs = JobBook(world_size, clock)
+        self._ranks = RankWatch(handshake, clock, metrics, options.watch)
+        # Whether a rank's new process is still getting the memory that its old one had.
+        self._is_refilling = False
+        handshake.next_job_id = lambda: self._jobs.next_id
         self._requests: dict[str, RequestState] = {}
         self._log = RateLimitedLogger(log)
         self.disk: DiskTier | None = None
@@ -122,8 +129,20 @@ class Leader:
 
     @property
     def is_ready(self) -> bool:
-        """Whether the tier has slots; until then every query is a miss."""
-        return self.tier.capacity_blocks > 0 and self.disabled_reason is None
+        """Whether the tier has slots and every rank answers; else every query is a miss."""
+        return (
+            self.tier.capacity_blocks > 0
+            and self.disabled_reason is None
+            and not self._ranks.away
+            and not self._is_refilling
+        )
+
+    def readiness(self) -> Readiness:
+        """Whether the tier is in service, or why not. Any thread."""
+        away = sorted(self._ranks.away)
+        if away:
+            return Readiness(False, f"no answer from rank {', '.join(map(str, away))}")
+        return self._handshake.readiness()
 
     @property
     def pending_jobs(self) -> int:
@@ -266,18 +285,22 @@ class Leader:
         return tuple(sorted(state.offload_jobs))
 
     def reset(self) -> None:
-        """Forgets every block of the tier; what is on its way will not be committed."""
+        """Forgets every block of the tiers; what is on its way will not be committed."""
+        self._reset_host()
+        if self.disk is not None:
+            self.disk.reset()
+
+    def _reset_host(self) -> None:
         for state in self._requests.values():
             self._onboarding.let_go(state)
         self._offloading.forget_gathered()
         self.tier.reset()
-        if self.disk is not None:
-            self.disk.reset()
 
     # ---------------------------------------------------------------- what workers said
 
     def acknowledge(self, rank: int, acks: Iterable[JobAck]) -> None:
         """What rank ``rank`` said, when the engine carries it here; else it comes with ``poll``."""
+        self._ranks.heard(rank)
         for ack in acks:
             self._acknowledge(rank, ack)
         self.publish_gauges()
@@ -291,6 +314,8 @@ class Leader:
             self.disk is not None and self.disk.tier.live_leases
         ):  # not in most steps
             self._mind_leases()
+        if self._ranks.is_due():
+            self._mind_ranks()
         if has_news:
             self.publish_gauges()
 
@@ -302,11 +327,35 @@ class Leader:
                 self._acknowledge(event.rank, event.ack)
             elif isinstance(event, SlotsReady):
                 self._on_slots(event)
+            elif isinstance(event, RankReplaced):
+                self._on_replaced(event)
             elif isinstance(event, Disabled):
                 self._disable(event.reason)
             elif self.disk is not None:
                 self.disk.turn_off(event.reason)
         self._take_in_found(MAX_CHUNKS_PER_POLL)
+
+    def _mind_ranks(self) -> None:
+        orders = [] if self.disk is None else self.disk.orders()
+        self._ranks.look([*((job.job_id, job) for job in self._sent_jobs()), *orders])
+        held = sum(job.num_blocks for job in self._sent_jobs() if job.waiting_ranks & self._ranks.away)
+        self.metrics.set_silent_ranks(len(self._ranks.away), held)
+
+    def _sent_jobs(self) -> list[Job]:
+        return [job for job in self._jobs.jobs() if job.shares]  # not the one that is being gathered
+
+    def _on_replaced(self, event: RankReplaced) -> None:
+        """The bytes of one rank are gone, and with them every block; what it was told died with it."""
+        self._is_refilling = True
+        self._reset_host()
+        jobs = [(job.job_id, job.waiting_ranks) for job in self._sent_jobs()]
+        orders = [] if self.disk is None else self.disk.orders()
+        for job_id, waiting_ranks in [
+            *jobs,
+            *((order_id, order.waiting_ranks) for order_id, order in orders),
+        ]:
+            if job_id < event.first_job_id and event.rank in waiting_ranks:
+                self._acknowledge(event.rank, JobAck(job_id, Outcome.IO_ERROR, 0, 0.0, 0.0))
 
     def _mind_leases(self) -> None:
         # Before any lease is ended: those of copies that are under way hold, however long nobody has called.
@@ -357,6 +406,8 @@ class Leader:
         if self.disk is not None:
             self.disk.block_bytes = event.block_bytes
         self.tier.grow(event.slots)
+        if event.slots >= self.tier.capacity_blocks:
+            self._is_refilling = False
         if event.slots == event.planned_slots:
             log.info(
                 "kvbm: host tier ready: %d blocks, %.2f GB",
@@ -372,8 +423,7 @@ class Leader:
 
     def _acknowledge(self, rank: int, ack: JobAck) -> None:
         if ack.is_late:  # nothing is freed before the second answer, but nobody is sent there for a while
-            if self.disk is not None:
-                self.disk.judge(ack.outcome)
+            self._note_late(rank, ack)
             return
         if self.disk is not None and self.disk.owns(ack.job_id):
             self.disk.acknowledge(rank, ack)
@@ -394,6 +444,15 @@ class Leader:
             if is_offload and is_done and self.disk is not None and share.state.is_lasting:
                 self.disk.offer(share.keys)
             self._drop_if_idle(share.state)
+
+    def _note_late(self, rank: int, ack: JobAck) -> None:
+        job = self._jobs.get(ack.job_id)
+        if job is not None:
+            job.late_ranks.add(rank)
+            self._onboarding.stop_sharing(job)
+        if self.disk is not None:
+            self.disk.note_late(rank, ack.job_id)
+            self.disk.judge(ack.outcome)
 
     def _count_failure(self, job: Job) -> None:
         if job.direction is Direction.OFFLOAD and job.outcome is Outcome.REJECTED:

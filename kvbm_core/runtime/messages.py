@@ -11,7 +11,7 @@ import msgspec
 from kvbm_core.errors import Outcome
 from kvbm_core.transfer.plan import TransferPlan
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 MAX_MESSAGE_BYTES = 4 * 1024 * 1024
 
 
@@ -43,12 +43,14 @@ class Configure(msgspec.Struct, tag="configure", frozen=True, forbid_unknown_fie
     """Leader -> worker: how many slots of the host tier every rank that stores allocates, and the disk's, if
     any.
 
-    ``broadcast_address``: where the others get what rank 0 loads.
+    ``broadcast_address``: where the others get what rank 0 loads. ``first_job_id``: jobs below it were of
+    this rank's process before, and are not to be begun in this one.
     """
 
     num_slots: int
     disk: DiskShare | None = None
     broadcast_address: str = ""
+    first_job_id: int = 0
 
 
 class Ready(msgspec.Struct, tag="ready", frozen=True, forbid_unknown_fields=True):
@@ -78,6 +80,22 @@ class Acks(msgspec.Struct, tag="acks", frozen=True, forbid_unknown_fields=True):
 
     rank: int
     acks: list[JobAck]
+
+
+class Ask(msgspec.Struct, tag="ask", frozen=True, forbid_unknown_fields=True):
+    """Leader -> worker: these jobs have not been answered. The acks of those that are over, then Here.
+
+    ``is_last``: what has not come by now is not to be begun any more, and is answered as rejected.
+    """
+
+    job_ids: list[int]
+    is_last: bool
+
+
+class Here(msgspec.Struct, tag="here", frozen=True, forbid_unknown_fields=True):
+    """Worker -> leader: an Ask has come; this rank is alive."""
+
+    rank: int
 
 
 class Refused(msgspec.Struct, tag="refused", frozen=True, forbid_unknown_fields=True):
@@ -145,7 +163,9 @@ class ForgetDisk(msgspec.Struct, tag="forget_disk", frozen=True, forbid_unknown_
 
 Note = Finish | LoadEnded
 """What a worker's adapter takes up, in its own time."""
-Message = Hello | Configure | Ready | Acks | Refused | DiskFound | DiskRefused | Store | ForgetDisk | Note
+Order = Configure | Ask | Store | ForgetDisk | Note
+"""What only a leader says."""
+Message = Hello | Ready | Acks | Here | Refused | DiskFound | DiskRefused | Order
 
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)

@@ -58,6 +58,7 @@ class Onboarding:
         self._share_wait_s = share_wait_s
         self._align = alignment_tokens(groups)
         self._loading: dict[BlockKey, int] = {}
+        self._num_loads = 0
 
     @property
     def loading_blocks(self) -> int:
@@ -151,6 +152,8 @@ class Onboarding:
         self._jobs.add(job, share)
         for key in share.keys:
             self._loading[key] = self._loading.get(key, 0) + 1
+        job.is_shared = True
+        self._num_loads += 1
         state.onboard_job = job.job_id
         state.deferred_since_s = None
         from_disk = 0 if match.reservation is None else len(match.reservation.keys)
@@ -193,10 +196,8 @@ class Onboarding:
         """Every rank has answered. True if the blocks are on the device."""
         (share,) = job.shares
         state = share.state
-        for key in share.keys:
-            self._loading[key] -= 1
-            if not self._loading[key]:
-                del self._loading[key]
+        self.stop_sharing(job)
+        self._num_loads -= 1
         is_loaded = job.outcome is Outcome.OK
         if is_loaded:
             self._count(share)
@@ -220,6 +221,17 @@ class Onboarding:
         self._tier.touch(state.chain_keys())
         return is_loaded
 
+    def stop_sharing(self, job: Job) -> None:
+        """Nobody waits for this load any more: it is over, or nobody knows when it will be. Its slots stay
+        held.
+        """
+        if job.is_shared:
+            job.is_shared = False
+            for key in (key for share in job.shares for key in share.keys):
+                self._loading[key] -= 1
+                if not self._loading[key]:
+                    del self._loading[key]
+
     def _count(self, share: Share) -> None:
         read_slots = frozenset(share.reads.slots) if share.reads is not None else frozenset()
         # An engine that takes less than was matched may leave some of what was read.
@@ -233,7 +245,7 @@ class Onboarding:
 
     def renew_leases(self) -> None:
         """A slot is not reused while a worker may still read it: leases of loads in flight do not expire."""
-        if not self._loading:
+        if not self._num_loads:
             return
         soon_s = self._clock.now_s() + self._lease_ttl_s / 2
         for share in (share for job in self._jobs.jobs() for share in job.shares):
@@ -255,7 +267,7 @@ class Onboarding:
             for share in job.shares if job.direction is Direction.ONBOARD else ():
                 if share.lease is None and share.disk_lease is None:
                     raise IntegrityError(f"job {job.job_id} reads slots that nobody holds")
-                for key in share.keys:
+                for key in share.keys if job.is_shared else ():
                     expected[key] = expected.get(key, 0) + 1
         if expected != self._loading:
             raise IntegrityError("blocks are marked as being loaded by no job in flight, or not marked")

@@ -22,10 +22,12 @@ from kvbm_core.runtime.endpoint import Endpoint
 from kvbm_core.runtime.messages import (
     PROTOCOL_VERSION,
     Acks,
+    Ask,
     Configure,
     DiskShare,
     ForgetDisk,
     Hello,
+    Here,
     JobAck,
     Message,
     Note,
@@ -103,6 +105,9 @@ class Worker:
         self._is_noted = threading.Event()
         self._in_flight: dict[int, Direction] = {}
         self._overwritten: set[int] = set()
+        # What the leader has ended is not begun any more: jobs below the number, and those that it named.
+        self._first_job_id = 0
+        self._ended: set[int] = set()
         # Given up, while their host slots are still being written to: their answers, for when that is over.
         self._late: dict[int, JobAck] = {}
         self._wrap: Callable[[Executor], Executor] = lambda executor: executor
@@ -157,7 +162,10 @@ class Worker:
         if isinstance(message, Refused):
             self._is_refused = True
             log.error("kvbm: worker %d: refused by the leader: %s", self.rank, message.reason)
+        elif isinstance(message, Ask):
+            self._answer(message)
         elif isinstance(message, Configure) and self._executor is None and self._memory is not None:
+            self._first_job_id = message.first_job_id
             try:
                 if self._replicates and self.rank > 0:
                     self._follow(message, self._memory)
@@ -175,6 +183,26 @@ class Worker:
         elif isinstance(message, Note):
             self._notes.append(message)
             self._is_noted.set()
+
+    def _answer(self, ask: Ask) -> None:
+        with self._lock:
+            asked = set(ask.job_ids)
+            # Those that wait for the engine's next step, which may be long in coming.
+            acks = [ack for ack in self._acks if ack.job_id in asked]
+            if ask.is_last:
+                unknown = asked - self._in_flight.keys() - self._late.keys() - {ack.job_id for ack in acks}
+                never = [
+                    job_id for job_id in unknown if self._disk is None or not self._disk.is_store(job_id)
+                ]
+                self._ended.update(never)
+                acks += [JobAck(job_id, Outcome.REJECTED, 0, 0.0, 0.0) for job_id in never]
+        if acks:
+            self._channel.send(Acks(self.rank, acks))
+        self._channel.send(Here(self.rank))
+
+    def _is_ended(self, job_id: int) -> bool:
+        """Whether the leader does not wait for this job any more, and may have given its slots to another."""
+        return job_id in self._ended or job_id < self._first_job_id
 
     def _follow(self, message: Configure, memory: DeviceMemory) -> None:
         """Rank 0 has the slots; here all of them can be used."""
@@ -268,7 +296,11 @@ class Worker:
             if plan.job_id in self._in_flight:
                 return
             self._in_flight[plan.job_id] = plan.direction
+            is_ended = self._is_ended(plan.job_id)
         executor = self._executor
+        if is_ended:
+            self._finished(JobResult(plan.job_id, Outcome.REJECTED, 0, 0.0, 0.0, "comes too late"))
+            return
         if executor is None:
             self._finished(JobResult(plan.job_id, Outcome.REJECTED, 0, 0.0, 0.0, "no executor"))
             return
@@ -353,7 +385,9 @@ class Worker:
         return self._executor is None or self._executor.drain(timeout_s)
 
     def _store(self, message: Store) -> None:
-        if self._disk is None:
+        with self._lock:
+            is_ended = self._is_ended(message.job_id)
+        if self._disk is None or is_ended:
             self._channel.send(Acks(self.rank, [JobAck(message.job_id, Outcome.REJECTED, 0, 0.0, 0.0)]))
             return
         self._disk.store(message, deadline_s=self._options.transfer_deadline_s)

@@ -16,7 +16,7 @@ import pytest
 import zmq
 
 from kvbm_core.errors import ConfigError, Outcome
-from kvbm_core.runtime.channel import LeaderChannel, WorkerChannel
+from kvbm_core.runtime.channel import LeaderChannel, WorkerChannel, key_pair
 from kvbm_core.runtime.endpoint import Endpoint, tcp_endpoint
 from kvbm_core.runtime.messages import (
     MAX_MESSAGE_BYTES,
@@ -39,7 +39,7 @@ HELLO = Hello(protocol=1, rank=0, world_size=1, block_bytes=1, num_device_blocks
 @pytest.fixture
 def endpoint(tmp_path: Path) -> Endpoint:
     path = tmp_path / "s.sock"
-    return Endpoint(f"ipc://{path}", path)
+    return Endpoint(f"ipc://{path}", path, secret=b"s")
 
 
 class Leader:
@@ -84,9 +84,12 @@ def closing(*ends: Leader | Worker) -> Iterator[None]:
 
 
 @contextmanager
-def raw_socket(endpoint: Endpoint, kind: int = zmq.DEALER) -> Iterator[zmq.Socket[bytes]]:
-    with zmq.Context() as context, context.socket(kind) as raw:
+def raw_socket(endpoint: Endpoint) -> Iterator[zmq.Socket[bytes]]:
+    """Somebody who has the secret, and says whatever the test says."""
+    with zmq.Context() as context, context.socket(zmq.DEALER) as raw:
         raw.setsockopt(zmq.LINGER, 0)
+        raw.curve_publickey, raw.curve_secretkey = key_pair(endpoint.secret, b"worker")
+        raw.curve_serverkey = key_pair(endpoint.secret, b"leader")[0]
         raw.connect(endpoint.address)
         yield raw
 
@@ -221,6 +224,7 @@ def test_a_message_that_is_too_long_does_not_arrive(endpoint: Endpoint) -> None:
 def test_a_worker_drops_and_counts_what_no_leader_says(endpoint: Endpoint) -> None:
     with zmq.Context() as context, context.socket(zmq.ROUTER) as raw:
         raw.setsockopt(zmq.LINGER, 0)
+        raw.curve_server, raw.curve_secretkey = True, key_pair(endpoint.secret, b"leader")[1]
         raw.bind(endpoint.address)
         worker = Worker(endpoint)
         with closing(worker):
@@ -279,14 +283,14 @@ def test_a_taken_port_is_refused_in_one_line() -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         with pytest.raises(ConfigError) as error:
-            Leader(tcp_endpoint("127.0.0.1", taken.getsockname()[1]))
+            Leader(tcp_endpoint("127.0.0.1", taken.getsockname()[1], b"s"))
     assert "DYN_KVBM_LEADER_ZMQ_ACK_PORT" in one_line(error)
 
 
 def test_a_directory_without_sockets_is_refused_in_one_line(tmp_path: Path) -> None:
     path = tmp_path / ("d" * 200)
     with pytest.raises(ConfigError) as error:
-        Leader(Endpoint(f"ipc://{path}", path))
+        Leader(Endpoint(f"ipc://{path}", path, secret=b"s"))
     assert "TMPDIR" in one_line(error)
     assert list(tmp_path.iterdir()) == []
 
@@ -298,7 +302,7 @@ def test_loopback_in_the_newer_protocol_works_where_the_machine_has_it() -> None
             port = probe.getsockname()[1]
     except OSError:
         pytest.skip("this machine has no ::1")
-    endpoint = tcp_endpoint("::1", port)
+    endpoint = tcp_endpoint("::1", port, b"s")
     leader, worker = Leader(endpoint), Worker(endpoint)
     with closing(worker, leader):
         worker.say_hello()
@@ -324,7 +328,7 @@ def test_close_leaves_no_thread_no_descriptor_and_no_file(endpoint: Endpoint, tm
     leader, worker, lonely = (
         Leader(endpoint),
         Worker(endpoint),
-        Worker(Endpoint(f"ipc://{tmp_path}/none.sock")),
+        Worker(Endpoint(f"ipc://{tmp_path}/none.sock", secret=b"s")),
     )
     worker.say_hello()
     lonely.say_hello()

@@ -4,25 +4,31 @@ from __future__ import annotations
 
 import pytest
 
+from kvbm_core.clock import ManualClock
 from kvbm_core.errors import ConfigError, Outcome
+from kvbm_core.observe.readiness import Readiness
 from kvbm_core.runtime.handshake import (
+    ANSWER_WITHIN_S,
     Disabled,
     DiskOff,
     DiskSlotsFound,
     Handshake,
     PlanDisk,
     RankAck,
+    RankReplaced,
     SlotsReady,
 )
 from kvbm_core.runtime.messages import (
     PROTOCOL_VERSION,
     Acks,
+    Ask,
     Configure,
     DiskFound,
     DiskRefused,
     DiskShare,
     ForgetDisk,
     Hello,
+    Here,
     JobAck,
     Message,
     Ready,
@@ -134,18 +140,157 @@ def test_before_its_hello_nobody_is_a_rank() -> None:
     assert not handshake.inbox and handshake.foreign_total == 2
 
 
-def test_a_second_process_of_the_same_rank_turns_the_tier_off() -> None:
-    handshake = one_worker()
-    ((identity, answer),) = handshake.on_message(STRANGER, hello())
+# ---------------------------------------------------------------- a second process in a rank's place
+
+
+def ready_ranks(clock: ManualClock) -> Handshake:
+    """Two ranks that are in service; what they have said so far has been read."""
+    handshake = Handshake(2, lambda block_bytes: 8, clock=clock)
+    for rank, identity in enumerate((A, B)):
+        handshake.on_message(identity, hello(rank, 2))
+    for rank, identity in enumerate((A, B)):
+        handshake.on_message(identity, Ready(rank, 8))
+    handshake.inbox.clear()
+    assert handshake.readiness().is_ready
+    return handshake
+
+
+def test_a_second_process_of_a_rank_that_lives_is_refused_and_nothing_else_happens() -> None:
+    clock = ManualClock()
+    handshake = ready_ranks(clock)
+    for _ in range(3):  # whenever one comes: the rank is asked anew
+        clock.advance(100.0)
+        assert handshake.on_message(STRANGER, hello(1, 2)) == [(B, Ask([], is_last=False))]
+        assert handshake.on_message(STRANGER, hello(1, 2)) == []  # no answer yet, either way
+        clock.advance(1.0)
+        assert handshake.on_message(B, Here(1)) == []
+        ((identity, answer),) = handshake.on_message(STRANGER, hello(1, 2))
+        assert identity == STRANGER and isinstance(answer, Refused) and "end one" in answer.reason
+    handshake.on_message(STRANGER, Acks(1, [JobAck(1, Outcome.OK, 5, 0.0, 0.0)]))
+    handshake.on_message(STRANGER, Refused(1, "no memory"))
+    assert not handshake.inbox and handshake.readiness().is_ready
+    assert handshake.on_message(B, hello(1, 2)) == [(B, Configure(8))]
+
+
+@pytest.mark.parametrize(
+    "stranger",
+    [
+        hello(1, 3),
+        hello(7, 2),
+        hello(-1, 2),
+        hello(1, 2, protocol=PROTOCOL_VERSION + 1),
+        hello(1, 2, block_bytes=0),
+        Refused(1, "no memory"),
+        Refused(7, "no memory"),
+        Refused(-1, "no memory"),
+        DiskRefused(0, "no room"),
+        Here(0),
+    ],
+    ids=repr,
+)
+def test_whatever_a_stranger_says_a_tier_in_service_stays(stranger: Message) -> None:
+    clock = ManualClock()
+    handshake = ready_ranks(clock)
+    for _ in range(5):
+        answers = handshake.on_message(STRANGER, stranger)
+        assert all(identity == STRANGER and isinstance(said, Refused) for identity, said in answers)
+        clock.advance(10.0)
+    assert not handshake.inbox and handshake.readiness().is_ready and handshake.peers() == [A, B]
+
+
+def test_a_process_in_the_place_of_one_that_died_gets_its_rank_and_starts_empty() -> None:
+    clock = ManualClock()
+    handshake = ready_ranks(clock)
+    handshake.next_job_id = lambda: 70
+    assert handshake.on_message(STRANGER, hello(1, 2)) == [(B, Ask([], is_last=False))]
+    clock.advance(ANSWER_WITHIN_S / 2)
+    handshake.on_message(A, Here(0))  # another rank's life says nothing of this one's
+    assert handshake.on_message(STRANGER, hello(1, 2)) == []
+    clock.advance(ANSWER_WITHIN_S / 2)
+    configure = Configure(8, first_job_id=70)
+    assert handshake.on_message(STRANGER, hello(1, 2)) == [(STRANGER, configure)]
+    assert list(handshake.inbox) == [RankReplaced(1, 70)]
+    assert handshake.readiness() == Readiness(False, "rank 1 has no memory yet")
+    assert handshake.on_message(STRANGER, hello(1, 2)) == [(STRANGER, configure)]  # the answer had been lost
+    handshake.on_message(B, Ready(1, 8))  # it is nobody any more
+    assert not handshake.readiness().is_ready
+    handshake.on_message(STRANGER, Ready(1, 3))
+    assert [event.slots for event in handshake.inbox if isinstance(event, SlotsReady)] == [3]
+    assert handshake.readiness().is_ready
+
+
+def test_one_that_does_not_fit_in_the_place_of_one_that_died_turns_the_tier_off() -> None:
+    clock = ManualClock()
+    handshake = ready_ranks(clock)
+    handshake.on_message(STRANGER, hello(1, 2))
+    clock.advance(ANSWER_WITHIN_S)
+    ((identity, answer),) = handshake.on_message(STRANGER, hello(1, 2, fingerprint="other"))
     assert identity == STRANGER and isinstance(answer, Refused)
-    assert "two processes say that they are rank 0" in reason(handshake)
+    assert "rank 1 was started anew" in reason(handshake)
 
 
-def test_until_it_is_configured_a_rank_may_come_again_under_another_name() -> None:
-    handshake = Handshake(2, lambda block_bytes: 8)
+def test_a_rank_that_dies_before_the_others_have_come_may_come_again() -> None:
+    clock = ManualClock()
+    handshake = Handshake(2, lambda block_bytes: 8, clock=clock)
     handshake.on_message(STRANGER, hello(0, 2))
     handshake.on_message(A, hello(0, 2))
+    clock.advance(ANSWER_WITHIN_S)
+    assert handshake.on_message(A, hello(0, 2)) == []
     assert sorted(handshake.on_message(B, hello(1, 2))) == [(A, Configure(8)), (B, Configure(8))]
+    assert not handshake.inbox
+
+
+# ---------------------------------------------------------------- ranks that do not come
+
+
+def test_ranks_that_are_missing_are_named_once_and_counted(caplog: pytest.LogCaptureFixture) -> None:
+    clock, overdue = ManualClock(), []
+    handshake = Handshake(
+        3, lambda block_bytes: 8, clock=clock, init_timeout_s=100.0, on_overdue=lambda: overdue.append(1)
+    )
+    assert handshake.readiness().reason == "ranks 0, 1, 2 have not said hello"
+    handshake.on_message(B, hello(1, 3))
+    clock.advance(99.0)
+    assert handshake.on_tick() == [] and not overdue and not caplog.records
+    for _ in range(3):
+        clock.advance(1.0)
+        assert handshake.on_tick() == []
+    (record,) = caplog.records
+    line = record.getMessage()
+    assert record.levelname == "ERROR" and overdue == [1] and "\n" not in line
+    assert "ranks 0, 2 have not said hello" in line and "DYN_KVBM_LEADER_WORKER_INIT_TIMEOUT_SECS=100" in line
+    for rank, identity in ((0, A), (2, b"c")):  # late is not never
+        handshake.on_message(identity, hello(rank, 3))
+    assert handshake.readiness().reason == "ranks 0, 1, 2 have no memory yet"
+    for rank, identity in ((0, A), (1, B), (2, b"c")):
+        handshake.on_message(identity, Ready(rank, 8))
+    assert handshake.readiness().is_ready and handshake.wait(0)
+
+
+def test_a_tier_that_is_ready_in_time_is_never_overdue(caplog: pytest.LogCaptureFixture) -> None:
+    clock, overdue = ManualClock(), []
+    handshake = Handshake(
+        1, lambda block_bytes: 8, clock=clock, init_timeout_s=100.0, on_overdue=lambda: overdue.append(1)
+    )
+    handshake.on_message(A, hello())
+    handshake.on_message(A, Ready(0, 8))
+    clock.advance(1000.0)
+    handshake.on_tick()
+    assert not overdue and not caplog.records
+
+
+def test_a_start_that_waits_in_vain_says_for_whom(caplog: pytest.LogCaptureFixture) -> None:
+    handshake = Handshake(2, lambda block_bytes: 8)
+    handshake.on_message(A, hello(0, 2))
+    assert not handshake.wait(0.01)
+    (record,) = caplog.records
+    assert "rank 1 has not said hello" in record.getMessage() and record.levelname == "WARNING"
+
+
+def test_a_tier_that_is_off_says_why() -> None:
+    handshake = one_worker()
+    handshake.on_message(A, Refused(0, "no memory"))
+    assert handshake.readiness() == Readiness(False, "the tier is off: worker 0: no memory")
 
 
 @pytest.mark.parametrize(
@@ -374,6 +519,8 @@ def test_what_is_found_in_lists_of_unequal_lengths_is_no_news() -> None:
         DiskRefused(3, "no room"),
         Store(2**40, [b"k" * 33], [1], [2]),
         ForgetDisk(),
+        Ask([2**40, 1], is_last=True),
+        Here(3),
     ],
 )
 def test_what_is_said_about_disks_survives_the_wire(message: Message) -> None:

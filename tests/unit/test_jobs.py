@@ -38,7 +38,7 @@ def ack(job: Job, outcome: Outcome = Outcome.OK) -> JobAck:
 
 
 def test_ids_are_never_used_again() -> None:
-    book = JobBook(1)
+    book = JobBook(1, SystemClock())
     ids = set()
     for _ in range(5):
         job = start(book, Direction.OFFLOAD, 1)
@@ -48,7 +48,7 @@ def test_ids_are_never_used_again() -> None:
 
 
 def test_a_job_is_over_when_every_rank_has_answered() -> None:
-    book = JobBook(3)
+    book = JobBook(3, SystemClock())
     job = start(book, Direction.OFFLOAD, 1)
     assert book.acknowledge(2, ack(job)) is None and book.acknowledge(0, ack(job)) is None
     assert job.job_id in book and book.jobs() == [job]
@@ -57,7 +57,7 @@ def test_a_job_is_over_when_every_rank_has_answered() -> None:
 
 
 def test_late_double_and_foreign_answers_change_nothing_and_are_counted() -> None:
-    book = JobBook(2)
+    book = JobBook(2, SystemClock())
     job = start(book, Direction.OFFLOAD, 1)
     book.acknowledge(0, ack(job))
     for rank, answer in (
@@ -75,7 +75,7 @@ def test_late_double_and_foreign_answers_change_nothing_and_are_counted() -> Non
 
 @pytest.mark.parametrize("order", [(Outcome.OK, Outcome.CORRUPT), (Outcome.CORRUPT, Outcome.OK)])
 def test_one_rank_in_trouble_is_enough(order: tuple[Outcome, Outcome]) -> None:
-    book = JobBook(2)
+    book = JobBook(2, SystemClock())
     job = start(book, Direction.ONBOARD, 1)
     for rank, outcome in enumerate(order):
         book.acknowledge(rank, ack(job, outcome))
@@ -83,7 +83,7 @@ def test_one_rank_in_trouble_is_enough(order: tuple[Outcome, Outcome]) -> None:
 
 
 def test_offloads_are_readers_of_their_blocks_until_they_end_and_onboards_never() -> None:
-    book = JobBook(1)
+    book = JobBook(1, SystemClock())
     first, second = start(book, Direction.OFFLOAD, 1, 2), start(book, Direction.OFFLOAD, 2, 3)
     start(book, Direction.ONBOARD, 1, 9)
     assert book.readers_of([2]) == {first.job_id, second.job_id}
@@ -95,7 +95,7 @@ def test_offloads_are_readers_of_their_blocks_until_they_end_and_onboards_never(
 
 
 def test_onboards_are_writers_of_their_blocks_in_their_group_until_they_end() -> None:
-    book = JobBook(1)
+    book = JobBook(1, SystemClock())
     job = book.start(Direction.ONBOARD)
     add(book, job, GroupMove(0, (5, 6), (0, 1)), GroupMove(1, (7,), (2,)))
     start(book, Direction.OFFLOAD, 5)
@@ -106,7 +106,7 @@ def test_onboards_are_writers_of_their_blocks_in_their_group_until_they_end() ->
 
 
 def test_a_block_that_two_groups_name_is_one_reader() -> None:
-    book = JobBook(1)
+    book = JobBook(1, SystemClock())
     job = book.start(Direction.OFFLOAD)
     add(book, job, GroupMove(0, (5,), (0,)), GroupMove(1, (5,), (1,)))
     assert job.device_blocks == {5} and book.readers_of([5]) == {job.job_id}
@@ -114,7 +114,7 @@ def test_a_block_that_two_groups_name_is_one_reader() -> None:
 
 
 def test_the_plan_of_several_requests_has_one_move_per_group() -> None:
-    book = JobBook(1)
+    book = JobBook(1, SystemClock())
     job = book.start(Direction.OFFLOAD)
     add(book, job, GroupMove(0, (5, 6), (0, 1)), GroupMove(2, (9,), (2,)))
     add(book, job, GroupMove(1, (7,), (3,)), GroupMove(0, (4,), (4,)))

@@ -85,7 +85,7 @@ class Engine:
         self, folder: Path, ranks: int = 1, num_slots: int = NUM_SLOTS, register: bool = True
     ) -> None:
         path = folder / "s.sock"
-        self.endpoint = Endpoint(f"ipc://{path}", path)
+        self.endpoint = Endpoint(f"ipc://{path}", path, secret=b"s")
         clock = SystemClock()
         self.handshake = Handshake(ranks, lambda block_bytes: num_slots)
         self.tier = BlockTier(Tier.HOST, LruPolicy(), clock)
@@ -205,7 +205,7 @@ def test_bytes_go_down_and_come_back_elsewhere(tmp_path: Path, ranks: int) -> No
 
 
 def test_the_leader_may_come_after_the_workers_and_until_then_nothing_is_ready(tmp_path: Path) -> None:
-    endpoint = Endpoint(f"ipc://{tmp_path}/s.sock", tmp_path / "s.sock")
+    endpoint = Endpoint(f"ipc://{tmp_path}/s.sock", tmp_path / "s.sock", secret=b"s")
     worker = Worker(0, 1, endpoint, WorkerOptions())
     try:
         worker.register(two_group_memory(), "layout")

@@ -52,7 +52,7 @@ class DiskEngine(Engine):
         replicates: bool = False,
     ) -> None:
         path = folder / "s.sock"
-        self.endpoint = Endpoint(f"ipc://{path}", path)
+        self.endpoint = Endpoint(f"ipc://{path}", path, secret=b"s")
         self.folder = folder / "blocks"
         self.news = threading.Condition()
         self.handshake = Handshake(ranks, lambda block_bytes: NUM_SLOTS, self._plan_disk)
