@@ -65,7 +65,7 @@ class LeaderBench:
         self.evicted: list[BlockKey] = []
         self.world_size = world_size
         self.tier = BlockTier(Tier.HOST, LruPolicy(), self.clock, on_evict=self.evicted.extend)
-        self.handshake = Handshake(world_size, lambda block_bytes: num_slots)
+        self.handshake = Handshake(world_size, lambda block_bytes: num_slots, clock=self.clock)
         self.leader = Leader(
             groups,
             self.tier,
