@@ -36,7 +36,12 @@ HANDSHAKE_TIMEOUT_S = 5.0
 """A connection that has not shown by then that it has the secret is closed."""
 Identity = bytes
 
-_REFUSED_CONNECTIONS = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+# All that ends before it has shown the secret; some of it is ended by the other side.
+_REFUSED_CONNECTIONS = (
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
 
 
 def key_pair(secret: bytes, side: bytes) -> tuple[bytes, bytes]:

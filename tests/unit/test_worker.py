@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from kvbm_core.clock import SystemClock
+from kvbm_core.clock import Clock, ManualClock, SystemClock
 from kvbm_core.errors import Outcome
 from kvbm_core.observe.metrics import Metrics
 from kvbm_core.policy.lru import LruPolicy
@@ -19,6 +20,7 @@ from kvbm_core.runtime.channel import LeaderChannel
 from kvbm_core.runtime.endpoint import Endpoint
 from kvbm_core.runtime.handshake import Disabled, Handshake, RankAck, SlotsReady
 from kvbm_core.runtime.leader import Leader, LeaderOptions
+from kvbm_core.runtime.messages import Acks, Ask, Configure, Hello, Here, Message, Ready
 from kvbm_core.runtime.worker import Worker, WorkerOptions
 from kvbm_core.testing.executor_bench import two_group_memory
 from kvbm_core.testing.leader_bench import ROOT
@@ -82,16 +84,24 @@ class Engine:
     """A leader and its workers, as in one process of an engine, without the engine."""
 
     def __init__(
-        self, folder: Path, ranks: int = 1, num_slots: int = NUM_SLOTS, register: bool = True
+        self,
+        folder: Path,
+        ranks: int = 1,
+        num_slots: int = NUM_SLOTS,
+        register: bool = True,
+        *,
+        endpoint: Endpoint | None = None,
+        clock: Clock | None = None,
     ) -> None:
         path = folder / "s.sock"
-        self.endpoint = Endpoint(f"ipc://{path}", path, secret=b"s")
-        clock = SystemClock()
-        self.handshake = Handshake(ranks, lambda block_bytes: num_slots)
+        self.endpoint = endpoint or Endpoint(f"ipc://{path}", path, secret=b"s")
+        clock = clock or SystemClock()
+        self.handshake = Handshake(ranks, lambda block_bytes: num_slots, clock=clock)
         self.tier = BlockTier(Tier.HOST, LruPolicy(), clock)
         self.leader = Leader(GROUPS, self.tier, self.handshake, ranks, clock, Metrics(), LeaderOptions())
         self.news = threading.Condition()
         self.channel = LeaderChannel(self.endpoint, self._on_message)
+        self.handshake.connect(self.channel.send)
         self.memories = [two_group_memory(seed=rank + 1) for rank in range(ranks)]
         self.gates: dict[int, Gate] = {}
         self.workers = [
@@ -128,6 +138,19 @@ class Engine:
 
         with self.news:
             assert self.news.wait_for(holds, LONG_S), "what was waited for did not come"
+
+    def wait_for_tick(self, condition: Callable[[], bool]) -> None:
+        """As ``wait_for``, for what no message tells: looks every few milliseconds."""
+
+        def holds() -> bool:
+            self.leader.poll()
+            return condition()
+
+        ends_at_s = time.monotonic() + LONG_S
+        with self.news:
+            while not holds():
+                assert time.monotonic() < ends_at_s, "what was waited for did not come"
+                self.news.wait(0.005)
 
     def submit(self, plan: TransferPlan | None) -> TransferPlan:
         assert plan is not None
@@ -384,3 +407,134 @@ def test_the_leader_hears_of_trouble_as_it_is(engine: Engine) -> None:
     assert engine.tier.resident_blocks == 0
     assert engine.leader.metrics.snapshot()['kvbm_failures_total{kind="offload_corrupt"}'] == 1
     assert not any(isinstance(event, Disabled | RankAck) for event in engine.handshake.inbox)
+
+
+# ---------------------------------------------------------------- when the leader asks
+
+
+class Asking:
+    """A worker whose leader says what the test says, and keeps what it hears."""
+
+    def __init__(self, folder: Path, **options: object) -> None:
+        path = folder / "s.sock"
+        endpoint = Endpoint(f"ipc://{path}", path, secret=b"s")
+        self.heard: list[Message] = []
+        self.news = threading.Condition()
+        self._peer = b""
+        self.configure = Configure(NUM_SLOTS, first_job_id=100)
+        self.channel = LeaderChannel(endpoint, self._take)
+        self.worker = Worker(0, 1, endpoint, WorkerOptions(**options))  # type: ignore[arg-type]
+        self.gate: Gate | None = None
+        self.worker.wrap_executor(self._wrap)
+        self.worker.register(two_group_memory(), "layout")
+        self.wait_for(lambda: any(message == Ready(0, NUM_SLOTS) for message in self.heard))
+
+    def _wrap(self, inner: Executor) -> Executor:
+        self.gate = Gate(inner, self.worker)
+        return self.gate
+
+    def _take(self, identity: bytes, message: Message) -> list[tuple[bytes, Message]]:
+        with self.news:
+            self._peer = identity
+            self.heard.append(message)
+            self.news.notify_all()
+        return [(identity, self.configure)] if isinstance(message, Hello) else []
+
+    def wait_for(self, condition: Callable[[], bool]) -> None:
+        with self.news:
+            assert self.news.wait_for(condition, LONG_S)
+
+    def ask(self, *job_ids: int, is_last: bool = False) -> dict[int, Outcome]:
+        """What it answers, up to its sign of life."""
+        with self.news:
+            self.heard.clear()
+        self.channel.send(self._peer, Ask(list(job_ids), is_last))
+        self.wait_for(lambda: Here(0) in self.heard)
+        acks = [ack for message in self.heard if isinstance(message, Acks) for ack in message.acks]
+        return {ack.job_id: ack.outcome for ack in acks}
+
+    def close(self) -> None:
+        self.worker.close()
+        self.channel.close()
+
+
+@pytest.fixture
+def asking(tmp_path: Path) -> Iterator[Asking]:
+    made = Asking(tmp_path, engine_carries_acks=True)
+    yield made
+    made.close()
+
+
+def test_a_worker_that_is_asked_says_what_the_engine_has_not_fetched_yet(asking: Asking) -> None:
+    worker = asking.worker
+    worker.submit(offload_of(1, job_id=101))
+    assert worker.wait([101], LONG_S)
+    worker.submit(offload_of(2, job_id=102))
+    assert worker.wait([102], LONG_S)
+    assert asking.ask(101) == {101: Outcome.OK} == asking.ask(101)
+    assert {ack.job_id for ack in worker.take_acks()} == {101, 102}  # the engine's own road is as it was
+    assert asking.ask(101, 102) == {}
+
+
+def test_what_has_not_come_when_the_leader_asks_last_is_never_begun(asking: Asking) -> None:
+    worker, gate = asking.worker, asking.gate
+    assert gate is not None
+    gate.is_shut = True
+    worker.submit(offload_of(1, job_id=101))
+    assert asking.ask(101, 102, 103) == {}  # it may still come
+    assert asking.ask(101, 102, is_last=True) == {102: Outcome.REJECTED}
+    for job_id in (102, 102, 103):
+        worker.submit(offload_of(2, job_id=job_id))
+    assert gate.submitted == [101, 103]  # 102's slots may be somebody else's by now
+    assert not worker.is_in_flight(102)
+    gate.open()
+    assert wait_ended(worker, 101, 102, 103) == {
+        101: Outcome.OK,
+        102: Outcome.REJECTED,
+        103: Outcome.OK,
+    }
+
+
+def test_a_new_process_does_not_begin_what_its_predecessor_was_told(asking: Asking) -> None:
+    worker, gate = asking.worker, asking.gate
+    assert gate is not None
+    worker.submit(offload_of(1, job_id=99))
+    worker.submit(offload_of(1, job_id=100))
+    assert gate.submitted == [100]
+    assert wait_ended(worker, 99, 100) == {99: Outcome.REJECTED, 100: Outcome.OK}
+
+
+def test_a_rank_whose_copy_hangs_is_away_until_it_ends(tmp_path: Path) -> None:
+    """Leader, channel and workers are real, and one rank's executor does not move."""
+    clock = ManualClock()
+    engine = Engine(tmp_path, 2, clock=clock)
+    try:
+        engine.wait_for(lambda: engine.tier.capacity_blocks == NUM_SLOTS)
+        engine.gates[1].is_shut = True
+        state = engine.leader.open("writer", ROOT, None)
+        engine.leader.offload(state, PROMPT, 0, 20, [[1, 2, 3, 4, 5]] * 2)
+        engine.submit_offloads()
+        engine.wait_for(lambda: engine.leader._jobs.jobs()[0].waiting_ranks == {1})
+        clock.advance(6.0)
+        engine.leader.poll()
+        asked_at_s = clock.now_s()
+        clock.advance(0.5)
+        engine.wait_for(lambda: engine.handshake.heard_at_s(1) > asked_at_s)
+        clock.advance(20.0)
+        engine.leader.poll()
+        assert engine.leader.is_ready  # slow, and alive
+        clock.advance(100.0)
+        for _ in range(2):
+            engine.leader.poll()
+            clock.advance(1.0)
+        assert not engine.leader.is_ready and engine.leader.readiness().reason == "no answer from rank 1"
+        assert engine.tier.pending_blocks == 10
+        engine.gates[1].open()
+        engine.settle()
+        clock.advance(1.0)
+        engine.leader.poll()
+        assert engine.leader.is_ready and engine.leader.match(state, PROMPT, 0, 20) == 20
+        engine.leader.finish(state)
+        engine.leader.check_integrity()
+    finally:
+        engine.close()
