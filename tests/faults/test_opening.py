@@ -241,8 +241,9 @@ def test_a_limit_of_the_size_of_files(path: Path, options: str) -> None:
                 DiskStore(path, GEOMETRY, options)
                 raise AssertionError("it was opened")
             except DiskError as error:
-                assert error.errno == errno.EFBIG and "set a smaller "
-                                                      "DYN_KVBM_DISK_CACHE_GB" in str(error), error
+                assert error.errno == errno.EFBIG, error
+                assert "set a smaller DYN_KVBM_DISK_CACHE_GB" in str(error), error
+                assert path.stat().st_blocks == 0, path.stat()
         check_refused(OPTIONS)
         allocate._fallocate = lambda fd, num_bytes: False
         check_refused(OPTIONS)
@@ -261,6 +262,77 @@ def test_a_limit_of_the_size_of_files(path: Path, options: str) -> None:
         store.close()
     """
     run(program.replace("OPTIONS", options), path)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of its own, of 64 MB, as machines have them."""
+    image, folder = tmp_path / "image", tmp_path / "mounted"
+    folder.mkdir()
+    with image.open("wb") as file:
+        file.truncate(64 << 20)
+    for command in (["mkfs.ext4", "-q", str(image)], ["mount", "-o", "loop", str(image), str(folder)]):
+        try:
+            subprocess.run(command, check=True, capture_output=True, timeout=LONG_S)
+        except (OSError, subprocess.CalledProcessError):
+            pytest.skip("NOT RUN: a disk that is full: a file system can be mounted by root alone")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True, timeout=LONG_S)
+
+
+def free_bytes(folder: Path) -> int:
+    room = os.statvfs(folder)
+    return room.f_bavail * room.f_frsize
+
+
+TOO_LARGE = Geometry(100_000, PAYLOAD_BYTES, GEOMETRY.fingerprint)
+FITS = Geometry(1000, PAYLOAD_BYTES, GEOMETRY.fingerprint)
+
+
+@pytest.mark.parametrize("zero_fill", [False, True])
+def test_a_file_that_does_not_fit_takes_no_space(
+    small_disk: Path, zero_fill: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if zero_fill:
+        monkeypatch.setattr(allocate, "_fallocate", lambda fd, num_bytes: False)
+    options = FileOptions(is_direct=False, zero_fill=zero_fill)
+    path, before = small_disk / "new.blocks", free_bytes(small_disk)
+    with pytest.raises(DiskError, match=r"No space left.*set a smaller DYN_KVBM_DISK_CACHE_GB") as caught:
+        BlockFile(path, TOO_LARGE, options)
+    assert "\n" not in str(caught.value)
+    assert path.stat().st_size == 0 and path.stat().st_blocks == 0
+    assert before - free_bytes(small_disk) < 1 << 20
+    BlockFile(small_disk / "other.blocks", FITS, options).close()  # others have it
+
+
+@pytest.mark.parametrize("was_sparse", [False, True])
+def test_what_an_earlier_engine_stored_outlives_a_larger_file_that_does_not_fit(
+    small_disk: Path, was_sparse: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = small_disk / "kept.blocks"
+
+    def check(is_new: bool) -> None:
+        store = DiskStore(path, FITS, BUFFERED)
+        assert store.wait_recovered(LONG_S)
+        if is_new:
+            assert put_versions(store, dict.fromkeys(range(8), 1), PAYLOAD_BYTES) == [Outcome.OK] * 8
+        assert read_all(store, 8, PAYLOAD_BYTES)[1] == [1] * 8
+        store.close()
+
+    with monkeypatch.context() as patch:
+        if was_sparse:
+            patch.setattr(allocate, "_fallocate", lambda fd, num_bytes: False)
+        check(is_new=True)
+    os.sync()
+    status = path.stat()
+    with pytest.raises(DiskError, match="No space left"):
+        BlockFile(path, TOO_LARGE, BUFFERED)
+    assert path.stat().st_size == status.st_size
+    taken_bytes = 512 * (path.stat().st_blocks - status.st_blocks)
+    assert 0 <= taken_bytes < 1 << 16, taken_bytes  # the file system's own notes
+    if was_sparse:
+        monkeypatch.setattr(allocate, "_fallocate", lambda fd, num_bytes: False)
+    check(is_new=False)
 
 
 def test_space_that_cannot_be_reserved_is_written_or_the_file_is_sparse(

@@ -19,7 +19,15 @@ import pytest
 
 from kvbm_core.errors import ConfigError
 from kvbm_core.runtime import disk_folder as module
-from kvbm_core.runtime.disk_folder import LOCK, MAX_ENGINES, TOP, DiskFolder, claimed_folder
+from kvbm_core.runtime.disk_folder import (
+    CLAIM,
+    LOCK,
+    MAX_ENGINES,
+    NEXT,
+    TOP,
+    DiskFolder,
+    claimed_folder,
+)
 from kvbm_core.storage.disk.allocate import FileOptions
 from kvbm_core.storage.disk.block_file import SUFFIX, BlockFile, Geometry
 from kvbm_core.storage.disk.record import FORMAT_VERSION, SECTOR_BYTES
@@ -240,12 +248,146 @@ def test_a_folder_in_which_others_could_plant_blocks_is_refused(
         assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("mode", [0o770, 0o2775, 0o720])
+@pytest.mark.parametrize("is_top", [False, True])
+def test_a_folder_that_its_group_can_write_to_is_refused(directory: Path, mode: int, is_top: bool) -> None:
+    first = DiskFolder(directory, LAYOUT, "engine 1")
+    first.close()
+    folder = directory / TOP if is_top else first.path
+    folder.chmod(mode)
+    text = refusal(directory)
+    assert f"others can write to {folder} (mode {mode:o}); chmod go-w it" in text
+    if not is_top:
+        assert claimed_folder(directory, LAYOUT, "engine 1") is None
+    folder.chmod(mode & ~0o022)
+    DiskFolder(directory, LAYOUT).close()
+
+
+def test_a_umask_of_two_and_a_shared_directory_are_no_reason_to_refuse(directory: Path) -> None:
+    """As on systems where each user has a group, and a directory that hands its group down."""
+    directory.mkdir(parents=True)
+    directory.chmod(0o2775)
+    before = os.umask(0o002)
+    try:
+        for _ in range(2):
+            folder = DiskFolder(directory, LAYOUT)
+            folder.close()
+    finally:
+        os.umask(before)
+    assert numbers(folder) == [0] and folder.path.stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize("name", [LOCK, NEXT])
+def test_a_pipe_in_place_of_a_lock_is_one_clear_line(directory: Path, name: str) -> None:
+    first = DiskFolder(directory, LAYOUT)
+    first.close()
+    (first.path / name).unlink()
+    os.mkfifo(first.path / name)
+    assert f"{first.path / name} is no regular file; remove it" in refusal(directory)
+
+
+def test_pipes_named_like_block_files_and_claims_hold_nobody_up(directory: Path) -> None:
+    first = DiskFolder(directory, LAYOUT)
+    first.close()
+    os.mkfifo(first.path / f"other{SUFFIX}")
+    os.mkfifo(first.path / CLAIM)
+    assert claimed_folder(directory, LAYOUT, "engine 1") is None
+    again = DiskFolder(directory, LAYOUT, "engine 1")
+    assert again.path == first.path and claimed_folder(directory, LAYOUT, "engine 1") is None
+    again.close()
+
+
 def test_a_link_to_somewhere_else_is_refused(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / TOP).symlink_to(tmp_path / "elsewhere")
     with pytest.raises(ConfigError, match="a directory of your own"):
         DiskFolder(tmp_path, LAYOUT)
     assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
+# ---------------------------------------------------------------- models
+
+
+def test_models_find_their_own_folders_in_whatever_order_they_start(directory: Path) -> None:
+    one, other = (DiskFolder(directory, LAYOUT, identity=name) for name in ("one", "other"))
+    assert one.path != other.path and numbers(one, other) == [0, 0]
+    for folder in (one, other):
+        folder.close()
+    # In the other order, side by side and one after the other.
+    other_again, one_again = (DiskFolder(directory, LAYOUT, identity=name) for name in ("other", "one"))
+    assert (one_again.path, other_again.path) == (one.path, other.path)
+    second = DiskFolder(directory, LAYOUT, identity="one")
+    assert numbers(second) == [1] and second.path.name.startswith(one.path.name[:-1])
+    for folder in (one_again, other_again, second):
+        folder.close()
+    assert len(list((directory / TOP).iterdir())) == 3
+
+
+def test_a_claim_is_of_one_model(directory: Path) -> None:
+    folder = DiskFolder(directory, LAYOUT, "engine 1", identity="one")
+    assert claimed_folder(directory, LAYOUT, "engine 1", identity="one") == folder.path
+    assert claimed_folder(directory, LAYOUT, "engine 1", identity="other") is None
+    folder.close()
+
+
+# ---------------------------------------------------------------- engines that were killed
+
+LARGE = """
+import mmap, sys
+from pathlib import Path
+from kvbm_core.runtime.disk_folder import DiskFolder
+folder = DiskFolder(Path(sys.argv[1]), sys.argv[2])
+memory = mmap.mmap(-1, 1 << 30, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+memory.madvise(mmap.MADV_NOHUGEPAGE)
+for at in range(0, len(memory), mmap.PAGESIZE):
+    memory[at] = 1
+print(folder.path, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_killed_engine_that_gives_its_memory_back_is_waited_for(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """0.3 s per GB, in which its locks hold: the next engine does not begin with an empty folder."""
+    monkeypatch.setattr(sys.modules[__name__], "HOLD", LARGE)
+    with another_engine(directory, LAYOUT) as (process, path):
+        process.send_signal(signal.SIGKILL)
+        heir = DiskFolder(directory, LAYOUT)
+        third = DiskFolder(directory, LAYOUT)
+        assert heir.path == path and numbers(heir, third) == [0, 1]
+        process.wait(60.0)
+    if heir._waiter is not None:
+        heir._waiter.join(60.0)
+    with pytest.raises(BlockingIOError):
+        holds(path / LOCK)
+    holds(path / NEXT)
+    for folder in (heir, third):
+        folder.close()
+    holds(path / LOCK)
+
+
+def test_the_heir_of_a_killed_engine_is_one(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine before seems to be ending, and does not: nobody else waits too, and a wait can be ended."""
+    monkeypatch.setattr(module, "_is_held_by_ending_process", lambda file: True)
+    first = DiskFolder(directory, LAYOUT)
+    heir, other = DiskFolder(directory, LAYOUT), DiskFolder(directory, LAYOUT)
+    assert numbers(first, heir, other) == [0, 0, 1]
+    heir.close()
+    second = DiskFolder(directory, LAYOUT)
+    assert numbers(second) == [0] and second._waiter is not None
+    first.close()
+    second._waiter.join(60.0)
+    with pytest.raises(BlockingIOError):
+        holds(first.path / LOCK)
+    for folder in (second, other):
+        folder.close()
+
+
+def holds(path: Path) -> None:
+    """Locks it for a moment; BlockingIOError if somebody has it."""
+    with path.open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 # ---------------------------------------------------------------- claims

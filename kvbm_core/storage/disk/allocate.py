@@ -8,13 +8,17 @@ import fcntl
 import logging
 import mmap
 import os
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from kvbm_core.config import KvbmSettings
+from kvbm_core.storage.disk.files import NotAFileError, ProcessFile
 from kvbm_core.storage.disk.record import SECTOR_BYTES
 
 ZEROS_BYTES = 16 << 20
+STAT_BLOCK_BYTES = 512
+FALLOC_FL_KEEP_SIZE, FALLOC_FL_PUNCH_HOLE = 1, 2
 SETTING = "DYN_KVBM_DISK_CACHE_DIR"
 
 log = logging.getLogger("kvbm")
@@ -50,48 +54,49 @@ class FileOptions:
         )
 
 
-@dataclass(slots=True)
-class OpenFile:
+class OpenFile(ProcessFile):
     """An open file. ``is_direct``: all addresses, sizes and offsets must be whole sectors."""
 
-    fd: int
-    path: Path
-    is_direct: bool
-    is_reserved: bool = False
-
-    def close(self) -> None:
-        """Gives up the file and its lock; idempotent."""
-        fd, self.fd = self.fd, -1
-        if fd >= 0:
-            os.close(fd)
+    def __init__(self, path: Path, flags: int, options: FileOptions) -> None:
+        self.is_direct = False
+        self.is_reserved = False
+        if options.is_direct and options.opens_direct:
+            try:
+                super().__init__(path, flags | os.O_DIRECT)
+                self.is_direct = True
+                return
+            except NotAFileError:
+                raise
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+        super().__init__(path, flags)
+        self.is_direct = options.is_direct and not options.opens_direct and _set_direct(self.fd, True)
 
 
 def open_file(path: Path, options: FileOptions) -> OpenFile:
     """Opens or creates ``path`` and locks it. DirectoryBusyError if another process has it, else
     DiskError.
     """
-    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        fd, is_direct = _open(path, flags, options)
+        opened = OpenFile(path, os.O_RDWR | os.O_CREAT, options)
     except OSError as error:
-        raise DiskError(error.errno, f"kvbm: {path}: {error.strerror}; {remedy_for(error.errno)}") from error
-    opened = OpenFile(fd, path, is_direct)
+        raise disk_error(path, error) from error
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        opened.lock()
         _leave_direct_unless_it_works(opened)
     except OSError as error:
         opened.close()
         if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
             raise DirectoryBusyError(errno.EBUSY, f"kvbm: {path}: another process uses it") from error
-        raise DiskError(error.errno, f"kvbm: {path}: {error.strerror}; {remedy_for(error.errno)}") from error
+        raise disk_error(path, error) from error
     return opened
 
 
 def open_to_read(path: Path, options: FileOptions) -> OpenFile:
     """Opens ``path``, which another process may have locked and be writing. OSError if that fails."""
-    fd, is_direct = _open(path, os.O_RDONLY | os.O_CLOEXEC, options)
-    opened = OpenFile(fd, path, is_direct)
+    opened = OpenFile(path, os.O_RDONLY, options)
     try:
         _leave_direct_unless_it_works(opened)
     except OSError:
@@ -102,12 +107,13 @@ def open_to_read(path: Path, options: FileOptions) -> OpenFile:
 
 def reserve(opened: OpenFile, num_bytes: int, options: FileOptions) -> None:
     """Makes the file ``num_bytes`` long, with its space reserved if that is possible. DiskError if there is
-    too little.
+    too little; then the space that was taken for it so far is given back.
 
     What is in it stays, up to the new length.
     """
+    before = os.fstat(opened.fd)
     try:
-        if os.fstat(opened.fd).st_size > num_bytes:
+        if before.st_size > num_bytes:
             os.ftruncate(opened.fd, num_bytes)
         opened.is_reserved = _fallocate(opened.fd, num_bytes)
         if not opened.is_reserved and options.zero_fill:
@@ -122,23 +128,44 @@ def reserve(opened: OpenFile, num_bytes: int, options: FileOptions) -> None:
     except OSError as error:
         room = os.statvfs(opened.path.parent)
         free_bytes = room.f_bavail * room.f_frsize
+        _give_back(opened.fd, before)
         raise DiskError(
             error.errno,
             f"kvbm: {opened.path}: {error.strerror} for {num_bytes / 1e9:.2f} GB "
             f"({free_bytes / 1e9:.2f} GB are free);"
-            f" {remedy_for(error.errno)}",
+            f" {remedy_for(error)}",
         ) from error
 
 
-def _open(path: Path, flags: int, options: FileOptions) -> tuple[int, bool]:
-    if options.is_direct and options.opens_direct:
+def _give_back(fd: int, before: os.stat_result) -> None:
+    """The space that a failed ``reserve`` took: beyond the file's earlier end, and in its holes.
+
+    What an earlier engine stored stays. So does space that it had reserved and not written yet.
+    """
+    size = min(before.st_size, os.fstat(fd).st_size)
+    with suppress(OSError):
+        os.ftruncate(fd, size)
+        if before.st_blocks * STAT_BLOCK_BYTES < size:  # it was sparse
+            for start, end in _holes(fd, size):
+                _call_fallocate(fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, start, end - start)
+
+
+def _holes(fd: int, size: int) -> list[tuple[int, int]]:
+    """Where nothing was ever written, whether it has space or not."""
+    holes: list[tuple[int, int]] = []
+    at = 0
+    while at < size:
+        start = os.lseek(fd, at, os.SEEK_HOLE)
+        if start >= size:
+            break
         try:
-            return os.open(path, flags | os.O_DIRECT, 0o600), True
+            at = os.lseek(fd, start, os.SEEK_DATA)
         except OSError as error:
-            if error.errno != errno.EINVAL:
+            if error.errno != errno.ENXIO:  # no data after it
                 raise
-    fd = os.open(path, flags, 0o600)
-    return fd, options.is_direct and not options.opens_direct and _set_direct(fd, True)
+            at = size
+        holes.append((start, at))
+    return holes
 
 
 def _set_direct(fd: int, is_direct: bool) -> bool:
@@ -172,9 +199,13 @@ def _fallocate(fd: int, num_bytes: int) -> bool:
     """False where the file system does not know it. os.posix_fallocate would write into each block
     instead.
     """
+    return _call_fallocate(fd, 0, 0, num_bytes)
+
+
+def _call_fallocate(fd: int, mode: int, start: int, num_bytes: int) -> bool:
     fallocate = ctypes.CDLL(None, use_errno=True).fallocate
     fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
-    while fallocate(fd, 0, 0, num_bytes) != 0:
+    while fallocate(fd, mode, start, num_bytes) != 0:
         code = ctypes.get_errno()
         if code in (errno.EOPNOTSUPP, errno.ENOSYS):
             return False
@@ -195,12 +226,19 @@ def _fill_with_zeros(fd: int, num_bytes: int) -> None:
             view.release()
 
 
-def remedy_for(code: int | None) -> str:
-    """What to do about an ``errno`` of a file or its directory."""
-    if code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+def disk_error(path: Path, error: OSError) -> DiskError:
+    """What went wrong with a file, and what to do, in one line."""
+    return DiskError(error.errno, f"kvbm: {path}: {error.strerror}; {remedy_for(error)}")
+
+
+def remedy_for(error: OSError) -> str:
+    """What to do about an error of a file or its directory."""
+    if isinstance(error, NotAFileError) or error.errno == errno.ELOOP:
+        return "remove it"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return "set a smaller DYN_KVBM_DISK_CACHE_GB, or make room"
-    if code in (errno.EROFS, errno.EACCES, errno.EPERM):
+    if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
         return f"set {SETTING} to a directory that can be written"
-    if code in (errno.EMFILE, errno.ENFILE):
+    if error.errno in (errno.EMFILE, errno.ENFILE):
         return "raise the limit of open files (ulimit -n)"
     return f"set {SETTING} to a directory on a local disk"

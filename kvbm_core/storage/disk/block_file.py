@@ -13,9 +13,9 @@ from kvbm_core.storage.disk.allocate import (
     DiskError,
     FileOptions,
     OpenFile,
+    disk_error,
     open_file,
     open_to_read,
-    remedy_for,
     reserve,
 )
 from kvbm_core.storage.disk.record import (
@@ -79,8 +79,7 @@ class BlockFile:
         except BaseException as error:
             self._open.close()
             if isinstance(error, OSError) and not isinstance(error, DiskError):
-                text = f"kvbm: {path}: {error.strerror}; {remedy_for(error.errno)}"
-                raise DiskError(error.errno, text) from error
+                raise disk_error(path, error) from error
             raise
 
     @property

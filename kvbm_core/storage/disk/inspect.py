@@ -9,7 +9,6 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
-import stat
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from kvbm_core.storage.disk.block_file import SUFFIX
+from kvbm_core.storage.disk.files import NotAFileError, open_regular
 from kvbm_core.storage.disk.record import (
     FIRST_SLOT_BYTES,
     FORMAT_VERSION,
@@ -40,7 +40,6 @@ AGE_LIMITS_S = (3600, 86_400, 604_800)
 """Up to an hour, a day, a week; what is older makes a fourth group."""
 LIFE_FIELD = slice(16, 32)
 LOCKS = Path("/proc/locks")
-FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # or a pipe with our suffix would hold us up
 
 In = TypeVar("In")
 Out = TypeVar("Out")
@@ -112,11 +111,11 @@ OnProgress = Callable[[int], None]
 
 
 def find_files(root: Path, on_error: Callable[[OSError], None]) -> Iterator[Path]:
-    """``root`` itself if it is no folder, else every file below it that is named like a block file, in
-    order.
+    """``root`` itself, or what it is a link to, if it is no folder; else every file below it that is named
+    like a block file, in order.
     """
     if not root.is_dir():
-        yield root
+        yield root.resolve() if root.is_symlink() else root
         return
     for folder, folders, names in os.walk(root, onerror=on_error):
         folders.sort()
@@ -128,10 +127,10 @@ def identify(path: Path, *, is_held_by_us: bool = False) -> Identity:
     try:
         with reading(path) as fd:
             status = os.fstat(fd)
-            if not stat.S_ISREG(status.st_mode):
-                return Identity(path, Kind.OTHER, "no regular file")
             sector = os.pread(fd, SECTOR_BYTES, 0)
             holder = None if is_held_by_us else find_holder(fd)
+    except NotAFileError as error:
+        return Identity(path, Kind.OTHER, str(error.strerror))
     except OSError as error:
         return Identity(path, Kind.UNREADABLE, error.strerror or str(error))
     header = unpack_file(sector)
@@ -184,7 +183,7 @@ def reading(path: Path, *, is_direct: bool = False) -> Iterator[int]:
     """
     fd = _open_direct(path) if is_direct else None
     if fd is None:
-        fd = os.open(path, FLAGS)
+        fd = open_regular(path, os.O_RDONLY)
     try:
         yield fd
     finally:
@@ -193,7 +192,7 @@ def reading(path: Path, *, is_direct: bool = False) -> Iterator[int]:
 
 def _open_direct(path: Path) -> int | None:
     try:
-        fd = os.open(path, FLAGS | os.O_DIRECT)
+        fd = open_regular(path, os.O_RDONLY | os.O_DIRECT)
     except OSError:
         return None
     try:

@@ -22,6 +22,7 @@ import xxhash
 
 from kvbm_core.storage.disk.allocate import DiskError
 from kvbm_core.storage.disk.block_file import LIFE_BYTES, BlockFile, Geometry
+from kvbm_core.storage.disk.files import open_regular
 from kvbm_core.storage.disk.record import MAX_KEY_BYTES
 from kvbm_core.types import BlockKey
 
@@ -189,7 +190,9 @@ class SlotLog:
         data = pack_header(self._header) + b"".join(self._newest.values())
         temporary = self._path.with_name(self._path.name + "-new")
         try:
-            fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+            with suppress(FileNotFoundError):
+                temporary.unlink()  # left by a process that was killed, or a pipe that would take it all
+            fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             try:
                 if os.write(fd, data) != len(data):
                     raise DiskError("the disk is full")
@@ -272,7 +275,7 @@ class LogFollower:
         if is_same and status.st_size >= self._at_bytes:
             return status.st_size
         self.close()
-        self._fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+        self._fd = open_regular(self._path, os.O_RDONLY)
         header = unpack_header(os.pread(self._fd, HEADER_BYTES, 0))
         if header is None or (header.fingerprint, header.payload_bytes) != self._meaning:
             self.close()

@@ -18,6 +18,7 @@ from typing import NamedTuple
 import xxhash
 
 from kvbm_core.storage.disk.allocate import DirectoryBusyError, DiskError
+from kvbm_core.storage.disk.files import open_regular
 from kvbm_core.storage.disk.inspect import Identity, OnProgress, chunks, in_threads, judge_header, reading
 from kvbm_core.storage.disk.record import (
     SECTOR_BYTES,
@@ -224,7 +225,7 @@ def held_for_erasing(path: Path) -> Iterator[int]:
     impossible.
     """
     try:
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
+        fd = open_regular(path, os.O_RDWR)
     except OSError as error:
         raise DiskError(error.errno, f"{path} cannot be written ({error.strerror})") from error
     try:
