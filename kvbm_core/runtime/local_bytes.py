@@ -11,11 +11,10 @@ from kvbm_core.errors import ConfigError
 from kvbm_core.policy.admission import AdmissionPolicy
 from kvbm_core.runtime.disk import DiskOptions
 from kvbm_core.runtime.messages import DiskShare, Message, Store
-from kvbm_core.runtime.worker_disk import WorkerDisk, WorkerDiskOptions
+from kvbm_core.runtime.worker_disk import WorkerDisk, WorkerDiskOptions, piped
 from kvbm_core.storage.disk.record import whole_sectors
 from kvbm_core.storage.host_slab import HostSlab, available_memory_bytes
 from kvbm_core.transfer.executor import DeviceMemory, Executor
-from kvbm_core.transfer.executors.pipeline import PipelineExecutor
 from kvbm_core.transfer.factory import make_executor, slab_cpus, slab_preparation
 from kvbm_core.transfer.plan import JobResult, TransferPlan
 
@@ -99,14 +98,10 @@ class LocalBytes:
         disk_options = self._options.disk
         if disk_options is not None:
             disk = WorkerDisk(0, 1, disk_options.worker, on_news)
-            if disk.open(disk_options.share, self._slab.slot_bytes, disk_options.fingerprint):
+            share, fingerprint = disk_options.share, disk_options.fingerprint
+            if disk.open(share, self._slab.slot_bytes, fingerprint) or disk.is_busy:
                 self._disk = disk
-                return PipelineExecutor(
-                    self._make_copier,
-                    lambda on_done: disk.start(self._slab, on_done, self._released),
-                    self._slab.slot_bytes,
-                    self._finished,
-                )
+                return piped(self._make_copier, disk, self._slab, self._finished, self._released)
         return self._make_copier(self._finished)
 
     def _make_copier(self, on_done: Callable[[JobResult], None]) -> Executor:

@@ -35,14 +35,13 @@ from kvbm_core.runtime.messages import (
     Refused,
     Store,
 )
-from kvbm_core.runtime.worker_disk import WorkerDisk, WorkerDiskOptions
+from kvbm_core.runtime.worker_disk import WorkerDisk, WorkerDiskOptions, piped
 from kvbm_core.storage.disk.record import whole_sectors
 from kvbm_core.storage.host_slab import HostSlab, available_memory_bytes
 from kvbm_core.transfer.digests import SlotDigests
 from kvbm_core.transfer.executor import DeviceMemory, Executor
 from kvbm_core.transfer.executors.broadcast import BroadcastExecutor
 from kvbm_core.transfer.executors.broadcast_group import Group, MeetingPoint
-from kvbm_core.transfer.executors.pipeline import PipelineExecutor
 from kvbm_core.transfer.factory import make_executor, slab_cpus, slab_preparation
 from kvbm_core.transfer.plan import JobResult, TransferPlan
 from kvbm_core.types import Direction
@@ -275,12 +274,10 @@ class Worker:
             return make(on_done)
         num_storing_ranks = 1 if self._replicates else self._world_size
         disk = WorkerDisk(self.rank, num_storing_ranks, self._options.disk, self._channel.send)
-        if not disk.open(share, slab.slot_bytes, self._fingerprint):
+        if not disk.open(share, slab.slot_bytes, self._fingerprint) and not disk.is_busy:
             return make(on_done)
         self._disk = disk
-        return PipelineExecutor(
-            make, lambda on_done: disk.start(slab, on_done, self._released), slab.slot_bytes, on_done, digests
-        )
+        return piped(make, disk, slab, on_done, self._released, digests)
 
     def _slots_ready(self, slots: int) -> None:
         # The leader may send plans as soon as it hears this; slots that were ready before the executor are

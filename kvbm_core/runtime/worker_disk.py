@@ -21,12 +21,15 @@ from kvbm_core.storage.disk.choose import AUTO, chosen_file_io
 from kvbm_core.storage.disk.io import FileIo
 from kvbm_core.storage.disk.recovery import SCAN_DEPTH, Found, Recovery
 from kvbm_core.storage.host_slab import HostSlab
+from kvbm_core.transfer.digests import SlotDigests
+from kvbm_core.transfer.executor import Executor
 from kvbm_core.transfer.executors.disk import DiskExecutor
+from kvbm_core.transfer.executors.pipeline import OnDone, PipelineExecutor
 from kvbm_core.transfer.plan import DiskPlan, JobResult
 from kvbm_core.types import BlockKey, Direction
 
-LOCK_WAIT_S = 4.0  # less than the channel's thread, which waits, is given to end
 LOCK_RETRY_S = 0.1
+CLOSE_TIMEOUT_S = 5.0
 
 log = logging.getLogger("kvbm")
 
@@ -45,7 +48,11 @@ class WorkerDiskOptions:
 
 
 class WorkerDisk:
-    """``open``, then ``start``, on the channel's thread; the rest is safe from any thread."""
+    """``open``, then ``start``, on the channel's thread; the rest is safe from any thread.
+
+    A file that another process has still (an engine that was killed may need a while to end) is opened by
+    ``open_later`` when that has given it up.
+    """
 
     def __init__(
         self, rank: int, world_size: int, options: WorkerDiskOptions, send: Callable[[Message], None]
@@ -61,23 +68,76 @@ class WorkerDisk:
         self._lock = threading.Lock()
         self._stores: set[int] = set()
         self._late: dict[int, JobAck] = {}
+        self._place: tuple[Path, Geometry] | None = None
+        self._closing = threading.Event()
+        self._opener: threading.Thread | None = None
+        self._is_forgotten = False
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether the file is to be had later: see ``open_later``."""
+        return self._place is not None and self._file is None
 
     def open(self, share: DiskShare, slot_bytes: int, fingerprint: str) -> bool:
-        """Opens this rank's file and tells the leader if that failed; then the rank serves without a disk."""
+        """Opens this rank's file; False if that is not possible now. The leader is told if it will never be;
+        then the rank serves without a disk.
+        """
         path = Path(share.folder) / f"rank-{self._rank}-of-{self._world_size}{SUFFIX}"
         meaning = hashlib.sha256(f"{fingerprint}/{slot_bytes}".encode()).digest()[:16]
+        self._place = (path, Geometry(share.num_slots, slot_bytes, meaning))
+        is_open = self._try_to_open()
+        if self.is_busy:
+            log.warning(
+                "kvbm: %s: another process has it still; the disk tier joins when it is free, "
+                "the engine serves without it meanwhile",
+                path,
+            )
+        return is_open
+
+    def open_later(self, on_open: Callable[[], None]) -> None:
+        """Tries again, in a thread, until the file is open or never to be had; calls ``on_open`` then."""
+        self._opener = threading.Thread(
+            target=self._keep_trying, args=(on_open,), name="kvbm-disk-opener", daemon=True
+        )
+        self._opener.start()
+
+    def _keep_trying(self, on_open: Callable[[], None]) -> None:
+        while self.is_busy and not self._closing.wait(LOCK_RETRY_S):
+            if not self._try_to_open():
+                continue
+            if self._closing.is_set() and self._file is not None:  # it took longer than ``close`` waits
+                self._file.close()
+                return
+            try:
+                on_open()
+            except Exception as error:  # nobody else would hear of it
+                log.exception("kvbm: the disk tier cannot join")
+                self._send(DiskRefused(self._rank, str(error)))
+
+    def _try_to_open(self) -> bool:
+        """False: it is busy, or never to be had; ``is_busy`` tells which."""
+        if self._place is None:
+            return False
+        path, geometry = self._place
+        file: BlockFile | None = None
         try:
-            self._file = self._open(path, Geometry(share.num_slots, slot_bytes, meaning))
-            self._ios = self._make_ios(self._file)
+            file = BlockFile(path, geometry, self._options.file)
+            self._ios = self._make_ios(file)
+        except DirectoryBusyError:
+            return False
         except DiskError as error:
             log.error("%s", error.args[-1])
+            self._place = None
             self._send(DiskRefused(self._rank, str(error.args[-1])))
             return False
-        how = "O_DIRECT" if self._file.is_direct else "page cache"
-        space = "space reserved" if self._file.is_reserved else "sparse"
-        size_gb = self._file.geometry.file_bytes / 1e9
+        self._file = file
         log.info(
-            "kvbm: disk tier: %s, %.2f GB (%s, %s, I/O: %s)", path, size_gb, how, space, self._options.io
+            "kvbm: disk tier: %s, %.2f GB (%s, %s, I/O: %s)",
+            path,
+            geometry.file_bytes / 1e9,
+            "O_DIRECT" if file.is_direct else "page cache",
+            "space reserved" if file.is_reserved else "sparse",
+            self._options.io,
         )
         return True
 
@@ -96,24 +156,18 @@ class WorkerDisk:
             raise
         return ios
 
-    def _open(self, path: Path, geometry: Geometry) -> BlockFile:
-        # The worker of an engine that was killed may need a moment to end.
-        ends_at_s = time.monotonic() + LOCK_WAIT_S
-        while True:
-            try:
-                return BlockFile(path, geometry, self._options.file)
-            except DirectoryBusyError:
-                if time.monotonic() > ends_at_s:
-                    raise
-                time.sleep(LOCK_RETRY_S)
-
     def start(
-        self, slab: HostSlab, on_done: Callable[[JobResult], None], on_released: Callable[[int], None]
+        self,
+        slab: HostSlab,
+        on_done: Callable[[JobResult], None],
+        on_released: Callable[[int], None],
+        *,
+        looks: bool = True,
     ) -> DiskExecutor:
-        """The executor of the open file, whose content is looked at from now on."""
+        """The executor of the open file, whose content is looked at from now on, or from ``look`` on."""
         if self._file is None:
             raise ValueError("the disk is not open")
-        self._executor = DiskExecutor(
+        executor = DiskExecutor(
             self._file,
             slab,
             on_done=on_done,
@@ -122,13 +176,28 @@ class WorkerDisk:
             first_sequence=time.time_ns(),
             ios=self._ios,
         )
+        executor.stop_others = self._stop_looking
+        with self._lock:
+            self._executor = executor
+        if self._is_forgotten:
+            executor.forget_all()
+        if looks:
+            self.look()
+        return executor
+
+    def look(self) -> None:
+        """Begins to look at what is in the file; the leader hears of it."""
+        if self._file is None:
+            raise ValueError("the disk is not open")
         make_io = None
         if self._options.io != AUTO:
             read_by = partial(chosen_file_io, kind=self._options.io, depth=SCAN_DEPTH)
             make_io = partial(read_by, self._file.fd, is_direct=self._file.is_direct)
         checks = self._options.check_at_start
         self._recovery = Recovery(self._file, self._tell_found, make_io=make_io, checks=checks)
-        return self._executor
+
+    def _stop_looking(self) -> bool:
+        return self._recovery is None or self._recovery.close()
 
     def _tell_found(self, end: int, found: list[Found]) -> None:
         slots, keys, sequences = [record.slot for record in found], [], []
@@ -177,11 +246,44 @@ class WorkerDisk:
             self._send(Acks(self._rank, [ack]))
 
     def forget_all(self) -> None:
-        """See DiskExecutor.forget_all."""
-        if self._executor is not None:
-            self._executor.forget_all()
+        """See DiskExecutor.forget_all; holds for a file that is opened later too."""
+        with self._lock:
+            self._is_forgotten = True
+            executor = self._executor
+        if executor is not None:
+            executor.forget_all()
 
     def close(self) -> None:
-        """Ends the search for what is on the disk; the executor is closed by whoever it was given to."""
-        if self._recovery is not None:
-            self._recovery.close()
+        """Ends the search for what is on the disk, and the wait for the file; some seconds at most.
+
+        The executor is closed by whoever it was given to.
+        """
+        self._closing.set()
+        if self._opener is not None:
+            self._opener.join(CLOSE_TIMEOUT_S)
+        self._stop_looking()
+
+
+def piped(  # noqa: PLR0917 - what is put together
+    make_device: Callable[[OnDone], Executor],
+    disk: WorkerDisk,
+    slab: HostSlab,
+    on_done: OnDone,
+    on_released: Callable[[int], None],
+    digests: SlotDigests | None = None,
+) -> PipelineExecutor:
+    """The executor over ``disk``, which is open, or joins it when it is."""
+
+    def start(on_done: OnDone) -> DiskExecutor:
+        return disk.start(slab, on_done, on_released, looks=not was_busy)
+
+    def join() -> None:
+        pipeline.join_disk(start)
+        disk.look()  # now that what the leader does with it finds a disk
+
+    was_busy = disk.is_busy
+    make_disk = (lambda on_done: None) if was_busy else start
+    pipeline = PipelineExecutor(make_device, make_disk, slab.slot_bytes, on_done, digests)
+    if was_busy:
+        disk.open_later(join)
+    return pipeline

@@ -15,7 +15,7 @@ from kvbm_core.storage.disk.allocate import FileOptions
 from kvbm_core.storage.disk.block_file import BlockFileView, Geometry
 from kvbm_core.storage.disk.side import Side
 from kvbm_core.storage.disk.slot_log import LogFollower, LogHeader
-from kvbm_core.tiers.disk_store import CLOSE_TIMEOUT_S, check_blocks, check_targets
+from kvbm_core.tiers.disk_store import CLOSE_TIMEOUT_S, STOP_TIMEOUT_S, check_blocks, check_targets
 from kvbm_core.types import BlockKey
 
 SCAN_DEADLINE_S = 10.0
@@ -123,7 +123,10 @@ class DiskReader:
             return iter(self._places.keys())
 
     def close(self) -> None:
-        """See BlockStore."""
+        """See BlockStore; as DiskStore's, some seconds at most."""
+        opened = self._opened
+        if opened is not None:
+            opened.side.lane.stop(STOP_TIMEOUT_S)
         with self._reading, self._books:
             self._closed = True
             self._log.close()

@@ -24,7 +24,9 @@ from kvbm_core.storage.disk.slot_log import SlotLog, withdraw_log
 from kvbm_core.tiers.tier import BlockTier, Reservation
 from kvbm_core.types import BlockKey, Tier
 
-CLOSE_TIMEOUT_S = 10.0
+STOP_TIMEOUT_S = 2.0
+CLOSE_TIMEOUT_S = 1.0
+"""At the end a disk has so long for what is under way, and each direction so long after that."""
 OWNER = "disk store"
 
 
@@ -207,8 +209,10 @@ class DiskStore:
         return iter(keys)
 
     def close(self) -> None:
-        """See BlockStore."""
-        self._recovery.close()
+        """See BlockStore. It takes some seconds at most: what the disk does not end keeps file and memory."""
+        is_over = self._recovery.close()
+        for side in (self._writer, self._reader):
+            side.lane.stop(STOP_TIMEOUT_S)
         with self._writer.lock, self._reader.lock, self._books:
             if not self._closed:
                 self._closed = True
@@ -216,7 +220,7 @@ class DiskStore:
                     self._log.close()
                     self._log = None
                 ended = [side.close(CLOSE_TIMEOUT_S) for side in (self._writer, self._reader)]
-                if all(ended):
+                if is_over and all(ended):
                     self._file.close()
 
     # ---------------------------------------------------------------- inside

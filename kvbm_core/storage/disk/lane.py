@@ -43,6 +43,15 @@ MAX_REQUEST_PIECES = 1024
 """Linux takes no more pieces of memory in one request (UIO_MAXIOV)."""
 MAX_RECORD_PIECES = MAX_REQUEST_PIECES - 1  # and its header
 
+LOOK_S = 0.1
+"""How soon a call that waits for the disk hears that it is to stop."""
+SILENT_S = 0.2
+FIRST_PAUSE_S = 5.0
+LONGEST_PAUSE_S = 60.0
+"""A disk that answered nothing in a whole call, and at least for SILENT_S, is left alone: calls fail at once
+for so long, twice as long each time. It is tried again after that, or as soon as what it owes has ended.
+"""
+
 OnDone = Callable[[int, Outcome], None]
 
 
@@ -81,7 +90,8 @@ class Lane:
     of them; so is each of several pieces, which together have as many bytes. Or the records' addresses are 0,
     and places come from ``bounced`` when their turn comes. A request that has not ended by its deadline is
     TIMED_OUT and still in flight: memory that it reads into must not be used for anything else while
-    ``holds`` says so.
+    ``holds`` says so. What a disk that does not answer is not even asked for is TIMED_OUT too, and not in
+    flight.
     """
 
     def __init__(
@@ -105,6 +115,9 @@ class Lane:
         self._free_cells = list(range(MAX_RECORDS))
         self._next_tag = 0
         self._late: dict[int, _Late] = {}
+        self._stops_at_s = float("inf")
+        self._pause_s = FIRST_PAUSE_S
+        self._quiet_until_s = float("-inf")
 
     def write(
         self,
@@ -157,6 +170,20 @@ class Lane:
         """Requests that were given up and have not ended."""
         return len(self._late)
 
+    def stop(self, within_s: float) -> None:
+        """A call under way gives up in so many seconds at the latest, one that is made later at once. Any
+        thread.
+        """
+        self._stops_at_s = min(self._stops_at_s, self._clock.now_s() + within_s)
+
+    def _is_left_alone(self) -> bool:
+        self._reap(0.0)
+        return bool(self._late) and self._clock.now_s() < self._quiet_until_s
+
+    def _leave_alone(self) -> None:
+        self._quiet_until_s = self._clock.now_s() + self._pause_s
+        self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
+
     def close(self, timeout_s: float) -> bool:
         """False if a request is still in flight: its memory, here and the caller's, then has to stay."""
         if not self._io.close(timeout_s):
@@ -203,6 +230,8 @@ class _Move:
         self._outcomes: list[Outcome | None] = [None] * len(records)
         self._in_flight: dict[int, _Run] = {}
         self._in_flight_records = 0
+        self._num_ended = 0
+        self._began_at_s = 0.0
         self._bytes_each = self._piece_bytes()
         self._waiting = deque(self._runs())
         self._most_in_flight_bytes = WRITES_IN_FLIGHT_BYTES if is_write else READS_IN_FLIGHT_BYTES
@@ -213,22 +242,27 @@ class _Move:
             self._most_in_flight_bytes = min(self._most_in_flight_bytes, half_bytes)
 
     def run(self) -> list[Outcome]:
-        """Until all have ended or time is over."""
-        lane = self._lane
+        """Until all have ended, time is over, or the lane is to stop."""
+        self._began_at_s = self._lane._clock.now_s()
         try:
-            while self._waiting or self._in_flight:
-                self._start()
-                left_s = self._deadline_at_s - lane._clock.now_s()
-                if left_s <= 0:
-                    break
-                ended = [(self._take_out(tag), moved) for tag, moved in lane._io.collect(left_s)]
-                self._start()  # first: the disk is not to wait for checksums
-                for run, moved in ended:
-                    if run is not None:
-                        self._end(run, moved)
+            if not self._lane._is_left_alone():
+                self._move()
         finally:
             self._give_up()
         return [outcome or Outcome.TIMED_OUT for outcome in self._outcomes]
+
+    def _move(self) -> None:
+        lane = self._lane
+        while self._waiting or self._in_flight:
+            left_s = min(self._deadline_at_s, lane._stops_at_s) - lane._clock.now_s()
+            if left_s <= 0:
+                return
+            self._start()
+            ended = [(self._take_out(tag), moved) for tag, moved in lane._io.collect(min(left_s, LOOK_S))]
+            self._start()  # first: the disk is not to wait for checksums
+            for run, moved in ended:
+                if run is not None:
+                    self._end(run, moved)
 
     def _take_out(self, tag: int) -> _Run | None:
         """The run that has ended; None for one of an earlier call that had been given up."""
@@ -237,6 +271,7 @@ class _Move:
             self._lane._forget_late(tag)
         else:
             self._in_flight_records -= len(run.indices)
+            self._num_ended += 1
         return run
 
     # ---------------------------------------------------------------- what a subclass does otherwise
@@ -374,6 +409,10 @@ class _Move:
             self._on_done(index, outcome)
 
     def _give_up(self) -> None:
+        if self._num_ended:
+            self._lane._pause_s = FIRST_PAUSE_S
+        elif self._in_flight and self._lane._clock.now_s() - self._began_at_s >= SILENT_S:
+            self._lane._leave_alone()
         for tag, run in self._in_flight.items():
             addresses = frozenset(self._records[index].address for index in run.indices)
             self._lane._late[tag] = _Late(run, addresses, self._bounced)

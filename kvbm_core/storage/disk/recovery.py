@@ -23,6 +23,8 @@ CHUNK_SLOTS = 4096
 CHECKED_CHUNK_BYTES = 256 << 20
 """Whoever wants to write waits for the first chunk: a fraction of a second, also where all of it is read."""
 CHUNK_DEADLINE_S = 60.0
+STOP_TIMEOUT_S = 1.0
+"""What a disk that is asked for something has for it when the search is to end."""
 SCAN_DEPTH = 128
 
 log = logging.getLogger("kvbm")
@@ -82,6 +84,8 @@ class Recovery:
         self._make_io = make_io or self._make_best_io
         self._checks = checks
         self._stopping = threading.Event()
+        self._lane: Lane | None = None
+        self._is_left_behind = False
         self._done = threading.Event()
         self.found_blocks = 0
         self.damaged_blocks = 0
@@ -96,10 +100,16 @@ class Recovery:
         """Waits until every slot has been looked at; False if time ran out."""
         return self._done.wait(timeout_s)
 
-    def close(self) -> None:
-        """Stops it and waits for it; idempotent. Not to be called from ``on_chunk``."""
+    def close(self) -> bool:
+        """Stops it and waits for it, some seconds at most; idempotent. Not to be called from ``on_chunk``.
+
+        False if something may still be read by the file's number: the file has to stay open.
+        """
         self._stopping.set()
-        self._thread.join()
+        if self._lane is not None:
+            self._lane.stop(STOP_TIMEOUT_S)
+        self._thread.join(3 * STOP_TIMEOUT_S)
+        return not (self._thread.is_alive() or self._is_left_behind)
 
     def _work(self) -> None:
         leave_bound_core()
@@ -146,7 +156,7 @@ class Recovery:
     def _scan(self) -> None:
         num_slots = self._file.geometry.num_slots
         io = self._make_io()
-        lane = Lane(self._file, io, clock=self._clock)
+        self._lane = lane = Lane(self._file, io, clock=self._clock)
         check = PayloadCheck(self._file, lane, io) if self._checks else None
         try:
             for start in range(0, num_slots, CHUNK_SLOTS):
@@ -159,8 +169,10 @@ class Recovery:
                 else:
                     self._check(check, slots, headers)
         finally:
-            if not lane.close(CHUNK_DEADLINE_S) and check is not None:
-                check.keep_memory()
+            if not lane.close(STOP_TIMEOUT_S):
+                self._is_left_behind = True
+                if check is not None:
+                    check.keep_memory()
 
     def _check(self, check: PayloadCheck, slots: range, headers: Sequence[RecordHeader | None]) -> None:
         """Reports the good ones among ``headers``, those of ``slots``, in smaller chunks."""

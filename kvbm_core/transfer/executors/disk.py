@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 
@@ -21,7 +22,10 @@ from kvbm_core.transfer.plan import DiskPlan, JobResult
 from kvbm_core.types import Direction
 
 LOOK_FOR_LATE_S = 0.05
-CLOSE_TIMEOUT_S = 10.0
+STOP_TIMEOUT_S = 2.0
+"""What a disk that is written or read has for it when the executor is closed."""
+CLOSE_TIMEOUT_S = 1.0
+"""What each direction has after that; then its requests are left to the kernel."""
 
 log = logging.getLogger("kvbm")
 
@@ -61,6 +65,8 @@ class DiskExecutor:
         self._host = host
         self._memory: object = host.array  # a slab keeps its memory as long as somebody has an array of it
         self.on_released = on_released
+        self.stop_others: Callable[[], bool] = lambda: True
+        """Ends whatever else uses the file, before it is closed; False if something of that goes on."""
         self._io_deadline_s = io_deadline_s
         if ios is None:
             ios = [make_file_io(file.fd, is_direct=file.is_direct) for _ in Direction]
@@ -107,13 +113,24 @@ class DiskExecutor:
         return self._reads.wait(job_ids, timeout_s) and self._writes.wait(job_ids, timeout_s)
 
     def close(self) -> None:
-        """Rejects what waits, lets what runs end within its deadline, ends the threads; idempotent."""
+        """Rejects what waits, gives what runs STOP_TIMEOUT_S, ends the threads; idempotent.
+
+        It takes some seconds at most: what the disk does not end keeps the file and the slab's memory for
+        good.
+        """
         for board in (self._reads, self._writes):
             board.close()
+        for lane in self._lanes:
+            lane.stop(STOP_TIMEOUT_S)
+        is_over = self.stop_others()
+        ends_at_s = time.monotonic() + 2 * STOP_TIMEOUT_S
         for thread in self._threads:
-            thread.join()
+            thread.join(max(0.0, ends_at_s - time.monotonic()))
+        if any(thread.is_alive() for thread in self._threads):  # in the kernel, for a reset
+            _KEPT.append(self)
+            return
         self._lanes = [lane for lane in self._lanes if not lane.close(CLOSE_TIMEOUT_S)]
-        if self._lanes:  # a late read may still end: neither file nor memory may become somebody else's
+        if self._lanes or not is_over:  # neither file nor memory may become somebody else's
             _KEPT.append(self)
             return
         self._file.close()

@@ -45,13 +45,14 @@ class PipelineExecutor:
     read.
 
     The parts of a plan are jobs of their own, with negative numbers. The plan has ended when all of them
-    have. Copies that were not begun when a read failed are left out.
+    have. Copies that were not begun when a read failed are left out. ``make_disk`` may answer None: until
+    ``join_disk`` there is no disk then, and a plan with reads is REJECTED.
     """
 
     def __init__(
         self,
         make_device: Callable[[OnDone], Executor],
-        make_disk: Callable[[OnDone], DiskExecutor],
+        make_disk: Callable[[OnDone], DiskExecutor | None],
         block_bytes: int,
         on_done: OnDone,
         digests: SlotDigests | None = None,
@@ -63,18 +64,31 @@ class PipelineExecutor:
         self._loads: dict[int, _Load] = {}
         self._parent_of: dict[int, int] = {}
         self._part_ids = count(-1, -1)
-        self.disk = make_disk(self._disk_done)
-        self._on_released, self.disk.on_released = self.disk.on_released, self._disk_released
+        self._on_released: Callable[[int], None] = lambda job_id: None
+        self.disk: DiskExecutor | None
+        self.join_disk(make_disk)
         try:
             self._device = make_device(self._device_done)
         except BaseException:
-            self.disk.close()
+            if self.disk is not None:
+                self.disk.close()
             raise
+
+    def join_disk(self, make_disk: Callable[[OnDone], DiskExecutor | None]) -> None:
+        """The disk can be used from now on. Once; any thread."""
+        disk = make_disk(self._disk_done)
+        if disk is not None:
+            self._on_released, disk.on_released = disk.on_released, self._disk_released
+        self.disk = disk
 
     def submit(self, plan: TransferPlan, *, deadline_s: float | None = None) -> None:
         """See Executor."""
         if plan.reads is None:
             self._device.submit(plan, deadline_s=deadline_s)
+            return
+        disk = self.disk
+        if disk is None:
+            self._on_done(JobResult(plan.job_id, Outcome.REJECTED, 0, 0.0, 0.0, "no disk"))
             return
         try:
             load, resident = self._split(plan, deadline_s)
@@ -90,7 +104,7 @@ class PipelineExecutor:
             parts = [self._part_of(load, resident)] if resident.moves else []
         for part in parts:
             self._device.submit(part, deadline_s=deadline_s)
-        self.disk.submit(plan.reads, deadline_s=deadline_s, on_block=partial(self._block_read, load))
+        disk.submit(plan.reads, deadline_s=deadline_s, on_block=partial(self._block_read, load))
 
     def poll(self) -> list[JobResult]:
         """Always empty: results go to the listener."""
@@ -116,7 +130,8 @@ class PipelineExecutor:
 
     def close(self) -> None:
         """See Executor."""
-        self.disk.close()
+        if self.disk is not None:
+            self.disk.close()
         self._device.close()
 
     # ---------------------------------------------------------------- parts
