@@ -96,7 +96,7 @@ def _disk_of(
         return None, None
     each = record_bytes(slot_bytes_of(pages.memory, with_disk=True))
     num_slots = settings.disk_tier_slots(each * num_ranks)
-    fingerprint = namespace.root().hex()
+    fingerprint = namespace.without_weights().root().hex()  # the keys tell the weights apart
     try:
         folder = DiskFolder(Path(settings.disk_cache_dir), fingerprint)
     except ConfigError as error:

@@ -16,7 +16,7 @@ from kvbm_core.config import KvbmSettings
 from kvbm_core.errors import ConfigError, LayoutError, Outcome
 from kvbm_core.observe.labels import FailureKind
 from kvbm_core.runtime.disk_folder import DiskFolder, claimed_folder
-from kvbm_core.storage.disk.allocate import DiskError, FileOptions
+from kvbm_core.storage.disk.allocate import DirectoryBusyError, DiskError, FileOptions
 from kvbm_core.storage.disk.record import record_bytes
 from kvbm_core.types import Direction
 from kvbm_sglang.engine_settings import find_server_args
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
 
 SIZE = "DYN_KVBM_DISK_CACHE_GB"
+BUSY_RETRY_S = 1.0
+"""How often a file is asked for that another process still has."""
 
 log = logging.getLogger("kvbm")
 
@@ -49,6 +51,8 @@ class Pools:
         self._stats = stats
         self._lock = threading.Lock()
         self._waiting: dict[str, Any] = {}
+        self._busy: set[str] = set()
+        self._next_try_s = 0.0
         self._pages: dict[str, Pages] = {}
         self._stores: dict[str, PageStore | FollowedPages] = {}
         self._folder: DiskFolder | None = None
@@ -58,10 +62,13 @@ class Pools:
         """Tells of a pool; nothing is opened yet. The same name again: the pool has been made anew."""
         with self._lock:
             self._waiting[name] = pool
+            self._next_try_s = 0.0
 
     def open(self) -> None:
-        """Opens the files of all pools that have been registered."""
-        if self._waiting:
+        """Opens the files of all pools that have been registered; one that another process still has (it was
+        killed, and gives its memory back) is tried again with later calls.
+        """
+        if self._waiting and time.monotonic() >= self._next_try_s:
             with self._lock:
                 self._open_waiting()
 
@@ -141,6 +148,13 @@ class Pools:
             try:
                 self._stores[name] = self._open(name, pages, waiting[name])
                 self._pages[name] = pages
+                self._busy.discard(name)
+            except DirectoryBusyError as error:
+                if name not in self._busy:
+                    log.warning("%s; pool %s is cached as soon as it is free", error.args[-1], name)
+                self._busy.add(name)
+                self._waiting[name] = waiting[name]
+                self._next_try_s = time.monotonic() + BUSY_RETRY_S
             except (ConfigError, DiskError, LayoutError) as error:
                 self._refuse(name, error)
 
@@ -159,11 +173,8 @@ class Pools:
     def _open(self, name: str, pages: Pages, pool: Any) -> PageStore | FollowedPages:
         settings, config = self._settings, self._config
         namespace = namespace_of(config, pool, name, pages.piece_bytes, find_server_args())
-        directory, fingerprint, claim = (
-            Path(settings.disk_cache_dir),
-            namespace.root().hex(),
-            engine_claim(config),
-        )
+        directory, claim = Path(settings.disk_cache_dir), engine_claim(config)
+        fingerprint = namespace.without_weights().root().hex()
         options = FileOptions.of(settings)
         if reads_along(config, name):
             return FollowedPages(

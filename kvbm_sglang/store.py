@@ -148,6 +148,6 @@ class FollowedPages:
 
 
 def _place_of(folder: Path, namespace: KeyNamespace) -> tuple[Path, bytes]:
-    """File and fingerprint of a pool's pages."""
-    meaning = hashlib.sha256(b"file" + namespace.root()).digest()[:16]
+    """File and fingerprint of a pool's pages; their keys tell the weights apart."""
+    meaning = hashlib.sha256(b"file" + namespace.without_weights().root()).digest()[:16]
     return folder / f"{dict(namespace.extra)['pool']}-{meaning.hex()}{SUFFIX}", meaning

@@ -85,7 +85,7 @@ def build_scheduler_side(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
     metrics, clock = Metrics(settings.cache_stats_max_requests), SystemClock()
     events = _event_feed(vllm_config, settings, groups, capabilities)
     tier = BlockTier(Tier.HOST, LruPolicy(), clock, on_evict=events.on_evict)
-    disk = LeaderDisk(settings, world_size, clock)
+    disk = LeaderDisk(settings, world_size, clock, str(vllm_config.model_config.model))
     handshake = make_handshake(settings, world_size, disk, metrics)
     options = LeaderOptions(
         settings.lease_ttl_s,

@@ -33,12 +33,16 @@ log = logging.getLogger("kvbm")
 
 
 class LeaderDisk:
-    """The disk tier of the leader's process: whether there is one, where, and how its orders leave."""
+    """The disk tier of the leader's process: whether there is one, where, and how its orders leave.
 
-    def __init__(self, settings: KvbmSettings, world_size: int, clock: Clock) -> None:
+    ``identity``: see DiskFolder.
+    """
+
+    def __init__(self, settings: KvbmSettings, world_size: int, clock: Clock, identity: str) -> None:
         self._settings = settings
         self._world_size = world_size
         self._clock = clock
+        self._identity = identity
         self._folder: DiskFolder | None = None
         self._channel: LeaderChannel | None = None
         self._handshake: Handshake | None = None
@@ -71,7 +75,9 @@ class LeaderDisk:
         if not self._settings.has_disk_tier:
             return None
         slots = self._settings.disk_tier_slots(block_bytes + self._world_size * SECTOR_BYTES)
-        self._folder = DiskFolder(Path(self._settings.disk_cache_dir), fingerprint)
+        self._folder = DiskFolder(
+            Path(self._settings.disk_cache_dir), fingerprint, identity=self._identity
+        )
         return DiskShare(str(self._folder.path), slots)
 
     def close(self) -> None:

@@ -9,6 +9,8 @@ from kvbm_core.tokens.hashing import encode_fields
 from kvbm_core.types import SequenceHash
 
 _TAG = "kvbm/namespace/1"
+WEIGHTS = "weights"
+"""The name in ``extra`` of what tells the weights from others of the same model."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,13 @@ class KeyNamespace:
             encode_fields(*(text for pair in self.extra for text in pair)),
         )
         return SequenceHash(hashlib.sha256(fields).digest())
+
+    def without_weights(self) -> KeyNamespace:
+        """This namespace whatever the weights are: not for keys, but for a place in which blocks of all of them
+        may lie.
+        """
+        extra = tuple(pair for pair in self.extra if pair[0] != WEIGHTS)
+        return replace(self, revision="", extra=extra)
 
     def with_request(self, *, adapter: str, salt: str | None) -> KeyNamespace:
         """This namespace for a request with its own LoRA adapter and salt."""

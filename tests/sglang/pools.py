@@ -7,7 +7,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +19,7 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 
+from kvbm_core.storage.disk.allocate import FileOptions, open_file
 from kvbm_core.storage.disk.inspect import find_files
 from kvbm_core.storage.disk.record import slot_offset_bytes, unpack_file, unpack_record
 from kvbm_sglang.hicache import KvbmHiCache
@@ -375,6 +376,48 @@ def refused(extra: dict[str, Any]) -> str:
     except ValueError as error:
         return str(error)
     return json.dumps("taken")
+
+
+def in_any_order(folder: str, seed: int) -> int:
+    """Two models with pools of one layout, side by side, started again in the other order; how many files."""
+    keys, pages = keys_of(4), list(range(4))
+    pools = [make_pool("mha", "page_first", seed + number) for number in range(2)]
+    models = [Path(folder, name) for name in ("one", "other")]
+    for model in models:
+        _write_weights(model)
+    expected = [content(pool, pages) for pool in pools]
+    for order in ([0, 1], [1, 0]):
+        with ExitStack() as stack:
+            stores = {
+                number: stack.enter_context(
+                    backend(folder, {"kv": pools[number]}, model_name=str(models[number]))
+                )
+                for number in order
+            }
+            for number, store in stores.items():
+                if order[0] == 0:
+                    assert all(store.batch_set_v1(keys, indices(pages)))
+                else:
+                    fill(pools[number], seed + 10)
+                    assert store.batch_get_v1(keys, indices(pages)) == [True] * 4
+                    assert content(pools[number], pages) == expected[number]
+    return len(list(find_files(Path(folder), _raise)))
+
+
+def joins_later(folder: str, seed: int) -> None:
+    """The engine before was killed and is still ending: its file is locked when this one starts."""
+    keys, pages, pool = keys_of(4), list(range(4)), make_pool("mha", "page_first", seed)
+    with _stamped(folder) as model:
+        with backend(folder, {"kv": pool}, model_name=model) as store:
+            assert all(store.batch_set_v1(keys, indices(pages)))
+        (path,) = find_files(Path(folder), _raise)
+        holder = open_file(path, FileOptions())
+        with backend(folder, {"kv": pool}, model_name=model) as store:
+            assert store.batch_exists(keys) == 0
+            assert store.batch_set_v1(keys, indices(pages)) == [False] * 4
+            holder.close()
+            store._pools._next_try_s = 0.0  # the pause is over
+            assert store.batch_exists(keys) == 4
 
 
 # ---------------------------------------------------------------- inside

@@ -27,6 +27,16 @@ def test_pages_of_others_are_not_found(sglang: Worker, tmp_path: Path, seed: int
     assert len(sglang.run(f"{SCENES}:not_found_by_others", folder=str(tmp_path), seed=seed)) == 12
 
 
+def test_models_find_their_pages_in_whatever_order_they_start(
+    sglang: Worker, tmp_path: Path, seed: int
+) -> None:
+    assert sglang.run(f"{SCENES}:in_any_order", folder=str(tmp_path), seed=seed) == 2
+
+
+def test_a_file_that_another_process_has_joins_later(sglang: Worker, tmp_path: Path, seed: int) -> None:
+    sglang.run(f"{SCENES}:joins_later", folder=str(tmp_path), seed=seed)
+
+
 def test_kinds_of_float8_are_told_apart(sglang: Worker, tmp_path: Path, seed: int) -> None:
     sglang.run(f"{SCENES}:bytes_of_unknown_meaning", folder=str(tmp_path), seed=seed)
 

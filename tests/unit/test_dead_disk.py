@@ -194,7 +194,8 @@ def held_engine(
         again.wait_for(lambda: again.tier.capacity_blocks == NUM_SLOTS)
         disk = again.workers[0]._disk
         assert disk is not None
-        again.wait_for(lambda: disk._recovery is not None and is_reading(disk._recovery))
+        while disk._recovery is None or not is_reading(disk._recovery):
+            threading.Event().wait(0.001)
     return again
 
 

@@ -17,10 +17,13 @@ torch = pytest.importorskip("torch", reason="NOT RUN: SGLang's linker; torch is 
 from kvbm_core.config import KvbmSettings  # noqa: E402
 from kvbm_core.errors import ConfigError  # noqa: E402
 from kvbm_core.observe.metrics import Metrics  # noqa: E402
+from kvbm_core.runtime.disk_folder import TOP  # noqa: E402
+from kvbm_core.storage.disk.allocate import FileOptions, open_file  # noqa: E402
 from kvbm_core.testing.executor_bench import LONG_S  # noqa: E402
 from kvbm_core.transfer.executors import disk as disk_executor  # noqa: E402
 from kvbm_sglang import linker_tiers  # noqa: E402
 from kvbm_sglang.device_pool import DevicePages  # noqa: E402
+from kvbm_sglang.identity import _stamp_of  # noqa: E402
 from kvbm_sglang.linker_assembly import Ranks, assemble  # noqa: E402
 from kvbm_sglang.load_counter import LoadCounter  # noqa: E402
 from tests.faults.doubles import FailingIo  # noqa: E402
@@ -316,6 +319,81 @@ def test_new_weights_find_nothing_of_the_old_ones(bench_of: Callable[..., Bench]
     bench.linker.begin_anew()
     assert bench.linker.lookup("r", KEYS) == []
     assert bench.offload(*KEYS[:2]) and bench.load("r", *KEYS[:2])
+
+
+def folders_in(tmp_path: Path) -> list[Path]:
+    return sorted((tmp_path / TOP).iterdir())
+
+
+def test_models_find_their_pages_in_whatever_order_they_start(tmp_path: Path) -> None:
+    settings = {"DYN_KVBM_DISK_CACHE_OVERRIDE_NUM_BLOCKS": 12}
+    models = []
+    for name in ("one", "other"):
+        (tmp_path / name).mkdir()
+        models.append(str(_weights(tmp_path / name)))
+
+    def life(order: list[int], *, is_new: bool) -> None:
+        benches = {number: Bench(tmp_path, model=models[number], **settings) for number in order}
+        for number, bench in benches.items():
+            key = KEYS[number]
+            assert bench.offload(key) if is_new else bench.load("r", key) and bench.came(key)
+            bench.close()
+
+    life([0, 1], is_new=True)
+    folders = folders_in(tmp_path)
+    life([1, 0], is_new=False)
+    life([0], is_new=False)
+    life([1], is_new=False)
+    assert folders_in(tmp_path) == folders and len(folders) == 2
+
+
+def test_a_model_that_is_trained_on_leaves_no_files_behind(tmp_path: Path) -> None:
+    settings = {"DYN_KVBM_DISK_CACHE_OVERRIDE_NUM_BLOCKS": 12}
+    model = _weights(tmp_path)
+    for step in range(3):
+        (model / "a.safetensors").write_bytes(b"weights of step %d" % step)
+        _stamp_of.cache_clear()
+        bench = Bench(tmp_path, model=str(model), **settings)
+        assert not bench.load("r", KEYS[0]), "of other weights"
+        assert bench.offload(KEYS[0])
+        bench.close()
+    (folder,) = folders_in(tmp_path)
+    assert len(list(folder.glob("*.blocks"))) == 1
+    bench = Bench(tmp_path, model=str(model), **settings)
+    assert bench.load("r", KEYS[0]) and bench.came(KEYS[0])
+    bench.close()
+
+
+def test_a_disk_that_another_process_has_joins_later(tmp_path: Path) -> None:
+    """The engine before was killed and still gives its memory back: its file is locked, its folder is not."""
+    settings = {"DYN_KVBM_DISK_CACHE_OVERRIDE_NUM_BLOCKS": 12}
+    first = Bench(tmp_path, **settings)
+    first.offload(KEYS[0])
+    first.close()
+    (path,) = folders_in(tmp_path)[0].glob("*.blocks")
+    holder = open_file(path, FileOptions(is_direct=False))
+    pages, model = DevicePages(MHATokenToKVPool(), PAGE_TOKENS), str(_weights(tmp_path))
+    given = {
+        "DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS": 12,
+        "DYN_KVBM_DISK_CACHE_DIR": str(tmp_path),
+        "DYN_KVBM_DISK_DISABLE_O_DIRECT": True,
+        **settings,
+    }
+    linker = assemble(
+        pages,
+        KvbmSettings.from_env(given),
+        Metrics(),
+        model=model,
+        engine={},
+        ranks=Ranks({"tp_rank": 0, "tp_size": 1}, 1),
+        num_layers=LAYERS,
+    )
+    assert linker._tiers is not None
+    assert linker._tiers.wait_ready(12, 0, LONG_S) and linker.lookup("r", KEYS[:1]) == []
+    holder.close()
+    assert linker._tiers.wait_ready(12, 12, LONG_S)
+    assert len(linker.lookup("r", KEYS[:1])) == 1
+    linker.close()
 
 
 def test_what_caches_nothing_answers_what_other_ranks_answer() -> None:

@@ -85,7 +85,8 @@ def test_a_file_that_another_engine_has_joins_when_that_gives_it_up(tmp_path: Pa
         assert disk is not None and disk.is_busy
         if is_reset:
             second.leader.reset()
-            second.wait_for(lambda: disk._is_forgotten)
+            while not disk._is_forgotten:
+                threading.Event().wait(0.001)
         assert first.disk.off_reason is None and first.onboard_prompt() is not None
         first.close()
         second.wait_ready()
