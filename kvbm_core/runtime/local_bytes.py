@@ -14,7 +14,7 @@ from kvbm_core.runtime.messages import DiskShare, Message, Store
 from kvbm_core.runtime.worker_disk import WorkerDisk, WorkerDiskOptions, piped
 from kvbm_core.storage.disk.record import whole_sectors
 from kvbm_core.storage.host_slab import HostSlab, available_memory_bytes
-from kvbm_core.transfer.executor import DeviceMemory, Executor
+from kvbm_core.transfer.executor import Copier, DeviceMemory, Executor
 from kvbm_core.transfer.factory import make_executor, slab_cpus, slab_preparation
 from kvbm_core.transfer.plan import JobResult, TransferPlan
 
@@ -104,7 +104,7 @@ class LocalBytes:
                 return piped(self._make_copier, disk, self._slab, self._finished, self._released)
         return self._make_copier(self._finished)
 
-    def _make_copier(self, on_done: Callable[[JobResult], None]) -> Executor:
+    def _make_copier(self, on_done: Callable[[JobResult], None]) -> Copier:
         return make_executor(
             self._memory,
             self._slab,

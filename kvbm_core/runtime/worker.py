@@ -39,7 +39,7 @@ from kvbm_core.runtime.worker_disk import WorkerDisk, WorkerDiskOptions, piped
 from kvbm_core.storage.disk.record import whole_sectors
 from kvbm_core.storage.host_slab import HostSlab, available_memory_bytes
 from kvbm_core.transfer.digests import SlotDigests
-from kvbm_core.transfer.executor import DeviceMemory, Executor
+from kvbm_core.transfer.executor import Copier, DeviceMemory, Executor
 from kvbm_core.transfer.executors.broadcast import BroadcastExecutor
 from kvbm_core.transfer.executors.broadcast_group import Group, MeetingPoint
 from kvbm_core.transfer.factory import make_executor, slab_cpus, slab_preparation
@@ -260,7 +260,7 @@ class Worker:
     ) -> Executor:
         digests = SlotDigests() if self._options.verify else None
 
-        def make(on_done: OnDone) -> Executor:
+        def make(on_done: OnDone) -> Copier:
             return make_executor(
                 memory,
                 slab,

@@ -22,7 +22,7 @@ from kvbm_core.storage.disk.io import FileIo
 from kvbm_core.storage.disk.recovery import SCAN_DEPTH, Found, Recovery
 from kvbm_core.storage.host_slab import HostSlab
 from kvbm_core.transfer.digests import SlotDigests
-from kvbm_core.transfer.executor import Executor
+from kvbm_core.transfer.executor import Copier
 from kvbm_core.transfer.executors.disk import DiskExecutor
 from kvbm_core.transfer.executors.pipeline import OnDone, PipelineExecutor
 from kvbm_core.transfer.plan import DiskPlan, JobResult
@@ -265,7 +265,7 @@ class WorkerDisk:
 
 
 def piped(  # noqa: PLR0917 - what is put together
-    make_device: Callable[[OnDone], Executor],
+    make_device: Callable[[OnDone], Copier],
     disk: WorkerDisk,
     slab: HostSlab,
     on_done: OnDone,

@@ -12,15 +12,7 @@ from typing import Any
 from kvbm_core.transfer.executors.cuda_runtime import Copies, CudaError
 
 
-@dataclass
-class DoubleEvent:
-    """Happens when the stream that it was recorded on gets to it."""
-
-    happened: bool = False
-    failed: bool = False
-
-
-@dataclass
+@dataclass(eq=False)
 class DoubleStream:
     """Work in order; while held, nothing of it starts."""
 
@@ -29,24 +21,38 @@ class DoubleStream:
     is_held: bool = False
 
 
-class CudaDouble:
-    """CudaApi that copies ordinary memory, in a thread of its own, with memmove.
+@dataclass(eq=False)
+class DoubleEvent:
+    """Happens when ``stream``, on which it was recorded, gets to it; without a stream never."""
 
-    It is a double because no GPU was at hand when the executor was written: streams run independently, each
-    in order, and wait for events of each other as CUDA's do, so the executor's ordering and bookkeeping are
-    the real ones. It says nothing about CUDA itself: call signatures, pinning and speed need a real GPU.
+    stream: DoubleStream | None = None
+    happened: bool = False
+    failed: bool = False
+    was_asked: bool = False
+
+
+class CudaDouble:
+    """CudaApi that copies ordinary memory with memmove, and does everything as late as CUDA may.
+
+    It is a double because no GPU was at hand when the executor was written. A stream does its work in order,
+    and only when somebody needs it: the second time that an event behind it is looked at, when another
+    stream that is needed waits for such an event, or in ``synchronize``. So what is not ordered by an event
+    is done in the wrong order, and what is not waited for has not been done. Each thread has a current stream
+    of its own: the default stream, but ``compute`` in the thread that makes the double, which stands for an
+    engine that computes on a stream of its own. It says nothing about CUDA itself: call signatures, pinning
+    and speed need a real GPU.
     """
 
     def __init__(self) -> None:
         self.streams: list[DoubleStream] = []
+        self.default = self.create_stream(high_priority=False)
         self.compute = self.create_stream(high_priority=False)
+        self._current = threading.local()
+        self._current.stream = self.compute
         self.batches: list[Copies] = []
         self.refuse_copies = False
         self.fail_copies = False
-        self._changed = threading.Condition()
-        self._stopping = False
-        self._thread = threading.Thread(target=self._run, name="kvbm-cuda-double", daemon=True)
-        self._thread.start()
+        self._changed = threading.Condition(threading.RLock())
 
     def bind_thread(self) -> None:
         """Nothing to bind."""
@@ -62,12 +68,12 @@ class CudaDouble:
         return stream
 
     def record_on_current_stream(self) -> DoubleEvent:
-        """The compute stream stands for the caller's current one."""
-        return self.record(self.compute)
+        """See CudaApi."""
+        return self.record(getattr(self._current, "stream", self.default))
 
     def record(self, stream: DoubleStream) -> DoubleEvent:
         """See CudaApi."""
-        event = DoubleEvent()
+        event = DoubleEvent(stream)
         self._push(stream, "record", event)
         return event
 
@@ -76,8 +82,11 @@ class CudaDouble:
         self._push(stream, "wait", event)
 
     def is_done(self, event: DoubleEvent) -> bool:
-        """See CudaApi."""
+        """See CudaApi. The first look at an event comes too early."""
         with self._changed:
+            if event.was_asked:
+                self._run_to(event)
+            event.was_asked = True
             if event.failed:
                 raise CudaError("CUDA error 700 (double)")
             return event.happened
@@ -103,43 +112,37 @@ class CudaDouble:
         """Stops a stream before its next piece of work, or lets it go on."""
         with self._changed:
             stream.is_held = held
-            self._changed.notify_all()
+
+    def synchronize(self) -> None:
+        """Does all that is left to do, but for streams that are held, and those that wait for them."""
+        for stream in self.streams:
+            with self._changed:
+                self._run_to(self.record(stream))
 
     def close(self) -> None:
-        """Ends the thread; work not yet done is dropped."""
+        """Work not yet done is dropped."""
         with self._changed:
-            self._stopping = True
-            self._changed.notify_all()
-        self._thread.join()
+            for stream in self.streams:
+                stream.work.clear()
 
     def _push(self, stream: DoubleStream, what: str, argument: Any) -> None:
         with self._changed:
             stream.work.append((what, argument))
             self._changed.notify_all()
 
-    def _run(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._stopping or self._runnable() is not None)
-                stream = self._runnable()
-                if self._stopping or stream is None:
-                    return
-                what, argument = stream.work.popleft()
+    def _run_to(self, event: DoubleEvent) -> bool:
+        """Does the work before ``event``; False if something is held. With the lock."""
+        stream = event.stream
+        while stream is not None and not event.happened and stream.work and not stream.is_held:
+            what, argument = stream.work[0]
+            if what == "wait" and not self._run_to(argument):
+                return False
+            stream.work.popleft()
             if what == "call":
                 argument()
             elif what == "copy" and not self.fail_copies:
                 for target, source, nbytes in zip(*argument, strict=True):
                     ctypes.memmove(target, source, nbytes)
             elif what == "record":
-                with self._changed:
-                    argument.happened, argument.failed = True, self.fail_copies
-                    self._changed.notify_all()
-
-    def _runnable(self) -> DoubleStream | None:
-        """The stream whose next work may run now, those of high priority first."""
-        for stream in sorted(self.streams, key=lambda s: not s.high_priority):
-            if stream.work and not stream.is_held:
-                what, argument = stream.work[0]
-                if what != "wait" or argument.happened:
-                    return stream
-        return None
+                argument.happened, argument.failed = True, self.fail_copies
+        return event.happened

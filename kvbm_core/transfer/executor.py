@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 
@@ -43,6 +43,10 @@ class Executor(Protocol):
     A transfer either ends OK, with every byte in place, or not OK, with garbage in its targets. Nothing is
     raised for what happens to a job: it is an outcome. Onboards start before offloads, each kind in order of
     submission; jobs may overlap, so a caller must not submit a job that reads what another one still writes.
+
+    A job waits, copies, and is over. What waits can be cancelled at any time, also while its bytes are still
+    being read from a disk; what copies is over soon, as it waits for memory alone. So whoever is about to
+    give the device blocks of a job away cancels it, and waits for it if that came too late.
     """
 
     def submit(self, plan: TransferPlan, *, deadline_s: float | None = None) -> None:
@@ -58,7 +62,12 @@ class Executor(Protocol):
         """Results since the last poll; always empty if the executor was given a listener (``on_done``)."""
 
     def cancel(self, job_id: int) -> bool:
-        """True if the job had not started; it is then reported as REJECTED. False does not mean it ended."""
+        """True: nothing of the job touches device memory from now on; it is reported as REJECTED.
+
+        False: what has begun still copies, or the job is over or unknown; ``wait`` says when it is over. Of a
+        job in several parts none begins after this, whatever the answer. A job whose host slots the disk may
+        still write into is reported with ``is_late``.
+        """
 
     def wait(self, job_ids: Collection[int], timeout_s: float) -> bool:
         """Waits until the jobs have ended, in whatever way; False after ``timeout_s``."""
@@ -68,6 +77,24 @@ class Executor(Protocol):
 
     def close(self) -> None:
         """Rejects what waits, lets what runs end, ends all threads; idempotent. Later plans are REJECTED."""
+
+
+StreamMark: TypeAlias = Any
+"""A point in the work of an engine's stream; None where there are no streams."""
+
+
+class Copier(Executor, Protocol):
+    """An Executor whose plans may be submitted by another thread than the engine's."""
+
+    def mark(self) -> StreamMark:
+        """What the calling thread's current stream has been given so far. An error of the device is
+        raised.
+        """
+
+    def submit(
+        self, plan: TransferPlan, *, deadline_s: float | None = None, after: StreamMark = None
+    ) -> None:
+        """See Executor; with ``after``, the copies start after that mark, whatever the calling thread."""
 
 
 def refusal_of(plan: TransferPlan, device: DeviceMemory, host: HostSlab) -> tuple[Outcome, str] | None:

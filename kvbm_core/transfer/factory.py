@@ -9,7 +9,7 @@ from kvbm_core.errors import UnsupportedError
 from kvbm_core.storage.host_slab import HostSlab
 from kvbm_core.storage.numa import cpus_near
 from kvbm_core.transfer.digests import SlotDigests
-from kvbm_core.transfer.executor import DeviceMemory, Executor
+from kvbm_core.transfer.executor import Copier, DeviceMemory
 from kvbm_core.transfer.plan import JobResult
 
 
@@ -22,7 +22,7 @@ def make_executor(
     on_done: Callable[[JobResult], None] | None = None,
     digests: SlotDigests | None = None,
     clock: Clock | None = None,
-) -> Executor:
+) -> Copier:
     """The executor for this device memory. UnsupportedError if there is none.
 
     ``max_concurrent`` jobs are in flight on a GPU (the CPU executor runs one at a time, as one thread

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,11 +15,14 @@ from kvbm_core.errors import Outcome, UnsupportedError
 from kvbm_core.layout.view import BlockView, Segment
 from kvbm_core.native import Ids, native
 from kvbm_core.storage.disk.block_file import BlockFile, Geometry
+from kvbm_core.storage.disk.io import ThreadIo, Transfer
+from kvbm_core.storage.disk.record import whole_sectors
 from kvbm_core.storage.host_slab import HUGE_PAGE_BYTES, HostSlab
 from kvbm_core.testing.cuda_double import CudaDouble, DoubleEvent
 from kvbm_core.testing.executor_bench import LONG_S, NUM_SLOTS, Bench, Listener, plan, two_group_memory
-from kvbm_core.testing.executor_contract import ExecutorContract, Setup, forbid_writes
-from kvbm_core.transfer.executor import DeviceMemory, Executor
+from kvbm_core.testing.executor_contract import ExecutorContract, OnDone, Setup, forbid_writes
+from kvbm_core.testing.store_contract import key_of
+from kvbm_core.transfer.executor import Copier, DeviceMemory, Executor
 from kvbm_core.transfer.executors import memcpy
 from kvbm_core.transfer.executors.cuda import CudaExecutor
 from kvbm_core.transfer.executors.disk import DiskExecutor
@@ -25,7 +30,10 @@ from kvbm_core.transfer.executors.memcpy import Lanes, MemcpyExecutor, copy_in_p
 from kvbm_core.transfer.executors.pipeline import PipelineExecutor
 from kvbm_core.transfer.factory import make_executor, slab_preparation
 from kvbm_core.transfer.pieces import PieceTable
+from kvbm_core.transfer.plan import DiskPlan, TransferPlan
 from kvbm_core.types import Direction
+from tests.faults.doubles import BUFFERED
+from tests.unit.disk_executor_bench import GatedIo
 
 
 class TestMemcpyExecutor(ExecutorContract):
@@ -94,7 +102,7 @@ class TestCudaExecutor(ExecutorContract):
         self.cuda.close()
 
     def make_executor(self, setup: Setup) -> Executor:
-        return setup.cuda_copier(self.cuda, self.max_concurrent)
+        return setup.cuda_copier(self.cuda, setup.on_done, self.max_concurrent)
 
     def break_copies(self, bench: Bench, broken: bool) -> None:
         self.cuda.refuse_copies = broken
@@ -122,7 +130,7 @@ class TestCudaExecutor(ExecutorContract):
     def test_an_onboard_overtakes_an_offload_in_flight(self) -> None:
         self.max_concurrent = 2
         with self.bench() as bench:
-            _, onboard_stream, offload_stream = self.cuda.streams
+            onboard_stream, offload_stream = self.cuda.streams[-2:]
             assert (onboard_stream.high_priority, offload_stream.high_priority) == (True, False)
             self.cuda.hold(offload_stream, True)
             bench.executor.submit(plan(1, Direction.OFFLOAD, [1], [1]))
@@ -164,23 +172,118 @@ class TestPipelineExecutor(ExecutorContract):
     @pytest.fixture(autouse=True)
     def _folder(self, tmp_path: Path) -> None:
         self.path = tmp_path / "contract.blocks"
+        self.disk_goes_on = threading.Event()
+        self.disk_goes_on.set()
 
     def make_executor(self, setup: Setup) -> Executor:
         assert setup.on_done is not None
         geometry = Geometry(NUM_SLOTS, setup.host.slot_bytes, b"contract".ljust(16))
+        file = BlockFile(self.path, geometry, BUFFERED)
+        self.is_reading = threading.Event()
+
+        def is_read(transfer: Transfer, is_write: bool) -> bool:
+            self.is_reading.set()
+            return True
+
+        reads = GatedIo(file.fd, is_read, None, self.disk_goes_on)
         return PipelineExecutor(
-            setup.copier,
+            lambda done: self.make_copier(setup, done),
             lambda done: DiskExecutor(
-                BlockFile(self.path, geometry), setup.host, on_done=done, clock=setup.clock
+                file, setup.host, on_done=done, clock=setup.clock, ios=[reads, ThreadIo(file.fd, 2)]
             ),
             setup.host.slot_bytes,
             setup.on_done,
             setup.digests,
         )
 
+    def make_copier(self, setup: Setup, on_done: OnDone) -> Copier:
+        return setup.copier(on_done)
+
     def break_copies(self, bench: Bench, broken: bool) -> None:
         assert isinstance(bench.executor, PipelineExecutor)
         forbid_writes(bench.executor._device, broken)
+
+    def make_slot_bytes(self, device: DeviceMemory) -> int:
+        return whole_sectors(super().make_slot_bytes(device))
+
+    def store(self, bench: Bench, listener: Listener, *slots: int) -> None:
+        """Each slot's bytes into the disk's slot of the same number; what is in the slot is forgotten."""
+        assert isinstance(bench.executor, PipelineExecutor)
+        keys = tuple(map(key_of, slots))
+        bench.executor.disk.submit(DiskPlan(500, Direction.OFFLOAD, keys, slots, slots))
+        assert listener.wait_for(500) and listener.outcomes()[500] is Outcome.OK
+        for slot in slots:
+            bench.slot(slot)[:] = 0
+
+    @contextmanager
+    def stalled(self, bench: Bench, listener: Listener, load: TransferPlan) -> Iterator[None]:
+        """By a disk that does not answer."""
+        slots = load.moves[0].slots
+        self.store(bench, listener, *slots)
+        self.disk_goes_on.clear()
+        reads = DiskPlan(load.job_id, Direction.ONBOARD, tuple(map(key_of, slots)), slots, slots)
+        bench.executor.submit(replace(load, reads=reads))
+        assert self.is_reading.wait(LONG_S)
+        yield
+        late = {result.job_id: result.is_late for result in listener.results}
+        assert late[load.job_id]  # the kernel may still write into its slots
+        self.disk_goes_on.set()
+
+    def test_a_load_that_waits_for_its_turn_at_the_disk_is_over_at_once(self) -> None:
+        """What the disk has not begun has no slots to keep."""
+        listener = Listener()
+        with self.bench(on_done=listener) as bench:
+            load = plan(1, Direction.ONBOARD, [3], [2])
+            with self.stalled(bench, listener, load):
+                reads = DiskPlan(2, Direction.ONBOARD, (key_of(2),), (4,), (2,))
+                behind = TransferPlan(2, Direction.ONBOARD, plan(2, Direction.ONBOARD, [4], [4]).moves, reads)
+                bench.executor.submit(behind)
+                assert bench.executor.cancel(2) and bench.executor.cancel(1)
+            (result,) = [result for result in listener.results if result.job_id == 2]
+            assert (result.outcome, result.is_late) == (Outcome.REJECTED, False)
+
+
+class TestCudaPipelineExecutor(TestPipelineExecutor):
+    """The same with a GPU (see CudaDouble): its copies are queued by the thread that reads the disk."""
+
+    @pytest.fixture(autouse=True)
+    def _double(self) -> Iterator[None]:
+        self.cuda = CudaDouble()
+        yield
+        self.cuda.close()
+
+    def make_copier(self, setup: Setup, on_done: OnDone) -> Copier:
+        return setup.cuda_copier(self.cuda, on_done)
+
+    def break_copies(self, bench: Bench, broken: bool) -> None:
+        self.cuda.refuse_copies = broken
+
+    def test_a_load_from_the_disk_lands_after_what_the_engine_computed_before(self) -> None:
+        """A block is given away while the forward pass of its former owner is still on the GPU."""
+        listener = Listener()
+        with self.bench(on_done=listener) as bench:
+            for slot in (2, 5):
+                bench.slot(slot)[:] = 7
+            load = plan(1, Direction.ONBOARD, [3, 4], [2, 5])
+            self.store(bench, listener, 2)
+            self.cuda.compute_calls(lambda: bench.device.storages[0].fill(9))
+            reads = DiskPlan(1, Direction.ONBOARD, (key_of(2),), (2,), (2,))
+            bench.executor.submit(replace(load, reads=reads))
+            assert listener.wait_for(1) and listener.outcomes()[1] is Outcome.OK
+            self.cuda.synchronize()
+            assert {byte for block in (3, 4) for byte in bench.content(0, block)} == {7}
+
+    def test_a_load_does_not_wait_for_what_is_computed_after_it(self) -> None:
+        listener = Listener()
+        with self.bench(on_done=listener) as bench:
+            bench.slot(2)[:] = 7
+            self.store(bench, listener, 2)
+            self.disk_goes_on.clear()
+            reads = DiskPlan(1, Direction.ONBOARD, (key_of(2),), (2,), (2,))
+            bench.executor.submit(replace(plan(1, Direction.ONBOARD, [3], [2]), reads=reads))
+            self.cuda.wait_event(self.cuda.compute, DoubleEvent())  # a forward that never ends
+            self.disk_goes_on.set()
+            assert listener.wait_for(1) and set(bench.content(0, 3)) == {7}
 
 
 def naive_copies(

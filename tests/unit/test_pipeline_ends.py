@@ -137,6 +137,9 @@ class ByHand:
         self.reads: list[DiskPlan] = []
         self.on_block: list[OnBlock] = []
         self.events: list[JobResult | int] = []
+        self.marks = 0
+        self.after: list[object] = []
+        self.is_waiting = False
         self.executor = PipelineExecutor(self.make_device, self.make_disk, SLOT_BYTES, self.events.append)  # type: ignore[arg-type]
 
     def make_device(self, on_done: OnDone) -> ByHand:
@@ -148,8 +151,20 @@ class ByHand:
         self.disk = Disk(self)
         return self.disk
 
-    def submit(self, plan: TransferPlan, *, deadline_s: float | None = None) -> None:
+    def mark(self) -> int:
+        self.marks += 1
+        return self.marks
+
+    def submit(self, plan: TransferPlan, *, deadline_s: float | None = None, after: object = None) -> None:
         self.copies.append(plan)
+        self.after.append(after)
+
+    def cancel(self, job_id: int) -> bool:
+        """Of a copy that waits, if ``is_waiting``."""
+        if not self.is_waiting:
+            return False
+        self.copied(JobResult(job_id, Outcome.REJECTED, 0, 0.0, 0.0, "cancelled"))
+        return True
 
     def wait(self, job_ids: Collection[int], timeout_s: float) -> bool:
         return True
@@ -179,6 +194,9 @@ class Disk:
     def submit(self, plan: DiskPlan, *, deadline_s: float | None, on_block: OnBlock) -> None:
         self._hand.reads.append(plan)
         self._hand.on_block.append(on_block)
+
+    def cancel(self, job_id: int) -> bool:
+        return False
 
 
 @pytest.fixture

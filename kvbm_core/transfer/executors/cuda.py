@@ -14,7 +14,7 @@ from kvbm_core.errors import Outcome
 from kvbm_core.layout.view import pair_segments
 from kvbm_core.storage.host_slab import HostSlab
 from kvbm_core.transfer.digests import SlotDigests, device_blocks_of
-from kvbm_core.transfer.executor import DeviceMemory, refusal_of
+from kvbm_core.transfer.executor import DeviceMemory, StreamMark, refusal_of
 from kvbm_core.transfer.executors.cuda_runtime import CudaApi
 from kvbm_core.transfer.jobs import BoardExecutor, Job
 from kvbm_core.transfer.pieces import PieceTable
@@ -76,12 +76,18 @@ class CudaExecutor(BoardExecutor):
         self._flights: list[_Flight] = []
         self._thread.start()
 
-    def submit(self, plan: TransferPlan, *, deadline_s: float | None = None) -> None:
-        """Queues a plan behind the calling thread's current stream; see Executor."""
+    def mark(self) -> StreamMark:
+        """See Executor."""
+        return self._api.record_on_current_stream()
+
+    def submit(
+        self, plan: TransferPlan, *, deadline_s: float | None = None, after: StreamMark = None
+    ) -> None:
+        """See Executor."""
         refusal = refusal_of(plan, self._device, self._host)
         if refusal is None:
             try:
-                event = self._api.record_on_current_stream()
+                event = self.mark() if after is None else after
             except Exception as error:  # whatever happens to a job is its outcome
                 refusal = (Outcome.IO_ERROR, f"{type(error).__name__}: {error}")
         if refusal is None:

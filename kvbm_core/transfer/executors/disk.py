@@ -108,6 +108,10 @@ class DiskExecutor:
         self._new_life.set()
         self._writes.wake()
 
+    def cancel(self, job_id: int) -> bool:
+        """True if it was a read that had not begun; it is then reported as REJECTED."""
+        return self._reads.cancel(job_id)
+
     def wait(self, job_ids: Collection[int] | None, timeout_s: float) -> bool:
         """Waits until these jobs (None = all) have ended, in whatever way; False after ``timeout_s``."""
         return self._reads.wait(job_ids, timeout_s) and self._writes.wait(job_ids, timeout_s)

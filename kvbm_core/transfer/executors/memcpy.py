@@ -18,7 +18,7 @@ from kvbm_core.storage.huge_pages import HugePages
 from kvbm_core.storage.numa import leave_bound_core
 from kvbm_core.transfer.coalesce import runs_both_ways
 from kvbm_core.transfer.digests import SlotDigests, device_blocks_of, gather
-from kvbm_core.transfer.executor import DeviceMemory, refusal_of
+from kvbm_core.transfer.executor import DeviceMemory, StreamMark, refusal_of
 from kvbm_core.transfer.jobs import BoardExecutor, Job
 from kvbm_core.transfer.plan import JobResult, TransferPlan
 from kvbm_core.types import Direction
@@ -91,7 +91,13 @@ class MemcpyExecutor(BoardExecutor):
         self._lanes = [_lanes(device, host, group) for group in range(len(device.views))]
         self._thread.start()
 
-    def submit(self, plan: TransferPlan, *, deadline_s: float | None = None) -> None:
+    def mark(self) -> StreamMark:
+        """None: on a CPU all that came before has been done."""
+        return None
+
+    def submit(
+        self, plan: TransferPlan, *, deadline_s: float | None = None, after: StreamMark = None
+    ) -> None:
         """Queues a plan; see Executor."""
         refusal = refusal_of(plan, self._device, self._host)
         if refusal is None:

@@ -10,9 +10,10 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
 
+from kvbm_core.clock import Clock, SystemClock
 from kvbm_core.errors import Outcome
 from kvbm_core.transfer.digests import SlotDigests
-from kvbm_core.transfer.executor import Executor
+from kvbm_core.transfer.executor import Copier, StreamMark
 from kvbm_core.transfer.executors.disk import DiskExecutor
 from kvbm_core.transfer.plan import GroupMove, JobResult, TransferPlan
 
@@ -24,7 +25,7 @@ OnDone = Callable[[JobResult], None]
 @dataclass
 class _Load:
     """A plan with reads. ``chunk_of[i]``: the chunk of read i; a chunk goes up when all of it has been
-    read.
+    read. ``mark``: see Copier. ``is_released``: the disk is through with the slots of a late one.
     """
 
     plan: TransferPlan
@@ -32,10 +33,13 @@ class _Load:
     unread: list[int]
     copies: list[TransferPlan]
     deadline_s: float | None
+    submitted_s: float
+    mark: StreamMark = None
     copying: set[int] = field(default_factory=set)
     read_result: JobResult | None = None
     failure: JobResult | None = None
     num_bytes: int = 0
+    is_cancelled: bool = False
     is_over: bool = False
     is_released: bool = False
 
@@ -45,23 +49,30 @@ class PipelineExecutor:
     read.
 
     The parts of a plan are jobs of their own, with negative numbers. The plan has ended when all of them
-    have. Copies that were not begun when a read failed are left out. ``make_disk`` may answer None: until
-    ``join_disk`` there is no disk then, and a plan with reads is REJECTED.
+    have. Copies that were not begun when a read failed, or the plan was cancelled, are left out. A plan that
+    is cancelled does not wait for the disk: it is over, and late, when nothing of it is copied any more.
+
+    ``make_disk`` may answer None: until ``join_disk`` there is no disk then, and a plan with reads is
+    REJECTED.
     """
 
     def __init__(
         self,
-        make_device: Callable[[OnDone], Executor],
+        make_device: Callable[[OnDone], Copier],
         make_disk: Callable[[OnDone], DiskExecutor | None],
         block_bytes: int,
         on_done: OnDone,
         digests: SlotDigests | None = None,
+        clock: Clock | None = None,
     ) -> None:
         self._chunk_blocks = max(1, CHUNK_BYTES // block_bytes)
         self._on_done = on_done
         self._digests = digests
+        self._clock = clock or SystemClock()
         self._changed = threading.Condition()
         self._loads: dict[int, _Load] = {}
+        self._reading: dict[int, _Load] = {}
+        """Those whose reads the disk has not ended, also when they are over."""
         self._parent_of: dict[int, int] = {}
         self._part_ids = count(-1, -1)
         self._on_released: Callable[[int], None] = lambda job_id: None
@@ -92,18 +103,24 @@ class PipelineExecutor:
             return
         try:
             load, resident = self._split(plan, deadline_s)
+            # Here, as the thread that submits the copies later has another current stream.
+            load.mark = self._device.mark()
         except ValueError as error:  # unequal lengths
             self._on_done(JobResult(plan.job_id, Outcome.REJECTED, 0, 0.0, 0.0, str(error)))
+            return
+        except Exception as error:  # of the device
+            detail = f"{type(error).__name__}: {error}"
+            self._on_done(JobResult(plan.job_id, Outcome.IO_ERROR, 0, 0.0, 0.0, detail))
             return
         with self._changed:
             if plan.job_id in self._loads:
                 raise ValueError(f"job {plan.job_id} is already in flight")
-            self._loads[plan.job_id] = load
+            self._loads[plan.job_id] = self._reading[plan.job_id] = load
             if self._digests is not None:  # the disk's records have checksums of their own
                 self._digests.forget(plan.reads.slots)
             parts = [self._part_of(load, resident)] if resident.moves else []
         for part in parts:
-            self._device.submit(part, deadline_s=deadline_s)
+            self._submit_part(load, part)
         disk.submit(plan.reads, deadline_s=deadline_s, on_block=partial(self._block_read, load))
 
     def poll(self) -> list[JobResult]:
@@ -111,8 +128,23 @@ class PipelineExecutor:
         return []
 
     def cancel(self, job_id: int) -> bool:
-        """See Executor; a plan with reads has begun as soon as it is submitted."""
-        return job_id not in self._loads and self._device.cancel(job_id)
+        """See Executor."""
+        with self._changed:
+            load = self._loads.get(job_id)
+            if load is not None:
+                if load.is_over:
+                    return False
+                load.is_cancelled = True
+                parts = list(load.copying)
+        if load is None:
+            return self._device.cancel(job_id)
+        if self.disk is not None:
+            self.disk.cancel(job_id)
+        for part in parts:
+            self._device.cancel(part)
+        self._end_if_over(load)
+        with self._changed:
+            return not load.copying
 
     def wait(self, job_ids: Collection[int], timeout_s: float) -> bool:
         """See Executor."""
@@ -130,6 +162,10 @@ class PipelineExecutor:
 
     def close(self) -> None:
         """See Executor."""
+        with self._changed:
+            loads = list(self._loads)
+        for job_id in loads:  # what the disk still reads is not waited for by a copy
+            self.cancel(job_id)
         if self.disk is not None:
             self.disk.close()
         self._device.close()
@@ -155,7 +191,8 @@ class PipelineExecutor:
             for chunk, (blocks, own) in pairs.items():
                 picked[chunk].append(GroupMove(move.group, tuple(blocks), tuple(own)))
         copies = [TransferPlan(0, plan.direction, tuple(moves)) for moves in picked]
-        load = _Load(plan, [chunk_of_slot[slot] for slot in slots], unread, copies, deadline_s)
+        chunks, now_s = [chunk_of_slot[slot] for slot in slots], self._clock.now_s()
+        load = _Load(plan, chunks, unread, copies, deadline_s, now_s)
         return load, copies.pop()
 
     def _part_of(self, load: _Load, copies: TransferPlan) -> TransferPlan:
@@ -164,28 +201,37 @@ class PipelineExecutor:
         load.copying.add(part.job_id)
         return part
 
+    def _submit_part(self, load: _Load, part: TransferPlan) -> None:
+        self._device.submit(part, deadline_s=load.deadline_s, after=load.mark)
+        if load.is_cancelled:  # between the decision to copy and this
+            self._device.cancel(part.job_id)
+
     def _block_read(self, load: _Load, number: int, outcome: Outcome) -> None:
         if outcome is not Outcome.OK:
             return  # the job's result will say so
         chunk = load.chunk_of[number]
         with self._changed:
             load.unread[chunk] -= 1
-            if load.unread[chunk] or load.failure is not None or not load.copies[chunk].moves:
+            is_void = load.is_cancelled or load.failure is not None
+            if load.unread[chunk] or is_void or not load.copies[chunk].moves:
                 return
             part = self._part_of(load, load.copies[chunk])
-        self._device.submit(part, deadline_s=load.deadline_s)
+        self._submit_part(load, part)
 
     def _disk_done(self, result: JobResult) -> None:
         with self._changed:
-            load = self._loads.get(result.job_id)
-            if load is not None:
+            load = self._reading.pop(result.job_id, None)
+            was_over = load is not None and load.is_over  # and said to be late
+            if load is not None and not was_over:
                 load.read_result = result
                 if result.outcome is not Outcome.OK:
                     load.failure = load.failure or result
         if load is None:
             self._on_done(result)
-        else:
+        elif not was_over:
             self._end_if_over(load)
+        elif not result.is_late:  # else the disk says itself when that is over
+            self._disk_released(result.job_id)
 
     def _disk_released(self, job_id: int) -> None:
         with self._changed:
@@ -210,14 +256,11 @@ class PipelineExecutor:
 
     def _end_if_over(self, load: _Load) -> None:
         with self._changed:
-            read = load.read_result
-            if read is None or load.copying or load.is_over:
+            is_read = load.read_result is not None or load.is_cancelled
+            if not is_read or load.copying or load.is_over:
                 return
             load.is_over = True
-            failure = load.failure
-        result = replace(read, job_id=load.plan.job_id, num_bytes=load.num_bytes)
-        if failure is not None:
-            result = replace(result, outcome=failure.outcome, detail=failure.detail, num_bytes=0)
+            result = self._result_of(load)
         try:
             self._on_done(result)
         finally:
@@ -226,3 +269,16 @@ class PipelineExecutor:
                 self._changed.notify_all()
             if load.is_released:
                 self._on_released(load.plan.job_id)
+
+    def _result_of(self, load: _Load) -> JobResult:
+        read, failure = load.read_result, load.failure
+        if read is None:
+            seconds = self._clock.now_s() - load.submitted_s
+            result = JobResult(load.plan.job_id, Outcome.REJECTED, 0, 0.0, seconds, is_late=True)
+        else:
+            result = replace(read, job_id=load.plan.job_id, num_bytes=load.num_bytes)
+        if load.is_cancelled:
+            return replace(result, outcome=Outcome.REJECTED, detail="cancelled", num_bytes=0)
+        if failure is not None:
+            return replace(result, outcome=failure.outcome, detail=failure.detail, num_bytes=0)
+        return result
