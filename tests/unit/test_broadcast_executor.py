@@ -22,7 +22,7 @@ from kvbm_core.testing.executor_bench import (
     plan,
     two_group_memory,
 )
-from kvbm_core.transfer.executor import DeviceMemory
+from kvbm_core.transfer.executor import DeviceMemory, StreamMark
 from kvbm_core.transfer.executors.broadcast import BroadcastExecutor, OnDone
 from kvbm_core.transfer.executors.broadcast_group import Group, MeetingPoint
 from kvbm_core.transfer.executors.device_rows import DeviceRows
@@ -41,16 +41,26 @@ class Loader(MemcpyExecutor):
     def __init__(self, device: DeviceMemory, host: HostSlab, on_done: OnDone) -> None:
         self.gate = threading.Event()
         self.gate.set()
+        self._is_held = threading.Event()
         self.fails: dict[int, JobResult] = {}
         self.submitted: list[int] = []
 
         def ended(result: JobResult) -> None:
-            assert self.gate.wait(LONG_S)
+            if threading.current_thread() is self._thread:  # not one that cancels
+                if not self.gate.is_set():
+                    self._is_held.set()
+                assert self.gate.wait(LONG_S)
             on_done(self.fails.get(result.job_id, result))
 
         super().__init__(device, host, on_done=ended)
 
-    def submit(self, plan: TransferPlan, *, deadline_s: float | None = None) -> None:
+    def wait_held(self) -> None:
+        """Until a load has been copied, and its end is held back."""
+        assert self._is_held.wait(LONG_S)
+
+    def submit(
+        self, plan: TransferPlan, *, deadline_s: float | None = None, after: StreamMark = None
+    ) -> None:
         self.submitted.append(plan.job_id)
         super().submit(plan, deadline_s=deadline_s)
 
@@ -166,7 +176,6 @@ def test_many_loads_end_in_the_order_of_their_submission(ranks: Ranks) -> None:
     ranks.loader.gate.clear()
     for job_id in range(10, 40):
         ranks.submit(plan(job_id, Direction.ONBOARD, [job_id % NUM_DEVICE_BLOCKS], [job_id % NUM_SLOTS]))
-        assert not any(rank.executor.cancel(job_id) for rank in ranks.ranks)
     assert not any(rank.executor.wait([39], 0.0) or rank.executor.drain(0.0) for rank in ranks.ranks)
     ranks.loader.gate.set()
     for rank in ranks.ranks:
@@ -234,3 +243,57 @@ def test_rows_are_the_content_of_blocks_wherever_they_lie(seed: int, unit_bytes:
                 naive[storage][offset : offset + nbytes] = np.frombuffer(row[:nbytes], np.uint8)
                 row = row[nbytes:]
         assert all((a == b).all() for a, b in zip(devices[1].storages, naive, strict=True))
+
+
+def test_a_cancelled_load_leaves_the_blocks_of_every_rank_alone(ranks: Ranks) -> None:
+    """Also where the ranks wait for rank 0 at that moment; they stay in step."""
+    assert set(ranks.run(plan(1, Direction.OFFLOAD, range(8), range(8)))) == {Outcome.OK}
+    first, *others = ranks.ranks
+    ranks.loader.gate.clear()
+    for job_id in (2, 3):  # rank 0 has copied the first, and begun nothing of the second
+        ranks.submit(plan(job_id, Direction.ONBOARD, [job_id + 6], [job_id]))
+    ranks.loader.wait_held()
+    assert not first.executor.cancel(2) and not first.executor.wait([2], 0.0)
+    assert all(rank.executor.cancel(2) for rank in others)
+    assert all(rank.executor.cancel(3) for rank in ranks.ranks)
+    assert ranks.outcomes(3) == [Outcome.REJECTED] * len(ranks.ranks)
+    assert {rank.result(2).outcome for rank in others} == {Outcome.REJECTED}
+    for rank in others:
+        for storage in rank.device.storages:
+            storage[:] = 9
+    ranks.loader.gate.set()
+    assert first.result(2).outcome is Outcome.REJECTED
+    assert ranks.run(plan(4, Direction.ONBOARD, [11], [5])) == [Outcome.OK] * len(ranks.ranks)
+    assert len({rank.content(0, 11) for rank in ranks.ranks}) == 1
+    for rank in others:
+        assert {byte for block in (8, 9) for byte in rank.content(0, block)} == {9}
+
+
+def test_a_load_that_is_being_written_is_awaited_and_its_rest_left_out(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chunks of one block; the second rank is cancelled while it writes the first of them."""
+    assert set(ranks.run(plan(1, Direction.OFFLOAD, range(8), range(8)))) == {Outcome.OK}
+    second, is_writing, go_on = ranks.ranks[1], threading.Event(), threading.Event()
+    scatter, rows = DeviceRows.scatter, second.executor._rows
+    monkeypatch.setattr(rows, "_chunk_bytes", 1)
+    monkeypatch.setattr(ranks.ranks[0].executor._rows, "_chunk_bytes", 1)
+    for rank in ranks.ranks[2:]:
+        monkeypatch.setattr(rank.executor._rows, "_chunk_bytes", 1)
+
+    def slow_scatter(self: DeviceRows, *arguments: object) -> None:
+        if self is rows:
+            is_writing.set()
+            assert go_on.wait(LONG_S)
+        scatter(self, *arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(DeviceRows, "scatter", slow_scatter)
+    before = second.content(0, 9)
+    ranks.submit(plan(2, Direction.ONBOARD, [8, 9], [2, 3]))
+    assert is_writing.wait(LONG_S)
+    assert not second.executor.cancel(2) and not second.executor.wait([2], 0.0)
+    go_on.set()
+    assert second.result(2).outcome is Outcome.REJECTED
+    assert ranks.ranks[0].result(2).outcome is Outcome.OK
+    assert ranks.run(plan(3, Direction.ONBOARD, [11], [5])) == [Outcome.OK] * len(ranks.ranks)
+    assert second.content(0, 8) == ranks.ranks[0].content(0, 8) and second.content(0, 9) == before

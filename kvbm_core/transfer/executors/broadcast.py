@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Collection
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kvbm_core.clock import Clock, SystemClock
@@ -24,17 +24,27 @@ log = logging.getLogger("kvbm")
 OnDone = Callable[[JobResult], None]
 CLOSE_TIMEOUT_S = 40.0
 _ANY_SLOT = 1 << 62
+_CANCELLED = (Outcome.REJECTED, "cancelled")
 
 
 @dataclass(slots=True)
 class _Load:
-    """An onboard. ``result``: how rank 0's own part of it ended. ``mark``: see DeviceRows."""
+    """An onboard. ``result``: how rank 0's own part of it ended. ``mark``: see DeviceRows. ``is_at_device``:
+    its blocks are being gathered or scattered. One that was cancelled keeps its turn: the other ranks share it.
+    """
 
     plan: TransferPlan
     submitted_s: float
     mark: Any
     result: JobResult | None = None
+    is_cancelled: bool = False
+    is_at_device: bool = False
     is_over: bool = False
+
+
+def _cancelled(result: JobResult) -> JobResult:
+    outcome, detail = _CANCELLED
+    return replace(result, outcome=outcome, detail=detail, num_bytes=0)
 
 
 class BroadcastExecutor:
@@ -45,7 +55,8 @@ class BroadcastExecutor:
     onboard when rank 0's bytes are in place, with 0 bytes too: they did not come from a tier. What could not
     be loaded ends alike everywhere.
 
-    An onboard cannot be cancelled: the other ranks wait for it. When a rank is gone, is late
+    An onboard that is cancelled on one rank touches that rank's device no more; the ranks go through it all the
+    same, as they must stay in step. When a rank is gone, is late
     (``load_timeout_s`` for a load, the group's own timeout for the rest) or expects another job, the group is
     broken for good: ``on_broken`` is told why, and all onboards end as IO_ERROR. ``close`` of one rank breaks
     it for the others, if they still load.
@@ -110,8 +121,20 @@ class BroadcastExecutor:
         return []
 
     def cancel(self, job_id: int) -> bool:
-        """See Executor; False for an onboard."""
-        return job_id not in self._loads and self._loader is not None and self._loader.cancel(job_id)
+        """See Executor."""
+        with self._changed:
+            load = self._loads.get(job_id)
+            if load is not None:
+                if load.is_over:
+                    return False
+                load.is_cancelled = True
+                is_copying = load.is_at_device or (self._loader is not None and load.result is None)
+                if load.result is not None:
+                    load.result = _cancelled(load.result)
+        if load is not None and not is_copying:
+            self._end(load, *_CANCELLED)
+            return True
+        return self._loader is not None and self._loader.cancel(job_id)
 
     def wait(self, job_ids: Collection[int], timeout_s: float) -> bool:
         """See Executor."""
@@ -161,6 +184,8 @@ class BroadcastExecutor:
         with self._changed:
             load = self._loads.get(result.job_id)
             if load is not None:
+                if load.is_cancelled and result.outcome is Outcome.OK:
+                    result = _cancelled(result)
                 load.result = result
                 self._changed.notify_all()
             is_off = self._is_closed or bool(self._broken)
@@ -245,7 +270,10 @@ class BroadcastExecutor:
         if result.outcome is not Outcome.OK:
             return
         for group, blocks in self._rows.chunks(load.plan):
-            self._group.share(self._rows.gather(group, blocks))
+            with self._at_device(load) as is_allowed:
+                rows = self._rows.gather(group, blocks) if is_allowed else None
+            # What is shared for a cancelled load is rubbish: this rank's answer says that it is of no use.
+            self._group.share(self._rows.staged(group, len(blocks)) if rows is None else rows)
         self._end(load, Outcome.OK, num_bytes=result.num_bytes)
 
     def _receive(self, load: _Load) -> None:
@@ -260,8 +288,24 @@ class BroadcastExecutor:
             return
         for group, blocks in self._rows.chunks(load.plan):
             self._group.share(self._rows.staged(group, len(blocks)))
-            self._rows.scatter(group, blocks, load.mark)
+            with self._at_device(load) as is_allowed:
+                if is_allowed:
+                    self._rows.scatter(group, blocks, load.mark)
         self._end(load, Outcome.OK)
+
+    @contextmanager
+    def _at_device(self, load: _Load) -> Iterator[bool]:
+        """Whether its blocks may be touched inside; whoever cancels it meanwhile waits for the end of that."""
+        with self._changed:
+            is_allowed = load.is_at_device = not (load.is_cancelled or self._is_closed)
+        try:
+            yield is_allowed
+        finally:
+            with self._changed:
+                load.is_at_device = False
+                was_cancelled = load.is_cancelled
+            if was_cancelled:
+                self._end(load, *_CANCELLED)
 
     def _num_bytes(self, plan: TransferPlan) -> int:
         views = self._rows.views
