@@ -44,5 +44,13 @@ class UnsupportedError(KvbmError, ValueError):
     """An engine version, model kind or parallel shape that kvbm refuses to serve."""
 
 
+class StuckCopyError(KvbmError, RuntimeError):
+    """A copy from or to device memory does not end: a fault of the GPU or its driver.
+
+    The one error that no guard keeps from the engine: what it wants to do next would be done with memory that
+    still changes, so it must not be done.
+    """
+
+
 class IntegrityError(KvbmError, AssertionError):
     """An internal invariant does not hold (raised by check_integrity only)."""

@@ -141,6 +141,9 @@ class WorkerSide:
     def start_load(self) -> None:
         """Stops what uses blocks that belong to others now; starts loads, and waits for those that cannot be
         parked.
+
+        StuckCopyError if a load's copy hangs: TensorRT-LLM ends its loop with it, before the forward pass
+        that would share those blocks with the copy.
         """
         plans = self._plans
         if plans is None or self._is_started:
@@ -221,7 +224,10 @@ class WorkerSide:
         """Waits until all ranks have ended these loads, so that all compute with them, or none."""
         ends_at_s = time.monotonic() + FENCE_TIMEOUT_S
         self._verdicts = dict.fromkeys(jobs)
-        self.worker.wait(jobs, FENCE_TIMEOUT_S)
+        if not self.worker.wait(jobs, FENCE_TIMEOUT_S):
+            self.worker.fence(
+                jobs
+            )  # those who wait for them are kept from the forward pass, and lose the blocks
         self._take_results()
         while None in self._verdicts.values() and time.monotonic() < ends_at_s:
             self.worker.wait_note(POLL_S)
@@ -287,6 +293,7 @@ class WorkerSide:
             self.worker.reject(job_id)
 
     def _fail_unsubmitted(self) -> None:
+        self.worker.fence_all()  # nobody knows how far the fences of this iteration got
         for job_id in [
             job_id for job_id in {*self._loads, *self._prompt_loads} if not self.worker.is_known(job_id)
         ]:

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("kvbm")
 
-GIVE_UP_DRAIN_S = 60.0
 # The longest that an otherwise empty step waits for a copy; a new request waits no longer than this.
 IDLE_WAIT_S = 0.002
 
@@ -192,10 +191,12 @@ class WorkerSide:
         acks = self.worker.take_acks()
         return DynamoWorkerMetadata({self.worker.rank: acks}) if acks else None
 
-    @guarded("unregister_kv_caches", lambda self: None)
     def unregister_kv_caches(self) -> None:
-        """The device cache is about to be unmapped: no copy may touch it any more."""
-        self.worker.drain(GIVE_UP_DRAIN_S)
+        """The device cache is about to be unmapped: no copy may touch it any more.
+
+        Not guarded: if that cannot be made sure, vLLM must not go to sleep. StuckCopyError if a copy hangs.
+        """
+        self.worker.leave_device()
 
     def shutdown(self) -> None:
         """Waits for running copies and frees everything."""
@@ -221,7 +222,7 @@ class WorkerSide:
         """Ends every load as failed, once no copy can write any more, so that vLLM recomputes instead of
         waiting.
         """
-        self.worker.drain(GIVE_UP_DRAIN_S)
+        self.worker.fence(self._loads)
         loads, self._loads = self._loads, {}
         for request_id, blocks in loads.values():
             self._end_load(request_id, blocks, Outcome.IO_ERROR)

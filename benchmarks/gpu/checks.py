@@ -67,7 +67,7 @@ class GpuContract(ExecutorContract):
     def make_executor(self, setup: Setup) -> Executor:
         """See ExecutorContract."""
         api: Any = self._api
-        return setup.cuda_copier(api)
+        return setup.cuda_copier(api, setup.on_done)
 
     def break_copies(self, bench: Bench, broken: bool) -> None:
         """See ExecutorContract."""

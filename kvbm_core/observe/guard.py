@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Concatenate, Final, ParamSpec, Protocol, TypeVar
 
+from kvbm_core.errors import StuckCopyError
 from kvbm_core.observe.labels import Seam
 from kvbm_core.observe.log import RateLimitedLogger, get_logger
 from kvbm_core.observe.metrics import Metrics
@@ -49,7 +50,8 @@ def guarded(
     ``fallback(self, *args, **kwargs)``, the safe answer.
 
     If the fallback fails too, ``last_resort`` is returned (share nothing mutable through it); without one,
-    its error goes on to the engine. KeyboardInterrupt, SystemExit and other BaseExceptions always pass.
+    its error goes on to the engine. StuckCopyError, KeyboardInterrupt, SystemExit and other BaseExceptions
+    always pass.
     ``seam`` must be a value of Seam, else ValueError when decorating.
     """
     place = Seam(seam)
@@ -59,10 +61,14 @@ def guarded(
         def call(self: S, /, *args: P.args, **kwargs: P.kwargs) -> T:
             try:
                 return method(self, *args, **kwargs)
+            except StuckCopyError:
+                raise
             except Exception as error:
                 _note(self, place, error)
             try:
                 return fallback(self, *args, **kwargs)
+            except StuckCopyError:
+                raise
             except Exception as error:
                 if isinstance(last_resort, _Raise):
                     raise

@@ -16,7 +16,7 @@ from functools import partial
 
 import msgspec
 
-from kvbm_core.errors import ConfigError, Outcome
+from kvbm_core.errors import ConfigError, Outcome, StuckCopyError
 from kvbm_core.runtime.channel import WorkerChannel
 from kvbm_core.runtime.endpoint import Endpoint
 from kvbm_core.runtime.messages import (
@@ -311,29 +311,54 @@ class Worker:
         """Ends a job of the leader's that will not be submitted here."""
         self._finished(JobResult(job_id, Outcome.REJECTED, 0, 0.0, 0.0, "not submitted"))
 
-    def fence(self, job_ids: Collection[int]) -> bool:
-        """The device blocks of these jobs are about to be overwritten: cancels what waits, waits for what
-        runs.
+    def fence(self, job_ids: Collection[int]) -> None:
+        """The device blocks of these jobs are somebody else's from now on: cancels what has not begun to
+        copy, waits for the rest.
 
-        False if a running copy did not end in FENCE_TIMEOUT_S: it will be reported as failed, whatever it
-        says later.
+        What copies waits for memory alone. An offload that has not ended in FENCE_TIMEOUT_S will be reported
+        as failed, whatever it says later: it only reads. A load would write into what is not its own:
+        StuckCopyError.
         """
         if self._executor is None:
-            return True
-        running = [
+            return
+        copying = {
             job_id for job_id in job_ids if self.is_in_flight(job_id) and not self._executor.cancel(job_id)
-        ]
-        if not running or self._executor.wait(running, FENCE_TIMEOUT_S):
-            return True
+        }
+        if not copying or self._executor.wait(copying, FENCE_TIMEOUT_S):
+            return
         with self._lock:
-            self._overwritten.update(self._in_flight.keys() & set(running))
-        return False
+            stuck = self._in_flight.keys() & copying
+            loads = [job_id for job_id in stuck if self._in_flight[job_id] is Direction.ONBOARD]
+            self._overwritten.update(stuck)
+        if loads:
+            raise self._stuck(loads)
 
-    def fence_all(self) -> bool:
+    def fence_all(self) -> None:
         """As ``fence`` with everything that is under way."""
         with self._lock:
             job_ids = set(self._in_flight)
-        return self.fence(job_ids)
+        self.fence(job_ids)
+
+    def leave_device(self) -> None:
+        """The device memory is about to be taken away: cancels loads that have not begun to copy, waits for
+        the rest. StuckCopyError if a copy does not end in FENCE_TIMEOUT_S.
+        """
+        with self._lock:
+            loads = [job_id for job_id, way in self._in_flight.items() if way is Direction.ONBOARD]
+        self.fence(loads)
+        if not self.drain(FENCE_TIMEOUT_S):
+            with self._lock:
+                stuck = list(self._in_flight)
+            raise self._stuck(stuck)
+
+    def _stuck(self, job_ids: Collection[int]) -> StuckCopyError:
+        error = StuckCopyError(
+            f"kvbm: worker {self.rank}: copies of device memory did not end in {FENCE_TIMEOUT_S:.0f} s (jobs "
+            f"{sorted(job_ids)[:8]}); their blocks belong to others now, and the engine must not go on: look "
+            "for errors of the GPU or its driver, and start it again"
+        )
+        log.error("%s", error)
+        return error
 
     def is_known(self, job_id: int) -> bool:
         """Whether the job is in flight or its end has not been taken yet."""

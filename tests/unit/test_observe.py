@@ -10,6 +10,7 @@ import threading
 import pytest
 
 from kvbm_core.clock import ManualClock
+from kvbm_core.errors import StuckCopyError
 from kvbm_core.observe.guard import GuardState, guarded
 from kvbm_core.observe.log import CacheStatsLog, RateLimitedLogger, get_logger, level_of
 from kvbm_core.observe.metrics import Metrics
@@ -38,6 +39,10 @@ class Connector:
     def unprotected(self) -> int:
         raise RuntimeError("first")
 
+    @guarded("get_finished", lambda self, error: self.call(error), last_resort=0)
+    def stop_in_fallback(self, error: BaseException) -> int:
+        raise RuntimeError("first")
+
     def errors(self) -> float:
         return self.guard_state.metrics.snapshot()[GET_FINISHED]
 
@@ -61,12 +66,15 @@ def test_an_error_becomes_the_fallback_and_a_count(caplog: pytest.LogCaptureFixt
     assert "boom" in str(record.exc_info[1])
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(3)])
-def test_the_user_can_still_stop_it(error: BaseException) -> None:
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(3), StuckCopyError("kvbm: stuck")])
+def test_the_user_can_still_stop_it_and_so_can_a_copy_that_hangs(error: BaseException) -> None:
     connector = Connector()
     with pytest.raises(type(error)):
         connector.call(error)
     assert connector.errors() == 0
+    with pytest.raises(type(error)):
+        connector.stop_in_fallback(error)
+    assert connector.errors() == 1
 
 
 def test_a_failing_fallback() -> None:

@@ -6,13 +6,15 @@ import os
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from kvbm_core.clock import Clock, ManualClock, SystemClock
-from kvbm_core.errors import Outcome
+from kvbm_core.errors import Outcome, StuckCopyError
 from kvbm_core.observe.metrics import Metrics
 from kvbm_core.policy.lru import LruPolicy
 from kvbm_core.runtime import worker as worker_module
@@ -74,7 +76,7 @@ class Gate:
         return not set(job_ids) & set(self.held) and self.inner.wait(job_ids, timeout_s)
 
     def drain(self, timeout_s: float) -> bool:
-        return self.inner.drain(timeout_s)
+        return not self.held and self.inner.drain(timeout_s)
 
     def close(self) -> None:
         self.inner.close()
@@ -185,6 +187,10 @@ def offload_of(*device_blocks: int, job_id: int = 900) -> TransferPlan:
     return TransferPlan(job_id, Direction.OFFLOAD, (GroupMove(0, device_blocks, slots),))
 
 
+def onboard_of(*device_blocks: int, job_id: int = 900) -> TransferPlan:
+    return replace(offload_of(*device_blocks, job_id=job_id), direction=Direction.ONBOARD)
+
+
 def wait_ended(worker: Worker, *job_ids: int) -> dict[int, Outcome]:
     assert worker.wait(job_ids, LONG_S)
     return {result.job_id: result.outcome for result in worker.take()}
@@ -234,7 +240,8 @@ def test_the_leader_may_come_after_the_workers_and_until_then_nothing_is_ready(t
         worker.register(two_group_memory(), "layout")
         worker.submit(offload_of(1))
         assert [result.outcome for result in worker.take()] == [Outcome.REJECTED]
-        assert not worker.is_ready and worker.fence([900]) and worker.drain(0)
+        worker.fence([900])
+        assert not worker.is_ready and worker.drain(0)
         handshake = Handshake(1, lambda block_bytes: 5)
         channel = LeaderChannel(endpoint, handshake.on_message)
         try:
@@ -329,12 +336,13 @@ def test_a_fence_cancels_what_has_not_started(engine: Engine) -> None:
     gate.is_shut = True
     for job_id in (901, 902, 903):
         worker.submit(offload_of(1, job_id=job_id))
-    assert worker.fence([901, 903, 12345])
+    worker.fence([901, 903, 12345])
     assert {result.job_id: result.outcome for result in worker.take()} == dict.fromkeys(
         (901, 903), Outcome.REJECTED
     )
     assert worker.is_in_flight(902)
-    assert worker.fence_all() and not worker.is_in_flight(902)
+    worker.fence_all()
+    assert not worker.is_in_flight(902)
 
 
 def test_a_fence_waits_for_what_runs(engine: Engine) -> None:
@@ -342,7 +350,7 @@ def test_a_fence_waits_for_what_runs(engine: Engine) -> None:
     before = content(engine.memories[0], 0, 3)
     for job_id in range(901, 940):
         worker.submit(offload_of(3, job_id=job_id))
-    assert worker.fence_all()
+    worker.fence_all()
     engine.memories[0].storages[0][:] = 0  # now it may be overwritten
     ended = worker.take()
     assert {result.job_id for result in ended} == set(range(901, 940))
@@ -358,12 +366,43 @@ def test_a_copy_that_outlives_its_fence_is_reported_as_failed(
     monkeypatch.setattr(worker_module, "FENCE_TIMEOUT_S", 0.01)
     gate.is_shut = gate.is_running = True
     worker.submit(offload_of(1))
-    assert not worker.fence([900])
+    worker.fence([900])
     assert worker.take() == [] and worker.is_in_flight(900)  # its slots are not free before it ends
     gate.open()
     assert wait_ended(worker, 900) == {900: Outcome.TIMED_OUT}
     worker.submit(offload_of(1))
     assert wait_ended(worker, 900) == {900: Outcome.OK}  # the mark is gone with the job
+
+
+def test_a_load_that_hangs_is_never_taken_for_over(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when a GPU does not answer: whoever would use its blocks is kept from it by an error."""
+    worker, gate = engine.workers[0], engine.gates[0]
+    monkeypatch.setattr(worker_module, "FENCE_TIMEOUT_S", 0.01)
+    gate.is_shut = gate.is_running = True
+    worker.submit(onboard_of(1))
+    for stop in (worker.fence_all, worker.leave_device, partial(worker.fence, [900])):
+        with pytest.raises(StuckCopyError, match=r"jobs \[900\].*must not go on"):
+            stop()
+    assert worker.is_in_flight(900)
+    gate.open()
+    assert wait_ended(worker, 900) == {900: Outcome.TIMED_OUT}
+    worker.fence_all()
+    worker.leave_device()
+
+
+def test_device_memory_is_not_left_while_a_copy_reads_it(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A copy of memory that is unmapped meanwhile is a fault, whichever way it goes."""
+    worker, gate = engine.workers[0], engine.gates[0]
+    monkeypatch.setattr(worker_module, "FENCE_TIMEOUT_S", 0.01)
+    gate.is_shut = gate.is_running = True
+    worker.submit(offload_of(1))
+    with pytest.raises(StuckCopyError, match=r"jobs \[900\]"):
+        worker.leave_device()
+    gate.open()
+    assert wait_ended(worker, 900) == {900: Outcome.OK}
+    worker.leave_device()
 
 
 def test_close_leaves_no_thread_no_descriptor_and_no_memory(tmp_path: Path) -> None:

@@ -29,8 +29,10 @@ _CANCELLED = (Outcome.REJECTED, "cancelled")
 
 @dataclass(slots=True)
 class _Load:
-    """An onboard. ``result``: how rank 0's own part of it ended. ``mark``: see DeviceRows. ``is_at_device``:
-    its blocks are being gathered or scattered. One that was cancelled keeps its turn: the other ranks share it.
+    """An onboard. ``result``: how rank 0's own part of it ended. ``mark``: see DeviceRows.
+
+    ``is_at_device``: its blocks are being gathered or scattered. One that was cancelled keeps its turn, as
+    the other ranks share it.
     """
 
     plan: TransferPlan
@@ -55,9 +57,9 @@ class BroadcastExecutor:
     onboard when rank 0's bytes are in place, with 0 bytes too: they did not come from a tier. What could not
     be loaded ends alike everywhere.
 
-    An onboard that is cancelled on one rank touches that rank's device no more; the ranks go through it all the
-    same, as they must stay in step. When a rank is gone, is late
-    (``load_timeout_s`` for a load, the group's own timeout for the rest) or expects another job, the group is
+    An onboard that is cancelled on one rank touches that rank's device no more; the ranks go through it all
+    the same, as they must stay in step. When a rank is gone, is late (``load_timeout_s`` for a load, the
+    group's own timeout for the rest) or expects another job, the group is
     broken for good: ``on_broken`` is told why, and all onboards end as IO_ERROR. ``close`` of one rank breaks
     it for the others, if they still load.
     """
@@ -295,7 +297,7 @@ class BroadcastExecutor:
 
     @contextmanager
     def _at_device(self, load: _Load) -> Iterator[bool]:
-        """Whether its blocks may be touched inside; whoever cancels it meanwhile waits for the end of that."""
+        """Whether its blocks may be touched inside; whoever cancels it meanwhile waits for that."""
         with self._changed:
             is_allowed = load.is_at_device = not (load.is_cancelled or self._is_closed)
         try:

@@ -63,6 +63,7 @@ class PipelineExecutor:
         block_bytes: int,
         on_done: OnDone,
         digests: SlotDigests | None = None,
+        *,
         clock: Clock | None = None,
     ) -> None:
         self._chunk_blocks = max(1, CHUNK_BYTES // block_bytes)
