@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from kvbm_core.errors import LayoutError, Outcome
+from kvbm_core.errors import LayoutError, Outcome, StuckCopyError
 from kvbm_core.observe.labels import DropReason, FailureKind
 from kvbm_core.observe.metrics import Metrics
 from kvbm_core.runtime.local_claims import Claim
@@ -38,12 +38,18 @@ WaitReady = Callable[[], None]
 """Waits until the device pages may be read, or written."""
 
 
-@dataclass
+@dataclass(eq=False)
 class _Load:
-    """A load of one request. ``claim`` None: it has failed already."""
+    """A load of one request. ``claim`` None: it has failed already. ``index``: of its batch.
+
+    ``is_begun``: the tiers have it. ``is_over``: it was given up before that.
+    """
 
     claim: Claim | None
     indices: Any
+    index: int = -1
+    is_begun: bool = False
+    is_over: bool = False
 
 
 @dataclass
@@ -78,10 +84,12 @@ class LinkerTiers:
         self._pending: dict[str, _Load] = {}
         self._stores: deque[_Store] = deque()
         self._changed = threading.Condition()
-        self._num_loading = self._num_storing = 0
-        self._life = 0  # what was asked for in an earlier one is void
+        self._loading: set[_Load] = set()
+        self._num_storing = 0
+        self._life = 0  # stores that were asked for in an earlier one are void
         self._loader = ThreadPoolExecutor(1, "kvbm-linker-load")
         self._storer = ThreadPoolExecutor(1, "kvbm-linker-store")
+        counter.give_up = self._give_up_batch
 
     # ---------------------------------------------------------------- the way up
 
@@ -129,16 +137,17 @@ class LinkerTiers:
                 self._metrics.failure(FailureKind.LEASE_EXPIRED)
                 self.counter.end_load(index, has_landed=False)
             else:
+                load.index = index
                 with self._changed:
-                    self._num_loading += 1
-                self._loader.submit(self._load, index, load, self._life, wait_ready)
+                    self._loading.add(load)
+                self._loader.submit(self._load, load, wait_ready)
         return index
 
     def finish(self, index: int) -> bool:
         """Waits until the batch writes no more to device pages; True if all of it is there."""
         return self.counter.finish(index)
 
-    def _load(self, index: int, load: _Load, life: int, wait_ready: WaitReady) -> None:
+    def _load(self, load: _Load, wait_ready: WaitReady) -> None:
         """In the loading thread."""
         if self._tiers is None or self._pages is None or load.claim is None:
             return
@@ -150,17 +159,36 @@ class LinkerTiers:
             log.exception("kvbm: pages cannot be loaded")
             self._metrics.failure(FailureKind.OTHER)
         with self._changed:
-            if blocks is not None and life == self._life:
-                self._tiers.load(load.claim, blocks, partial(self._load_ended, index))
+            if load.is_over:
                 return
+            if blocks is not None:
+                load.is_begun = True
+                self._tiers.load(load.claim, blocks, partial(self._load_ended, load))
+                return
+            load.is_over = True
         self._tiers.drop(load.claim)
-        self._load_ended(index, Outcome.REJECTED)
+        self._load_ended(load, Outcome.REJECTED)
 
-    def _load_ended(self, index: int, outcome: Outcome) -> None:
-        self.counter.end_load(index, has_landed=outcome is Outcome.OK)
+    def _load_ended(self, load: _Load, outcome: Outcome) -> None:
+        self.counter.end_load(load.index, has_landed=outcome is Outcome.OK)
         with self._changed:
-            self._num_loading -= 1
+            self._loading.discard(load)
             self._changed.notify_all()
+
+    def _give_up_batch(self, index: int | None) -> None:
+        """Ends the loads of a batch (None: all): at once what has not begun to copy, by itself the rest."""
+        with self._changed:
+            loads = [load for load in self._loading if index in {None, load.index}]
+        for load in loads:
+            if self._tiers is None or load.claim is None:
+                continue
+            with self._changed:
+                was_over, load.is_over = load.is_over, not load.is_begun
+            if load.is_begun:
+                self._tiers.cancel(load.claim)
+            elif not was_over:
+                self._tiers.drop(load.claim)
+                self._load_ended(load, Outcome.REJECTED)
 
     # ---------------------------------------------------------------- the way down
 
@@ -226,16 +254,23 @@ class LinkerTiers:
     # ---------------------------------------------------------------- ends
 
     def quiesce(self) -> bool:
-        """No load or store is queued or under way after this. False if one did not end: what it stores is not
-        kept.
+        """No load or store is queued or under way after this. False if a store did not end: it is not kept.
+
+        Loads are given up. StuckCopyError if one does not end: its pages may be given to nobody.
         """
         for rid in list(self._pending):
             self.cancel(rid)
+        self._give_up_batch(None)
         with self._changed:
             is_idle = self._changed.wait_for(
-                lambda: not self._num_loading and not self._num_storing, QUIESCE_TIMEOUT_S
+                lambda: not self._loading and not self._num_storing, QUIESCE_TIMEOUT_S
             )
             self._life += 1
+            if self._loading:
+                raise StuckCopyError(
+                    f"kvbm: loads of pages have been copying for {QUIESCE_TIMEOUT_S:.0f} s, and they must "
+                    "not be used: look for errors of the GPU or its driver, and start SGLang again"
+                )
         if not is_idle and self._tiers is not None:
             log.error("kvbm: transfers did not end in %.0f s; what they store is not kept", QUIESCE_TIMEOUT_S)
             self._tiers.disown()

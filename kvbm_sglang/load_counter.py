@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+
+from kvbm_core.errors import StuckCopyError
+
+COPY_TIMEOUT_S = 60.0
+"""What has been given up and still copies waits for memory alone, and takes far less."""
 
 
 class _Batch:
     """Loads of one batch: ended when none is left, landed when all ended well."""
 
-    def __init__(self, num_loads: int) -> None:
+    def __init__(self, index: int, num_loads: int) -> None:
+        self.index = index
         self.num_left = num_loads
         self.has_landed = True
         self.ended = threading.Event()
@@ -17,11 +24,13 @@ class _Batch:
 class LoadCounter:
     """SGLang's layer_done_counter. All layers of a batch are there at the same time: pages are loaded whole.
 
-    A wait longer than ``timeout_s`` is given up, as the engine must not hang: the batch then counts as
-    failed.
+    A batch that takes longer than ``timeout_s`` is given up, as the engine must not hang: ``give_up(index)``
+    has to end its loads, and they count as failed. StuckCopyError if one copies on for COPY_TIMEOUT_S: its
+    pages may be given to nobody.
     """
 
     def __init__(self, num_layers: int, timeout_s: float) -> None:
+        self.give_up: Callable[[int], None] = lambda index: None
         self.num_layers = num_layers
         self.consumer_index = -1
         self._timeout_s = timeout_s
@@ -33,14 +42,14 @@ class LoadCounter:
         """A batch of so many loads, at least one; its index."""
         index, self._next = self._next, self._next + 1
         with self._lock:
-            self._batches[index] = _Batch(num_loads)
+            self._batches[index] = _Batch(index, num_loads)
         return index
 
     def end_load(self, index: int, *, has_landed: bool) -> None:
         """One load of the batch is over, and writes no more. From any thread."""
         with self._lock:
             batch = self._batches.get(index)
-            if batch is None:  # given up
+            if batch is None:  # forgotten
                 return
             batch.num_left -= 1
             batch.has_landed &= has_landed
@@ -74,6 +83,11 @@ class LoadCounter:
         self.consumer_index = -1
 
     def _wait(self, batch: _Batch) -> None:
-        if not batch.ended.wait(self._timeout_s):
-            batch.has_landed = False
-            batch.ended.set()  # so that only one layer waits in vain
+        if batch.ended.wait(self._timeout_s):
+            return
+        self.give_up(batch.index)
+        if not batch.ended.wait(COPY_TIMEOUT_S):
+            raise StuckCopyError(
+                f"kvbm: a load of pages has been copying for {COPY_TIMEOUT_S:.0f} s, and they must not be "
+                "used: look for errors of the GPU or its driver, and start SGLang again"
+            )

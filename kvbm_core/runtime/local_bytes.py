@@ -117,6 +117,10 @@ class LocalBytes:
         """See Executor.submit."""
         self._executor.submit(plan, deadline_s=self._options.transfer_deadline_s)
 
+    def cancel(self, job_id: int) -> bool:
+        """See Executor.cancel."""
+        return self._executor.cancel(job_id)
+
     def store(self, order: Store) -> None:
         """Writes host slots to the disk; the end of it comes with ``on_news``."""
         if self._disk is not None:

@@ -55,6 +55,7 @@ class _Job:
     claim: Claim | None = None
     reservation: Reservation | None = None
     is_spoiled: bool = False
+    is_cancelled: bool = False
 
 
 class LocalTiers:
@@ -155,6 +156,18 @@ class LocalTiers:
         else:
             self._metrics.failure(f"{Direction.ONBOARD}_{Outcome.MISS}")
             on_end(Outcome.MISS)
+
+    def cancel(self, claim: Claim) -> None:
+        """Ends a load: at once if nothing of it is being copied, else soon. Nothing if it is over.
+
+        Blocks of it that come from the disk wait for the disk no more; what was kept stays.
+        """
+        with self._lock:
+            found = {job_id: job for job_id, job in self._jobs.items() if job.claim is claim}
+            for job in found.values():
+                job.is_cancelled = True
+        for job_id in found:
+            self._bytes.cancel(job_id)
 
     # ---------------------------------------------------------------- the way down
 
@@ -322,6 +335,7 @@ class LocalTiers:
         if claim is None:
             return result.outcome
         is_loaded = result.outcome is Outcome.OK
+        is_unwanted = job.is_cancelled and result.outcome is Outcome.REJECTED
         self._count(Direction.ONBOARD, result)
         if is_loaded:
             if claim.reservation is not None:
@@ -329,14 +343,14 @@ class LocalTiers:
                 claim.reservation = None
             self._metrics.onboarded_blocks(len(claim.keys) - len(claim.reads), Tier.HOST, Tier.DEVICE)
             self._metrics.onboarded_blocks(len(claim.reads), Tier.DISK, Tier.DEVICE)
-        else:
+        elif not is_unwanted:
             self._host.forget(claim.keys)
         if self._disk is not None:
             if claim.reads:
                 self._disk.judge(result.outcome)
             if is_loaded:
                 self._disk.hit(claim.keys)
-            else:
+            elif not is_unwanted:
                 self._disk.tier.forget(claim.reads)
         if result.is_late:
             self._late[result.job_id] = claim

@@ -15,18 +15,21 @@ import pytest
 torch = pytest.importorskip("torch", reason="NOT RUN: SGLang's linker; torch is missing")
 
 from kvbm_core.config import KvbmSettings  # noqa: E402
-from kvbm_core.errors import ConfigError  # noqa: E402
+from kvbm_core.errors import ConfigError, StuckCopyError  # noqa: E402
 from kvbm_core.observe.metrics import Metrics  # noqa: E402
 from kvbm_core.runtime.disk_folder import TOP  # noqa: E402
 from kvbm_core.storage.disk.allocate import FileOptions, open_file  # noqa: E402
+from kvbm_core.storage.disk.io import Transfer  # noqa: E402
 from kvbm_core.testing.executor_bench import LONG_S  # noqa: E402
 from kvbm_core.transfer.executors import disk as disk_executor  # noqa: E402
-from kvbm_sglang import linker_tiers  # noqa: E402
+from kvbm_core.transfer.executors.memcpy import MemcpyExecutor  # noqa: E402
+from kvbm_sglang import linker_tiers, load_counter  # noqa: E402
 from kvbm_sglang.device_pool import DevicePages  # noqa: E402
 from kvbm_sglang.identity import _stamp_of  # noqa: E402
 from kvbm_sglang.linker_assembly import Ranks, assemble  # noqa: E402
 from kvbm_sglang.load_counter import LoadCounter  # noqa: E402
 from tests.faults.doubles import FailingIo  # noqa: E402
+from tests.unit.disk_executor_bench import GatedIo  # noqa: E402
 from tests.unit.sglang_pools import (  # noqa: E402
     LAYERS,
     NUM_PAGES,
@@ -424,15 +427,135 @@ def test_a_host_tier_that_cannot_be_had_leaves_the_engine_alone(tmp_path: Path) 
 
 
 def test_the_counter_gives_up_in_time_and_then_says_no() -> None:
-    counter = LoadCounter(LAYERS, timeout_s=0.01)
+    counter, given_up = LoadCounter(LAYERS, timeout_s=0.01), list[int]()
+
+    def give_up(index: int) -> None:
+        given_up.append(index)
+        counter.end_load(index, has_landed=False)
+
+    counter.give_up = give_up
     index = counter.begin(2)
     counter.end_load(index, has_landed=True)
     counter.set_consumer(index)
     counter.wait_until(0)
-    assert not counter.finish(index)
+    assert given_up == [index] and not counter.finish(index)
     counter.end_load(index, has_landed=True)  # too late
     assert not counter.finish(index)
     counter.wait_until(0)
+    assert given_up == [index]
+
+
+def test_the_counter_does_not_go_on_with_pages_that_are_being_written(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A copy that hangs, as on a broken GPU: neither a forward pass nor a free list may have these pages."""
+    monkeypatch.setattr(load_counter, "COPY_TIMEOUT_S", 0.01)
+    counter = LoadCounter(LAYERS, timeout_s=0.01)
+    index = counter.begin(1)
+    counter.set_consumer(index)
+    for go_on in (partial(counter.wait_until, 0), partial(counter.finish, index)):
+        with pytest.raises(StuckCopyError, match="must not be used"):
+            go_on()
+
+
+@pytest.fixture
+def stalling(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stalling]:
+    """Disks that answer no read while they stall."""
+    disk = Stalling()
+    monkeypatch.setattr(disk_executor, "make_file_io", disk.make_io)
+    yield disk
+    disk.goes_on.set()
+
+
+class Stalling:
+    """A disk whose reads end when ``goes_on`` is set."""
+
+    def __init__(self) -> None:
+        self.goes_on, self.is_reading = threading.Event(), threading.Event()
+
+    def make_io(self, fd: int, *, is_direct: bool) -> GatedIo:
+        """As make_file_io."""
+
+        def is_read(transfer: Transfer, is_write: bool) -> bool:
+            if not is_write:
+                self.is_reading.set()
+            return not is_write
+
+        return GatedIo(fd, is_read, None, self.goes_on)
+
+
+@pytest.mark.parametrize("stop", ["quiesce", "finish", "wait_until"])
+def test_a_load_that_was_given_up_never_writes_its_pages(
+    stop: str, bench_of: Callable[..., Bench], stalling: Stalling
+) -> None:
+    """The disk stalls, the load is given up, its pages go to somebody else, the disk goes on."""
+    bench = bench_of(DYN_KVBM_DISK_CACHE_OVERRIDE_NUM_BLOCKS=12)
+    assert bench.offload(*KEYS[:2])
+    bench.tiers._host.reset()  # it is on the disk alone
+    linker, pages = bench.linker, bench.pages_for(*KEYS[:2])
+    linker.counter._timeout_s = 0.01  # SGLang waits no longer for a batch
+    linker.load("a", KEYS[:2], indices_of(*pages))
+    index = linker.start(at_once)
+    linker.counter.set_consumer(index)
+    assert stalling.is_reading.wait(LONG_S)
+    if stop == "quiesce":
+        assert linker.quiesce()
+    elif stop == "wait_until":
+        linker.counter.wait_until(0)
+    assert not linker.finish(index)
+    for page in pages:
+        fill(bench.pool, page, KEYS[7])
+    stalling.goes_on.set()
+    linker.counter._timeout_s = LONG_S
+    assert bench.load("b", *KEYS[:1])  # behind the read that was late; what is on the disk was not forgotten
+    assert holds(bench.pool, pages[0], KEYS[0]) and holds(bench.pool, pages[1], KEYS[7])
+    with bench.tiers._changed:  # and its slots are free again
+        assert bench.tiers._changed.wait_for(lambda: not bench.tiers._late, LONG_S)
+
+
+def test_a_load_that_waits_for_the_device_is_given_up_at_once(bench_of: Callable[..., Bench]) -> None:
+    bench = bench_of()
+    bench.offload(*KEYS[:2])
+    begun, gate = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        begun.set()
+        assert gate.wait(LONG_S)
+
+    pages = bench.pages_for(*KEYS[:2])
+    bench.linker.load("a", KEYS[:2], indices_of(*pages))
+    index = bench.linker.start(wait)
+    assert begun.wait(LONG_S) and bench.linker.quiesce() and not bench.linker.finish(index)
+    for page in pages:
+        fill(bench.pool, page, KEYS[7])
+    gate.set()
+    assert bench.offload(KEYS[3]) and bench.load("b", KEYS[3])
+    assert holds(bench.pool, pages[1], KEYS[7])
+
+
+def test_quiesce_says_so_when_a_load_does_not_end(
+    bench_of: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(linker_tiers, "QUIESCE_TIMEOUT_S", 0.01)
+    bench = bench_of()
+    bench.offload(KEYS[0])
+    is_copying, go_on = threading.Event(), threading.Event()
+    copy = MemcpyExecutor._copy
+
+    def slow_copy(self: MemcpyExecutor, *arguments: Any) -> None:
+        is_copying.set()
+        assert go_on.wait(LONG_S)
+        copy(self, *arguments)
+
+    monkeypatch.setattr(MemcpyExecutor, "_copy", slow_copy)
+    bench.linker.load("a", KEYS[:1], indices_of(5))
+    bench.linker.start(at_once)
+    assert is_copying.wait(LONG_S)
+    with pytest.raises(StuckCopyError, match="must not be used"):
+        bench.linker.quiesce()
+    go_on.set()
+    with bench.linker._changed:
+        assert bench.linker._changed.wait_for(lambda: not bench.linker._loading, LONG_S)
 
 
 def test_a_batch_without_loads_waits_for_nothing() -> None:
