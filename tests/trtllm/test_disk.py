@@ -4,6 +4,8 @@ model.
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,18 +13,22 @@ from typing import Any
 
 import pytest
 
+from kvbm_core.storage.disk.io import Transfer
 from kvbm_core.storage.disk.record import slot_offset_bytes, whole_sectors
 from kvbm_core.tokens.weights import model_stamp
+from kvbm_core.transfer.executors import disk as disk_executor
 
 pytest.importorskip("torch", reason="NOT RUN: TensorRT-LLM's connector against its double; torch is missing")
 
 from tests.trtllm.double import NEWEST, RELEASED
-from tests.trtllm.harness import KeepingExecutor, Kind, Serving, kinds, serve
+from tests.trtllm.harness import PATIENCE_S, KeepingExecutor, Kind, Serving, kinds, serve
+from tests.unit.disk_executor_bench import GatedIo
 
 Play = Callable[..., list[Any]]
 PROMPT = list(range(40))
 CAP = 36
 HOST_BLOCKS = 30
+IO_DEADLINE_S = 10.0
 DISK_BLOCKS = 1000
 BLOCK_BYTES = 2 * 2 * 4 * 8
 ALL_KINDS = [*kinds(1), *(kind for kind in kinds(2) if kind.overlap)]
@@ -156,6 +162,56 @@ def only_what_was_hit(rank: int, kind: Kind, folder: Path) -> None:
 @pytest.mark.parametrize("kind", kinds(1), ids=str)
 def test_the_filter_lets_pass_what_was_hit(kind: Kind, folder: Path, play: Play) -> None:
     play(kind, only_what_was_hit, kind, folder)
+
+
+# ---------------------------------------------------------------- a disk that stalls
+
+
+def stall_in_a_load(rank: int, kind: Kind, folder: Path) -> None:
+    """A job: a load waits for the disk, is cancelled, and its blocks go to a request that reads its own bytes
+    there, before and after the disk goes on.
+    """
+    goes_on, is_reading = threading.Event(), threading.Event()
+
+    def make_file_io(fd: int, *, is_direct: bool) -> GatedIo:
+        def is_read(transfer: Transfer, is_write: bool) -> bool:
+            if not is_write:
+                is_reading.set()
+            return not is_write
+
+        return GatedIo(fd, is_read, None, goes_on)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(disk_executor, "make_file_io", make_file_io)
+        with serve_with_disk(rank, kind, folder, checks=False, num_blocks=24) as serving:
+            loading = serving.submit(PROMPT)
+            serving.executor.step()
+            serving.expect_match(loading, (CAP, True))
+            assert is_reading.wait(PATIENCE_S)
+            serving.executor.cancel(loading)
+            serving.executor.step()
+            assert serving.reason(loading) == "cancelled"
+            other = serving.submit(range(500, 550), 40)  # needs the blocks that were to be filled
+            started_s = time.monotonic()
+            for _ in range(20):
+                serving.executor.step()
+            assert time.monotonic() - started_s < IO_DEADLINE_S, "the loop stood still for the disk"
+            goes_on.set()
+            serving.settle()
+            assert other not in serving.executor.outputs, "it had ended before the disk went on"
+            serving.executor.run_until_idle()
+            assert serving.reason(other) == "length"
+            serving.forget_device()
+            again = serving.ask(PROMPT)
+            assert serving.reason(again) == "length"
+
+
+@pytest.mark.parametrize("kind", DAMAGED, ids=str)
+def test_a_load_that_was_cancelled_at_a_stalled_disk_writes_to_nobody(
+    kind: Kind, folder: Path, play: Play
+) -> None:
+    play(kind, fill, kind, folder)
+    play(kind, stall_in_a_load, kind, folder)
 
 
 # ---------------------------------------------------------------- damage
