@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import pickle
 import random
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,11 +15,11 @@ import pytest
 from kvbm_core.errors import LayoutError, Outcome
 from kvbm_core.layout.tensors import view_of_tensors
 from kvbm_core.layout.view import BlockView, Segment
-from kvbm_core.storage.host_slab import HostSlab
+from kvbm_core.storage.host_slab import HUGE_PAGE_BYTES, HostSlab
 from kvbm_core.testing.executor_bench import LONG_S
 from kvbm_core.transfer.coalesce import Run, runs, runs_both_ways
 from kvbm_core.transfer.digests import SlotDigests, gather
-from kvbm_core.transfer.executor import DeviceMemory
+from kvbm_core.transfer.executor import DeviceMemory, refusal_of
 from kvbm_core.transfer.executors.cuda_runtime import CudaError, CudaRuntime, ways_to_copy
 from kvbm_core.transfer.factory import make_executor
 from kvbm_core.transfer.plan import GroupMove, TransferPlan
@@ -202,3 +203,30 @@ def test_cuda_python_takes_our_arguments() -> None:
     assert [way.__name__ for way in ways] == ["batch_by_cuda_python", "single_by_cuda_python"]
     for way in ways:
         assert way(([4096, 8192], [12288, 16384], [16, 32]), 1) in (35, 100)
+
+
+def test_the_slot_just_beyond_those_that_are_ready_is_busy() -> None:
+    """Two slots to a chunk of the slab; the second chunk is being prepared."""
+    slot_bytes = HUGE_PAGE_BYTES // 2
+    view = BlockView(4, (Segment(0, 0, 64, 64),))
+    device = DeviceMemory((view,), [np.zeros(256, np.uint8)])
+    is_second, gate, chunks = threading.Event(), threading.Event(), list[int]()
+
+    def prepare(address: int, nbytes: int) -> None:
+        chunks.append(address)
+        if len(chunks) == 2:
+            is_second.set()
+            assert gate.wait(LONG_S)
+
+    host = HostSlab(4, slot_bytes, prepare=prepare, chunk_bytes=HUGE_PAGE_BYTES)
+    try:
+        assert is_second.wait(LONG_S) and host.ready_slots == 2
+        for slots, refusal in (((0, 1), None), ((1, 2), Outcome.BUSY), ((3,), Outcome.BUSY)):
+            plan = TransferPlan(1, Direction.OFFLOAD, (GroupMove(0, tuple(range(len(slots))), slots),))
+            found = refusal_of(plan, device, host)
+            assert (found and found[0]) is refusal, slots
+        gate.set()
+        assert host.wait_ready(LONG_S) and refusal_of(plan, device, host) is None
+    finally:
+        gate.set()
+        host.close()
