@@ -44,7 +44,7 @@ def test_wait_and_drain_know_of_loads(tmp_path: Path, rng: random.Random) -> Non
         bench.executor.submit(simple_load(bench, rng))
         assert not bench.executor.wait([LOAD], 0.0) and not bench.executor.drain(0.0)
         assert bench.executor.wait([1, 999], 0.0) and bench.executor.poll() == []
-        assert not bench.executor.cancel(LOAD) and not bench.executor.cancel(999)
+        assert not bench.executor.cancel(999)
         with pytest.raises(ValueError, match="in flight"):
             bench.executor.submit(load_of(LOAD, [], [(9, 11)]))
         copy = plan(200, Direction.OFFLOAD, [9], [15])
@@ -256,6 +256,86 @@ def test_copies_are_not_begun_after_a_failed_copy() -> None:
     hand.end_read()
     (result,) = hand.events
     assert isinstance(result, JobResult) and (result.outcome, result.detail) == (Outcome.IO_ERROR, "copy")
+
+
+# ---------------------------------------------------------------- cancelled
+
+
+def test_a_cancelled_load_begins_no_further_chunk_and_waits_for_those_that_copy() -> None:
+    hand = ByHand()
+    hand.load()
+    assert not hand.executor.cancel(LOAD) and hand.events == []  # the resident part is being copied
+    hand.on_block[0](0, Outcome.OK)
+    assert len(hand.copies) == 1 and not hand.executor.wait([LOAD], 0.0)
+    hand.end_copy(0)
+    (result,) = hand.events
+    assert isinstance(result, JobResult)
+    assert (result.outcome, result.is_late, result.num_bytes) == (Outcome.REJECTED, True, 0)
+    assert hand.executor.wait([LOAD], 0.0) and not hand.executor.cancel(LOAD)
+    hand.end_read()
+    assert hand.events == [result, LOAD]  # only now are its slots free
+
+
+def test_what_waits_for_the_device_is_taken_back() -> None:
+    hand = ByHand()
+    hand.load()
+    hand.is_waiting = True
+    assert hand.executor.cancel(LOAD)
+    (result,) = hand.events
+    assert isinstance(result, JobResult) and result.outcome is Outcome.REJECTED and result.is_late
+    hand.on_block[0](0, Outcome.OK)
+    assert len(hand.copies) == 1
+    hand.end_read(Outcome.TIMED_OUT, is_late=True)
+    assert hand.events == [result]  # the kernel may still write
+    hand.disk.on_released(LOAD)
+    assert hand.events == [result, LOAD]
+
+
+def test_a_load_that_is_cancelled_after_its_reads_is_not_late() -> None:
+    hand = ByHand()
+    hand.load()
+    hand.on_block[0](0, Outcome.OK)
+    hand.end_read()
+    hand.is_waiting = True
+    assert hand.executor.cancel(LOAD)
+    (result,) = hand.events
+    assert isinstance(result, JobResult)
+    assert (result.outcome, result.is_late, result.num_bytes) == (Outcome.REJECTED, False, 0)
+
+
+@pytest.mark.usefixtures("quick_switches")
+def test_a_cancel_meets_the_last_read_and_the_end_of_the_reads() -> None:
+    """Whoever comes first: one result, no copy begins after the cancel, one release if it was late."""
+    for _ in range(ROUNDS):
+        hand = ByHand()
+        hand.load()
+        hand.end_copy(0)
+        answers: list[bool] = []
+
+        def read(hand: ByHand = hand) -> None:
+            hand.on_block[0](0, Outcome.OK)
+            hand.end_read()
+
+        meet(read, lambda hand=hand, answers=answers: answers.append(hand.executor.cancel(LOAD)))  # type: ignore[misc]
+        if len(hand.copies) > 1:  # it had begun
+            assert answers == [False] and hand.events == []
+            hand.end_copy(1)
+        result, *released = hand.events
+        assert isinstance(result, JobResult) and result.outcome is Outcome.REJECTED
+        assert released == [LOAD] * result.is_late
+        assert hand.executor.wait([LOAD], 0.0) and hand.executor._reading == {}
+
+
+def test_all_copies_of_a_load_start_after_the_mark_of_its_submission() -> None:
+    """By whatever thread they are submitted."""
+    hand = ByHand()
+    hand.load()
+    hand.executor.submit(load_of(LOAD + 1, [GroupMove(0, (3,), (3,))], [(3, 3)]))
+    reader = threading.Thread(target=hand.on_block[0], args=(0, Outcome.OK))
+    reader.start()
+    reader.join(LONG_S)
+    hand.on_block[1](0, Outcome.OK)
+    assert hand.after == [1, 1, 2] and hand.marks == 2
 
 
 # ---------------------------------------------------------------- late
