@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -15,6 +15,7 @@ from kvbm_core.runtime.local_tiers import LocalTiers
 from kvbm_core.storage.disk.record import slot_offset_bytes, whole_sectors
 from kvbm_core.testing.executor_bench import LONG_S
 from kvbm_core.transfer.executors import disk as disk_executor
+from kvbm_core.types import BlockKey
 from tests.faults.doubles import FailingIo, HeldIo
 from tests.unit.local_bench import KEYS, PIECE_BYTES, End, LocalBench, device_memory
 
@@ -248,6 +249,38 @@ def test_a_disk_that_hangs_ends_loads_in_time_and_keeps_its_slots_meanwhile(
         assert bench.tiers._changed.wait_for(lambda: not bench.tiers._late, LONG_S)
     assert bench.store(KEYS[3:6]) is Outcome.OK
     assert bench.load("a", KEYS[3:6]) is Outcome.OK and bench.came(KEYS[3:6])
+
+
+def test_a_late_write_keeps_its_slots_until_the_kernel_is_done(
+    bench_of: MakeBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It still reads the host's slot, and may still land in the disk's."""
+    made: list[HeldIo] = []
+
+    def make_io(fd: int, *, is_direct: bool) -> HeldIo:
+        made.append(HeldIo(fd, lambda transfer, is_write: is_write))
+        return made[-1]
+
+    monkeypatch.setattr(disk_executor, "make_file_io", make_io)
+    bench = bench_of(1, 1, io_deadline_s=0.05)
+    disk, is_given_up = bench.tiers._disk, threading.Event()
+    assert disk is not None
+    judge = disk.judge
+
+    def judged(outcome: Outcome, keys: Sequence[BlockKey] = ()) -> None:
+        judge(outcome, keys)
+        is_given_up.set()
+
+    monkeypatch.setattr(disk, "judge", judged)
+    assert bench.begin_store(KEYS[:1]).wait() is Outcome.OK and is_given_up.wait(LONG_S)
+    with bench.tiers._changed:
+        assert disk.tier.pending_blocks == 1
+    assert bench.begin_store(KEYS[1:2]).wait() is Outcome.NO_SPACE
+    for io in made:
+        io.let_go()
+    with bench.tiers._changed:
+        assert bench.tiers._changed.wait_for(lambda: not disk.tier.pending_blocks, LONG_S)
+    assert bench.begin_store(KEYS[1:2]).wait() is Outcome.OK
 
 
 def test_a_disk_that_cannot_be_written_costs_nothing_but_its_blocks(
