@@ -75,9 +75,7 @@ class LeaderDisk:
         if not self._settings.has_disk_tier:
             return None
         slots = self._settings.disk_tier_slots(block_bytes + self._world_size * SECTOR_BYTES)
-        self._folder = DiskFolder(
-            Path(self._settings.disk_cache_dir), fingerprint, identity=self._identity
-        )
+        self._folder = DiskFolder(Path(self._settings.disk_cache_dir), fingerprint, identity=self._identity)
         return DiskShare(str(self._folder.path), slots)
 
     def close(self) -> None:

@@ -55,7 +55,7 @@ class KeyNamespace:
         return SequenceHash(hashlib.sha256(fields).digest())
 
     def without_weights(self) -> KeyNamespace:
-        """This namespace whatever the weights are: not for keys, but for a place in which blocks of all of them
+        """This namespace whatever the weights are: not for keys, but for a place where blocks of all of them
         may lie.
         """
         extra = tuple(pair for pair in self.extra if pair[0] != WEIGHTS)

@@ -56,7 +56,7 @@ class PipelineExecutor:
     REJECTED.
     """
 
-    def __init__(  # noqa: PLR0917 - the parts of a pipeline, put together in one place
+    def __init__(
         self,
         make_device: Callable[[OnDone], Copier],
         make_disk: Callable[[OnDone], DiskExecutor | None],
