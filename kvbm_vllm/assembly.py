@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from kvbm_core.clock import SystemClock
 from kvbm_core.config import KvbmSettings
+from kvbm_core.identity.roots import Roots
 from kvbm_core.observe.guard import GuardState
 from kvbm_core.observe.log import CacheStatsLog, setup_logging
 from kvbm_core.observe.metrics import Metrics
@@ -39,7 +40,7 @@ from kvbm_vllm.config import (
     world_size_of,
 )
 from kvbm_vllm.events import EventFeed
-from kvbm_vllm.keys import base_namespace
+from kvbm_vllm.identity import describe_engine, namespace_of, tell, weights_of
 from kvbm_vllm.scheduler import SchedulerSide
 from kvbm_vllm.stats import StatsReporter
 from kvbm_vllm.versions import Capabilities, check_version, installed_version, probe
@@ -100,7 +101,7 @@ def build_scheduler_side(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
     leader.catch_up()
     hooks = SchedulerSide(
         leader,
-        base_namespace(vllm_config, base_block_tokens(groups), ""),
+        _roots(vllm_config, base_block_tokens(groups), has_disk=settings.has_disk_tier),
         events,
         hold_back_tokens=_hold_back_tokens(vllm_config, groups),
         decode_run_tokens=settings.decode_run_tokens,
@@ -127,6 +128,14 @@ def build_worker_side(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -
         GuardState(Metrics()),
         submits_without_save=not probe().wait_for_save_always,
     )
+
+
+def _roots(vllm_config: VllmConfig, block_size_tokens: int, *, has_disk: bool) -> Roots:
+    description = describe_engine(vllm_config)
+    if has_disk:
+        tell(description)
+    namespace = namespace_of(description, block_size_tokens)
+    return Roots(namespace, weights_of(vllm_config), is_lasting=description.is_lasting)
 
 
 def _check_memory(settings: KvbmSettings, kv_cache_config: KVCacheConfig, world_size: int) -> None:

@@ -1,56 +1,23 @@
-"""vLLM request -> KeyNamespace and what each block depends on besides its tokens.
+"""vLLM request -> what its blocks depend on besides their tokens and the engine (identity.py).
 
 In doubt about an input, the request is not cached: ``uncacheable_reason`` names why, and it is counted.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from kvbm_core.identity.roots import NO_ADAPTER, Stamp
 from kvbm_core.tokens.hashing import encode_fields
-from kvbm_core.tokens.namespace import KeyNamespace
-from kvbm_core.tokens.weights import model_stamp
+from kvbm_vllm.identity import stamp_of
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
     from vllm.v1.request import Request
 
-
-def base_namespace(vllm_config: VllmConfig, block_size_tokens: int, layout_fingerprint: str) -> KeyNamespace:
-    """What all requests of one engine share. Raises nothing; every field is a string that vLLM resolved."""
-    model, parallel, cache = vllm_config.model_config, vllm_config.parallel_config, vllm_config.cache_config
-    return KeyNamespace(
-        model=str(model.model),
-        revision=str(model.revision or ""),
-        kv_dtype=f"{cache.cache_dtype}/{model.dtype}",
-        layout=layout_fingerprint,
-        block_size_tokens=block_size_tokens,
-        parallel=f"tp={parallel.tensor_parallel_size},pp={parallel.pipeline_parallel_size}",
-        extra=(
-            ("quantization", str(model.quantization or "")),
-            ("hf_overrides", str(sorted(str(item) for item in _items(model.hf_overrides)))),
-            ("served_code", str(model.code_revision or "")),
-            ("weights", _weights_of(vllm_config)),
-        ),
-    )
-
-
-def _weights_of(vllm_config: VllmConfig) -> str:
-    """What tells these weights from others of the same name: blocks on disk outlive the process that computed
-    them.
-    """
-    model, load_format = vllm_config.model_config, str(vllm_config.load_config.load_format)
-    if load_format == "dummy":
-        return f"dummy/{model.seed}"
-    cache_dir = vllm_config.load_config.download_dir
-    return model_stamp(
-        str(model.model_weights or model.model), str(model.revision or ""), str(cache_dir or "")
-    )
-
-
-def _items(value: object) -> list[object]:
-    return list(value.items()) if isinstance(value, dict) else [value]
+# blake3 and sha256 have 64 hexadecimal digits, sha512 has 128. Before it may stand a LoRA's name.
+_DIGEST = re.compile("(?:.*:)?(?:[0-9a-f]{64}|[0-9a-f]{128})", re.DOTALL)
 
 
 def uncacheable_reason(request: Request) -> str | None:
@@ -63,10 +30,24 @@ def uncacheable_reason(request: Request) -> str | None:
     return None
 
 
-def adapter_of(request: Request) -> str:
-    """The request's LoRA adapter as its namespace knows it; "" without one."""
+def adapter_of(request: Request) -> Stamp:
+    """The request's LoRA adapter as its namespace knows it."""
     lora = request.lora_request
-    return "" if lora is None else f"{lora.lora_name}\0{lora.lora_path}\0{model_stamp(str(lora.lora_path))}"
+    if lora is None:
+        return NO_ADAPTER
+    stamp = stamp_of(str(lora.lora_path))
+    # The same file is read in one of two ways.
+    return stamp._replace(text=f"{lora.lora_name}\0{lora.lora_path}\0{lora.is_3d_lora_weight}\0{stamp.text}")
+
+
+def has_lasting_names(request: Request) -> bool:
+    """Whether the names of the request's multimodal items mean the same items in every process.
+
+    A digest of an item's content does. With its processor's cache and prefix caching off, vLLM counts items
+    instead ("renderer0-mm-5-image-0"), and a client may name them as it likes: those are not to be trusted
+    after a restart. A client's own name that looks like a digest is taken for one.
+    """
+    return all(_DIGEST.fullmatch(feature.identifier) for feature in request.mm_features)
 
 
 def multimodal_extras(request: Request, block_size_tokens: int) -> Callable[[int], bytes] | None:

@@ -7,20 +7,18 @@ learns its targets. What a request has on the device is followed in tables.py.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 from random import Random
 from typing import TYPE_CHECKING
 
+from kvbm_core.identity.roots import Roots
 from kvbm_core.observe.guard import GuardState, guarded
 from kvbm_core.runtime.due import DueRequests
 from kvbm_core.runtime.leader import Leader
 from kvbm_core.runtime.request import RequestState
 from kvbm_core.tiers.groups import GroupSpec, alignment_tokens
-from kvbm_core.tokens.namespace import KeyNamespace
 from kvbm_core.transfer.plan import TransferPlan
-from kvbm_core.types import SequenceHash
 from kvbm_vllm.events import EventFeed
-from kvbm_vllm.keys import adapter_of, multimodal_extras, uncacheable_reason
+from kvbm_vllm.keys import adapter_of, has_lasting_names, multimodal_extras, uncacheable_reason
 from kvbm_vllm.metadata import QUIET, DynamoConnectorMetadata, DynamoWorkerMetadata
 from kvbm_vllm.pins import DevicePins
 from kvbm_vllm.tables import DeviceTables, Tables
@@ -33,7 +31,6 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
-MAX_KNOWN_ROOTS = 1024
 _NO_MATCH: tuple[int | None, bool] = (0, False)
 _NO_EVENTS: Iterable[KVCacheEvent] = ()
 # Ends with all of its tokens' KV written; an aborted request may still have a step in flight.
@@ -60,7 +57,7 @@ class SchedulerSide:
     def __init__(
         self,
         leader: Leader,
-        namespace: KeyNamespace,
+        roots: Roots,
         events: EventFeed,
         *,
         hold_back_tokens: int,
@@ -69,7 +66,7 @@ class SchedulerSide:
     ) -> None:
         self.leader = leader
         self.guard_state = guard_state
-        self._namespace = namespace
+        self._roots = roots
         self._events = events
         self._hold_back_tokens = hold_back_tokens
         self._pins = DevicePins(leader.groups)
@@ -80,8 +77,6 @@ class SchedulerSide:
         # Whether what the workers said has been taken in this step.
         self._has_polled = False
         self._requests: dict[str, Request] = {}
-        # By adapter and salt: most requests share theirs with others.
-        self._roots: dict[tuple[str, str | None], SequenceHash] = {}
         self._uncached: set[str] = set()
         self._tables = DeviceTables(leader.groups)
         self._onboards: list[tuple[str, TransferPlan]] = []
@@ -242,21 +237,13 @@ class SchedulerSide:
             self._uncached.add(request.request_id)
             self.leader.metrics.uncached_request(reason)
             return None
-        if not self._namespace.layout:
-            self._namespace = replace(self._namespace, layout=self.leader.layout_fingerprint)
-            self._roots.clear()
-        extras = multimodal_extras(request, self._namespace.block_size_tokens)
-        return self.leader.open(request.request_id, self._root_of(request), extras)
-
-    def _root_of(self, request: Request) -> SequenceHash:
-        namespace_id = (adapter_of(request), request.cache_salt)
-        root = self._roots.get(namespace_id)
-        if root is None:
-            if len(self._roots) >= MAX_KNOWN_ROOTS:
-                self._roots.clear()
-            root = self._namespace.with_request(adapter=namespace_id[0], salt=namespace_id[1]).root()
-            self._roots[namespace_id] = root
-        return root
+        root = self._roots.of(adapter_of(request), request.cache_salt, self.leader.layout_fingerprint)
+        return self.leader.open(
+            request.request_id,
+            root.hash,
+            multimodal_extras(request, self._roots.block_size_tokens),
+            is_lasting=root.is_lasting and has_lasting_names(request),
+        )
 
     def _forget(self, request_id: str) -> bool:
         self._requests.pop(request_id, None)

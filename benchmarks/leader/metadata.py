@@ -13,6 +13,7 @@ from benchmarks.suite import Options, expect
 from benchmarks.timing import timed
 from kvbm_core.config import KvbmSettings
 from kvbm_core.errors import Outcome
+from kvbm_core.identity.roots import Roots, Stamp
 from kvbm_core.observe.guard import GuardState
 from kvbm_core.observe.metrics import Metrics
 from kvbm_core.runtime.messages import JobAck
@@ -146,7 +147,7 @@ class Steps:
         self._guards = Metrics()
         self.hooks = SchedulerSide(
             self._bench.leader,
-            KeyNamespace("benchmark"),
+            Roots(KeyNamespace("benchmark"), lambda: Stamp("benchmark", is_lasting=True)),
             events,
             hold_back_tokens=0,
             decode_run_tokens=RUN_TOKENS,

@@ -20,11 +20,14 @@ _SCALARS = (bool, int, float, str, bytes, type(None))
 
 @dataclasses.dataclass(frozen=True)
 class InKey:
-    """The field's value is part of the key. ``read`` makes of it what counts; by default, the value as it
-    is.
+    """The field's value is part of the key. ``read`` makes of it what counts (by default, the value as it
+    is); with ``whole`` it is given the configuration that has the field. ``note``: what ``read`` does, for
+    the docs.
     """
 
     read: Callable[[Any], object] | None = None
+    note: str = ""
+    whole: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,10 +39,15 @@ class Irrelevant:
 
 @dataclasses.dataclass(frozen=True)
 class ThisProcessOnly:
-    """The field's value, where ``applies`` to it, means nothing in another process; ``reason`` says why."""
+    """The field's value, where ``applies`` to it, means nothing in another process; ``reason`` says why.
+    Where it does not apply, the field is as ``otherwise`` says. With ``whole``, ``applies`` is given the
+    configuration that has the field.
+    """
 
     reason: str
     applies: Callable[[Any], bool] = bool
+    otherwise: InKey | Irrelevant | None = None
+    whole: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,18 +93,21 @@ def describe(config: object, table: ConfigTable, prefix: str = "") -> Descriptio
         path, rule = f"{prefix}{name}", table.rules.get(name)
         try:
             value = getattr(config, name, None)
+            if isinstance(rule, ThisProcessOnly):
+                if rule.applies(config if rule.whole else value):
+                    process_only.append(f"{path}: {rule.reason}")
+                    continue
+                rule = rule.otherwise or Irrelevant(rule.reason)
             if rule is None:
                 unknown.append(path)
-            elif isinstance(rule, ThisProcessOnly):
-                if rule.applies(value):
-                    process_only.append(f"{path}: {rule.reason}")
             elif isinstance(rule, Nested):
                 below = _describe_nested(value, rule, path)
                 pairs += below.pairs
                 unknown += below.unknown
                 process_only += below.process_only
             elif isinstance(rule, InKey):
-                pairs.append((path, canonical(value if rule.read is None else rule.read(value))))
+                given = config if rule.whole else value
+                pairs.append((path, canonical(given if rule.read is None else rule.read(given))))
         except Exception:  # whatever an engine's object does: in doubt, this process alone
             unknown.append(path)
     return Description(tuple(sorted(pairs)), tuple(sorted(unknown)), tuple(sorted(process_only)))
@@ -114,7 +125,9 @@ def _describe_nested(value: object, rule: Nested, path: str) -> Description:
 
 def field_names(config: object) -> list[str]:
     """The fields of a dataclass, of a pydantic or msgspec object, or the attributes of any other, sorted."""
-    for attribute in ("__dataclass_fields__", "model_fields", "__struct_fields__"):
+    if dataclasses.is_dataclass(config):  # without what is not stored: ClassVar and InitVar
+        return sorted(field.name for field in dataclasses.fields(config))
+    for attribute in ("model_fields", "__struct_fields__"):
         fields = getattr(type(config), attribute, None)
         if fields is not None:
             extra = getattr(config, "model_extra", None) if attribute == "model_fields" else None

@@ -45,9 +45,7 @@ def model_stamp(name: str, revision: str = "", cache_dir: str = "") -> str:
     Looked at once. Where weights cannot be told from others of their name: a stamp of this process alone.
     ImportError for what is no path where huggingface_hub is not installed.
     """
-    folder = Path(name)
-    if not folder.exists():
-        folder = _snapshot_of(name, revision, cache_dir) or folder
+    folder = folder_of(name, revision, cache_dir) or Path(name)
     stamp = weights_stamp(folder)
     if not stamp:
         log.info(
@@ -56,6 +54,15 @@ def model_stamp(name: str, revision: str = "", cache_dir: str = "") -> str:
             name,
         )
     return stamp or secrets.token_hex(16)
+
+
+def folder_of(name: str, revision: str = "", cache_dir: str = "") -> Path | None:
+    """A model's folder (or single file): its path, or where the hub's cache has it; None if it has not.
+
+    ImportError for what is no path where huggingface_hub is not installed.
+    """
+    folder = Path(name)
+    return folder if folder.exists() else _snapshot_of(name, revision, cache_dir)
 
 
 def _snapshot_of(name: str, revision: str, cache_dir: str) -> Path | None:

@@ -7,11 +7,13 @@ import random
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from kvbm_core.identity.roots import Stamp
 from kvbm_core.tokens.weights import SAMPLE_BYTES, WEIGHT_SUFFIXES, model_stamp, weights_stamp
-from kvbm_vllm import keys
+from kvbm_vllm import identity
 
 SIZE_BYTES = 10 * SAMPLE_BYTES
 
@@ -214,26 +216,33 @@ def test_a_name_that_the_hub_would_refuse_is_known_to_this_process_alone() -> No
 # ---------------------------------------------------------------- vLLM's models
 
 
-def vllm_config(
-    model: str, *, load_format: str = "auto", seed: int = 0, weights: str = ""
-) -> SimpleNamespace:
-    """What ``_weights_of`` reads of a VllmConfig."""
+def vllm_config(model: str, *, weights: str = "", draft: str = "") -> Any:
+    """What ``weights_of`` reads of a VllmConfig."""
+    of_draft = SimpleNamespace(model=draft, model_weights="", revision=None)
     return SimpleNamespace(
-        model_config=SimpleNamespace(model=model, model_weights=weights, revision=None, seed=seed),
-        load_config=SimpleNamespace(load_format=load_format, download_dir=None),
+        model_config=SimpleNamespace(model=model, model_weights=weights, revision=None),
+        load_config=SimpleNamespace(download_dir=None),
+        speculative_config=SimpleNamespace(draft_model_config=of_draft) if draft else None,
     )
 
 
-def test_an_engines_weights_are_those_of_its_folder(model: Path, tmp_path: Path) -> None:
-    model_stamp.cache_clear()
-    stamp = weights_stamp(model)
-    assert keys._weights_of(vllm_config(str(model))) == stamp
-    assert keys._weights_of(vllm_config("gguf-name", weights=str(model))) == stamp
+def test_an_engines_weights_are_those_of_its_folder_and_of_its_drafts(model: Path, tmp_path: Path) -> None:
+    identity.stamp_of.cache_clear()
+    stamp = Stamp(weights_stamp(model), is_lasting=True)
+    assert identity.weights_of(vllm_config(str(model)))() == stamp
+    assert identity.weights_of(vllm_config("gguf-name", weights=str(model)))() == stamp
     other = shutil.copytree(model, tmp_path / "other")
     flip(other / "model-1.safetensors", 0)
-    assert keys._weights_of(vllm_config(str(other))) == weights_stamp(other) != stamp
+    assert identity.weights_of(vllm_config(str(other)))() != stamp
+    drafted = {identity.weights_of(vllm_config(str(model), draft=str(of)))() for of in (model, other)}
+    assert len(drafted) == 2 and all(each.is_lasting for each in drafted)
 
 
-def test_weights_that_are_made_up_differ_by_their_seed(model: Path) -> None:
-    stamps = [keys._weights_of(vllm_config(str(model), load_format="dummy", seed=seed)) for seed in (0, 1, 0)]
-    assert stamps[0] == stamps[2] != stamps[1] and weights_stamp(model) not in stamps
+def test_weights_that_cannot_be_looked_at_mean_nothing_in_another_process(model: Path) -> None:
+    pytest.importorskip("huggingface_hub", reason="NOT RUN: huggingface_hub is not installed")
+    for config in (
+        vllm_config("s3://bucket/model"),
+        vllm_config(f"{model}:Q4_K_M"),
+        vllm_config(str(model), draft="no/draft"),
+    ):
+        assert not identity.weights_of(config)().is_lasting

@@ -62,8 +62,9 @@ class EngineSpec:
 
 
 def make_vllm_config(spec: EngineSpec, folder: Path) -> VllmConfig:
-    """The configuration of one engine with ``spec``; the model's config.json is written to ``folder``."""
+    """The configuration of one engine with ``spec``; the model's files are written to ``folder``."""
     (folder / "config.json").write_text(json.dumps(_model_json(spec)))
+    (folder / "model.safetensors").write_bytes(b"the fake model has none")
     transfer = KVTransferConfig(
         kv_role="kv_both", kv_connector_extra_config=dict(spec.extra_config), **spec.connector
     )
