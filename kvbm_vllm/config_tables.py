@@ -52,6 +52,7 @@ SEEN_LOAD_FORMATS = {
     "npcache": "pt",
     "pt": "pt",
     "runai_streamer": "safetensors",
+    "runai_streamer_sharded": "sharded_state",
     "safetensors": "safetensors",
     "sharded_state": "sharded_state",
 }
