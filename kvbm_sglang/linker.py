@@ -82,7 +82,7 @@ class KvbmLinker(UnifiedCacheLinker):
             self.guard_state.metrics,
             model=str(server_args.model_path),
             engine=settings_of(server_args),
-            ranks=_ranks_of(params),
+            ranks=_ranks_of(params, server_args),
             num_layers=int(pool.layer_num),
         )
         self.layer_done_counter = self._parts.counter
@@ -222,7 +222,7 @@ def _unknown(pool: Any, server_args: Any, params: Any, components: set[Any]) -> 
     return next((f"{what} is not supported by the linker" for is_found, what in checks if is_found), "")
 
 
-def _ranks_of(params: Any) -> Ranks:
+def _ranks_of(params: Any, server_args: Any) -> Ranks:
     from sglang.srt.runtime_context import get_parallel
 
     parallel = get_parallel()
@@ -234,7 +234,11 @@ def _ranks_of(params: Any) -> Ranks:
         "attn_cp_rank": int(params.attn_cp_rank),
         "attn_cp_size": int(params.attn_cp_size),
     }
-    return Ranks(shard, int(parallel.tp_size) * int(params.pp_size))
+    num_ranks = int(parallel.tp_size) * int(params.pp_size)
+    has_replicas = not getattr(server_args, "enable_dp_attention", False)
+    num_engines = int(getattr(server_args, "dp_size", 1) or 1) if has_replicas else 1
+    num_nodes = int(getattr(server_args, "nnodes", 1) or 1)
+    return Ranks(shard, num_ranks, max(1, num_ranks * num_engines // num_nodes))
 
 
 def _is_called_by(name: str) -> bool:

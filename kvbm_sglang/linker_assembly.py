@@ -22,6 +22,7 @@ from kvbm_core.runtime.messages import DiskShare
 from kvbm_core.runtime.worker_disk import WorkerDiskOptions
 from kvbm_core.storage.disk.allocate import FileOptions
 from kvbm_core.storage.disk.record import record_bytes
+from kvbm_core.storage.host_slab import available_memory_bytes, taken_by_siblings_bytes
 from kvbm_core.tokens.namespace import KeyNamespace
 from kvbm_core.types import SequenceHash
 from kvbm_sglang.device_pool import DevicePages
@@ -38,11 +39,12 @@ LOAD_MARGIN_S = 60.0
 @dataclass(frozen=True)
 class Ranks:
     """``shard``: names and numbers that say which part of the KV this process holds. ``num_ranks``: of one
-    engine.
+    engine. ``num_here``: on this machine, of all engines that one server has; 0: as many as of one engine.
     """
 
     shard: Mapping[str, int]
     num_ranks: int
+    num_here: int = 0
 
 
 def assemble(
@@ -76,6 +78,9 @@ def assemble(
         near_memory=not settings.disable_numa,
     )
     try:
+        share_bytes = num_slots * slot_bytes_of(pages.memory, with_disk=disk is not None)
+        room_bytes = available_memory_bytes() + taken_by_siblings_bytes()
+        settings.check_memory(share_bytes * (ranks.num_here or ranks.num_ranks), room_bytes)
         tiers = LocalTiers(pages.memory, options, metrics)
     except (ConfigError, UnsupportedError) as error:  # one rank must not end, or wait for, the others
         log.error("%s; nothing is cached", error)

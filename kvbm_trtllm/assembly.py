@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kvbm_core.clock import SystemClock
@@ -14,6 +15,7 @@ from kvbm_core.policy.lru import LruPolicy
 from kvbm_core.runtime.assembly import (
     LeaderDisk,
     announce,
+    checked_host_slots,
     make_handshake,
     metrics_server,
     open_channel,
@@ -31,6 +33,7 @@ from kvbm_trtllm.config import (
     block_tokens_of,
     check_supported,
     endpoint_of,
+    engines_here_of,
     read_settings,
     world_size_of,
 )
@@ -69,7 +72,8 @@ class LeaderPart:
         self.metrics = Metrics(settings.cache_stats_max_requests)
         model = str(getattr(llm_args, "model", ""))
         self._disk = LeaderDisk(settings, self._world_size, self._clock, model)
-        self._handshake = make_handshake(settings, self._world_size, self._disk, self.metrics)
+        size_tier = partial(checked_host_slots, settings, num_engines=engines_here_of(llm_args))
+        self._handshake = make_handshake(settings, self._world_size, self._disk, self.metrics, size_tier)
         endpoint = endpoint_of(meeting.engine_id, settings, data_parallel_rank_of(llm_args))
         self._channel = open_channel(endpoint, self._handshake, self._disk, self.metrics)
         self._stats_log = CacheStatsLog(

@@ -27,6 +27,14 @@ def world_size_of(llm_args: Any) -> int:
     return 1 if uses_attention_dp(llm_args) else int(getattr(llm_args, "tensor_parallel_size", 1) or 1)
 
 
+def engines_here_of(llm_args: Any) -> int:
+    """How many leaders' host tiers this machine holds: with attention DP one for each rank on it."""
+    if not uses_attention_dp(llm_args):
+        return 1
+    num_ranks = int(getattr(llm_args, "tensor_parallel_size", 1) or 1)
+    return min(num_ranks, int(getattr(llm_args, "gpus_per_node", None) or num_ranks))
+
+
 def block_tokens_of(llm_args: Any) -> int:
     """Tokens of a block."""
     return int(getattr(llm_args.kv_cache_config, "tokens_per_block", 32) or 32)

@@ -16,6 +16,8 @@ class SlotPool:
     """
 
     def __init__(self, capacity_slots: int = 0) -> None:
+        self._capacity_slots = capacity_slots
+        # Both may be longer than that: see ``expect``.
         self._used = np.zeros(capacity_slots, np.bool_)
         # Free slots: a stack of those given back, _num_returned high, and everything from _fresh on.
         self._returned = np.zeros(capacity_slots, np.int32)
@@ -25,29 +27,36 @@ class SlotPool:
     @property
     def capacity_slots(self) -> int:
         """Slots in all, used and free."""
-        return len(self._used)
+        return self._capacity_slots
 
     @property
     def free_slots(self) -> int:
         """Slots that can be allocated."""
-        return self._num_returned + len(self._used) - self._fresh
+        return self._num_returned + self._capacity_slots - self._fresh
+
+    def expect(self, capacity_slots: int) -> None:
+        """There will be so many: growing up to there, however often, copies nothing."""
+        more = capacity_slots - len(self._used)
+        if more > 0:
+            self._used = np.concatenate([self._used, np.zeros(more, np.bool_)])
+            self._returned = np.concatenate([self._returned, np.zeros(more, np.int32)])
 
     def grow(self, capacity_slots: int, used: Slots | None = None) -> None:
         """Makes slots up to ``capacity_slots`` exist, free but for those of the new ones in ``used``.
 
         Raises ValueError for fewer than there are, or if ``used`` are not new ones.
         """
-        if capacity_slots < len(self._used):
-            raise ValueError(f"a pool of {len(self._used)} slots does not shrink to {capacity_slots}")
-        old_slots, more = len(self._used), capacity_slots - len(self._used)
+        old_slots = self._capacity_slots
+        if capacity_slots < old_slots:
+            raise ValueError(f"a pool of {old_slots} slots does not shrink to {capacity_slots}")
         if used is not None and len(used) and not old_slots <= used.min() <= used.max() < capacity_slots:
             raise ValueError(f"slots in use are not all in {old_slots}..{capacity_slots - 1}")
-        self._used = np.concatenate([self._used, np.zeros(more, np.bool_)])
-        self._returned = np.concatenate([self._returned, np.zeros(more, np.int32)])
+        self.expect(capacity_slots)
+        self._capacity_slots = capacity_slots
         if used is not None and len(used):
             self._used[used] = True
             # What is free is not in one piece any more: it is handed out like slots that were given back.
-            free = self._fresh + np.flatnonzero(~self._used[self._fresh :])
+            free = self._fresh + np.flatnonzero(~self._used[self._fresh : capacity_slots])
             self._returned[self._num_returned : self._num_returned + len(free)] = free[::-1]
             self._num_returned += len(free)
             self._fresh = capacity_slots
@@ -73,8 +82,8 @@ class SlotPool:
         """Gives slots back. Raises ValueError for a slot that is free, given twice or not of this pool."""
         if not len(slots):
             return
-        if slots.min() < 0 or slots.max() >= len(self._used):
-            raise ValueError(f"a slot is outside the pool of {len(self._used)} slots")
+        if slots.min() < 0 or slots.max() >= self._capacity_slots:
+            raise ValueError(f"a slot is outside the pool of {self._capacity_slots} slots")
         if not are_distinct(slots):
             raise ValueError("a slot is released twice in one call")
         if not self._used[slots].all():

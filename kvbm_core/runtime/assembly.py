@@ -28,6 +28,7 @@ from kvbm_core.runtime.worker import LOAD_GRACE_S, WorkerOptions
 from kvbm_core.runtime.worker_disk import WorkerDiskOptions
 from kvbm_core.storage.disk.allocate import FileOptions
 from kvbm_core.storage.disk.record import SECTOR_BYTES
+from kvbm_core.storage.host_slab import available_memory_bytes, taken_by_siblings_bytes
 
 log = logging.getLogger("kvbm")
 
@@ -84,11 +85,19 @@ class LeaderDisk:
             self._folder.close()
 
 
-def make_handshake(settings: KvbmSettings, world_size: int, disk: LeaderDisk, metrics: Metrics) -> Handshake:
-    """How the leader learns its workers, and who says when they do not come."""
+def make_handshake(
+    settings: KvbmSettings,
+    world_size: int,
+    disk: LeaderDisk,
+    metrics: Metrics,
+    size_tier: Callable[[int], int] | None = None,
+) -> Handshake:
+    """How the leader learns its workers, and who says when they do not come. ``size_tier``: see Handshake; as
+    the settings have it unless given.
+    """
     return Handshake(
         world_size,
-        settings.host_tier_slots,
+        size_tier or settings.host_tier_slots,
         disk.plan,
         init_timeout_s=settings.leader_worker_init_timeout_s,
         on_overdue=lambda: metrics.failure(FailureKind.HANDSHAKE),
@@ -113,6 +122,18 @@ def open_channel(
 def watch_options(settings: KvbmSettings) -> WatchOptions:
     """A worker ends its jobs itself, in time; the leader's patience ends after that."""
     return WatchOptions(job_deadline_s=settings.transfer_deadline_s + LOAD_GRACE_S)
+
+
+def checked_host_slots(settings: KvbmSettings, block_bytes: int, num_engines: int = 1) -> int:
+    """Slots of the host tier, for ``Handshake``. ConfigError, one line, if the memory of all ranks together,
+    and of ``num_engines`` like this one on the machine, is more than there is.
+    """
+    slots = settings.host_tier_slots(block_bytes)
+    room_bytes = available_memory_bytes()
+    if num_engines > 1:
+        room_bytes += taken_by_siblings_bytes()
+    settings.check_memory(slots * block_bytes * num_engines, room_bytes)
+    return slots
 
 
 def worker_options(

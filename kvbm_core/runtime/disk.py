@@ -90,6 +90,7 @@ class DiskTier:
         self._jobs: dict[int, _StoreJob] = {}
         self._waiting: deque[BlockKey] = deque()
         self._found: dict[int, dict[int, dict[tuple[int, BlockKey], int]]] = {}
+        self._expected_slots = 0
         self._evicted_seen = 0
         self._is_forgotten = False
 
@@ -113,12 +114,21 @@ class DiskTier:
         """See Residents; nothing while the disk is off."""
         return self.is_usable and self.tier.contains(key)
 
+    def expect(self, num_slots: int) -> None:
+        """So many slots will be found in all."""
+        if num_slots > self._expected_slots:
+            self._expected_slots = num_slots
+            self.tier.expect(num_slots)
+
     def take_in(self, rank: int, end: int, found: Sequence[Found]) -> None:
         """What ``rank`` found in its slots up to ``end``. A block is there if every rank has it in the same
         slot.
         """
+        kept = [] if self._is_forgotten else found
+        if self.num_ranks == 1:
+            self.tier.restore(end, batches_of(kept))
+            return
         of_rank = self._found.setdefault(end, {})
-        kept = () if self._is_forgotten else found
         of_rank[rank] = {(record.slot, record.key): record.sequence for record in kept}
         if len(of_rank) < self.num_ranks:
             return

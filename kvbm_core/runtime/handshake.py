@@ -252,6 +252,11 @@ class Handshake:
             if len(self._disk_ranks) == self.num_storing_ranks:
                 self._disk_answered.set()
 
+    @property
+    def disk_slots(self) -> int:
+        """Of the disk tier, on each rank that stores; 0 while that is not known."""
+        return 0 if self._disk is None else self._disk.num_slots
+
     def peers(self) -> list[bytes]:
         """The workers that said hello."""
         return [identity for identity, _ in self._hellos.values()]

@@ -26,6 +26,7 @@ from kvbm_core.runtime.offload import Offloading, OnShareEnd
 from kvbm_core.runtime.onboard import Onboarding
 from kvbm_core.runtime.rank_watch import RankWatch, WatchOptions
 from kvbm_core.runtime.request import NULL_BLOCK, BlockTable, RequestState
+from kvbm_core.storage.disk.recovery import REPORT_SLOTS
 from kvbm_core.tiers.groups import GroupSpec, base_block_tokens
 from kvbm_core.tiers.tier import BlockTier
 from kvbm_core.tokens.chain import TokenChain
@@ -34,8 +35,10 @@ from kvbm_core.types import Direction, SequenceHash, Tier
 
 log = logging.getLogger("kvbm")
 
-MAX_CHUNKS_PER_POLL = 4
-"""Of what workers found on disk, some thousand blocks each: each costs milliseconds of the engine's step."""
+TAKE_IN_BLOCKS = REPORT_SLOTS
+"""Of what each worker found on disk, in one step of the engine: about a millisecond of it."""
+EMPTY_BLOCKS = 16
+"""What a message with little in it costs, in blocks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -333,7 +336,7 @@ class Leader:
                 self._disable(event.reason)
             elif self.disk is not None:
                 self.disk.turn_off(event.reason)
-        self._take_in_found(MAX_CHUNKS_PER_POLL)
+        self._take_in_found(TAKE_IN_BLOCKS)
 
     def _mind_ranks(self) -> None:
         orders = [] if self.disk is None else self.disk.orders()
@@ -370,17 +373,21 @@ class Leader:
         """As ``poll``, with everything that has been found on disk so far; at start, when nobody waits for a
         step.
         """
-        self._take_in_found(len(self._handshake.found))
+        self._take_in_found(float("inf"))
         self.poll()
 
-    def _take_in_found(self, most_chunks: int) -> None:
-        found = self._handshake.found
-        if self.disk is not None:
-            self.disk.num_ranks = self._handshake.num_storing_ranks
-        for _ in range(min(most_chunks, len(found))):
+    def _take_in_found(self, most_blocks: float) -> None:
+        """At least one of the workers' messages, if there is one; ``most_blocks`` of each worker."""
+        found, disk = self._handshake.found, self.disk
+        if disk is None or not found:
+            return
+        disk.num_ranks = self._handshake.num_storing_ranks
+        disk.expect(self._handshake.disk_slots)
+        num_taken, num_free = 0, most_blocks * disk.num_ranks
+        while found and num_taken < num_free:
             chunk = found.popleft()
-            if self.disk is not None:
-                self.disk.take_in(chunk.rank, chunk.end, chunk.found)
+            disk.take_in(chunk.rank, chunk.end, chunk.found)
+            num_taken += max(EMPTY_BLOCKS, len(chunk.found))
 
     def publish_gauges(self) -> None:
         """How full the tier is, what is pinned, what is under way: now."""

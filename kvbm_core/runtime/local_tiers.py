@@ -89,6 +89,7 @@ class LocalTiers:
                 self._host, disk.admission, self._orders.append, new_id, 1, clock, metrics, disk.tier
             )
             self._disk.block_bytes = self.block_bytes
+            self._disk.expect(disk.share.num_slots)
         self._book = ClaimBook(self._host, self._disk, clock, options.lease_ttl_s)
         self._claims: set[Claim] = set()
         self._jobs: dict[int, _Job] = {}

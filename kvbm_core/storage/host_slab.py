@@ -208,3 +208,34 @@ def _room_bytes(folder: Path, limit_name: str, usage_name: str) -> int | None:
     counters = dict(zip(stat[::2], stat[1::2], strict=False))
     reclaimable = int(counters.get("total_inactive_file", counters.get("inactive_file", "0")))
     return int(limit) - int(usage) + reclaimable
+
+
+def taken_by_siblings_bytes(proc: Path = Path("/proc")) -> int:
+    """Memory that host tiers of this process's siblings, the other ranks of its engine here, have by now.
+
+    They take it in the background, so that what is available says nothing of how much it was for all of them.
+    Found as what slabs are: anonymous and not inherited by forks. Whatever else is like that counts too.
+    """
+    parent, taken = os.getppid(), 0
+    for process in proc.glob("[0-9]*"):
+        try:
+            is_sibling = int((process / "stat").read_text().rpartition(")")[2].split()[1]) == parent
+            if is_sibling and int(process.name) != os.getpid():
+                taken += _slab_bytes((process / "smaps").read_text())
+        except (OSError, IndexError, ValueError):  # it has ended, or is somebody else's
+            continue
+    return taken
+
+
+def _slab_bytes(smaps: str) -> int:
+    rss_kb = taken_kb = 0
+    is_anonymous = False
+    for line in smaps.splitlines():
+        name, _, rest = line.partition(":")
+        if name == "Rss":
+            rss_kb = int(rest.split()[0])
+        elif name == "VmFlags":
+            taken_kb += rss_kb if is_anonymous and "dc" in rest.split() else 0
+        elif "-" in name.split(" ")[0]:  # the first line of a mapping: addresses, ..., and a file if it has one
+            is_anonymous = len(line.split()) == 5
+    return taken_kb * 1024

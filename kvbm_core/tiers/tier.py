@@ -90,6 +90,12 @@ class BlockTier:
             self._registry.grow(capacity_blocks)
             self._policy.grow(capacity_blocks)
 
+    def expect(self, capacity_blocks: int) -> None:
+        """There will be so many slots: the books are made large enough at once, not each time they grow."""
+        self._pool.expect(capacity_blocks)
+        self._registry.grow(capacity_blocks)
+        self._policy.grow(capacity_blocks)
+
     def restore(self, capacity_blocks: int, batches: Sequence[Sequence[tuple[BlockKey, int]]]) -> int:
         """As ``grow``, with (block, slot) that the new slots hold already; returns how many were taken in.
 
@@ -106,10 +112,12 @@ class BlockTier:
         self._policy.grow(self._pool.capacity_slots)
         self._registry.reserve(new_keys, slots)
         self._registry.commit(new_keys)
-        is_new = set(new_keys)
-        for batch in batches:
-            here = [slot for key, slot in batch if key in is_new and taken[key] == slot]
-            self._policy.insert(as_slots(here))
+        if len(new_keys) == sum(map(len, batches)):
+            ordered = [slot for batch in reversed(batches) for _, slot in batch]
+        else:
+            new = {key: taken[key] for key in new_keys}
+            ordered = [slot for batch in reversed(batches) for key, slot in batch if new.get(key) == slot]
+        self._policy.insert(as_slots(ordered))  # of one call the tail is the least recent
         return len(new_keys)
 
     def contains(self, key: BlockKey) -> bool:

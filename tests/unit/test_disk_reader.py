@@ -249,9 +249,9 @@ def test_a_file_that_cannot_be_opened_is_an_error_of_its_own(
     put(writer, KEYS[:2])
     assert contained(reader, KEYS[:2]) == [OK] * 2
     before = open_files()
-    for name in ("_open", "_reads_directly"):
+    for name in ("files.open_regular", "allocate._reads_directly"):
         with monkeypatch.context() as patch:
-            patch.setattr(f"kvbm_core.storage.disk.allocate.{name}", fails)
+            patch.setattr(f"kvbm_core.storage.disk.{name}", fails)
             patch.setattr(reader, "_options", FileOptions(is_direct=name != "_open"))
             assert get(reader, KEYS[:3]) == [Outcome.IO_ERROR] * 2 + [MISS]
     with monkeypatch.context() as patch:

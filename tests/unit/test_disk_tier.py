@@ -4,15 +4,17 @@ left.
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from kvbm_core.errors import IntegrityError, Outcome
 from kvbm_core.policy.frequency import FrequencyFilter
 from kvbm_core.runtime.breaker import FAILURES_IN_A_ROW, FIRST_PAUSE_S
 from kvbm_core.runtime.handshake import DiskOff, DiskSlotsFound
-from kvbm_core.runtime.leader import MAX_CHUNKS_PER_POLL
+from kvbm_core.runtime.leader import EMPTY_BLOCKS, TAKE_IN_BLOCKS
 from kvbm_core.runtime.messages import ForgetDisk
-from kvbm_core.storage.disk.recovery import Found
+from kvbm_core.storage.disk.recovery import REPORT_SLOTS, Found
 from kvbm_core.testing.leader_bench import ROOT, BenchDisk, LeaderBench
 from kvbm_core.types import BlockKey
 from tests.unit.disk_bench import (
@@ -362,12 +364,50 @@ def test_only_what_every_rank_has_in_the_same_slot_is_taken_in() -> None:
 
 def test_a_step_takes_in_a_little_of_what_was_found_and_the_start_all_of_it() -> None:
     bench = bench_of(disk=BenchDisk(0))
-    chunks = [DiskSlotsFound(0, end, []) for end in range(8, 8 * (MAX_CHUNKS_PER_POLL + 4), 8)]
+    most = TAKE_IN_BLOCKS // EMPTY_BLOCKS
+    chunks = [DiskSlotsFound(0, end, []) for end in range(8, 8 * (most + 4), 8)]
     bench.handshake.found.extend(chunks)
     bench.leader.poll()
-    assert bench.disk.tier.capacity_blocks == 8 * MAX_CHUNKS_PER_POLL
+    assert bench.disk.tier.capacity_blocks == 8 * most
     bench.leader.catch_up()
     assert bench.disk.tier.capacity_blocks == chunks[-1].end
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_a_step_has_little_to_do_with_a_file_of_many_blocks(num_ranks: int) -> None:
+    """It was 30 to 70 ms a step. Counted, and in the time of this thread, as machines are busy."""
+    num_blocks = 64 * REPORT_SLOTS
+    bench = bench_of(world_size=num_ranks, disk=BenchDisk(0))
+    for start in range(0, num_blocks, REPORT_SLOTS):
+        part = range(start, start + REPORT_SLOTS)
+        found = [Found(slot, BlockKey(slot.to_bytes(32, "little")), slot // 8) for slot in part]
+        for rank in range(num_ranks):
+            bench.handshake.found.append(DiskSlotsFound(rank, part.stop, found))
+    times_s: list[float] = []
+    while bench.handshake.found:
+        before, began_s = bench.disk.tier.resident_blocks, time.thread_time()
+        bench.leader.poll()
+        times_s.append(time.thread_time() - began_s)
+        assert bench.disk.tier.resident_blocks - before == REPORT_SLOTS
+    assert len(times_s) == 64 and bench.disk.tier.resident_blocks == num_blocks
+    assert sorted(times_s)[48] < 0.008, times_s
+    bench.disk.tier.check_integrity()
+
+
+def test_of_three_ranks_a_block_is_there_if_all_of_them_have_it_in_the_same_slot() -> None:
+    bench = bench_of(world_size=3, disk=BenchDisk(0))
+    keys, (stranger, *_) = bench.keys(PROMPT), bench.keys(OTHER)
+    of_rank = (
+        [(0, keys[0]), (1, keys[1]), (2, keys[2]), (3, keys[3]), (4, stranger)],
+        [(0, keys[0]), (1, keys[1]), (3, keys[3]), (4, keys[4])],  # not the third, and another in slot 4
+        [(0, keys[0]), (2, keys[2]), (5, keys[3]), (4, stranger)],  # not the second, and the fourth elsewhere
+    )
+    for rank, found in enumerate(of_rank):
+        assert bench.disk.tier.resident_blocks == 0
+        bench.disk.take_in(rank, 8, [Found(slot, key, 1) for slot, key in found])
+    assert [bench.disk.contains(key) for key in (*keys, stranger)] == [True] + [False] * 5
+    assert bench.disk.tier.capacity_blocks == 8
+    bench.disk.tier.check_integrity()
 
 
 def test_what_was_found_can_be_loaded_and_the_oldest_makes_room() -> None:
