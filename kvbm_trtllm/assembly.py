@@ -33,8 +33,8 @@ from kvbm_trtllm.config import (
     block_tokens_of,
     check_supported,
     endpoint_of,
-    engines_here_of,
     read_settings,
+    share_here_of,
     world_size_of,
 )
 from kvbm_trtllm.contract import BAD_PAGE
@@ -72,7 +72,7 @@ class LeaderPart:
         self.metrics = Metrics(settings.cache_stats_max_requests)
         model = str(getattr(llm_args, "model", ""))
         self._disk = LeaderDisk(settings, self._world_size, self._clock, model)
-        size_tier = partial(checked_host_slots, settings, num_engines=engines_here_of(llm_args))
+        size_tier = partial(checked_host_slots, settings, share_here=share_here_of(llm_args))
         self._handshake = make_handshake(settings, self._world_size, self._disk, self.metrics, size_tier)
         endpoint = endpoint_of(meeting.engine_id, settings, data_parallel_rank_of(llm_args))
         self._channel = open_channel(endpoint, self._handshake, self._disk, self.metrics)

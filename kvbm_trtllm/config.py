@@ -27,12 +27,15 @@ def world_size_of(llm_args: Any) -> int:
     return 1 if uses_attention_dp(llm_args) else int(getattr(llm_args, "tensor_parallel_size", 1) or 1)
 
 
-def engines_here_of(llm_args: Any) -> int:
-    """How many leaders' host tiers this machine holds: with attention DP one for each rank on it."""
-    if not uses_attention_dp(llm_args):
-        return 1
+def share_here_of(llm_args: Any) -> float:
+    """How much host memory this machine gives to all leaders of the engine here, in that of one leader's.
+
+    A leader's is over all of its ranks, of which some may be on other machines; with attention DP each rank has
+    a leader.
+    """
     num_ranks = int(getattr(llm_args, "tensor_parallel_size", 1) or 1)
-    return min(num_ranks, int(getattr(llm_args, "gpus_per_node", None) or num_ranks))
+    num_here = min(num_ranks, int(getattr(llm_args, "gpus_per_node", None) or num_ranks))
+    return num_here / world_size_of(llm_args)
 
 
 def block_tokens_of(llm_args: Any) -> int:

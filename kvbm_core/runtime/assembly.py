@@ -124,15 +124,17 @@ def watch_options(settings: KvbmSettings) -> WatchOptions:
     return WatchOptions(job_deadline_s=settings.transfer_deadline_s + LOAD_GRACE_S)
 
 
-def checked_host_slots(settings: KvbmSettings, block_bytes: int, num_engines: int = 1) -> int:
-    """Slots of the host tier, for ``Handshake``. ConfigError, one line, if the memory of all ranks together,
-    and of ``num_engines`` like this one on the machine, is more than there is.
+def checked_host_slots(settings: KvbmSettings, block_bytes: int, share_here: float = 1.0) -> int:
+    """Slots of the host tier, for ``Handshake``. ConfigError, one line, if there is too little memory here.
+
+    ``share_here``: what the ranks on this machine have together, in the size of one leader's tier: more than 1
+    where several have a leader each, who may have begun to take their memory.
     """
     slots = settings.host_tier_slots(block_bytes)
     room_bytes = available_memory_bytes()
-    if num_engines > 1:
+    if share_here > 1:
         room_bytes += taken_by_siblings_bytes()
-    settings.check_memory(slots * block_bytes * num_engines, room_bytes)
+    settings.check_memory(int(slots * block_bytes * share_here), room_bytes)
     return slots
 
 

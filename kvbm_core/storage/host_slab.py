@@ -236,6 +236,6 @@ def _slab_bytes(smaps: str) -> int:
             rss_kb = int(rest.split()[0])
         elif name == "VmFlags":
             taken_kb += rss_kb if is_anonymous and "dc" in rest.split() else 0
-        elif "-" in name.split(" ")[0]:  # the first line of a mapping: addresses, ..., and a file if it has one
+        elif "-" in name.split(" ")[0]:  # a mapping begins: addresses, ..., and a file if it has one
             is_anonymous = len(line.split()) == 5
     return taken_kb * 1024

@@ -9,8 +9,10 @@ from __future__ import annotations
 import random
 import socket
 from typing import Any
+from unittest.mock import patch
 from urllib.request import urlopen
 
+from kvbm_core.runtime import assembly
 from kvbm_core.types import Direction
 from tests.trtllm.double import comm
 from tests.trtllm.harness import KeepingExecutor, Kind, Serving, serve
@@ -249,6 +251,25 @@ def has_its_own_memory(rank: int, kind: Kind) -> None:
     with serve(rank, kind, host_blocks=None, env={"DYN_KVBM_CPU_CACHE_GB": "0.0001"}) as serving:
         block_bytes = 2 * 2 * BLOCK * 8
         assert serving.leader.tier.capacity_blocks == 100_000 // block_bytes
+
+
+def needs_memory_with_all_others(rank: int, kind: Kind, num_ranks_with_room: float) -> bool | None:
+    """A job: whether the host tier is there on a machine with room for so many ranks' 10 MB."""
+    room = patch.object(assembly, "available_memory_bytes", lambda: int(num_ranks_with_room * 10**7))
+    taken = patch.object(assembly, "taken_by_siblings_bytes", lambda: 0)
+    with (
+        room,
+        taken,
+        serve(rank, kind, host_blocks=None, env={"DYN_KVBM_CPU_CACHE_GB": "0.01"}, is_ready=False) as serving,
+    ):
+        if serving.executor.leader is None:
+            return None
+        serving.may_fail = True  # for want of memory
+        leader = serving.leader
+        while not leader.tier.capacity_blocks and leader.disabled_reason is None:
+            leader.poll()
+        assert leader.disabled_reason is None or "of host memory but" in leader.disabled_reason
+        return leader.disabled_reason is None
 
 
 def has_its_own_folder(rank: int, kind: Kind, directory: str) -> list[str]:

@@ -121,6 +121,18 @@ def test_the_size_of_the_host_tier_is_of_each_rank(play: Play) -> None:
     play(V2, scenarios_dp.has_its_own_memory, V2)
 
 
+@pytest.mark.parametrize(
+    "kind", [V2, Kind(NEWEST, "v2", True, 2, False)], ids=["attention DP", "tensor parallel"]
+)
+def test_the_memory_of_all_ranks_together_has_to_be_there(play: Play, kind: Kind) -> None:
+    """With attention DP each of the two leaders has a tier of its own; else one tier is over both ranks."""
+    num_tiers = 2 if kind.attention_dp else 1
+    found = play(kind, scenarios_dp.needs_memory_with_all_others, kind, num_tiers * 1.01)
+    assert True in found and False not in found
+    found = play(kind, scenarios_dp.needs_memory_with_all_others, kind, num_tiers * 0.99)
+    assert False in found and True not in found
+
+
 def test_disk_folders_do_not_collide(play: Play, tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "model.safetensors").write_bytes(bytes(range(256)) * 40)

@@ -17,8 +17,11 @@ from pathlib import Path
 
 import pytest
 
+from kvbm_core.clock import SystemClock
+from kvbm_core.config import KvbmSettings
 from kvbm_core.errors import ConfigError
 from kvbm_core.runtime import disk_folder as module
+from kvbm_core.runtime.assembly import LeaderDisk
 from kvbm_core.runtime.disk_folder import (
     CLAIM,
     LOCK,
@@ -321,6 +324,20 @@ def test_models_find_their_own_folders_in_whatever_order_they_start(directory: P
     for folder in (one_again, other_again, second):
         folder.close()
     assert len(list((directory / TOP).iterdir())) == 3
+
+
+def test_leaders_of_two_models_of_one_layout_keep_their_folders(directory: Path) -> None:
+    settings = KvbmSettings.from_env(
+        {"DYN_KVBM_DISK_CACHE_OVERRIDE_NUM_BLOCKS": 4, "DYN_KVBM_DISK_CACHE_DIR": str(directory)}
+    )
+    places: list[dict[str, str]] = []
+    for order in (("one", "other"), ("other", "one")):
+        disks = {model: LeaderDisk(settings, 1, SystemClock(), model) for model in order}
+        shares = {model: disk.plan(4096, LAYOUT) for model, disk in disks.items()}
+        places.append({model: share.folder for model, share in shares.items() if share is not None})
+        for disk in disks.values():
+            disk.close()
+    assert places[0] == places[1] and len(set(places[0].values())) == 2
 
 
 def test_a_claim_is_of_one_model(directory: Path) -> None:

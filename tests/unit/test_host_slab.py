@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -10,7 +12,12 @@ import pytest
 
 from kvbm_core.layout.view import Segment
 from kvbm_core.storage import host_slab
-from kvbm_core.storage.host_slab import HUGE_PAGE_BYTES, HostSlab, available_memory_bytes
+from kvbm_core.storage.host_slab import (
+    HUGE_PAGE_BYTES,
+    HostSlab,
+    available_memory_bytes,
+    taken_by_siblings_bytes,
+)
 from kvbm_core.testing.executor_bench import LONG_S, is_mapped
 
 SLOT_BYTES = 768 << 10
@@ -203,3 +210,35 @@ def test_available_memory_in_an_old_cgroup(tmp_path: Path) -> None:
 
 def test_available_memory_of_this_machine() -> None:
     assert available_memory_bytes() > 1 << 20
+
+
+SIBLING = """
+import sys
+from kvbm_core.storage.host_slab import HostSlab
+slab = HostSlab(32, 1 << 20)
+assert slab.wait_ready(60.0)
+print("ready", flush=True)
+sys.stdin.read()
+"""
+ASK = "from kvbm_core.storage.host_slab import taken_by_siblings_bytes as taken; print(taken())"
+
+
+def test_what_siblings_have_taken_is_known() -> None:
+    """So that ranks that start one after the other all see the same room."""
+    root = Path(__file__).resolve().parents[2]
+
+    def ask() -> int:
+        command = [sys.executable, "-c", ASK]
+        return int(subprocess.run(command, cwd=root, check=True, capture_output=True).stdout)
+
+    before = ask()
+    command = [sys.executable, "-c", SIBLING]
+    with subprocess.Popen(
+        command, cwd=root, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as sibling:
+        try:
+            assert sibling.stdout is not None and sibling.stdout.readline() == "ready\n"
+            assert 32 << 20 <= ask() - before < 48 << 20
+            assert taken_by_siblings_bytes() < 32 << 20, "a child is none"
+        finally:
+            sibling.kill()

@@ -23,7 +23,7 @@ from kvbm_core.storage.disk.io import Transfer  # noqa: E402
 from kvbm_core.testing.executor_bench import LONG_S  # noqa: E402
 from kvbm_core.transfer.executors import disk as disk_executor  # noqa: E402
 from kvbm_core.transfer.executors.memcpy import MemcpyExecutor  # noqa: E402
-from kvbm_sglang import linker_tiers, load_counter  # noqa: E402
+from kvbm_sglang import linker_assembly, linker_tiers, load_counter  # noqa: E402
 from kvbm_sglang.device_pool import DevicePages  # noqa: E402
 from kvbm_sglang.identity import _stamp_of  # noqa: E402
 from kvbm_sglang.linker_assembly import Ranks, assemble  # noqa: E402
@@ -424,6 +424,26 @@ def test_a_host_tier_that_cannot_be_had_leaves_the_engine_alone(tmp_path: Path) 
     tiny = KvbmSettings.from_env({"DYN_KVBM_CPU_CACHE_GB": 1e-7})
     with pytest.raises(ConfigError, match="holds no block"):
         assemble(pages, tiny, metrics, model=str(tmp_path), engine={}, ranks=Ranks({}, 1), num_layers=LAYERS)
+
+
+@pytest.mark.parametrize("num_here", [2, 8])
+def test_the_memory_of_all_ranks_together_has_to_be_there(
+    tmp_path: Path, num_here: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Eight ranks of 100 GB started on 500 GB, as each of them found room."""
+    pages, metrics = DevicePages(MHATokenToKVPool(), PAGE_TOKENS), Metrics()
+    each_bytes = 12 * pages.page_bytes
+    monkeypatch.setattr(linker_assembly, "available_memory_bytes", lambda: 3 * each_bytes)
+    monkeypatch.setattr(linker_assembly, "taken_by_siblings_bytes", lambda: 2 * each_bytes)
+    settings = KvbmSettings.from_env({"DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS": 12})
+    ranks = Ranks({"tp_rank": 0, "tp_size": num_here}, num_here, num_here)
+    linker = assemble(
+        pages, settings, metrics, model=str(tmp_path), engine={}, ranks=ranks, num_layers=LAYERS
+    )
+    fits = num_here == 2
+    assert (linker._tiers is not None) is fits
+    assert fits or ("of host memory but" in caplog.text and "; nothing is cached" in caplog.text)
+    linker.close()
 
 
 def test_the_counter_gives_up_in_time_and_then_says_no() -> None:

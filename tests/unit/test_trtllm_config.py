@@ -209,3 +209,19 @@ def test_loads_of_many_blocks_may_be_waited_for(monkeypatch: pytest.MonkeyPatch)
 def test_attention_dp_needs_a_leader_on_each_rank() -> None:
     with pytest.raises(UnsupportedError, match=r"enable_attention_dp=true: .* use a newer one"):
         config.check_supported(llm_args(enable_attention_dp=True), has_attention_dp=False)
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"tensor_parallel_size": 8}, 1.0),
+        ({"tensor_parallel_size": 16, "gpus_per_node": 8}, 0.5),
+        ({"tensor_parallel_size": 8, "gpus_per_node": 8, "enable_attention_dp": True}, 8.0),
+        ({"tensor_parallel_size": 16, "gpus_per_node": 8, "enable_attention_dp": True}, 8.0),
+        ({}, 1.0),
+    ],
+)
+def test_the_memory_of_all_ranks_here_is_in_the_size_of_one_leaders(
+    fields: dict[str, Any], expected: float
+) -> None:
+    assert config.share_here_of(SimpleNamespace(**fields)) == expected
