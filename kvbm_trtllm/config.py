@@ -30,8 +30,8 @@ def world_size_of(llm_args: Any) -> int:
 def share_here_of(llm_args: Any) -> float:
     """How much host memory this machine gives to all leaders of the engine here, in that of one leader's.
 
-    A leader's is over all of its ranks, of which some may be on other machines; with attention DP each rank has
-    a leader.
+    A leader's is over all of its ranks, of which some may be on other machines; with attention DP each rank
+    has a leader.
     """
     num_ranks = int(getattr(llm_args, "tensor_parallel_size", 1) or 1)
     num_here = min(num_ranks, int(getattr(llm_args, "gpus_per_node", None) or num_ranks))

@@ -127,8 +127,8 @@ def watch_options(settings: KvbmSettings) -> WatchOptions:
 def checked_host_slots(settings: KvbmSettings, block_bytes: int, share_here: float = 1.0) -> int:
     """Slots of the host tier, for ``Handshake``. ConfigError, one line, if there is too little memory here.
 
-    ``share_here``: what the ranks on this machine have together, in the size of one leader's tier: more than 1
-    where several have a leader each, who may have begun to take their memory.
+    ``share_here``: what the ranks on this machine have together, in the size of one leader's tier: more than
+    1 where several have a leader each, who may have begun to take their memory.
     """
     slots = settings.host_tier_slots(block_bytes)
     room_bytes = available_memory_bytes()
