@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvbm_core.config import KvbmSettings, SettingSource
+from kvbm_core.config import KvbmSettings
 from kvbm_core.errors import UnsupportedError
 from kvbm_core.runtime.endpoint import Endpoint, ipc_endpoint, tcp_endpoint
 
@@ -90,15 +90,12 @@ def kv_dtype_of(llm_args: Any) -> str:
 
 
 def endpoint_of(engine_id: str, settings: KvbmSettings, data_parallel_rank: int) -> Endpoint:
-    """Where this engine's leader and workers meet: ipc, unless host or ports were set by the user.
+    """Where this engine's leader and workers meet: ipc, unless host or port was set by the user.
 
     The name, which is made anew for each engine and told to its ranks alone, is their secret too. Engines of
     one data-parallel group take neighbouring ports.
     """
-    asked_for = [
-        settings.source(name) for name in ("leader_zmq_host", "leader_zmq_pub_port", "leader_zmq_ack_port")
-    ]
-    if any(source is not SettingSource.DEFAULT for source in asked_for):
+    if settings.is_set("leader_zmq_host") or settings.is_set("leader_zmq_ack_port"):
         port = settings.leader_zmq_ack_port + data_parallel_rank
         return tcp_endpoint(settings.leader_zmq_host, port, engine_id.encode())
     return ipc_endpoint(engine_id, engine_id.encode())

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
-from kvbm_core.config import KvbmSettings, SettingSource
+from kvbm_core.config import KvbmSettings
 from kvbm_core.errors import UnsupportedError
 from kvbm_core.runtime.endpoint import Endpoint, SecretFile, ipc_endpoint, tcp_endpoint
 from kvbm_core.tiers.groups import GroupSpec
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
 
+_UUID = re.compile("[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 _FULL = frozenset({"FullAttentionSpec", "MLAAttentionSpec"})
 _WINDOWED = frozenset({"SlidingWindowSpec"})
 
@@ -29,23 +31,27 @@ def read_settings(vllm_config: VllmConfig) -> KvbmSettings:
 
 
 def endpoint_of(vllm_config: VllmConfig, settings: KvbmSettings) -> Endpoint:
-    """Where this engine's leader and workers meet: ipc, unless host or ports were set by the user.
+    """Where this engine's leader and workers meet: ipc, unless host or port was set by the user.
 
     They are made apart and know of each other what is in the configuration alone: it names the file with
-    their secret. ``instance_id`` is vLLM's own, and never that of a second engine, whatever ids the user
-    gives. Engines of one data-parallel group take neighbouring ports.
+    their secret. Engines of one data-parallel group take neighbouring ports.
     """
-    transfer = vllm_config.kv_transfer_config
-    engine_id = transfer.engine_id if transfer is not None else None
-    name = f"{engine_id or 'kvbm'} {getattr(vllm_config, 'instance_id', '')}"
+    name = _name_of(vllm_config)
     holder = SecretFile(name)
-    asked_for = [
-        settings.source(name) for name in ("leader_zmq_host", "leader_zmq_pub_port", "leader_zmq_ack_port")
-    ]
-    if any(source is not SettingSource.DEFAULT for source in asked_for):
+    if settings.is_set("leader_zmq_host") or settings.is_set("leader_zmq_ack_port"):
         port = settings.leader_zmq_ack_port + data_parallel_rank_of(vllm_config)
         return tcp_endpoint(settings.leader_zmq_host, port, holder.secret, holder)
     return ipc_endpoint(name, holder.secret, holder)
+
+
+def _name_of(vllm_config: VllmConfig) -> str:
+    """What the processes of one engine share, and no second engine has."""
+    transfer = vllm_config.kv_transfer_config
+    engine_id = (transfer.engine_id if transfer is not None else None) or ""
+    if _UUID.search(engine_id):  # vLLM's own
+        return engine_id
+    # A user's, who may have given it twice. vLLM's own too: the nanosecond at which it was configured.
+    return f"{engine_id} {getattr(vllm_config, 'instance_id', '')}"
 
 
 def data_parallel_rank_of(vllm_config: VllmConfig) -> int:

@@ -146,7 +146,7 @@ class SettingFields(BaseSettings):
     leader_worker_init_timeout_s: r.Seconds = _setting(
         "DYN_KVBM_LEADER_WORKER_INIT_TIMEOUT_SECS",
         1800.0,
-        "Accepted; no start fails for being slow: see KVBM_START_WAIT_S.",
+        "After this many seconds without all workers an error names those missing; the engine serves.",
     )
     start_wait_s: r.SecondsOrZero = _setting(
         "KVBM_START_WAIT_S",
@@ -157,10 +157,14 @@ class SettingFields(BaseSettings):
         "DYN_KVBM_LEADER_ZMQ_HOST", "127.0.0.1", "Address of the leader's channel."
     )
     leader_zmq_pub_port: r.Port = _setting(
-        "DYN_KVBM_LEADER_ZMQ_PUB_PORT", 56001, "Port on which the leader speaks.", lenient=True
+        "DYN_KVBM_LEADER_ZMQ_PUB_PORT",
+        56001,
+        "Accepted, never bound: one port carries both ways. Must differ from the other.",
+        later="leader and workers talk both ways over DYN_KVBM_LEADER_ZMQ_ACK_PORT",
+        lenient=True,
     )
     leader_zmq_ack_port: r.Port = _setting(
-        "DYN_KVBM_LEADER_ZMQ_ACK_PORT", 56002, "Port on which the leader listens; must differ.", lenient=True
+        "DYN_KVBM_LEADER_ZMQ_ACK_PORT", 56002, "Port on which leader and workers meet.", lenient=True
     )
     runtime_enabled: r.Flag = _setting(
         "DYN_RUNTIME_ENABLED_KVBM",

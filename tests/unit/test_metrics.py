@@ -52,6 +52,8 @@ OWN_TYPES = {
     "kvbm_uncached_requests_total": "counter",
     "kvbm_pending_jobs": "gauge",
     "kvbm_live_leases": "gauge",
+    "kvbm_silent_ranks": "gauge",
+    "kvbm_held_blocks": "gauge",
 }
 DOWN = [
     (Tier.DEVICE, Tier.HOST, "d2h"),
@@ -136,6 +138,7 @@ def test_labels_as_enum_or_text() -> None:
     metrics.uncached_request(UncachedReason.PROMPT_EMBEDS)
     metrics.set_pending_jobs(3)
     metrics.set_live_leases(5)
+    metrics.set_silent_ranks(2, 7)
     metrics.tier_usage(Tier.HOST, 10, 64)
     assert changed(metrics) == {
         'kvbm_bytes_total{direction="onboard"}': 4096,
@@ -147,6 +150,8 @@ def test_labels_as_enum_or_text() -> None:
         'kvbm_uncached_requests_total{reason="prompt_embeds"}': 1,
         "kvbm_pending_jobs": 3,
         "kvbm_live_leases": 5,
+        "kvbm_silent_ranks": 2,
+        "kvbm_held_blocks": 7,
         'kvbm_tier_blocks{tier="host",state="used"}': 10,
         'kvbm_tier_blocks{tier="host",state="capacity"}': 64,
     }

@@ -14,7 +14,9 @@ from typing import Any
 import pytest
 
 from kvbm_core.errors import ConfigError, UnsupportedError
+from kvbm_core.runtime.endpoint import SECRET_BYTES
 from kvbm_trtllm import config
+from kvbm_trtllm.meeting import Meeting
 
 
 class QuantAlgo(str, Enum):
@@ -168,16 +170,36 @@ def test_without_ports_engines_meet_on_sockets_of_their_own() -> None:
     ("name", "value", "address"),
     [
         ("DYN_KVBM_LEADER_ZMQ_ACK_PORT", "6000", "tcp://127.0.0.1:6000"),
-        ("DYN_KVBM_LEADER_ZMQ_PUB_PORT", "6001", "tcp://127.0.0.1:56002"),
         ("DYN_KVBM_LEADER_ZMQ_HOST", "localhost", "tcp://127.0.0.1:56002"),
     ],
 )
-def test_ports_or_a_host_switch_to_tcp(
+def test_a_port_or_a_host_switches_to_tcp(
     monkeypatch: pytest.MonkeyPatch, name: str, value: str, address: str
 ) -> None:
     monkeypatch.setenv(name, value)
     endpoint = config.endpoint_of("one", config.read_settings(), 0)
     assert (endpoint.address, endpoint.path) == (address, None)
+
+
+def test_the_port_that_is_never_bound_switches_nothing_and_its_user_is_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("DYN_KVBM_LEADER_ZMQ_PUB_PORT", "6001")
+    settings = config.read_settings()
+    assert config.endpoint_of("one", settings, 0).address.startswith("ipc://")
+    (line,) = settings.warnings_under("TensorRT-LLM")
+    assert "DYN_KVBM_LEADER_ZMQ_PUB_PORT=6001" in line and "DYN_KVBM_LEADER_ZMQ_ACK_PORT" in line
+
+
+def test_every_engine_has_a_secret_that_its_ranks_are_told_and_no_log_tells() -> None:
+    settings, meetings = config.read_settings(), [Meeting(0), Meeting(0)]
+    endpoints = [config.endpoint_of(meeting.engine_id, settings, 0) for meeting in meetings]
+    assert endpoints[0].secret != endpoints[1].secret
+    for meeting, endpoint in zip(meetings, endpoints, strict=True):
+        told = str(endpoint), repr(endpoint), meeting.engine_id[-8:]  # what is logged
+        token = meeting.engine_id.rpartition(" ")[2]
+        assert len(bytes.fromhex(token)) == SECRET_BYTES and token in endpoint.secret.decode()
+        assert not any(token[:-8] in each for each in told)
 
 
 def test_under_attention_dp_engines_take_neighbouring_ports(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,9 @@ runs.
 
 from __future__ import annotations
 
+import http.client
 import logging
+import pickle
 import socket
 from dataclasses import replace
 from pathlib import Path
@@ -177,3 +179,109 @@ def test_pd_connector_takes_a_cache_and_nixl(children: list[str], tmp_path: Path
     with pytest.raises(ConfigError) as error:
         PdConnector(vllm_config, KVConnectorRole.SCHEDULER, kv_cache_config)
     _one_line(error, "connectors", "exactly two")
+
+
+# ---------------------------------------------------------------- two engines on one machine
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class _Second(KvbmEngine):
+    """One that may fail to start; ``close`` ends what had been made of it by then, as its process would."""
+
+    made: list[Any]
+
+    def prepare_worker(self, rank: int, connector: Any) -> None:
+        _Second.made.append(connector)
+        super().prepare_worker(rank, connector)
+
+
+def test_a_second_engine_with_the_same_port_fails_and_the_first_goes_on_untouched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_Second, "made", [], raising=False)
+    (tmp_path / "second").mkdir()
+    extra = {"leader_zmq_ack_port": _free_port()}
+    with KvbmEngine(tmp_path, extra=extra) as first:
+        answer = first.ask("a", range(50), 8)
+        with pytest.raises(ConfigError) as error:
+            _Second(tmp_path / "second", extra=extra)
+        _one_line(error, "DYN_KVBM_LEADER_ZMQ_ACK_PORT", str(extra["leader_zmq_ack_port"]), "of its own")
+        channel = first.connector.scheduler_side.channel
+        first.wait_for(lambda: channel.refused_connections_total > 0)  # its worker had said hello by then
+        for connector in _Second.made:
+            connector.shutdown()
+        first.forget_device()
+        assert first.ask("b", range(50), 8) == answer and first.external_tokens("b") == 48
+        assert (
+            first.leader.readiness().is_ready and first.metric('kvbm_failures_total{kind="handshake"}') == 0
+        )
+        assert first.metric('kvbm_failures_total{kind="bad_message"}') >= 1
+        first.assert_clean()
+
+
+@pytest.mark.parametrize("by_port", [False, True], ids=["ipc", "tcp"])
+def test_engines_with_one_engine_id_do_not_meet(tmp_path: Path, by_port: bool) -> None:
+    (tmp_path / "second").mkdir()
+    named = {**EngineSpec().connector, "engine_id": "the same"}
+    extras = [{"leader_zmq_ack_port": _free_port()} if by_port else {} for _ in range(2)]
+    with (
+        KvbmEngine(tmp_path, connector=named, extra=extras[0]) as first,
+        KvbmEngine(tmp_path / "second", connector=named, extra=extras[1]) as second,
+    ):
+        answer = first.ask("a", range(50), 8)
+        first.forget_device()
+        second.ask("a", range(50), 8)
+        assert second.promised("a") == [0]
+        assert first.ask("b", range(50), 8) == answer and first.external_tokens("b") == 48
+        first.assert_clean()
+        second.assert_clean()
+
+
+@pytest.mark.parametrize("engine_id", [None, "a user's"])
+def test_the_processes_of_one_engine_have_one_secret_and_no_other_engine_has_it(
+    tmp_path: Path, engine_id: str | None
+) -> None:
+    spec = EngineSpec(connector={**EngineSpec().connector, "engine_id": engine_id})
+    scheduler = make_vllm_config(spec, tmp_path)
+    worker = pickle.loads(pickle.dumps(scheduler))  # as vLLM's executors hand it to their processes
+    other = make_vllm_config(spec, tmp_path)
+    settings = config.read_settings(scheduler)
+    endpoints = [config.endpoint_of(each, settings) for each in (scheduler, worker, other)]
+    assert endpoints[0] == endpoints[1] != endpoints[2]
+    assert endpoints[0].secret != endpoints[2].secret and endpoints[0].address != endpoints[2].address
+    for endpoint in endpoints:
+        endpoint.release()
+
+
+def test_engines_of_one_data_parallel_group_take_neighbouring_ports(tmp_path: Path) -> None:
+    vllm_config = make_vllm_config(EngineSpec(extra_config={"leader_zmq_ack_port": 6000}), tmp_path)
+    settings, addresses = config.read_settings(vllm_config), []
+    for rank in range(2):
+        vllm_config.parallel_config.data_parallel_index = rank
+        endpoint = config.endpoint_of(vllm_config, settings)
+        addresses.append(endpoint.address)
+        endpoint.release()
+    assert addresses == ["tcp://127.0.0.1:6000", "tcp://127.0.0.1:6001"]
+
+
+def test_health_says_whether_the_tier_is_in_service(tmp_path: Path) -> None:
+    def health(port: int) -> tuple[int, str]:
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+        connection.request("GET", "/health")
+        answer = connection.getresponse()
+        said = answer.status, answer.read().decode()
+        connection.close()
+        return said
+
+    port = _free_port()
+    with KvbmEngine(tmp_path, extra={"metrics": True, "metrics_port": port}) as engine:
+        assert health(port) == (200, "ok\n")
+        engine.ranks[0].connector.worker_side.worker.refuse("its memory is gone")
+        engine.wait_for(lambda: engine.leader.disabled_reason is not None)
+        status, text = health(port)
+        assert status == 503 and "its memory is gone" in text
