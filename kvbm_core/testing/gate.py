@@ -25,6 +25,8 @@ class Gate:
         """Called when an onboard is submitted."""
         self.is_cancellable = True
         """False: a held job counts as running, so that it can only be waited for."""
+        self.hangs = False
+        """True: and for nothing, as with a GPU that does not answer."""
         self._inner = inner
         self._finished = finished
         self._closed: set[Direction] = set()
@@ -85,22 +87,23 @@ class Gate:
         """See Executor."""
         if job_id not in self._held:
             return self._inner.cancel(job_id)
-        if self.is_cancellable:
-            del self._held[job_id]
-            self._report(job_id, Outcome.REJECTED)
-        return self.is_cancellable
+        if not self.is_cancellable or self.hangs:
+            return False
+        del self._held[job_id]
+        self._report(job_id, Outcome.REJECTED)
+        return True
 
     def wait(self, job_ids: Collection[int], timeout_s: float) -> bool:
         """See Executor. A held job ends when someone waits for it in earnest."""
         held = [job_id for job_id in job_ids if job_id in self._held]
-        if held and timeout_s < BLOCKING_WAIT_S:
+        if held and (self.hangs or timeout_s < BLOCKING_WAIT_S):
             return False
         self._start(held)
         return self._inner.wait(job_ids, timeout_s)
 
     def drain(self, timeout_s: float) -> bool:
         """See Executor."""
-        if self._held and timeout_s < BLOCKING_WAIT_S:
+        if self._held and (self.hangs or timeout_s < BLOCKING_WAIT_S):
             return False
         self._start(list(self._held))
         return self._inner.drain(timeout_s)

@@ -17,10 +17,11 @@ from kvbm_core.storage.disk.io import Transfer
 from kvbm_core.storage.disk.record import slot_offset_bytes, whole_sectors
 from kvbm_core.tokens.weights import model_stamp
 from kvbm_core.transfer.executors import disk as disk_executor
+from kvbm_core.types import Direction
 
 pytest.importorskip("torch", reason="NOT RUN: TensorRT-LLM's connector against its double; torch is missing")
 
-from tests.trtllm.double import NEWEST, RELEASED
+from tests.trtllm.double import NEWEST, RELEASED, DoubleFailure
 from tests.trtllm.harness import PATIENCE_S, KeepingExecutor, Kind, Serving, kinds, serve
 from tests.unit.disk_executor_bench import GatedIo
 
@@ -33,6 +34,7 @@ DISK_BLOCKS = 1000
 BLOCK_BYTES = 2 * 2 * 4 * 8
 ALL_KINDS = [*kinds(1), *(kind for kind in kinds(2) if kind.overlap)]
 DAMAGED = [*kinds(1), Kind(RELEASED, "v1", True, 2), Kind(NEWEST, "v1", True, 2), Kind(NEWEST, "v2", True, 2)]
+HANGING = [Kind(RELEASED, "v1", True), Kind(NEWEST, "v2", True)]
 FROM_DISK = "kvbm_onboard_blocks_d2d"
 TO_DISK = "kvbm_offload_blocks_h2d"
 
@@ -212,6 +214,28 @@ def test_a_load_that_was_cancelled_at_a_stalled_disk_writes_to_nobody(
 ) -> None:
     play(kind, fill, kind, folder)
     play(kind, stall_in_a_load, kind, folder)
+
+
+def hang_in_a_load(rank: int, kind: Kind) -> None:
+    """A job: the copies of a load never end, and its blocks are given to another request."""
+    ends_loop = pytest.raises(DoubleFailure, match="StuckCopyError.*must not go on")
+    with ends_loop, serve(rank, kind, num_blocks=24) as serving:
+        serving.ask(PROMPT)
+        serving.forget_device()
+        serving.gate.hold(Direction.ONBOARD)
+        loading = serving.submit(PROMPT)
+        serving.executor.step()
+        serving.gate.hangs = True
+        serving.executor.cancel(loading)
+        other = serving.submit(range(500, 560), 20)
+        serving.executor.run_until_idle()
+        assert other not in serving.executor.outputs
+
+
+@pytest.mark.parametrize("kind", HANGING, ids=str)
+def test_no_forward_pass_while_a_load_hangs_that_writes_its_blocks(kind: Kind, play: Play) -> None:
+    """The loop ends with an error, as TensorRT-LLM ends it for any error outside of a forward pass."""
+    play(kind, hang_in_a_load, kind)
 
 
 # ---------------------------------------------------------------- damage

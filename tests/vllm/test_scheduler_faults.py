@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from vllm.v1.request import RequestStatus
 
-from kvbm_core.errors import Outcome
+from kvbm_core.errors import Outcome, StuckCopyError
 from kvbm_core.types import Direction
 from tests.vllm.kvbm_engine import KvbmEngine, specs_to_try
 
@@ -38,6 +38,30 @@ def test_a_failed_load_is_recomputed(outcome: Outcome, spec: dict[str, Any], tmp
         assert engine.ask("c", PROMPT, 8) == first
         assert engine.external_tokens("c") > 0
         engine.assert_clean()
+
+
+def test_a_load_is_not_given_up_while_it_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When our hook fails, and a copy hangs besides: vLLM must not recompute into blocks that change."""
+
+    def fail() -> Any:
+        raise RuntimeError("a bug")
+
+    with KvbmEngine(tmp_path) as engine:
+        first = engine.ask("a", PROMPT, 8)
+        engine.forget_device()
+        engine.hold(Direction.ONBOARD)
+        engine.add("b", PROMPT, 8)
+        (gate,), side = engine.executors, engine.ranks[0].connector.worker_side
+        engine.run(until=lambda: bool(gate.held))
+        gate.hangs = True
+        with monkeypatch.context() as patch, pytest.raises(StuckCopyError, match="must not go on"):
+            patch.setattr(side.worker, "take", fail)
+            side.get_finished()
+        assert side._loads, "it is still waited for"
+        gate.hangs = False
+        engine.release(Direction.ONBOARD)
+        engine.run()
+        assert engine.record.outputs["b"] == first
 
 
 def test_only_what_was_not_brought_is_recomputed(tmp_path: Path) -> None:

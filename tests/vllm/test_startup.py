@@ -16,7 +16,7 @@ import pytest
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.kv_cache_interface import KVCacheGroupSpec, MambaSpec
 
-from kvbm_core.errors import ConfigError, UnsupportedError
+from kvbm_core.errors import ConfigError, StuckCopyError, UnsupportedError
 from kvbm_core.types import Direction
 from kvbm_vllm import assembly, config, versions
 from kvbm_vllm.connector import DynamoConnector, PdConnector
@@ -159,6 +159,31 @@ def test_sleep_waits_for_copies_and_serves_again_afterwards(tmp_path: Path) -> N
         assert engine.ask("b", range(40), 4) == first
         assert engine.external_tokens("b") == 36
         engine.assert_clean()
+
+
+@pytest.mark.parametrize("direction", list(Direction))
+def test_no_sleep_while_a_copy_hangs(direction: Direction, tmp_path: Path) -> None:
+    """vLLM would unmap memory, and map other memory there, that a GPU still reads or writes."""
+    with KvbmEngine(tmp_path) as engine:
+        first = engine.ask("a", range(40), 4)
+        engine.forget_device()
+        engine.hold(direction)
+        engine.add("b", range(40) if direction is Direction.ONBOARD else range(100, 140), 4)
+        engine.run(until=lambda: all(executor.held for executor in engine.executors))
+        connector = engine.ranks[0].connector
+        for executor in engine.executors:
+            executor.hangs = True
+        with pytest.raises(StuckCopyError, match="must not go on"):
+            connector.unregister_kv_caches()
+        for executor in engine.executors:
+            executor.hangs = False
+        connector.unregister_kv_caches()
+        assert all(executor.held == 0 for executor in engine.executors)
+        connector.restore_kv_caches()
+        engine.release(direction)
+        engine.run()
+        engine.forget_device()
+        assert engine.ask("c", range(40), 4) == first
 
 
 @pytest.mark.parametrize(
