@@ -522,6 +522,12 @@ ENVIRONMENT = re.compile(
 )
 """Variables that may change what vLLM computes."""
 
+ENVIRONMENT_WORDS = (
+    "Every variable that is set and begins with `VLLM_` or `AITER_` is in the name with its text, and so\n"
+    "are `Q_SCALE_CONSTANT`, `K_SCALE_CONSTANT`, `V_SCALE_CONSTANT`, `NVIDIA_TF32_OVERRIDE` and\n"
+    "`TORCH_ALLOW_TF32_CUBLAS_OVERRIDE`. Not these:"
+)
+
 IRRELEVANT_ENVIRONMENT: dict[str, str] = {
     **_variables(
         ELSEWHERE,

@@ -9,7 +9,7 @@ import hashlib
 import logging
 import os
 from collections.abc import Callable, Mapping
-from functools import lru_cache
+from functools import cache, lru_cache
 from importlib import metadata
 from typing import TYPE_CHECKING
 
@@ -20,6 +20,7 @@ from kvbm_core.tokens.namespace import KeyNamespace
 from kvbm_core.tokens.weights import folder_of, weights_stamp
 from kvbm_vllm.config_tables import (
     ENVIRONMENT,
+    ENVIRONMENT_WORDS,
     IRRELEVANT_ENVIRONMENT,
     PROCESS_ONLY_ENVIRONMENT,
     TABLES,
@@ -30,7 +31,17 @@ from kvbm_vllm.versions import installed_version
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
 
-__all__ = ["TABLES", "describe_engine", "namespace_of", "stamp_of", "tell", "weights_of"]
+__all__ = [
+    "ENVIRONMENT_WORDS",
+    "IRRELEVANT_ENVIRONMENT",
+    "PROCESS_ONLY_ENVIRONMENT",
+    "TABLES",
+    "describe_engine",
+    "namespace_of",
+    "stamp_of",
+    "tell",
+    "weights_of",
+]
 
 log = logging.getLogger("kvbm")
 
@@ -50,13 +61,18 @@ def describe_engine(vllm_config: VllmConfig, environ: Mapping[str, str] = os.env
 def describe_environment(environ: Mapping[str, str]) -> Description:
     """Variables of vLLM that are set and not known to be irrelevant."""
     names = sorted(name for name in environ if ENVIRONMENT.fullmatch(name))
-    pairs = tuple((name, environ[name]) for name in names if name not in IRRELEVANT_ENVIRONMENT)
+    pairs = tuple((name, _digest(environ[name])) for name in names if name not in IRRELEVANT_ENVIRONMENT)
     process_only = tuple(
         f"{name}: {PROCESS_ONLY_ENVIRONMENT[name]}"
         for name in names
         if name in PROCESS_ONLY_ENVIRONMENT and environ[name] not in {"", "0"}
     )
     return Description(pairs, (), process_only)
+
+
+def _digest(text: str) -> str:
+    """Pairs are logged, and what an unknown variable holds may be a secret."""
+    return hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()
 
 
 def _describe_software() -> Description:
@@ -82,6 +98,7 @@ def _platform() -> str:
     return f"{current_platform.device_name} {current_platform.fp8_dtype()}"
 
 
+@cache
 def _plugins() -> str:
     """Packages that may replace models or layers, with their versions."""
     points = [point for group in PLUGIN_GROUPS for point in metadata.entry_points(group=group)]
@@ -106,7 +123,11 @@ def namespace_of(description: Description, block_size_tokens: int) -> KeyNamespa
 
 
 def tell(description: Description) -> None:
-    """One line if blocks keep to this process: which field, and what to do."""
+    """One line if blocks keep to this process: which field, and what to do. What is in the key, for who wants
+    to know why two engines do not share blocks.
+    """
+    for name, text in description.pairs:
+        log.debug("kvbm: in the name of a block: %s = %s", name, text)
     if description.process_only:
         log.warning(
             "kvbm: nothing is kept on disk, because it would mean nothing after a restart: %s. The host tier "
