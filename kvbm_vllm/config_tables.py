@@ -64,6 +64,9 @@ NOT_IN_THE_EFFECTIVE_CONFIG = frozenset(
 )
 """Of transformers' configuration: where it came from, and who wrote it."""
 
+ADDED_BY_DYNAMO = frozenset({"benchmark", "consolidator_endpoints", "dynamo_kv_event_block_size"})
+"""Of additional_config: addresses, and what Dynamo's own scheduler and router read."""
+
 # Reasons that many fields share.
 ELSEWHERE = "where the engine runs and listens"
 ROUNDING = "changes at most the order of the same additions"
@@ -159,8 +162,12 @@ def quantization_object(value: Any) -> object:
 
 
 def additional(value: Any) -> object:
-    """A dictionary as it is; an object of a platform's plugin as the hash that it makes of itself."""
-    return value if isinstance(value, Mapping) else value.compute_hash()
+    """A dictionary without what Dynamo puts there; an object of a platform's plugin as the hash that it makes
+    of itself.
+    """
+    if value is None or isinstance(value, Mapping):
+        return {key: item for key, item in (value or {}).items() if key not in ADDED_BY_DYNAMO}
+    return value.compute_hash()
 
 
 def _has_dynamic_vit_scales(config: MultiModalConfig) -> bool:
@@ -481,7 +488,7 @@ VLLM = ConfigTable(
         "speculative_config": Nested((SPECULATIVE,)),
         "compilation_config": Nested((COMPILATION,)),
         "quant_config": InKey(quantization_object, "its class, and what of it has a stable text"),
-        "additional_config": InKey(additional, "the dictionary, or the hash that the plugin's object makes"),
+        "additional_config": InKey(additional, "without Dynamo's; of an object the hash that it makes"),
         "diffusion_config": InKey(),
         "weight_transfer_config": ThisProcessOnly(
             "a trainer sends the weights", applies=lambda value: value is not None

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from enum import Enum
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from hypothesis import given
@@ -23,6 +23,7 @@ from kvbm_core.identity.fields import (
     UnstableValueError,
     canonical,
     describe,
+    field_names,
 )
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -151,3 +152,43 @@ def test_texts_are_the_same_in_another_process() -> None:
         for seed in ("1", "2", "3")
     }
     assert len(texts) == 1
+
+
+@dataclass
+class Cache:
+    limit: ClassVar[int] = 3
+    given: InitVar[int] = 0
+    dtype: str = "auto"
+    scales: str | None = None
+
+
+def test_what_an_object_does_not_store_is_no_field() -> None:
+    assert field_names(Cache(given=5)) == ["dtype", "scales"]
+
+
+def test_a_rule_may_look_at_the_whole_configuration() -> None:
+    table = ConfigTable(
+        "Cache",
+        {
+            "dtype": ThisProcessOnly(
+                "scales come from what was seen",
+                applies=lambda cache: cache.dtype == "fp8" and cache.scales is None,
+                otherwise=InKey(),
+                whole=True,
+            ),
+            "scales": InKey(lambda cache: cache.scales if cache.dtype == "fp8" else None, whole=True),
+        },
+    )
+    plain = describe(Cache(), table)
+    assert plain.is_lasting and ("dtype", "str:'auto'") in plain.pairs
+    assert describe(Cache(scales="file"), table) == plain, "scales do not count without fp8"
+    dynamic = describe(Cache(dtype="fp8"), table)
+    assert dynamic.process_only == ("dtype: scales come from what was seen",)
+    known = describe(Cache(dtype="fp8", scales="file"), table)
+    assert known.is_lasting and known.pairs != plain.pairs
+    assert describe(Cache(dtype="fp8", scales="other"), table).pairs != known.pairs
+
+
+def test_what_cannot_be_read_is_unknown() -> None:
+    table = ConfigTable("Cache", {"dtype": InKey(lambda value: 1 // 0), "scales": InKey()})
+    assert describe(Cache(), table).unknown == ("dtype",)

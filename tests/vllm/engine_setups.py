@@ -343,6 +343,12 @@ def _what_is_elsewhere(port: int) -> dict[str, Setup]:
                 "kv_connector_extra_config": {"a": port},
             }
         ),
+        "what Dynamo adds": arguments(
+            additional_config={
+                "consolidator_endpoints": (f"tcp://127.0.0.1:{port}", f"tcp://127.0.0.1:{port + 1}"),
+                "dynamo_kv_event_block_size": 16,
+            }
+        ),
         "structured outputs": Setup(fields={"structured_outputs_config.backend": "guidance"}),
         "offload": Setup(fields={"offload_config.uva.cpu_offload_gb": 4.0}),
         "sleep mode": Setup(fields={"model_config.enable_sleep_mode": True}),
