@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from kvbm_core.observe.exposition import Family, Sample, render
+from prometheus_client import generate_latest
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
+
 from kvbm_core.observe.labels import FAILURE_KINDS, DropReason, Seam, UncachedReason
 from kvbm_core.types import Direction, Tier
 
@@ -33,6 +37,8 @@ _BUCKETS_S = (
 )
 _TIERS = tuple(tier.name.lower() for tier in Tier)
 _DIRECTIONS = tuple(str(direction) for direction in Direction)
+# Which way bytes go. All of them pass host memory, also where there is no host tier.
+_HOPS = (("device", "host"), ("host", "disk"), ("disk", "host"), ("host", "device"))
 
 _OFFLOADS = {
     (Tier.DEVICE, Tier.HOST): "kvbm_offload_blocks_d2h",
@@ -49,17 +55,19 @@ _ONBOARDS = {
 
 
 class _Spec(NamedTuple):
-    """A counter or gauge: with a label, ``values`` are all it may have; without one, ``values`` is ("",)."""
+    """A counter or gauge; ``series``: all values that its labels may have."""
 
     name: str
     kind: str
     doc: str
-    label: str = ""
-    values: tuple[str, ...] = ("",)
+    labels: tuple[str, ...] = ()
+    series: tuple[tuple[str, ...], ...] = ((),)
 
 
-def _counter(name: str, doc: str, label: str = "", values: Iterable[str] = ("",)) -> _Spec:
-    return _Spec(name, "counter", doc, label, tuple(str(value) for value in values))
+def _counter(name: str, doc: str, label: str = "", values: Iterable[str] = ()) -> _Spec:
+    if not label:
+        return _Spec(name, "counter", doc)
+    return _Spec(name, "counter", doc, (label,), tuple((str(value),) for value in values))
 
 
 # KVBM's names first, as its dashboards query them; then ours.
@@ -67,7 +75,7 @@ _SPECS = (
     _counter("kvbm_matched_tokens", "Tokens found beyond the device's own prefix cache, once per request"),
     _counter("kvbm_offload_blocks_d2h", "Blocks offloaded from device to host"),
     _counter("kvbm_offload_blocks_h2d", "Blocks offloaded from host to disk"),
-    _counter("kvbm_offload_blocks_d2d", "Blocks offloaded from device to disk, past the host"),
+    _counter("kvbm_offload_blocks_d2d", "Blocks offloaded from device to disk, where there is no host tier"),
     _counter("kvbm_offload_blocks_d2o", "Blocks offloaded to the object store"),
     _counter("kvbm_onboard_blocks_h2d", "Blocks onboarded from host to device"),
     _counter("kvbm_onboard_blocks_d2d", "Blocks onboarded from disk to device"),
@@ -75,6 +83,13 @@ _SPECS = (
     _counter("kvbm_object_read_failures", "Failed reads of the object store"),
     _counter("kvbm_object_write_failures", "Failed writes to the object store"),
     _counter("kvbm_bytes_total", "Bytes of completed transfers", "direction", _DIRECTIONS),
+    _Spec(
+        "kvbm_tier_transfer_bytes_total",
+        "counter",
+        "Bytes moved between device, host memory and disk",
+        ("from", "to"),
+        _HOPS,
+    ),
     _counter("kvbm_evicted_blocks_total", "Blocks evicted to make room", "tier", _TIERS),
     _counter("kvbm_dropped_blocks_total", "Full blocks that were not kept", "reason", DropReason),
     _counter("kvbm_failures_total", "Failures outside kvbm's control, by kind", "kind", FAILURE_KINDS),
@@ -85,6 +100,40 @@ _SPECS = (
     _Spec("kvbm_silent_ranks", "gauge", "Ranks that do not answer; nothing is loaded or stored meanwhile"),
     _Spec("kvbm_held_blocks", "gauge", "Blocks whose slots are not used again before silent ranks answer"),
 )
+
+# The library writes "_total" after the name of every counter; KVBM's counters have none.
+_BARE_NAMES = [spec.name for spec in _SPECS if spec.kind == "counter" and not spec.name.endswith("_total")]
+_HEADER_OF_BARE = re.compile(rf"^(# (?:HELP|TYPE) (?:{'|'.join(_BARE_NAMES)}))_total ", re.MULTILINE)
+
+
+class _Seconds:
+    """A histogram of seconds for each of its label values."""
+
+    def __init__(
+        self, name: str, doc: str, labels: tuple[str, ...], series: Iterable[tuple[str, ...]]
+    ) -> None:
+        self.name, self._doc, self._labels = name, doc, labels
+        # One place more than there are buckets: what is above the last one.
+        self._counts = {values: [0] * (len(_BUCKETS_S) + 1) for values in series}
+        self._sums = dict.fromkeys(self._counts, 0.0)
+
+    def add(self, values: tuple[str, ...], seconds: float) -> None:
+        """One more; of label values that it does not have, nothing."""
+        if seconds >= 0 and values in self._counts:
+            self._counts[values][bisect_left(_BUCKETS_S, seconds)] += 1
+            self._sums[values] += seconds
+
+    def metric(self) -> Metric:
+        """As of now."""
+        metric = Metric(self.name, self._doc, "histogram")
+        for values, counts in self._counts.items():
+            labels, total = dict(zip(self._labels, values, strict=True)), 0
+            for bound, count in zip((*map(repr, _BUCKETS_S), "+Inf"), counts, strict=True):
+                total += count
+                metric.add_sample(f"{self.name}_bucket", {**labels, "le": bound}, total)
+            metric.add_sample(f"{self.name}_sum", labels, self._sums[values])
+            metric.add_sample(f"{self.name}_count", labels, total)
+        return metric
 
 
 class HitWindow(NamedTuple):
@@ -102,7 +151,7 @@ class HitWindow(NamedTuple):
 _NO_HITS = HitWindow(0, 0, 0)
 
 
-class Metrics:
+class Metrics(Collector):
     """
     Counters, gauges and the hit window. Every method may be called from any thread, takes one short lock, and
     does not raise: amounts of 0 or less count nothing, an unknown reason, kind or seam counts as "other".
@@ -110,21 +159,30 @@ class Metrics:
 
     def __init__(self, window_requests: int = 1000) -> None:
         self._lock = threading.Lock()
-        self._values: dict[str, dict[str, float]] = {
-            spec.name: dict.fromkeys(spec.values, 0.0) for spec in _SPECS
+        self._values: dict[str, dict[tuple[str, ...], float]] = {
+            spec.name: dict.fromkeys(spec.series, 0.0) for spec in _SPECS
         }
         self._tiers: dict[str, tuple[int, int]] = {name: (0, 0) for name in _TIERS}
-        # One place more than there are buckets: what is above the last one.
-        self._seconds: dict[str, list[int]] = {name: [0] * (len(_BUCKETS_S) + 1) for name in _DIRECTIONS}
-        self._seconds_sum: dict[str, float] = dict.fromkeys(_DIRECTIONS, 0.0)
+        self._transfer_seconds = _Seconds(
+            "kvbm_transfer_seconds",
+            "Seconds of completed transfers",
+            ("direction",),
+            [(direction,) for direction in _DIRECTIONS],
+        )
+        self._hop_seconds = _Seconds(
+            "kvbm_tier_transfer_seconds",
+            "Seconds that bytes took between device, host memory and disk, without waiting",
+            ("from", "to"),
+            _HOPS,
+        )
         self._window: deque[HitWindow] = deque(maxlen=max(1, window_requests))
         self._window_sum = _NO_HITS
 
-    def _add(self, name: str, amount: float, label_value: str = "") -> None:
+    def _add(self, name: str, amount: float, *labels: str) -> None:
         if amount > 0:
             with self._lock:
                 values = self._values[name]
-                values[label_value if label_value in values else _OTHER] += amount
+                values[labels if labels in values else (_OTHER,)] += amount
 
     def matched_tokens(self, n_tokens: int) -> None:
         """Tokens promised to a request beyond the device's own hit; call once per request, not per query."""
@@ -168,14 +226,22 @@ class Metrics:
 
     def bytes_moved(self, direction: Direction, n_bytes: int) -> None:
         """Bytes of a completed transfer, over all ranks."""
-        self._add("kvbm_bytes_total", n_bytes, direction)
+        self._add("kvbm_bytes_total", n_bytes, str(direction))
 
     def transfer_seconds(self, direction: Direction, seconds: float) -> None:
         """Seconds of one completed transfer, from its start to the last acknowledgement."""
-        if seconds >= 0:
+        with self._lock:
+            self._transfer_seconds.add((str(direction),), seconds)
+
+    def tier_transfer(self, source: Tier, target: Tier, n_bytes: int, seconds: float) -> None:
+        """Bytes, over all ranks, that went straight from one tier's memory to the other's; ``seconds`` of the
+        slowest rank, without the time in a queue. Nothing is counted of what moved no byte.
+        """
+        hop = (source.name.lower(), target.name.lower())
+        if hop in _HOPS and n_bytes > 0:
+            self._add("kvbm_tier_transfer_bytes_total", n_bytes, *hop)
             with self._lock:
-                self._seconds[direction][bisect_left(_BUCKETS_S, seconds)] += 1
-                self._seconds_sum[direction] += seconds
+                self._hop_seconds.add(hop, seconds)
 
     def tier_usage(self, tier: Tier, used_blocks: int, capacity_blocks: int) -> None:
         """How full a tier is now."""
@@ -205,82 +271,71 @@ class Metrics:
     def set_pending_jobs(self, n: int) -> None:
         """Transfers submitted and not yet acknowledged."""
         with self._lock:
-            self._values["kvbm_pending_jobs"][""] = n
+            self._values["kvbm_pending_jobs"][()] = n
 
     def set_live_leases(self, n: int) -> None:
         """Leases that pin blocks now."""
         with self._lock:
-            self._values["kvbm_live_leases"][""] = n
+            self._values["kvbm_live_leases"][()] = n
 
     def set_silent_ranks(self, n_ranks: int, n_held_blocks: int) -> None:
         """Ranks that do not answer, and blocks of the transfers that they have not answered."""
         with self._lock:
-            self._values["kvbm_silent_ranks"][""] = n_ranks
-            self._values["kvbm_held_blocks"][""] = n_held_blocks
+            self._values["kvbm_silent_ranks"][()] = n_ranks
+            self._values["kvbm_held_blocks"][()] = n_held_blocks
 
-    def families(self) -> list[Family]:
-        """All numbers as of one moment."""
+    def collect(self) -> list[Metric]:
+        """All numbers as of one moment, as prometheus_client has them."""
         with self._lock:
-            values = {name: dict(by_label) for name, by_label in self._values.items()}
-            tiers = dict(self._tiers)
-            seconds = {name: tuple(counts) for name, counts in self._seconds.items()}
-            sums = dict(self._seconds_sum)
-            window = self._window_sum
-        result = [_simple_family(spec, values[spec.name]) for spec in _SPECS]
-        return [*result, *_hit_rate_families(window), _tier_family(tiers), _seconds_family(seconds, sums)]
+            metrics = [_metric_of(spec, self._values[spec.name]) for spec in _SPECS]
+            return [
+                *metrics,
+                *_hit_rates(self._window_sum),
+                _tier_blocks(self._tiers),
+                self._transfer_seconds.metric(),
+                self._hop_seconds.metric(),
+            ]
 
     def snapshot(self) -> dict[str, float]:
-        """Series as written in the exposition to their values."""
-        return {sample.series(): sample.value for family in self.families() for sample in family.samples}
+        """Series as KVBM's pages write them to their values."""
+        samples = [sample for metric in self.collect() for sample in metric.samples]
+        return {series(sample.name, sample.labels): sample.value for sample in samples}
 
     def exposition(self) -> str:
-        """The text that Prometheus scrapes."""
-        return render(self.families())
+        """The text that Prometheus scrapes: format 0.0.4, with each counter under the name it has here."""
+        return _HEADER_OF_BARE.sub(r"\1 ", generate_latest(self).decode())
 
 
-def _simple_family(spec: _Spec, values: dict[str, float]) -> Family:
-    samples = tuple(
-        Sample(spec.name, ((spec.label, value),) if spec.label else (), number)
-        for value, number in values.items()
-    )
-    return Family(spec.name, spec.kind, spec.doc, samples)
+def series(name: str, labels: Mapping[str, str]) -> str:
+    """A series as people write it, such as ``kvbm_bytes_total{direction="offload"}``."""
+    written = ",".join(f'{key}="{value}"' for key, value in labels.items())
+    return f"{name}{{{written}}}" if written else name
 
 
-def _hit_rate_families(window: HitWindow) -> list[Family]:
+def _metric_of(spec: _Spec, values: Mapping[tuple[str, ...], float]) -> Metric:
+    metric = Metric(spec.name.removesuffix("_total"), spec.doc, spec.kind)
+    for label_values, number in values.items():
+        metric.add_sample(spec.name, dict(zip(spec.labels, label_values, strict=True)), number)
+    return metric
+
+
+def _hit_rates(window: HitWindow) -> list[Metric]:
     rates = (
         ("host", window.rate(window.host_hit_blocks)),
         ("disk", window.rate(window.disk_hit_blocks)),
         ("object", 0.0),
     )
-    return [
-        Family(
-            name := f"kvbm_{tier}_cache_hit_rate",
-            "gauge",
-            f"Share of queried blocks found in the {tier} tier, over the last requests (0 to 1)",
-            (Sample(name, (), rate),),
-        )
-        for tier, rate in rates
-    ]
+    metrics = []
+    for tier, rate in rates:
+        doc = f"Share of queried blocks found in the {tier} tier, over the last requests (0 to 1)"
+        metrics.append(Metric(f"kvbm_{tier}_cache_hit_rate", doc, "gauge"))
+        metrics[-1].add_sample(metrics[-1].name, {}, rate)
+    return metrics
 
 
-def _tier_family(tiers: dict[str, tuple[int, int]]) -> Family:
-    name = "kvbm_tier_blocks"
-    samples = tuple(
-        Sample(name, (("tier", tier), ("state", state)), number)
-        for tier, numbers in tiers.items()
-        for state, number in zip(("used", "capacity"), numbers, strict=True)
-    )
-    return Family(name, "gauge", "Blocks of a tier, in use and in all", samples)
-
-
-def _seconds_family(seconds: dict[str, tuple[int, ...]], sums: dict[str, float]) -> Family:
-    name = "kvbm_transfer_seconds"
-    samples: list[Sample] = []
-    for direction, counts in seconds.items():
-        label, total = ("direction", direction), 0
-        for bound, count in zip((*map(repr, _BUCKETS_S), "+Inf"), counts, strict=True):
-            total += count
-            samples.append(Sample(f"{name}_bucket", (label, ("le", bound)), total))
-        samples.append(Sample(f"{name}_sum", (label,), sums[direction]))
-        samples.append(Sample(f"{name}_count", (label,), total))
-    return Family(name, "histogram", "Seconds of completed transfers", tuple(samples))
+def _tier_blocks(tiers: Mapping[str, tuple[int, int]]) -> Metric:
+    metric = Metric("kvbm_tier_blocks", "Blocks of a tier, in use and in all", "gauge")
+    for tier, numbers in tiers.items():
+        for state, number in zip(("used", "capacity"), numbers, strict=True):
+            metric.add_sample(metric.name, {"tier": tier, "state": state}, number)
+    return metric

@@ -1,4 +1,4 @@
-"""The metrics endpoint: GET /metrics and /health on one port, from daemon threads."""
+"""The page for Prometheus: GET /metrics and /health on one port, from daemon threads."""
 
 from __future__ import annotations
 
@@ -6,21 +6,27 @@ import contextlib
 import socket
 import socketserver
 import threading
-from collections.abc import Callable
-from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler, HTTPServer
-from typing import Final
+import time
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
+from wsgiref.simple_server import WSGIRequestHandler
 
-from kvbm_core.observe.exposition import CONTENT_TYPE
+from prometheus_client.exposition import ThreadingWSGIServer
+
 from kvbm_core.observe.log import get_logger
 from kvbm_core.observe.metrics import Metrics
 from kvbm_core.observe.readiness import Readiness, always_ready
 
-_MAX_CONNECTIONS: Final = 8
-_SOCKET_TIMEOUT_S: Final = 5.0
-_JOIN_TIMEOUT_S: Final = 5.0
-_POLL_S: Final = 0.1
-_PLAIN: Final = "text/plain; charset=utf-8"
+if TYPE_CHECKING:
+    from _typeshed.wsgi import StartResponse, WSGIApplication, WSGIEnvironment
+
+# Never OpenMetrics, which wants "_total" after the names of all counters; Prometheus reads both.
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+MAX_CONNECTIONS = 32
+MAX_CONNECTION_S = 10.0
+_JOIN_TIMEOUT_S = 5.0
+_POLL_S = 0.1
+_PLAIN = "text/plain; charset=utf-8"
 
 
 class MetricsServer:
@@ -28,8 +34,8 @@ class MetricsServer:
     Serves ``metrics`` from ``start`` until ``close``. One owner thread calls both.
 
     ``port`` 0 takes any free port (see ``bound_port``). If the port cannot be had, there is one warning and
-    no endpoint; the engine goes on. ``readiness`` is called from any thread, for each GET of /health: it
-    must not wait.
+    no page; the engine goes on. ``readiness`` is called from any thread, for each GET of /health: it must not
+    wait.
     """
 
     def __init__(
@@ -49,12 +55,14 @@ class MetricsServer:
         """Why the last ``start`` failed, with variable, value and remedy."""
 
     def start(self) -> bool:
-        """True once the endpoint answers, or if it does already; False, after one warning, if it cannot."""
+        """True once the page answers, or if it does already; False, after one warning, if it cannot."""
         if self._server is not None:
             return True
         try:
-            self._server = _Server(self._host, self._port, self._metrics, self._readiness)
-            thread = threading.Thread(target=self._server.serve_forever, args=(_POLL_S,), daemon=True)
+            self._server = _Server(self._host, self._port, _application(self._metrics, self._readiness))
+            thread = threading.Thread(
+                target=self._server.serve_forever, args=(_POLL_S,), name="kvbm-metrics", daemon=True
+            )
             thread.start()
         except (OSError, OverflowError, UnicodeError, RuntimeError) as error:
             self._give_up(error)
@@ -75,7 +83,7 @@ class MetricsServer:
     @property
     def bound_port(self) -> int | None:
         """The port that is served, None if none is."""
-        return self._server.server_address[1] if self._server is not None else None
+        return self._server.server_port if self._server is not None else None
 
     def close(self) -> None:
         """Stops serving: connections, socket and threads are gone on return. May be called again."""
@@ -87,42 +95,90 @@ class MetricsServer:
         self._server = self._thread = None
 
 
-class _Server(HTTPServer):
-    """An HTTPServer with few connections at once, each on a daemon thread, all ended by server_close."""
+def _application(metrics: Metrics, readiness: Callable[[], Readiness]) -> WSGIApplication:
+    def answer(path: str) -> tuple[str, str, str]:
+        if path == "/metrics":
+            return "200 OK", CONTENT_TYPE, metrics.exposition()
+        if path == "/health":
+            now = readiness()
+            if now.is_ready:
+                return "200 OK", _PLAIN, "ok\n"
+            return "503 Service Unavailable", _PLAIN, f"not ready: {now.reason}\n"
+        return "404 Not Found", _PLAIN, "try /metrics or /health\n"
+
+    def application(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
+        if environ["REQUEST_METHOD"] not in {"GET", "HEAD"}:
+            status, content_type, text = "405 Method Not Allowed", _PLAIN, "GET or HEAD\n"
+        else:
+            try:
+                status, content_type, text = answer(environ["PATH_INFO"])
+            except Exception:
+                get_logger("metrics").exception("kvbm: %s cannot be answered", environ["PATH_INFO"])
+                status, content_type, text = "500 Internal Server Error", _PLAIN, "see the engine's log\n"
+        body = text.encode()
+        start_response(status, [("Content-Type", content_type), ("Content-Length", str(len(body)))])
+        return [] if environ["REQUEST_METHOD"] == "HEAD" else [body]
+
+    return application
+
+
+class _Server(ThreadingWSGIServer):
+    """prometheus_client's, with an end to every connection: the library's own holds a thread for each one,
+    however long it says nothing.
+
+    One connection more than MAX_CONNECTIONS ends the oldest, and none lasts longer than MAX_CONNECTION_S: a
+    scrape takes milliseconds, and neither idle nor slow clients keep it out. One thread serves; it alone
+    knows the connections.
+    """
 
     allow_reuse_address = True
-    request_queue_size = 2 * _MAX_CONNECTIONS
+    request_queue_size = 128
 
-    def __init__(self, host: str, port: int, metrics: Metrics, readiness: Callable[[], Readiness]) -> None:
-        self.metrics = metrics
-        self.readiness = readiness
-        self._lock = threading.Lock()
-        self._connections: dict[threading.Thread, socket.socket] = {}
+    def __init__(self, host: str, port: int, application: WSGIApplication) -> None:
+        self._connections: dict[threading.Thread, tuple[socket.socket, float]] = {}
+        self._closing = threading.Lock()
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         super().__init__((host, port), _Handler)
+        self.set_app(application)
 
     def server_bind(self) -> None:
         # HTTPServer's own would look up the host's name, which can take seconds.
         socketserver.TCPServer.server_bind(self)
         self.server_name, self.server_port = "kvbm", self.server_address[1]
+        self.setup_environ()
 
     def process_request(self, request: socket.socket, client_address: object) -> None:  # type: ignore[override]
-        thread = threading.Thread(target=self._serve, args=(request, client_address), daemon=True)
-        with self._lock:
-            if len(self._connections) >= _MAX_CONNECTIONS:
-                self.shutdown_request(request)
-                return
-            thread.start()
-            self._connections[thread] = request
+        self._forget_ended()
+        while len(self._connections) >= MAX_CONNECTIONS:
+            self._end(next(iter(self._connections)))
+        thread = threading.Thread(
+            target=self.process_request_thread,
+            args=(request, client_address),
+            name="kvbm-metrics-request",
+            daemon=True,
+        )
+        thread.start()
+        self._connections[thread] = (request, time.monotonic())
 
-    def _serve(self, request: socket.socket, client_address: object) -> None:
-        try:
-            self.finish_request(request, client_address)
-        except Exception:
-            self.handle_error(request, client_address)
-        self.shutdown_request(request)
-        with self._lock:  # held while the thread was entered, so it is in
-            del self._connections[threading.current_thread()]
+    def service_actions(self) -> None:
+        self._forget_ended()
+        too_old_s = time.monotonic() - MAX_CONNECTION_S
+        for thread in [thread for thread, (_, since_s) in self._connections.items() if since_s < too_old_s]:
+            self._end(thread)
+
+    def _forget_ended(self) -> None:
+        for thread in [thread for thread in self._connections if not thread.is_alive()]:
+            del self._connections[thread]
+
+    def _end(self, thread: threading.Thread) -> None:
+        request, _ = self._connections.pop(thread)
+        with self._closing, contextlib.suppress(OSError):  # closed by its thread already
+            request.shutdown(socket.SHUT_RDWR)
+        thread.join(_JOIN_TIMEOUT_S)
+
+    def shutdown_request(self, request: socket.socket) -> None:  # type: ignore[override]
+        with self._closing:  # or ``_end`` might shut another socket, which has got this one's number
+            super().shutdown_request(request)
 
     def handle_error(self, request: object, client_address: object) -> None:
         # Mostly clients that went away; never worth a traceback on the engine's stderr.
@@ -130,50 +186,15 @@ class _Server(HTTPServer):
 
     def server_close(self) -> None:
         super().server_close()
-        with self._lock:
-            open_connections = dict(self._connections)
-        for connection in open_connections.values():
-            with contextlib.suppress(OSError):  # already closed by its thread
-                connection.shutdown(socket.SHUT_RDWR)
-        for thread in open_connections:
-            thread.join(_JOIN_TIMEOUT_S)
+        for thread in list(self._connections):
+            self._end(thread)
 
 
-class _Handler(BaseHTTPRequestHandler):
-    """Answers one GET or HEAD and closes the connection (HTTP/1.0)."""
+class _Handler(WSGIRequestHandler):
+    """Answers one request and closes the connection (HTTP/1.0)."""
 
-    server: _Server
     server_version = "kvbm"
     sys_version = ""
-    timeout = _SOCKET_TIMEOUT_S
-
-    def do_GET(self) -> None:
-        self._answer(with_body=True)
-
-    def do_HEAD(self) -> None:
-        self._answer(with_body=False)
-
-    def _answer(self, *, with_body: bool) -> None:
-        path = self.path.partition("?")[0]
-        if path == "/metrics":
-            status, content_type, text = HTTPStatus.OK, CONTENT_TYPE, self.server.metrics.exposition()
-        elif path == "/health":
-            status, content_type, text = self._health()
-        else:
-            status, content_type, text = HTTPStatus.NOT_FOUND, _PLAIN, "try /metrics or /health\n"
-        body = text.encode()
-        self.send_response(status)
-        self.send_header("Content-Type", content_type)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        if with_body:
-            self.wfile.write(body)
-
-    def _health(self) -> tuple[HTTPStatus, str, str]:
-        now = self.server.readiness()
-        if now.is_ready:
-            return HTTPStatus.OK, _PLAIN, "ok\n"
-        return HTTPStatus.SERVICE_UNAVAILABLE, _PLAIN, f"not ready: {now.reason}\n"
 
     def log_message(self, format: str, *args: object) -> None:
         """Nothing: a scrape every few seconds is not worth a line."""

@@ -5,22 +5,27 @@ from __future__ import annotations
 import http.client
 import os
 import socket
+import subprocess
+import sys
 import threading
+import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from fractions import Fraction
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvbm_core.observe.exposition import CONTENT_TYPE, Family, Sample, render
+from kvbm_core.observe import server as server_module
 from kvbm_core.observe.labels import FAILURE_KINDS, DropReason, FailureKind, Seam, UncachedReason
-from kvbm_core.observe.metrics import Metrics
+from kvbm_core.observe.metrics import Metrics, series
 from kvbm_core.observe.readiness import Readiness
-from kvbm_core.observe.server import MetricsServer, _Handler
+from kvbm_core.observe.server import CONTENT_TYPE, MAX_CONNECTIONS, MetricsServer
 from kvbm_core.types import Direction, Tier
 
 AGES_S = 3600.0
@@ -43,7 +48,9 @@ KVBM_TYPES = {
 }
 OWN_TYPES = {
     "kvbm_bytes_total": "counter",
+    "kvbm_tier_transfer_bytes_total": "counter",
     "kvbm_transfer_seconds": "histogram",
+    "kvbm_tier_transfer_seconds": "histogram",
     "kvbm_tier_blocks": "gauge",
     "kvbm_evicted_blocks_total": "counter",
     "kvbm_dropped_blocks_total": "counter",
@@ -54,6 +61,26 @@ OWN_TYPES = {
     "kvbm_live_leases": "gauge",
     "kvbm_silent_ranks": "gauge",
     "kvbm_held_blocks": "gauge",
+}
+LABELLED = {
+    ("kvbm_bytes_total", "direction"),
+    ("kvbm_tier_transfer_bytes_total", "from", "to"),
+    ("kvbm_transfer_seconds_bucket", "direction", "le"),
+    ("kvbm_transfer_seconds_sum", "direction"),
+    ("kvbm_transfer_seconds_count", "direction"),
+    ("kvbm_tier_transfer_seconds_bucket", "from", "le", "to"),
+    ("kvbm_tier_transfer_seconds_sum", "from", "to"),
+    ("kvbm_tier_transfer_seconds_count", "from", "to"),
+    ("kvbm_tier_blocks", "state", "tier"),
+    ("kvbm_evicted_blocks_total", "tier"),
+    ("kvbm_dropped_blocks_total", "reason"),
+    ("kvbm_failures_total", "kind"),
+    ("kvbm_guarded_errors_total", "seam"),
+    ("kvbm_uncached_requests_total", "reason"),
+    ("kvbm_pending_jobs",),
+    ("kvbm_live_leases",),
+    ("kvbm_silent_ranks",),
+    ("kvbm_held_blocks",),
 }
 DOWN = [
     (Tier.DEVICE, Tier.HOST, "d2h"),
@@ -75,9 +102,14 @@ def changed(metrics: Metrics) -> dict[str, float]:
 
 def parsed(text: str) -> dict[str, float]:
     samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
-    result = {Sample(written(s.name), tuple(s.labels.items()), 0).series(): s.value for s in samples}
+    result = {key(written(s.name), s.labels): s.value for s in samples}
     assert len(result) == len(samples)
     return result
+
+
+def key(name: str, labels: Mapping[str, str]) -> str:
+    """A series whatever the order of its labels."""
+    return series(name, dict(sorted(labels.items())))
 
 
 def written(name: str) -> str:
@@ -93,7 +125,36 @@ def test_names_and_types_on_the_page() -> None:
     types = dict(line.split()[2:] for line in lines if line.startswith("# TYPE "))
     assert types == KVBM_TYPES | OWN_TYPES
     for name in KVBM_TYPES:
-        assert f"{name} 0" in lines, "there from the start, without labels"
+        assert f"{name} 0.0" in lines, "there from the start, without labels"
+
+
+def test_every_series_has_the_labels_it_always_had() -> None:
+    found = {
+        (sample.name, *sorted(sample.labels)) for metric in Metrics().collect() for sample in metric.samples
+    }
+    assert found == {(name,) for name in KVBM_TYPES} | LABELLED
+
+
+def test_the_page_is_whole_and_apart_where_the_engine_counts_in_files(tmp_path: Path) -> None:
+    """vLLM and SGLang make prometheus_client keep all numbers of the process in shared files."""
+    code = (
+        "import prometheus_client as p; from kvbm_core.observe.metrics import Metrics;"
+        "p.Counter('engine', '').inc(); m = Metrics(); m.matched_tokens(64); print(m.exposition());"
+        "print('engine_total' in p.generate_latest().decode(), 'kvbm' in p.generate_latest().decode())"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    *page, last = done.stdout.splitlines()
+    assert "kvbm_matched_tokens 64.0" in page and last == "True False"
+    assert not any("engine_total" in line for line in page)
+    counted = [path.read_bytes() for path in tmp_path.iterdir()]
+    assert counted and not any(b"kvbm" in data for data in counted)
 
 
 def test_a_parser_reads_back_every_value() -> None:
@@ -102,7 +163,13 @@ def test_a_parser_reads_back_every_value() -> None:
     metrics.transfer_seconds(Direction.OFFLOAD, 0.0123)
     metrics.request_hits(1, 0, 3)
     metrics.dropped(DropReason.NO_SPACE, 2)
-    assert parsed(metrics.exposition()) == metrics.snapshot()
+    metrics.tier_transfer(Tier.HOST, Tier.DISK, 4096, 0.5)
+    known = {
+        key(sample.name, sample.labels): sample.value
+        for metric in metrics.collect()
+        for sample in metric.samples
+    }
+    assert parsed(metrics.exposition()) == known
 
 
 @pytest.mark.parametrize(("source", "target", "suffix"), DOWN)
@@ -129,6 +196,8 @@ def test_pairs_that_kvbm_has_no_name_for() -> None:
 def test_labels_as_enum_or_text() -> None:
     metrics = Metrics()
     metrics.bytes_moved(Direction.ONBOARD, 4096)
+    metrics.tier_transfer(Tier.DISK, Tier.HOST, 512, 0.25)
+    metrics.tier_transfer(Tier.DISK, Tier.DEVICE, 512, 0.25)  # no such way: all bytes pass host memory
     metrics.evicted(Tier.HOST, 2)
     metrics.dropped(DropReason.NO_SPACE)
     metrics.dropped("no_space", 4)
@@ -140,8 +209,13 @@ def test_labels_as_enum_or_text() -> None:
     metrics.set_live_leases(5)
     metrics.set_silent_ranks(2, 7)
     metrics.tier_usage(Tier.HOST, 10, 64)
-    assert changed(metrics) == {
+    buckets = [name for name in changed(metrics) if "_bucket" in name]
+    assert len(buckets) == 9, "those of 0.25 s and more"
+    assert {name: value for name, value in changed(metrics).items() if name not in buckets} == {
         'kvbm_bytes_total{direction="onboard"}': 4096,
+        'kvbm_tier_transfer_bytes_total{from="disk",to="host"}': 512,
+        'kvbm_tier_transfer_seconds_sum{from="disk",to="host"}': 0.25,
+        'kvbm_tier_transfer_seconds_count{from="disk",to="host"}': 1,
         'kvbm_evicted_blocks_total{tier="host"}': 2,
         'kvbm_dropped_blocks_total{reason="no_space"}': 5,
         'kvbm_failures_total{kind="channel"}': 1,
@@ -183,6 +257,7 @@ def test_nothing_counts_backwards() -> None:
     metrics.matched_tokens(0)
     metrics.bytes_moved(Direction.OFFLOAD, -1)
     metrics.transfer_seconds(Direction.OFFLOAD, -1.0)
+    metrics.tier_transfer(Tier.HOST, Tier.DISK, 0, 1.0)
     assert changed(metrics) == {}
 
 
@@ -208,11 +283,9 @@ def test_histogram_is_cumulative_and_complete(seconds: list[float]) -> None:
     for value in seconds:
         metrics.transfer_seconds(Direction.ONBOARD, value)
     values = metrics.snapshot()
-    for family in metrics.families():
-        for sample in family.samples:
-            labels = dict(sample.labels)
-            if sample.name == "kvbm_transfer_seconds_bucket" and labels["direction"] == "onboard":
-                assert sample.value == sum(value <= float(labels["le"]) for value in seconds)
+    for sample in (sample for metric in metrics.collect() for sample in metric.samples):
+        if sample.name == "kvbm_transfer_seconds_bucket" and sample.labels["direction"] == "onboard":
+            assert sample.value == sum(value <= float(sample.labels["le"]) for value in seconds)
     assert values['kvbm_transfer_seconds_count{direction="onboard"}'] == len(seconds)
     assert values['kvbm_transfer_seconds_sum{direction="onboard"}'] == pytest.approx(sum(seconds))
     assert values['kvbm_transfer_seconds_count{direction="offload"}'] == 0
@@ -249,15 +322,6 @@ def test_two_instances_share_nothing() -> None:
     assert changed(second) == {}
 
 
-@given(st.text(alphabet=st.characters(exclude_categories=["Cs"])), st.floats(allow_nan=False))
-def test_text_is_escaped(text: str, value: float) -> None:
-    page = render([Family("x", "gauge", text, (Sample("x", (("a", text),), value),))])
-    assert page.count("\n") == 3
-    (family,) = text_string_to_metric_families(page) if "\r" not in text else [None]
-    if family is not None:
-        assert family.samples[0].value == value
-
-
 # ---------------------------------------------------------------- the endpoint
 
 
@@ -279,6 +343,14 @@ def get(server: MetricsServer, path: str) -> tuple[int, str, str]:
     except urllib.error.HTTPError as error:
         with error:
             return error.code, error.headers["Content-Type"], error.read().decode()
+
+
+def is_cut_off(client: socket.socket) -> bool:
+    """Waits for its end. A reset: it came before the server had read what the client had sent."""
+    try:
+        return client.recv(1) == b""
+    except ConnectionResetError:
+        return True
 
 
 def open_sockets() -> set[str]:
@@ -324,9 +396,30 @@ def test_head_has_no_body(server: MetricsServer) -> None:
 
 def test_writing_is_refused(server: MetricsServer) -> None:
     connection = http.client.HTTPConnection("127.0.0.1", server.bound_port, timeout=10)
-    connection.request("POST", "/metrics", body=b"x")
-    assert connection.getresponse().status == 501
+    connection.request("POST", "/metrics")
+    assert connection.getresponse().status == 405
     connection.close()
+
+
+def test_names_are_the_same_for_who_would_rather_have_openmetrics(server: MetricsServer) -> None:
+    url = f"http://127.0.0.1:{server.bound_port}/metrics"
+    request = urllib.request.Request(url, headers={"Accept": "application/openmetrics-text;version=1.0.0"})
+    with urllib.request.urlopen(request, timeout=10) as answer:
+        assert answer.headers["Content-Type"] == CONTENT_TYPE
+        assert "\nkvbm_matched_tokens 64.0\n" in answer.read().decode()
+
+
+def test_a_readiness_that_cannot_be_asked_is_an_error_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    def ask() -> Readiness:
+        raise RuntimeError("a bug")
+
+    server = MetricsServer(0, Metrics(), "127.0.0.1", ask)
+    assert server.start()
+    try:
+        assert get(server, "/health")[0] == 500
+    finally:
+        server.close()
+    assert "/health cannot be answered" in caplog.text
 
 
 def test_a_port_in_use_is_one_warning(server: MetricsServer, caplog: pytest.LogCaptureFixture) -> None:
@@ -354,7 +447,7 @@ def test_an_address_that_cannot_be_bound_never_raises(host: str, port: int) -> N
 
 
 def test_close_leaves_no_thread_and_no_socket(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_Handler, "timeout", AGES_S)  # clients are cut off, not waited for
+    monkeypatch.setattr(server_module, "MAX_CONNECTION_S", AGES_S)  # clients are cut off, not waited for
     threads, sockets = set(threading.enumerate()), open_sockets()
     server = MetricsServer(0, Metrics(), "127.0.0.1")
     assert server.start()
@@ -369,7 +462,7 @@ def test_close_leaves_no_thread_and_no_socket(monkeypatch: pytest.MonkeyPatch) -
     server.close()
     assert server.bound_port is None
     for client in idle:
-        assert client.recv(1) == b""
+        assert is_cut_off(client)
         client.close()
     assert set(threading.enumerate()) == threads
     assert open_sockets() == sockets
@@ -378,12 +471,36 @@ def test_close_leaves_no_thread_and_no_socket(monkeypatch: pytest.MonkeyPatch) -
     again.close()
 
 
-def test_connections_are_bounded(server: MetricsServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_Handler, "timeout", AGES_S)
+def test_neither_idle_nor_slow_clients_keep_a_scrape_out(
+    server: MetricsServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_module, "MAX_CONNECTION_S", AGES_S)  # none of them goes by itself
     before = threading.active_count()
-    clients = [socket.create_connection(("127.0.0.1", server.bound_port or 0), timeout=30) for _ in range(12)]
-    for client in clients[8:]:
-        assert client.recv(1) == b"", "cut off at once, not after the server's timeout"
-    assert threading.active_count() <= before + 8
-    for client in clients:
-        client.close()
+    address = ("127.0.0.1", server.bound_port or 0)
+    with ExitStack() as stack:
+        clients = [stack.enter_context(socket.create_connection(address, timeout=30)) for _ in range(200)]
+        for number, client in enumerate(clients[-MAX_CONNECTIONS:]):
+            client.sendall((b"", b"GET /metr", b"GET /metrics HTTP/1.1\r\nHost: x\r\n")[number % 3])
+        for _ in range(5):
+            assert get(server, "/metrics")[0] == 200
+        assert threading.active_count() <= before + MAX_CONNECTIONS
+        assert all(map(is_cut_off, clients[:-MAX_CONNECTIONS])), "the oldest"
+
+
+def test_a_client_that_says_a_little_now_and_then_is_cut_off(
+    server: MetricsServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_module, "MAX_CONNECTION_S", 0.3)
+    client = socket.create_connection(("127.0.0.1", server.bound_port or 0), timeout=0.01)
+    ends_at_s = time.monotonic() + 30
+    is_open = True
+    while is_open and time.monotonic() < ends_at_s:
+        try:
+            client.sendall(b"x")
+            is_open = client.recv(1) != b""
+        except TimeoutError:
+            continue
+        except OSError:
+            is_open = False
+    client.close()
+    assert not is_open
