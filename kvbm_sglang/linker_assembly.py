@@ -113,7 +113,7 @@ def _disk_of(
         DiskShare(str(folder.path), num_slots),
         fingerprint,
         FrequencyFilter(SystemClock()) if is_filtered else AdmitAll(),
-        DiskOptions(lease_ttl_s=settings.lease_ttl_s, is_bypass=not settings.has_host_tier),
+        DiskOptions(lease_ttl_s=settings.lease_ttl_s),
         WorkerDiskOptions(
             FileOptions.of(settings),
             settings.disk_deadline_s,

@@ -41,11 +41,14 @@ class Stats:
         if not pages:
             return
         if direction is Direction.OFFLOAD:
-            metrics.offloaded_blocks(pages, Tier.HOST, Tier.DISK)
+            source, target = Tier.HOST, Tier.DISK
+            metrics.offloaded_blocks(pages, source, target)
         else:
+            source, target = Tier.DISK, Tier.HOST
             metrics.onboarded_blocks(pages, Tier.DISK, Tier.DEVICE)
         metrics.bytes_moved(direction, pages * page_bytes)
         metrics.transfer_seconds(direction, seconds)
+        metrics.tier_transfer(source, target, pages * page_bytes, seconds)
         if self._keeps_batches:
             batch = Batch(pages, pages * page_bytes / max(seconds, 1e-9) / 1e9)
             with self._lock:

@@ -17,6 +17,7 @@ from kvbm_core.runtime.assembly import (
     announce,
     checked_host_slots,
     make_handshake,
+    metrics_of,
     metrics_server,
     open_channel,
     watch_options,
@@ -69,7 +70,7 @@ class LeaderPart:
         self._settings = settings
         self._clock = SystemClock()
         self._world_size = world_size_of(llm_args)
-        self.metrics = Metrics(settings.cache_stats_max_requests)
+        self.metrics = metrics_of(settings)
         model = str(getattr(llm_args, "model", ""))
         self._disk = LeaderDisk(settings, self._world_size, self._clock, model)
         size_tier = partial(checked_host_slots, settings, share_here=share_here_of(llm_args))

@@ -18,6 +18,7 @@ from kvbm_core.runtime.assembly import (
     LeaderDisk,
     announce,
     make_handshake,
+    metrics_of,
     metrics_server,
     open_channel,
     watch_options,
@@ -83,7 +84,7 @@ def build_scheduler_side(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
     world_size = world_size_of(vllm_config)
     _check_memory(settings, kv_cache_config, world_size)
     _set_failure_policy(vllm_config, settings)
-    metrics, clock = Metrics(settings.cache_stats_max_requests), SystemClock()
+    metrics, clock = metrics_of(settings), SystemClock()
     events = _event_feed(vllm_config, settings, groups, capabilities)
     tier = BlockTier(Tier.HOST, LruPolicy(), clock, on_evict=events.on_evict)
     disk = LeaderDisk(settings, world_size, clock, str(vllm_config.model_config.model))

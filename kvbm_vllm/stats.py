@@ -23,9 +23,12 @@ COUNTERS = {
     "kvbm_offload_blocks_d2h": "offloaded_blocks",
     "kvbm_onboard_blocks_h2d": "onboarded_blocks",
     "kvbm_offload_blocks_h2d": "stored_on_disk_blocks",
+    "kvbm_offload_blocks_d2d": "offloaded_to_disk_blocks",
     "kvbm_onboard_blocks_d2d": "onboarded_from_disk_blocks",
     'kvbm_bytes_total{direction="offload"}': "offloaded_bytes",
     'kvbm_bytes_total{direction="onboard"}': "onboarded_bytes",
+    'kvbm_tier_transfer_bytes_total{from="host",to="disk"}': "written_to_disk_bytes",
+    'kvbm_tier_transfer_bytes_total{from="disk",to="host"}': "read_from_disk_bytes",
 }
 REPORT_INTERVAL_S = 1.0
 

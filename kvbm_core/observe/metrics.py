@@ -153,11 +153,15 @@ _NO_HITS = HitWindow(0, 0, 0)
 
 class Metrics(Collector):
     """
-    Counters, gauges and the hit window. Every method may be called from any thread, takes one short lock, and
-    does not raise: amounts of 0 or less count nothing, an unknown reason, kind or seam counts as "other".
+    Counters, gauges and the hit window. ``has_host_tier`` False: blocks only pass host memory on their way to
+    the disk, and are counted as if they went straight. Bytes are counted as they go.
+
+    Every method may be called from any thread, takes one short lock, and does not raise: amounts of 0 or less
+    count nothing, an unknown reason, kind or seam counts as "other".
     """
 
-    def __init__(self, window_requests: int = 1000) -> None:
+    def __init__(self, window_requests: int = 1000, *, has_host_tier: bool = True) -> None:
+        self.has_host_tier = has_host_tier
         self._lock = threading.Lock()
         self._values: dict[str, dict[tuple[str, ...], float]] = {
             spec.name: dict.fromkeys(spec.series, 0.0) for spec in _SPECS
@@ -192,6 +196,10 @@ class Metrics(Collector):
         self, n_blocks: int, from_tier: Tier = Tier.DEVICE, to_tier: Tier = Tier.HOST
     ) -> None:
         """Blocks whose offload every worker acknowledged. A pair that KVBM has no name for is not counted."""
+        if not self.has_host_tier:
+            if to_tier is Tier.HOST:
+                return
+            from_tier = Tier.DEVICE
         name = _OFFLOADS.get((from_tier, to_tier))
         if name is not None:
             self._add(name, n_blocks)
@@ -200,12 +208,16 @@ class Metrics(Collector):
         self, n_blocks: int, from_tier: Tier = Tier.HOST, to_tier: Tier = Tier.DEVICE
     ) -> None:
         """Blocks whose onboard every worker acknowledged. A pair that KVBM has no name for is not counted."""
+        if from_tier is Tier.HOST and not self.has_host_tier:
+            from_tier = Tier.DISK
         name = _ONBOARDS.get((from_tier, to_tier))
         if name is not None:
             self._add(name, n_blocks)
 
     def request_hits(self, host_hit_blocks: int, disk_hit_blocks: int, queried_blocks: int) -> None:
         """One finished request, for the hit rates over the last requests."""
+        if not self.has_host_tier:
+            host_hit_blocks, disk_hit_blocks = 0, host_hit_blocks + disk_hit_blocks
         entry = HitWindow(host_hit_blocks, disk_hit_blocks, queried_blocks)
         with self._lock:
             gone_host, gone_disk, gone_queried = (
@@ -245,11 +257,15 @@ class Metrics(Collector):
 
     def tier_usage(self, tier: Tier, used_blocks: int, capacity_blocks: int) -> None:
         """How full a tier is now."""
+        if tier is Tier.HOST and not self.has_host_tier:
+            return
         with self._lock:
             self._tiers[tier.name.lower()] = (used_blocks, capacity_blocks)
 
     def evicted(self, tier: Tier, n_blocks: int) -> None:
         """Blocks evicted from ``tier`` to make room."""
+        if tier is Tier.HOST and not self.has_host_tier:
+            return
         self._add("kvbm_evicted_blocks_total", n_blocks, tier.name.lower())
 
     def dropped(self, reason: str, n_blocks: int = 1) -> None:

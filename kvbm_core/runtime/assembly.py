@@ -58,9 +58,9 @@ class LeaderDisk:
         if not settings.has_host_tier:
             log.warning(
                 "kvbm: a disk tier without a host tier is experimental; all blocks go to disk, "
-                "without a filter"
+                "without a filter, and pass through a little host memory"
             )
-        return DiskSetup(admission, self._broadcast, is_bypass=not settings.has_host_tier)
+        return DiskSetup(admission, self._broadcast)
 
     def connect(self, channel: LeaderChannel, handshake: Handshake) -> None:
         """Orders go to these workers from now on; before, nobody is there to take one."""
@@ -176,6 +176,11 @@ def announce(settings: KvbmSettings, engine: str) -> None:
     settings.require_tier()
     for warning in settings.warnings_under(engine):
         log.warning("%s", warning)
+
+
+def metrics_of(settings: KvbmSettings) -> Metrics:
+    """The numbers of one engine, or of one of its ranks where each has tiers of its own."""
+    return Metrics(settings.cache_stats_max_requests, has_host_tier=settings.has_host_tier)
 
 
 def metrics_server(

@@ -39,22 +39,18 @@ class _StoreJob:
     waiting_ranks: set[int]
     started_at_s: float
     late_ranks: set[int] = field(default_factory=set)
-    outcomes: list[Outcome] = field(default_factory=list)
+    acks: list[JobAck] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
 class DiskOptions:
     """``max_storing_blocks``: on their way to the disk at once, and pinned in the host tier meanwhile; as
     many as ``max_waiting_blocks`` wait their turn, not pinned. What comes beyond that is dropped and counted.
-
-    ``is_bypass``: there is no host tier but a little memory that blocks pass through; counted as device to
-    disk.
     """
 
     lease_ttl_s: float = 30.0
     max_storing_blocks: int = 1024
     max_waiting_blocks: int = 65_536
-    is_bypass: bool = False
 
 
 class DiskTier:
@@ -223,17 +219,19 @@ class DiskTier:
         if rank not in job.waiting_ranks:
             return False
         job.waiting_ranks.discard(rank)
-        job.outcomes.append(ack.outcome)
+        job.acks.append(ack)
         if job.waiting_ranks:
             return False
         del self._jobs[ack.job_id]
         self._host.release(job.lease)
-        outcome = next((outcome for outcome in job.outcomes if outcome is not Outcome.OK), Outcome.OK)
+        outcome = next((ack.outcome for ack in job.acks if ack.outcome is not Outcome.OK), Outcome.OK)
         self.judge(outcome)
+        if outcome is Outcome.OK:
+            num_bytes, seconds = sum(ack.num_bytes for ack in job.acks), max(ack.seconds for ack in job.acks)
+            self._metrics.tier_transfer(Tier.HOST, Tier.DISK, num_bytes, seconds)
         is_committed = outcome is Outcome.OK and self.tier.commit(job.reservation)
         if is_committed:
-            source = Tier.DEVICE if self._options.is_bypass else Tier.HOST
-            self._metrics.offloaded_blocks(len(job.reservation.keys), source, Tier.DISK)
+            self._metrics.offloaded_blocks(len(job.reservation.keys), Tier.HOST, Tier.DISK)
         elif outcome is Outcome.OK:
             self._metrics.dropped(DropReason.RESET, len(job.reservation.keys))
         else:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvbm_core.blocks.lease import Lease
 from kvbm_core.clock import Clock
 from kvbm_core.errors import Outcome
+from kvbm_core.observe.metrics import Metrics
 from kvbm_core.runtime.messages import JobAck
 from kvbm_core.runtime.request import RequestState
 from kvbm_core.tiers.tier import Reservation
-from kvbm_core.transfer.plan import DiskPlan, GroupMove, TransferPlan
-from kvbm_core.types import BlockKey, Direction
+from kvbm_core.transfer.plan import DiskPlan, GroupMove, JobResult, TransferPlan
+from kvbm_core.types import BlockKey, Direction, Tier
 
 
 @dataclass(slots=True)
@@ -81,6 +82,22 @@ class Job:
             GroupMove(group, tuple(blocks), tuple(slots)) for group, (blocks, slots) in sorted(merged.items())
         )
         return TransferPlan(self.job_id, self.direction, tuple(moves))
+
+
+def count_transfer(metrics: Metrics, direction: Direction, ends: Sequence[JobAck | JobResult]) -> None:
+    """A job between device and host that every rank has done; ``ends``: one of each rank."""
+    num_bytes = sum(end.num_bytes for end in ends)
+    metrics.bytes_moved(direction, num_bytes)
+    metrics.transfer_seconds(direction, max(end.seconds + end.queued_s for end in ends))
+    copy_s = max(end.seconds if end.from_disk is None else end.from_disk.copy_s for end in ends)
+    if direction is Direction.OFFLOAD:
+        metrics.tier_transfer(Tier.DEVICE, Tier.HOST, num_bytes, copy_s)
+        return
+    metrics.tier_transfer(Tier.HOST, Tier.DEVICE, num_bytes, copy_s)
+    reads = [end.from_disk for end in ends if end.from_disk is not None]
+    if reads:
+        read_s = max(read.read_s for read in reads)
+        metrics.tier_transfer(Tier.DISK, Tier.HOST, sum(read.num_bytes for read in reads), read_s)
 
 
 class JobBook:

@@ -20,7 +20,7 @@ from kvbm_core.observe.readiness import Readiness
 from kvbm_core.policy.admission import AdmissionPolicy
 from kvbm_core.runtime.disk import DiskOptions, DiskTier
 from kvbm_core.runtime.handshake import Disabled, Handshake, RankAck, RankReplaced, SlotsReady
-from kvbm_core.runtime.jobs import Job, JobBook, Share
+from kvbm_core.runtime.jobs import Job, JobBook, Share, count_transfer
 from kvbm_core.runtime.messages import JobAck, Message
 from kvbm_core.runtime.offload import Offloading, OnShareEnd
 from kvbm_core.runtime.onboard import Onboarding
@@ -62,7 +62,6 @@ class DiskSetup:
 
     admission: AdmissionPolicy
     send: Callable[[Message], None]
-    is_bypass: bool = False
 
 
 class Leader:
@@ -109,7 +108,7 @@ class Leader:
                 world_size,
                 clock,
                 metrics,
-                DiskOptions(lease_ttl_s=options.lease_ttl_s, is_bypass=disk.is_bypass),
+                DiskOptions(lease_ttl_s=options.lease_ttl_s),
             )
         self._clock = clock
         self._on_onboard_end = on_onboard_end
@@ -398,7 +397,8 @@ class Leader:
         self.metrics.set_live_leases(self.tier.live_leases)
 
     def _on_slots(self, event: SlotsReady) -> None:
-        if not self.tier.capacity_blocks and event.slots and event.planned_slots < event.num_device_blocks:
+        is_first = not self.tier.capacity_blocks and event.slots > 0
+        if is_first and self.metrics.has_host_tier and event.planned_slots < event.num_device_blocks:
             log.warning(
                 "kvbm: the host tier (%d blocks, %.2f GB) is smaller than the device tier (%d "
                 "blocks, %.2f GB) "
@@ -416,11 +416,9 @@ class Leader:
         if event.slots >= self.tier.capacity_blocks:
             self._is_refilling = False
         if event.slots == event.planned_slots:
-            log.info(
-                "kvbm: host tier ready: %d blocks, %.2f GB",
-                event.slots,
-                event.slots * event.block_bytes / 1e9,
-            )
+            what = "tier" if self.metrics.has_host_tier else "memory for blocks on their way to the disk"
+            size_gb = event.slots * event.block_bytes / 1e9
+            log.info("kvbm: host %s ready: %d blocks, %.2f GB", what, event.slots, size_gb)
 
     def _disable(self, reason: str) -> None:
         if self.disabled_reason is None:
@@ -443,8 +441,7 @@ class Leader:
         if not is_offload:
             self._on_onboard_end(job.shares[0], job.outcome)
         if is_done:
-            self.metrics.bytes_moved(job.direction, sum(ack.num_bytes for ack in job.acks))
-            self.metrics.transfer_seconds(job.direction, max(ack.seconds + ack.queued_s for ack in job.acks))
+            count_transfer(self.metrics, job.direction, job.acks)
         elif job.outcome is not Outcome.OK:
             self._count_failure(job)
         for share in job.shares:

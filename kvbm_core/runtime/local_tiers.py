@@ -21,6 +21,7 @@ from kvbm_core.observe.labels import DropReason
 from kvbm_core.observe.metrics import Metrics
 from kvbm_core.policy.lru import LruPolicy
 from kvbm_core.runtime.disk import DiskTier
+from kvbm_core.runtime.jobs import count_transfer
 from kvbm_core.runtime.local_bytes import LocalBytes, LocalOptions
 from kvbm_core.runtime.local_claims import Claim, ClaimBook
 from kvbm_core.runtime.messages import Acks, DiskFound, DiskRefused, Message, Store
@@ -382,8 +383,7 @@ class LocalTiers:
 
     def _count(self, direction: Direction, result: JobResult) -> None:
         if result.outcome is Outcome.OK:
-            self._metrics.bytes_moved(direction, result.num_bytes)
-            self._metrics.transfer_seconds(direction, result.seconds + result.queued_s)
+            count_transfer(self._metrics, direction, [result])
         else:
             self._metrics.failure(f"{direction}_{result.outcome}")
             log.warning("kvbm: %s %d: %s %s", direction, result.job_id, result.outcome, result.detail)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from kvbm_core.errors import Outcome
-from kvbm_core.transfer.plan import TransferPlan
+from kvbm_core.transfer.plan import FromDisk, JobResult, TransferPlan
 
 PROTOCOL_VERSION = 5
 MAX_MESSAGE_BYTES = 4 * 1024 * 1024
@@ -61,7 +61,7 @@ class Ready(msgspec.Struct, tag="ready", frozen=True, forbid_unknown_fields=True
 
 
 class JobAck(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One finished job on one rank. ``seconds`` is the copy's time, ``queued_s`` the time before it.
+    """One finished job on one rank; see JobResult. ``seconds`` is its time, ``queued_s`` the time before it.
 
     ``is_late``: it was given up, and the kernel may still touch its slots; the answer that counts comes after
     that.
@@ -73,6 +73,19 @@ class JobAck(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     seconds: float
     queued_s: float
     is_late: bool = False
+    from_disk: FromDisk | None = None
+
+    @classmethod
+    def of(cls, result: JobResult) -> JobAck:
+        """The answer that counts; a late one comes before it."""
+        return cls(
+            result.job_id,
+            result.outcome,
+            result.num_bytes,
+            result.seconds,
+            result.queued_s,
+            from_disk=result.from_disk,
+        )
 
 
 class Acks(msgspec.Struct, tag="acks", frozen=True, forbid_unknown_fields=True):

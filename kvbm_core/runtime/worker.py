@@ -438,7 +438,7 @@ class Worker:
                     result, outcome=Outcome.TIMED_OUT, detail="its source was overwritten meanwhile"
                 )
             self._done.append(result)
-            ack = JobAck(result.job_id, result.outcome, result.num_bytes, result.seconds, result.queued_s)
+            ack = JobAck.of(result)
             if result.is_late:
                 self._late[result.job_id] = ack
                 ack = msgspec.structs.replace(ack, is_late=True)

@@ -226,7 +226,7 @@ class WorkerDisk:
 
     def stored(self, result: JobResult) -> None:
         """The end of a ``store``. Not carried by the engine's steps: there may be none for a long time."""
-        ack = JobAck(result.job_id, result.outcome, result.num_bytes, result.seconds, result.queued_s)
+        ack = JobAck.of(result)
         with self._lock:
             if result.is_late:
                 self._late[result.job_id] = ack

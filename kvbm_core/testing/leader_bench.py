@@ -36,14 +36,14 @@ class BenchDisk:
     """A disk tier of ``num_slots`` empty slots, there at once; 0: the test says when with
     ``LeaderBench.disk_found``.
 
-    ``send``: gets what the leader says to the workers, besides ``LeaderBench.sent``. ``is_bypass``: see
-    DiskSetup.
+    ``send``: gets what the leader says to the workers, besides ``LeaderBench.sent``. ``has_host_tier``:
+    see Metrics.
     """
 
     num_slots: int = 16
     make_admission: Callable[[Clock], AdmissionPolicy] = lambda clock: AdmitAll()
     send: Callable[[Message], None] = lambda message: None
-    is_bypass: bool = False
+    has_host_tier: bool = True
 
 
 class LeaderBench:
@@ -72,10 +72,10 @@ class LeaderBench:
             self.handshake,
             world_size,
             self.clock,
-            Metrics(),
+            Metrics(has_host_tier=disk is None or disk.has_host_tier),
             options or LeaderOptions(),
             on_offload_end,
-            None if disk is None else DiskSetup(disk.make_admission(self.clock), self._send, disk.is_bypass),
+            None if disk is None else DiskSetup(disk.make_admission(self.clock), self._send),
         )
         if num_slots:
             self.slots_ready(num_slots)

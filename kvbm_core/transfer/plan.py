@@ -86,12 +86,22 @@ def _check_range(what: str, numbers: Sequence[int], limit: int) -> None:
         raise ValueError(f"{what} {min(numbers)} or {max(numbers)} is not in 0..{limit - 1}")
 
 
+class FromDisk(NamedTuple):
+    """Of a job with reads: bytes that came up from the disk, and how long reading and copying each took; they
+    overlap.
+    """
+
+    num_bytes: int
+    read_s: float
+    copy_s: float
+
+
 @dataclass(frozen=True, slots=True)
 class JobResult:
-    """How a job ended: ``seconds`` of copying after ``queued_s`` of waiting; ``detail`` says why not OK.
+    """How a job ended: ``seconds`` of work after ``queued_s`` of waiting; ``detail`` says why not OK.
 
-    ``is_late``: given up while the disk may still write into its slots; they are not to be used until it is
-    released.
+    ``num_bytes``: copied from or to the device; of a DiskPlan, written or read. ``is_late``: given up while
+    the disk may still write into its slots; they are not to be used until it is released.
     """
 
     job_id: int
@@ -101,3 +111,4 @@ class JobResult:
     queued_s: float
     detail: str = ""
     is_late: bool = False
+    from_disk: FromDisk | None = None

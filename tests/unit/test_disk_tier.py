@@ -4,6 +4,7 @@ left.
 
 from __future__ import annotations
 
+import logging
 import time
 
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from kvbm_core.errors import IntegrityError, Outcome
 from kvbm_core.policy.frequency import FrequencyFilter
 from kvbm_core.runtime.breaker import FAILURES_IN_A_ROW, FIRST_PAUSE_S
-from kvbm_core.runtime.handshake import DiskOff, DiskSlotsFound
+from kvbm_core.runtime.handshake import DiskOff, DiskSlotsFound, SlotsReady
 from kvbm_core.runtime.leader import EMPTY_BLOCKS, TAKE_IN_BLOCKS
 from kvbm_core.runtime.messages import ForgetDisk
 from kvbm_core.storage.disk.recovery import REPORT_SLOTS, Found
@@ -104,10 +105,29 @@ def test_a_block_is_on_the_disk_when_every_rank_has_said_so() -> None:
     bench.assert_idle()
 
 
-def test_past_the_host_it_is_counted_as_device_to_disk() -> None:
-    bench = bench_of(disk=BenchDisk(is_bypass=True))
+def test_without_a_host_tier_a_block_counts_once_and_none_is_of_the_host(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level(logging.INFO, "kvbm"):
+        bench = LeaderBench(0, disk=BenchDisk(has_host_tier=False))
+        bench.handshake.inbox.append(SlotsReady(16, 16, 1, 1000, "fingerprint"))
+        bench.leader.poll()
+    assert "blocks on their way to the disk ready: 16" in caplog.text and "smaller" not in caplog.text
     stored(bench)
-    assert bench.metric("kvbm_offload_blocks_d2d") == 5 and bench.metric("kvbm_offload_blocks_h2d") == 0
+    load(bench)  # out of the memory that it passed
+    leave_host(bench, [0, 1, 2, 3, 4])
+    load(bench)  # from the disk
+    bench.tier.reset()
+    bench.leader.publish_gauges()
+    moved = {name: n for name, n in bench.leader.metrics.snapshot().items() if n and "seconds" not in name}
+    assert {name: n for name, n in moved.items() if "blocks_" in name or "host" in name} == {
+        "kvbm_offload_blocks_d2d": 5,
+        "kvbm_onboard_blocks_d2d": 8,
+        'kvbm_tier_transfer_bytes_total{from="device",to="host"}': 100,
+        'kvbm_tier_transfer_bytes_total{from="host",to="device"}': 200,
+        'kvbm_tier_transfer_bytes_total{from="host",to="disk"}': 100,
+    }
+    assert moved["kvbm_disk_cache_hit_rate"] > 0
 
 
 @pytest.mark.parametrize("outcome", FAILED)

@@ -155,6 +155,9 @@ def test_what_left_the_host_comes_from_the_disk_and_stays(bench_of: MakeBench) -
     assert bench.tiers.match("a", KEYS[:4]) == 4
     assert bench.load("a", KEYS[:4]) is Outcome.OK and bench.came(KEYS[:4])
     assert bench.metric("kvbm_onboard_blocks_d2d") == 4
+    record_bytes = whole_sectors(2 * PIECE_BYTES)
+    assert bench.metric('kvbm_tier_transfer_bytes_total{from="host",to="disk"}') == 8 * record_bytes
+    assert bench.metric('kvbm_tier_transfer_bytes_total{from="disk",to="host"}') == 4 * record_bytes
     assert bench.load("a", KEYS[:4]) is Outcome.OK and bench.came(KEYS[:4])
     assert bench.metric("kvbm_onboard_blocks_d2d") == 4 and bench.metric("kvbm_onboard_blocks_h2d") == 4
 

@@ -162,7 +162,8 @@ def test_with_a_disk_alone_pages_pass_through_a_little_memory(bench_of: Callable
     sizes = {"DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS": None, "DYN_KVBM_DISK_CACHE_OVERRIDE_NUM_BLOCKS": 6}
     first = bench_of(**sizes)
     assert first.offload(*KEYS[:4])
-    assert first.metrics.snapshot()["kvbm_offload_blocks_d2d"] == 4
+    counted = first.metrics.snapshot()
+    assert (counted["kvbm_offload_blocks_d2d"], counted["kvbm_offload_blocks_d2h"]) == (4, 0)
     first.linker.close()
     second = bench_of(**sizes)
     assert second.linker.lookup("r", KEYS) == [1, 2, 3, 4]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import pytest
 from kvbm_core.runtime.messages import Store
 from kvbm_core.storage.disk.allocate import FileOptions
 from kvbm_core.storage.disk.record import SECTOR_BYTES, slot_offset_bytes
+from kvbm_core.testing.executor_bench import LONG_S
 from tests.faults.doubles import BUFFERED
 from tests.unit.worker_disk_engine import DISK_SLOTS, DiskEngine
 
@@ -84,6 +86,40 @@ def check_prompt_comes_back(engine: DiskEngine) -> None:
     assert plan is not None and plan.reads is None
     assert engine.on_devices() == engine.expected()
     engine.leader.check_integrity()
+
+
+def test_bytes_and_seconds_are_counted_on_each_way_between_tiers(tmp_path: Path) -> None:
+    first = DiskEngine(tmp_path, 2)
+    try:
+        first.wait_ready()
+        first.store_prompt()
+        of_device = sum(len(block) for rank in first.expected() for block in rank)
+        of_disk = 2 * 10 * first.slot_bytes
+        assert ways(first) == {("device", "host"): of_device, ("host", "disk"): of_disk}
+    finally:
+        first.close()
+    again = DiskEngine(tmp_path, 2)
+    try:
+        again.wait_ready()
+        assert again.onboard_prompt() is not None
+        # All that was read is counted, with what fills a record up to whole sectors.
+        assert ways(again) == {("disk", "host"): of_disk, ("host", "device"): of_device}
+    finally:
+        again.close()
+
+
+def ways(engine: DiskEngine) -> dict[tuple[str, str], float]:
+    """Bytes by where from and where to; each with its seconds."""
+    counted = engine.leader.metrics.snapshot()
+    found = {}
+    for name, value in counted.items():
+        if name.startswith("kvbm_tier_transfer_bytes_total") and value:
+            labels = name.removeprefix("kvbm_tier_transfer_bytes_total")
+            assert counted[f"kvbm_tier_transfer_seconds_count{labels}"] == 1
+            assert 0 < counted[f"kvbm_tier_transfer_seconds_sum{labels}"] < LONG_S
+            source, target = re.findall('"([a-z]+)"', labels)
+            found[source, target] = value
+    return found
 
 
 def test_one_rank_that_has_lost_its_file_has_a_say(tmp_path: Path) -> None:

@@ -204,7 +204,9 @@ class BroadcastExecutor:
     def _end(self, load: _Load, outcome: Outcome, detail: str = "", num_bytes: int = 0) -> None:
         queued_s = 0.0 if load.result is None else load.result.queued_s
         seconds = max(0.0, self._clock.now_s() - load.submitted_s - queued_s)
-        self._publish(load, JobResult(load.plan.job_id, outcome, num_bytes, seconds, queued_s, detail))
+        from_disk = None if load.result is None else load.result.from_disk
+        result = JobResult(load.plan.job_id, outcome, num_bytes, seconds, queued_s, detail)
+        self._publish(load, replace(result, from_disk=from_disk))
 
     def _publish(self, load: _Load, result: JobResult) -> None:
         with self._changed:

@@ -15,7 +15,7 @@ from kvbm_core.errors import Outcome
 from kvbm_core.transfer.digests import SlotDigests
 from kvbm_core.transfer.executor import Copier, StreamMark
 from kvbm_core.transfer.executors.disk import DiskExecutor
-from kvbm_core.transfer.plan import GroupMove, JobResult, TransferPlan
+from kvbm_core.transfer.plan import FromDisk, GroupMove, JobResult, TransferPlan
 
 CHUNK_BYTES = 8 << 20
 
@@ -40,6 +40,7 @@ class _Load:
     failure: JobResult | None = None
     num_bytes: int = 0
     is_cancelled: bool = False
+    copy_s: float = 0.0
     is_over: bool = False
     is_released: bool = False
 
@@ -248,6 +249,7 @@ class PipelineExecutor:
             if load is not None:
                 load.copying.discard(result.job_id)
                 load.num_bytes += result.num_bytes
+                load.copy_s += result.seconds
                 if result.outcome is not Outcome.OK:
                     load.failure = load.failure or result
         if load is None:
@@ -277,7 +279,13 @@ class PipelineExecutor:
             seconds = self._clock.now_s() - load.submitted_s
             result = JobResult(load.plan.job_id, Outcome.REJECTED, 0, 0.0, seconds, is_late=True)
         else:
-            result = replace(read, job_id=load.plan.job_id, num_bytes=load.num_bytes)
+            result = replace(
+                read,
+                job_id=load.plan.job_id,
+                num_bytes=load.num_bytes,
+                seconds=max(0.0, self._clock.now_s() - load.submitted_s - read.queued_s),
+                from_disk=FromDisk(read.num_bytes, read.seconds, load.copy_s),
+            )
         if load.is_cancelled:
             return replace(result, outcome=Outcome.REJECTED, detail="cancelled", num_bytes=0)
         if failure is not None:
