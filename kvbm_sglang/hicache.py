@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolTransferResult
 
-from kvbm_core.config import KvbmSettings
+from kvbm_core.config import Adapter, KvbmSettings
 from kvbm_core.errors import ConfigError
 from kvbm_core.observe.guard import GuardState, guarded
 from kvbm_core.observe.metrics import Metrics
-from kvbm_core.observe.server import MetricsServer
+from kvbm_core.runtime.assembly import announce, metrics_server
 from kvbm_sglang.hits import leading, lengths_with_all, lengths_with_tail, pages_of_groups
 from kvbm_sglang.identity import KV, rank_of
 from kvbm_sglang.pools import Pools
@@ -63,20 +63,14 @@ class KvbmHiCache(HiCacheStorage):
         settings = KvbmSettings.from_env(
             {name: value for name, value in config.items() if name not in _NOT_OURS}
         )
-        for line in settings.warnings_under("SGLang"):
-            log.warning(line)
-        metrics = Metrics()
+        announce(settings, Adapter.HICACHE)
+        metrics = Metrics(settings.cache_stats_max_requests)
         self.guard_state = GuardState(metrics)
         is_asked = getattr(storage_config, "enable_storage_metrics", False)
         self._storage_metrics = find_storage_metrics() if is_asked else None
         self._stats = Stats(metrics, keeps_batches=self._storage_metrics is not None)
         self._pools = Pools(storage_config, settings, self._stats)
-        self._server: MetricsServer | None = None
-        if settings.metrics:
-            self._server = MetricsServer(
-                settings.metrics_port + rank_of(storage_config), metrics, settings.metrics_host
-            )
-            self._server.start()
+        self._server = metrics_server(settings, metrics, rank_of(storage_config))
 
     # ---------------------------------------------------------------- pools
 

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinker
 
-from kvbm_core.config import KvbmSettings
+from kvbm_core.config import Adapter, KvbmSettings
 from kvbm_core.errors import LayoutError
 from kvbm_core.observe.guard import GuardState, guarded
 from kvbm_core.observe.labels import FailureKind, Seam
-from kvbm_core.observe.metrics import Metrics
+from kvbm_core.runtime.assembly import announce, metrics_of, metrics_server
 from kvbm_sglang.device_pool import DevicePages
 from kvbm_sglang.engine_settings import settings_of
 from kvbm_sglang.identity import KV
@@ -67,12 +67,11 @@ class KvbmLinker(UnifiedCacheLinker):
         forward_stream: torch.cuda.Stream | None = None,
     ) -> None:
         self.forward_stream = forward_stream
-        self.guard_state = GuardState(Metrics())
         self.pools: dict[Any, object] = {}  # SGLang looks for a windows' pool in it
         settings = KvbmSettings.from_env(extra_config)
-        settings.require_tier()
-        for line in settings.warnings_under("SGLang"):
-            log.warning("%s", line)
+        announce(settings, Adapter.LINKER)
+        self.guard_state = GuardState(metrics_of(settings))
+        ranks = _ranks_of(params, server_args)
         pool = params.token_to_kv_pool_allocator.get_kvcache()
         pages = self._pages_of(pool, server_args, params, components)
         self._is_cpu = pages is None or pages.memory.is_cpu
@@ -82,10 +81,11 @@ class KvbmLinker(UnifiedCacheLinker):
             self.guard_state.metrics,
             model=str(server_args.model_path),
             engine=settings_of(server_args),
-            ranks=_ranks_of(params, server_args),
+            ranks=ranks,
             num_layers=int(pool.layer_num),
         )
         self.layer_done_counter = self._parts.counter
+        self._server = metrics_server(settings, self.guard_state.metrics, ranks.number)
 
     @guarded(Seam.REGISTER_KV_CACHES, _no_pages)
     def _pages_of(self, pool: Any, server_args: Any, params: Any, components: set[Any]) -> DevicePages | None:
@@ -168,6 +168,8 @@ class KvbmLinker(UnifiedCacheLinker):
 
     @guarded(Seam.SHUTDOWN, lambda self: None)
     def close(self) -> None:
+        if self._server is not None:
+            self._server.close()
         self._parts.close()
 
     # ---------------------------------------------------------------- when device pages may be touched
@@ -235,10 +237,13 @@ def _ranks_of(params: Any, server_args: Any) -> Ranks:
         "attn_cp_size": int(params.attn_cp_size),
     }
     num_ranks = int(parallel.tp_size) * int(params.pp_size)
+    # Under attention DP the tensor-parallel ranks are those of all replicas.
+    replica = int(parallel.dp_rank or 0) if int(parallel.attn_dp_size) == 1 else 0
+    number = replica * num_ranks + int(params.pp_rank) * int(parallel.tp_size) + int(parallel.tp_rank)
     has_replicas = not getattr(server_args, "enable_dp_attention", False)
     num_engines = int(getattr(server_args, "dp_size", 1) or 1) if has_replicas else 1
     num_nodes = int(getattr(server_args, "nnodes", 1) or 1)
-    return Ranks(shard, num_ranks, max(1, num_ranks * num_engines // num_nodes))
+    return Ranks(shard, num_ranks, max(1, num_ranks * num_engines // num_nodes), number)
 
 
 def _is_called_by(name: str) -> bool:

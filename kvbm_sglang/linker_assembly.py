@@ -14,13 +14,12 @@ from kvbm_core.observe.labels import FailureKind
 from kvbm_core.observe.metrics import Metrics
 from kvbm_core.policy.admission import AdmitAll
 from kvbm_core.policy.frequency import FrequencyFilter
+from kvbm_core.runtime.assembly import disk_options
 from kvbm_core.runtime.disk import DiskOptions
 from kvbm_core.runtime.disk_folder import DiskFolder
 from kvbm_core.runtime.local_bytes import LocalDisk, LocalOptions, slot_bytes_of
 from kvbm_core.runtime.local_tiers import LocalTiers
 from kvbm_core.runtime.messages import DiskShare
-from kvbm_core.runtime.worker_disk import WorkerDiskOptions
-from kvbm_core.storage.disk.allocate import FileOptions
 from kvbm_core.storage.disk.record import record_bytes
 from kvbm_core.storage.host_slab import available_memory_bytes, taken_by_siblings_bytes
 from kvbm_core.tokens.namespace import KeyNamespace
@@ -40,11 +39,13 @@ LOAD_MARGIN_S = 60.0
 class Ranks:
     """``shard``: names and numbers that say which part of the KV this process holds. ``num_ranks``: of one
     engine. ``num_here``: on this machine, of all engines that one server has; 0: as many as of one engine.
+    ``number``: this one's among those of all replicas on their machines, for its port.
     """
 
     shard: Mapping[str, int]
     num_ranks: int
     num_here: int = 0
+    number: int = 0
 
 
 def assemble(
@@ -76,6 +77,7 @@ def assemble(
         max_concurrent_transfers=settings.max_concurrent_transfers,
         max_batch_blocks=settings.max_transfer_batch_size,
         near_memory=not settings.disable_numa,
+        verify=settings.verify_onboard,
     )
     try:
         share_bytes = num_slots * slot_bytes_of(pages.memory, with_disk=disk is not None)
@@ -114,11 +116,6 @@ def _disk_of(
         fingerprint,
         FrequencyFilter(SystemClock()) if is_filtered else AdmitAll(),
         DiskOptions(lease_ttl_s=settings.lease_ttl_s),
-        WorkerDiskOptions(
-            FileOptions.of(settings),
-            settings.disk_deadline_s,
-            settings.disk_io,
-            check_at_start=bool(settings.disk_check_at_start),
-        ),
+        disk_options(settings),
     )
     return disk, folder

@@ -7,6 +7,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,15 +16,17 @@ import torch
 from kvbm_core.config import KvbmSettings
 from kvbm_core.errors import ConfigError, LayoutError, Outcome
 from kvbm_core.observe.labels import FailureKind
+from kvbm_core.runtime.assembly import disk_options
 from kvbm_core.runtime.disk_folder import DiskFolder, claimed_folder
-from kvbm_core.storage.disk.allocate import DirectoryBusyError, DiskError, FileOptions
+from kvbm_core.runtime.worker_disk import WorkerDiskOptions
+from kvbm_core.storage.disk.allocate import DirectoryBusyError, DiskError
 from kvbm_core.storage.disk.record import record_bytes
 from kvbm_core.types import Direction
 from kvbm_sglang.engine_settings import find_server_args
 from kvbm_sglang.identity import KV, engine_claim, is_replicated, namespace_of, reads_along
 from kvbm_sglang.pages import Pages
 from kvbm_sglang.stats import Stats
-from kvbm_sglang.store import FollowedPages, PageStore
+from kvbm_sglang.store import DEADLINE_S, FollowedPages, PageStore
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
@@ -39,13 +42,15 @@ class Pools:
     """Pages by pool and by SGLang's keys. Safe to call from any thread.
 
     Pools that are registered before the first use share ``DYN_KVBM_DISK_CACHE_GB`` as they share host memory;
-    one that comes later gets, on top, as much as it would have had. A pool that cannot be kept is said so
+    one that comes later gets, on top, as much as it would have had. A number of blocks counts pages of the KV
+    pool; the others get as much for their host memory. A pool that cannot be kept is said so
     once, and missing.
     """
 
     def __init__(self, config: HiCacheStorageConfig, settings: KvbmSettings, stats: Stats) -> None:
-        if not settings.disk_cache_gb:
+        if not settings.has_disk_tier:
             raise ConfigError(SIZE, settings.disk_cache_gb, "set it to the size of the disk tier, per rank")
+        self._options = _disk_options(settings)
         self._config = config
         self._settings = settings
         self._stats = stats
@@ -139,8 +144,7 @@ class Pools:
             name: pages for name, pool in waiting.items() if (pages := self._pages_of(name, pool)) is not None
         }
         if not self._bytes_per_host_byte and known:
-            host_bytes = sum(pages.pool_bytes for pages in known.values())
-            self._bytes_per_host_byte = (self._settings.disk_cache_gb or 0.0) * 1e9 / host_bytes
+            self._bytes_per_host_byte = self._share_of(known)
         for name, pages in known.items():
             replaced = self._stores.pop(name, None)
             if replaced is not None:
@@ -157,6 +161,21 @@ class Pools:
                 self._next_try_s = time.monotonic() + BUSY_RETRY_S
             except (ConfigError, DiskError, LayoutError) as error:
                 self._refuse(name, error)
+
+    def _share_of(self, known: Mapping[str, Pages]) -> float:
+        """Bytes on disk for each byte of host memory."""
+        num_pages = self._settings.disk_cache_override_num_blocks
+        if num_pages is None:
+            host_bytes = sum(pages.pool_bytes for pages in known.values())
+            return (self._settings.disk_cache_gb or 0.0) * 1e9 / host_bytes
+        counted = known.get(KV) or next(iter(known.values()))
+        return num_pages * record_bytes(counted.page_bytes) / counted.pool_bytes
+
+    def _num_slots(self, name: str, pages: Pages) -> int:
+        num_pages = self._settings.disk_cache_override_num_blocks
+        if name == KV and num_pages is not None:
+            return num_pages
+        return int(pages.pool_bytes * self._bytes_per_host_byte) // record_bytes(pages.page_bytes)
 
     def _pages_of(self, name: str, pool: Any) -> Pages | None:
         try:
@@ -175,14 +194,13 @@ class Pools:
         namespace = namespace_of(config, pool, name, pages.piece_bytes, find_server_args())
         directory, claim = Path(settings.disk_cache_dir), engine_claim(config)
         fingerprint = namespace.without_weights().root().hex()
-        options = FileOptions.of(settings)
         if reads_along(config, name):
             return FollowedPages(
-                lambda: claimed_folder(directory, fingerprint, claim), pages, namespace, options
+                lambda: claimed_folder(directory, fingerprint, claim), pages, namespace, self._options
             )
         if self._folder is None:
             self._folder = DiskFolder(directory, fingerprint, claim)
-        num_slots = int(pages.pool_bytes * self._bytes_per_host_byte) // record_bytes(pages.page_bytes)
+        num_slots = self._num_slots(name, pages)
         if not num_slots:
             raise ConfigError(
                 SIZE, settings.disk_cache_gb, f"holds no page of {pages.page_bytes} bytes; set more"
@@ -191,4 +209,12 @@ class Pools:
         log.info(
             "kvbm: pool %s: %d pages of %d bytes in %s", name, num_slots, pages.page_bytes, self._folder.path
         )
-        return PageStore(self._folder.path, pages, namespace, num_slots, options, shares=shares)
+        return PageStore(self._folder.path, pages, namespace, num_slots, self._options, shares=shares)
+
+
+def _disk_options(settings: KvbmSettings) -> WorkerDiskOptions:
+    deadline_s = min(settings.disk_deadline_s, DEADLINE_S)
+    if settings.is_set("disk_deadline_s") and settings.disk_deadline_s > DEADLINE_S:
+        line = "kvbm: KVBM_DISK_DEADLINE_S=%g: SGLang gives its threads little time to end; %g is used"
+        log.warning(line, settings.disk_deadline_s, DEADLINE_S)
+    return disk_options(settings, deadline_s=deadline_s)

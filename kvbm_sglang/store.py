@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from kvbm_core.errors import Outcome
-from kvbm_core.storage.disk.allocate import FileOptions
+from kvbm_core.runtime.worker_disk import WorkerDiskOptions
 from kvbm_core.storage.disk.block_file import SUFFIX, Geometry
 from kvbm_core.tiers.disk_reader import DiskReader
 from kvbm_core.tiers.disk_store import DiskStore
@@ -18,12 +18,13 @@ from kvbm_sglang.identity import page_keys
 from kvbm_sglang.pages import Pages
 
 START_WAIT_S = 0.5  # for a new file; an old one is looked through in the background
-DEADLINE_S = 4.0  # SGLang gives its storage threads 10 s to end
+DEADLINE_S = 4.0
+"""Of a call, at most: SGLang gives its storage threads 10 s to end."""
 
 
 class PageStore:
     """Pages by SGLang's keys, ``num_slots`` at most. Safe to call from any thread; a call ends within
-    DEADLINE_S.
+    the options' deadline, DEADLINE_S at most.
 
     ``shares``: other ranks read along. DiskError, one line, if the folder cannot hold it.
     """
@@ -34,20 +35,23 @@ class PageStore:
         pages: Pages,
         namespace: KeyNamespace,
         num_slots: int,
-        options: FileOptions,
+        options: WorkerDiskOptions,
         *,
         shares: bool,
     ) -> None:
         self._root = namespace.root()
         self.num_slots = num_slots
+        self._deadline_s = options.io_deadline_s
         self._pages = pages
         path, meaning = _place_of(folder, namespace)
         self._store = DiskStore(
             path,
             Geometry(num_slots, pages.page_bytes, meaning),
-            options,
+            options.file,
             reads_straight=False,  # SGLang takes a page back as soon as a read has failed, late or not
             shares=shares,
+            io=options.io,
+            check_at_start=options.check_at_start,
         )
         self._store.wait_recovered(START_WAIT_S)
 
@@ -63,18 +67,18 @@ class PageStore:
 
     def contains(self, keys: list[str]) -> list[bool]:
         """Which of them are there; no I/O."""
-        found = self._store.contains_many(page_keys(self._root, keys), deadline_s=DEADLINE_S)
+        found = self._store.contains_many(page_keys(self._root, keys), deadline_s=self._deadline_s)
         return [outcome is Outcome.OK for outcome in found]
 
     def put(self, keys: list[str], host_indices: torch.Tensor) -> list[Outcome]:
         """Keeps these pages."""
         memory = self._pages.memory_of(host_indices, len(keys))
-        return self._store.put_many(page_keys(self._root, keys), memory, deadline_s=DEADLINE_S)
+        return self._store.put_many(page_keys(self._root, keys), memory, deadline_s=self._deadline_s)
 
     def get(self, keys: list[str], host_indices: torch.Tensor) -> list[Outcome]:
         """Fills these pages; one whose outcome is not OK holds garbage."""
         memory = self._pages.memory_of(host_indices, len(keys))
-        return self._store.get_many(page_keys(self._root, keys), memory, deadline_s=DEADLINE_S)
+        return self._store.get_many(page_keys(self._root, keys), memory, deadline_s=self._deadline_s)
 
     def clear(self) -> None:
         """Forgets everything, for good."""
@@ -100,13 +104,14 @@ class FollowedPages:
         find_folder: Callable[[], Path | None],
         pages: Pages,
         namespace: KeyNamespace,
-        options: FileOptions,
+        options: WorkerDiskOptions,
     ) -> None:
         self._root = namespace.root()
         self._namespace = namespace
         self._pages = pages
         self._find_folder = find_folder
         self._options = options
+        self._deadline_s = options.io_deadline_s
         self._reader: DiskReader | None = None
 
     def contains(self, keys: list[str]) -> list[bool]:
@@ -114,7 +119,7 @@ class FollowedPages:
         reader = self._found_reader()
         if reader is None:
             return [False] * len(keys)
-        found = reader.contains_many(page_keys(self._root, keys), deadline_s=DEADLINE_S)
+        found = reader.contains_many(page_keys(self._root, keys), deadline_s=self._deadline_s)
         return [outcome is Outcome.OK for outcome in found]
 
     def put(self, keys: list[str], host_indices: torch.Tensor) -> list[Outcome]:
@@ -127,7 +132,7 @@ class FollowedPages:
         if reader is None:
             return [Outcome.MISS] * len(keys)
         memory = self._pages.memory_of(host_indices, len(keys))
-        return reader.get_many(page_keys(self._root, keys), memory, deadline_s=DEADLINE_S)
+        return reader.get_many(page_keys(self._root, keys), memory, deadline_s=self._deadline_s)
 
     def clear(self) -> None:
         """Nothing: the writer clears, and this follows."""
@@ -143,7 +148,9 @@ class FollowedPages:
         if self._reader is None and (folder := self._find_folder()) is not None:
             path, meaning = _place_of(folder, self._namespace)
             geometry = Geometry(1, self._pages.page_bytes, meaning)
-            self._reader = DiskReader(path, geometry, self._options, reads_straight=False)
+            self._reader = DiskReader(
+                path, geometry, self._options.file, reads_straight=False, io=self._options.io
+            )
         return self._reader
 
 

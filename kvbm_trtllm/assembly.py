@@ -6,7 +6,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kvbm_core.clock import SystemClock
-from kvbm_core.config import SettingSource
+from kvbm_core.config import Adapter, SettingSource
 from kvbm_core.observe.guard import GuardState
 from kvbm_core.observe.log import CacheStatsLog, setup_logging
 from kvbm_core.observe.metrics import Metrics
@@ -64,7 +64,7 @@ class LeaderPart:
     def __init__(self, llm_args: Any, *, has_attention_dp: bool) -> None:
         meeting = meet("leader")
         settings = read_settings()
-        announce(settings, "TensorRT-LLM")
+        announce(settings, Adapter.TRTLLM)
         check_supported(llm_args, has_attention_dp=has_attention_dp)
         self._llm_args = llm_args
         self._settings = settings

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvbm_core.clock import SystemClock
-from kvbm_core.config import KvbmSettings
+from kvbm_core.config import Adapter, KvbmSettings
 from kvbm_core.identity.roots import Roots
 from kvbm_core.observe.guard import GuardState
 from kvbm_core.observe.log import CacheStatsLog, setup_logging
@@ -78,7 +78,7 @@ def build_scheduler_side(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
     check_version(installed_version())
     check_supported(vllm_config)
     settings = read_settings(vllm_config)
-    announce(settings, "vLLM")
+    announce(settings, Adapter.VLLM)
     capabilities = probe()
     groups = group_specs(kv_cache_config, capabilities)
     world_size = world_size_of(vllm_config)

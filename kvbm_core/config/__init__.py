@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kvbm_core.config.fields import Adapter
 from kvbm_core.config.settings import KvbmSettings, SettingRow, SettingSource
 
-__all__ = ["KvbmSettings", "SettingRow", "SettingSource"]
+__all__ = ["Adapter", "KvbmSettings", "SettingRow", "SettingSource"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import Enum
 from typing import Any
 
 from pydantic import Field
@@ -9,19 +10,51 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, Settings
 
 from kvbm_core.config import readers as r
 
+
+class Adapter(str, Enum):
+    """A way in which an engine uses kvbm; values are names for people."""
+
+    VLLM = "vLLM"
+    TRTLLM = "TensorRT-LLM"
+    HICACHE = "SGLang's HiCache"
+    LINKER = "SGLang's linker"
+
+    def __str__(self) -> str:
+        return self.value
+
+
 _DISK_DIR = "/tmp"  # noqa: S108 - KVBM's default, a directory and not a file name
-_TRTLLM = "TensorRT-LLM"
+_TRTLLM = (Adapter.TRTLLM,)
+_LED = (Adapter.VLLM, Adapter.TRTLLM)
+"""Those with a leader."""
+_WITH_HOST_TIER = (*_LED, Adapter.LINKER)
+_HOST_IS_SGLANGS = "SGLang has the host tier: --hicache-size or --hicache-ratio"
 _CONSOLIDATOR = "the event consolidator is not in this release"
 
 
 def _setting(
-    env: str, default: object, doc: str, *, later: str = "", lenient: bool = False, only: str = ""
+    env: str,
+    default: object,
+    doc: str,
+    *,
+    later: str = "",
+    lenient: bool = False,
+    only: tuple[Adapter, ...] = tuple(Adapter),
+    hicache: str = "",
+    granted: bool = False,
 ) -> Any:
     """A field. ``later``: why it has no effect yet. ``lenient``: a bad value warns, the default is used.
 
-    ``only``: the one engine under which it has an effect.
+    ``only``: the adapters that heed it; the others tell a user who has made it, HiCache's with ``hicache``:
+    what there is instead. ``granted``: what it asks for is always so.
     """
-    extra: dict[str, Any] = {"later": later, "lenient": lenient, "only": only}
+    extra: dict[str, Any] = {
+        "later": later,
+        "lenient": lenient,
+        "only": only,
+        "hicache": hicache,
+        "granted": granted,
+    }
     return Field(default, validation_alias=env, description=doc, json_schema_extra=extra)
 
 
@@ -34,10 +67,18 @@ class SettingFields(BaseSettings):
 
     # Tiers and sizes
     cpu_cache_gb: r.Gigabytes = _setting(
-        "DYN_KVBM_CPU_CACHE_GB", None, "Host tier, in gigabytes (1e9 bytes), over all tensor-parallel ranks."
+        "DYN_KVBM_CPU_CACHE_GB",
+        None,
+        "Host tier, in gigabytes (1e9 bytes), over all tensor-parallel ranks.",
+        only=_WITH_HOST_TIER,
+        hicache=_HOST_IS_SGLANGS,
     )
     cpu_cache_override_num_blocks: r.OptionalCount = _setting(
-        "DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS", None, "Host tier, in blocks; wins over gigabytes."
+        "DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS",
+        None,
+        "Host tier, in blocks; wins over gigabytes.",
+        only=_WITH_HOST_TIER,
+        hicache=_HOST_IS_SGLANGS,
     )
     disk_cache_gb: r.GigabytesOrZero = _setting(
         "DYN_KVBM_DISK_CACHE_GB", None, "Disk tier, in gigabytes (1e9 bytes), over all ranks."
@@ -60,7 +101,11 @@ class SettingFields(BaseSettings):
         "DYN_KVBM_DISK_ALLOCATOR_TYPE", "default", "How O_DIRECT is set: default or open-direct."
     )
     disable_disk_offload_filter: r.Flag = _setting(
-        "DYN_KVBM_DISABLE_DISK_OFFLOAD_FILTER", False, "Offload to disk also what was never hit."
+        "DYN_KVBM_DISABLE_DISK_OFFLOAD_FILTER",
+        False,
+        "Offload to disk also what was never hit.",
+        only=_WITH_HOST_TIER,
+        hicache="SGLang says what is written: --hicache-write-policy",
     )
     disk_deadline_s: r.Seconds = _setting(
         "KVBM_DISK_DEADLINE_S", 10.0, "A read or write of the disk that takes longer is given up."
@@ -83,32 +128,52 @@ class SettingFields(BaseSettings):
         only=_TRTLLM,
     )
     disable_write_combined: r.Presence = _setting(
-        "DYN_KVBM_DISABLE_WRITE_COMBINED", False, "Accepted; host memory is never write-combined here."
+        "DYN_KVBM_DISABLE_WRITE_COMBINED",
+        False,
+        "Accepted; host memory is never write-combined here.",
+        granted=True,
     )
     disable_numa: r.Flag = _setting(
-        "DYN_MEMORY_DISABLE_NUMA", False, "Take host memory from any NUMA node, not from the GPU's."
+        "DYN_MEMORY_DISABLE_NUMA",
+        False,
+        "Take host memory from any NUMA node, not from the GPU's.",
+        only=_WITH_HOST_TIER,
+        hicache=_HOST_IS_SGLANGS,
     )
     enable_numa: r.Flag = _setting(
         "DYN_KVBM_ENABLE_NUMA",
         False,
         "Deprecated by KVBM: accepted, host memory is NUMA-local unless disabled.",
+        granted=True,
     )
 
     # Transfers
     max_concurrent_transfers: r.Count = _setting(
-        "DYN_KVBM_MAX_CONCURRENT_TRANSFERS", 4, "Copies in flight at once, per rank and direction."
+        "DYN_KVBM_MAX_CONCURRENT_TRANSFERS",
+        4,
+        "Copies in flight at once, per rank and direction.",
+        only=_WITH_HOST_TIER,
     )
     max_transfer_batch_size: r.Count = _setting(
-        "DYN_KVBM_MAX_TRANSFER_BATCH_SIZE", 16, "Blocks in one batch of copies."
+        "DYN_KVBM_MAX_TRANSFER_BATCH_SIZE", 16, "Blocks in one batch of copies.", only=_WITH_HOST_TIER
     )
     transfer_deadline_s: r.Seconds = _setting(
-        "KVBM_TRANSFER_DEADLINE_S", 60.0, "A transfer not started after this many seconds is given up."
+        "KVBM_TRANSFER_DEADLINE_S",
+        60.0,
+        "A transfer not started after this many seconds is given up.",
+        only=_WITH_HOST_TIER,
     )
     lease_ttl_s: r.Seconds = _setting(
-        "KVBM_LEASE_TTL_S", 30.0, "Seconds that blocks stay pinned for a request that went silent."
+        "KVBM_LEASE_TTL_S",
+        30.0,
+        "Seconds that blocks stay pinned for a request that went silent.",
+        only=_WITH_HOST_TIER,
     )
     share_wait_s: r.SecondsOrZero = _setting(
-        "KVBM_SHARE_WAIT_S", 1.0, "Seconds a request waits for blocks another one is bringing; 0 = never."
+        "KVBM_SHARE_WAIT_S",
+        1.0,
+        "Seconds a request waits for blocks another one is bringing; 0 = never.",
+        only=(Adapter.VLLM,),
     )
     sync_onboard_bytes: r.BytesOrZero = _setting(
         "KVBM_SYNC_ONBOARD_BYTES",
@@ -120,14 +185,20 @@ class SettingFields(BaseSettings):
         "KVBM_DECODE_RUN_TOKENS",
         128,
         "What decoding fills is stored so many tokens at a time; 0 = each block at once.",
+        only=_LED,
     )
     verify_onboard: r.Flag = _setting(
-        "KVBM_VERIFY_ONBOARD", False, "Compare a checksum of every onboarded block; slow, for finding faults."
+        "KVBM_VERIFY_ONBOARD",
+        False,
+        "Compare a checksum of every onboarded block; slow, for finding faults.",
+        only=_WITH_HOST_TIER,
+        hicache="each page has a checksum that is compared anyway",
     )
     load_failure_policy: r.LoadFailurePolicy = _setting(
         "KVBM_LOAD_FAILURE_POLICY",
         "recompute",
         "What a failed onboard does to the request: recompute or fail.",
+        only=(Adapter.VLLM,),
     )
     nccl_mla_mode: r.Flag = _setting(
         "DYN_KVBM_NCCL_MLA_MODE",
@@ -147,14 +218,16 @@ class SettingFields(BaseSettings):
         "DYN_KVBM_LEADER_WORKER_INIT_TIMEOUT_SECS",
         1800.0,
         "After this many seconds without all workers an error names those missing; the engine serves.",
+        only=_LED,
     )
     start_wait_s: r.SecondsOrZero = _setting(
         "KVBM_START_WAIT_S",
         5.0,
         "Seconds the engine's start waits for the first slots; then it serves without hits.",
+        only=_LED,
     )
     leader_zmq_host: r.Host = _setting(
-        "DYN_KVBM_LEADER_ZMQ_HOST", "127.0.0.1", "Address of the leader's channel."
+        "DYN_KVBM_LEADER_ZMQ_HOST", "127.0.0.1", "Address of the leader's channel.", only=_LED
     )
     leader_zmq_pub_port: r.Port = _setting(
         "DYN_KVBM_LEADER_ZMQ_PUB_PORT",
@@ -162,9 +235,14 @@ class SettingFields(BaseSettings):
         "Accepted, never bound: one port carries both ways. Must differ from the other.",
         later="leader and workers talk both ways over DYN_KVBM_LEADER_ZMQ_ACK_PORT",
         lenient=True,
+        only=_LED,
     )
     leader_zmq_ack_port: r.Port = _setting(
-        "DYN_KVBM_LEADER_ZMQ_ACK_PORT", 56002, "Port on which leader and workers meet.", lenient=True
+        "DYN_KVBM_LEADER_ZMQ_ACK_PORT",
+        56002,
+        "Port on which leader and workers meet.",
+        lenient=True,
+        only=_LED,
     )
     runtime_enabled: r.Flag = _setting(
         "DYN_RUNTIME_ENABLED_KVBM",
@@ -176,14 +254,20 @@ class SettingFields(BaseSettings):
     # Metrics, logs, events
     metrics: r.Flag = _setting("DYN_KVBM_METRICS", False, "Serve Prometheus metrics.")
     metrics_port: r.Port = _setting(
-        "DYN_KVBM_METRICS_PORT", 6880, "Port of /metrics, on the leader only.", lenient=True
+        "DYN_KVBM_METRICS_PORT",
+        6880,
+        "Port of /metrics; engines of a data-parallel group, and SGLang's ranks, each add their number.",
+        lenient=True,
     )
     metrics_host: r.Host = _setting("KVBM_METRICS_HOST", "0.0.0.0", "Address /metrics is bound to.")
     cache_stats_max_requests: r.Count = _setting(
         "DYN_KVBM_CACHE_STATS_MAX_REQUESTS", 1000, "Requests in the sliding window of the hit rates."
     )
     cache_stats_log_interval_s: r.Seconds = _setting(
-        "DYN_KVBM_CACHE_STATS_LOG_INTERVAL_SECS", 5.0, "Seconds between two hit-rate lines in the log."
+        "DYN_KVBM_CACHE_STATS_LOG_INTERVAL_SECS",
+        5.0,
+        "Seconds between two hit-rate lines in the log.",
+        only=_LED,
     )
     log_level: r.Text = _setting("DYN_LOG", "info", "Log level of kvbm: error, warn, info, debug or trace.")
     enable_record: r.Flag = _setting(
@@ -192,7 +276,9 @@ class SettingFields(BaseSettings):
         "Record the connector's calls.",
         later="recording is not in this release",
     )
-    events_medium: r.Word = _setting("KVBM_EVENTS_MEDIUM", "CPU_TIER1", "Name of the host tier in KV events.")
+    events_medium: r.Word = _setting(
+        "KVBM_EVENTS_MEDIUM", "CPU_TIER1", "Name of the host tier in KV events.", only=(Adapter.VLLM,)
+    )
     kv_events_enable_consolidator: r.Flag = _setting(
         "DYN_KVBM_KV_EVENTS_ENABLE_CONSOLIDATOR",
         True,

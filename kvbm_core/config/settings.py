@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from enum import Enum
 from typing import Any, NamedTuple
 
 from pydantic import PrivateAttr, ValidationError
 from pydantic.fields import FieldInfo
 
-from kvbm_core.config.fields import SettingFields
+from kvbm_core.config.fields import Adapter, SettingFields
 from kvbm_core.config.names import overrides_by_env, unknown_variable_warnings
 from kvbm_core.config.readers import shown
 from kvbm_core.errors import ConfigError
@@ -138,14 +138,19 @@ class KvbmSettings(SettingFields):
         """One line for each setting that was replaced, is risky, or has no effect."""
         return self._warnings
 
-    def warnings_under(self, engine: str) -> tuple[str, ...]:
-        """``warnings``, and one line for each setting that was made and has no effect under ``engine``."""
-        other = [
-            f"kvbm: {info.validation_alias}={shown(getattr(self, name))}: is for {_extra(info)['only']} only"
-            for name, info in type(self).model_fields.items()
-            if _extra(info)["only"] not in {"", engine} and self.is_set(name)
-        ]
-        return (*self._warnings, *other)
+    def warnings_under(self, adapter: Adapter) -> tuple[str, ...]:
+        """``warnings``, and one line for each setting that was made and has no effect under ``adapter``."""
+        return (*self._warnings, *self._unheeded(adapter))
+
+    def _unheeded(self, adapter: Adapter) -> Iterator[str]:
+        for name, info in type(self).model_fields.items():
+            extra = _extra(info)
+            if adapter in extra["only"] or not self.is_set(name):
+                continue
+            heeding = " and ".join(", ".join(extra["only"]).rsplit(", ", 1))
+            instead = f"; {extra['hicache']}" if adapter is Adapter.HICACHE and extra["hicache"] else ""
+            value = shown(getattr(self, name))
+            yield f"kvbm: {info.validation_alias}={value}: has no effect here, it is for {heeding}{instead}"
 
     def is_set(self, name: str) -> bool:
         """Whether the user gave the field ``name`` a value that is used."""

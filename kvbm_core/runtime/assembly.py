@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from kvbm_core.clock import Clock
-from kvbm_core.config import KvbmSettings
+from kvbm_core.config import Adapter, KvbmSettings
 from kvbm_core.observe.labels import FailureKind
 from kvbm_core.observe.log import setup_logging
 from kvbm_core.observe.metrics import Metrics
@@ -138,6 +138,20 @@ def checked_host_slots(settings: KvbmSettings, block_bytes: int, share_here: flo
     return slots
 
 
+def disk_options(
+    settings: KvbmSettings, *, deadline_s: float | None = None, check_at_start: bool = False
+) -> WorkerDiskOptions:
+    """How a rank's file is read and written. ``deadline_s``: where the setting does not fit the engine.
+
+    ``check_at_start``: what the engine needs; a user who made the setting decides otherwise.
+    """
+    if settings.disk_check_at_start is not None:
+        check_at_start = settings.disk_check_at_start
+    return WorkerDiskOptions(
+        FileOptions.of(settings), deadline_s or settings.disk_deadline_s, settings.disk_io, check_at_start
+    )
+
+
 def worker_options(
     settings: KvbmSettings,
     *,
@@ -146,35 +160,26 @@ def worker_options(
     disk_deadline_s: float | None = None,
     check_disk_at_start: bool = False,
 ) -> WorkerOptions:
-    """A rank's options. ``disk_deadline_s``: where the setting's default does not fit the engine.
-
-    ``check_disk_at_start``: what the engine needs; a user who made the setting decides otherwise.
-    """
-    if settings.disk_check_at_start is not None:
-        check_disk_at_start = settings.disk_check_at_start
+    """A rank's options. ``disk_deadline_s`` and ``check_disk_at_start``: see ``disk_options``."""
     return WorkerOptions(
         transfer_deadline_s=settings.transfer_deadline_s,
         max_concurrent_transfers=settings.max_concurrent_transfers,
         max_batch_blocks=settings.max_transfer_batch_size,
         verify=settings.verify_onboard,
         near_memory=not settings.disable_numa,
-        disk=WorkerDiskOptions(
-            FileOptions.of(settings),
-            disk_deadline_s or settings.disk_deadline_s,
-            settings.disk_io,
-            check_disk_at_start,
-        ),
+        disk=disk_options(settings, deadline_s=disk_deadline_s, check_at_start=check_disk_at_start),
         engine_carries_acks=engine_carries_acks,
         replicates=replicates,
         max_ctas=settings.nccl_max_ctas,
     )
 
 
-def announce(settings: KvbmSettings, engine: str) -> None:
+def announce(settings: KvbmSettings, adapter: Adapter) -> None:
     """Sets logging up and says what is odd about the settings. ConfigError if they name no tier."""
     setup_logging(settings.log_level)
-    settings.require_tier()
-    for warning in settings.warnings_under(engine):
+    if adapter is not Adapter.HICACHE:  # has one of SGLang's, and says itself what it needs
+        settings.require_tier()
+    for warning in settings.warnings_under(adapter):
         log.warning("%s", warning)
 
 
@@ -186,15 +191,15 @@ def metrics_of(settings: KvbmSettings) -> Metrics:
 def metrics_server(
     settings: KvbmSettings,
     metrics: Metrics,
-    data_parallel_rank: int,
+    rank: int,
     readiness: Callable[[], Readiness] = always_ready,
 ) -> MetricsServer | None:
-    """The endpoint for Prometheus, if it is asked for and its port is free. ``readiness``: for /health.
+    """The page for Prometheus, if it is asked for and its port is free. ``readiness``: for /health.
 
-    Engines of one data-parallel group take neighbouring ports.
+    Engines of one data-parallel group, and ranks with tiers of their own, take neighbouring ports.
     """
     if not settings.metrics:
         return None
-    port = settings.metrics_port + data_parallel_rank
+    port = settings.metrics_port + rank
     server = MetricsServer(port, metrics, settings.metrics_host, readiness)
     return server if server.start() else None

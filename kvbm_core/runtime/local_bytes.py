@@ -14,6 +14,7 @@ from kvbm_core.runtime.messages import DiskShare, Message, Store
 from kvbm_core.runtime.worker_disk import WorkerDisk, WorkerDiskOptions, piped
 from kvbm_core.storage.disk.record import whole_sectors
 from kvbm_core.storage.host_slab import HostSlab, available_memory_bytes
+from kvbm_core.transfer.digests import SlotDigests
 from kvbm_core.transfer.executor import Copier, DeviceMemory, Executor
 from kvbm_core.transfer.factory import make_executor, slab_cpus, slab_preparation
 from kvbm_core.transfer.plan import JobResult, TransferPlan
@@ -36,7 +37,8 @@ class LocalDisk:
 class LocalOptions:
     """``num_slots``: of the host tier. ``transfer_deadline_s``: what has not started by then is given up.
 
-    ``lease_ttl_s``: how long a match is held for an owner who does not come back.
+    ``lease_ttl_s``: how long a match is held for an owner who does not come back. ``verify``: a checksum of
+    each block is compared when it is loaded.
     """
 
     num_slots: int
@@ -46,6 +48,7 @@ class LocalOptions:
     max_concurrent_transfers: int = 4
     max_batch_blocks: int = 16
     near_memory: bool = True
+    verify: bool = False
 
 
 def slot_bytes_of(memory: DeviceMemory, *, with_disk: bool) -> int:
@@ -76,6 +79,7 @@ class LocalBytes:
         self._options = options
         self._on_result, self._on_released = on_result, on_released
         self._disk: WorkerDisk | None = None
+        self._digests = SlotDigests() if options.verify else None
         slot_bytes = slot_bytes_of(memory, with_disk=options.disk is not None)
         needed, available = options.num_slots * slot_bytes, available_memory_bytes()
         if needed > available:
@@ -101,7 +105,8 @@ class LocalBytes:
             share, fingerprint = disk_options.share, disk_options.fingerprint
             if disk.open(share, self._slab.slot_bytes, fingerprint) or disk.is_busy:
                 self._disk = disk
-                return piped(self._make_copier, disk, self._slab, self._finished, self._released)
+                finished, released = self._finished, self._released
+                return piped(self._make_copier, disk, self._slab, finished, released, self._digests)
         return self._make_copier(self._finished)
 
     def _make_copier(self, on_done: Callable[[JobResult], None]) -> Copier:
@@ -111,6 +116,7 @@ class LocalBytes:
             max_concurrent=self._options.max_concurrent_transfers,
             max_batch_blocks=self._options.max_batch_blocks,
             on_done=on_done,
+            digests=self._digests,
         )
 
     def submit(self, plan: TransferPlan) -> None:

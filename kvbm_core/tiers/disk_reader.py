@@ -13,6 +13,7 @@ from kvbm_core.errors import Outcome
 from kvbm_core.storage.base import Memory
 from kvbm_core.storage.disk.allocate import FileOptions
 from kvbm_core.storage.disk.block_file import BlockFileView, Geometry
+from kvbm_core.storage.disk.choose import AUTO
 from kvbm_core.storage.disk.side import Side
 from kvbm_core.storage.disk.slot_log import LogFollower, LogHeader
 from kvbm_core.tiers.disk_store import CLOSE_TIMEOUT_S, STOP_TIMEOUT_S, check_blocks, check_targets
@@ -30,7 +31,7 @@ class DiskReader:
     found from then on; what it removed, until the slot is used again. All checks are those of a DiskStore's
     reads, but a block that does not pass them is a MISS here: that the writer is just putting another one in
     its slot looks the same. ``geometry``: as the writer has it, where ``num_slots`` does not matter.
-    ``reads_straight``: see DiskStore.
+    ``reads_straight`` and ``io``: see DiskStore.
     """
 
     def __init__(
@@ -41,12 +42,14 @@ class DiskReader:
         *,
         clock: Clock | None = None,
         reads_straight: bool = True,
+        io: str = AUTO,
     ) -> None:
         self._path = path
         self._geometry = geometry
         self._options = options
         self._clock = clock or SystemClock()
         self._reads_straight = reads_straight
+        self._io = io
         self._books = threading.Lock()
         self._log = LogFollower(path, geometry)
         self._followed: LogHeader | None = None
@@ -184,7 +187,8 @@ class DiskReader:
         if self._opened is None:
             view = BlockFileView(self._path, self._geometry, self._options)
             try:
-                side = Side(view, self._clock, is_write=False, is_straight=self._reads_straight)
+                is_straight = self._reads_straight
+                side = Side(view, self._clock, is_write=False, is_straight=is_straight, io=self._io)
             except BaseException:
                 view.close()
                 raise

@@ -7,6 +7,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import chain
 from pathlib import Path
 
@@ -18,7 +19,8 @@ from kvbm_core.policy.lru import LruPolicy
 from kvbm_core.storage.base import Memory, parts_of
 from kvbm_core.storage.disk.allocate import FileOptions
 from kvbm_core.storage.disk.block_file import BlockFile, Geometry
-from kvbm_core.storage.disk.recovery import Found, Recovery, batches_of, is_block_key
+from kvbm_core.storage.disk.choose import AUTO, chosen_file_io
+from kvbm_core.storage.disk.recovery import SCAN_DEPTH, Found, Recovery, batches_of, is_block_key
 from kvbm_core.storage.disk.side import Side
 from kvbm_core.storage.disk.slot_log import SlotLog, withdraw_log
 from kvbm_core.tiers.tier import BlockTier, Reservation
@@ -57,7 +59,10 @@ class DiskStore:
     read that is TIMED_OUT may still be written into the caller's memory of that kind later: ``holds`` says
     so. For callers who cannot wait for that, ``reads_straight`` False lets all reads pass through memory of
     the store's own. ``shares``: other processes on this machine may read along, each with a DiskReader on the
-    same path.
+    same path. ``io``: see ``chosen_file_io``. ``check_at_start``: what an earlier process left is found once
+    all of it has been read and checked.
+
+    DiskError, one line, if the file or ``io`` cannot be had.
     """
 
     def __init__(
@@ -70,18 +75,23 @@ class DiskStore:
         clock: Clock | None = None,
         reads_straight: bool = True,
         shares: bool = False,
+        io: str = AUTO,
+        check_at_start: bool = False,
     ) -> None:
         self._clock = clock = clock or SystemClock()
         self._file = BlockFile(path, geometry, options)
         self._log = self._begin_log(shares)
         self._books = threading.Lock()
         self._tier = BlockTier(Tier.DISK, policy or LruPolicy(), clock)
-        self._writer = Side(self._file, clock, is_write=True, first_sequence=time.time_ns())
-        self._reader = Side(self._file, clock, is_write=False, is_straight=reads_straight)
+        self._writer, self._reader = self._make_sides(io, reads_straight)
         self._closed = False
         self._was_cleared = False
         self._late: list[Reservation] = []  # of writes that were given up and may still land in their slots
-        self._recovery = Recovery(self._file, self._take_in, clock)
+        make_io = None
+        if io != AUTO:
+            read_by = partial(chosen_file_io, kind=io, depth=SCAN_DEPTH)
+            make_io = partial(read_by, self._file.fd, is_direct=self._file.is_direct)
+        self._recovery = Recovery(self._file, self._take_in, clock, make_io, checks=check_at_start)
 
     @property
     def resident_blocks(self) -> int:
@@ -245,6 +255,19 @@ class DiskStore:
             withdraw_log(self._file.path)  # of an earlier store that shared: this one does not keep it up
             return None
         except BaseException:
+            self._file.close()
+            raise
+
+    def _make_sides(self, io: str, reads_straight: bool) -> tuple[Side, Side]:
+        writer: Side | None = None
+        try:
+            writer = Side(self._file, self._clock, is_write=True, first_sequence=time.time_ns(), io=io)
+            return writer, Side(self._file, self._clock, is_write=False, is_straight=reads_straight, io=io)
+        except BaseException:
+            if writer is not None:
+                writer.close(CLOSE_TIMEOUT_S)
+            if self._log is not None:
+                self._log.close()
             self._file.close()
             raise
 

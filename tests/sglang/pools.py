@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -18,12 +19,18 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig, PoolHitPo
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
+from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
+from sglang.srt.runtime_context import get_parallel
 
+from kvbm_core.config import Adapter
 from kvbm_core.storage.disk.allocate import FileOptions, open_file
 from kvbm_core.storage.disk.inspect import find_files
+from kvbm_core.storage.disk.io import ThreadIo
 from kvbm_core.storage.disk.record import slot_offset_bytes, unpack_file, unpack_record
 from kvbm_sglang.hicache import KvbmHiCache
-from kvbm_sglang.store import PageStore
+from kvbm_sglang.linker import KvbmLinker
+from kvbm_sglang.store import DEADLINE_S, PageStore
+from tests import settings_walk
 
 PAGE_TOKENS, NUM_PAGES, LAYERS = 16, 32, 4
 RECOVERED_S = 30.0
@@ -418,6 +425,75 @@ def joins_later(folder: str, seed: int) -> None:
             holder.close()
             store._pools._next_try_s = 0.0  # the pause is over
             assert store.batch_exists(keys) == 4
+
+
+def settings_of_hicache(folder: str, seed: int) -> list[str]:
+    """Settings that HiCache's backend neither heeds nor tells of."""
+    runs = []
+    for in_blocks in (True, False):
+        place = f"{folder}/{in_blocks}"
+        with settings_walk.everything_set(place, settings_walk.free_port(), in_blocks=in_blocks) as seen:
+            store = KvbmHiCache(config_of(), {})
+            try:
+                pool = make_pool("mha", "page_first", seed)
+                store.register_mem_pool_host(pool)
+                store.on_host_pools_registered()
+                assert all(store.batch_set_v1(keys_of(4), indices([0, 1, 2, 3])))
+                kept = store._pools._stores["kv"]
+                assert isinstance(kept, PageStore)
+                if in_blocks:
+                    assert kept.num_slots == 32
+                assert kept._deadline_s == DEADLINE_S, "30 s are more than SGLang gives"
+                assert isinstance(kept._store._writer.lane._io, ThreadIo)
+                assert isinstance(kept._store._reader.lane._io, ThreadIo)
+                assert any("KVBM_DISK_DEADLINE_S=30" in line for line in seen.told)
+            finally:
+                store.close()
+        runs.append(seen)
+    return settings_walk.neither_read_nor_told(Adapter.HICACHE, runs)
+
+
+def settings_of_linker(folder: str, rank: int) -> list[str]:
+    """Settings that the linker neither heeds nor tells of; and its page, on the port of its rank."""
+    runs = []
+    parallel = {"attn_tp_rank": rank, "attn_tp_size": 2, "tp_rank": rank, "tp_size": 2, "attn_dp_size": 1}
+    pool = MHATokenToKVPool(
+        size=NUM_PAGES * PAGE_TOKENS,
+        page_size=PAGE_TOKENS,
+        dtype=torch.bfloat16,
+        layer_num=LAYERS,
+        head_num=2,
+        head_dim=64,
+        device="cpu",
+        enable_memory_saver=False,
+    )
+    params = SimpleNamespace(
+        token_to_kv_pool_allocator=SimpleNamespace(get_kvcache=lambda: pool),
+        page_size=PAGE_TOKENS,
+        pp_rank=0,
+        pp_size=1,
+        attn_cp_rank=0,
+        attn_cp_size=1,
+        is_eagle=False,
+        mtp_draft_device_pools=[],
+        sidecar_draft_device_pools=[],
+    )
+    for in_blocks in (True, False):
+        place, port = f"{folder}/{in_blocks}", settings_walk.free_port()
+        with (
+            settings_walk.everything_set(place, port, in_blocks=in_blocks) as seen,
+            get_parallel().override(dp_rank=None, **parallel),
+        ):
+            server_args = SimpleNamespace(model_path=folder)
+            linker = KvbmLinker(server_args, params, components={ComponentType.FULL})
+            try:
+                with urllib.request.urlopen(f"http://127.0.0.1:{port + rank}/metrics", timeout=10) as page:
+                    assert "kvbm_matched_tokens 0.0" in page.read().decode()
+            finally:
+                linker.close()
+            assert linker._parts._tiers is not None
+        runs.append(seen)
+    return settings_walk.neither_read_nor_told(Adapter.LINKER, runs)
 
 
 # ---------------------------------------------------------------- inside

@@ -90,3 +90,16 @@ def test_a_wrong_setting_is_one_line(sglang: Worker, tmp_path: Path) -> None:
     assert "DYN_KVBM_DISK_CACHE_GB" in refused()
     assert "interface_v1=0" in refused(interface_v1=0, DYN_KVBM_DISK_CACHE_GB=1)
     assert "much" in refused(DYN_KVBM_DISK_CACHE_GB="much")
+
+
+def test_each_setting_is_read_by_hicache_or_its_user_is_told(
+    sglang: Worker, tmp_path: Path, seed: int
+) -> None:
+    assert sglang.run(f"{SCENES}:settings_of_hicache", folder=str(tmp_path), seed=seed) == []
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_each_setting_is_read_by_the_linker_or_its_user_is_told(
+    sglang: Worker, tmp_path: Path, rank: int
+) -> None:
+    assert sglang.run(f"{SCENES}:settings_of_linker", folder=str(tmp_path), rank=rank) == []

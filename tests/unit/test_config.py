@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvbm_core.config import KvbmSettings, SettingSource
+from kvbm_core.config import Adapter, KvbmSettings, SettingSource
 from kvbm_core.errors import ConfigError, KvbmError
 
 # Name and default of everything that KVBM 1.6.1 reads, and of kvbm's own settings.
@@ -329,10 +329,20 @@ def test_what_only_another_engine_heeds_is_said_in_one_line_each(monkeypatch: py
     monkeypatch.setenv("DYN_KVBM_NCCL_MLA_MODE", "true")
     monkeypatch.setenv("DYN_KVBM_HOST_OFFLOAD_PREFIX_MIN_PRIORITY", "40")
     settings = KvbmSettings.from_env()
-    assert settings.warnings == settings.warnings_under("TensorRT-LLM") == ()
-    said = settings.warnings_under("vLLM")
+    assert settings.warnings == settings.warnings_under(Adapter.TRTLLM) == ()
+    said = settings.warnings_under(Adapter.VLLM)
     assert [line.split("=")[0] for line in said] == [
         "kvbm: DYN_KVBM_HOST_OFFLOAD_PREFIX_MIN_PRIORITY",
         "kvbm: DYN_KVBM_NCCL_MLA_MODE",
     ]
-    assert all("for TensorRT-LLM only" in line for line in said)
+    assert all(line.endswith("has no effect here, it is for TensorRT-LLM") for line in said)
+
+
+def test_who_sets_what_sglang_has_itself_is_told_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DYN_KVBM_CPU_CACHE_GB", "20")
+    settings = KvbmSettings.from_env()
+    assert settings.warnings_under(Adapter.HICACHE) == (
+        "kvbm: DYN_KVBM_CPU_CACHE_GB=20.0: has no effect here, it is for vLLM, TensorRT-LLM and SGLang's "
+        "linker; SGLang has the host tier: --hicache-size or --hicache-ratio",
+    )
+    assert settings.warnings_under(Adapter.LINKER) == ()

@@ -14,6 +14,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="NOT RUN: SGLang's pages; torch is missing")
 
 from kvbm_core.errors import LayoutError, Outcome  # noqa: E402
+from kvbm_core.runtime.worker_disk import WorkerDiskOptions  # noqa: E402
 from kvbm_core.storage.disk.allocate import FileOptions  # noqa: E402
 from kvbm_sglang.identity import KV, namespace_of, page_keys  # noqa: E402
 from kvbm_sglang.pages import Pages  # noqa: E402
@@ -71,7 +72,9 @@ def store_of(folder: Path, pool: Pool, config: Any = CONFIG, num_slots: int = 16
     namespace = replace(
         namespace_of(config, pool, KV, pages.piece_bytes, ENGINE), extra=(("pool", KV), ("weights", "w"))
     )
-    store = PageStore(folder, pages, namespace, num_slots, FileOptions(is_direct=False), shares=False)
+    store = PageStore(
+        folder, pages, namespace, num_slots, WorkerDiskOptions(FileOptions(is_direct=False)), shares=False
+    )
     assert store._store.wait_recovered(30.0)
     return store
 

@@ -13,6 +13,7 @@ from kvbm_core.storage.base import Memory, parts_of
 from kvbm_core.storage.disk.aio_io import make_file_io
 from kvbm_core.storage.disk.block_file import BlockFile
 from kvbm_core.storage.disk.bounce import Bounce, Bounced
+from kvbm_core.storage.disk.choose import AUTO, chosen_file_io
 from kvbm_core.storage.disk.lane import MAX_RECORD_PIECES, Lane, Record
 from kvbm_core.storage.disk.read_twice import read_twice
 from kvbm_core.storage.disk.record import SECTOR_BYTES
@@ -22,7 +23,8 @@ from kvbm_core.types import BlockKey
 class Side:
     """A lane, and places for blocks whose memory is not made of whole sectors. Hold ``lock`` to use it.
 
-    ``is_straight`` False: all blocks pass through those places.
+    ``is_straight`` False: all blocks pass through those places. ``io``: see ``chosen_file_io``; DiskError for
+    one that cannot be had.
     """
 
     def __init__(
@@ -33,10 +35,12 @@ class Side:
         is_write: bool,
         first_sequence: int = 0,
         is_straight: bool = True,
+        io: str = AUTO,
     ) -> None:
         self.lock = threading.Lock()
-        io = make_file_io(file.fd, is_direct=file.is_direct)
-        self.lane = Lane(file, io, first_sequence=first_sequence, clock=clock)
+        make_io = make_file_io if io == AUTO else partial(chosen_file_io, kind=io)
+        file_io = make_io(file.fd, is_direct=file.is_direct)
+        self.lane = Lane(file, file_io, first_sequence=first_sequence, clock=clock)
         self._read = partial(read_twice, self.lane, path=file.path, clock=clock)
         self._clock = clock
         self._is_write = is_write

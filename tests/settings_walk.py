@@ -1,0 +1,165 @@
+"""Every setting made at once, and which of them an adapter reads, or tells its user not to heed."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from kvbm_core import config
+from kvbm_core.config import Adapter, KvbmSettings
+
+_CONFIG = str(Path(config.__file__).parent)
+# What a caller outside learns of settings without naming them.
+_ANSWERS = {"has_host_tier", "has_disk_tier", "host_tier_slots", "disk_tier_slots"}
+_BLOCKS = ("cpu_cache_override_num_blocks", "disk_cache_override_num_blocks")
+
+
+@dataclass
+class Seen:
+    """``read``: fields that code outside of ``kvbm_core.config`` looked at. ``told``: lines of the log."""
+
+    read: set[str] = field(default_factory=set)
+    told: list[str] = field(default_factory=list)
+
+
+def free_port() -> int:
+    """Of loopback, now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def values(folder: str, metrics_port: int) -> dict[str, str]:
+    """A value other than the default for each field, as text."""
+    return {
+        "cpu_cache_gb": "0.01",
+        "cpu_cache_override_num_blocks": "24",
+        "disk_cache_gb": "0.01",
+        "disk_cache_override_num_blocks": "32",
+        "disk_cache_dir": folder,
+        "disk_zerofill_fallback": "1",
+        "disk_disable_o_direct": "1",
+        "disk_allocator_type": "open-direct",
+        "disable_disk_offload_filter": "true",
+        "disk_deadline_s": "30",
+        "disk_io": "threads",
+        "disk_check_at_start": "true",
+        "host_offload_prefix_min_priority": "1",
+        "disable_write_combined": "1",
+        "disable_numa": "true",
+        "enable_numa": "true",
+        "max_concurrent_transfers": "3",
+        "max_transfer_batch_size": "15",
+        "transfer_deadline_s": "50",
+        "lease_ttl_s": "20",
+        "share_wait_s": "0.5",
+        "sync_onboard_bytes": "1",
+        "decode_run_tokens": "64",
+        "verify_onboard": "true",
+        "load_failure_policy": "fail",
+        "nccl_mla_mode": "true",
+        "nccl_max_ctas": "4",
+        "leader_worker_init_timeout_s": "900",
+        "start_wait_s": "0.01",
+        "leader_zmq_host": "127.0.0.1",
+        "leader_zmq_pub_port": str(free_port()),
+        "leader_zmq_ack_port": str(free_port()),
+        "runtime_enabled": "true",
+        "metrics": "true",
+        "metrics_port": str(metrics_port),
+        "metrics_host": "127.0.0.1",
+        "cache_stats_max_requests": "500",
+        "cache_stats_log_interval_s": "60",
+        "log_level": "debug",
+        "enable_record": "true",
+        "events_medium": "CPU",
+        "kv_events_enable_consolidator": "true",
+        "kv_events_consolidator_mode": "passthrough",
+        "trtllm_zmq_port": "5555",
+        "fatbin_path": "x.fatbin",
+    }
+
+
+@contextmanager
+def everything_set(folder: str, metrics_port: int, *, in_blocks: bool) -> Iterator[Seen]:
+    """Each setting is made in the environment. ``in_blocks``: sizes in blocks win, else there are none."""
+    names = KvbmSettings.env_names()
+    made = values(folder, metrics_port)
+    assert made.keys() == names.keys(), "a new setting needs a value here"
+    given = {names[name]: text for name, text in made.items() if in_blocks or name not in _BLOCKS}
+    seen = Seen()
+    handler = logging.Handler()
+    handler.emit = lambda record: seen.told.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("kvbm")
+    level = logger.level
+    logger.addHandler(handler)
+    try:
+        with patch.dict(os.environ, given), _recording(seen.read):
+            yield seen
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+
+
+@contextmanager
+def _recording(read: set[str]) -> Iterator[None]:
+    fields = set(KvbmSettings.model_fields)
+    plain_source, plain_is_set = KvbmSettings.source, KvbmSettings.is_set
+
+    def is_from_outside(depth: int) -> bool:
+        code = sys._getframe(depth).f_code
+        return not code.co_filename.startswith(_CONFIG) or code.co_name in _ANSWERS
+
+    def look(self: KvbmSettings, name: str) -> Any:
+        if name in fields and is_from_outside(2):
+            read.add(name)
+        return object.__getattribute__(self, name)
+
+    def source(self: KvbmSettings, name: str) -> Any:
+        if is_from_outside(2):
+            read.add(name)
+        return plain_source(self, name)
+
+    def is_set(self: KvbmSettings, name: str) -> bool:
+        if is_from_outside(2):
+            read.add(name)
+        return plain_is_set(self, name)
+
+    with (
+        patch.object(KvbmSettings, "__getattribute__", look),
+        patch.object(KvbmSettings, "source", source),
+        patch.object(KvbmSettings, "is_set", is_set),
+    ):
+        yield
+
+
+def neither_read_nor_told(adapter: Adapter, runs: list[Seen]) -> list[str]:
+    """Settings that do nothing under ``adapter`` without its user hearing of it. [] is good.
+
+    One that says it is heeded has to be read; one that is not has to be told; what is always so need not.
+    """
+    read = set().union(*(run.read for run in runs))
+    told = "\n".join(line for run in runs for line in run.told)
+    wrong = []
+    for name, info in KvbmSettings.model_fields.items():
+        extra = info.json_schema_extra
+        assert isinstance(extra, dict)
+        is_told = f"kvbm: {info.validation_alias}=" in told
+        only = extra["only"]
+        assert isinstance(only, tuple)
+        is_heeded = adapter in only and not extra["later"]
+        if extra["granted"]:
+            continue
+        if is_heeded and name not in read:
+            wrong.append(f"{name}: is not read")
+        elif not is_heeded and not is_told:
+            wrong.append(f"{name}: has no effect, and nobody is told")
+    return wrong
