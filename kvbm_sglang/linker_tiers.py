@@ -31,6 +31,8 @@ log = logging.getLogger("kvbm")
 
 MAX_WAITING_STORES = 1024
 """Each keeps its device pages from being evicted."""
+MAX_QUERIED = 4096
+"""Requests of which it is remembered that they were looked up; so that each counts once."""
 QUIESCE_TIMEOUT_S = 60.0
 WRITE_OUT_TIMEOUT_S = 3.0
 
@@ -40,13 +42,16 @@ WaitReady = Callable[[], None]
 
 @dataclass(eq=False)
 class _Load:
-    """A load of one request. ``claim`` None: it has failed already. ``index``: of its batch.
+    """A load of one request. ``claim`` None: it has failed already. ``index``: of its batch. Of its pages
+    ``num_queried`` were looked up, and ``num_read`` come from the disk.
 
     ``is_begun``: the tiers have it. ``is_over``: it was given up before that.
     """
 
     claim: Claim | None
     indices: Any
+    num_queried: int = 0
+    num_read: int = 0
     index: int = -1
     is_begun: bool = False
     is_over: bool = False
@@ -82,6 +87,7 @@ class LinkerTiers:
         self._root = root
         self._metrics = metrics
         self._pending: dict[str, _Load] = {}
+        self._queried: dict[str, int] = {}
         self._stores: deque[_Store] = deque()
         self._changed = threading.Condition()
         self._loading: set[_Load] = set()
@@ -100,9 +106,20 @@ class LinkerTiers:
         if self._tiers is None or not keys:
             return []
         (first,) = page_keys(self._root, [keys[0]])
-        if not self._tiers.contains(first):  # most prompts that are new are new from their first page on
-            return []
-        return list(range(1, self._tiers.match(rid, page_keys(self._root, list(keys))) + 1))
+        num_found = 0
+        if self._tiers.contains(first):  # most prompts that are new are new from their first page on
+            num_found = self._tiers.match(rid, page_keys(self._root, list(keys)))
+        self._note_query(rid, len(keys), is_hit=num_found > 0)
+        return list(range(1, num_found + 1))
+
+    def _note_query(self, rid: str, num_pages: int, *, is_hit: bool) -> None:
+        """A request that waits is looked up again and again; a hit counts when it has been loaded."""
+        is_new = rid not in self._queried
+        self._queried[rid] = num_pages
+        if len(self._queried) > MAX_QUERIED:
+            del self._queried[next(iter(self._queried))]
+        if is_new and not is_hit:
+            self._metrics.request_hits(0, 0, num_pages)
 
     def load(self, rid: str, keys: Sequence[str], indices: Any) -> None:
         """Queues a load into the pages of ``indices``, for the next ``start``. What cannot be loaded fails
@@ -110,7 +127,8 @@ class LinkerTiers:
         """
         self.cancel(rid)
         claim = None if self._tiers is None else self._tiers.claim(rid, page_keys(self._root, list(keys)))
-        self._pending[rid] = _Load(claim, indices)
+        num_queried = max(len(keys), self._queried.get(rid, 0))
+        self._pending[rid] = _Load(claim, indices, num_queried)
 
     def fail_load(self, rid: str) -> None:
         """Queues a load that fails."""
@@ -162,7 +180,7 @@ class LinkerTiers:
             if load.is_over:
                 return
             if blocks is not None:
-                load.is_begun = True
+                load.is_begun, load.num_read = True, len(load.claim.reads)
                 self._tiers.load(load.claim, blocks, partial(self._load_ended, load))
                 return
             load.is_over = True
@@ -171,6 +189,10 @@ class LinkerTiers:
 
     def _load_ended(self, load: _Load, outcome: Outcome) -> None:
         self.counter.end_load(load.index, has_landed=outcome is Outcome.OK)
+        if outcome is Outcome.OK and self._pages is not None and load.claim is not None:
+            num_pages = len(load.claim.keys)
+            self._metrics.matched_tokens(num_pages * self._pages.page_tokens)
+            self._metrics.request_hits(num_pages - load.num_read, load.num_read, load.num_queried)
         with self._changed:
             self._loading.discard(load)
             self._changed.notify_all()

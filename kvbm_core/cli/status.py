@@ -86,6 +86,10 @@ def status_rows(samples: Samples) -> Iterator[Row]:
         direction = labels.get("direction", "")
         mean = _mean_ms(samples, direction)
         yield f"{direction}ed", "bytes", f"{format_bytes(value)}{mean}"
+    for labels, value in samples.get("kvbm_tier_transfer_bytes_total", ()):
+        if value:
+            rate = _mean_rate(samples, labels, value)
+            yield "moved", f"{labels.get('from')} to {labels.get('to')}", f"{format_bytes(value)}{rate}"
     yield from _tier_rows(samples)
     yield "in flight", "transfers", _count(_total(samples, "kvbm_pending_jobs"))
     yield "in flight", "leases", _count(_total(samples, "kvbm_live_leases"))
@@ -113,6 +117,11 @@ def _tier_rows(samples: Samples) -> Iterator[Row]:
         if capacity:
             share = f"{100 * used / capacity:.0f} %"
             yield "tiers", tier, f"{_count(used)} of {_count(capacity)} blocks ({share})"
+
+
+def _mean_rate(samples: Samples, labels: dict[str, str], num_bytes: float) -> str:
+    seconds = sum(value for of, value in samples.get("kvbm_tier_transfer_seconds_sum", ()) if of == labels)
+    return f" at {format_bytes(num_bytes / seconds)}/s on average" if seconds else ""
 
 
 def _mean_ms(samples: Samples, direction: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -147,7 +147,7 @@ class KvbmSettings(SettingFields):
             extra = _extra(info)
             if adapter in extra["only"] or not self.is_set(name):
                 continue
-            heeding = " and ".join(", ".join(extra["only"]).rsplit(", ", 1))
+            heeding = listed(extra["only"])
             instead = f"; {extra['hicache']}" if adapter is Adapter.HICACHE and extra["hicache"] else ""
             value = shown(getattr(self, name))
             yield f"kvbm: {info.validation_alias}={value}: has no effect here, it is for {heeding}{instead}"
@@ -241,6 +241,12 @@ class KvbmSettings(SettingFields):
             f"({_gb(device_bytes)}), so blocks will be evicted before they are reused; "
             f"set {_CPU_GB} to {device_bytes / _BYTES_PER_GB:.1f} or more"
         )
+
+
+def listed(adapters: Sequence[Adapter]) -> str:
+    """Their names in a sentence."""
+    *first, last = map(str, adapters)
+    return f"{', '.join(first)} and {last}" if first else last
 
 
 def _extra(info: FieldInfo) -> dict[str, Any]:

@@ -150,6 +150,7 @@ def test_status_shows_the_disk_where_there_is_one(metrics_port: int) -> None:
     metrics.onboarded_blocks(30, Tier.DISK, Tier.DEVICE)
     metrics.request_hits(0, 2, 4)
     metrics.tier_usage(Tier.DISK, 40, 400)
+    metrics.tier_transfer(Tier.HOST, Tier.DISK, 3_000_000, 0.002)
     server = MetricsServer(0, metrics, "127.0.0.1")
     assert server.start()
     try:
@@ -161,6 +162,7 @@ def test_status_shows_the_disk_where_there_is_one(metrics_port: int) -> None:
         "to disk 40 blocks",
         "disk to device 30 blocks",
         "disk 40 of 400 blocks (10 %)",
+        "host to disk 3 MB at 1.5 GB/s on average",
     ):
         assert words in text
 

@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from kvbm_core.cli.serve_line import KV_TRANSFER_CONFIG
-from kvbm_core.config import KvbmSettings
+from kvbm_core.config import Adapter, KvbmSettings
+from kvbm_core.config.settings import listed
 from kvbm_core.observe.metrics import Metrics
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -48,6 +49,7 @@ def test_the_dashboard_queries_what_is_served() -> None:
     unknown = {name for name in asked if name not in served and SERIES_SUFFIX.sub("", name) not in served}
     assert not unknown
     own = {"kvbm_tier_blocks", "kvbm_bytes_total", "kvbm_failures_total", "kvbm_transfer_seconds_bucket"}
+    own |= {"kvbm_tier_transfer_bytes_total", "kvbm_tier_transfer_seconds_bucket"}
     assert own <= asked
 
 
@@ -106,6 +108,16 @@ def test_every_setting_is_documented_with_its_default() -> None:
             text = f"{default:g}" if isinstance(default, float) else str(default)
         actual[KvbmSettings.env_names()[name]] = (name, text)
     assert documented == actual
+
+
+def test_every_setting_that_not_all_heed_says_who_does() -> None:
+    text = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
+    for info in KvbmSettings.model_fields.values():
+        (row,) = re.findall(rf"^\| `{info.validation_alias}` .*$", text, re.M)
+        extra = info.json_schema_extra
+        assert isinstance(extra, dict) and isinstance(extra["only"], tuple)
+        only = None if len(extra["only"]) == len(Adapter) else f"*{listed(extra['only'])}.* |"
+        assert "*Only " not in row if only is None else row.endswith(only.replace("*", "*Only ", 1)), row
 
 
 def test_every_metric_is_documented() -> None:

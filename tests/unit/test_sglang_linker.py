@@ -17,6 +17,7 @@ torch = pytest.importorskip("torch", reason="NOT RUN: SGLang's linker; torch is 
 from kvbm_core.config import KvbmSettings  # noqa: E402
 from kvbm_core.errors import ConfigError, StuckCopyError  # noqa: E402
 from kvbm_core.observe.metrics import Metrics  # noqa: E402
+from kvbm_core.runtime.assembly import metrics_of  # noqa: E402
 from kvbm_core.runtime.disk_folder import TOP  # noqa: E402
 from kvbm_core.storage.disk.allocate import FileOptions, open_file  # noqa: E402
 from kvbm_core.storage.disk.io import Transfer  # noqa: E402
@@ -58,7 +59,6 @@ class Bench:
 
     def __init__(self, folder: Path, pool: Any = None, *, model: str = "", **settings: Any) -> None:
         self.pool = pool or MHATokenToKVPool()
-        self.metrics = Metrics()
         pages = DevicePages(self.pool, PAGE_TOKENS)
         given = {
             "DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS": 12,
@@ -69,6 +69,7 @@ class Bench:
         }
         ranks = Ranks({"tp_rank": 0, "tp_size": 1}, 1)
         read = KvbmSettings.from_env(given)
+        self.metrics = metrics_of(read)
         make = partial(assemble, engine={}, ranks=ranks, num_layers=LAYERS)
         self.linker = make(pages, read, self.metrics, model=model or str(_weights(folder)))
         slots, disk_slots = read.host_tier_slots(pages.page_bytes), read.disk_cache_override_num_blocks or 0
@@ -147,6 +148,19 @@ def test_pages_come_back_to_other_places(kind: str, bench_of: Callable[..., Benc
     assert bench.load("r", *KEYS[:3]) and bench.came(*KEYS[:3])
     assert bench.linker.lookup("r", KEYS[1:3]) == [1, 2]  # the tree has the first one itself
     assert bench.linker.lookup("r", []) == []
+
+
+def test_the_page_counts_each_request_once(bench_of: Callable[..., Bench]) -> None:
+    bench = bench_of()
+    bench.offload(*KEYS[:3])
+    for _ in range(3):  # as a request that waits is
+        assert bench.linker.lookup("new", KEYS[6:10]) == []
+        assert bench.linker.lookup("r", KEYS[:4]) == [1, 2, 3]
+    assert bench.load("r", *KEYS[:3])
+    counted = bench.metrics.snapshot()
+    assert counted["kvbm_matched_tokens"] == 3 * PAGE_TOKENS
+    assert bench.metrics.hit_window() == (3, 0, 8)
+    assert counted["kvbm_host_cache_hit_rate"] == 3 / 8
 
 
 def test_they_are_found_again_after_a_restart(bench_of: Callable[..., Bench]) -> None:

@@ -15,8 +15,10 @@ def test_each_setting_is_read_or_its_user_is_told(short_path: Path) -> None:
         folder = short_path / str(in_blocks)
         folder.mkdir()
         port = settings_walk.free_port()
-        with settings_walk.everything_set(str(folder / "disk"), port, in_blocks=in_blocks) as seen:
-            with KvbmEngine(folder, host_blocks=24):
-                pass  # started, which is when all of them are read
+        with (
+            settings_walk.everything_set(str(folder / "disk"), port, in_blocks=in_blocks) as seen,
+            KvbmEngine(folder, host_blocks=24),
+        ):
+            pass  # started, which is when all of them are read
         runs.append(seen)
     assert settings_walk.neither_read_nor_told(Adapter.VLLM, runs) == []
