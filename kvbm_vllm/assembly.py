@@ -94,6 +94,7 @@ def build_scheduler_side(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
         settings.share_wait_s,
         bool(vllm_config.cache_config.enable_prefix_caching),
         watch=watch_options(settings),
+        audit_rate=settings.audit_rate,
     )
     leader = Leader(groups, tier, handshake, world_size, clock, metrics, options, events.on_end, disk.setup())
     channel = open_channel(endpoint_of(vllm_config, settings), handshake, disk, metrics)

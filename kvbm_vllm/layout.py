@@ -38,12 +38,14 @@ def device_memory(
     info_of = {info.name: info for info in infos}
     views: list[BlockView] = []
     identities: list[str] = []
+    dtypes: list[str] = []
     for group in kv_cache_config.kv_cache_groups:
         layers = [info_of[name] for name in group.layer_names if name in info_of]
         view = view_of_tensors(layers, int(kv_cache_config.num_blocks))
         views.append(view)
         identities.append(_identity(group.kv_cache_spec, layers, view, rank, world_size).fingerprint())
-    return DeviceMemory(tuple(views), storages), "+".join(identities)
+        dtypes.append(_dtype_of(group.kv_cache_spec, layers))
+    return DeviceMemory(tuple(views), storages, tuple(dtypes)), "+".join(identities)
 
 
 def _without_shared_layers(names: list[str], kv_caches: dict[str, torch.Tensor]) -> list[str]:
@@ -54,6 +56,14 @@ def _without_shared_layers(names: list[str], kv_caches: dict[str, torch.Tensor])
     for name in names:
         seen.setdefault(id(kv_caches[name]), name)
     return list(seen.values())
+
+
+def _dtype_of(spec: Any, layers: list[TensorInfo]) -> str:
+    """See DeviceMemory.dtypes; padding is no number."""
+    specs = list(getattr(spec, "kv_cache_specs", {}).values()) or [spec]
+    is_padded = any(getattr(layer_spec, "page_size_padded", None) is not None for layer_spec in specs)
+    names = {layer.dtype.removeprefix("torch.") for layer in layers}
+    return names.pop() if len(names) == 1 and not is_padded else ""
 
 
 def _identity(

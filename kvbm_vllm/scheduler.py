@@ -159,14 +159,17 @@ class SchedulerSide:
         fences = tuple(sorted(self.leader.readers_of(overwritten))) if overwritten else ()
         self._plan_offloads(scheduler_output)
         offload = self.leader.take_offloads()
-        for share in offload.shares if offload is not None else ():
+        moved = [offload] if offload is not None else []
+        moved += self.leader.take_audits()
+        self._planned.update(job.job_id for job in moved)
+        for share in (share for job in moved for share in job.shares):
             self._pins.hold(share)
         metadata = QUIET
         is_idle = scheduler_output.total_num_scheduled_tokens == 0
-        if offload or fences or is_idle or self._onboards or self._failed_loads or self._new_finishing:
+        if moved or fences or is_idle or self._onboards or self._failed_loads or self._new_finishing:
             metadata = DynamoConnectorMetadata(
                 onboards=self._onboards,
-                offloads=[] if offload is None else [offload.plan()],
+                offloads=[job.plan() for job in moved],
                 failed_loads=self._failed_loads,
                 fences=fences,
                 is_idle=is_idle,
@@ -337,7 +340,7 @@ class SchedulerSide:
         metadata = DynamoConnectorMetadata(
             failed_loads={**self._announced}, fence_all=True, finishing=dict(self._new_finishing)
         )
-        planned = self._planned
+        planned = self._planned | {job.job_id for job in self.leader.take_audits()}
         self._new_step()
         for job_id in planned:
             self.leader.abandon(job_id)

@@ -194,6 +194,13 @@ class SettingFields(BaseSettings):
         only=_WITH_HOST_TIER,
         hicache="each page has a checksum that is compared anyway",
     )
+    audit_rate: r.Share = _setting(
+        "KVBM_AUDIT_RATE",
+        0.0,
+        "Share of hits (0 to 1) that are computed again and compared with what is stored; "
+        "0.001 costs little.",
+        only=(Adapter.VLLM,),
+    )
     load_failure_policy: r.LoadFailurePolicy = _setting(
         "KVBM_LOAD_FAILURE_POLICY",
         "recompute",

@@ -70,6 +70,8 @@ def _counter(name: str, doc: str, label: str = "", values: Iterable[str] = ()) -
     return _Spec(name, "counter", doc, (label,), tuple((str(value),) for value in values))
 
 
+_AUDITS = ("equal", "wrong", "not_compared", _OTHER)
+
 # KVBM's names first, as its dashboards query them; then ours.
 _SPECS = (
     _counter("kvbm_matched_tokens", "Tokens found beyond the device's own prefix cache, once per request"),
@@ -95,6 +97,7 @@ _SPECS = (
     _counter("kvbm_failures_total", "Failures outside kvbm's control, by kind", "kind", FAILURE_KINDS),
     _counter("kvbm_guarded_errors_total", "Errors of kvbm kept from the engine, by seam", "seam", Seam),
     _counter("kvbm_uncached_requests_total", "Requests served without the cache", "reason", UncachedReason),
+    _counter("kvbm_audited_blocks_total", "Blocks computed again to be compared", "result", _AUDITS),
     _Spec("kvbm_pending_jobs", "gauge", "Transfers submitted and not yet acknowledged by every worker"),
     _Spec("kvbm_live_leases", "gauge", "Leases that pin blocks"),
     _Spec("kvbm_silent_ranks", "gauge", "Ranks that do not answer; nothing is loaded or stored meanwhile"),
@@ -279,6 +282,10 @@ class Metrics(Collector):
     def guarded_error(self, seam: str) -> None:
         """A guard kept an error from the engine; ``seam`` is a Seam."""
         self._add("kvbm_guarded_errors_total", 1, seam)
+
+    def audited_blocks(self, result: str, n_blocks: int) -> None:
+        """Blocks of one audit; ``result``: equal, wrong or not_compared."""
+        self._add("kvbm_audited_blocks_total", n_blocks, result)
 
     def uncached_request(self, reason: str) -> None:
         """A request is served without the cache; ``reason`` is an UncachedReason."""

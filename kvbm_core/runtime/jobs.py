@@ -41,7 +41,8 @@ class Share:
 class Job:
     """One TransferPlan: an onboard of one request, or what a step offloads, of any number of requests.
 
-    ``reservation``: slots for the blocks of all shares of an offload, whose fate is one.
+    ``reservation``: slots for the blocks of all shares of an offload, whose fate is one. ``compares``: see
+    TransferPlan; such a job has one share, with leases as an onboard's.
     """
 
     job_id: int
@@ -55,6 +56,7 @@ class Job:
     shares: list[Share] = field(default_factory=list)
     reservation: Reservation | None = None
     acks: list[JobAck] = field(default_factory=list)
+    compares: bool = False
     device_blocks: set[int] = field(default_factory=set)
     """Read by an offload, written by an onboard; all groups and requests together."""
 
@@ -64,6 +66,11 @@ class Job:
         return sum(len(share.keys) for share in self.shares)
 
     @property
+    def stores(self) -> bool:
+        """Whether it writes slots: an offload that does not only compare."""
+        return self.direction is Direction.OFFLOAD and not self.compares
+
+    @property
     def outcome(self) -> Outcome:
         """OK only if every rank said so; else the first trouble."""
         return next((ack.outcome for ack in self.acks if ack.outcome is not Outcome.OK), Outcome.OK)
@@ -71,7 +78,8 @@ class Job:
     def plan(self) -> TransferPlan:
         """The order to the workers; one move per group."""
         if len(self.shares) == 1:
-            return TransferPlan(self.job_id, self.direction, self.shares[0].moves, self.shares[0].reads)
+            (share,) = self.shares
+            return TransferPlan(self.job_id, self.direction, share.moves, share.reads, self.compares)
         merged: dict[int, tuple[list[int], list[int]]] = {}
         for share in self.shares:
             for move in share.moves:
@@ -120,9 +128,9 @@ class JobBook:
         """Every rank, as the set of those that have to answer."""
         return set(range(self._world_size))
 
-    def start(self, direction: Direction) -> Job:
+    def start(self, direction: Direction, *, compares: bool = False) -> Job:
         """A new job, empty; waits for the answer of every rank from now on."""
-        job = Job(self.new_id(), direction, self.ranks(), self._clock.now_s())
+        job = Job(self.new_id(), direction, self.ranks(), self._clock.now_s(), compares=compares)
         self._jobs[job.job_id] = job
         return job
 
@@ -166,8 +174,8 @@ class JobBook:
         return job
 
     def readers_of(self, device_blocks: Collection[int]) -> set[int]:
-        """Offloads under way that read any of ``device_blocks``. Cost grows with the jobs in flight, which
-        are few.
+        """Offloads under way that read any of ``device_blocks``. Cost grows with the jobs in
+        flight, which are few.
         """
         if not device_blocks:
             return set()

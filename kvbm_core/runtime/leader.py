@@ -18,6 +18,7 @@ from kvbm_core.observe.log import RateLimitedLogger
 from kvbm_core.observe.metrics import Metrics
 from kvbm_core.observe.readiness import Readiness
 from kvbm_core.policy.admission import AdmissionPolicy
+from kvbm_core.runtime.audit import AuditedPrefix, AuditSampler
 from kvbm_core.runtime.disk import DiskOptions, DiskTier
 from kvbm_core.runtime.handshake import Disabled, Handshake, RankAck, RankReplaced, SlotsReady
 from kvbm_core.runtime.jobs import Job, JobBook, Share, count_transfer
@@ -39,6 +40,7 @@ TAKE_IN_BLOCKS = REPORT_SLOTS
 """Of what each worker found on disk, in one step of the engine: about a millisecond of it."""
 EMPTY_BLOCKS = 16
 """What a message with little in it costs, in blocks."""
+MAX_DISTRUSTED_NAMESPACES = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +49,7 @@ class LeaderOptions:
     blocks.
 
     ``null_block``: the number that stands in the engine's block tables where it keeps no block.
+    ``audit_rate``: the share of hits that are computed again and compared, 0 to 1.
     """
 
     lease_ttl_s: float = 30.0
@@ -54,6 +57,7 @@ class LeaderOptions:
     share_loads: bool = True
     null_block: int = NULL_BLOCK
     watch: WatchOptions = field(default_factory=WatchOptions)
+    audit_rate: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +114,9 @@ class Leader:
                 metrics,
                 DiskOptions(lease_ttl_s=options.lease_ttl_s),
             )
+        self._sampler = AuditSampler(options.audit_rate)
+        self._audits: list[Job] = []
+        self._distrusted: set[SequenceHash] = set()
         self._clock = clock
         self._on_onboard_end = on_onboard_end
         self._offloading = Offloading(
@@ -211,10 +218,15 @@ class Leader:
         None: another request is loading this prefix right now, ask again. May be called any number of times.
         """
         state.restart_offload()
-        if not self.is_ready:
+        if not self.is_ready or state.audited is not None or self._is_distrusted(state):
             self._onboarding.let_go(state)
             return 0
-        return self._onboarding.match(state, tokens, computed_tokens, limit_tokens)
+        matched = self._onboarding.match(state, tokens, computed_tokens, limit_tokens)
+        if matched and self._sampler.draws():  # computed again instead of loaded, then compared
+            state.audited = AuditedPrefix(computed_tokens, computed_tokens + matched)
+            self._onboarding.let_go(state)
+            return 0
+        return matched
 
     def onboard(
         self, state: RequestState, num_tokens: int, tables: Sequence[BlockTable]
@@ -243,9 +255,12 @@ class Leader:
         ``computed_tokens``: position before this step; windowed groups may already have given up blocks
         before it. Answers the job in which they will be, with ``take_offloads``; None if no block is full.
         """
-        if stored_tokens < state.next_full_tokens or not self.is_ready:
+        if stored_tokens < state.next_full_tokens or not self.is_ready or self._is_distrusted(state):
             return None
-        return self._offloading.offload(state, tokens, computed_tokens, stored_tokens, tables)
+        job_id = self._offloading.offload(state, tokens, computed_tokens, stored_tokens, tables)
+        if state.audited is not None and stored_tokens >= state.audited.end_tokens:
+            self._gather_audit(state, state.audited, tables)
+        return job_id
 
     def take_offloads(self) -> Job | None:
         """All that ``offload`` has gathered, of all requests, as one job; to be sent before its blocks are
@@ -258,6 +273,19 @@ class Leader:
         for state in finished:
             self._drop_if_idle(state)
         return job
+
+    def _gather_audit(self, state: RequestState, prefix: AuditedPrefix, tables: Sequence[BlockTable]) -> None:
+        state.audited = None
+        job = self._onboarding.audit(state, prefix, tables)
+        if job is None:
+            self._sampler.came_to_nothing()
+        else:
+            self._audits.append(job)
+
+    def take_audits(self) -> list[Job]:
+        """Comparisons of what this step computes with what is stored; to be sent with its offloads."""
+        audits, self._audits = self._audits, []
+        return audits
 
     def abandon(self, job_id: int) -> None:
         """A plan that was made and never sent: its job ends as if every rank had refused it."""
@@ -280,6 +308,9 @@ class Leader:
         """The engine is done with the request; returns the offloads that still read its device blocks."""
         self._onboarding.let_go(state)
         state.is_finished = True
+        if state.audited is not None:
+            state.audited = None
+            self._sampler.came_to_nothing()
         if not state.offload_jobs:  # else the end of the last of them does it
             self.tier.touch(state.chain_keys())
         self.metrics.request_hits(state.host_hit_blocks, state.disk_hit_blocks, state.queried_blocks)
@@ -436,6 +467,9 @@ class Leader:
         job = self._jobs.acknowledge(rank, ack)
         if job is None:
             return
+        if job.compares:
+            self._end_audit(job)
+            return
         is_offload = job.direction is Direction.OFFLOAD
         is_done = self._offloading.end(job) if is_offload else self._onboarding.end(job)
         if not is_offload:
@@ -458,6 +492,39 @@ class Leader:
             self.disk.note_late(rank, ack.job_id)
             self.disk.judge(ack.outcome)
 
+    def _end_audit(self, job: Job) -> None:
+        (share,) = job.shares
+        self._onboarding.end_audit(job)
+        if job.outcome is Outcome.OK:
+            self.metrics.audited_blocks("equal", job.num_blocks)
+        elif job.outcome is Outcome.CORRUPT:
+            self.metrics.audited_blocks("wrong", job.num_blocks)
+            self._distrust(share.state.chain.root)
+        else:  # cancelled, or the disk failed, or its numbers cannot be compared
+            self.metrics.audited_blocks("not_compared", job.num_blocks)
+            self._sampler.came_to_nothing()
+            self._log.warning(
+                "audit", "kvbm: an audit of %d blocks came to nothing: %s", job.num_blocks, job.outcome
+            )
+        self._drop_if_idle(share.state)
+
+    def _is_distrusted(self, state: RequestState) -> bool:
+        return bool(self._distrusted) and state.chain.root in self._distrusted
+
+    def _distrust(self, root: SequenceHash) -> None:
+        """Nothing of this namespace is loaded or stored any more. What is stored is forgotten, on disk for
+        good: it cannot be told which of it is right.
+        """
+        log.error(
+            "kvbm: AUDIT: blocks in the cache are not what the engine computes. Everything stored is "
+            "forgotten, and requests of this namespace (model, adapter, salt) are served without the cache "
+            "until the engine starts again. Report this with the model, the engine's version and its command line."
+        )
+        self._distrusted.add(root)
+        if len(self._distrusted) > MAX_DISTRUSTED_NAMESPACES:
+            self._disable(f"audits found wrong blocks in more than {MAX_DISTRUSTED_NAMESPACES} namespaces")
+        self.reset()
+
     def _count_failure(self, job: Job) -> None:
         if job.direction is Direction.OFFLOAD and job.outcome is Outcome.REJECTED:
             # Cancelled before it began, because its device blocks were about to be overwritten.
@@ -478,11 +545,11 @@ class Leader:
         self.tier.check_integrity()
         self._onboarding.check_integrity()
         jobs = self._jobs.jobs()
-        offloading = sum(job.num_blocks for job in jobs if job.direction is Direction.OFFLOAD)
+        offloading = sum(job.num_blocks for job in jobs if job.stores)
         if self.tier.pending_blocks != offloading + self._onboarding.reserved_blocks(self._requests.values()):
             raise IntegrityError("slots are reserved for no offload in flight")
         matches = sum(1 for state in self._requests.values() if state.match is not None)
-        loads = sum(1 for job in jobs if job.direction is Direction.ONBOARD)
+        loads = sum(1 for job in jobs if not job.stores)
         if self.disk is None and not loads <= self.tier.live_leases <= loads + matches:
             raise IntegrityError(f"{self.tier.live_leases} leases for {loads} loads and {matches} matches")
         if self.disk is not None:

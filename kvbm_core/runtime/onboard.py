@@ -10,6 +10,7 @@ from kvbm_core.blocks.lease import Lease
 from kvbm_core.clock import Clock
 from kvbm_core.errors import IntegrityError, Outcome
 from kvbm_core.observe.metrics import Metrics
+from kvbm_core.runtime.audit import AuditedPrefix
 from kvbm_core.runtime.disk import DiskTier
 from kvbm_core.runtime.jobs import Job, JobBook, Share
 from kvbm_core.runtime.request import NULL_BLOCK, BlockTable, Match, RequestState
@@ -162,6 +163,57 @@ class Onboarding:
         state.disk_hit_blocks = max(state.disk_hit_blocks, disk_tokens // self._align)
         return job.plan()
 
+    def audit(self, state: RequestState, prefix: AuditedPrefix, tables: Sequence[BlockTable]) -> Job | None:
+        """Compares the tiers' blocks of ``prefix`` with those that the engine computes in this step, or has.
+
+        None if not all of them are there any more. What is on the disk is read up first, and stays in the
+        host.
+        """
+        blocks = tuple(needed_blocks(group, *prefix) for group in self._groups)
+        match = self._promise(state, *prefix, blocks)
+        if not isinstance(match, Match):
+            return None
+        slots = iter(match.slots)
+        moves: list[GroupMove] = []
+        for group, table, span in zip(self._groups, tables, blocks, strict=True):
+            pairs = [
+                (table[block], slot)
+                for block, slot in ((block, next(slots)) for block in span)
+                if block < len(table) and table[block] != self._null_block
+            ]
+            if pairs:
+                moves.append(GroupMove(group.index, *map(tuple, zip(*pairs, strict=True))))
+        if not moves:
+            self._release(match)
+            return None
+        job = self._jobs.start(Direction.OFFLOAD, compares=True)
+        share = Share(
+            job.job_id,
+            state,
+            tuple(match.keys),
+            tuple(moves),
+            reservation=match.reservation,
+            lease=match.lease,
+            disk_lease=match.disk_lease,
+            reads=_reads_of(match, job.job_id),
+        )
+        self._jobs.add(job, share)
+        self._num_loads += 1
+        state.offload_jobs.add(job.job_id)
+        return job
+
+    def end_audit(self, job: Job) -> None:
+        """Every rank has answered: lets go of what was compared."""
+        (share,) = job.shares
+        self._num_loads -= 1
+        if job.outcome is Outcome.OK and share.reservation is not None:
+            self._tier.commit(share.reservation)
+            share.reservation = None
+        if self._disk is not None and share.reads is not None and job.outcome is not Outcome.CORRUPT:
+            self._disk.judge(job.outcome, share.reads.keys)
+        self._release(share)
+        share.state.offload_jobs.discard(job.job_id)
+
     def _still_holds(self, match: Match) -> bool:
         """Neither lease has expired, and no block was forgotten since: such a one is not to be trusted any
         more.
@@ -264,7 +316,7 @@ class Onboarding:
         """
         expected: dict[BlockKey, int] = {}
         for job in self._jobs.jobs():
-            for share in job.shares if job.direction is Direction.ONBOARD else ():
+            for share in () if job.stores else job.shares:
                 if share.lease is None and share.disk_lease is None:
                     raise IntegrityError(f"job {job.job_id} reads slots that nobody holds")
                 for key in share.keys if job.is_shared else ():
@@ -297,9 +349,7 @@ class Onboarding:
 
     def reserved_blocks(self, states: Iterable[RequestState]) -> int:
         """Slots that loads in flight, and promises to these requests, will read into."""
-        shares = [
-            share for job in self._jobs.jobs() if job.direction is Direction.ONBOARD for share in job.shares
-        ]
+        shares = [share for job in self._jobs.jobs() if not job.stores for share in job.shares]
         reservations = [share.reservation for share in shares]
         reservations += [state.match.reservation for state in states if state.match is not None]
         return sum(len(reservation.keys) for reservation in reservations if reservation is not None)

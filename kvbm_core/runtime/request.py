@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import cast
 
 from kvbm_core.blocks.lease import Lease
+from kvbm_core.runtime.audit import AuditedPrefix
 from kvbm_core.tiers.groups import GroupSpec, base_block_tokens
 from kvbm_core.tiers.tier import Reservation
 from kvbm_core.tokens.chain import TokenChain
@@ -46,7 +47,8 @@ class RequestState:
     ``next_offload[g]`` is the first block of group g that has not been considered for offload yet, and
     ``next_full_tokens`` the length at which the next of them is full (0: not known, look).
     ``foreign_tokens``: what the engine found on the device, and nobody here has seen computed; it is never
-    offloaded. ``is_lasting``: whether its keys mean the same in another process; else they never reach the
+    offloaded. ``audited``: what was found and is computed again, to be compared.
+    ``is_lasting``: whether its keys mean the same in another process; else they never reach the
     disk.
     """
 
@@ -65,6 +67,7 @@ class RequestState:
     disk_hit_blocks: int = 0
     is_finished: bool = False
     is_lasting: bool = True
+    audited: AuditedPrefix | None = None
     _keys: list[list[BlockKey]] = field(default_factory=list)
     _steps: list[int] = field(default_factory=list)
     _own: set[BlockKey] = field(default_factory=set)

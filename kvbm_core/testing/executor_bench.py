@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -108,7 +108,13 @@ def two_group_memory(seed: int = 1) -> DeviceMemory:
     apart = TensorInfo("apart", apart_shape, apart_strides, 2, "float16", 1, 0, apart_bytes)
     random = np.random.default_rng(seed)
     storages = [random.integers(0, 256, n, dtype=np.uint8) for n in (packed_bytes, apart_bytes)]
-    return DeviceMemory((view_of_tensors(packed, blocks), view_of_tensors([apart], blocks)), storages)
+    views = (view_of_tensors(packed, blocks), view_of_tensors([apart], blocks))
+    return DeviceMemory(views, storages, ("float16", "float16"))
+
+
+def comparison(job_id: int, blocks: Sequence[int], slots: Sequence[int], group: int = 0) -> TransferPlan:
+    """A plan that compares them."""
+    return replace(plan(job_id, Direction.OFFLOAD, blocks, slots, group), compares=True)
 
 
 def plan(

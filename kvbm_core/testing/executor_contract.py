@@ -19,6 +19,7 @@ from kvbm_core.testing.executor_bench import (
     NUM_SLOTS,
     Bench,
     Listener,
+    comparison,
     is_mapped,
     plan,
     two_group_memory,
@@ -373,6 +374,28 @@ class ExecutorContract:
             assert self.finish(bench, plan(2, Direction.OFFLOAD, [2], [1])).outcome is Outcome.OK
             assert self.finish(bench, plan(3, Direction.ONBOARD, [3], [1])).outcome is Outcome.OK
             assert bench.content(0, 3) == bench.content(0, 2)
+
+    def test_an_audit_finds_other_kv_and_changes_nothing(self) -> None:
+        for verify in (False, True):
+            for group in (0, 1):
+                with self.bench(verify=verify) as bench:
+                    assert self.finish(
+                        bench, plan(1, Direction.OFFLOAD, [1, 2, 3], [4, 5, 6], group)
+                    ).num_bytes
+                    same = self.finish(bench, comparison(2, [1, 2, 3], [4, 5, 6], group))
+                    assert (same.outcome, same.num_bytes) == (Outcome.OK, 0), same
+                    before = [bench.content(group, block) for block in range(NUM_DEVICE_BLOCKS)]
+                    other = self.finish(bench, comparison(3, [1, 9, 3], [4, 5, 6], group))
+                    assert other.outcome is Outcome.CORRUPT and "[5]" in other.detail
+                    bench.slot(6)[: bench.device.views[group].block_bytes] = 0
+                    zeros = self.finish(bench, comparison(4, [1, 3], [4, 6], group))
+                    assert zeros.outcome is Outcome.CORRUPT and "[6]" in zeros.detail
+                    assert [bench.content(group, block) for block in range(NUM_DEVICE_BLOCKS)] == before
+
+    def test_an_audit_of_numbers_that_it_cannot_read_says_so(self) -> None:
+        with self.bench() as bench:
+            bench.device.dtypes = ("bfloat16",)
+            assert self.finish(bench, comparison(1, [1], [1], 1)).outcome is Outcome.INCOMPATIBLE
 
     def test_close_rejects_what_waits_and_leaves_nothing_behind(self) -> None:
         listener = Listener()

@@ -29,7 +29,7 @@ class TokenChain:
         if block_size_tokens < 1:
             raise ValueError(f"a block has at least one token, not {block_size_tokens}")
         self.hashes: list[SequenceHash] = []
-        self._root = root
+        self.root = root
         self._block_size_tokens = block_size_tokens
         self._extra_of_block = extra_of_block
         self._header = block_header(4 * block_size_tokens)
@@ -50,7 +50,7 @@ class TokenChain:
 
     def _append(self, raw: bytes) -> None:
         step = 4 * self._block_size_tokens
-        parent = self.hashes[-1] if self.hashes else self._root
+        parent = self.hashes[-1] if self.hashes else self.root
         if self._extra_of_block is None:
             self.hashes += _chain(parent, self._header, raw, step)
             return

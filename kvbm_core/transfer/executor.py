@@ -11,6 +11,7 @@ import numpy as np
 from kvbm_core.errors import LayoutError, Outcome
 from kvbm_core.layout.view import BlockView
 from kvbm_core.storage.host_slab import HostSlab
+from kvbm_core.transfer.compare import can_compare
 from kvbm_core.transfer.plan import JobResult, TransferPlan
 
 
@@ -18,11 +19,14 @@ from kvbm_core.transfer.plan import JobResult, TransferPlan
 class DeviceMemory:
     """The engine's KV cache of one rank: a view per KV cache group over common storages.
 
-    A storage is a 1-D uint8 numpy array (CPU) or torch tensor (CUDA), all of one kind.
+    A storage is a 1-D uint8 numpy array (CPU) or torch tensor (CUDA), all of one kind. ``dtypes``: of each
+    view's numbers, such as "bfloat16"; "" where they are not all of one type, or not known. Only an audit
+    asks for them.
     """
 
     views: tuple[BlockView, ...]
     storages: list[Any]
+    dtypes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.views or not self.storages:
@@ -30,6 +34,10 @@ class DeviceMemory:
         sizes = [int(storage.nbytes) for storage in self.storages]
         for view in self.views:
             view.check(sizes)
+
+    def dtype_of(self, group: int) -> str:
+        """The type of the numbers in blocks of ``group``; "" if it is not known."""
+        return self.dtypes[group] if group < len(self.dtypes) else ""
 
     @property
     def is_cpu(self) -> bool:
@@ -103,6 +111,10 @@ def refusal_of(plan: TransferPlan, device: DeviceMemory, host: HostSlab) -> tupl
         return Outcome.REJECTED, "there is no disk here to read from"
     if any(not 0 <= move.group < len(device.views) for move in plan.moves):
         return Outcome.REJECTED, f"there are {len(device.views)} KV cache groups"
+    if plan.compares:
+        unknown = {move.group for move in plan.moves if not can_compare(device.dtype_of(move.group))}
+        if unknown:
+            return Outcome.INCOMPATIBLE, f"numbers of KV cache group {min(unknown)} cannot be compared"
     try:
         plan.check(min(view.num_blocks for view in device.views), host.num_slots)
     except ValueError as error:
@@ -111,3 +123,9 @@ def refusal_of(plan: TransferPlan, device: DeviceMemory, host: HostSlab) -> tupl
     if highest >= host.ready_slots:
         return Outcome.BUSY, f"slot {highest} is not ready yet ({host.ready_slots} are)"
     return None
+
+
+def detail_of(plan: TransferPlan, wrong_slots: list[int]) -> str:
+    """What a CORRUPT result says."""
+    what = "hold other KV than was computed" if plan.compares else "came back with other bytes"
+    return f"slots {wrong_slots[:8]} {what}"

@@ -46,14 +46,16 @@ class DiskPlan:
 
 @dataclass(frozen=True, slots=True)
 class TransferPlan:
-    """One job: everything moves or the job has failed. ``reads``: what has to come up into its slots
-    first.
+    """One job: everything moves or the job has failed. ``reads``: what has to come up into its slots first.
+
+    ``compares``: an OFFLOAD that writes nothing: it is CORRUPT if slots hold other KV than the device blocks.
     """
 
     job_id: int
     direction: Direction
     moves: tuple[GroupMove, ...]
     reads: DiskPlan | None = None
+    compares: bool = False
 
     @property
     def num_blocks(self) -> int:
@@ -75,6 +77,8 @@ class TransferPlan:
         _check_range("slot", slots, num_slots)
         for blocks in device_blocks.values():
             _check_range("device block", blocks, num_device_blocks)
+        if self.compares:
+            return  # it writes nothing
         targets = [slots] if self.direction is Direction.OFFLOAD else list(device_blocks.values())
         for numbers in targets:
             if len(set(numbers)) != len(numbers):

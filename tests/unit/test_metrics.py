@@ -47,6 +47,7 @@ KVBM_TYPES = {
     "kvbm_object_cache_hit_rate": "gauge",
 }
 OWN_TYPES = {
+    "kvbm_audited_blocks_total": "counter",
     "kvbm_bytes_total": "counter",
     "kvbm_tier_transfer_bytes_total": "counter",
     "kvbm_transfer_seconds": "histogram",

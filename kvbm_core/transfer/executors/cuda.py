@@ -13,8 +13,9 @@ from kvbm_core.clock import Clock
 from kvbm_core.errors import Outcome
 from kvbm_core.layout.view import pair_segments
 from kvbm_core.storage.host_slab import HostSlab
-from kvbm_core.transfer.digests import SlotDigests, device_blocks_of
-from kvbm_core.transfer.executor import DeviceMemory, StreamMark, refusal_of
+from kvbm_core.transfer.compare import is_other
+from kvbm_core.transfer.digests import SlotDigests, device_blocks_of, gather
+from kvbm_core.transfer.executor import DeviceMemory, StreamMark, detail_of, refusal_of
 from kvbm_core.transfer.executors.cuda_runtime import CudaApi
 from kvbm_core.transfer.jobs import BoardExecutor, Job
 from kvbm_core.transfer.pieces import PieceTable
@@ -32,7 +33,7 @@ class _Flight:
     job: Job[TransferPlan]
     num_bytes: int = 0
     event: Any = None
-    readback: list[tuple[int, npt.NDArray[np.uint8]]] = field(default_factory=list)
+    readback: list[tuple[int, int, npt.NDArray[np.uint8]]] = field(default_factory=list)
     failure: str = ""
 
 
@@ -113,12 +114,12 @@ class CudaExecutor(BoardExecutor):
         stream = self._streams[plan.direction]
         try:
             self._api.wait_event(stream, job.token)
-            for move in plan.moves:
+            for move in () if plan.compares else plan.moves:
                 for start in range(0, len(move.slots), self._max_batch_blocks):
                     batch = slice(start, start + self._max_batch_blocks)
                     self._copy(plan.direction, move.group, move.device_blocks[batch], move.slots[batch])
                 flight.num_bytes += len(move.slots) * self._device.views[move.group].block_bytes
-            if self._digests is not None:
+            if self._digests is not None or plan.compares:
                 self._read_back(flight, stream)
         except Exception as error:  # whatever happens to a job is its outcome, and the thread goes on
             flight.failure = f"{type(error).__name__}: {error}"
@@ -143,7 +144,7 @@ class CudaExecutor(BoardExecutor):
         for group, device_block, slot in device_blocks_of(flight.job.plan):
             view = self._device.views[group]
             content = np.empty(view.block_bytes, dtype=np.uint8)
-            flight.readback.append((slot, content))
+            flight.readback.append((group, slot, content))
             target = int(content.ctypes.data)
             for storage, offset_bytes, nbytes in view.regions(device_block):
                 targets.append(target)
@@ -163,17 +164,27 @@ class CudaExecutor(BoardExecutor):
         if flight.failure:
             self._board.end(flight.job, Outcome.IO_ERROR, flight.failure)
         elif wrong:
-            self._board.end(flight.job, Outcome.CORRUPT, f"slots {wrong[:8]} came back with other bytes")
+            self._board.end(flight.job, Outcome.CORRUPT, detail_of(flight.job.plan, wrong))
         else:
             self._board.end(flight.job, Outcome.OK, num_bytes=flight.num_bytes)
         return True
 
     def _wrong_slots(self, flight: _Flight) -> list[int]:
-        """Notes what was offloaded; the slots whose content is not what was offloaded to them."""
+        """Notes what was offloaded; the slots whose content is not what was offloaded to them, or computed
+        again.
+        """
+        if flight.job.plan.compares:
+            return [
+                slot for group, slot, computed in flight.readback if self._is_other(group, slot, computed)
+            ]
         if self._digests is None:
             return []
         if flight.job.plan.direction is Direction.OFFLOAD:
-            for slot, content in flight.readback:
+            for _, slot, content in flight.readback:
                 self._digests.record(slot, content)
             return []
-        return [slot for slot, content in flight.readback if not self._digests.matches(slot, content)]
+        return [slot for _, slot, content in flight.readback if not self._digests.matches(slot, content)]
+
+    def _is_other(self, group: int, slot: int, computed: npt.NDArray[np.uint8]) -> bool:
+        stored = gather(self._host.view(computed.nbytes), [self._host.array], slot)
+        return is_other(stored, computed, self._device.dtype_of(group))

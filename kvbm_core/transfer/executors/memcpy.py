@@ -17,8 +17,9 @@ from kvbm_core.storage.host_slab import HostSlab
 from kvbm_core.storage.huge_pages import HugePages
 from kvbm_core.storage.numa import leave_bound_core
 from kvbm_core.transfer.coalesce import runs_both_ways
+from kvbm_core.transfer.compare import is_other
 from kvbm_core.transfer.digests import SlotDigests, device_blocks_of, gather
-from kvbm_core.transfer.executor import DeviceMemory, StreamMark, refusal_of
+from kvbm_core.transfer.executor import DeviceMemory, StreamMark, detail_of, refusal_of
 from kvbm_core.transfer.jobs import BoardExecutor, Job
 from kvbm_core.transfer.plan import JobResult, TransferPlan
 from kvbm_core.types import Direction
@@ -124,13 +125,13 @@ class MemcpyExecutor(BoardExecutor):
 
     def _execute(self, job: Job[TransferPlan]) -> None:
         try:
-            num_bytes = self._move(job.plan)
-            wrong = self._verify(job.plan)
+            num_bytes = 0 if job.plan.compares else self._move(job.plan)
+            wrong = self._audit(job.plan) if job.plan.compares else self._verify(job.plan)
         except Exception as error:  # whatever happens to a job is its outcome, and the thread goes on
             self._board.end(job, Outcome.IO_ERROR, f"{type(error).__name__}: {error}")
             return
         if wrong:
-            self._board.end(job, Outcome.CORRUPT, f"slots {wrong[:8]} came back with other bytes")
+            self._board.end(job, Outcome.CORRUPT, detail_of(job.plan, wrong))
         else:
             self._board.end(job, Outcome.OK, num_bytes=num_bytes)
 
@@ -143,12 +144,16 @@ class MemcpyExecutor(BoardExecutor):
             for start in range(0, len(slots), size_blocks):
                 batch = slice(start, start + size_blocks)
                 self._copy(move.group, device_blocks[batch], slots[batch], is_offload)
-                while is_offload and self._board.has_onboard:
-                    urgent = self._board.take(timeout_s=0, onboard_only=True)
-                    if urgent is not None:
-                        self._execute(urgent)
+                if is_offload:
+                    self._let_onboards_pass()
             num_bytes += len(slots) * self._device.views[move.group].block_bytes
         return num_bytes
+
+    def _let_onboards_pass(self) -> None:
+        while self._board.has_onboard:
+            urgent = self._board.take(timeout_s=0, onboard_only=True)
+            if urgent is not None:
+                self._execute(urgent)
 
     def _copy(self, group: int, device_blocks: Ids, slots: Ids, is_offload: bool) -> None:
         lanes = self._lanes[group]
@@ -156,6 +161,18 @@ class MemcpyExecutor(BoardExecutor):
             copy_lanes([(lane.host, lane.device) for lane in lanes], slots, device_blocks)
         else:
             copy_lanes([(lane.device, lane.host) for lane in lanes], device_blocks, slots)
+
+    def _audit(self, plan: TransferPlan) -> list[int]:
+        """The slots whose content is not what has been computed."""
+        wrong: list[int] = []
+        for group, device_block, slot in device_blocks_of(plan):
+            view = self._device.views[group]
+            computed = gather(view, self._device.storages, device_block)
+            stored = gather(self._host.view(view.block_bytes), [self._host.array], slot)
+            if is_other(stored, computed, self._device.dtype_of(group)):
+                wrong.append(slot)
+            self._let_onboards_pass()
+        return wrong
 
     def _verify(self, plan: TransferPlan) -> list[int]:
         """Notes what was offloaded; the slots whose content is not what was offloaded to them."""

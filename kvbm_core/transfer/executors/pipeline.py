@@ -192,7 +192,7 @@ class PipelineExecutor:
                 own.append(slot)
             for chunk, (blocks, own) in pairs.items():
                 picked[chunk].append(GroupMove(move.group, tuple(blocks), tuple(own)))
-        copies = [TransferPlan(0, plan.direction, tuple(moves)) for moves in picked]
+        copies = [replace(plan, moves=tuple(moves), reads=None) for moves in picked]
         chunks, now_s = [chunk_of_slot[slot] for slot in slots], self._clock.now_s()
         load = _Load(plan, chunks, unread, copies, deadline_s, now_s)
         return load, copies.pop()

@@ -1,0 +1,232 @@
+"""The audit: which hits are drawn, what counts as other KV, and what becomes of a wrong block."""
+
+from __future__ import annotations
+
+import os
+import random
+
+import numpy as np
+import pytest
+
+from kvbm_core.errors import Outcome
+from kvbm_core.runtime.audit import AuditSampler
+from kvbm_core.runtime.leader import MAX_DISTRUSTED_NAMESPACES, LeaderOptions
+from kvbm_core.runtime.messages import ForgetDisk
+from kvbm_core.runtime.request import RequestState
+from kvbm_core.testing.leader_bench import ROOT, BenchDisk, LeaderBench
+from kvbm_core.transfer.compare import TOLERANCE, can_compare, difference, is_other
+from kvbm_core.transfer.plan import TransferPlan
+from kvbm_core.types import Direction, SequenceHash
+from tests.unit.disk_bench import OTHER, PROMPT, leave_host
+
+SEED = int(os.environ.get("KVBM_TEST_SEED", "0")) or random.SystemRandom().randrange(2**32)
+print(f"test_audit seed: {SEED}")
+ALL = LeaderOptions(5.0, audit_rate=1.0)
+TABLE = [[11, 12, 13, 14, 15]]
+
+
+# ---------------------------------------------------------------- which hits
+
+
+@pytest.mark.parametrize("rate", [0.001, 0.01, 0.3, 1.0])
+def test_of_each_run_of_hits_one_is_drawn(rate: float) -> None:
+    sampler, every = AuditSampler(rate, SEED), round(1 / rate)
+    for _ in range(20):
+        assert sum(sampler.draws() for _ in range(every)) == 1
+
+
+def test_which_one_is_drawn_is_not_the_same_each_time() -> None:
+    sampler = AuditSampler(0.01, SEED)
+    places = {
+        next(i for i, drawn in enumerate([sampler.draws() for _ in range(100)]) if drawn) for _ in range(50)
+    }
+    assert len(places) > 10
+
+
+def test_none_is_drawn_at_a_rate_of_0() -> None:
+    sampler = AuditSampler(0.0)
+    assert not any(sampler.draws() for _ in range(1000))
+
+
+def test_what_came_to_nothing_is_made_up_for() -> None:
+    sampler = AuditSampler(0.001, SEED)
+    while not sampler.draws():
+        pass
+    sampler.came_to_nothing()
+    assert sampler.draws()
+
+
+# ---------------------------------------------------------------- what is other KV
+
+KV = np.random.default_rng(SEED).standard_normal(40_000).astype(np.float32)
+
+
+def as_bytes(numbers: np.ndarray, dtype: str) -> np.ndarray:  # type: ignore[type-arg]
+    if dtype == "bfloat16":
+        return (numbers.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16).view(np.uint8)
+    if dtype.startswith("float8"):
+        torch = pytest.importorskip("torch", reason="NOT RUN: float8: no torch")
+        return torch.from_numpy(numbers).to(getattr(torch, dtype)).view(torch.uint8).numpy()
+    return numbers.astype(dtype).view(np.uint8)
+
+
+@pytest.mark.parametrize("dtype", sorted(TOLERANCE))
+def test_rounding_is_the_same_kv_and_other_tokens_are_not(dtype: str) -> None:
+    stored = as_bytes(KV, dtype)
+    steps = {"float32": 1e-6, "float16": 2e-3, "bfloat16": 2e-2}.get(dtype, 5e-2)
+    rounded = KV * (1 + steps * np.random.default_rng(SEED + 1).standard_normal(len(KV)).astype(np.float32))
+    assert not is_other(stored, as_bytes(rounded, dtype), dtype)
+    others = np.random.default_rng(SEED + 2).standard_normal(len(KV)).astype(np.float32)
+    assert difference(stored, as_bytes(others, dtype), dtype) > 1.2
+    assert is_other(stored, as_bytes(others, dtype), dtype)
+
+
+def test_one_wrong_layer_among_many_is_found() -> None:
+    wrong = KV.copy()
+    wrong[8192:12288] = wrong[:4096]
+    assert is_other(as_bytes(wrong, "bfloat16"), as_bytes(KV, "bfloat16"), "bfloat16")
+
+
+def test_float8_is_read_as_torch_reads_it() -> None:
+    torch = pytest.importorskip("torch", reason="NOT RUN: float8: no torch")
+    finite = np.arange(256, dtype=np.uint8)
+    for dtype in ("float8_e4m3fn", "float8_e5m2"):
+        values = torch.from_numpy(finite.copy()).view(getattr(torch, dtype)).float().numpy()
+        for byte in np.flatnonzero(np.isfinite(values)):
+            one, twice = np.array([byte], np.uint8), np.array([finite[byte]], np.uint8)
+            assert difference(one, twice, dtype) == 0.0
+        a, b = np.uint8(0x30), np.uint8(0x34)
+        expected = abs(values[a] - values[b]) / abs(values[b])
+        assert difference(np.array([a]), np.array([b]), dtype) == pytest.approx(expected)
+
+
+def test_what_cannot_be_read_is_not_compared() -> None:
+    assert not can_compare("uint8") and not can_compare("")
+    with pytest.raises(ValueError, match="uint8"):
+        difference(np.zeros(4, np.uint8), np.ones(4, np.uint8), "uint8")
+
+
+# ---------------------------------------------------------------- the leader
+
+
+def audited(
+    bench: LeaderBench, request_id: str = "r", root: SequenceHash = ROOT
+) -> tuple[RequestState, TransferPlan]:
+    """A request that finds PROMPT, is not given it, and computes it; the plan that compares."""
+    state = bench.leader.open(request_id, root, None)
+    assert bench.match(state, PROMPT) == 0
+    assert bench.match(state, PROMPT) == 0, "asked again before it is scheduled"
+    assert bench.leader.offload(state, PROMPT, 0, len(PROMPT), TABLE) is not None
+    assert bench.take_offloads() is None, "all of it is there"
+    (job,) = bench.leader.take_audits()
+    return state, job.plan()
+
+
+def bench_of(disk: BenchDisk | None = None, options: LeaderOptions = ALL) -> LeaderBench:
+    return LeaderBench(16, disk=disk, options=options)
+
+
+def test_a_hit_is_computed_again_and_compared() -> None:
+    bench = bench_of()
+    bench.store(PROMPT)
+    state, plan = audited(bench)
+    assert plan.compares and plan.direction is Direction.OFFLOAD and plan.reads is None
+    (move,) = plan.moves
+    assert move.device_blocks == (11, 12, 13, 14), "the last block is computed by everybody"
+    assert bench.leader.finish(state) == (plan.job_id,), "its device blocks are read still"
+    assert bench.leader.readers_of([12]) == {plan.job_id}
+    bench.answer(plan)
+    assert bench.metric('kvbm_audited_blocks_total{result="equal"}') == 4
+    assert bench.resident_blocks(PROMPT) == 5
+    bench.assert_idle()
+
+
+def test_what_is_on_the_disk_is_read_up_and_compared() -> None:
+    bench = bench_of(BenchDisk())
+    bench.store(PROMPT)
+    bench.write_to_disk()
+    leave_host(bench, [1, 3])
+    state, plan = audited(bench)
+    assert plan.reads is not None and plan.reads.direction is Direction.ONBOARD and len(plan.reads.keys) == 2
+    assert bench.resident_blocks(PROMPT) == 1
+    bench.answer(plan)
+    assert bench.resident_blocks(PROMPT) == 5
+    bench.leader.finish(state)
+    bench.assert_idle()
+
+
+@pytest.mark.parametrize("disk", [None, BenchDisk()], ids=["host", "disk"])
+def test_after_a_wrong_block_nothing_of_its_namespace_is_served(
+    disk: BenchDisk | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    bench = bench_of(disk)
+    bench.store(PROMPT)
+    bench.write_to_disk()
+    running = bench.leader.open("running", ROOT, None)
+    state, plan = audited(bench)
+    bench.answer(plan, Outcome.CORRUPT)
+    assert bench.metric('kvbm_audited_blocks_total{result="wrong"}') == 4
+    assert "AUDIT: blocks in the cache are not what the engine computes" in caplog.text
+    assert bench.resident_blocks(PROMPT) == 0
+    if disk is not None:
+        assert [type(message) for message in bench.take_sent()] == [ForgetDisk]
+    for request in (running, state, bench.open("new")):
+        assert bench.offload(request, OTHER) is None
+        assert bench.match(request, PROMPT) == 0
+        bench.leader.finish(request)
+    other = bench.leader.open("other", SequenceHash(bytes(31) + b"1"), None)
+    bench.answer(bench.offload(other, PROMPT))
+    bench.leader.finish(other)
+    bench.write_to_disk()
+    bench.assert_idle()
+
+
+def test_namespaces_that_are_distrusted_are_bounded() -> None:
+    bench = bench_of()
+    for number in range(MAX_DISTRUSTED_NAMESPACES + 1):
+        root = SequenceHash(number.to_bytes(32, "big"))
+        first = bench.leader.open("first", root, None)
+        bench.answer(bench.offload(first, PROMPT))
+        bench.leader.finish(first)
+        state, plan = audited(bench, root=root)
+        bench.answer(plan, Outcome.CORRUPT)
+        bench.leader.finish(state)
+    assert bench.leader.disabled_reason is not None and "audits" in bench.leader.disabled_reason
+
+
+@pytest.mark.parametrize("outcome", [Outcome.REJECTED, Outcome.TIMED_OUT, Outcome.INCOMPATIBLE])
+def test_an_audit_that_came_to_nothing_distrusts_nothing(outcome: Outcome) -> None:
+    bench = bench_of()
+    bench.store(PROMPT)
+    state, plan = audited(bench)
+    bench.answer(plan, outcome)
+    bench.leader.finish(state)
+    assert bench.metric('kvbm_audited_blocks_total{result="not_compared"}') == 4
+    assert bench.resident_blocks(PROMPT) == 5
+    bench.assert_idle()
+
+
+def test_blocks_that_have_gone_meanwhile_are_not_compared() -> None:
+    bench = bench_of()
+    bench.store(PROMPT)
+    state = bench.open()
+    assert bench.match(state, PROMPT) == 0
+    leave_host(bench, [2])
+    bench.offload(state, PROMPT)
+    assert bench.leader.take_audits() == []
+    bench.leader.abandon(next(iter(bench.leader.offloads()), 0))
+    bench.leader.finish(state)
+
+
+def test_a_planted_block_is_found_within_10_000_hits() -> None:
+    """At a rate of 0.001, whatever the seed: one of 1,000 is drawn, and all that was found is compared."""
+    bench = bench_of(options=LeaderOptions(5.0, audit_rate=0.001))
+    bench.store(PROMPT)
+    for _ in range(1000):
+        state = bench.open()
+        found = bench.match(state, PROMPT)
+        if not found:
+            break
+        bench.leader.decline(state)
+        bench.leader.finish(state)
+    assert found == 0
