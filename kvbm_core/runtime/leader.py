@@ -518,7 +518,8 @@ class Leader:
         log.error(
             "kvbm: AUDIT: blocks in the cache are not what the engine computes. Everything stored is "
             "forgotten, and requests of this namespace (model, adapter, salt) are served without the cache "
-            "until the engine starts again. Report this with the model, the engine's version and its command line."
+            "until the engine starts again. "
+            "Report this with the model, the engine's version and its command line."
         )
         self._distrusted.add(root)
         if len(self._distrusted) > MAX_DISTRUSTED_NAMESPACES:

@@ -121,7 +121,9 @@ class CheckingExecutor:
 
     def submit(self, plan: TransferPlan, *, deadline_s: float | None = None) -> None:
         self.plans[plan.job_id] = plan
-        if plan.direction is Direction.OFFLOAD:
+        if plan.compares:
+            pass  # it writes nothing
+        elif plan.direction is Direction.OFFLOAD:
             self._ledger.note_offload(plan)
         else:
             self._onboards += 1
@@ -132,6 +134,8 @@ class CheckingExecutor:
     def judge(self, result: JobResult) -> JobResult:
         """Called with each result before anybody else sees it."""
         plan = self.plans.pop(result.job_id, None)
+        if plan is not None and plan.compares and plan.reads is not None:
+            self._ledger.note_reads(plan.reads)
         if plan is None or plan.direction is Direction.OFFLOAD or result.outcome is not Outcome.OK:
             return result
         if result.job_id in self.to_fail:

@@ -29,8 +29,16 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     if job["connector"]:
         arguments["kv_transfer_config"] = {**CONNECTOR, "kv_connector_module_path": CONNECTOR_MODULE}
     llm = LLM(job["model"], disable_log_stats=False, enforce_eager=True, seed=0, **arguments)
-    rounds = [_serve(llm, spec) for spec in job["rounds"]]
-    result: dict[str, Any] = {"rounds": rounds, "preemptions": _preemptions(llm)}
+    rounds: list[list[dict[str, Any]]] = []
+    audited: list[dict[str, float]] = []
+    for spec in job["rounds"]:
+        if spec.get("swaps"):
+            _swap_blocks(*spec["swaps"])
+        rounds.append(_serve(llm, spec))
+        if job["connector"] and spec.get("audited"):
+            metrics = _leader_state(llm)["metrics"]
+            audited.append({name: value for name, value in metrics.items() if "audited" in name})
+    result: dict[str, Any] = {"rounds": rounds, "preemptions": _preemptions(llm), "audited": audited}
     if job["connector"] and arguments.get("tensor_parallel_size", 1) == 1:
         result.update(_leader_state(llm))
     return result
@@ -53,6 +61,15 @@ def _serve(llm: Any, spec: dict[str, Any]) -> list[dict[str, Any]]:
         }
         for output in outputs
     ]
+
+
+def _swap_blocks(one: int, other: int) -> None:
+    """Two slots of the host tier change their bytes: right KV, under each other's name."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    slab = get_kv_transfer_group().worker_side.worker._slab
+    rows = slab.array.reshape(slab.num_slots, slab.slot_bytes)
+    rows[[one, other]] = rows[[other, one]]
 
 
 def _preemptions(llm: Any) -> int:

@@ -1,0 +1,81 @@
+"""The audit on real vLLM: what comes back is what the engine computes, and a wrong block is found."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.engine_child import answers, assert_nothing_left, cached, run_engine
+
+BLOCK = 32
+PROMPT_TOKENS = 1500
+PROMPT_BLOCKS = PROMPT_TOKENS // BLOCK
+NUM_PROMPTS = 4
+EQUAL = 'kvbm_audited_blocks_total{result="equal"}'
+WRONG = 'kvbm_audited_blocks_total{result="wrong"}'
+
+pytestmark = pytest.mark.timeout(900)
+
+
+def conversations(rng: random.Random) -> list[list[list[int]]]:
+    """Rounds of prompts: each round's begin with those of the round before, as a conversation's turns do."""
+    prompts = [[rng.randrange(3, 500) for _ in range(PROMPT_TOKENS)] for _ in range(NUM_PROMPTS)]
+    rounds = [prompts]
+    for _ in range(2):
+        prompts = [prompt + [rng.randrange(3, 500) for _ in range(70)] for prompt in prompts]
+        rounds.append(prompts)
+    return rounds
+
+
+def job_of(model: Path, dtype: str, rounds: list[dict[str, object]]) -> dict[str, object]:
+    """On a device that has forgotten a prompt before it comes again."""
+    llm = {
+        "block_size": BLOCK,
+        "max_model_len": 2048,
+        "dtype": dtype,
+        "num_gpu_blocks_override": 2 * (PROMPT_BLOCKS + 8),
+        "max_num_batched_tokens": 512,
+    }
+    return {"model": str(model), "llm": llm, "connector": True, "rounds": rounds}
+
+
+def test_all_hits_are_what_is_computed_and_a_wrong_block_is_found(
+    tiny_model: Path, tmp_path: Path, rng: random.Random
+) -> None:
+    rounds = [{"prompts": prompts, "max_tokens": 40, "audited": True} for prompts in conversations(rng)]
+    rounds.append({**rounds[-1], "swaps": [0, 7]})
+    rounds.append({**rounds[0]})
+    result = run_engine(tmp_path / "audited", job_of(tiny_model, "float32", rounds), KVBM_AUDIT_RATE="1")
+    right, found, after = result["audited"][:3], result["audited"][3], result["audited"][4]
+    assert [entry[WRONG] for entry in right] == [0, 0, 0]
+    assert right[-1][EQUAL] >= 2 * NUM_PROMPTS * (PROMPT_BLOCKS - 1)
+    assert found[WRONG] > 0
+    assert "AUDIT: blocks in the cache are not what the engine computes" in result["log"]
+    assert after == found, "nothing is served, so nothing is audited"
+    for served in range(5):
+        assert not any(cached(result, served)), "what is audited is computed"
+    assert answers(result, 3) == answers(result, 2) and answers(result, 4) == answers(result, 0)
+    assert result["metrics"]["kvbm_matched_tokens"] == 0
+    assert_nothing_left(result)
+
+
+def test_what_comes_from_the_disk_is_what_is_computed(
+    tiny_model: Path, tmp_path: Path, rng: random.Random
+) -> None:
+    rounds = [{"prompts": prompts, "max_tokens": 40, "audited": True} for prompts in conversations(rng)]
+    result = run_engine(
+        tmp_path / "audited",
+        job_of(tiny_model, "bfloat16", rounds),
+        KVBM_AUDIT_RATE="1",
+        DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS=str(2 * PROMPT_BLOCKS),
+        DYN_KVBM_DISK_CACHE_GB="1",
+        DYN_KVBM_DISK_CACHE_DIR=str(tmp_path / "cache"),
+        DYN_KVBM_DISABLE_DISK_OFFLOAD_FILTER="1",
+        KVBM_TEST_DISK_LEDGER=str(tmp_path / "ledger"),
+    )
+    last = result["audited"][-1]
+    assert (last[WRONG], last[EQUAL] >= 2 * NUM_PROMPTS * (PROMPT_BLOCKS - 1)) == (0, True), last
+    assert result["bytes"][0]["read"] > NUM_PROMPTS * PROMPT_BLOCKS
+    assert_nothing_left(result)
