@@ -8,7 +8,7 @@ import socketserver
 import threading
 import time
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
+from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler
 
 from prometheus_client.exposition import ThreadingWSGIServer
@@ -17,9 +17,6 @@ from kvbm_core.observe.log import get_logger
 from kvbm_core.observe.metrics import Metrics
 from kvbm_core.observe.readiness import Readiness, always_ready
 
-if TYPE_CHECKING:
-    from _typeshed.wsgi import StartResponse, WSGIApplication, WSGIEnvironment
-
 # Never OpenMetrics, which wants "_total" after the names of all counters; Prometheus reads both.
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 MAX_CONNECTIONS = 32
@@ -27,6 +24,10 @@ MAX_CONNECTION_S = 10.0
 _JOIN_TIMEOUT_S = 5.0
 _POLL_S = 0.1
 _PLAIN = "text/plain; charset=utf-8"
+
+# As in PEP 3333; wsgiref has types for them since Python 3.11.
+Environment = dict[str, Any]
+Application = Callable[[Environment, Callable[..., Any]], Iterable[bytes]]
 
 
 class MetricsServer:
@@ -95,7 +96,7 @@ class MetricsServer:
         self._server = self._thread = None
 
 
-def _application(metrics: Metrics, readiness: Callable[[], Readiness]) -> WSGIApplication:
+def _application(metrics: Metrics, readiness: Callable[[], Readiness]) -> Application:
     def answer(path: str) -> tuple[str, str, str]:
         if path == "/metrics":
             return "200 OK", CONTENT_TYPE, metrics.exposition()
@@ -106,7 +107,7 @@ def _application(metrics: Metrics, readiness: Callable[[], Readiness]) -> WSGIAp
             return "503 Service Unavailable", _PLAIN, f"not ready: {now.reason}\n"
         return "404 Not Found", _PLAIN, "try /metrics or /health\n"
 
-    def application(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
+    def application(environ: Environment, start_response: Callable[..., Any]) -> Iterable[bytes]:
         if environ["REQUEST_METHOD"] not in {"GET", "HEAD"}:
             status, content_type, text = "405 Method Not Allowed", _PLAIN, "GET or HEAD\n"
         else:
@@ -134,7 +135,7 @@ class _Server(ThreadingWSGIServer):
     allow_reuse_address = True
     request_queue_size = 128
 
-    def __init__(self, host: str, port: int, application: WSGIApplication) -> None:
+    def __init__(self, host: str, port: int, application: Application) -> None:
         self._connections: dict[threading.Thread, tuple[socket.socket, float]] = {}
         self._closing = threading.Lock()
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
