@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvbm_core.clock import SystemClock
 from kvbm_core.config import Adapter, SettingSource
+from kvbm_core.identity.roots import Roots
 from kvbm_core.observe.guard import GuardState
 from kvbm_core.observe.log import CacheStatsLog, setup_logging
 from kvbm_core.observe.metrics import Metrics
@@ -34,12 +35,15 @@ from kvbm_trtllm.config import (
     block_tokens_of,
     check_supported,
     endpoint_of,
+    index_cache_of,
+    pads_graphs,
     read_settings,
     share_here_of,
+    spare_tokens_of,
     world_size_of,
 )
 from kvbm_trtllm.contract import BAD_PAGE
-from kvbm_trtllm.keys import base_namespace
+from kvbm_trtllm.identity import describe_engine, namespace_of, tell, weights_of
 from kvbm_trtllm.layout import Ranks
 from kvbm_trtllm.meeting import data_parallel_rank_of, meet, name_of_engine, rank_of
 from kvbm_trtllm.scheduler import Options, SchedulerSide
@@ -67,6 +71,9 @@ class LeaderPart:
         announce(settings, Adapter.TRTLLM)
         check_supported(llm_args, has_attention_dp=has_attention_dp)
         self._llm_args = llm_args
+        self._description = describe_engine(llm_args)
+        if settings.has_disk_tier:
+            tell(self._description)
         self._settings = settings
         self._clock = SystemClock()
         self._world_size = world_size_of(llm_args)
@@ -81,16 +88,18 @@ class LeaderPart:
             self.metrics, settings.cache_stats_log_interval_s, meeting.engine_id[-8:]
         )
         self._groups: tuple[GroupSpec, ...] = (GroupSpec(0, block_tokens_of(llm_args)),)
+        self._is_told = False
         self._make_callbacks()
+        self._channel.poll_with(self._poll_if_quiet)
         self._server = metrics_server(
             settings, self.metrics, data_parallel_rank_of(llm_args), self._readiness
         )
         meeting.leader = self
 
-    def begin(self, groups: tuple[GroupSpec, ...]) -> None:
+    def begin(self, groups: tuple[GroupSpec, ...], *, is_told: bool) -> None:
         """See meeting.LeaderPart."""
-        if groups != self._groups:
-            self._groups = groups
+        if (groups, is_told) != (self._groups, self._is_told):
+            self._groups, self._is_told = groups, is_told
             self._make_callbacks()
 
     def wait(self) -> None:
@@ -130,7 +139,11 @@ class LeaderPart:
         )
         self.callbacks = SchedulerSide(
             leader,
-            base_namespace(self._llm_args, self._groups[0].block_size_tokens),
+            Roots(
+                namespace_of(self._description, self._groups[0].block_size_tokens),
+                weights_of(self._llm_args),
+                is_lasting=self._description.is_lasting,
+            ),
             self._clock,
             self._send,
             guard_state=GuardState(self.metrics),
@@ -138,11 +151,17 @@ class LeaderPart:
                 sync_onboard_bytes=settings.sync_onboard_bytes,
                 decode_run_tokens=settings.decode_run_tokens,
                 min_priority=settings.host_offload_prefix_min_priority,
+                is_told=self._is_told,
+                spare_tokens=spare_tokens_of(self._llm_args),
+                pads_graphs=pads_graphs(self._llm_args),
             ),
         )
 
     def _readiness(self) -> Readiness:
         return self.callbacks.leader.readiness()  # that of the groups as they turned out to be
+
+    def _poll_if_quiet(self) -> float | None:
+        return self.callbacks.poll_if_quiet()  # those of now
 
     def _on_onboard_end(self, share: Share, outcome: Outcome) -> None:
         self.callbacks.on_onboard_end(share, outcome)
@@ -177,4 +196,5 @@ def build_worker_side(llm_args: Any, *, waits_at_register: bool) -> WorkerSide:
         lambda: meeting.leader if meeting is not None else None,
         guard_state=GuardState(Metrics()),
         waits_at_register=waits_at_register,
+        find_index_cache=lambda is_latent: index_cache_of(llm_args, is_latent=is_latent),
     )

@@ -5,11 +5,13 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from kvbm_core.config import KvbmSettings
 from kvbm_core.errors import UnsupportedError
 from kvbm_core.runtime.endpoint import Endpoint, ipc_endpoint, tcp_endpoint
+from kvbm_core.tokens.weights import folder_of
 
 
 def read_settings() -> KvbmSettings:
@@ -43,6 +45,25 @@ def block_tokens_of(llm_args: Any) -> int:
     return int(getattr(llm_args.kv_cache_config, "tokens_per_block", 32) or 32)
 
 
+def spare_tokens_of(llm_args: Any) -> int:
+    """Room that a block table may have beyond a request's tokens: for draft tokens, and a few more."""
+    speculative = getattr(llm_args, "speculative_config", None)
+    if speculative is None:
+        return 0
+    names = ("max_total_draft_tokens", "max_draft_len")
+    drafts = max(int(getattr(speculative, name, None) or 0) for name in names)
+    return max(block_tokens_of(llm_args), 2 * drafts)
+
+
+def pads_graphs(llm_args: Any) -> bool:
+    """Whether batches are filled up to the size of a CUDA graph, with a request that TensorRT-LLM made up.
+
+    It takes a free block, once, and tells nobody.
+    """
+    graphs = getattr(llm_args, "cuda_graph_config", None)
+    return graphs is not None and getattr(graphs, "enable_padding", True) is not False
+
+
 def check_supported(llm_args: Any, *, has_attention_dp: bool) -> None:
     """Refuses what would be cached wrongly, as newer TensorRT-LLM does itself. UnsupportedError, one line.
 
@@ -60,6 +81,12 @@ def check_supported(llm_args: Any, *, has_attention_dp: bool) -> None:
             getattr(cache, "host_cache_size", None)
         ),
         "kv_cache_config.enable_block_reuse=false": getattr(cache, "enable_block_reuse", True) is False,
+        # It drops tokens out of blocks that are stored already.
+        "kv_cache_compression_config": getattr(llm_args, "kv_cache_compression_config", None) is not None,
+        # Pages that a window has passed hold something else, and are named all the same.
+        "kv_cache_config.enable_swa_scratch_reuse=true": bool(
+            getattr(cache, "enable_swa_scratch_reuse", False)
+        ),
     }
     for setting, is_wrong in wrong.items():
         if is_wrong:
@@ -87,6 +114,35 @@ def kv_dtype_of(llm_args: Any) -> str:
         return configured
     algorithm = getattr(getattr(llm_args, "quant_config", None), "kv_cache_quant_algo", None)
     return str(getattr(algorithm, "value", algorithm) or "auto")
+
+
+def index_cache_of(llm_args: Any, *, is_latent: bool) -> str | None:
+    """Why the V1 manager's pool is not all that attention reads: a line's middle; None if it is.
+
+    Sparse attention keeps keys of its own beside the pool (DSA: the indexer's). TensorRT-LLM also turns it on
+    by the model's configuration alone.
+    """
+    algorithm = getattr(getattr(llm_args, "sparse_attention_config", None), "algorithm", None)
+    if algorithm is not None and algorithm != "skip_softmax":  # which keeps nothing
+        return f"sparse_attention_config.algorithm={algorithm}"
+    if not is_latent:
+        return None
+    model = _model_config_of(llm_args)
+    if model is None:
+        return f"the configuration of {getattr(llm_args, 'model', '')} cannot be read, and it may say so"
+    has_indexer = "index_topk" in model or "index_head_dim" in model
+    return "the model's configuration has index_topk" if has_indexer else None
+
+
+def _model_config_of(llm_args: Any) -> dict[str, Any] | None:
+    """config.json of the model, with ``model_kwargs`` over it; None if it is not on this machine."""
+    name, revision = str(getattr(llm_args, "model", "")), str(getattr(llm_args, "revision", None) or "")
+    folder = folder_of(name, revision)
+    try:
+        found = None if folder is None else json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return {**found, **(getattr(llm_args, "model_kwargs", None) or {})} if isinstance(found, dict) else None
 
 
 def endpoint_of(engine_id: str, settings: KvbmSettings, data_parallel_rank: int) -> Endpoint:

@@ -64,9 +64,6 @@ class DynamoKVBMConnectorLeader(_Scheduler):
     ) -> bool:
         return self.part.callbacks.request_finished(request, cache_block_ids_by_layer_group)
 
-    def cancel_load(self, request: Any, start: int, end: int) -> None:
-        """Of a development branch: a load is let run, and its result ignored."""
-
     def request_reset(self, request: Any) -> None:
         """Of a development branch: the next query of the request starts anew in any case."""
 

@@ -83,22 +83,32 @@ _OTHER_INPUTS = (
     "prompt_embedding_table",
     "mrope_rotary_cos_sin",
     "position_ids",
+    # The PyTorch backend's own, with and without hashes of what is in it; C++ does not show it.
+    "py_multimodal_data",
 )
 
 
 def identity_of(request: Any) -> Identity:
     """Of the request as C++ hands it over: only what is bound there can be read.
 
-    A LoRA is known by its number alone, whose weights may be others after a restart: see keys.py.
+    A LoRA is known by its number alone, whose weights may be others after a restart: see identity.py.
     """
     adapter = getattr(request, "lora_task_id", None)
-    has_other_inputs = any(getattr(request, name, None) is not None for name in _OTHER_INPUTS)
     return Identity(
         "" if adapter is None else str(adapter),
         salt_of(request),
-        "multimodal" if has_other_inputs else None,
+        "multimodal" if has_other_inputs(request) else None,
         bool(getattr(request, "is_dummy_request", False)),
     )
+
+
+def has_other_inputs(request: Any) -> bool:
+    """Whether its blocks depend on more than tokens. The V1 manager's query shows less than later calls."""
+    return any(_is_given(getattr(request, name, None)) for name in _OTHER_INPUTS)
+
+
+def _is_given(value: Any) -> bool:
+    return value is not None and value != {}  # an empty py_multimodal_data is of a text prompt
 
 
 def salt_of(holder: Any) -> str | None:

@@ -14,6 +14,7 @@ from typing import Any
 from kvbm_core.runtime.due import STRIDE, DueRequests
 from kvbm_core.runtime.leader import Leader
 from kvbm_core.tiers.groups import alignment_tokens
+from kvbm_trtllm.block_size import BlockSizeCheck
 from kvbm_trtllm.contract import new_tables, priorities_of
 from kvbm_trtllm.requests import Followed, Given, Requests
 
@@ -25,9 +26,17 @@ DEFAULT_PRIORITY = 35
 class Follower:
     """Running requests, from report to report. The leader's thread only."""
 
-    def __init__(self, leader: Leader, requests: Requests, decode_run_tokens: int, min_priority: int) -> None:
+    def __init__(
+        self,
+        leader: Leader,
+        requests: Requests,
+        block_size: BlockSizeCheck,
+        decode_run_tokens: int,
+        min_priority: int,
+    ) -> None:
         self._leader = leader
         self._requests = requests
+        self._block_size = block_size
         self._min_priority = min_priority
         self._block_tokens = alignment_tokens(leader.groups)
         self._num_groups = len(leader.groups)
@@ -86,7 +95,7 @@ class Follower:
         tables: Sequence[Sequence[int]],
     ) -> int | None:
         """Offloads the full blocks below ``stored``, as far as they are to be kept. See Leader.offload."""
-        if followed.state is None:
+        if followed.state is None or not self._block_size.is_known:
             return None
         if followed.kept_tokens is not None:
             stored = min(stored, followed.kept_tokens)
@@ -145,6 +154,8 @@ class Follower:
                 self._keep(followed, priorities_of(data), len(followed.tables[0]))
             if is_flat:
                 followed.tables[0].extend(fresh[0])
+                # The overlap scheduler makes room for a token that is not known yet.
+                self._block_size.see(len(followed.tokens), len(followed.tables[0]), lag_tokens=1)
             else:
                 for table, ids in zip(followed.tables, fresh, strict=True):
                     table.extend(ids)

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     import torch
 
 POOL_AXES = 4
+UNSCALED_DTYPES = frozenset({"int8", "uint8"})
+"""What V1 makes pools of whose elements mean nothing without others: packed 4-bit numbers, and integers."""
 
 
 class Ranks(NamedTuple):
@@ -36,12 +38,16 @@ WHOLE = Ranks(0, 1)
 
 
 class KvMemory(NamedTuple):
-    """``fingerprint``: of the bytes in one slot of this rank. ``is_latent``: MLA's, the same on all ranks."""
+    """``fingerprint``: of the bytes in one slot of this rank. ``is_latent``: MLA's, the same on all ranks.
+
+    ``is_told``: TensorRT-LLM has said how many tokens a block holds.
+    """
 
     memory: DeviceMemory
     groups: tuple[GroupSpec, ...]
     fingerprint: str
     is_latent: bool
+    is_told: bool
 
 
 def pool_memory(pool: torch.Tensor, block_tokens: int, ranks: Ranks) -> KvMemory:
@@ -52,6 +58,11 @@ def pool_memory(pool: torch.Tensor, block_tokens: int, ranks: Ranks) -> KvMemory
             f"kvbm: a KV pool of shape {shape} is not [blocks, layers, 1 or 2, elements of a layer's block]"
         )
     infos, storages = describe_tensors({"pool": pool}, ["pool"])
+    if infos[0].dtype in UNSCALED_DTYPES:
+        raise LayoutError(
+            f"kvbm: a KV pool of {infos[0].dtype} (NVFP4, also by the checkpoint's choice) has its scales in "
+            "a pool that TensorRT-LLM does not hand to connectors: use kv_cache_config.dtype=fp8"
+        )
     view = view_of_tensors(infos, shape[0])
     identity = LayoutIdentity(
         dtype=infos[0].dtype,
@@ -65,7 +76,11 @@ def pool_memory(pool: torch.Tensor, block_tokens: int, ranks: Ranks) -> KvMemory
         world_size=ranks.world_size,
     )
     return KvMemory(
-        DeviceMemory((view,), storages), (GroupSpec(0, block_tokens),), identity.fingerprint(), shape[2] == 1
+        DeviceMemory((view,), storages),
+        (GroupSpec(0, block_tokens),),
+        identity.fingerprint(),
+        is_latent=shape[2] == 1,
+        is_told=False,
     )
 
 
@@ -96,7 +111,8 @@ def layout_memory(layout: Any, ranks: Ranks) -> KvMemory:
         identities.append(_group_identity(group, found, view, block_tokens, ranks).fingerprint())
     roles = {str(buffer.role).lower() for found in regions for region in found for buffer in region.buffers}
     memory = DeviceMemory(tuple(views), storages)
-    return KvMemory(memory, tuple(specs), "+".join(identities), bool(roles) and roles <= {"key"})
+    is_latent = bool(roles) and roles <= {"key"}
+    return KvMemory(memory, tuple(specs), "+".join(identities), is_latent, is_told=True)
 
 
 def _regions_of(group: Any) -> list[Any]:

@@ -23,8 +23,11 @@ if TYPE_CHECKING:
 class LeaderPart(Protocol):
     """What a worker in the leader's process has of it."""
 
-    def begin(self, groups: tuple[GroupSpec, ...]) -> None:
-        """The engine's layer groups are known; before any worker says hello."""
+    def begin(self, groups: tuple[GroupSpec, ...], *, is_told: bool) -> None:
+        """The engine's layer groups are known; before any worker says hello.
+
+        ``is_told``: TensorRT-LLM has said how many tokens a block holds.
+        """
 
     def wait(self) -> None:
         """At start: until the first slots are usable, or time is up."""

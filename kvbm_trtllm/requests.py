@@ -7,7 +7,7 @@ to somebody else, or when nothing has been heard of it for long.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from kvbm_core.runtime.request import RequestState
@@ -138,16 +138,26 @@ class Requests:
         """Those whose blocks hold something else than they were promised."""
         return [followed for followed in self._by_number.values() if followed.is_broken]
 
+    def offloads_but_of(self, running: Container[int]) -> set[int]:
+        """Offloads of those that are not among ``running``."""
+        return {
+            job
+            for number, followed in self._by_number.items()
+            if number not in running and followed.state is not None
+            for job in followed.state.offload_jobs
+        }
+
     def silent(self, now_s: float) -> list[Followed]:
         """Those of which nothing has been heard for SILENT_AFTER_S; call it now and then.
 
         A request that waits for its load is not silent: TensorRT-LLM has parked it. One that must not run is
-        not forgotten before it was about to.
+        not forgotten before it was about to: one that waits parked comes back, whenever that is.
         """
         found = []
         for followed in self._by_number.values():
             heard = len(followed.tokens) + sum(map(len, followed.tables))
-            is_waiting = followed.is_loading or (followed.is_broken and not followed.is_refused)
+            comes_back = followed.is_async and followed.is_broken and not followed.is_refused
+            is_waiting = followed.is_loading or comes_back
             if heard != followed.heard_tokens or is_waiting:
                 followed.heard_tokens, followed.heard_at_s = heard, now_s
             elif now_s - followed.heard_at_s > SILENT_AFTER_S:

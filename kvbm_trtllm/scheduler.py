@@ -1,33 +1,61 @@
 """TensorRT-LLM's scheduler callbacks -> the leader. Runs on rank 0, on the executor's loop thread; never
 blocks.
 
+That thread sleeps while there is no request, and then polls nothing: what workers say meanwhile is taken in
+by the channel's thread. A lock keeps the two apart.
+
 Loads are asynchronous: TensorRT-LLM parks the request until every rank has reported it. Only small loads of
 blocks in host memory may be waited for instead (KVBM_SYNC_ONBOARD_BYTES).
 """
 
 from __future__ import annotations
 
+import functools
+import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from kvbm_core.clock import Clock
 from kvbm_core.errors import Outcome
+from kvbm_core.identity.roots import Roots
 from kvbm_core.observe.guard import GuardState, guarded
 from kvbm_core.observe.labels import FailureKind
 from kvbm_core.runtime.jobs import Share
 from kvbm_core.runtime.leader import Leader
 from kvbm_core.runtime.messages import Finish, LoadEnded, Note
 from kvbm_core.tiers.groups import alignment_tokens
-from kvbm_core.tokens.namespace import KeyNamespace
-from kvbm_trtllm.contract import identity_of, may_run_dummy, new_tables
+from kvbm_trtllm.block_size import BlockSizeCheck
+from kvbm_trtllm.contract import has_other_inputs, identity_of, may_run_dummy, new_tables
 from kvbm_trtllm.follow import Follower
-from kvbm_trtllm.keys import Roots
+from kvbm_trtllm.identity import adapter_of
 from kvbm_trtllm.metadata import QUIET, StepPlans, encode
 from kvbm_trtllm.requests import DeviceBlocks, Followed, Given, Requests
 
 NO_MATCH = (0, False)
 SWEEP_STEPS = 512
+QUIET_S = 0.02
+"""The executor's loop is taken to sleep when it has not called for so long."""
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def exclusive(
+    method: Callable[Concatenate[SchedulerSide, P], T],
+) -> Callable[Concatenate[SchedulerSide, P], T]:
+    """For what the executor's loop calls: one thread at a time."""
+
+    @functools.wraps(method)
+    def call(self: SchedulerSide, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        with self.lock:
+            try:
+                return method(self, *args, **kwargs)
+            finally:
+                self.called_at_s = time.monotonic()
+
+    return call
 
 
 @dataclass(frozen=True)
@@ -35,12 +63,18 @@ class Options:
     """``sync_onboard_bytes``: a load from host memory of no more than that, all ranks together, is waited
     for.
 
-    ``min_priority``: offload of a request stops at its first block of lower retention priority.
+    ``min_priority``: offload of a request stops at its first block of lower retention priority. ``is_told``:
+    TensorRT-LLM has said how many tokens a block holds (KVCacheManagerV2). ``spare_tokens``: room that it
+    keeps in a block table beyond a request's tokens. ``pads_graphs``: it fills batches up with a request that
+    it made up.
     """
 
     sync_onboard_bytes: int = 0
     decode_run_tokens: int = 0
     min_priority: int = 0
+    is_told: bool = True
+    spare_tokens: int = 0
+    pads_graphs: bool = False
 
 
 class SchedulerSide:
@@ -52,7 +86,7 @@ class SchedulerSide:
     def __init__(
         self,
         leader: Leader,
-        namespace: KeyNamespace,
+        roots: Roots,
         clock: Clock,
         send: Callable[[Note], None],
         *,
@@ -61,14 +95,24 @@ class SchedulerSide:
     ) -> None:
         self.leader = leader
         self.guard_state = guard_state
-        self._roots = Roots(namespace)
+        self.lock = threading.Lock()
+        self.called_at_s = float("-inf")
+        self._roots = roots
         self._clock = clock
         self._send = send
         self._options = options
         self._block_tokens = alignment_tokens(leader.groups)
         self._requests = Requests()
         self._blocks = DeviceBlocks(leader.groups)
-        self._follower = Follower(leader, self._requests, options.decode_run_tokens, options.min_priority)
+        self._block_size = BlockSizeCheck(
+            self._block_tokens,
+            is_told=options.is_told,
+            spare_tokens=options.spare_tokens,
+            on_mismatch=self._refuse_all,
+        )
+        self._follower = Follower(
+            leader, self._requests, self._block_size, options.decode_run_tokens, options.min_priority
+        )
         self._plans = StepPlans()
         # Blocks that were given to somebody in this iteration, by group.
         self._overwritten: list[list[int]] = [[] for _ in leader.groups]
@@ -80,15 +124,38 @@ class SchedulerSide:
         self._planned: list[int] = []
         # Finished requests whose blocks TensorRT-LLM keeps for these jobs.
         self._finishing: dict[int, tuple[int, ...]] = {}
+        # Offloads of requests that are gone without a word: nobody keeps their blocks.
+        self._unkept: set[int] = set()
         self._steps = 0
 
     @guarded("leader_thread", lambda self: None)
+    def _poll(self) -> None:
+        self.leader.poll()
+
+    @exclusive
     def poll(self) -> None:
         """Takes in what workers have said, outside of callbacks too."""
-        self.leader.poll()
+        self._poll()
+
+    def poll_if_quiet(self) -> float | None:
+        """As ``poll`` while the executor's loop sleeps; never waits for it. In how many seconds to ask again,
+        None if there is nothing to take in. Any thread.
+        """
+        if not self.leader.has_news:
+            return None
+        awake_s = self.called_at_s + QUIET_S - time.monotonic()
+        if awake_s > 0:
+            return awake_s
+        if self.lock.acquire(blocking=False):
+            try:
+                self._poll()
+            finally:
+                self.lock.release()
+        return QUIET_S if self.leader.has_news else None
 
     # ---------------------------------------------------------------- callbacks
 
+    @exclusive
     @guarded("get_num_new_matched_tokens", lambda self, request, num_computed_tokens: NO_MATCH)
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
         """How many tokens beyond ``num_computed_tokens`` will be brought up, and whether the request waits
@@ -108,6 +175,7 @@ class SchedulerSide:
         followed.is_async = bool(matched) and not self._is_quick(followed)
         return matched, followed.is_async
 
+    @exclusive
     @guarded("update_state_after_alloc", lambda self, request, tables: self._lose(request, tables))
     def update_state_after_alloc(self, request: Any, tables: Sequence[Sequence[int]]) -> None:
         """The request has device blocks: those found on the device, then those to be loaded or computed."""
@@ -116,8 +184,12 @@ class SchedulerSide:
             self._overwrite(tables)
             return
         followed.tables = [list(ids) for ids in tables]
+        if len(followed.tables) == 1:  # V1 makes the table for the whole prompt at once
+            self._block_size.see(len(followed.tokens), len(followed.tables[0]))
         self._take_over([(followed.number, self._split(followed)[1])])
         self._fence_overwritten()  # before a load of our own fills them
+        if followed.state is not None and has_other_inputs(request):  # which the query did not show
+            self._refuse(followed)
         if not followed.matched_tokens or followed.state is None:
             return
         # KVCacheManagerV2 may take less than it was offered.
@@ -128,6 +200,7 @@ class SchedulerSide:
         )
         self._load(followed, taken)
 
+    @exclusive
     @guarded("build_connector_meta", lambda self, output: self._fallback_metadata(), last_resort=QUIET)
     def build_connector_meta(self, output: Any) -> bytes:
         """Everything the workers do in this iteration."""
@@ -138,10 +211,8 @@ class SchedulerSide:
         if given:
             self._take_over(given)
         self._refuse_again(output.cached_requests)
-        if self.leader.pending_jobs and may_run_dummy(output):
-            # All: a cancelled request that lost one block to somebody is forgotten, and its other blocks are
-            # free.
-            self._plans.left += self.leader.offloads()
+        if self.leader.pending_jobs:
+            self._fence_left(output)
         self._fence_overwritten()
         self._planned += self._follower.offload_due()
         offload = self.leader.take_offloads()
@@ -157,6 +228,7 @@ class SchedulerSide:
         self._plans, self._planned = StepPlans(), []
         return metadata
 
+    @exclusive
     @guarded("request_finished", lambda self, request, tables: False)
     def request_finished(self, request: Any, tables: Sequence[Sequence[int]]) -> bool:
         """True: TensorRT-LLM keeps the device blocks until all ranks have reported that nothing of ours uses
@@ -170,9 +242,11 @@ class SchedulerSide:
         if followed is None or followed.state is None:
             jobs = tuple(job for job in self._finishing.get(number, ()) if self.leader.is_pending(job))
             return self._finish(number, jobs, None)
-        if not followed.is_broken and not followed.is_loading and all(tables):
-            tokens = request.get_tokens(0)
-            # The last token was sampled, and not computed.
+        tokens = request.get_tokens(0)
+        # Each token of the answer says that all before it are computed. Without one the request was ended in
+        # its prompt (1.1 says that too), and what is computed of it has been reported before.
+        has_answer = len(tokens) > followed.num_prompt_tokens
+        if has_answer and not followed.is_broken and not followed.is_loading and all(tables):
             self._follower.offload(followed, tokens, len(tokens) - 1, len(tokens) - 1, tables)
         offload = self.leader.take_offloads()
         load = followed.state.onboard_job
@@ -204,8 +278,9 @@ class SchedulerSide:
         if identity.refusal is not None:
             self.leader.metrics.uncached_request(identity.refusal)
         elif self.leader.is_ready and not identity.is_dummy:
-            root = self._roots.of(identity, self.leader.layout_fingerprint)
-            state = self.leader.open(str(number), root, None)
+            adapter = adapter_of(identity.adapter)
+            root = self._roots.of(adapter, identity.salt, self.leader.layout_fingerprint)
+            state = self.leader.open(str(number), root.hash, None, is_lasting=root.is_lasting)
             state.foreign_tokens = num_computed_tokens
             state.restart_offload()
         followed = Followed(number, state, tokens, len(tokens), computed_tokens=num_computed_tokens)
@@ -227,6 +302,37 @@ class SchedulerSide:
         ends = [followed.computed_tokens // size for size in sizes]
         pairs = list(zip(followed.tables, ends, strict=True))
         return [table[:end] for table, end in pairs], [table[end:] for table, end in pairs]
+
+    def _refuse_all(self, reason: str) -> None:
+        if self.leader.disabled_reason is None:
+            self.leader.disable(reason)
+            self.leader.metrics.failure(FailureKind.LAYOUT)
+
+    def _refuse(self, followed: Followed) -> None:
+        """It depends on more than its tokens: what it was promised is another request's."""
+        self.leader.metrics.uncached_request("multimodal")
+        if followed.matched_tokens:
+            self._lose_match(followed)
+        self._close(followed)
+
+    def _fence_left(self, output: Any) -> None:
+        """Offloads of blocks that may be taken without a word in this iteration."""
+        if may_run_dummy(output):
+            # All: a cancelled request that lost one block to somebody is forgotten, and its other blocks are
+            # free.
+            self._plans.left += self.leader.offloads()
+        elif self._options.pads_graphs:
+            self._plans.left += self._left_behind(output)
+
+    def _left_behind(self, output: Any) -> set[int]:
+        """Offloads of requests that do not run any more, and were not said to have finished: cancelled
+        ones.
+        """
+        self._unkept = left = {job for job in self._unkept if self.leader.is_pending(job)}
+        if len(self._requests) > len(output.new_requests) + len(output.cached_requests):
+            running = {data.request_id for data in (*output.new_requests, *output.cached_requests)}
+            left = left | self._requests.offloads_but_of(running)
+        return left
 
     def _take_over(self, given: Sequence[Given]) -> None:
         """These blocks are overwritten from now on: whoever used them has to stop first."""
@@ -329,7 +435,7 @@ class SchedulerSide:
     def _close(self, followed: Followed | None) -> None:
         """Nothing of it is cached from now on; what moves for it ends by itself."""
         if followed is not None and followed.state is not None:
-            self.leader.finish(followed.state)
+            self._unkept.update(self.leader.finish(followed.state))
             followed.state = None
 
     def _forget(self, number: int) -> Followed | None:
@@ -351,6 +457,7 @@ class SchedulerSide:
         """Requests that were aborted, and of which nobody said anything."""
         for followed in self._requests.silent(self._clock.now_s()):
             self._close(self._forget(followed.number))
+        self._unkept = {job for job in self._unkept if self.leader.is_pending(job)}
         self._finishing = {
             number: jobs for number, jobs in self._finishing.items() if any(map(self.leader.is_pending, jobs))
         }
@@ -363,6 +470,9 @@ class SchedulerSide:
             return
         followed.tables = [list(ids) for ids in tables]
         self._blocks.give([(followed.number, self._split(followed)[1])])
+        self._lose_match(followed)
+
+    def _lose_match(self, followed: Followed) -> None:
         self._break(followed, followed.matched_tokens)
         if followed.is_async and all(name != followed.name for name, _ in self._plans.onboards):
             self._plans.lost.append(followed.name)

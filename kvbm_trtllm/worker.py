@@ -42,6 +42,7 @@ class WorkerSide:
     model.
 
     ``ranks``: None if all ranks have the same KV, and say so (DYN_KVBM_NCCL_MLA_MODE).
+    ``find_index_cache(is_latent)``: why a V1 pool is not all that attention reads, None if it is.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class WorkerSide:
         *,
         guard_state: GuardState,
         waits_at_register: bool,
+        find_index_cache: Callable[[bool], str | None] = lambda is_latent: None,
     ) -> None:
         self.worker = worker
         self.guard_state = guard_state
@@ -61,6 +63,7 @@ class WorkerSide:
         self._block_tokens = block_tokens
         self._find_leader = find_leader
         self._waits_at_register = waits_at_register
+        self._find_index_cache = find_index_cache
         self._plans: StepPlans | None = None
         self._unsent_offloads: set[int] = set()
         self._is_started = True
@@ -80,18 +83,29 @@ class WorkerSide:
         # Loads that this iteration's forward pass waits for: whether all ranks have them, as soon as that is
         # known.
         self._verdicts: dict[int, bool | None] = {}
+        worker.on_note(self._start_tail)
 
     # ---------------------------------------------------------------- set-up
 
     @guarded("register_kv_caches", lambda self, pool: None)
     def register_pool(self, pool: torch.Tensor) -> None:
         """The V1 manager's pool, ``[num_blocks, num_layers, kv_factor, elements]``."""
-        self._register(lambda: pool_memory(pool, self._block_tokens, self._ranks or WHOLE))
+        self._register(lambda: self._read_pool(pool))
 
     @guarded("register_kv_caches", lambda self, layout: None)
     def register_layout(self, layout: Any) -> None:
         """The V2 manager's layer groups."""
         self._register(lambda: layout_memory(layout, self._ranks or WHOLE))
+
+    def _read_pool(self, pool: torch.Tensor) -> KvMemory:
+        found = pool_memory(pool, self._block_tokens, self._ranks or WHOLE)
+        reason = self._find_index_cache(found.is_latent)
+        if reason is not None:
+            raise LayoutError(
+                f"kvbm: sparse attention keeps keys in a pool that TensorRT-LLM does not hand to connectors "
+                f"({reason}): use kv_cache_config.use_kv_cache_manager_v2=true where there is one"
+            )
+        return found
 
     def _register(self, read: Callable[[], KvMemory]) -> None:
         """Says hello; a layout in doubt is refused with one line and nothing is cached."""
@@ -112,7 +126,7 @@ class WorkerSide:
             return
         leader = self._find_leader()
         if leader is not None:
-            leader.begin(found.groups)
+            leader.begin(found.groups, is_told=found.is_told)
         self.worker.register(found.memory, found.fingerprint)
         if leader is not None and self._waits_at_register:
             leader.wait()
@@ -255,12 +269,19 @@ class WorkerSide:
                 self._verdicts[note.job_id] = note.is_done
             self._notes.append(note)
 
+    def _start_tail(self, note: Note) -> None:
+        """What a request has filled at its end is copied as soon as this is known, on the channel's thread:
+        the executor's loop sleeps when it has no request, and takes no notes then.
+
+        The copy needs no order behind a stream: the request's last token has been seen on the host.
+        """
+        if isinstance(note, Finish) and note.plan is not None:
+            self.worker.submit(note.plan)
+
     def _take_notes(self) -> None:
         notes, self._notes = self._notes, []
         for note in notes:
             if isinstance(note, Finish):
-                if note.plan is not None:
-                    self.worker.submit(note.plan)
                 if note.request_id in self._saving:  # else it was said twice, and has been answered
                     self._finishing[note.request_id] = note.job_ids
             elif note.request_id in self._failed:

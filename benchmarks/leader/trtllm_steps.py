@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from benchmarks.suite import expect
 from benchmarks.timing import timed
 from kvbm_core.clock import SystemClock
+from kvbm_core.identity.roots import Roots, Stamp
 from kvbm_core.observe.guard import GuardState
 from kvbm_core.observe.metrics import Metrics
 from kvbm_core.runtime.leader import LeaderOptions
@@ -49,7 +50,7 @@ class TrtllmSteps:
         self._guards = Metrics()
         self._hooks = SchedulerSide(
             self._bench.leader,
-            KeyNamespace("benchmark"),
+            Roots(KeyNamespace("benchmark"), lambda: Stamp("benchmark", is_lasting=True)),
             SystemClock(),
             lambda note: None,
             guard_state=GuardState(self._guards),

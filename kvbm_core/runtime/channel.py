@@ -57,7 +57,8 @@ class _Loop:
     """A socket served by its own daemon thread; ``post`` may be called from any thread."""
 
     def __init__(self, kind: int, name: str, on_frames: Callable[[list[bytes]], None], tick_s: float) -> None:
-        self.on_tick: Callable[[], None] = lambda: None
+        self.on_tick: Callable[[], float | None] = lambda: None
+        """Called after each wake-up; answers in how many seconds it wants to be called again."""
         self.on_refused: Callable[[], None] = lambda: None
         self._context = zmq.Context()
         self.socket: zmq.Socket[bytes] = self._context.socket(kind)
@@ -122,15 +123,19 @@ class _Loop:
         poller.register(self._wake_fd, zmq.POLLIN)
         if self._refusals is not None:
             poller.register(self._refusals, zmq.POLLIN)
+        wait_ms = self._tick_ms
         while not self._closing:
             poller.register(self.socket, zmq.POLLIN | (zmq.POLLOUT if self._is_blocked else 0))
             self._is_blocked = False
-            ready = dict(poller.poll(self._tick_ms))
+            ready = dict(poller.poll(wait_ms))
+            wait_ms = self._tick_ms
             if self._wake_fd in ready:
                 os.eventfd_read(self._wake_fd)
             for step in (self._note_refused, self._receive, self._send, self.on_tick):
                 try:
-                    step()
+                    again_s = step()
+                    if again_s is not None:
+                        wait_ms = min(wait_ms, max(1, int(again_s * 1000)))
                 except Exception as error:  # a bug in one message must not end the thread that carries all
                     self._log.warning(
                         type(error).__name__,
@@ -205,6 +210,7 @@ class LeaderChannel:
         self._on_message = on_message
         self._on_bad_frames = on_bad_frames
         self._on_tick = on_tick
+        self._poll: Callable[[], float | None] = lambda: None
         self._endpoint = endpoint
         try:
             self._lock = EndpointLock(endpoint)
@@ -213,7 +219,7 @@ class LeaderChannel:
             raise
         self._loop = _Loop(zmq.ROUTER, "kvbm-leader-channel", self._take, tick_s=1.0)
         self._loop.on_refused = self._refuse
-        self._loop.on_tick = lambda: self._answer(self._on_tick())
+        self._loop.on_tick = self._tick
         # A worker that has lost its connection is known again when it comes back.
         self._loop.socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         try:
@@ -241,6 +247,17 @@ class LeaderChannel:
     def _refuse(self) -> None:
         self.refused_connections_total += 1
         self._on_bad_frames()
+
+    def _tick(self) -> float | None:
+        self._answer(self._on_tick())
+        return self._poll()
+
+    def poll_with(self, poll: Callable[[], float | None]) -> None:
+        """Calls ``poll`` on the channel's thread after each message and each second; sooner if it answers in
+        how many seconds.
+        """
+        self._poll = poll
+        self._loop.wake()
 
     def send(self, identity: Identity, message: Message) -> None:
         """Queues ``message`` for one worker; any thread."""

@@ -338,9 +338,14 @@ class Leader:
             self._acknowledge(rank, ack)
         self.publish_gauges()
 
+    @property
+    def has_news(self) -> bool:
+        """Whether workers have said something that ``poll`` has not taken. Any thread."""
+        return bool(self._handshake.inbox) or bool(self._handshake.found)
+
     def poll(self) -> None:
         """Takes what has arrived since the last call. Never waits."""
-        has_news = bool(self._handshake.inbox) or bool(self._handshake.found)
+        has_news = self.has_news
         if has_news:
             self._take_in_news()
         if self.tier.live_leases or (
@@ -363,7 +368,8 @@ class Leader:
             elif isinstance(event, RankReplaced):
                 self._on_replaced(event)
             elif isinstance(event, Disabled):
-                self._disable(event.reason)
+                self.disable(event.reason)
+                self.metrics.failure(FailureKind.HANDSHAKE)
             elif self.disk is not None:
                 self.disk.turn_off(event.reason)
         self._take_in_found(TAKE_IN_BLOCKS)
@@ -451,11 +457,11 @@ class Leader:
             size_gb = event.slots * event.block_bytes / 1e9
             log.info("kvbm: host %s ready: %d blocks, %.2f GB", what, event.slots, size_gb)
 
-    def _disable(self, reason: str) -> None:
+    def disable(self, reason: str) -> None:
+        """No block is matched or stored from now on; ``reason`` is one line."""
         if self.disabled_reason is None:
             log.error("kvbm: the host tier is off, the engine serves without it: %s", reason)
         self.disabled_reason = reason
-        self.metrics.failure(FailureKind.HANDSHAKE)
 
     def _acknowledge(self, rank: int, ack: JobAck) -> None:
         if ack.is_late:  # nothing is freed before the second answer, but nobody is sent there for a while

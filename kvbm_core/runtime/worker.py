@@ -111,6 +111,7 @@ class Worker:
         self._late: dict[int, JobAck] = {}
         self._wrap: Callable[[Executor], Executor] = lambda executor: executor
         self._judge: Callable[[JobResult], JobResult] = lambda result: result
+        self._on_note: Callable[[Note], None] = lambda note: None
         self._channel = WorkerChannel(endpoint, self._on_message)
 
     # ---------------------------------------------------------------- set-up
@@ -132,6 +133,10 @@ class Worker:
         checks).
         """
         self._judge = judge
+
+    def on_note(self, heed: Callable[[Note], None]) -> None:
+        """Lets ``heed`` see each note as it arrives, on the channel's thread, before it can be taken."""
+        self._on_note = heed
 
     def refuse(self, reason: str) -> None:
         """Tells the leader that this rank cannot take part."""
@@ -180,6 +185,7 @@ class Worker:
         elif isinstance(message, ForgetDisk) and self._disk is not None:
             self._disk.forget_all()
         elif isinstance(message, Note):
+            self._on_note(message)
             self._notes.append(message)
             self._is_noted.set()
 

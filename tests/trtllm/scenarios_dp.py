@@ -150,6 +150,7 @@ def finished_while_saving(rank: int, kind: Kind) -> None:
         assert rank > 0 or all(pending), "the blocks of finished requests must be kept while they are read"
         serving.gate.release(Direction.OFFLOAD)
         serving.executor.run_until_idle()
+        serving.wake_until_nothing_is_open()
         assert serving.reason(longer) == "length" and serving.executor.blocks_in_use == 0
         serving.forget_device()
         serving.expect_match(serving.ask(range(100, 120)), (16, True))

@@ -4,10 +4,23 @@ replays.
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 from kvbm_core.errors import Outcome
 from kvbm_core.types import Direction
-from tests.trtllm.harness import KeepingExecutor, Kind, serve
-from tests.trtllm.scenarios import ALL_SYNC, BLOCK, CAP, EACH_BLOCK, PROMPT, cap_of, is_newest, scenario_list
+from tests.trtllm.double import EARLY
+from tests.trtllm.harness import KeepingExecutor, Kind, Serving, serve
+from tests.trtllm.scenarios import (
+    ALL_SYNC,
+    BLOCK,
+    CAP,
+    EACH_BLOCK,
+    PROMPT,
+    cap_of,
+    is_newest,
+    is_v1,
+    scenario_list,
+)
 
 SCENARIOS, scenario = scenario_list()
 
@@ -58,7 +71,7 @@ def finish_while_saving(rank: int, kind: Kind) -> None:
         serving.executor.cancel(requests[0])  # over already: ignored
         serving.executor.step()
         serving.gate.release(Direction.OFFLOAD)
-        serving.executor.run_until_idle()
+        serving.wake_until_nothing_is_open()
         assert serving.executor.blocks_in_use == 0
         serving.forget_device()
         serving.expect_match(serving.ask(range(20)), (16, True))
@@ -87,7 +100,8 @@ def cancel_when_decoding(rank: int, kind: Kind) -> None:
             serving.executor.step()
         serving.executor.cancel(request)
         serving.executor.step()
-        assert serving.executor.blocks_in_use == 0
+        # 1.1 says that it has ended, and keeps its blocks until the copies are over.
+        assert (serving.executor.blocks_in_use > 0) == (kind.version == EARLY)
         # Its blocks are somebody else's at once, while copies of them wait.
         serving.executor.drop_device_cache()
         others = [serving.submit(range(1000 * i, 1000 * i + 40), 20) for i in (1, 2)]
@@ -339,3 +353,144 @@ def a_generation_only_request_takes_blocks_that_are_read(rank: int, kind: Kind) 
         assert serving.reason(other) == "length"
         serving.forget_device()
         serving.ask(PROMPT, 20)
+
+
+# ---------------------------------------------------------------- what TensorRT-LLM does not say
+
+
+@scenario(is_essential=True)
+def cancel_in_the_prompt(rank: int, kind: Kind) -> None:
+    """1.1 says of a cancelled request, too, that it has finished: what was never computed is not stored."""
+    with serve(rank, kind, chunk_tokens=8, num_blocks=40) as serving:
+        serving.may_fail = True
+        request = serving.submit(range(60), 8)
+        for _ in range(3):
+            serving.executor.step()
+        serving.executor.cancel(request)
+        serving.executor.run_until_idle()
+        assert serving.reason(request) == "cancelled"
+        serving.forget_device()
+        again = serving.ask(range(60), 8)
+        matched = serving.from_leader(
+            lambda: serving.executor.calls.named("get_num_new_matched_tokens")[-1].result[0]
+        )
+        assert matched <= 4 * 8, "more is offered than was computed"
+        assert serving.reason(again) == "length"
+
+
+@scenario(lambda kind: kind.version != EARLY, is_essential=True)
+def graph_padding_takes_a_block_that_is_read(rank: int, kind: Kind) -> None:
+    options = {"num_blocks": 80, "chunk_tokens": 8, "cuda_graphs": True, "graph_padding": True}
+    with serve(rank, kind, **options) as serving:
+        serving.may_fail = True  # what is overwritten is not stored
+        serving.executor.memory.poison = lambda group, slots: None  # type: ignore[method-assign]
+        others = [serving.submit(range(100 * i, 100 * i + 5), 40) for i in (1, 2, 3, 4)]
+        for _ in range(6):
+            serving.executor.step()
+        serving.gate.hold(Direction.OFFLOAD)
+        request = serving.submit(PROMPT, 20)
+        for _ in range(4):
+            serving.executor.step()
+        serving.executor.drop_device_cache()  # so that its blocks are handed out at once
+        assert not serving.executor.padding.slots[0]
+        serving.executor.cancel(others.pop())
+        serving.executor.cancel(request)
+        for _ in range(3):  # then three requests decode: a fourth is made up
+            serving.executor.step()
+        assert serving.executor.padding.slots[0], "nothing was filled up"
+        serving.gate.release(Direction.OFFLOAD)
+        serving.executor.run_until_idle()
+        assert {serving.reason(other) for other in others} == {"length"}
+        serving.forget_device()
+        assert serving.reason(serving.ask(PROMPT, 20)) == "length"
+
+
+@scenario(is_essential=True)
+def an_image_without_hashes(rank: int, kind: Kind) -> None:
+    with serve(rank, kind) as serving:
+        for image in (1, 2, 1):
+            request = serving.ask(PROMPT, image=image)
+            serving.expect_match(request, (0, False))
+            serving.forget_device()
+        assert serving.from_leader(lambda: serving.leader.tier.resident_blocks) == 0
+        assert serving.metric('kvbm_uncached_requests_total{reason="multimodal"}') == 3
+
+
+@scenario(is_v1)
+def a_text_of_the_same_tokens_as_an_image(rank: int, kind: Kind) -> None:
+    """The V1 manager's query does not show the image: the promise is found out when blocks are allocated."""
+    with serve(rank, kind) as serving:
+        serving.ask(PROMPT)
+        serving.forget_device()
+        with_image = serving.ask(PROMPT, image=1)
+        serving.expect_match(with_image, (CAP, True))
+        assert serving.reason(with_image) == "error"
+        serving.may_fail = True
+
+
+@scenario(is_essential=True)
+def the_last_turn_while_the_loop_sleeps(rank: int, kind: Kind) -> None:
+    """No request and no iteration comes after the last one: its blocks are stored all the same."""
+    with serve(rank, kind) as serving:
+        serving.gate.hold(Direction.OFFLOAD)
+        first = serving.ask(PROMPT, 9)
+        num_steps = serving.executor.num_steps
+        serving.gate.release(Direction.OFFLOAD)
+        serving.settle()
+        assert serving.executor.num_steps == num_steps, "an iteration ran without a request"
+        assert serving.from_leader(lambda: serving.leader.tier.resident_blocks) == 48 // BLOCK
+        serving.executor.drop_device_cache()
+        whole = [*PROMPT, *serving.output(first)]
+        serving.expect_match(serving.ask(whole, 4), (48, True))
+
+
+@scenario(is_v1, is_essential=True)
+def blocks_of_another_size_than_was_said(rank: int, kind: Kind) -> None:
+    """FlashMLA: 8 tokens in a block, 4 in llm_args. Short prompts cannot show it: nothing is stored yet."""
+    with serve(rank, kind, tokens_per_block=2 * BLOCK, told_tokens_per_block=BLOCK) as serving:
+        serving.may_fail = True  # counted, and said
+        short, whole = (range(4), 3), (PROMPT, 1)
+        for asked, is_found_out in ((short, False), (short, False), (whole, True), (whole, True)):
+            serving.expect_match(serving.ask(*asked), (0, False))
+            serving.forget_device()
+            reason = serving.from_leader(lambda: serving.leader.disabled_reason)
+            assert (reason is not None) == is_found_out
+            assert serving.from_leader(lambda: serving.leader.tier.resident_blocks) == 0
+        assert "set kv_cache_config.tokens_per_block=8" in reason
+        assert serving.metric('kvbm_failures_total{kind="layout"}') == 1
+
+
+@scenario(is_v1)
+def blocks_of_another_size_are_found_out_while_decoding(rank: int, kind: Kind) -> None:
+    for real, told in ((8, 4), (4, 8)):
+        with serve(rank, kind, tokens_per_block=real, told_tokens_per_block=told) as serving:
+            serving.may_fail = True
+            serving.ask(range(2), 30)
+            assert serving.from_leader(lambda: serving.leader.disabled_reason) is not None
+            assert serving.from_leader(lambda: serving.leader.tier.resident_blocks) == 0
+
+
+def _expect_refusal(serving: Serving, words: str) -> None:
+    serving.may_fail = True
+    serving.may_begin.set()
+    serving.step_until(
+        lambda: serving.from_leader(lambda: serving.leader.is_ready or serving.leader.disabled_reason)
+    )
+    assert words in serving.from_leader(lambda: serving.leader.disabled_reason or "it is in service")
+    for _ in range(2):
+        serving.expect_match(serving.ask(PROMPT), (0, False))
+        serving.forget_device()
+
+
+@scenario(is_v1, is_essential=True)
+def sparse_attention_with_keys_elsewhere(rank: int, kind: Kind) -> None:
+    sparse = SimpleNamespace(algorithm="dsa")
+    with serve(rank, kind, kv_factor=1, sparse_attention=sparse, is_ready=False) as serving:
+        _expect_refusal(serving, "sparse_attention_config.algorithm=dsa")
+
+
+@scenario(is_v1)
+def packed_numbers_without_their_scales(rank: int, kind: Kind) -> None:
+    for dtype in ("int8", "uint8"):
+        with serve(rank, kind, dtype=dtype, head_dim=8, is_ready=False) as serving:
+            _expect_refusal(serving, f"a KV pool of {dtype}")

@@ -89,6 +89,13 @@ def test_attention_dp_is_opted_in_where_it_can_be(pairs: list[tuple[Any, Any]]) 
         assert getattr(base, "supports_attention_dp", False) is False
 
 
+def test_nothing_of_ours_is_taken_for_consent(pairs: list[tuple[Any, Any]]) -> None:
+    """In a branch of TensorRT-LLM, having ``cancel_load`` says that a connector takes loads back in part."""
+    for ours, _ in pairs:
+        own = [cls for cls in ours.__mro__ if cls.__module__.split(".")[0] in {"kvbm_trtllm", "kvbm"}]
+        assert own and not [cls for cls in own if "cancel_load" in vars(cls)]
+
+
 def test_what_is_not_looked_at_is_found() -> None:
     with installed(NEWEST):
         (leader, base), _ = import_pairs()

@@ -13,9 +13,13 @@ from typing import Any
 
 import pytest
 
-from kvbm_core.tokens.weights import model_stamp
-from kvbm_trtllm import keys
+from kvbm_core.identity.roots import MAX_KNOWN_ROOTS, Root, Roots
+from kvbm_trtllm import identity as engine
 from kvbm_trtllm.contract import Identity, identity_of, salt_of
+
+pytest.importorskip("torch", reason="NOT RUN: keys of TensorRT-LLM's blocks; torch is missing")
+
+from tests.trtllm.double.llm_args import classes_of
 
 ROOT = Path(__file__).resolve().parents[2]
 BLOCK_TOKENS = 32
@@ -69,20 +73,34 @@ def llm_args(model: Path | str, *, cache: dict[str, Any] | None = None, **change
         "max_attention_window": None,
         "sink_token_length": 0,
     }
-    return SimpleNamespace(
-        **{**values, **changes}, kv_cache_config=SimpleNamespace(**{**of_cache, **(cache or {})})
+    quantization = {**values, **changes}["quant_config"]
+    classes = classes_of("newest")
+    return classes["TorchLlmArgs"](
+        **{**values, **changes, "quant_config": classes["QuantConfig"](**vars(quantization))},
+        kv_cache_config=classes["KvCacheConfig"](**{**of_cache, **(cache or {})}),
     )
+
+
+def roots_of(args: Any, block_tokens: int = BLOCK_TOKENS) -> Roots:
+    """As the leader makes them."""
+    description = engine.describe_engine(args)
+    namespace = engine.namespace_of(description, block_tokens)
+    return Roots(namespace, engine.weights_of(args), is_lasting=description.is_lasting)
+
+
+def of(roots: Roots, identity: Identity, layout: str) -> Root:
+    """A request's."""
+    return roots.of(engine.adapter_of(identity.adapter), identity.salt, layout)
 
 
 def root_of(
     args: Any, identity: Identity = PLAIN, *, layout: str = LAYOUT, block_tokens: int = BLOCK_TOKENS
 ) -> bytes:
     """The parent of a request's first block."""
-    return bytes(keys.Roots(keys.base_namespace(args, block_tokens)).of(identity, layout))
+    return bytes(of(roots_of(args, block_tokens), identity, layout).hash)
 
 
 CHANGES: dict[str, dict[str, Any]] = {
-    "revision": {"revision": "abc"},
     "dtype": {"dtype": "float16"},
     "KV dtype": {"cache": {"dtype": "fp8"}},
     "KV dtype of the checkpoint": {
@@ -118,7 +136,7 @@ NO_CHANGES: dict[str, dict[str, Any]] = {
     },
     "LoRA, which each request names": {"enable_lora": True, "lora_config": SimpleNamespace(max_lora_rank=8)},
     "tokenizer": {"tokenizer": "elsewhere", "skip_tokenizer_init": True},
-    "a value that is the default": {"revision": ""},
+    "a revision of the same weights": {"revision": "abc"},
 }
 
 
@@ -141,10 +159,10 @@ def test_layout_and_block_size_are_in_the_key(model: Path) -> None:
     plain = root_of(llm_args(model))
     assert root_of(llm_args(model), layout="1" * 32) != plain
     assert root_of(llm_args(model), block_tokens=64) != plain
-    roots = keys.Roots(keys.base_namespace(llm_args(model), BLOCK_TOKENS))
-    first = roots.of(PLAIN, "1" * 32)
-    assert roots.of(PLAIN, LAYOUT) == plain, "a root that was kept is of the layout it was made for"
-    assert roots.of(PLAIN, "1" * 32) == first != plain
+    roots = roots_of(llm_args(model))
+    first = of(roots, PLAIN, "1" * 32).hash
+    assert of(roots, PLAIN, LAYOUT).hash == plain, "a root that was kept is of the layout it was made for"
+    assert of(roots, PLAIN, "1" * 32).hash == first != plain
 
 
 def test_models_by_name_path_and_weights(model: Path, tmp_path: Path, rng: random.Random) -> None:
@@ -153,7 +171,7 @@ def test_models_by_name_path_and_weights(model: Path, tmp_path: Path, rng: rando
     assert root_of(llm_args(other)) != plain
     weights = model / "model.safetensors"
     weights.write_bytes(bytes([weights.read_bytes()[0] ^ 1]) + weights.read_bytes()[1:])
-    model_stamp.cache_clear()  # as in the next process
+    engine._stamp_of.cache_clear()  # as in the next process
     assert root_of(llm_args(model)) != plain, "trained on"
 
 
@@ -200,38 +218,33 @@ def test_salts_of_every_kind_are_kept_apart() -> None:
 
 
 def test_adapters_and_salts_are_kept_apart(model: Path) -> None:
-    roots = keys.Roots(keys.base_namespace(llm_args(model), BLOCK_TOKENS))
+    roots = roots_of(llm_args(model))
     which = [(adapter, salt) for adapter in ("", "0", "1", "11") for salt in (None, "s", "s1", "n1", "s0")]
-    found = [roots.of(Identity(adapter, salt, None, False), LAYOUT) for adapter, salt in which]
+    found = [of(roots, Identity(adapter, salt, None, False), LAYOUT) for adapter, salt in which]
     assert len(set(found)) == len(which)
-    again = [roots.of(Identity(adapter, salt, None, False), LAYOUT) for adapter, salt in which]
+    again = [of(roots, Identity(adapter, salt, None, False), LAYOUT) for adapter, salt in which]
     assert again == found
 
 
 def test_many_salts_take_little_memory_and_stay_right(model: Path) -> None:
-    roots = keys.Roots(keys.base_namespace(llm_args(model), BLOCK_TOKENS))
-    first = roots.of(Identity("", "s0", None, False), LAYOUT)
-    for number in range(2 * keys.MAX_KNOWN_ROOTS):
-        roots.of(Identity("", f"s{number}", None, False), LAYOUT)
-    assert len(roots._known) <= keys.MAX_KNOWN_ROOTS
-    assert roots.of(Identity("", "s0", None, False), LAYOUT) == first
+    roots = roots_of(llm_args(model))
+    first = of(roots, Identity("", "s0", None, False), LAYOUT)
+    for number in range(2 * MAX_KNOWN_ROOTS):
+        of(roots, Identity("", f"s{number}", None, False), LAYOUT)
+    assert len(roots._known) <= MAX_KNOWN_ROOTS
+    assert of(roots, Identity("", "s0", None, False), LAYOUT) == first
 
 
 PROGRAM = """
 import json, sys
-from types import SimpleNamespace
-from kvbm_trtllm import keys
-from kvbm_trtllm.contract import Identity
+from tests.unit.test_trtllm_keys import Identity, llm_args, of, roots_of
 
-def roots_of(load_format):
-    cache = SimpleNamespace(dtype="auto")
-    args = SimpleNamespace(model=sys.argv[1], load_format=load_format)
-    args.kv_cache_config, args.tensor_parallel_size = cache, 1
-    roots = keys.Roots(keys.base_namespace(args, 32))
+def hashes_of(load_format):
+    roots = roots_of(llm_args(sys.argv[1], load_format=load_format))
     identities = [Identity(name, salt, None, False) for name, salt in (("", "s"), ("7", "s"))]
-    return {identity.adapter: roots.of(identity, "0").hex() for identity in identities}
+    return {identity.adapter: of(roots, identity, "0").hash.hex() for identity in identities}
 
-print(json.dumps({name: roots_of(name) for name in ("auto", "dummy")}))
+print(json.dumps({name: hashes_of(name) for name in ("auto", "dummy")}))
 """
 
 
@@ -248,8 +261,7 @@ def test_another_process_finds_blocks_unless_their_weights_may_be_others(model: 
 
 def test_a_model_of_the_hub_that_was_not_downloaded_is_known_to_this_process_alone() -> None:
     pytest.importorskip("huggingface_hub", reason="NOT RUN: huggingface_hub is not installed")
-    model_stamp.cache_clear()
-    first = root_of(llm_args("no-such-organisation/no-such-model"))
-    assert root_of(llm_args("no-such-organisation/no-such-model")) == first, "an engine finds its own blocks"
-    model_stamp.cache_clear()  # as in the next process
-    assert root_of(llm_args("no-such-organisation/no-such-model")) != first
+    args = llm_args("no-such-organisation/no-such-model")
+    first = of(roots_of(args), PLAIN, LAYOUT)
+    assert of(roots_of(args), PLAIN, LAYOUT) == first, "an engine finds its own blocks"
+    assert not first.is_lasting

@@ -35,9 +35,8 @@ What is what:
 * ``calls``: every call with its values; see ``Call``.
 
 Where the double is not the real executor: cancellations take effect in every iteration, while R waits for a
-batch; an idle ``step`` polls, while the real loop sleeps until a request comes; after a forward error the
-loop lives on with overlap too. Not there: pipeline parallelism, beams, draft tokens, several pools per V1
-cache.
+batch; after a forward error the loop lives on with overlap too; without ``sleeps`` an idle ``step`` polls.
+Not there: pipeline parallelism, beams, draft tokens, several pools per V1 cache.
 """
 
 from tests.trtllm.double.calls import Call, Calls

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from tests.trtllm.double.llm_args import classes_of
+
 
 @dataclass(frozen=True)
 class ExecutorConfig:
@@ -22,6 +24,8 @@ class ExecutorConfig:
     manager: str = "v1"
     overlap: bool = False
     tokens_per_block: int = 4
+    told_tokens_per_block: int | None = None
+    """V1: what ``llm_args`` say instead of what the cache is made of (FlashMLA)."""
     num_blocks: int = 64
     num_layers: int = 2
     kv_factor: int = 2
@@ -31,6 +35,9 @@ class ExecutorConfig:
     chunk_tokens: int | None = None
     max_batch_size: int = 64
     cuda_graphs: bool = False
+    graph_padding: bool = False
+    """Batches that only decode are filled up to a power of two with a request that nobody is told of; it
+    takes a block once, and keeps it."""
     enable_block_reuse: bool = True
     enable_partial_reuse: bool = False
     attention_windows: tuple[int | None, ...] = (None,)
@@ -53,10 +60,14 @@ class ExecutorConfig:
     loads."""
     double_finish: bool = False
     """Overlap: an end that was not predictable calls ``request_finished`` a second time."""
+    sleeps: bool = False
+    """Whether the loop sleeps in its queue while there is no request, as TensorRT-LLM's does: a step does
+    nothing then, and what is still being saved is not polled."""
     vocab_size: int = 1000
     warmup_forwards: int = 2
     model: str = "double/model"
     load_format: str = "auto"
+    sparse_attention: Any = None
     record: bool = True
     """Whether ``calls`` keeps every call; without, only how many there were (long runs)."""
 
@@ -100,12 +111,14 @@ class ExecutorConfig:
         """What the constructors of leader and worker get, a plain object (``TorchLlmArgs``)."""
         from tensorrt_llm.llmapi.llm_args import TorchLlmArgs
 
+        from tests.trtllm.double import contract
+
         windows = None if self.windows == [None] else [window or 0 for window in self.attention_windows]
         mapping = SimpleNamespace(
             rank=rank, world_size=size, tp_size=size, tp_rank=rank, pp_size=1, pp_rank=0
         )
-        cache = SimpleNamespace(
-            tokens_per_block=self.tokens_per_block,
+        cache = classes_of(contract.current().version)["KvCacheConfig"](
+            tokens_per_block=self.told_tokens_per_block or self.tokens_per_block,
             dtype=self.dtype,
             max_attention_window=windows,
             enable_partial_reuse=self.enable_partial_reuse,
@@ -123,6 +136,8 @@ class ExecutorConfig:
             parallel_config=SimpleNamespace(to_mapping=lambda: mapping, world_size=size),
             quant_config=None,
             kv_connector_config=kv_connector_config,
+            sparse_attention_config=self.sparse_attention,
+            cuda_graph_config=SimpleNamespace(enable_padding=True) if self.graph_padding else None,
             load_format=self.load_format,
             disable_overlap_scheduler=not self.overlap,
             enable_chunked_prefill=self.chunk_tokens is not None,

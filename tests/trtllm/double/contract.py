@@ -7,10 +7,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
-from tests.trtllm.double import api_early, api_layout, api_mid, api_newest, api_released, comm, requests
+from tests.trtllm.double import (
+    api_early,
+    api_layout,
+    api_mid,
+    api_newest,
+    api_released,
+    comm,
+    llm_args,
+    requests,
+)
 
 EARLY = "early"
 RELEASED = "released"
@@ -27,7 +36,9 @@ class Contract:
     a cancelled request keeps its blocks until its load is over. ``counts_tokens``: it says how many tokens an
     iteration computes. ``queries_dummies``: it asks about requests that it made up; ``queries_in_warm_up``:
     before there is a cache. ``frees_one_save``: of the requests whose saves end in one iteration only the
-    first is let go, by mistake.
+    first is let go, by mistake. ``reports_all_ends``: request_finished comes for requests that were cancelled
+    or have failed, too. ``leaks_on_error``: requests that end by an error of the forward pass keep their
+    blocks for ever, by mistake.
     """
 
     version: str
@@ -46,6 +57,8 @@ class Contract:
     holds_loads: bool = False
     has_priorities: bool = True
     frees_one_save: bool = False
+    reports_all_ends: bool = False
+    leaks_on_error: bool = False
 
     @property
     def is_newest(self) -> bool:
@@ -69,9 +82,10 @@ _CONTRACTS = {
         has_callable=False,
         queries_in_warm_up=True,
         frees_one_save=True,
+        reports_all_ends=True,
         **_OLD,
     ),
-    RELEASED: Contract(RELEASED, "1.2.1", api_released, **_OLD),
+    RELEASED: Contract(RELEASED, "1.2.1", api_released, leaks_on_error=True, **_OLD),
     MID: Contract(MID, "1.3.0rc0", api_mid),
     NEWEST: Contract(
         NEWEST,
@@ -85,10 +99,6 @@ _CONTRACTS = {
 }
 _installed: list[Contract] = []
 _OURS = ("tensorrt_llm", "kvbm_trtllm", "kvbm.trtllm_integration")
-
-
-class TorchLlmArgs(SimpleNamespace):
-    """Plain attributes."""
 
 
 def current() -> Contract:
@@ -130,7 +140,9 @@ def _modules(contract: Contract) -> dict[str, ModuleType]:
                 setattr(modules[name], function.__name__, function)
     modules["tensorrt_llm"].__version__ = contract.release  # type: ignore[attr-defined]
     modules["tensorrt_llm.bindings.internal.batch_manager"].LlmRequest = contract.bound_request  # type: ignore[attr-defined]
-    modules["tensorrt_llm.llmapi.llm_args"].TorchLlmArgs = TorchLlmArgs  # type: ignore[attr-defined]
+    modules["tensorrt_llm.llmapi.llm_args"].TorchLlmArgs = llm_args.classes_of(contract.version)[
+        "TorchLlmArgs"
+    ]  # type: ignore[attr-defined]
     api = modules[f"{connectors}.kv_cache_connector"]
     for name in ("RequestData", "SchedulerOutput", "KvCacheConnectorWorker", "KvCacheConnectorScheduler"):
         setattr(api, name, getattr(contract.api, name))

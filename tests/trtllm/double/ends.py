@@ -21,6 +21,7 @@ class Ends:
     ) -> None:
         self.outputs: dict[int, list[int]] = {}
         self.reasons: dict[int, str] = {}
+        self.leaked: list[Pin] = []
         self._config = config
         self._blocks = blocks
         self._manager = manager
@@ -29,7 +30,9 @@ class Ends:
         self._held: dict[int, Core] = {}
 
     def report_finished(self, core: Core) -> None:
-        """request_finished, for a request that ended by itself. With overlap it may come here twice."""
+        """request_finished, for a request that ended by itself; 1.1 says it of all. With overlap it may come
+        here twice.
+        """
         if self._manager is None or core.is_dummy:
             return
         is_again = core.was_reported_finished
@@ -51,12 +54,18 @@ class Ends:
     def terminate(self, core: Core, *, is_valid: bool = True) -> None:
         """Takes the blocks of a request that left. ``is_valid``: what it computed may be found by others."""
         self.end(core, core.finish_reason or "error")
+        if self._contract.reports_all_ends and not core.was_reported_finished and core.slots:
+            self.report_finished(core)
         if is_valid and core.slots:
             self._blocks.commit(core, min(core.computed, max(core.prompt_len, len(core.tokens) - 1)))
         if self._contract.holds_loads and self._is_loading(core):
             self._held[core.request_id] = core
         else:
             self._blocks.free(core)
+
+    def leak(self, core: Core) -> None:
+        """Nobody will ever free its blocks."""
+        self.leaked.append(self._blocks.pin(core))
 
     def end(self, core: Core, reason: str) -> None:
         """Notes the result."""

@@ -17,6 +17,7 @@ from tests.trtllm.double.manager import Batch, ConnectorManager
 from tests.trtllm.double.memory import Memory
 from tests.trtllm.double.model import Model, Work
 from tests.trtllm.double.model import Sequence as TokenSequence
+from tests.trtllm.double.padding import Padding
 from tests.trtllm.double.requests import Core, State
 from tests.trtllm.double.scheduler import Scheduler
 
@@ -72,6 +73,7 @@ class Executor:
         self._scheduler = Scheduler(self.config, self.blocks, self.model, self.manager, self.contract)
         is_lockstep = self.config.attention_dp and self.manager is not None
         self.lockstep = LockStep(self.config, self.blocks, self.model, is_on=is_lockstep)
+        self.padding = Padding(self.config, self.blocks, self.model)
         self._ends = Ends(self.config, self.blocks, self.manager, self.contract)
         self.outputs = self._ends.outputs
         self.finish_reasons = self._ends.reasons
@@ -85,6 +87,7 @@ class Executor:
         self._cancelled: set[int] = set()
         self._fails_forward = False
         self._drops_batch = False
+        self._is_woken = False
 
     @property
     def leader(self) -> Any:
@@ -107,17 +110,18 @@ class Executor:
         cache_salt: str | None = None,
         priority: int | None = None,
         multimodal: list[list[int]] | None = None,
+        image: int | None = None,
         stop_after: int | None = None,
         dummy: bool = False,
         generation_only: bool = False,
     ) -> int:
         """Queues a request and returns its id. ``stop_after``: this many tokens in, the model says
-        end-of-sequence.
+        end-of-sequence. ``image``: one whose hashes could not be made, so that C++ knows nothing of it.
         """
         tokens = [int(token) for token in prompt_tokens]
         if not tokens or max_new_tokens < 1 + generation_only:
             raise ValueError("a request has a prompt and generates something")
-        identity = (lora_task_id, cache_salt, multimodal)
+        identity = (lora_task_id, cache_salt, multimodal, image)
         sequence = TokenSequence(self.model, identity, tokens, len(tokens) + max_new_tokens)
         core = Core(
             self._next_id,
@@ -131,6 +135,7 @@ class Executor:
             cache_salt=cache_salt,
             priority=priority,
             multimodal_hashes=multimodal,
+            multimodal_data=None if image is None else {"image": image},
             is_dummy=dummy,
             is_generation_only=generation_only,
         )
@@ -144,6 +149,10 @@ class Executor:
     def cancel(self, request_id: int) -> None:
         """The client left; takes effect in the next step. Unknown and finished ids are ignored."""
         self._cancelled.add(request_id)
+
+    def wake(self) -> None:
+        """Something that is no request comes to the queue: the next step polls, with no request too."""
+        self._is_woken = True
 
     def preempt(self, request_id: int) -> None:
         """V2: the request loses its blocks in the next step, if it has any, and is replayed."""
@@ -194,15 +203,19 @@ class Executor:
         return sum(sum(refs > 0 for refs in pool.refs) for pool in self.blocks.pools)
 
     @property
+    def blocks_lost(self) -> int:
+        """Blocks, of all layer groups, that nobody will free any more: leaked ones, and the padding's."""
+        lost = [pin.slots for pin in self._ends.leaked] + [self.padding.slots]
+        return sum(len({slot for slots in lost for slot in slots[group]}) for group in range(len(lost[-1])))
+
+    @property
     def is_idle(self) -> bool:
-        """Nothing to compute and no transfer open."""
-        has_transfers = self.manager is not None and self.manager.has_transfers
+        """Nothing to compute; and no transfer open, for a loop that does not sleep."""
+        has_transfers = self.manager is not None and self.manager.has_transfers and not self.config.sleeps
         return not (self._waiting or self._active or self._previous or has_transfers)
 
     def run_until_idle(self) -> dict[int, list[int]]:
-        """Steps until every request ended and no transfer is open, here and on all ranks; returns
-        ``outputs``.
-        """
+        """Steps until every rank is idle; returns ``outputs``."""
         deadline_s = time.monotonic() + PATIENCE_S
         while self.lockstep.any(not self.is_idle):
             if not self.step():
@@ -220,6 +233,9 @@ class Executor:
 
     def step(self) -> bool:
         """One iteration; True if a forward pass was launched."""
+        is_awake, self._is_woken = self._is_woken or bool(self._cancelled) or not self.is_idle, False
+        if self.config.sleeps and not self.lockstep.any(is_awake):
+            return False
         self.num_steps += 1
         if self.manager is not None:
             self.manager.step = self.num_steps
@@ -287,8 +303,9 @@ class Executor:
             start = core.position if core.state is State.CONTEXT else core.computed
             end = start + (min(core.chunk_tokens, core.remaining) if core.state is State.CONTEXT else 1)
             works.append(Work(core.request_id, core.sequence, core.slots, start, end))
+        padding = self.padding.of(batch)
         try:
-            self._run_layers(works, has_hooks=bool(batch.context) or not self.config.cuda_graphs)
+            self._run_layers(works + padding, has_hooks=bool(batch.context) or not self.config.cuda_graphs)
         except DoubleFailure:
             raise
         except Exception as error:
@@ -386,6 +403,8 @@ class Executor:
         """A forward error: all active requests end, and the connector hears nothing."""
         for core in self._active:
             core.finish_reason = "error"
+            if self.contract.leaks_on_error and core.slots:
+                self._ends.leak(core)
             self._ends.terminate(core, is_valid=False)
         self._active.clear()
         self._previous = None

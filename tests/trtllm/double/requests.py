@@ -42,6 +42,8 @@ class Core:
     cache_salt: str | None = None
     priority: int | None = None
     multimodal_hashes: list[list[int]] | None = None
+    multimodal_data: dict[str, Any] | None = None
+    """What the PyTorch backend knows of images, with and without hashes."""
     is_dummy: bool = False
     is_generation_only: bool = False
     state: State = State.WAITING
@@ -142,6 +144,7 @@ class PythonPart:
 
     py_request_id = property(lambda self: self._core.request_id)
     py_prompt_len = property(lambda self: self._core.prompt_len)
+    py_multimodal_data = property(lambda self: self._core.multimodal_data)
     py_num_connector_matched_tokens = property(lambda self: self._core.matched)
 
     def is_generation_only_request(self) -> bool:
