@@ -15,6 +15,7 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolTransferRes
 
 from kvbm_core.config import Adapter, KvbmSettings
 from kvbm_core.errors import ConfigError
+from kvbm_core.identity.weights import WEIGHTS_WAIT_S
 from kvbm_core.observe.guard import GuardState, guarded
 from kvbm_core.observe.metrics import Metrics
 from kvbm_core.runtime.assembly import announce, metrics_server
@@ -85,6 +86,7 @@ class KvbmHiCache(HiCacheStorage):
 
     @guarded("register_mem_host_pool", lambda self: None)
     def on_host_pools_registered(self) -> None:
+        self._pools.wait_known(WEIGHTS_WAIT_S)
         self._pools.open()
 
     @guarded("register_mem_host_pool", lambda self, pool, name: None)

@@ -7,24 +7,20 @@ SGLang's own key names the tokens, the LoRA and the cache salt (0.5.21 and newer
 from __future__ import annotations
 
 import hashlib
-import logging
 import os
 import secrets
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvbm_core.errors import LayoutError
+from kvbm_core.identity.roots import Stamp
 from kvbm_core.tokens.namespace import KeyNamespace
-from kvbm_core.tokens.weights import weights_stamp
 from kvbm_core.types import BlockKey, SequenceHash, block_key
 from kvbm_sglang.engine_settings import settings_of
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
-
-log = logging.getLogger("kvbm")
 
 KV = "kv"
 # What a host pool says of the meaning of its bytes; a pool has some of them.
@@ -54,9 +50,16 @@ _TP = ("tp_rank", "tp_size")
 
 
 def namespace_of(
-    config: HiCacheStorageConfig, pool: Any, name: str, piece_bytes: tuple[int, ...], server_args: Any
+    config: HiCacheStorageConfig,
+    pool: Any,
+    name: str,
+    piece_bytes: tuple[int, ...],
+    server_args: Any,
+    *,
+    weights: Stamp,
 ) -> KeyNamespace:
     """The namespace of one host pool. ``piece_bytes``: the sizes of a page's pieces, in SGLang's order.
+    ``weights``: lasting.
 
     ``server_args``: of the engine, None where they are not known. LayoutError for a pool of bytes then:
     several kinds of numbers are stored as such.
@@ -70,9 +73,8 @@ def namespace_of(
         (field, str(getattr(pool, field))) for field in _LAYOUT if getattr(pool, field, None) is not None
     ]
     layout += [("class", type(pool).__name__), ("pieces", ",".join(map(str, piece_bytes)))]
-    model = str(getattr(server_args, "model_path", None) or config.model_name or "")
     return KeyNamespace(
-        model=model,
+        model=model_of(config, server_args),
         kv_dtype=str(getattr(pool, "dtype", "")),
         layout=hashlib.sha256(repr(sorted(layout)).encode()).hexdigest(),
         block_size_tokens=int(pool.page_size),
@@ -84,9 +86,14 @@ def namespace_of(
                 "settings",
                 repr(sorted((setting, str(value)) for setting, value in settings_of(server_args).items())),
             ),
-            ("weights", _stamp_of(model)),
+            ("weights", weights.text),
         ),
     )
+
+
+def model_of(config: HiCacheStorageConfig, server_args: Any) -> str:
+    """Where its weights are, or its name."""
+    return str(getattr(server_args, "model_path", None) or config.model_name or "")
 
 
 def is_replicated(config: HiCacheStorageConfig, name: str) -> bool:
@@ -132,6 +139,8 @@ def device_namespace_of(
     page_tokens: int,
     ranks: Mapping[str, int],
     settings: Mapping[str, object],
+    *,
+    weights: Stamp,
 ) -> KeyNamespace:
     """The namespace of the pages of one rank's device pool.
 
@@ -149,20 +158,9 @@ def device_namespace_of(
             ("engine", "sglang"),
             ("pool", "device"),
             ("settings", repr(sorted((name, str(value)) for name, value in settings.items()))),
-            ("weights", _stamp_of(model)),
+            ("weights", weights.text),
         ),
     )
-
-
-@lru_cache(maxsize=64)
-def _stamp_of(model: str) -> str:
-    """Where weights cannot be told from others of their name: a stamp of this engine alone."""
-    stamp = weights_stamp(Path(model))
-    if not stamp:
-        log.info(
-            "kvbm: %s is no folder of weights: what is stored on disk is not found after a restart", model
-        )
-    return stamp or _parent()
 
 
 def page_keys(root: SequenceHash, keys: list[str]) -> list[BlockKey]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from kvbm_core.clock import SystemClock
 from kvbm_core.config import KvbmSettings
 from kvbm_core.errors import ConfigError, UnsupportedError
+from kvbm_core.identity.weights import WEIGHTS_WAIT_S
 from kvbm_core.observe.labels import FailureKind
 from kvbm_core.observe.metrics import Metrics
 from kvbm_core.policy.admission import AdmitAll
@@ -25,9 +26,11 @@ from kvbm_core.storage.host_slab import available_memory_bytes, taken_by_sibling
 from kvbm_core.tokens.namespace import KeyNamespace
 from kvbm_core.types import SequenceHash
 from kvbm_sglang.device_pool import DevicePages
+from kvbm_sglang.engine_settings import find_server_args
 from kvbm_sglang.identity import device_namespace_of
 from kvbm_sglang.linker_tiers import LinkerTiers
 from kvbm_sglang.load_counter import LoadCounter
+from kvbm_sglang.weights import weights_identity
 
 log = logging.getLogger("kvbm")
 
@@ -66,9 +69,21 @@ def assemble(
     counter = LoadCounter(num_layers, timeout_s)
     if pages is None:
         return LinkerTiers(None, None, SequenceHash(b""), counter=counter, metrics=metrics)
-    namespace = device_namespace_of(model, pages.layout, pages.page_tokens, ranks.shard, engine)
     num_slots = settings.host_tier_slots(pages.page_bytes * ranks.num_ranks)
-    disk, folder = _disk_of(pages, settings, namespace, ranks.num_ranks, metrics)
+    weights = weights_identity(find_server_args(), model)
+    weights.wait(WEIGHTS_WAIT_S)
+    stamp = weights.stamp()
+    if not stamp.is_lasting and settings.has_disk_tier:
+        log.warning(
+            "kvbm: it is not known yet which weights these are: nothing is kept on disk until the engine is "
+            "started again"
+        )
+    namespace = device_namespace_of(
+        model, pages.layout, pages.page_tokens, ranks.shard, engine, weights=stamp
+    )
+    disk, folder = None, None
+    if stamp.is_lasting:
+        disk, folder = _disk_of(pages, settings, namespace, ranks.num_ranks, metrics)
     options = LocalOptions(
         num_slots,
         disk,
@@ -87,12 +102,18 @@ def assemble(
     except (ConfigError, UnsupportedError) as error:  # one rank must not end, or wait for, the others
         log.error("%s; nothing is cached", error)
         metrics.failure(FailureKind.OTHER)
+        weights.close()
         if folder is not None:
             folder.close()
         return LinkerTiers(None, None, SequenceHash(b""), counter=counter, metrics=metrics)
     line = "kvbm: linker: host tier of %d pages, %.2f GB; pages of %d bytes"
     log.info(line, num_slots, num_slots * pages.page_bytes / 1e9, pages.page_bytes)
-    on_close = None if folder is None else folder.close
+
+    def on_close() -> None:
+        weights.close()
+        if folder is not None:
+            folder.close()
+
     return LinkerTiers(tiers, pages, namespace.root(), counter=counter, metrics=metrics, on_close=on_close)
 
 

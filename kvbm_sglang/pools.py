@@ -23,10 +23,11 @@ from kvbm_core.storage.disk.allocate import DirectoryBusyError, DiskError
 from kvbm_core.storage.disk.record import record_bytes
 from kvbm_core.types import Direction
 from kvbm_sglang.engine_settings import find_server_args
-from kvbm_sglang.identity import KV, engine_claim, is_replicated, namespace_of, reads_along
+from kvbm_sglang.identity import KV, engine_claim, is_replicated, model_of, namespace_of, reads_along
 from kvbm_sglang.pages import Pages
 from kvbm_sglang.stats import Stats
 from kvbm_sglang.store import DEADLINE_S, FollowedPages, PageStore
+from kvbm_sglang.weights import weights_identity
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
@@ -44,7 +45,7 @@ class Pools:
     Pools that are registered before the first use share ``DYN_KVBM_DISK_CACHE_GB`` as they share host memory;
     one that comes later gets, on top, as much as it would have had. A number of blocks counts pages of the KV
     pool; the others get as much for their host memory. A pool that cannot be kept is said so
-    once, and missing.
+    once, and missing. Nothing is kept or found while it is not known which weights these are.
     """
 
     def __init__(self, config: HiCacheStorageConfig, settings: KvbmSettings, stats: Stats) -> None:
@@ -62,6 +63,12 @@ class Pools:
         self._stores: dict[str, PageStore | FollowedPages] = {}
         self._folder: DiskFolder | None = None
         self._bytes_per_host_byte = 0.0
+        server_args = find_server_args()
+        self._weights = weights_identity(server_args, model_of(config, server_args))
+
+    def wait_known(self, seconds: float) -> None:
+        """Waits until it is known which weights these are, or that it cannot be known."""
+        self._weights.wait(seconds)
 
     def register(self, pool: Any, name: str) -> None:
         """Tells of a pool; nothing is opened yet. The same name again: the pool has been made anew."""
@@ -70,10 +77,11 @@ class Pools:
             self._next_try_s = 0.0
 
     def open(self) -> None:
-        """Opens the files of all pools that have been registered; one that another process still has (it was
-        killed, and gives its memory back) is tried again with later calls.
+        """Opens the files of all pools that have been registered, once the weights are known. One that
+        another process still has (it was killed, and gives its memory back) is tried again with later calls.
         """
-        if self._waiting and time.monotonic() >= self._next_try_s:
+        is_due = self._waiting and time.monotonic() >= self._next_try_s
+        if is_due and self._weights.stamp().is_lasting:
             with self._lock:
                 self._open_waiting()
 
@@ -110,6 +118,7 @@ class Pools:
 
     def close(self) -> None:
         """Idempotent; what is stored stays."""
+        self._weights.close()
         with self._lock:
             stores, self._stores = self._stores, {}
             self._waiting.clear()
@@ -122,6 +131,8 @@ class Pools:
     # ---------------------------------------------------------------- inside
 
     def _store(self, name: str) -> PageStore | FollowedPages | None:
+        if not self._weights.stamp().is_lasting:
+            return None
         self.open()
         return self._stores.get(name) if KV in self._stores else None
 
@@ -191,7 +202,10 @@ class Pools:
 
     def _open(self, name: str, pages: Pages, pool: Any) -> PageStore | FollowedPages:
         settings, config = self._settings, self._config
-        namespace = namespace_of(config, pool, name, pages.piece_bytes, find_server_args())
+        weights = self._weights.stamp()
+        if not weights.is_lasting:
+            raise LayoutError("kvbm: the weights have just changed")
+        namespace = namespace_of(config, pool, name, pages.piece_bytes, find_server_args(), weights=weights)
         directory, claim = Path(settings.disk_cache_dir), engine_claim(config)
         fingerprint = namespace.without_weights().root().hex()
         if reads_along(config, name):

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from kvbm_core.clock import SystemClock
 from kvbm_core.config import Adapter, SettingSource
 from kvbm_core.identity.roots import Roots
+from kvbm_core.identity.weights import WEIGHTS_WAIT_S
 from kvbm_core.observe.guard import GuardState
 from kvbm_core.observe.log import CacheStatsLog, setup_logging
 from kvbm_core.observe.metrics import Metrics
@@ -43,7 +44,7 @@ from kvbm_trtllm.config import (
     world_size_of,
 )
 from kvbm_trtllm.contract import BAD_PAGE
-from kvbm_trtllm.identity import describe_engine, namespace_of, tell, weights_of
+from kvbm_trtllm.identity import describe_engine, namespace_of, tell, weights_identity
 from kvbm_trtllm.layout import Ranks
 from kvbm_trtllm.meeting import data_parallel_rank_of, meet, name_of_engine, rank_of
 from kvbm_trtllm.scheduler import Options, SchedulerSide
@@ -77,6 +78,7 @@ class LeaderPart:
         self._settings = settings
         self._clock = SystemClock()
         self._world_size = world_size_of(llm_args)
+        self._weights = weights_identity(llm_args)
         self.metrics = metrics_of(settings)
         model = str(getattr(llm_args, "model", ""))
         self._disk = LeaderDisk(settings, self._world_size, self._clock, model)
@@ -94,6 +96,8 @@ class LeaderPart:
         self._server = metrics_server(
             settings, self.metrics, data_parallel_rank_of(llm_args), self._readiness
         )
+        if settings.has_disk_tier:
+            self._weights.start()
         meeting.leader = self
 
     def begin(self, groups: tuple[GroupSpec, ...], *, is_told: bool) -> None:
@@ -105,6 +109,7 @@ class LeaderPart:
     def wait(self) -> None:
         """See meeting.LeaderPart."""
         self._handshake.wait(self._settings.start_wait_s)
+        self._weights.wait(WEIGHTS_WAIT_S)
         self.callbacks.leader.catch_up()
 
     def poll(self) -> None:
@@ -114,6 +119,7 @@ class LeaderPart:
 
     def close(self) -> None:
         """Ends threads and sockets. May be called twice."""
+        self._weights.close()
         self._channel.close()
         if self._server is not None:
             self._server.close()
@@ -141,7 +147,7 @@ class LeaderPart:
             leader,
             Roots(
                 namespace_of(self._description, self._groups[0].block_size_tokens),
-                weights_of(self._llm_args),
+                self._weights.stamp,
                 is_lasting=self._description.is_lasting,
             ),
             self._clock,

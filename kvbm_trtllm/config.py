@@ -10,8 +10,8 @@ from typing import Any
 
 from kvbm_core.config import KvbmSettings
 from kvbm_core.errors import UnsupportedError
+from kvbm_core.identity.hub import folder_of
 from kvbm_core.runtime.endpoint import Endpoint, ipc_endpoint, tcp_endpoint
-from kvbm_core.tokens.weights import folder_of
 
 
 def read_settings() -> KvbmSettings:
@@ -137,8 +137,8 @@ def index_cache_of(llm_args: Any, *, is_latent: bool) -> str | None:
 def _model_config_of(llm_args: Any) -> dict[str, Any] | None:
     """config.json of the model, with ``model_kwargs`` over it; None if it is not on this machine."""
     name, revision = str(getattr(llm_args, "model", "")), str(getattr(llm_args, "revision", None) or "")
-    folder = folder_of(name, revision)
     try:
+        folder = folder_of(name, revision)
         found = None if folder is None else json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None

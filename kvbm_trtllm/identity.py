@@ -5,18 +5,16 @@ from __future__ import annotations
 import hashlib
 import logging
 import sys
-from collections.abc import Callable
-from functools import lru_cache
 from typing import Any
 
 from kvbm_core.identity.fields import Description, describe
 from kvbm_core.identity.roots import NO_ADAPTER, Stamp, process_stamp
+from kvbm_core.identity.weights import Source, WeightsIdentity, process_began_ns
 from kvbm_core.tokens.hashing import encode_fields
 from kvbm_core.tokens.namespace import KeyNamespace
-from kvbm_core.tokens.weights import folder_of, weights_stamp
 from kvbm_trtllm.config_tables import QUANTIZATION, TABLES, TORCH_LLM_ARGS
 
-__all__ = ["TABLES", "adapter_of", "describe_engine", "namespace_of", "tell", "weights_of"]
+__all__ = ["TABLES", "adapter_of", "describe_engine", "namespace_of", "tell", "weights_identity"]
 
 log = logging.getLogger("kvbm")
 
@@ -67,27 +65,26 @@ def tell(description: Description) -> None:
         )
 
 
-def weights_of(llm_args: Any) -> Callable[[], Stamp]:
-    """What tells these weights from others; the draft's too: its layers may have blocks as well."""
-    stamps = [_stamp_of(str(getattr(llm_args, "model", "")), str(getattr(llm_args, "revision", None) or ""))]
-    draft = getattr(getattr(llm_args, "speculative_config", None), "speculative_model", None)
+def weights_identity(llm_args: Any, began_ns: int | None = None) -> WeightsIdentity:
+    """Of the model's and the draft's weights; not started. ``began_ns``: Unix time at which the engine did;
+    by default, when this process did.
+    """
+    model, speculative = str(getattr(llm_args, "model", "")), getattr(llm_args, "speculative_config", None)
+    sources = {"model": _source(llm_args, model, str(getattr(llm_args, "revision", None) or ""))}
+    # Up to 1.1, and since.
+    draft = getattr(speculative, "speculative_model_dir", None) or getattr(
+        speculative, "speculative_model", None
+    )
     if draft:
-        stamps.append(_stamp_of(str(draft), ""))
-    stamp = Stamp("\0".join(stamp.text for stamp in stamps), all(stamp.is_lasting for stamp in stamps))
-    return lambda: stamp
+        sources["draft"] = _source(llm_args, str(draft), "")
+    return WeightsIdentity(sources, process_began_ns() if began_ns is None else began_ns)
 
 
-@lru_cache(maxsize=1024)
-def _stamp_of(name: str, revision: str) -> Stamp:
-    folder = folder_of(name, revision)
-    text = "" if folder is None else weights_stamp(folder)
-    if not text:
-        log.info(
-            "kvbm: the weights of %s cannot be looked at: nothing of it is kept on disk, as it would not be "
-            "found after a restart",
-            name,
-        )
-    return Stamp(text, is_lasting=True) if text else process_stamp(f"the weights of {name}")
+def _source(llm_args: Any, name: str, revision: str) -> Source:
+    load_format = str(getattr(llm_args, "load_format", "auto")).rpartition(".")[2].lower()
+    is_known = load_format in {"auto", "0"}
+    unknown = "" if is_known else f"the weights of {name} are made up (load format {load_format})"
+    return Source(name, revision, unknown=unknown)
 
 
 def adapter_of(number: str) -> Stamp:

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING
 
 from kvbm_core.clock import SystemClock
 from kvbm_core.config import Adapter, KvbmSettings
+from kvbm_core.identity.adapters import AdapterIdentities
 from kvbm_core.identity.roots import Roots
+from kvbm_core.identity.weights import WEIGHTS_WAIT_S
 from kvbm_core.observe.guard import GuardState
 from kvbm_core.observe.log import CacheStatsLog, setup_logging
 from kvbm_core.observe.metrics import Metrics
@@ -31,6 +33,8 @@ from kvbm_core.storage.host_slab import available_memory_bytes
 from kvbm_core.tiers.groups import GroupSpec, base_block_tokens
 from kvbm_core.tiers.tier import BlockTier
 from kvbm_core.types import Tier
+from kvbm_vllm import engine_calls
+from kvbm_vllm.changes import EngineChanges
 from kvbm_vllm.config import (
     check_supported,
     data_parallel_rank_of,
@@ -41,10 +45,11 @@ from kvbm_vllm.config import (
     world_size_of,
 )
 from kvbm_vllm.events import EventFeed
-from kvbm_vllm.identity import describe_engine, namespace_of, tell, weights_of
+from kvbm_vllm.identity import describe_engine, namespace_of, tell
 from kvbm_vllm.scheduler import SchedulerSide
 from kvbm_vllm.stats import StatsReporter
 from kvbm_vllm.versions import Capabilities, check_version, installed_version, probe
+from kvbm_vllm.weights import weights_identity
 from kvbm_vllm.worker import WorkerSide
 
 if TYPE_CHECKING:
@@ -64,9 +69,11 @@ class SchedulerAssembly:
     channel: LeaderChannel
     server: MetricsServer | None
     disk: LeaderDisk
+    changes: EngineChanges
 
     def close(self) -> None:
         """Ends threads and sockets. May be called twice."""
+        self.changes.close()
         self.channel.close()
         if self.server is not None:
             self.server.close()
@@ -82,6 +89,10 @@ def build_scheduler_side(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
     capabilities = probe()
     groups = group_specs(kv_cache_config, capabilities)
     world_size = world_size_of(vllm_config)
+    description = describe_engine(vllm_config)
+    if settings.has_disk_tier:
+        tell(description)
+    changes = _changes(vllm_config, has_disk=settings.has_disk_tier)
     _check_memory(settings, kv_cache_config, world_size)
     _set_failure_policy(vllm_config, settings)
     metrics, clock = metrics_of(settings), SystemClock()
@@ -99,12 +110,20 @@ def build_scheduler_side(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
     leader = Leader(groups, tier, handshake, world_size, clock, metrics, options, events.on_end, disk.setup())
     channel = open_channel(endpoint_of(vllm_config, settings), handshake, disk, metrics)
     # So that the first request is cached too; without an answer the engine serves and the tier joins later.
+    if settings.has_disk_tier and description.is_lasting:
+        changes.weights.start()
     handshake.wait(settings.start_wait_s)
+    changes.weights.wait(WEIGHTS_WAIT_S)
     leader.catch_up()
     hooks = SchedulerSide(
         leader,
-        _roots(vllm_config, base_block_tokens(groups), has_disk=settings.has_disk_tier),
+        Roots(
+            namespace_of(description, base_block_tokens(groups)),
+            changes.weights.stamp,
+            is_lasting=description.is_lasting,
+        ),
         events,
+        changes=changes,
         hold_back_tokens=_hold_back_tokens(vllm_config, groups),
         decode_run_tokens=settings.decode_run_tokens,
         guard_state=GuardState(metrics),
@@ -112,7 +131,7 @@ def build_scheduler_side(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
     engine = str(vllm_config.kv_transfer_config.engine_id)[:8] if vllm_config.kv_transfer_config else "0"
     stats_log = CacheStatsLog(metrics, settings.cache_stats_log_interval_s, engine)
     server = metrics_server(settings, metrics, data_parallel_rank_of(vllm_config), leader.readiness)
-    return SchedulerAssembly(hooks, StatsReporter(metrics, clock), stats_log, channel, server, disk)
+    return SchedulerAssembly(hooks, StatsReporter(metrics, clock), stats_log, channel, server, disk, changes)
 
 
 def build_worker_side(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> WorkerSide:
@@ -132,12 +151,17 @@ def build_worker_side(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -
     )
 
 
-def _roots(vllm_config: VllmConfig, block_size_tokens: int, *, has_disk: bool) -> Roots:
-    description = describe_engine(vllm_config)
-    if has_disk:
-        tell(description)
-    namespace = namespace_of(description, block_size_tokens)
-    return Roots(namespace, weights_of(vllm_config), is_lasting=description.is_lasting)
+def _changes(vllm_config: VllmConfig, *, has_disk: bool) -> EngineChanges:
+    sees_orders = engine_calls.watch()
+    if not sees_orders:
+        log.warning(
+            "kvbm: this vLLM does not say when it changes weights or loads adapters: requests with adapters "
+            "are not cached; after a change of weights reset the cache (reset_connector=true)"
+        )
+    adapters = AdapterIdentities(sees_loads=sees_orders, digests=has_disk)
+    changes = EngineChanges(weights_identity(vllm_config), adapters)
+    engine_calls.follow(vllm_config, changes)
+    return changes
 
 
 def _check_memory(settings: KvbmSettings, kv_cache_config: KVCacheConfig, world_size: int) -> None:

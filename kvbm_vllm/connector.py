@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole, SupportsHMA
 
+from kvbm_vllm import engine_calls
 from kvbm_vllm.assembly import SchedulerAssembly, build_scheduler_side, build_worker_side
 from kvbm_vllm.metadata import DynamoConnectorMetadata
 from kvbm_vllm.pd import PdConnector
@@ -40,6 +41,10 @@ try:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 except ImportError:  # vLLM 0.26 to 0.29 ask get_finished instead
     KVConnectorTransferResults = None
+
+# vLLM looks this class up when it makes its configuration, in the process that will load the weights: before
+# that, unless the engine core is a process of its own, which began late enough.
+engine_calls.watch()
 
 __all__ = ["DynamoConnector", "DynamoConnectorMetadata", "PdConnector"]
 

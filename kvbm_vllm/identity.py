@@ -8,16 +8,14 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-from collections.abc import Callable, Mapping
-from functools import cache, lru_cache
+from collections.abc import Mapping
+from functools import cache
 from importlib import metadata
 from typing import TYPE_CHECKING
 
 from kvbm_core.identity.fields import Description, describe
-from kvbm_core.identity.roots import Stamp, process_stamp
 from kvbm_core.tokens.hashing import encode_fields
 from kvbm_core.tokens.namespace import KeyNamespace
-from kvbm_core.tokens.weights import folder_of, weights_stamp
 from kvbm_vllm.config_tables import (
     ENVIRONMENT,
     ENVIRONMENT_WORDS,
@@ -29,7 +27,7 @@ from kvbm_vllm.config_tables import (
 from kvbm_vllm.versions import installed_version
 
 if TYPE_CHECKING:
-    from vllm.config import ModelConfig, VllmConfig
+    from vllm.config import VllmConfig
 
 __all__ = [
     "ENVIRONMENT_WORDS",
@@ -38,9 +36,7 @@ __all__ = [
     "TABLES",
     "describe_engine",
     "namespace_of",
-    "stamp_of",
     "tell",
-    "weights_of",
 ]
 
 log = logging.getLogger("kvbm")
@@ -141,30 +137,3 @@ def tell(description: Description) -> None:
             "this vLLM, or a vLLM that docs/identity.md lists",
             ", ".join(description.unknown),
         )
-
-
-# ---------------------------------------------------------------- weights
-
-
-def weights_of(vllm_config: VllmConfig) -> Callable[[], Stamp]:
-    """What tells these weights from others, as far as it is known now; the draft's too: its layers have
-    blocks as well.
-    """
-    cache_dir = str(vllm_config.load_config.download_dir or "")
-    stamps = [_stamp_of_model(vllm_config.model_config, cache_dir)]
-    if vllm_config.speculative_config is not None and vllm_config.speculative_config.draft_model_config:
-        stamps.append(_stamp_of_model(vllm_config.speculative_config.draft_model_config, cache_dir))
-    stamp = Stamp("\0".join(stamp.text for stamp in stamps), all(stamp.is_lasting for stamp in stamps))
-    return lambda: stamp
-
-
-def _stamp_of_model(model: ModelConfig, cache_dir: str) -> Stamp:
-    return stamp_of(str(model.model_weights or model.model), str(model.revision or ""), cache_dir)
-
-
-@lru_cache(maxsize=1024)
-def stamp_of(name: str, revision: str = "", cache_dir: str = "") -> Stamp:
-    """Of the weights in a folder, or of a name of the hub. Looked at once."""
-    folder = folder_of(name, revision, cache_dir)
-    text = "" if folder is None else weights_stamp(folder)
-    return Stamp(text, is_lasting=True) if text else process_stamp(f"the weights of {name}")

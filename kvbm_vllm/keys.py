@@ -9,9 +9,7 @@ import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from kvbm_core.identity.roots import NO_ADAPTER, Stamp
 from kvbm_core.tokens.hashing import encode_fields
-from kvbm_vllm.identity import stamp_of
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -28,16 +26,6 @@ def uncacheable_reason(request: Request) -> str | None:
         # A streaming session replaces tokens that were computed already.
         return "streaming_session"
     return None
-
-
-def adapter_of(request: Request) -> Stamp:
-    """The request's LoRA adapter as its namespace knows it."""
-    lora = request.lora_request
-    if lora is None:
-        return NO_ADAPTER
-    stamp = stamp_of(str(lora.lora_path))
-    # The same file is read in one of two ways.
-    return stamp._replace(text=f"{lora.lora_name}\0{lora.lora_path}\0{lora.is_3d_lora_weight}\0{stamp.text}")
 
 
 def has_lasting_names(request: Request) -> bool:

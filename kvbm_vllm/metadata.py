@@ -22,7 +22,8 @@ class DynamoConnectorMetadata(KVConnectorMetadata):
     forward. ``failed_loads``: loads that were promised and cannot be made: request id and the device blocks
     left unwritten. ``fences``: offloads whose source this step overwrites. ``fence_all``: as if all were
     named. ``is_idle``: no token is computed in this step; the engine would only spin until a transfer is
-    over. ``finishing``: finished requests whose device blocks wait for these offloads.
+    over. ``finishing``: finished requests whose device blocks wait for these offloads. ``revoked``: loads
+    whose blocks are of other weights than the model has now; they end as failed.
     """
 
     onboards: list[tuple[str, TransferPlan]] = field(default_factory=list)
@@ -32,6 +33,7 @@ class DynamoConnectorMetadata(KVConnectorMetadata):
     fence_all: bool = False
     is_idle: bool = False
     finishing: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    revoked: tuple[int, ...] = ()
 
     def __reduce_ex__(self, protocol: Any) -> str | tuple[Any, ...]:
         """Of QUIET, which goes to every worker in most steps, its name is enough."""

@@ -10,15 +10,17 @@ from collections.abc import Iterable
 from random import Random
 from typing import TYPE_CHECKING
 
-from kvbm_core.identity.roots import Roots
+from kvbm_core.identity.roots import Roots, Stamp
 from kvbm_core.observe.guard import GuardState, guarded
+from kvbm_core.observe.labels import UncachedReason
 from kvbm_core.runtime.due import DueRequests
 from kvbm_core.runtime.leader import Leader
 from kvbm_core.runtime.request import RequestState
 from kvbm_core.tiers.groups import GroupSpec, alignment_tokens
 from kvbm_core.transfer.plan import TransferPlan
+from kvbm_vllm.changes import DeviceCache, EngineChanges
 from kvbm_vllm.events import EventFeed
-from kvbm_vllm.keys import adapter_of, has_lasting_names, multimodal_extras, uncacheable_reason
+from kvbm_vllm.keys import has_lasting_names, multimodal_extras, uncacheable_reason
 from kvbm_vllm.metadata import QUIET, DynamoConnectorMetadata, DynamoWorkerMetadata
 from kvbm_vllm.pins import DevicePins
 from kvbm_vllm.tables import DeviceTables, Tables
@@ -60,6 +62,7 @@ class SchedulerSide:
         roots: Roots,
         events: EventFeed,
         *,
+        changes: EngineChanges,
         hold_back_tokens: int,
         decode_run_tokens: int = 0,
         guard_state: GuardState,
@@ -67,6 +70,9 @@ class SchedulerSide:
         self.leader = leader
         self.guard_state = guard_state
         self._roots = roots
+        self._changes = changes
+        self._generation = changes.weights.generation
+        self._device_cache = DeviceCache()
         self._events = events
         self._hold_back_tokens = hold_back_tokens
         self._pins = DevicePins(leader.groups)
@@ -78,6 +84,11 @@ class SchedulerSide:
         self._has_polled = False
         self._requests: dict[str, Request] = {}
         self._uncached: set[str] = set()
+        # Weights or adapter have changed since they began: what they have on the device is of both.
+        self._mixed: set[str] = set()
+        # Of requests whose blocks may go to the disk if their adapter is still the same at their end.
+        self._adapters: dict[str, Stamp] = {}
+        self._revoked: tuple[int, ...] = ()
         self._tables = DeviceTables(leader.groups)
         self._onboards: list[tuple[str, TransferPlan]] = []
         # Loads promised to vLLM and not yet sent to the workers: each must be made or be reported as failed.
@@ -99,6 +110,7 @@ class SchedulerSide:
     def bind_gpu_block_pool(self, pool: BlockPool) -> None:
         """vLLM's block pool, before the first request."""
         self._pins.bind(pool)
+        self._device_cache.bind(pool)
 
     @guarded("on_new_request", lambda self, request: None)
     def on_new_request(self, request: Request) -> None:
@@ -113,7 +125,7 @@ class SchedulerSide:
         """How many tokens beyond ``num_computed_tokens`` the tiers have; loads are always asynchronous."""
         self._poll()
         self._requests[request.request_id] = request
-        state = self._state_of(request)
+        state = self._state_from_start(request, num_computed_tokens)
         if state is None or request.skip_reading_prefix_cache:
             return 0, False
         # One token is left to compute: its logits are what the request is about.
@@ -154,6 +166,7 @@ class SchedulerSide:
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> DynamoConnectorMetadata:
         """Everything the workers do in this step."""
         self._poll()
+        self._mind_changes()
         # With no job in flight nobody can be reading what is overwritten.
         overwritten = self._tables.follow(scheduler_output, note_grown=self.leader.pending_jobs > 0)
         fences = tuple(sorted(self.leader.readers_of(overwritten))) if overwritten else ()
@@ -166,7 +179,15 @@ class SchedulerSide:
             self._pins.hold(share)
         metadata = QUIET
         is_idle = scheduler_output.total_num_scheduled_tokens == 0
-        if moved or fences or is_idle or self._onboards or self._failed_loads or self._new_finishing:
+        if (
+            moved
+            or fences
+            or is_idle
+            or self._onboards
+            or self._failed_loads
+            or self._new_finishing
+            or self._revoked
+        ):
             metadata = DynamoConnectorMetadata(
                 onboards=self._onboards,
                 offloads=[job.plan() for job in moved],
@@ -174,6 +195,7 @@ class SchedulerSide:
                 fences=fences,
                 is_idle=is_idle,
                 finishing=self._new_finishing,
+                revoked=self._revoked,
             )
         self._new_step()
         return metadata
@@ -182,11 +204,15 @@ class SchedulerSide:
     def request_finished(self, request: Request, tables: Tables) -> bool:
         """True: vLLM keeps the device blocks until our own reads of them are over."""
         self._poll()
+        self._mind_changes()
         state = self.leader.request(request.request_id)
         is_loading = request.request_id in self._receiving
+        adapter = self._adapters.get(request.request_id)
         self._forget(request.request_id)
         if state is None:
             return False
+        if adapter is not None and not state.is_retired:
+            self._end_with_adapter(state, request, adapter)
         if not is_loading and request.status.name in _COMPLETE:
             self._offload_rest(state, request, tables)
         jobs = self.leader.finish(state)
@@ -229,9 +255,23 @@ class SchedulerSide:
 
     # ---------------------------------------------------------------- requests
 
+    def _state_from_start(self, request: Request, device_tokens: int) -> RequestState | None:
+        """Of a request that has nothing on the device but ``device_tokens`` of vLLM's own cache."""
+        self._mind_changes()
+        if request.request_id in self._mixed:
+            self._mixed.discard(request.request_id)
+            old = self.leader.request(request.request_id)
+            if old is not None:
+                self.leader.decline(old)
+                self._open(request)
+        if device_tokens and self._device_cache.has_old:
+            self._mix(request.request_id)
+            return None
+        return self._state_of(request)
+
     def _state_of(self, request: Request) -> RequestState | None:
         state = self.leader.request(request.request_id)
-        if state is not None or request.request_id in self._uncached:
+        if state is not None or request.request_id in self._uncached or request.request_id in self._mixed:
             return state
         if not self.leader.is_ready:
             return None
@@ -240,22 +280,64 @@ class SchedulerSide:
             self._uncached.add(request.request_id)
             self.leader.metrics.uncached_request(reason)
             return None
-        root = self._roots.of(adapter_of(request), request.cache_salt, self.leader.layout_fingerprint)
-        return self.leader.open(
-            request.request_id,
-            root.hash,
-            multimodal_extras(request, self._roots.block_size_tokens),
-            is_lasting=root.is_lasting and has_lasting_names(request),
-        )
+        return self._open(request)
+
+    def _open(self, request: Request) -> RequestState | None:
+        adapter = self._changes.adapter_of(request.lora_request)
+        if adapter is None:
+            self._uncached.add(request.request_id)
+            self.leader.metrics.uncached_request(UncachedReason.ADAPTER)
+            return None
+        root = self._roots.of(adapter, request.cache_salt, self.leader.layout_fingerprint)
+        is_lasting = root.is_lasting and has_lasting_names(request)
+        self._adapters.pop(request.request_id, None)
+        if is_lasting and request.lora_request is not None:
+            # The engine may load the adapter only now, or once more: what it was is known at the end.
+            self._adapters[request.request_id], is_lasting = adapter, False
+        extras = multimodal_extras(request, self._roots.block_size_tokens)
+        return self.leader.open(request.request_id, root.hash, extras, is_lasting=is_lasting)
+
+    def _end_with_adapter(self, state: RequestState, request: Request, adapter: Stamp) -> None:
+        if self._changes.adapter_of(request.lora_request) == adapter:
+            self.leader.confirm(state)
+        else:
+            self.leader.disown(state)
 
     def _forget(self, request_id: str) -> bool:
         self._requests.pop(request_id, None)
         self._tables.forget(request_id)
         self._uncached.discard(request_id)
+        self._mixed.discard(request_id)
+        self._adapters.pop(request_id, None)
         self._due.forget(request_id)
         self._receiving.discard(request_id)
         self._loaded_at.pop(request_id, None)
         return False
+
+    # ---------------------------------------------------------------- weights and adapters
+
+    def _mind_changes(self) -> None:
+        """Before anything is matched or stored: what the engine has ordered since the last hook."""
+        generation = self._changes.weights.generation
+        if generation != self._generation:
+            self._generation = generation
+            self._device_cache.weights_changed()
+            loading = map(self.leader.request, self._receiving)
+            self._revoked += tuple(
+                state.onboard_job for state in loading if state is not None and state.onboard_job is not None
+            )
+            self._mixed.update(self._requests)
+            self.leader.new_generation()
+        changed = self._changes.take_adapters()
+        for request in list(self._requests.values()) if changed else ():
+            if request.lora_request is not None and request.lora_request.lora_int_id in changed:
+                self._mix(request.request_id)
+
+    def _mix(self, request_id: str) -> None:
+        self._mixed.add(request_id)
+        state = self.leader.request(request_id)
+        if state is not None:
+            self.leader.retire(state)
 
     # ---------------------------------------------------------------- one step
 
@@ -288,7 +370,7 @@ class SchedulerSide:
         if state is None and request is not None:
             state = self._state_of(request)
         if request is None or state is None or not tables:
-            if request_id not in self._uncached:
+            if request_id not in self._uncached and request_id not in self._mixed:
                 self._due.look_again(request_id, 1)  # until there are slots
             return
         # Tokens that are not known yet (asynchronous scheduling, drafts) are stored when they are.
@@ -325,6 +407,7 @@ class SchedulerSide:
         self._failed_loads = {}
         self._new_finishing = {}
         self._planned = set()
+        self._revoked = ()
         self._has_polled = False
 
     # ---------------------------------------------------------------- when something broke
@@ -338,7 +421,10 @@ class SchedulerSide:
 
     def _fallback_metadata(self) -> DynamoConnectorMetadata:
         metadata = DynamoConnectorMetadata(
-            failed_loads={**self._announced}, fence_all=True, finishing=dict(self._new_finishing)
+            failed_loads={**self._announced},
+            fence_all=True,
+            finishing=dict(self._new_finishing),
+            revoked=self._revoked,
         )
         planned = self._planned | {job.job_id for job in self.leader.take_audits()}
         self._new_step()

@@ -49,6 +49,7 @@ class WorkerSide:
         # Loads not reported yet: job -> (request, its device blocks). None of them may be left out of
         # get_finished.
         self._loads: dict[int, tuple[str, tuple[int, ...]]] = {}
+        self._revoked: set[int] = set()
         self._unsubmitted: list[int] = []
         self._received: set[str] = set()
         self._failed: dict[str, tuple[int, ...]] = {}
@@ -98,6 +99,8 @@ class WorkerSide:
                 request_id,
                 tuple(b for move in plan.moves for b in move.device_blocks),
             )
+        if metadata.revoked:
+            self._revoked.update(self._loads.keys() & metadata.revoked)
 
     def clear(self) -> None:
         """The step is over."""
@@ -140,7 +143,9 @@ class WorkerSide:
         for result in ended:
             request_id, blocks = self._loads.pop(result.job_id, (None, ()))
             if request_id is not None:
-                self._end_load(request_id, blocks, result.outcome)
+                is_revoked = result.job_id in self._revoked
+                self._revoked.discard(result.job_id)
+                self._end_load(request_id, blocks, Outcome.MISS if is_revoked else result.outcome)
         for request_id, blocks in self._failed.items():
             self._end_load(request_id, blocks, Outcome.MISS)
         self._failed = {}
@@ -215,6 +220,7 @@ class WorkerSide:
     def _fail_unsubmitted_loads(self) -> None:
         for job_id in [job_id for job_id in self._loads if not self.worker.is_known(job_id)]:
             request_id, blocks = self._loads.pop(job_id)
+            self._revoked.discard(job_id)
             self._failed[request_id] = blocks
             self.worker.reject(job_id)
 
@@ -224,6 +230,7 @@ class WorkerSide:
         """
         self.worker.fence(self._loads)
         loads, self._loads = self._loads, {}
+        self._revoked.clear()
         for request_id, blocks in loads.values():
             self._end_load(request_id, blocks, Outcome.IO_ERROR)
         finishing, self._finishing = self._finishing, {}

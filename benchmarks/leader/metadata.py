@@ -13,7 +13,9 @@ from benchmarks.suite import Options, expect
 from benchmarks.timing import timed
 from kvbm_core.config import KvbmSettings
 from kvbm_core.errors import Outcome
-from kvbm_core.identity.roots import Roots, Stamp
+from kvbm_core.identity.adapters import AdapterIdentities
+from kvbm_core.identity.roots import Roots
+from kvbm_core.identity.weights import WeightsIdentity
 from kvbm_core.observe.guard import GuardState
 from kvbm_core.observe.metrics import Metrics
 from kvbm_core.runtime.messages import JobAck
@@ -138,6 +140,7 @@ class Steps:
     """kvbm's scheduler side under steps that vLLM could have made: one group, no workers, no time passes."""
 
     def __init__(self, num_slots: int, seed: int) -> None:
+        from kvbm_vllm.changes import EngineChanges
         from kvbm_vllm.events import EventFeed
         from kvbm_vllm.scheduler import SchedulerSide
         from kvbm_vllm.versions import probe
@@ -145,10 +148,12 @@ class Steps:
         self._bench = LeaderBench(num_slots, groups=GROUPS)
         events = EventFeed(GROUPS, "cpu", probe(), hash_block_tokens=BLOCK_TOKENS, enabled=False)
         self._guards = Metrics()
+        weights = WeightsIdentity({}, 0)
         self.hooks = SchedulerSide(
             self._bench.leader,
-            Roots(KeyNamespace("benchmark"), lambda: Stamp("benchmark", is_lasting=True)),
+            Roots(KeyNamespace("benchmark"), weights.stamp),
             events,
+            changes=EngineChanges(weights, AdapterIdentities()),
             hold_back_tokens=0,
             decode_run_tokens=RUN_TOKENS,
             guard_state=GuardState(self._guards),

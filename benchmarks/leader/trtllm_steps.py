@@ -13,7 +13,8 @@ from types import SimpleNamespace
 from benchmarks.suite import expect
 from benchmarks.timing import timed
 from kvbm_core.clock import SystemClock
-from kvbm_core.identity.roots import Roots, Stamp
+from kvbm_core.identity.roots import Roots
+from kvbm_core.identity.weights import WeightsIdentity
 from kvbm_core.observe.guard import GuardState
 from kvbm_core.observe.metrics import Metrics
 from kvbm_core.runtime.leader import LeaderOptions
@@ -50,7 +51,7 @@ class TrtllmSteps:
         self._guards = Metrics()
         self._hooks = SchedulerSide(
             self._bench.leader,
-            Roots(KeyNamespace("benchmark"), lambda: Stamp("benchmark", is_lasting=True)),
+            Roots(KeyNamespace("benchmark"), WeightsIdentity({}, 0).stamp),
             SystemClock(),
             lambda note: None,
             guard_state=GuardState(self._guards),

@@ -218,7 +218,7 @@ class Leader:
         None: another request is loading this prefix right now, ask again. May be called any number of times.
         """
         state.restart_offload()
-        if not self.is_ready or state.audited is not None or self._is_distrusted(state):
+        if not self.is_ready or state.is_retired or state.audited is not None or self._is_distrusted(state):
             self._onboarding.let_go(state)
             return 0
         matched = self._onboarding.match(state, tokens, computed_tokens, limit_tokens)
@@ -255,7 +255,8 @@ class Leader:
         ``computed_tokens``: position before this step; windowed groups may already have given up blocks
         before it. Answers the job in which they will be, with ``take_offloads``; None if no block is full.
         """
-        if stored_tokens < state.next_full_tokens or not self.is_ready or self._is_distrusted(state):
+        is_off = not self.is_ready or state.is_retired or self._is_distrusted(state)
+        if stored_tokens < state.next_full_tokens or is_off:
             return None
         job_id = self._offloading.offload(state, tokens, computed_tokens, stored_tokens, tables)
         if state.audited is not None and stored_tokens >= state.audited.end_tokens:
@@ -316,6 +317,37 @@ class Leader:
         self.metrics.request_hits(state.host_hit_blocks, state.disk_hit_blocks, state.queried_blocks)
         self._drop_if_idle(state)
         return tuple(sorted(state.offload_jobs))
+
+    def retire(self, state: RequestState) -> None:
+        """Weights or an adapter have changed under the request: what it computes from now on, from what it
+        has, belongs under no key. Nothing of it is matched or stored any more; until it begins anew, with
+        ``open``.
+        """
+        self._onboarding.let_go(state)
+        state.is_retired = True
+
+    def confirm(self, state: RequestState) -> None:
+        """Of a request that was opened as not lasting: its keys mean the same in other processes too."""
+        state.is_lasting = True
+        if self.disk is not None:
+            keys = state.chain_keys()
+            is_hit = state.host_hit_blocks or state.disk_hit_blocks
+            (self.disk.hit if is_hit else self.disk.offer)(keys)
+
+    def disown(self, state: RequestState) -> None:
+        """The opposite: nobody knows what its keys mean. Those that were stored are forgotten."""
+        self.retire(state)
+        state.is_disowned = True
+        self.tier.forget(state.chain_keys())
+
+    def new_generation(self) -> None:
+        """The weights are others from now on: all open requests are retired, and the host tier, whose blocks
+        nobody will ask for, is free. The disk keeps its blocks: they are right for who has those weights.
+        """
+        for state in self._requests.values():
+            self.retire(state)
+        self._offloading.forget_gathered()
+        self.tier.reset()
 
     def reset(self) -> None:
         """Forgets every block of the tiers; what is on its way will not be committed."""
@@ -487,6 +519,8 @@ class Leader:
         for share in job.shares:
             if is_offload and is_done and self.disk is not None and share.state.is_lasting:
                 self.disk.offer(share.keys)
+            if is_offload and is_done and share.state.is_disowned:
+                self.tier.forget(share.keys)
             self._drop_if_idle(share.state)
 
     def _note_late(self, rank: int, ack: JobAck) -> None:
@@ -529,7 +563,7 @@ class Leader:
         )
         self._distrusted.add(root)
         if len(self._distrusted) > MAX_DISTRUSTED_NAMESPACES:
-            self._disable(f"audits found wrong blocks in more than {MAX_DISTRUSTED_NAMESPACES} namespaces")
+            self.disable(f"audits found wrong blocks in more than {MAX_DISTRUSTED_NAMESPACES} namespaces")
         self.reset()
 
     def _count_failure(self, job: Job) -> None:

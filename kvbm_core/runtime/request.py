@@ -47,9 +47,10 @@ class RequestState:
     ``next_offload[g]`` is the first block of group g that has not been considered for offload yet, and
     ``next_full_tokens`` the length at which the next of them is full (0: not known, look).
     ``foreign_tokens``: what the engine found on the device, and nobody here has seen computed; it is never
-    offloaded. ``audited``: what was found and is computed again, to be compared.
-    ``is_lasting``: whether its keys mean the same in another process; else they never reach the
-    disk.
+    offloaded. ``audited``: what was found and is computed again, to be compared. ``is_lasting``: whether its
+    keys mean the same in another process; else they never reach the disk. ``is_retired``: what it has on the
+    device is not what its keys say; nothing of it moves any more. ``is_disowned``: nor is what was stored of
+    it.
     """
 
     request_id: str
@@ -68,6 +69,8 @@ class RequestState:
     is_finished: bool = False
     is_lasting: bool = True
     audited: AuditedPrefix | None = None
+    is_retired: bool = False
+    is_disowned: bool = False
     _keys: list[list[BlockKey]] = field(default_factory=list)
     _steps: list[int] = field(default_factory=list)
     _own: set[BlockKey] = field(default_factory=set)

@@ -31,6 +31,7 @@ from kvbm_sglang.hicache import KvbmHiCache
 from kvbm_sglang.linker import KvbmLinker
 from kvbm_sglang.store import DEADLINE_S, PageStore
 from tests import settings_walk
+from tests.began import begins_now
 
 PAGE_TOKENS, NUM_PAGES, LAYERS = 16, 32, 4
 RECOVERED_S = 30.0
@@ -112,7 +113,11 @@ def config_of(**changed: Any) -> HiCacheStorageConfig:
 def backend(folder: str, pools: dict[str, Any], **changed: Any) -> Iterator[KvbmHiCache]:
     """The backend as SGLang attaches it, with what an earlier one left already found."""
     sizes = {"DYN_KVBM_DISK_CACHE_DIR": folder, "DYN_KVBM_DISK_CACHE_GB": 0.1}
-    store = KvbmHiCache(config_of(**{**changed, "extra": {**sizes, **changed.get("extra", {})}}), {})
+    if "model_name" not in changed:
+        changed["model_name"] = str(Path(folder) / "some-model")
+        _write_weights(Path(changed["model_name"]))
+    with begins_now("kvbm_sglang.weights"):
+        store = KvbmHiCache(config_of(**{**changed, "extra": {**sizes, **changed.get("extra", {})}}), {})
     try:
         store.register_mem_pool_host(pools["kv"])
         for name, pool in pools.items():
@@ -508,12 +513,9 @@ def _stamped(folder: str) -> Iterator[str]:
 
 
 def _write_weights(model: Path, tail: bytes = b"") -> None:
-    from kvbm_sglang.identity import _stamp_of
-
     model.mkdir(exist_ok=True)
     (model / "config.json").write_text("{}")
     (model / "model.safetensors").write_bytes(b"weights" * 1000 + tail)
-    _stamp_of.cache_clear()  # another process would look again
 
 
 def _damage(folder: str, how: str, page: int, seed: int) -> None:

@@ -19,6 +19,7 @@ from kvbm_core.errors import Outcome
 from kvbm_core.testing.gate import Gate
 from kvbm_core.transfer.executor import Executor as TransferExecutor
 from kvbm_core.types import Direction
+from tests.began import begins_now
 from tests.trtllm.double import EARLY, MID, NEWEST, RELEASED, Executor, ExecutorConfig, comm
 from tests.trtllm.double.memory import Memory
 
@@ -396,7 +397,8 @@ def serve(
         shape = ExecutorConfig(
             manager=kind.manager, overlap=kind.overlap, attention_dp=kind.attention_dp, sleeps=True, **config
         )
-        serving = Serving(rank, kind, executor_class, shape, is_ready=is_ready, spoils_late=spoils_late)
+        with begins_now("kvbm_trtllm.keys"):
+            serving = Serving(rank, kind, executor_class, shape, is_ready=is_ready, spoils_late=spoils_late)
         try:
             if is_ready:
                 serving.wait_ready()

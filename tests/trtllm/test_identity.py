@@ -16,9 +16,10 @@ pytest.importorskip("torch", reason="NOT RUN: keys of TensorRT-LLM's blocks; tor
 from kvbm_core.identity.fields import ConfigTable, InKey, Irrelevant, Nested, ThisProcessOnly
 from kvbm_core.identity.roots import NO_ADAPTER, Roots
 from kvbm_trtllm.config_tables import TABLES, TORCH_LLM_ARGS
-from kvbm_trtllm.identity import adapter_of, describe_engine, namespace_of, weights_of
+from kvbm_trtllm.identity import adapter_of, describe_engine, namespace_of
 from tests.trtllm.double.contract import EARLY, MID, NEWEST, RELEASED, installed
 from tests.trtllm.double.llm_args import FIELDS, classes_of
+from tests.unit.test_trtllm_keys import weights_of
 
 VERSIONS = (EARLY, RELEASED, MID, NEWEST)
 SOURCE = os.environ.get("KVBM_TRTLLM_SOURCE")
@@ -97,7 +98,9 @@ def args_of(classes: Any, model: Path, **values: Any) -> Any:
 
 def root_of(llm_args: Any, adapter: str = "") -> Any:
     description = describe_engine(llm_args)
-    roots = Roots(namespace_of(description, 32), weights_of(llm_args), is_lasting=description.is_lasting)
+    weights = weights_of(llm_args)
+    roots = Roots(namespace_of(description, 32), weights.stamp, is_lasting=description.is_lasting)
+    weights.close()
     return roots.of(adapter_of(adapter) if adapter else NO_ADAPTER, None, "layout")
 
 

@@ -29,6 +29,7 @@ from kvbm_sglang.device_pool import DevicePages  # noqa: E402
 from kvbm_sglang.identity import _stamp_of  # noqa: E402
 from kvbm_sglang.linker_assembly import Ranks, assemble  # noqa: E402
 from kvbm_sglang.load_counter import LoadCounter  # noqa: E402
+from tests.began import begins_now  # noqa: E402
 from tests.faults.doubles import FailingIo  # noqa: E402
 from tests.unit.disk_executor_bench import GatedIo  # noqa: E402
 from tests.unit.sglang_pools import (  # noqa: E402
@@ -71,7 +72,8 @@ class Bench:
         read = KvbmSettings.from_env(given)
         self.metrics = metrics_of(read)
         make = partial(assemble, engine={}, ranks=ranks, num_layers=LAYERS)
-        self.linker = make(pages, read, self.metrics, model=model or str(_weights(folder)))
+        with begins_now("kvbm_sglang.weights"):
+            self.linker = make(pages, read, self.metrics, model=model or str(_weights(folder)))
         slots, disk_slots = read.host_tier_slots(pages.page_bytes), read.disk_cache_override_num_blocks or 0
         assert self.tiers.wait_ready(slots, disk_slots, LONG_S)
 

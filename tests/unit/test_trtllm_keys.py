@@ -6,6 +6,7 @@ import json
 import random
 import subprocess
 import sys
+import time
 from enum import Enum
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from kvbm_core.identity.roots import MAX_KNOWN_ROOTS, Root, Roots
+from kvbm_core.identity.roots import MAX_KNOWN_ROOTS, Root, Roots, Stamp
+from kvbm_core.identity.weights import CLOCK_TICK_NS, WeightsIdentity
 from kvbm_trtllm import identity as engine
 from kvbm_trtllm.contract import Identity, identity_of, salt_of
 
@@ -81,15 +83,21 @@ def llm_args(model: Path | str, *, cache: dict[str, Any] | None = None, **change
     )
 
 
-def roots_of(args: Any, block_tokens: int = BLOCK_TOKENS) -> Roots:
+def roots_of(args: Any, weights: WeightsIdentity, block_tokens: int = BLOCK_TOKENS) -> Roots:
     """As the leader makes them."""
     description = engine.describe_engine(args)
     namespace = engine.namespace_of(description, block_tokens)
-    return Roots(namespace, engine.weights_of(args), is_lasting=description.is_lasting)
+    return Roots(namespace, weights.stamp, is_lasting=description.is_lasting)
 
 
-def of(roots: Roots, identity: Identity, layout: str) -> Root:
-    """A request's."""
+def named_roots(args: Any) -> Roots:
+    """As ``roots_of``, with weights of a name."""
+    description = engine.describe_engine(args)
+    return Roots(engine.namespace_of(description, BLOCK_TOKENS), lambda: Stamp("weights", is_lasting=True))
+
+
+def of(roots: Roots, identity: Identity, layout: str = LAYOUT) -> Root:
+    """As the scheduler asks."""
     return roots.of(engine.adapter_of(identity.adapter), identity.salt, layout)
 
 
@@ -97,7 +105,23 @@ def root_of(
     args: Any, identity: Identity = PLAIN, *, layout: str = LAYOUT, block_tokens: int = BLOCK_TOKENS
 ) -> bytes:
     """The parent of a request's first block."""
-    return bytes(of(roots_of(args, block_tokens), identity, layout).hash)
+    weights = weights_of(args)
+    try:
+        return bytes(of(roots_of(args, weights, block_tokens), identity, layout).hash)
+    finally:
+        weights.close()
+
+
+def weights_of(args: Any) -> WeightsIdentity:
+    """As an engine has them that was started now, and has found out what they are."""
+    folder, began_ns = Path(args.model), time.time_ns()
+    if folder.is_dir():
+        newest_ns = max(path.stat().st_ctime_ns for path in (folder, *folder.iterdir()))
+        began_ns = max(began_ns, newest_ns + 2 * CLOCK_TICK_NS)
+    weights = engine.weights_identity(args, began_ns)
+    weights.start()
+    assert weights.wait(20.0)
+    return weights
 
 
 CHANGES: dict[str, dict[str, Any]] = {
@@ -159,10 +183,9 @@ def test_layout_and_block_size_are_in_the_key(model: Path) -> None:
     plain = root_of(llm_args(model))
     assert root_of(llm_args(model), layout="1" * 32) != plain
     assert root_of(llm_args(model), block_tokens=64) != plain
-    roots = roots_of(llm_args(model))
-    first = of(roots, PLAIN, "1" * 32).hash
-    assert of(roots, PLAIN, LAYOUT).hash == plain, "a root that was kept is of the layout it was made for"
-    assert of(roots, PLAIN, "1" * 32).hash == first != plain
+    roots = named_roots(llm_args(model))
+    first, second = of(roots, PLAIN, "1" * 32), of(roots, PLAIN)
+    assert of(roots, PLAIN, "1" * 32) == first != second, "a root that was kept is of its layout"
 
 
 def test_models_by_name_path_and_weights(model: Path, tmp_path: Path, rng: random.Random) -> None:
@@ -171,7 +194,6 @@ def test_models_by_name_path_and_weights(model: Path, tmp_path: Path, rng: rando
     assert root_of(llm_args(other)) != plain
     weights = model / "model.safetensors"
     weights.write_bytes(bytes([weights.read_bytes()[0] ^ 1]) + weights.read_bytes()[1:])
-    engine._stamp_of.cache_clear()  # as in the next process
     assert root_of(llm_args(model)) != plain, "trained on"
 
 
@@ -218,29 +240,36 @@ def test_salts_of_every_kind_are_kept_apart() -> None:
 
 
 def test_adapters_and_salts_are_kept_apart(model: Path) -> None:
-    roots = roots_of(llm_args(model))
+    roots = named_roots(llm_args(model))
     which = [(adapter, salt) for adapter in ("", "0", "1", "11") for salt in (None, "s", "s1", "n1", "s0")]
-    found = [of(roots, Identity(adapter, salt, None, False), LAYOUT) for adapter, salt in which]
+    found = [of(roots, Identity(adapter, salt, None, False)) for adapter, salt in which]
     assert len(set(found)) == len(which)
-    again = [of(roots, Identity(adapter, salt, None, False), LAYOUT) for adapter, salt in which]
+    again = [of(roots, Identity(adapter, salt, None, False)) for adapter, salt in which]
     assert again == found
 
 
 def test_many_salts_take_little_memory_and_stay_right(model: Path) -> None:
-    roots = roots_of(llm_args(model))
-    first = of(roots, Identity("", "s0", None, False), LAYOUT)
+    roots = named_roots(llm_args(model))
+    first = of(roots, Identity("", "s0", None, False))
     for number in range(2 * MAX_KNOWN_ROOTS):
-        of(roots, Identity("", f"s{number}", None, False), LAYOUT)
+        of(roots, Identity("", f"s{number}", None, False))
     assert len(roots._known) <= MAX_KNOWN_ROOTS
-    assert of(roots, Identity("", "s0", None, False), LAYOUT) == first
+    assert of(roots, Identity("", "s0", None, False)) == first
+
+
+def test_an_adapter_is_known_to_this_process_alone(model: Path) -> None:
+    roots = named_roots(llm_args(model))
+    assert of(roots, PLAIN).is_lasting
+    assert not of(roots, Identity("7", None, None, False)).is_lasting
 
 
 PROGRAM = """
 import json, sys
-from tests.unit.test_trtllm_keys import Identity, llm_args, of, roots_of
+from tests.unit.test_trtllm_keys import Identity, llm_args, of, roots_of, weights_of
 
 def hashes_of(load_format):
-    roots = roots_of(llm_args(sys.argv[1], load_format=load_format))
+    args = llm_args(sys.argv[1], load_format=load_format)
+    roots = roots_of(args, weights_of(args))
     identities = [Identity(name, salt, None, False) for name, salt in (("", "s"), ("7", "s"))]
     return {identity.adapter: of(roots, identity, "0").hash.hex() for identity in identities}
 
@@ -249,6 +278,8 @@ print(json.dumps({name: hashes_of(name) for name in ("auto", "dummy")}))
 
 
 def test_another_process_finds_blocks_unless_their_weights_may_be_others(model: Path) -> None:
+    while time.time_ns() - model.stat().st_ctime_ns < 5 * CLOCK_TICK_NS:
+        pass  # the engine's process begins after that, by the files' clock
     command = [sys.executable, "-c", PROGRAM, str(model)]
     first, second = (
         json.loads(subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout)
@@ -259,9 +290,9 @@ def test_another_process_finds_blocks_unless_their_weights_may_be_others(model: 
     assert first["dummy"][""] != second["dummy"][""], "weights that were made up"
 
 
-def test_a_model_of_the_hub_that_was_not_downloaded_is_known_to_this_process_alone() -> None:
-    pytest.importorskip("huggingface_hub", reason="NOT RUN: huggingface_hub is not installed")
+def test_a_model_of_the_hub_that_was_not_downloaded_is_known_to_this_engine_alone() -> None:
     args = llm_args("no-such-organisation/no-such-model")
-    first = of(roots_of(args), PLAIN, LAYOUT)
-    assert of(roots_of(args), PLAIN, LAYOUT) == first, "an engine finds its own blocks"
-    assert not first.is_lasting
+    weights = weights_of(args)
+    first = of(roots_of(args, weights), PLAIN)
+    assert of(roots_of(args, weights), PLAIN) == first and not first.is_lasting
+    assert root_of(args) != first.hash, "another engine"

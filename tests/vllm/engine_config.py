@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,9 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheSpec, SlidingWindowSpec
 from vllm.v1.structured_output import StructuredOutputManager
 
+from kvbm_core.identity.weights import CLOCK_TICK_NS
+from kvbm_vllm import engine_calls
+
 DYNAMO = {"kv_connector": "DynamoConnector", "kv_connector_module_path": "kvbm.vllm_integration.connector"}
 """The guides' own way to name the connector."""
 
@@ -51,6 +56,7 @@ class EngineSpec:
     max_model_len: int = 120
     async_scheduling: bool = False
     lora: bool = False
+    weights: bytes = b"the fake model has none"
     kv_events: bool = False
     connector: dict[str, Any] = field(default_factory=lambda: dict(DYNAMO))
     extra_config: dict[str, Any] = field(default_factory=dict)
@@ -62,15 +68,15 @@ class EngineSpec:
 
 
 def make_vllm_config(spec: EngineSpec, folder: Path) -> VllmConfig:
-    """The configuration of one engine with ``spec``; the model's files are written to ``folder``."""
-    (folder / "config.json").write_text(json.dumps(_model_json(spec)))
-    (folder / "model.safetensors").write_bytes(b"the fake model has none")
+    """The configuration of one engine with ``spec``, which has just read its model in ``folder``."""
+    files = {"config.json": json.dumps(_model_json(spec)).encode(), "model.safetensors": spec.weights}
+    model = write_weights(folder / "model", files)
     transfer = KVTransferConfig(
         kv_role="kv_both", kv_connector_extra_config=dict(spec.extra_config), **spec.connector
     )
     config = VllmConfig(
         model_config=ModelConfig(
-            model=str(folder), skip_tokenizer_init=True, dtype="float32", max_model_len=spec.max_model_len
+            model=str(model), skip_tokenizer_init=True, dtype="float32", max_model_len=spec.max_model_len
         ),
         cache_config=CacheConfig(
             block_size=spec.block_size_tokens,
@@ -96,7 +102,25 @@ def make_vllm_config(spec: EngineSpec, folder: Path) -> VllmConfig:
         else None,
     )
     config.cache_config.kv_cache_layout = spec.layout
+    engine_calls.begin(config)  # as vLLM's executor does
     return config
+
+
+def write_weights(folder: Path, files: Mapping[str, bytes]) -> Path:
+    """A folder with these files, long enough before whoever loads it next."""
+    folder.mkdir(exist_ok=True)
+    for name, content in files.items():
+        path = folder / name
+        if not path.exists() or path.read_bytes() != content:
+            path.write_bytes(content)
+    settle(folder)
+    return folder
+
+
+def settle(folder: Path) -> None:
+    """Until what happens next to a file of ``folder`` has another time stamp."""
+    while time.time_ns() - max(path.stat().st_ctime_ns for path in folder.iterdir()) < 2 * CLOCK_TICK_NS:
+        pass
 
 
 def make_kv_cache_configs(spec: EngineSpec, config: VllmConfig) -> tuple[list[KVCacheConfig], KVCacheConfig]:

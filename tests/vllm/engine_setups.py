@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import reduce
@@ -20,10 +21,16 @@ from vllm.lora.request import LoRARequest
 from vllm.model_executor.layers.quantization.fp8 import Fp8Config
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
+from kvbm_core.identity.adapters import AdapterIdentities
 from kvbm_core.identity.roots import NO_ADAPTER, Root, Roots, Stamp
-from kvbm_vllm.identity import describe_engine, namespace_of, weights_of
-from kvbm_vllm.keys import adapter_of
+from kvbm_core.identity.weights import WeightsIdentity
+from kvbm_vllm import engine_calls
+from kvbm_vllm.changes import EngineChanges
+from kvbm_vllm.identity import describe_engine, namespace_of
+from kvbm_vllm.weights import weights_identity
+from tests.vllm.engine_config import settle
 
+PATIENCE_S = 20.0
 MODEL = {
     "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",
@@ -109,7 +116,8 @@ class Engines:
         """The parent of a request's first block."""
         config, folder = self.config(setup)
         description = describe_engine(config, {**os.environ, **setup.environ})
-        roots = Roots(namespace_of(description, 16), weights_of(config), is_lasting=description.is_lasting)
+        weights = self._weights_of(config, folder)
+        roots = Roots(namespace_of(description, 16), weights.stamp, is_lasting=description.is_lasting)
         stamp = NO_ADAPTER
         if setup.lora is not None:
             (folder / "adapter").mkdir()
@@ -117,10 +125,26 @@ class Engines:
             stamp = self.stamp_of_adapter(folder / "adapter")
         return roots.of(stamp, None, "the layout")
 
-    def stamp_of_adapter(self, folder: Path) -> Stamp:
-        """As a request with it has."""
-        request: Any = type("R", (), {"lora_request": LoRARequest("poet", 1, str(folder))})
-        return adapter_of(request)
+    def _weights_of(self, config: VllmConfig, folder: Path) -> WeightsIdentity:
+        """As an engine has them that begins now, and has found out what they are."""
+        settle(folder)
+        engine_calls.begin(config)
+        weights = weights_identity(config)
+        weights.start()
+        assert weights.wait(PATIENCE_S)
+        weights.close()
+        return weights
+
+    def stamp_of_adapter(self, folder: Path, **how: Any) -> Stamp:
+        """As requests with it have, when its digest is known."""
+        settle(folder)
+        changes = EngineChanges(WeightsIdentity({}, 0), AdapterIdentities())
+        lora = LoRARequest("poet", 1, str(folder), **how)
+        deadline_s = time.monotonic() + PATIENCE_S
+        while not (stamp := changes.adapter_of(lora)) or not stamp.is_lasting:
+            assert time.monotonic() < deadline_s
+        changes.close()
+        return stamp
 
 
 def arguments(**values: Any) -> Setup:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +19,7 @@ from vllm.distributed.kv_transfer import kv_transfer_state
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
 from vllm.forward_context import set_forward_context
+from vllm.lora.request import LoRARequest
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.kv_cache_layout import KVCacheLayout
@@ -34,10 +36,22 @@ POISON = 0xEE
 Bytes = npt.NDArray[np.uint8]
 
 
-def identity_of(request: Request) -> str:
-    """Everything besides the tokens that the model's KV of this request depends on."""
-    adapter = request.lora_request.lora_name if request.lora_request else ""
-    return f"{adapter}|{request.cache_salt!r}"
+def identity_of(request: Request, adapters: dict[int, bytes]) -> str:
+    """Everything besides tokens and weights that the model's KV of this request depends on. ``adapters``:
+    what is in memory, by number; one that is not is loaded, as vLLM's workers do.
+    """
+    lora = request.lora_request
+    if lora is None:
+        return f"|{request.cache_salt!r}"
+    if lora.lora_int_id not in adapters:
+        adapters[lora.lora_int_id] = load_adapter(lora)
+    return f"{adapters[lora.lora_int_id]!r}|{request.cache_salt!r}"
+
+
+def load_adapter(lora: LoRARequest) -> bytes:
+    """What an adapter's file holds now; of one without a file, its name."""
+    path = Path(lora.lora_path) / "adapter_model.safetensors"
+    return path.read_bytes() if path.is_file() else lora.lora_name.encode()
 
 
 def media_of(request: Request) -> dict[int, str]:
@@ -56,18 +70,27 @@ class Sequence:
     identity: str
     media: dict[int, str]
     tokens: list[int]
-    _digest: bytes = b""
-    _seeds: list[int] = field(default_factory=list)
+    weights: str = ""
+    _digests: list[bytes] = field(default_factory=list)
 
     def seeds(self, count: int) -> npt.NDArray[np.uint64]:
-        """Seeds of the first ``count`` positions; each depends on the whole prefix."""
-        while len(self._seeds) < count:
-            position = len(self._seeds)
+        """Seeds of the first ``count`` positions; each depends on the whole prefix, and on the weights with
+        which it was computed.
+        """
+        while len(self._digests) < count:
+            position = len(self._digests)
             seen = self.media.get(position, str(self.tokens[position]))
-            start = self._digest or self.identity.encode()
-            self._digest = hashlib.blake2b(start + b"|" + seen.encode(), digest_size=16).digest()
-            self._seeds.append(int.from_bytes(self._digest[:8], "little"))
-        return np.array(self._seeds[:count], dtype=np.uint64)
+            start = self._digests[-1] if self._digests else self.identity.encode()
+            text = f"|{seen}|{self.weights}".encode()
+            self._digests.append(hashlib.blake2b(start + text, digest_size=16).digest())
+        return np.array(
+            [int.from_bytes(digest[:8], "little") for digest in self._digests[:count]], dtype=np.uint64
+        )
+
+    def change_weights(self, weights: str, computed: int) -> None:
+        """From position ``computed`` on."""
+        self.weights = weights
+        del self._digests[computed:]
 
     def next_token(self) -> int:
         """The answer of the model to all tokens so far."""
@@ -108,6 +131,8 @@ class FakeRank:
         self._config = config
         self._groups = kv_cache_config.kv_cache_groups
         self._requests: dict[str, RunnerRequest] = {}
+        self.weights = ""
+        self.adapters: dict[int, bytes] = {}
         layout = KVCacheLayout[spec.layout]
         self.kv_caches: dict[str, torch.Tensor] = allocate_kv_cache(
             kv_cache_config, torch.device("cpu"), layout
@@ -119,6 +144,12 @@ class FakeRank:
         prepare(rank, self.connector)
         with set_current_vllm_config(config):
             self.connector.register_kv_caches(self.kv_caches)
+
+    def change_weights(self, weights: str) -> None:
+        """In place: what has been computed stays as it is."""
+        self.weights = weights
+        for runner in self._requests.values():
+            runner.sequence.change_weights(weights, runner.num_computed_tokens)
 
     # ------------------------------------------------------------------ one step
 
@@ -156,7 +187,8 @@ class FakeRank:
             self._requests.pop(name, None)
         for new in output.scheduled_new_reqs:
             request = requests[new.req_id]
-            sequence = Sequence(identity_of(request), media_of(request), list(new.prompt_token_ids or ()))
+            identity, tokens = identity_of(request, self.adapters), list(new.prompt_token_ids or ())
+            sequence = Sequence(identity, media_of(request), tokens, self.weights)
             blocks = [list(ids) for ids in new.block_ids]
             self._requests[new.req_id] = RunnerRequest(sequence, blocks, new.num_computed_tokens)
         cached = output.scheduled_cached_reqs
@@ -165,7 +197,8 @@ class FakeRank:
             runner.num_computed_tokens = cached.num_computed_tokens[index]
             if name in cached.all_token_ids:
                 old = runner.sequence
-                runner.sequence = Sequence(old.identity, old.media, list(cached.all_token_ids[name]))
+                tokens = list(cached.all_token_ids[name])
+                runner.sequence = Sequence(old.identity, old.media, tokens, self.weights)
             new_ids = cached.new_block_ids[index]
             if name in cached.resumed_req_ids:
                 runner.block_ids = [list(ids) for ids in new_ids]

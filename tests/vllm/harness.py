@@ -23,11 +23,12 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import FinishReason
+from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from tests.vllm.engine_config import EngineSpec, make_kv_cache_configs, make_scheduler, make_vllm_config
-from tests.vllm.fake_model import FakeRank
+from tests.vllm.fake_model import FakeRank, load_adapter
 
 PATIENCE_S = 20.0
 """After this long without reaching what it waits for, a test has found a hang."""
@@ -70,6 +71,38 @@ def adapter(name: str, number: int) -> LoRARequest:
     return LoRARequest(lora_name=name, lora_int_id=number, lora_path=f"/adapters/{name}")
 
 
+class Workers:
+    """What vLLM's executor calls in a worker, of all ranks at once."""
+
+    def __init__(self, ranks: Sequence[FakeRank]) -> None:
+        self._ranks = ranks
+
+    def update_weights(self, update_info: str) -> None:
+        """New weights, of that name."""
+        for rank in self._ranks:
+            rank.change_weights(update_info)
+
+    def add_lora(self, lora: LoRARequest) -> bool:
+        """Loads an adapter."""
+        for rank in self._ranks:
+            if lora.load_inplace or lora.lora_int_id not in rank.adapters:
+                rank.adapters[lora.lora_int_id] = load_adapter(lora)
+        return True
+
+    def remove_lora(self, number: int) -> bool:
+        """Forgets an adapter; also what making room for another one does."""
+        return all([rank.adapters.pop(number, None) is not None for rank in self._ranks])
+
+    def sleep(self, level: int = 1) -> None:
+        """Level 2 forgets the weights."""
+        if level > 1:
+            self.update_weights("none")
+
+    def get_model_inspection(self) -> str:
+        """An order that changes nothing."""
+        return "a fake one"
+
+
 class Engine:
     """One engine with all its ranks. Use as a context manager: leaving it shuts every connector down."""
 
@@ -86,6 +119,10 @@ class Engine:
         self.scheduler, self._block_hasher = make_scheduler(self.config, scheduler_config)
         assert self.scheduler.connector is not None
         self.connector = self.scheduler.connector
+        # vLLM's own, without what it starts: every order to the workers goes through it.
+        self.executor = UniProcExecutor.__new__(UniProcExecutor)
+        self.executor.vllm_config = self.config
+        self.executor.driver_worker = Workers(self.ranks)  # type: ignore[assignment]
         self._aggregator = KVOutputAggregator.from_connector(self.connector, spec.ranks)
         self._in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
         self._fresh_blocks: list[int] = []

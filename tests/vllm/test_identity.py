@@ -13,12 +13,14 @@ from typing import Any
 
 import pytest
 from vllm.config.weight_transfer import WeightTransferConfig
-from vllm.lora.request import LoRARequest
 
+from kvbm_core.identity.adapters import AdapterIdentities
 from kvbm_core.identity.fields import Irrelevant
+from kvbm_core.identity.weights import WeightsIdentity
 from kvbm_vllm import config_tables
+from kvbm_vllm.changes import EngineChanges
 from kvbm_vllm.identity import describe_engine, tell
-from kvbm_vllm.keys import adapter_of, has_lasting_names
+from kvbm_vllm.keys import has_lasting_names
 from tests.vllm.engine_setups import (
     MODEL,
     Engines,
@@ -249,12 +251,10 @@ def test_adapters_are_told_apart_by_what_is_in_them_and_how_it_is_read(
     (folder / "adapter_model.safetensors").write_bytes(b"verse")
     stamp = engines.stamp_of_adapter(folder)
     assert stamp.is_lasting
-    request: Any = type(
-        "R", (), {"lora_request": LoRARequest("poet", 1, str(folder), is_3d_lora_weight=True)}
-    )
-    assert adapter_of(request).is_lasting and adapter_of(request) != stamp
-    request.lora_request = adapter("nowhere", 2)
-    assert not adapter_of(request).is_lasting
+    assert engines.stamp_of_adapter(folder, is_3d_lora_weight=True) != stamp
+    changes = EngineChanges(WeightsIdentity({}, 0), AdapterIdentities(digests=False))
+    nowhere = changes.adapter_of(adapter("nowhere", 2))
+    assert nowhere is not None and not nowhere.is_lasting
 
 
 # ---------------------------------------------------------------- the installed version

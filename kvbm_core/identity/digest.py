@@ -1,0 +1,362 @@
+"""The SHA-256 of what a folder of weights holds, and a memory of it, so that nothing is read twice."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import re
+import stat
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+from kvbm_core.identity.hub import is_as_downloaded, sha256_by_name
+
+WEIGHT_SUFFIXES = frozenset(
+    (
+        ".safetensors",
+        ".bin",
+        ".pt",
+        ".pth",
+        ".gguf",
+        ".npz",
+        ".npy",
+        ".ckpt",
+        ".h5",
+        ".msgpack",
+        ".tensors",
+        ".index",
+        ".data",
+    )
+)
+# What shapes no K or V: words, pictures, logs, and what makes token ids of text, which are given.
+_OTHER_SUFFIXES = frozenset(
+    (
+        ".md",
+        ".txt",
+        ".rst",
+        ".log",
+        ".png",
+        ".jpg",
+        ".jpeg",
+        ".gif",
+        ".svg",
+        ".webp",
+        ".pdf",
+        ".html",
+        ".ipynb",
+        ".csv",
+        ".jsonl",
+        ".parquet",
+        ".mp4",
+        ".wav",
+        ".jinja",
+        ".lock",
+        ".pyc",
+        ".tiktoken",
+        ".incomplete",
+        ".tmp",
+        ".swp",
+    )
+)
+_OTHER_NAMES = frozenset(
+    (
+        "tokenizer.json",
+        "tokenizer.model",
+        "tokenizer_config.json",
+        "special_tokens_map.json",
+        "added_tokens.json",
+        "vocab.json",
+        "tekken.json",
+        "chat_template.json",
+        "generation_config.json",
+        "trainer_state.json",
+        "training_args.bin",
+        "optimizer.pt",
+        "optimizer.bin",
+        "scheduler.pt",
+        "scaler.pt",
+        "LICENSE",
+        "NOTICE",
+        "README",
+    )
+)
+_OTHER_FOLDERS = re.compile(r"\..*|__pycache__|checkpoint-\d+|runs|logs")
+_PART = re.compile(r"(.*-)\d{5}(-of-\d{5}\.[a-z]+)")
+MAX_FILES = 20_000
+READ_BYTES = 1 << 20
+AHEAD_BYTES = 16 << 20
+MAX_THREADS = 4
+RACY_NS = 2_000_000_000
+"""A file that changed less than this ago may change again without another time stamp."""
+MAX_REMEMBERED = 8192
+_ENTRY = re.compile(r"kvbm-digest 1 (\d+) (\d+) (\d+) (\d+) (\d+) ([0-9a-f]{64})\n")
+
+
+class UnreadableError(Exception):
+    """What a folder holds cannot be told; the message says why, for the log."""
+
+
+class StoppedError(Exception):
+    """The digest was not finished, as nobody wants it any more."""
+
+
+class Signature(NamedTuple):
+    """What a file's content is remembered by: any write, rename over it or copy changes one of these."""
+
+    device: int
+    inode: int
+    size_bytes: int
+    mtime_ns: int
+    ctime_ns: int
+
+    @classmethod
+    def of(cls, status: os.stat_result) -> Signature:
+        """Of an ``os.stat``."""
+        return cls(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+
+
+class Content(NamedTuple):
+    """What a folder holds. ``changed_ns``: when something of it last changed, by the time stamps of what is
+    not named by its content, and ``newest`` that something. ``read_bytes``: how much was read for it.
+    """
+
+    sha256: str
+    changed_ns: int
+    newest: Path
+    read_bytes: int
+
+
+class DigestMemory:
+    """Digests of files, one small private file each, so that processes need no lock among them.
+
+    ``folder`` None: nothing is remembered. Foreign, damaged and unreadable entries are as if they were not.
+    """
+
+    def __init__(self, folder: Path | None) -> None:
+        self._folder = folder
+
+    def find(self, signature: Signature) -> str:
+        """The digest of the file that has this signature; "" if it is not known."""
+        if self._folder is None:
+            return ""
+        try:
+            fd = os.open(self._entry(signature), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+            with open(fd, encoding="ascii", errors="replace") as file:
+                status = os.fstat(fd)
+                if not stat.S_ISREG(status.st_mode) or not _is_private(status):
+                    return ""
+                found = _ENTRY.fullmatch(file.read(512))
+        except OSError:
+            return ""
+        return found[6] if found and Signature(*map(int, found.groups()[:5])) == signature else ""
+
+    def remember(self, signature: Signature, sha256: str) -> None:
+        """Notes a digest, unless the file is so new that it may yet change unseen."""
+        newest_ns = max(signature.mtime_ns, signature.ctime_ns)
+        if self._folder is None or time.time_ns() - newest_ns < RACY_NS:
+            return
+        with contextlib.suppress(OSError):
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if not _is_private(self._folder.lstat()):
+                return
+            self._make_room()
+            fd, name = tempfile.mkstemp(dir=self._folder)
+            try:
+                with open(fd, "w", encoding="ascii") as file:
+                    file.write(f"kvbm-digest 1 {' '.join(map(str, signature))} {sha256}\n")
+                os.replace(name, self._entry(signature))
+            except OSError:
+                os.unlink(name)
+                raise
+
+    def _entry(self, signature: Signature) -> Path:
+        return (self._folder or Path()) / f"{signature.device:x}-{signature.inode:x}"
+
+    def _make_room(self) -> None:
+        names = os.listdir(self._folder or ".")
+        if len(names) < MAX_REMEMBERED:
+            return
+        paths = [self._entry(Signature(0, 0, 0, 0, 0)).with_name(name) for name in names]
+        paths.sort(key=lambda path: path.lstat().st_mtime_ns)
+        for path in paths[: MAX_REMEMBERED // 4]:
+            path.unlink(missing_ok=True)
+
+
+def _is_private(status: os.stat_result) -> bool:
+    return status.st_uid == os.geteuid() and not status.st_mode & 0o022
+
+
+def default_memory() -> DigestMemory:
+    """In the user's cache folder; without one, nothing is remembered."""
+    try:
+        base = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    except RuntimeError:  # no home
+        return DigestMemory(None)
+    return DigestMemory(base / "kvbm" / "digests" if base.is_absolute() else None)
+
+
+# ---------------------------------------------------------------- which files
+
+
+def files_of(path: Path) -> dict[str, Path]:
+    """What shapes K and V of a folder of weights, by its name within it; of a file, it and the other parts of
+    a file that comes in parts. UnreadableError if there are too many, OSError if they cannot be listed.
+    """
+    if path.is_file():
+        part = _PART.fullmatch(path.name)
+        others = path.parent.glob(f"{_escaped(part[1])}*{_escaped(part[2])}") if part else ()
+        return {other.name: other for other in (path, *others)}
+    files: dict[str, Path] = {}
+    for name, file in _walk(path, "", {path.stat().st_ino}):
+        files[name] = file
+        if len(files) > MAX_FILES:
+            raise UnreadableError(f"{path} holds more than {MAX_FILES} files")
+    return files
+
+
+def _walk(folder: Path, prefix: str, above: set[int]) -> Iterator[tuple[str, Path]]:
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            name, path = entry.name, folder / entry.name
+            if entry.is_dir():
+                inode = path.stat().st_ino
+                if not _OTHER_FOLDERS.fullmatch(name) and inode not in above:
+                    yield from _walk(path, f"{prefix}{name}/", {*above, inode})
+            elif _counts(name) and entry.is_file():
+                yield prefix + name, path
+
+
+def _counts(name: str) -> bool:
+    return not (
+        name.startswith(".") or name in _OTHER_NAMES or os.path.splitext(name)[1].lower() in _OTHER_SUFFIXES
+    )
+
+
+def _escaped(text: str) -> str:
+    return re.sub(r"([*?[])", r"[\1]", text)
+
+
+# ---------------------------------------------------------------- what they hold
+
+
+class _File(NamedTuple):
+    sha256: str
+    changed_ns: int
+    """0: it is as the hub's cache names it by its content."""
+    read_bytes: int
+
+
+class Digester:
+    """Digests folders in threads of its own, which yield to all others. ``is_stopped`` is asked often. Of
+    ``total_bytes``, ``done_bytes`` are known, and ``read_bytes`` were read for that.
+    """
+
+    def __init__(self, memory: DigestMemory, is_stopped: Callable[[], bool] = lambda: False) -> None:
+        self._memory = memory
+        self._is_stopped = is_stopped
+        self._lock = threading.Lock()
+        self.read_bytes = 0
+        self.done_bytes = 0
+        self.total_bytes = 0
+
+    def content(self, path: Path, *, is_code: bool = False) -> Content:
+        """What ``path`` holds. UnreadableError for what is no weights (unless it ``is_code``), or changes
+        meanwhile; StoppedError.
+        """
+        try:
+            return self._content(path, is_code=is_code)
+        except (OSError, ValueError) as error:
+            raise UnreadableError(f"{path} cannot be read: {error}") from error
+
+    def _content(self, path: Path, *, is_code: bool) -> Content:
+        files = files_of(path)
+        if not is_code and not any(os.path.splitext(name)[1].lower() in WEIGHT_SUFFIXES for name in files):
+            raise UnreadableError(f"{path} holds no weights")
+        sizes = {name: file.stat().st_size for name, file in files.items()}
+        self.total_bytes += sum(sizes.values())
+        order = sorted(files, key=lambda name: -sizes[name])  # the longest first: threads end together
+        threads = max(1, min(MAX_THREADS, (os.cpu_count() or 1) // 2, len(order)))
+        with ThreadPoolExecutor(threads, "kvbm-digest", initializer=_yield_to_others) as pool:
+            parts = dict(zip(order, pool.map(self._file, [files[name] for name in order]), strict=True))
+        if files_of(path) != files:
+            raise UnreadableError(f"{path} was changed while it was read")
+        whole = hashlib.sha256()
+        for name in sorted(parts):
+            whole.update(f"{name}\0{sizes[name]}\0{parts[name].sha256}\n".encode())
+        if not parts:
+            raise UnreadableError(f"{path} is empty")
+        newest = max(parts, key=lambda name: parts[name].changed_ns)
+        read_bytes = sum(part.read_bytes for part in parts.values())
+        return Content(whole.hexdigest(), parts[newest].changed_ns, files[newest], read_bytes)
+
+    def _file(self, path: Path) -> _File:
+        signature = Signature.of(path.stat())
+        sha256, read_bytes = sha256_by_name(path) or self._memory.find(signature), 0
+        if not sha256:
+            sha256 = self._digest(path, signature)
+            read_bytes = signature.size_bytes
+            self._memory.remember(signature, sha256)
+        else:
+            self._progress(signature.size_bytes, 0)
+        if is_as_downloaded(path):
+            return _File(sha256, 0, read_bytes)
+        return _File(sha256, max(signature.ctime_ns, _link_changed_ns(path)), read_bytes)
+
+    def _digest(self, path: Path, signature: Signature) -> str:
+        digest, buffer = hashlib.sha256(), memoryview(bytearray(READ_BYTES))
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            place = ahead = 0
+            while True:
+                if self._is_stopped():
+                    raise StoppedError
+                if place + AHEAD_BYTES // 2 >= ahead < signature.size_bytes:  # the disk reads while we hash
+                    os.posix_fadvise(fd, ahead, AHEAD_BYTES, os.POSIX_FADV_WILLNEED)
+                    ahead += AHEAD_BYTES
+                got = os.preadv(fd, [buffer], place)
+                if not got:
+                    break
+                digest.update(buffer[:got])
+                place += got
+                self._progress(got, got)
+            after = Signature.of(os.fstat(fd))
+        finally:
+            os.close(fd)
+        if not signature == after == Signature.of(path.stat()) or place != signature.size_bytes:
+            raise UnreadableError(f"{path} was changed while it was read")
+        return digest.hexdigest()
+
+    def _progress(self, num_done: int, num_read: int) -> None:
+        with self._lock:
+            self.done_bytes += num_done
+            self.read_bytes += num_read
+
+
+def signatures_of(path: Path) -> tuple[tuple[str, Signature], ...]:
+    """Of all that ``files_of`` answers, sorted: equal unless something changed. Reads no file."""
+    return tuple(sorted((name, Signature.of(file.stat())) for name, file in files_of(path).items()))
+
+
+def link_changed_ns(paths: Sequence[Path]) -> int:
+    """When the newest of the links on the way to ``paths`` was made; 0 without links."""
+    return max(map(_link_changed_ns, paths), default=0)
+
+
+def _link_changed_ns(path: Path) -> int:
+    newest = 0
+    for part in (path, *path.parents):
+        status = part.lstat()
+        if stat.S_ISLNK(status.st_mode):
+            newest = max(newest, status.st_ctime_ns)
+    return newest
+
+
+def _yield_to_others() -> None:
+    with contextlib.suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)

@@ -1,0 +1,217 @@
+"""What is known of the weights that a running engine computes with: a stamp that changes when they do."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import secrets
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvbm_core.identity.digest import (
+    Content,
+    Digester,
+    DigestMemory,
+    StoppedError,
+    UnreadableError,
+    default_memory,
+    link_changed_ns,
+)
+from kvbm_core.identity.hub import snapshot_of
+from kvbm_core.identity.roots import Stamp, process_stamp
+
+log = logging.getLogger("kvbm")
+
+WEIGHTS_WAIT_S = 2.0
+"""Small models, and those that are remembered, are known by then: the first request finds the disk."""
+PROGRESS_S = 10.0
+CLOCK_TICK_NS = 20_000_000
+"""File systems stamp changes with a clock that is behind by up to so much."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where an engine reads weights: a folder, a file, or a name of the hub. ``unknown``: why nobody can tell
+    what comes from there ("" = can). ``is_code``: there need not be weights in it.
+    """
+
+    name: str
+    revision: str = ""
+    cache_dir: str = ""
+    unknown: str = ""
+    is_code: bool = False
+
+
+class WeightsIdentity:
+    """The stamp of the model's weights now. Any thread may ask and tell.
+
+    Until their content is known, and after any change in place, the stamp means nothing in another process.
+    ``loaded_after_ns``: the engine began to load no sooner than that (Unix time); files that changed later
+    may not be what is in memory.
+    """
+
+    def __init__(
+        self,
+        sources: Mapping[str, Source],
+        loaded_after_ns: int,
+        memory: DigestMemory | None = None,
+        *,
+        progress_s: float = PROGRESS_S,
+    ) -> None:
+        self._sources = dict(sources)
+        self._loaded_after_ns = loaded_after_ns
+        self._progress_s = progress_s
+        self._lock = threading.Lock()
+        self._id = secrets.token_hex(16)
+        self._generation = 0
+        self._stamp = self._stamp_of_generation()
+        self._is_closed = threading.Event()
+        self._is_over = threading.Event()
+        self._digester = Digester(memory or default_memory(), self._is_stopped)
+        self._thread: threading.Thread | None = None
+
+    @property
+    def generation(self) -> int:
+        """How often the weights have changed in place."""
+        return self._generation
+
+    @property
+    def read_bytes(self) -> int:
+        """Of the files of weights, so far; what was remembered, or named by its content, was not read."""
+        return self._digester.read_bytes
+
+    def stamp(self) -> Stamp:
+        """What is known now. At once."""
+        return self._stamp
+
+    def start(self) -> None:
+        """Begins to find out what the weights are, in a thread of its own. Once; only who keeps blocks for
+        others needs it.
+        """
+        if self._thread is None and not self._is_closed.is_set():
+            self._thread = threading.Thread(target=self._run, name="kvbm-weights", daemon=True)
+            self._thread.start()
+
+    def wait(self, seconds: float) -> bool:
+        """Waits until it is known what the weights are, or that it cannot be known. Whether it is over."""
+        return self._thread is None or self._is_over.wait(seconds)
+
+    def changed(self, why: str) -> None:
+        """The weights in memory are others from now on. What was computed with those before is not found, and
+        what is computed now stays in this process: nobody knows which weights these are.
+        """
+        with self._lock:
+            self._generation += 1
+            self._stamp = self._stamp_of_generation()
+            first = self._generation == 1
+        line = "kvbm: %s: cached blocks of the weights before are not used any more%s"
+        log.info(line, why, "; from now on no block goes to the disk" if first else "")
+
+    def close(self) -> None:
+        """Ends the thread. May be called twice."""
+        self._is_closed.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    # ---------------------------------------------------------------- its thread
+
+    def _is_stopped(self) -> bool:
+        return self._is_closed.is_set() or self._generation > 0
+
+    def _run(self) -> None:
+        began_s = time.monotonic()
+        reporter = threading.Thread(target=self._report, name="kvbm-weights-log", daemon=True)
+        reporter.start()
+        try:
+            stamp = self._find_out()
+            with self._lock:
+                if not self._generation:
+                    self._stamp = stamp
+            seconds, read_gb = time.monotonic() - began_s, self._digester.read_bytes / 1e9
+            line = "kvbm: the weights are %s (%.1f GB, %.1f s): the disk tier joins"
+            log.info(line, stamp.text[:23], read_gb, seconds)
+        except UnreadableError as error:
+            log.warning(
+                "kvbm: %s: nobody can tell these weights from others, so no block goes to the disk", error
+            )
+        except StoppedError:
+            pass
+        except Exception:
+            log.exception("kvbm: the weights could not be looked at: no block goes to the disk")
+        finally:
+            self._is_over.set()
+            reporter.join()
+
+    def _find_out(self) -> Stamp:
+        whole = hashlib.sha256()
+        for role, source in sorted(self._sources.items()):
+            content = content_of(source, self._digester, self._loaded_after_ns)
+            whole.update(f"{role}\0{content.sha256}\n".encode())
+        return Stamp(f"sha256:{whole.hexdigest()}", is_lasting=True)
+
+    def _report(self) -> None:
+        seen_bytes = 0
+        while not self._is_over.wait(self._progress_s):
+            done, total = self._digester.done_bytes, self._digester.total_bytes
+            rate = (done - seen_bytes) / 1e9 / self._progress_s
+            seen_bytes = done
+            line = (
+                "kvbm: %d%% of %.1f GB of weights looked at, %.2f GB/s; the disk tier joins when it is done"
+            )
+            log.info(line, 100 * done // max(1, total), total / 1e9, rate)
+
+    def _stamp_of_generation(self) -> Stamp:
+        return process_stamp(f"weights {self._id} generation {self._generation}")
+
+
+def content_of(source: Source, digester: Digester, loaded_after_ns: int) -> Content:
+    """What ``source`` holds, if that is what an engine has that began to load it no sooner than
+    ``loaded_after_ns``. UnreadableError, StoppedError.
+    """
+    path, links = resolve(source)
+    content = digester.content(path, is_code=source.is_code)
+    changed = {content.newest: content.changed_ns} | {link: _changed_ns(link) for link in links}
+    for what, changed_ns in changed.items():
+        if changed_ns >= loaded_after_ns - CLOCK_TICK_NS:
+            raise UnreadableError(f"{what} was changed after the engine began to load its weights")
+    return content
+
+
+def resolve(source: Source) -> tuple[Path, Sequence[Path]]:
+    """Where its files are, and what must not change for them to be those. UnreadableError if there are
+    none here.
+    """
+    if source.unknown:
+        raise UnreadableError(source.unknown)
+    path = Path(source.name).expanduser()
+    try:
+        if path.exists():
+            # A folder that was put in another's place has files that are older than that. Those of the hub's
+            # cache are named by what they hold.
+            return path, (path,) if path.is_dir() and path.parent.name != "snapshots" else ()
+        snapshot = snapshot_of(source.name, source.revision, source.cache_dir)
+    except (OSError, RuntimeError) as error:
+        raise UnreadableError(f"{source.name} cannot be read: {error}") from error
+    if snapshot is None:
+        raise UnreadableError(f"{source.name} is neither a folder here nor in the hub's cache")
+    is_only_one = len(list(snapshot.folder.parent.iterdir())) == 1  # the download of this very start
+    return snapshot.folder, () if snapshot.ref is None or is_only_one else (snapshot.ref,)
+
+
+def _changed_ns(path: Path) -> int:
+    try:
+        return max(path.stat().st_ctime_ns, link_changed_ns([path]))
+    except OSError as error:
+        raise UnreadableError(f"{path} cannot be read: {error}") from error
+
+
+def process_began_ns() -> int:
+    """When this process began, as Unix time: it has read nothing before."""
+    with open("/proc/self/stat", encoding="ascii", errors="replace") as file:
+        ticks = int(file.read().rpartition(")")[2].split()[19])
+    age_ns = time.clock_gettime_ns(time.CLOCK_BOOTTIME) - ticks * 10**9 // os.sysconf("SC_CLK_TCK")
+    return time.time_ns() - age_ns

@@ -1,0 +1,101 @@
+"""Where SGLang reads its weights, and when it changes them in place."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import sys
+import weakref
+from functools import wraps
+from typing import Any
+
+from kvbm_core.identity.weights import Source, WeightsIdentity, process_began_ns
+
+# Formats that read files of the model's folder, and nothing else.
+FOLDER_FORMATS = frozenset((
+    "auto", "pt", "safetensors", "npcache", "sharded_state", "presharded", "gguf", "bitsandbytes", "mistral",
+    "layered", "fastsafetensors", "instanttensor", "runai_streamer",
+))  # fmt: skip
+# In the process that computes, at some depth: the scheduler's part, the worker's, the model runner's.
+_PLACES = ("sglang.srt.managers.", "sglang.srt.model_executor.", "sglang.srt.speculative.")
+_UPDATES = "update_weights_from_"
+_RELEASE = "release_memory_occupation"
+_MARK = "_kvbm_watched"
+
+_watching: weakref.WeakSet[WeightsIdentity] = weakref.WeakSet()
+
+
+def weights_identity(server_args: Any, model: str) -> WeightsIdentity:
+    """Of this engine, found out from now on. ``server_args``: None where they are not known."""
+    weights = WeightsIdentity(weight_sources(server_args, model), process_began_ns())
+    _watching.add(weights)
+    _watch()
+    weights.start()
+    return weights
+
+
+def weight_sources(server_args: Any, model: str) -> dict[str, Source]:
+    """By what each is to the engine."""
+    cache_dir = str(getattr(server_args, "download_dir", None) or "")
+    revision = str(getattr(server_args, "revision", None) or "")
+    load_format = getattr(server_args, "load_format", None)
+    sources = {"model": _source(model, revision, cache_dir, load_format, server_args)}
+    draft = getattr(server_args, "speculative_draft_model_path", None)
+    if draft:
+        revision = str(getattr(server_args, "speculative_draft_model_revision", None) or "")
+        load_format = getattr(server_args, "speculative_draft_load_format", None) or load_format
+        sources["draft"] = _source(str(draft), revision, cache_dir, load_format, server_args)
+    return sources
+
+
+def _source(name: str, revision: str, cache_dir: str, load_format: Any, server_args: Any) -> Source:
+    load_format = str(getattr(load_format, "value", load_format) or "auto")
+    unknown = ""
+    if load_format == "dummy":
+        unknown = f"the weights of {name} are made up (load format dummy)"
+    elif (
+        load_format not in FOLDER_FORMATS
+        or str(getattr(server_args, "model_loader_extra_config", None) or "{}") != "{}"
+    ):
+        unknown = "the load format, or its extra configuration, does not say what is read"
+    elif "://" in name:
+        unknown = f"{name} is not on this machine"
+    elif os.environ.get("SGLANG_USE_MODELSCOPE", "").lower() in {"1", "true"} and not os.path.exists(name):
+        unknown = f"{name} is of ModelScope, whose cache names no file by its content"
+    return Source(name, revision, cache_dir, unknown)
+
+
+def _watch() -> None:
+    """Sees to it that updates in place are noticed before they begin."""
+    for module_name, module in list(sys.modules.items()):
+        if not module_name.startswith(_PLACES):
+            continue
+        for kind in list(vars(module).values()):
+            if isinstance(kind, type) and kind.__module__ == module_name:
+                _wrap(kind)
+
+
+def _wrap(kind: type) -> None:
+    for name, method in list(vars(kind).items()):
+        is_update = name.startswith(_UPDATES) or name == _RELEASE
+        if not is_update or not inspect.isfunction(method) or inspect.iscoroutinefunction(method):
+            continue
+        if not hasattr(method, _MARK):
+            setattr(kind, name, _watched(method))
+
+
+def _watched(method: Any) -> Any:
+    @wraps(method)
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        if method.__name__ != _RELEASE or _releases_weights(args[1] if len(args) > 1 else None):
+            for weights in list(_watching):
+                weights.changed(f"SGLang is about to {method.__name__}")
+        return method(*args, **kwargs)
+
+    setattr(watched, _MARK, True)
+    return watched
+
+
+def _releases_weights(request: Any) -> bool:
+    tags = getattr(request, "tags", None)  # none: all of them
+    return not tags or "weights" in tags

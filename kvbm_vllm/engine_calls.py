@@ -1,0 +1,179 @@
+"""What vLLM's engine core orders of its workers: every change of weights and adapters passes there.
+
+``Executor.collective_rpc`` runs in the engine core's process, on its thread, before the workers hear of the
+order; steps that were sent earlier are computed earlier. So what is noted here is noted in time.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
+from typing import TYPE_CHECKING, Any, Protocol
+
+from kvbm_core.identity.weights import process_began_ns
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+log = logging.getLogger("kvbm")
+
+# Orders that leave weights and adapters as they are. Any other, and any function, may change them.
+HARMLESS = frozenset(
+    (
+        "adjust_rank",
+        "check_health",
+        "checkpoint_prepare",
+        "checkpoint_restore",
+        "compile_or_warm_up_model",
+        "compute_weight_checksums",
+        "determine_available_memory",
+        "discard",
+        "execute_dummy_batch",
+        "execute_model",
+        "get_encoder_timing_stats",
+        "get_kv_cache_spec",
+        "get_kv_connector_handshake_metadata",
+        "get_model_inspection",
+        "get_supported_kv_cache_layouts",
+        "get_supported_tasks",
+        "init_device",
+        "init_weight_transfer_engine",
+        "init_worker",
+        "initialize_from_config",
+        "list_loras",
+        "pin_lora",
+        "profile",
+        "release_late_interaction_query_cache",
+        "reset_encoder_cache",
+        "reset_mm_cache",
+        "sample_tokens",
+        "save_sharded_state",
+        "save_tensorized_model",
+        "set_kv_cache_layout",
+        "shutdown",
+        "shutdown_weight_transfer_engine",
+        "supports_draft_weight_updates",
+        "synchronize_device",
+        "take_draft_token_ids",
+        "update_environment_variables",
+        "update_max_model_len",
+        "wake_up",
+    )
+)
+ADAPTER_ORDERS = frozenset(("add_lora", "remove_lora"))
+SLEEP = "sleep"
+_MARK = "_kvbm_watched"
+
+
+class Follower(Protocol):
+    """Who wants to know. Called on the thread that gives the order; must not raise."""
+
+    def weights_change(self, why: str) -> None:
+        """The weights are others when this order has been carried out, or half of it."""
+
+    def adapter_changes(self, number: int, path: str | None) -> None:
+        """The adapter of this number is loaded from ``path`` now; None: it is removed."""
+
+
+_followers: dict[str, weakref.WeakSet[Any]] = {}
+_began_ns: dict[str, int] = {}
+
+
+def watch() -> bool:
+    """Sees to it that orders are noticed, also of executors made later. False if this vLLM has no such
+    place: then adapters and weights may change unseen.
+    """
+    try:
+        from vllm.v1.executor.abstract import Executor
+    except ImportError:
+        return False
+    _wrap(Executor, "__init__", _note_begin)
+    kinds: list[type] = [Executor]
+    is_seen = False
+    while kinds:
+        kind = kinds.pop()
+        kinds += kind.__subclasses__()
+        if "collective_rpc" in kind.__dict__ and not getattr(
+            kind.__dict__["collective_rpc"], "__isabstractmethod__", False
+        ):
+            _wrap(kind, "collective_rpc", _note_order)
+            is_seen = True
+    return is_seen
+
+
+def follow(vllm_config: VllmConfig, follower: Follower) -> None:
+    """``follower`` hears of this engine's orders for as long as it lives."""
+    _followers.setdefault(_engine_of(vllm_config), weakref.WeakSet()).add(follower)
+
+
+def loading_began_ns(vllm_config: VllmConfig) -> int:
+    """Unix time before which this engine has read no weights."""
+    return _began_ns.get(_engine_of(vllm_config)) or process_began_ns()
+
+
+def begin(vllm_config: VllmConfig) -> None:
+    """This engine begins to load its weights, in this process."""
+    _began_ns[_engine_of(vllm_config)] = time.time_ns()
+
+
+def _engine_of(vllm_config: object) -> str:
+    return str(getattr(vllm_config, "instance_id", ""))
+
+
+def _wrap(kind: type, name: str, note: Callable[..., None]) -> None:
+    original = kind.__dict__[name]
+    if getattr(original, _MARK, False):
+        return
+
+    @wraps(original)
+    def watched(self: Any, *args: Any, **kwargs: Any) -> Any:
+        note(self, *args, **kwargs)
+        return original(self, *args, **kwargs)
+
+    setattr(watched, _MARK, True)
+    setattr(kind, name, watched)
+
+
+def _note_begin(executor: object, *args: Any, **kwargs: Any) -> None:
+    config = args[0] if args else kwargs.get("vllm_config")
+    if config is not None:
+        begin(config)
+
+
+def _note_order(
+    executor: Any,
+    method: Any,
+    timeout: float | None = None,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    **_: Any,
+) -> None:
+    if method in HARMLESS:
+        return
+    followers = list(_followers.get(_engine_of(getattr(executor, "vllm_config", None)), ()))
+    for follower in followers:
+        if method in ADAPTER_ORDERS:
+            _tell_of_adapter(follower, method, args, kwargs or {})
+        elif method != SLEEP or _level(args, kwargs or {}) != 1:  # level 1 brings the same weights back
+            follower.weights_change(f"vLLM's workers were told to {_name_of(method)}")
+
+
+def _tell_of_adapter(follower: Follower, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    what = args[0] if args else next(iter(kwargs.values()), None)
+    number = getattr(what, "lora_int_id", what)
+    if not isinstance(number, int):
+        follower.weights_change(f"vLLM's workers were told to {method}, in a way that says not of what")
+        return
+    path = str(getattr(what, "lora_path", "")) if method == "add_lora" else None
+    follower.adapter_changes(number, path)
+
+
+def _level(args: Sequence[Any], kwargs: Mapping[str, Any]) -> object:
+    return kwargs.get("level", args[0] if args else 1)
+
+
+def _name_of(method: object) -> str:
+    return method if isinstance(method, str) else f"run {getattr(method, '__qualname__', type(method))}"

@@ -1,0 +1,98 @@
+"""Where vLLM reads its weights: the model's, its draft model's, and code that comes with them."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+from kvbm_core.identity.weights import Source, WeightsIdentity
+from kvbm_vllm.engine_calls import loading_began_ns
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+# Formats that read files of the model's folder, and nothing else.
+FOLDER_FORMATS = frozenset(
+    (
+        "auto",
+        "hf",
+        "pt",
+        "safetensors",
+        "npcache",
+        "mistral",
+        "gguf",
+        "bitsandbytes",
+        "sharded_state",
+        "fastsafetensors",
+        "instanttensor",
+        "runai_streamer",
+        "runai_streamer_sharded",
+    )
+)
+# Of ``model_loader_extra_config``: how to read, or which of the folder's files.
+_READING_KEYS = frozenset(
+    (
+        "enable_multithread_load",
+        "num_threads",
+        "concurrency",
+        "memory_limit",
+        "distributed",
+        "pattern",
+        "enable_weights_track",
+    )
+)
+
+
+def weights_identity(vllm_config: VllmConfig) -> WeightsIdentity:
+    """Of this engine; not started."""
+    return WeightsIdentity(weight_sources(vllm_config), loading_began_ns(vllm_config))
+
+
+def weight_sources(vllm_config: VllmConfig) -> dict[str, Source]:
+    """By what each is to the engine."""
+    model = vllm_config.model_config
+    sources = {"model": _source(model, vllm_config.load_config)}
+    speculative = vllm_config.speculative_config
+    draft = getattr(speculative, "draft_model_config", None)
+    if draft is not None:
+        load = getattr(speculative, "draft_load_config", None) or vllm_config.load_config
+        sources["draft"] = _source(draft, load)
+    config = getattr(model, "hf_config", None)
+    for part in ("text_model_id", "audio_model_id"):  # models that are made of two others
+        name = getattr(config, part, None)
+        if name:
+            sources[part] = Source(str(name), cache_dir=str(vllm_config.load_config.download_dir or ""))
+    auto_map = getattr(config, "auto_map", None) if getattr(model, "trust_remote_code", False) else None
+    for repository in sorted(_repositories(auto_map)):
+        sources[f"code {repository}"] = Source(repository, str(model.code_revision or ""), is_code=True)
+    return sources
+
+
+def _source(model: Any, load: Any) -> Source:
+    name = str(getattr(model, "model_weights", "") or model.model)
+    return Source(
+        name, str(model.revision or ""), str(load.download_dir or ""), unknown=_why_unknown(name, load)
+    )
+
+
+def _why_unknown(name: str, load: Any) -> str:
+    load_format = str(getattr(load.load_format, "value", load.load_format))
+    if load_format == "dummy":
+        return f"the weights of {name} are made up (load format dummy)"
+    if load_format not in FOLDER_FORMATS:
+        return f"the load format {load_format} does not say what it reads"
+    extra = load.model_loader_extra_config
+    if extra and not (isinstance(extra, dict) and set(extra) <= _READING_KEYS):
+        return "model_loader_extra_config may name other weights"
+    if "://" in name:
+        return f"{name} is not on this machine"
+    if os.environ.get("VLLM_USE_MODELSCOPE", "").lower() in {"1", "true"} and not os.path.exists(name):
+        return f"{name} is of ModelScope, whose cache names no file by its content"
+    return ""
+
+
+def _repositories(auto_map: object) -> set[str]:
+    """Code for a model may lie in another one: "org/name--module.Class"."""
+    values = auto_map.values() if isinstance(auto_map, dict) else ()
+    flat = [item for value in values for item in (value if isinstance(value, list | tuple) else (value,))]
+    return {item.partition("--")[0] for item in flat if isinstance(item, str) and "--" in item}

@@ -1,0 +1,113 @@
+"""One real engine whose weights and adapters change while it runs:
+python -m tests.e2e.changing_engine JOB.json RESULT.json
+
+JOB: {"model", "llm": keyword arguments of vllm.LLM, "connector": bool, "steps": [...]}. A step is one of
+{"generate": [[token, ...], ...], "lora": [name, number, path] or null}; {"reset_device": true} empties vLLM's
+own prefix cache; {"reload": folder} reads the weights in place; {"add_lora": [name, number, path],
+"inplace": bool}; {"copy": [from, to]} overwrites a folder's files; {"wait_known": true} until it is known
+what the weights are.
+RESULT: {"answers": of each generate, the tokens and cached tokens of each prompt}.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from tests.e2e.offline import CONNECTOR, CONNECTOR_MODULE, SETTLE_S
+
+MAX_TOKENS = 8
+
+
+class Job:
+    """One engine; ``do`` makes one step."""
+
+    def __init__(self, job: dict[str, Any]) -> None:
+        from vllm import LLM
+
+        arguments = dict(job["llm"])
+        if job["connector"]:
+            arguments["kv_transfer_config"] = {**CONNECTOR, "kv_connector_module_path": CONNECTOR_MODULE}
+        self._llm = LLM(job["model"], enforce_eager=True, seed=0, **arguments)
+        self._connector = bool(job["connector"])
+        self.answers: list[list[dict[str, Any]]] = []
+
+    def do(self, step: dict[str, Any]) -> None:
+        """One of the steps above."""
+        if "generate" in step:
+            self.answers.append(self._generate(step["generate"], step.get("lora")))
+        elif "reset_device" in step:
+            assert self._llm.reset_prefix_cache()
+        elif "reload" in step:
+            self._llm.collective_rpc("reload_weights", kwargs={"weights_path": step["reload"]})
+        elif "add_lora" in step:
+            lora = _lora(step["add_lora"], inplace=step.get("inplace", False))
+            assert self._llm.llm_engine.add_lora(lora)
+        elif "copy" in step:
+            source, target = map(Path, step["copy"])
+            for path in source.iterdir():
+                shutil.copy(path, target / path.name)
+        elif "wait_known" in step and self._connector:
+            self._wait_known()
+
+    def _generate(self, prompts: list[list[int]], lora: Any) -> list[dict[str, Any]]:
+        from vllm import SamplingParams
+
+        sampling = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS, ignore_eos=True)
+        request = _lora(lora) if lora else None
+        outputs = [
+            self._llm.generate({"prompt_token_ids": tokens}, sampling, use_tqdm=False, lora_request=request)
+            for tokens in prompts
+        ]
+        self._settle()
+        return [
+            {"tokens": list(output.outputs[0].token_ids), "cached_tokens": output.num_cached_tokens}
+            for (output,) in outputs
+        ]
+
+    def _settle(self) -> None:
+        if not self._connector:
+            return
+        leader = self._part().hooks.leader
+        deadline_s = time.monotonic() + SETTLE_S
+        while time.monotonic() < deadline_s:
+            leader.poll()
+            is_storing = leader.disk is not None and leader.disk.storing_blocks
+            if not leader.pending_jobs and not leader.open_requests and not is_storing:
+                return
+            self._llm.llm_engine.step()
+        raise AssertionError("the transfers did not end")
+
+    def _wait_known(self) -> None:
+        assert self._part().changes.weights.wait(SETTLE_S)
+
+    def _part(self) -> Any:
+        return self._llm.llm_engine.engine_core.engine_core.scheduler.connector.scheduler_side
+
+
+def _lora(names: list[Any], *, inplace: bool = False) -> Any:
+    from vllm.lora.request import LoRARequest
+
+    name, number, path = names
+    return LoRARequest(lora_name=name, lora_int_id=number, lora_path=path, load_inplace=inplace)
+
+
+def main() -> None:
+    """Reads the job, does its steps, writes the result."""
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    job = json.loads(Path(sys.argv[1]).read_text())
+    engine = Job(job)
+    for step in job["steps"]:
+        engine.do(step)
+    Path(sys.argv[2]).write_text(json.dumps({"answers": engine.answers}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,363 @@
+"""Weights and adapters that change while vLLM serves: no block of the old ones answers the new ones, as the
+model checks of every byte, and none that is of both is kept.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm.lora.request import LoRARequest
+
+from kvbm_core.types import Direction
+from kvbm_vllm import engine_calls
+from tests.vllm.engine_config import write_weights
+from tests.vllm.kvbm_engine import KvbmEngine
+
+PROMPT = range(50)
+DISK: dict[str, Any] = {"host_blocks": 60, "disk_blocks": 1000}
+TO_DISK = "kvbm_offload_blocks_h2d"
+
+
+def change(engine: KvbmEngine, weights: str = "new") -> None:
+    """What RL frameworks do between two steps."""
+    engine.executor.collective_rpc("update_weights", kwargs={"update_info": weights})
+
+
+def fresh(engine: KvbmEngine, name: str) -> int:
+    """How many tokens of the prompt come from kvbm, with nothing on the device."""
+    engine.forget_device()
+    engine.ask(name, PROMPT, 8)
+    return engine.external_tokens(name)
+
+
+# ---------------------------------------------------------------- weights
+
+
+def test_blocks_of_old_weights_answer_nobody_and_those_of_the_new_ones_do(tmp_path: Path) -> None:
+    with KvbmEngine(tmp_path) as engine:
+        first = engine.ask("a", PROMPT, 8)
+        assert fresh(engine, "b") == 48
+        engine.forget_device()
+        change(engine)
+        second = engine.ask("c", PROMPT, 8)
+        assert second != first and not engine.external_tokens("c")
+        assert fresh(engine, "d") == 48 and engine.record.outputs["d"] == second
+        change(engine, "")  # rolled back: nobody knows that
+        assert not fresh(engine, "e") and engine.record.outputs["e"] == first
+        engine.assert_clean()
+
+
+def test_the_host_tier_is_free_for_the_new_ones(tmp_path: Path) -> None:
+    with KvbmEngine(tmp_path) as engine:
+        engine.ask("a", PROMPT, 8)
+        engine.settle()
+        assert engine.leader.tier.resident_blocks
+        change(engine)
+        engine.forget_device()
+        engine.add("b", range(500, 510))
+        engine.step()
+        assert not engine.leader.tier.resident_blocks
+        engine.run()
+        engine.assert_clean()
+
+
+def test_a_request_that_runs_across_the_change_leaves_nothing(tmp_path: Path) -> None:
+    with KvbmEngine(tmp_path) as engine:
+        engine.add("a", PROMPT, 30)
+        engine.run(until=lambda: len(engine.record.outputs["a"]) >= 10)
+        change(engine)
+        engine.run()
+        engine.settle()
+        assert not engine.leader.tier.resident_blocks
+        tokens = [*PROMPT, *engine.record.outputs["a"]]
+        engine.forget_device()
+        engine.ask("b", tokens, 1)
+        assert not engine.external_tokens("b")
+        engine.assert_clean()
+
+
+@pytest.mark.parametrize("is_preempted", [False, True])
+def test_without_a_reset_of_vllms_own_cache_its_old_blocks_are_not_taken_for_new(
+    tmp_path: Path, is_preempted: bool
+) -> None:
+    with KvbmEngine(tmp_path) as engine:
+        engine.ask("a", PROMPT, 1)
+        change(engine)
+        # vLLM's own mistake, as nobody has reset its cache: "b" reads old KV. kvbm must not keep it.
+        for rank in engine.ranks:
+            rank._check = lambda *_: None  # type: ignore[method-assign]
+        engine.ask("b", PROMPT, 8)
+        assert engine.record.matches[-1].computed_tokens == 48
+        engine.settle()
+        assert not engine.leader.tier.resident_blocks
+        for rank in engine.ranks:
+            del rank._check
+        if is_preempted:
+            engine.add("c", range(300, 350), 20)
+            engine.run(until=lambda: len(engine.record.outputs["c"]) == 2)
+            assert engine.reset_device(running=True)
+            engine.run()
+        assert not fresh(engine, "d"), "what was kept is of both weights"
+        assert fresh(engine, "e") == 48
+        engine.assert_clean()
+
+
+def test_what_vllm_computes_anew_after_a_pause_is_kept(tmp_path: Path) -> None:
+    with KvbmEngine(tmp_path) as engine:
+        engine.add("a", PROMPT, 30)
+        engine.run(until=lambda: len(engine.record.outputs["a"]) >= 10)
+        change(engine)
+        assert engine.reset_device(running=True)
+        engine.run()
+        assert engine.record.preemptions == 1
+        assert fresh(engine, "b") == 48
+        engine.assert_clean()
+
+
+def test_a_load_of_old_blocks_that_is_under_way_fails_and_the_request_is_computed(tmp_path: Path) -> None:
+    with KvbmEngine(tmp_path) as engine:
+        engine.ask("a", PROMPT, 8)
+        engine.forget_device()
+        engine.hold(Direction.ONBOARD)
+        engine.add("b", PROMPT, 8)
+        engine.step()
+        engine.step()
+        change(engine)
+        engine.step()
+        engine.release(Direction.ONBOARD)
+        engine.run()  # the model would find old KV
+        assert engine.record.outputs["b"] != engine.record.outputs["a"]
+        assert fresh(engine, "c") == 48
+        engine.assert_clean()
+
+
+def test_a_copy_that_is_under_way_is_not_found_later(tmp_path: Path) -> None:
+    with KvbmEngine(tmp_path) as engine:
+        engine.hold(Direction.OFFLOAD)
+        engine.add("a", PROMPT, 4)
+        engine.run(until=lambda: len(engine.record.outputs["a"]) == 4)
+        change(engine)
+        engine.release(Direction.OFFLOAD)
+        engine.run()
+        assert not fresh(engine, "b")
+        engine.assert_clean()
+
+
+def test_requests_that_were_queued_before_the_tier_was_ready_are_not_taken_for_new_ones(
+    tmp_path: Path,
+) -> None:
+    with KvbmEngine(tmp_path) as engine:
+        leader = engine.leader
+        leader.disabled_reason = "not yet"
+        engine.add("a", PROMPT, 30)
+        engine.run(until=lambda: len(engine.record.outputs["a"]) >= 2)
+        change(engine)
+        engine.step()
+        leader.disabled_reason = None
+        engine.run()
+        engine.settle()
+        assert not leader.tier.resident_blocks
+        engine.assert_clean()
+
+
+def test_old_blocks_stay_on_disk_for_who_has_those_weights_and_new_ones_do_not_go_there(
+    tmp_path: Path,
+) -> None:
+    with KvbmEngine(tmp_path, **DISK) as engine:
+        first = engine.ask("a", PROMPT, 8)
+        engine.settle()
+        stored = engine.metric(TO_DISK)
+        assert stored >= 12
+        change(engine)
+        engine.forget_device()
+        engine.ask("b", PROMPT, 8)
+        engine.settle()
+        assert engine.metric(TO_DISK) == stored
+        engine.assert_clean()
+    with KvbmEngine(tmp_path, **DISK) as engine:
+        assert fresh(engine, "c") == 48 and engine.record.outputs["c"] == first
+        engine.assert_clean()
+
+
+def test_other_weights_in_the_next_start_find_nothing(tmp_path: Path, rng: random.Random) -> None:
+    old = rng.randbytes(5000)
+    new = old[:2500] + bytes(byte ^ 1 for byte in old[2500:3300]) + old[3300:]
+    stored = 0.0
+    for name, weights, found in (("a", old, 0), ("b", new, 0), ("c", old, 48)):
+        with KvbmEngine(tmp_path, **DISK, weights=weights) as engine:
+            assert fresh(engine, name) == found
+            engine.settle()
+            stored += engine.metric(TO_DISK)
+            engine.assert_clean()
+    assert stored
+
+
+@pytest.mark.parametrize(
+    ("order", "args", "kwargs", "changes"),
+    [
+        ("get_model_inspection", (), {}, False),
+        ("sleep", (), {"level": 1}, False),
+        ("sleep", (1,), {}, False),
+        ("sleep", (), {"level": 2}, True),
+        ("update_weights", ("x",), {}, True),
+        (lambda worker: None, (), {}, True),
+    ],
+)
+def test_orders_that_may_change_weights_do_and_others_do_not(
+    tmp_path: Path, order: str | Callable[..., Any], args: tuple[Any, ...], kwargs: Any, changes: bool
+) -> None:
+    with KvbmEngine(tmp_path) as engine:
+        engine.ask("a", PROMPT, 8)
+        engine.executor.collective_rpc(order, args=args, kwargs=kwargs)
+        for rank in engine.ranks:
+            rank.change_weights("")
+        assert fresh(engine, "b") == (0 if changes else 48)
+
+
+def test_another_engines_orders_are_not_ours(tmp_path: Path) -> None:
+    with KvbmEngine(tmp_path) as engine:
+        engine.ask("a", PROMPT, 8)
+        (tmp_path / "other").mkdir()
+        with KvbmEngine(tmp_path / "other") as other:
+            assert engine.config.instance_id != other.config.instance_id
+            change(other)
+        assert fresh(engine, "b") == 48
+
+
+def test_an_engine_that_does_not_say_when_it_loads_adapters_has_none_cached(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_calls, "watch", lambda: False)
+    with KvbmEngine(tmp_path, lora=True) as engine:
+        engine.ask("a", PROMPT, 8, lora=adapter(tmp_path, "one"))
+        engine.settle()
+        assert not engine.leader.tier.resident_blocks
+        assert engine.metric('kvbm_uncached_requests_total{reason="adapter"}') == 1
+
+
+# ---------------------------------------------------------------- adapters
+
+
+def adapter(folder: Path, content: str, number: int = 1, *, inplace: bool = False) -> LoRARequest:
+    """An adapter that holds ``content``, written now."""
+    files = {"adapter_model.safetensors": content.encode(), "adapter_config.json": b"{}"}
+    path = write_weights(folder / f"adapter{number}", files)
+    return LoRARequest(lora_name="x", lora_int_id=number, lora_path=str(path), load_inplace=inplace)
+
+
+def fresh_with(engine: KvbmEngine, name: str, lora: LoRARequest) -> int:
+    """As ``fresh``."""
+    engine.forget_device()
+    request = LoRARequest(lora.lora_name, lora.lora_int_id, lora.lora_path)
+    engine.ask(name, PROMPT, 8, lora=request)
+    return engine.external_tokens(name)
+
+
+def load(engine: KvbmEngine, lora: LoRARequest) -> None:
+    """What the server does when it is told to load an adapter."""
+    engine.executor.collective_rpc("add_lora", args=(lora,))
+
+
+def test_an_adapter_overwritten_between_load_and_first_request_is_not_cached(tmp_path: Path) -> None:
+    with KvbmEngine(tmp_path, lora=True, **DISK) as engine:
+        load(engine, adapter(tmp_path, "one"))
+        lora = adapter(tmp_path, "two")
+        assert not fresh_with(engine, "a", lora) and not fresh_with(engine, "b", lora)
+        engine.settle()
+        assert not engine.leader.tier.resident_blocks and not engine.metric(TO_DISK)
+        engine.assert_clean()
+    with KvbmEngine(tmp_path, lora=True, **DISK) as engine:
+        assert not fresh_with(engine, "c", lora)
+        engine.assert_clean()
+
+
+def test_loaded_in_place_and_rolled_back_each_answers_for_itself(tmp_path: Path) -> None:
+    with KvbmEngine(tmp_path, lora=True) as engine:
+        answers = []
+        for turn, content in enumerate(("one", "two", "one")):
+            lora = adapter(tmp_path, content, inplace=True)
+            load(engine, lora)
+            assert not fresh_with(engine, f"a{turn}", lora)
+            assert fresh_with(engine, f"b{turn}", lora) == 48
+            answers.append(engine.record.outputs[f"b{turn}"])
+        assert answers[0] == answers[2] != answers[1]
+        engine.assert_clean()
+
+
+def test_a_request_that_runs_while_its_adapter_is_loaded_anew_leaves_nothing(tmp_path: Path) -> None:
+    with KvbmEngine(tmp_path, lora=True) as engine:
+        lora = adapter(tmp_path, "one")
+        load(engine, lora)
+        engine.add("a", PROMPT, 30, lora=lora)
+        engine.add("plain", range(100, 150), 30)
+        engine.run(until=lambda: len(engine.record.outputs["a"]) >= 3)
+        engine.settle()
+        before = engine.leader.tier.resident_blocks
+        load(engine, adapter(tmp_path, "two", inplace=True))
+        engine.run()
+        engine.settle()
+        plain = engine.leader.tier.resident_blocks - before
+        assert 0 < plain <= 8, "those of the request without an adapter"
+        assert not fresh_with(engine, "b", adapter(tmp_path, "two"))
+        engine.assert_clean()
+
+
+def test_changed_on_disk_and_loaded_again_unseen_it_answers_nobody(tmp_path: Path) -> None:
+    with KvbmEngine(tmp_path, lora=True, **DISK) as engine:
+        lora = adapter(tmp_path, "one")
+        fresh_with(engine, "a", lora)
+        assert fresh_with(engine, "b", lora) in {0, 48}  # its digest may have come in between
+        lora = adapter(tmp_path, "two")
+        engine.executor.driver_worker.remove_lora(1)  # vLLM's worker makes room: no order says so
+        assert not fresh_with(engine, "c", lora) and not fresh_with(engine, "d", lora)
+        engine.assert_clean()
+
+
+def test_an_adapter_that_changes_while_its_request_runs_leaves_nothing(tmp_path: Path) -> None:
+    with KvbmEngine(tmp_path, lora=True, **DISK) as engine:
+        lora = adapter(tmp_path, "one")
+        load(engine, lora)
+        wait_known(engine, lora)
+        engine.add("a", PROMPT, 20, lora=lora)
+        engine.run(until=lambda: len(engine.record.outputs["a"]) >= 3)
+        adapter(tmp_path, "two")
+        engine.run()
+        engine.settle()
+        assert not engine.leader.tier.resident_blocks and not engine.metric(TO_DISK)
+        engine.assert_clean()
+
+
+def test_an_adapters_blocks_are_found_on_disk_by_the_next_engine_under_another_name(tmp_path: Path) -> None:
+    with KvbmEngine(tmp_path, lora=True, **DISK) as engine:
+        lora = adapter(tmp_path, "one")
+        load(engine, lora)
+        wait_known(engine, lora)
+        fresh_with(engine, "a", lora)
+        engine.settle()
+        assert engine.metric(TO_DISK) >= 12
+        first = engine.record.outputs["a"]
+    with KvbmEngine(tmp_path, lora=True, **DISK) as engine:
+        others = adapter(tmp_path, "two", 1), adapter(tmp_path, "one", 7)
+        for lora in others:
+            load(engine, lora)
+            wait_known(engine, lora)
+        assert not fresh_with(engine, "b", others[0])
+        assert fresh_with(engine, "c", others[1]) == 48 and engine.record.outputs["c"] == first
+        engine.assert_clean()
+
+
+def wait_known(engine: KvbmEngine, lora: LoRARequest) -> None:
+    """Until the adapter's digest is known."""
+    changes = engine.connector.scheduler_side.changes
+    engine.wait_for(lambda: (stamp := changes.adapter_of(lora)) is not None and stamp.is_lasting)
+
+
+def test_a_request_that_loads_its_adapter_anew_in_each_step_is_not_cached(tmp_path: Path) -> None:
+    with KvbmEngine(tmp_path, lora=True) as engine:
+        engine.ask("a", PROMPT, 8, lora=adapter(tmp_path, "one", inplace=True))
+        engine.settle()
+        assert not engine.leader.tier.resident_blocks
