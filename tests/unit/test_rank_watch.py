@@ -273,6 +273,7 @@ def test_a_new_process_in_a_ranks_place_starts_empty_and_what_the_old_one_owed_i
     assert first_of_new > store.job_id
     newer = bench.offload(bench.open("newer"), own_prompt(2))  # sent before the leader has heard the news
     assert newer is not None
+    bench.say(newer.job_id, ranks=[0])
     bench.handshake.inbox.append(RankReplaced(1, first_of_new))
     bench.leader.poll()
     assert not bench.leader.is_ready and bench.tier.resident_blocks == 0
@@ -283,7 +284,7 @@ def test_a_new_process_in_a_ranks_place_starts_empty_and_what_the_old_one_owed_i
         bench.leader.poll()
         assert not bench.leader.is_ready
     bench.handshake.inbox.append(SlotsReady(16, 16, 1, 1, "fingerprint"))
-    bench.answer(newer)
+    bench.answer(newer, ranks=[1])
     assert bench.leader.is_ready and bench.resident_blocks(PROMPT) == 0
     assert bench.resident_blocks(own_prompt(2)) == 0  # of before: the other rank's half is in another slot
     for name in ("loader", "writer", "newer"):
