@@ -10,7 +10,8 @@ from pathlib import Path
 from kvbm_core.clock import SystemClock
 from kvbm_core.config import KvbmSettings
 from kvbm_core.errors import ConfigError, UnsupportedError
-from kvbm_core.identity.weights import WEIGHTS_WAIT_S
+from kvbm_core.identity.roots import Stamp
+from kvbm_core.identity.weights import WEIGHTS_WAIT_S, WeightsIdentity
 from kvbm_core.observe.labels import FailureKind
 from kvbm_core.observe.metrics import Metrics
 from kvbm_core.policy.admission import AdmitAll
@@ -71,13 +72,7 @@ def assemble(
         return LinkerTiers(None, None, SequenceHash(b""), counter=counter, metrics=metrics)
     num_slots = settings.host_tier_slots(pages.page_bytes * ranks.num_ranks)
     weights = weights_identity(find_server_args(), model)
-    weights.wait(WEIGHTS_WAIT_S)
-    stamp = weights.stamp()
-    if not stamp.is_lasting and settings.has_disk_tier:
-        log.warning(
-            "kvbm: it is not known yet which weights these are: nothing is kept on disk until the engine is "
-            "started again"
-        )
+    stamp = _stamp_at_start(weights, settings)
     namespace = device_namespace_of(
         model, pages.layout, pages.page_tokens, ranks.shard, engine, weights=stamp
     )
@@ -115,6 +110,17 @@ def assemble(
             folder.close()
 
     return LinkerTiers(tiers, pages, namespace.root(), counter=counter, metrics=metrics, on_close=on_close)
+
+
+def _stamp_at_start(weights: WeightsIdentity, settings: KvbmSettings) -> Stamp:
+    weights.wait(WEIGHTS_WAIT_S)
+    stamp = weights.stamp()
+    if not stamp.is_lasting and settings.has_disk_tier:
+        log.warning(
+            "kvbm: it is not known yet which weights these are: nothing is kept on disk until the engine is "
+            "started again"
+        )
+    return stamp
 
 
 def _disk_of(

@@ -78,6 +78,7 @@ LABELLED = {
     ("kvbm_failures_total", "kind"),
     ("kvbm_guarded_errors_total", "seam"),
     ("kvbm_uncached_requests_total", "reason"),
+    ("kvbm_audited_blocks_total", "result"),
     ("kvbm_pending_jobs",),
     ("kvbm_live_leases",),
     ("kvbm_silent_ranks",),
