@@ -46,10 +46,12 @@ MAX_RECORD_PIECES = MAX_REQUEST_PIECES - 1  # and its header
 LOOK_S = 0.1
 """How soon a call that waits for the disk hears that it is to stop."""
 SILENT_S = 0.2
+PROBE_S = 1.0
 FIRST_PAUSE_S = 5.0
 LONGEST_PAUSE_S = 60.0
-"""A disk that answered nothing in a whole call, and at least for SILENT_S, is left alone: calls fail at once
-for so long, twice as long each time. It is tried again after that, or as soon as what it owes has ended.
+"""After a call of at least SILENT_S in which the disk answered nothing, the next one has PROBE_S to hear
+anything. If it does not, the disk is left alone: calls fail at once for so long, twice as long each time.
+All is well again as soon as the disk answers anything, or what it owes has ended.
 """
 
 OnDone = Callable[[int, Outcome], None]
@@ -118,6 +120,7 @@ class Lane:
         self._stops_at_s = float("inf")
         self._pause_s = FIRST_PAUSE_S
         self._quiet_until_s = float("-inf")
+        self._is_suspect = False
 
     def write(
         self,
@@ -178,7 +181,8 @@ class Lane:
 
     def _is_left_alone(self) -> bool:
         self._reap(0.0)
-        return bool(self._late) and self._clock.now_s() < self._quiet_until_s
+        self._is_suspect &= bool(self._late)
+        return self._is_suspect and self._clock.now_s() < self._quiet_until_s
 
     def _leave_alone(self) -> None:
         self._quiet_until_s = self._clock.now_s() + self._pause_s
@@ -254,7 +258,10 @@ class _Move:
     def _move(self) -> None:
         lane = self._lane
         while self._waiting or self._in_flight:
-            left_s = min(self._deadline_at_s, lane._stops_at_s) - lane._clock.now_s()
+            ends_at_s = min(self._deadline_at_s, lane._stops_at_s)
+            if lane._is_suspect and not self._num_ended:
+                ends_at_s = min(ends_at_s, self._began_at_s + PROBE_S)
+            left_s = ends_at_s - lane._clock.now_s()
             if left_s <= 0:
                 return
             self._start()
@@ -409,10 +416,13 @@ class _Move:
             self._on_done(index, outcome)
 
     def _give_up(self) -> None:
+        lane = self._lane
         if self._num_ended:
-            self._lane._pause_s = FIRST_PAUSE_S
-        elif self._in_flight and self._lane._clock.now_s() - self._began_at_s >= SILENT_S:
-            self._lane._leave_alone()
+            lane._pause_s, lane._is_suspect = FIRST_PAUSE_S, False
+        elif self._in_flight and lane._clock.now_s() - self._began_at_s >= SILENT_S:
+            if lane._is_suspect:
+                lane._leave_alone()
+            lane._is_suspect = True
         for tag, run in self._in_flight.items():
             addresses = frozenset(self._records[index].address for index in run.indices)
             self._lane._late[tag] = _Late(run, addresses, self._bounced)
