@@ -148,6 +148,8 @@ class Leader:
 
     def readiness(self) -> Readiness:
         """Whether the tier is in service, or why not. Any thread."""
+        if self.disabled_reason is not None:
+            return Readiness(False, f"the tier is off: {self.disabled_reason}")
         away = sorted(self._ranks.away)
         if away:
             return Readiness(False, f"no answer from rank {', '.join(map(str, away))}")

@@ -83,7 +83,7 @@ class RankWatch:
 
     def _was_heard(self, rank: int) -> bool:
         heard_at_s = max(self._handshake.heard_at_s(rank), self._heard_at_s.get(rank, -math.inf))
-        return heard_at_s > self._asked_first_s[rank]
+        return heard_at_s >= self._asked_first_s[rank]
 
     def _is_away(self, rank: int, missing: list[tuple[int, float]], now_s: float) -> bool:
         oldest_s = max(age_s for _, age_s in missing)

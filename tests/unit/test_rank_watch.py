@@ -306,3 +306,10 @@ def test_the_time_a_silent_rank_has_is_what_its_process_may_take_to_answer() -> 
     ranks.unanswered = [plan]
     ranks.come_back()
     assert ranks.is_in_service
+
+
+def test_a_tier_that_the_leader_itself_has_turned_off_says_so() -> None:
+    ranks = Ranks()
+    ranks.bench.leader.disable("its bytes are not to be trusted")
+    assert not ranks.is_in_service
+    assert "not to be trusted" in ranks.bench.leader.readiness().reason
