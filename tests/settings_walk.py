@@ -64,6 +64,7 @@ def values(folder: str, metrics_port: int) -> dict[str, str]:
         "sync_onboard_bytes": "1",
         "decode_run_tokens": "64",
         "verify_onboard": "true",
+        "audit_rate": "0.5",
         "load_failure_policy": "fail",
         "nccl_mla_mode": "true",
         "nccl_max_ctas": "4",
