@@ -397,7 +397,7 @@ def serve(
         shape = ExecutorConfig(
             manager=kind.manager, overlap=kind.overlap, attention_dp=kind.attention_dp, sleeps=True, **config
         )
-        with begins_now("kvbm_trtllm.keys"):
+        with begins_now("kvbm_trtllm.identity"):
             serving = Serving(rank, kind, executor_class, shape, is_ready=is_ready, spoils_late=spoils_late)
         try:
             if is_ready:
