@@ -33,8 +33,9 @@ DISK_BLOCKS = 1000
 BLOCK_BYTES = 2 * 2 * 4 * 8
 ALL_KINDS = [*kinds(1), *(kind for kind in kinds(2) if kind.overlap)]
 DAMAGED = [*kinds(1), Kind(RELEASED, "v1", True, 2), Kind(NEWEST, "v1", True, 2), Kind(NEWEST, "v2", True, 2)]
-HANGING = [Kind(RELEASED, "v1", True), Kind(NEWEST, "v2", True)]
-STALLING = [*HANGING, Kind(RELEASED, "v1", True, 2), Kind(NEWEST, "v2", True, 2)]
+# The newest one keeps the blocks of a request that is cancelled in its load until the load is over.
+HANGING = [Kind(RELEASED, "v1", False), Kind(RELEASED, "v1", True)]
+STALLING = [*kinds(1)[1::2], Kind(RELEASED, "v1", True, 2), Kind(NEWEST, "v2", True, 2)]
 FROM_DISK = "kvbm_onboard_blocks_d2d"
 TO_DISK = "kvbm_offload_blocks_h2d"
 
