@@ -249,14 +249,15 @@ class ExecutorContract:
         """Its device block has another owner then, who waits for nothing, and whose bytes stay."""
         listener = Listener()
         with self.bench(on_done=listener) as bench:
-            bench.slot(2)[:] = 7
+            for slot in (2, 5, 6):
+                bench.slot(slot)[:] = 7
             with self.stalled(bench, listener, plan(1, Direction.ONBOARD, [3, 4], [2, 5])):
                 assert bench.executor.cancel(1)
                 assert bench.executor.wait([1], 0.0) and listener.outcomes()[1] is Outcome.REJECTED
                 assert not bench.executor.cancel(1)
                 for storage in bench.device.storages:
                     storage[:] = 9
-            last = plan(3, Direction.ONBOARD, [6], [2])
+            last = plan(3, Direction.ONBOARD, [6], [6])
             bench.executor.submit(last)  # behind all that was under way
             assert bench.executor.drain(LONG_S) and listener.outcomes()[3] is Outcome.OK
             assert set(bench.content(0, 6)) == {7}

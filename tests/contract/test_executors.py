@@ -228,6 +228,8 @@ class TestPipelineExecutor(ExecutorContract):
         late = {result.job_id: result.is_late for result in listener.results}
         assert late[load.job_id]  # the kernel may still write into its slots
         self.disk_goes_on.set()
+        assert isinstance(bench.executor, PipelineExecutor)
+        assert bench.executor.disk.wait([load.job_id], LONG_S)
 
     def test_a_load_that_waits_for_its_turn_at_the_disk_is_over_at_once(self) -> None:
         """What the disk has not begun has no slots to keep."""
