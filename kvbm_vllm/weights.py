@@ -6,29 +6,12 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from kvbm_core.identity.weights import Source, WeightsIdentity
+from kvbm_vllm.config_tables import SEEN_LOAD_FORMATS
 from kvbm_vllm.engine_calls import loading_began_ns
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-# Formats that read files of the model's folder, and nothing else.
-FOLDER_FORMATS = frozenset(
-    (
-        "auto",
-        "hf",
-        "pt",
-        "safetensors",
-        "npcache",
-        "mistral",
-        "gguf",
-        "bitsandbytes",
-        "sharded_state",
-        "fastsafetensors",
-        "instanttensor",
-        "runai_streamer",
-        "runai_streamer_sharded",
-    )
-)
 # Of ``model_loader_extra_config``: how to read, or which of the folder's files.
 _READING_KEYS = frozenset(
     (
@@ -79,7 +62,7 @@ def _why_unknown(name: str, load: Any) -> str:
     load_format = str(getattr(load.load_format, "value", load.load_format))
     if load_format == "dummy":
         return f"the weights of {name} are made up (load format dummy)"
-    if load_format not in FOLDER_FORMATS:
+    if load_format not in SEEN_LOAD_FORMATS:
         return f"the load format {load_format} does not say what it reads"
     extra = load.model_loader_extra_config
     if extra and not (isinstance(extra, dict) and set(extra) <= _READING_KEYS):
