@@ -37,6 +37,7 @@ HARMLESS = frozenset(
         "get_kv_cache_spec",
         "get_kv_connector_handshake_metadata",
         "get_model_inspection",
+        "get_simple_cpu_offload_num_cpu_blocks",
         "get_supported_kv_cache_layouts",
         "get_supported_tasks",
         "init_device",

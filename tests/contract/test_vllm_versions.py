@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from kvbm_core.errors import UnsupportedError
-from kvbm_vllm import versions
+from kvbm_vllm import engine_calls, versions
 from tests.contract.source_reading import (
     Uses,
     attributes,
@@ -192,6 +192,56 @@ def test_where_saves_are_not_waited_for_it_can_be_seen(vllm: Path) -> None:
     step = methods(mixin)["_get_kv_connector_output"]
     without_forward = ast.unparse(methods(mixin)["kv_connector_no_forward"])
     assert ("wait_for_save" in positional(step)) == ("wait_for_save=False" in without_forward)
+
+
+# ---------------------------------------------------------------- what changes weights and adapters
+
+CHANGING = {
+    "apply_model",
+    "elastic_ep_execute",
+    "finish_weight_update",
+    "handle_ft_command",
+    "load_model",
+    "reinitialize_distributed",
+    "reload_weights",
+    "reset_weights",
+    "start_draft_weight_update",
+    "start_weight_update",
+    "update_config",
+    "update_weights",
+}
+"""Orders of vLLM's own that change weights, or may; as does every order that nobody has classified."""
+
+
+@each_version
+def test_every_order_that_vllm_gives_its_workers_is_classified(vllm: Path) -> None:
+    known = {*engine_calls.HARMLESS, *engine_calls.ADAPTER_ORDERS, engine_calls.SLEEP, *CHANGING}
+    unknown = set()
+    for path in vllm.rglob("*.py"):
+        is_giving = "collective_rpc(" in path.read_text(encoding="utf-8")
+        for node in ast.walk(parse(path)) if is_giving else ():
+            if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute) or not node.args:
+                continue
+            order = node.args[0]
+            if node.func.attr == "collective_rpc" and isinstance(order, ast.Constant):
+                unknown |= {str(order.value)} - known
+    assert not unknown
+    assert not engine_calls.HARMLESS & CHANGING
+
+
+@each_version
+def test_orders_and_the_reset_of_the_prefix_cache_are_where_we_look(vllm: Path) -> None:
+    executors = 0
+    for path in (vllm / "v1/executor").glob("*.py"):
+        for kind in (node for node in parse(path).body if isinstance(node, ast.ClassDef)):
+            if "collective_rpc" in methods(kind):
+                executors += 1
+                order = ["method", "timeout", "args", "kwargs"]
+                assert positional(methods(kind)["collective_rpc"])[:4] == order, path
+    assert executors >= 3
+    # changes.DeviceCache: a map that is another object has been emptied.
+    pool = methods(class_of(vllm / "v1/core/block_pool.py", "BlockPool"))
+    assert "self.cached_block_hash_to_block = " in ast.unparse(pool["reset_prefix_cache"])
 
 
 # ---------------------------------------------------------------- names and fields

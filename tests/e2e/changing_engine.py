@@ -2,8 +2,8 @@
 python -m tests.e2e.changing_engine JOB.json RESULT.json
 
 JOB: {"model", "llm": keyword arguments of vllm.LLM, "connector": bool, "steps": [...]}. A step is one of
-{"generate": [[token, ...], ...], "lora": [name, number, path] or null}; {"reset_device": true} empties vLLM's
-own prefix cache; {"reload": folder} reads the weights in place; {"add_lora": [name, number, path],
+{"generate": [[token, ...], ...], "lora": [name, number, path] or null, "salt": text or null};
+{"reset_device": true} empties vLLM's own prefix cache; {"reload": folder} reads the weights in place; {"add_lora": [name, number, path],
 "inplace": bool}; {"copy": [from, to]} overwrites a folder's files; {"wait_known": true} until it is known
 what the weights are.
 RESULT: {"answers": of each generate, the tokens and cached tokens of each prompt}.
@@ -40,7 +40,7 @@ class Job:
     def do(self, step: dict[str, Any]) -> None:
         """One of the steps above."""
         if "generate" in step:
-            self.answers.append(self._generate(step["generate"], step.get("lora")))
+            self.answers.append(self._generate(step))
         elif "reset_device" in step:
             assert self._llm.reset_prefix_cache()
         elif "reload" in step:
@@ -55,14 +55,17 @@ class Job:
         elif "wait_known" in step and self._connector:
             self._wait_known()
 
-    def _generate(self, prompts: list[list[int]], lora: Any) -> list[dict[str, Any]]:
+    def _generate(self, step: dict[str, Any]) -> list[dict[str, Any]]:
         from vllm import SamplingParams
 
         sampling = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS, ignore_eos=True)
-        request = _lora(lora) if lora else None
+        request = _lora(step["lora"]) if step.get("lora") else None
+        more = {"cache_salt": step["salt"]} if step.get("salt") else {}
         outputs = [
-            self._llm.generate({"prompt_token_ids": tokens}, sampling, use_tqdm=False, lora_request=request)
-            for tokens in prompts
+            self._llm.generate(
+                {"prompt_token_ids": tokens, **more}, sampling, use_tqdm=False, lora_request=request
+            )
+            for tokens in step["generate"]
         ]
         self._settle()
         return [

@@ -1,0 +1,114 @@
+"""Weights and adapters that change while real vLLM serves: with kvbm the answers are those without a cache."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.e2e.engine_child import ROOT, TIMEOUT_S
+
+BLOCK = 32
+PROMPT_TOKENS = 300
+FOUND = PROMPT_TOKENS // BLOCK * BLOCK
+
+pytestmark = pytest.mark.timeout(600)
+
+
+def further_trained(model: Path, to: Path, seed: int) -> Path:
+    """The same model, but for seven of its tensors."""
+    shutil.copytree(model, to)
+    path = to / "model.safetensors"
+    tensors, generator = load_file(path), torch.Generator().manual_seed(seed)
+    matrices = sorted(name for name, tensor in tensors.items() if "layers" in name and tensor.ndim == 2)
+    for name in matrices[::3][:7]:
+        old = tensors[name].float()
+        noise = torch.randn(old.shape, generator=generator)
+        tensors[name] = (old + old.std() * noise).to(tensors[name].dtype)
+    save_file(tensors, path, metadata={"format": "pt"})
+    return to
+
+
+def adapter(model: Path, to: Path, seed: int) -> Path:
+    """A LoRA for the model's queries and values."""
+    to.mkdir()
+    config = json.loads((model / "config.json").read_text())
+    tensors, generator = {}, torch.Generator().manual_seed(seed)
+    for name, weight in load_file(model / "model.safetensors").items():
+        if name.endswith(("q_proj.weight", "v_proj.weight")):
+            start = f"base_model.model.{name.removesuffix('.weight')}"
+            tensors[f"{start}.lora_A.weight"] = torch.randn(8, config["hidden_size"], generator=generator) / 2
+            tensors[f"{start}.lora_B.weight"] = torch.randn(weight.shape[0], 8, generator=generator) / 2
+    save_file(tensors, to / "adapter_model.safetensors")
+    peft = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj"]}
+    (to / "adapter_config.json").write_text(json.dumps({**peft, "bias": "none", "task_type": "CAUSAL_LM"}))
+    return to
+
+
+def run(folder: Path, job: dict[str, Any]) -> list[list[dict[str, Any]]]:
+    """The answers of each generation."""
+    files = folder / "job.json", folder / "result.json"
+    files[0].write_text(json.dumps(job))
+    env = {**os.environ, "DYN_KVBM_CPU_CACHE_GB": "0.3", "KVBM_TEST_BYTES_REPORT": str(folder / "bytes")}
+    env["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    with (folder / "log.txt").open("w") as log:
+        command = [sys.executable, "-m", "tests.e2e.changing_engine", *map(str, files)]
+        done = subprocess.run(
+            command, env=env, stdout=log, stderr=subprocess.STDOUT, timeout=TIMEOUT_S, check=False
+        )
+    assert files[1].is_file(), f"{done.returncode}:\n{(folder / 'log.txt').read_text()[-4000:]}"
+    answers: list[list[dict[str, Any]]] = json.loads(files[1].read_text())["answers"]
+    return answers
+
+
+def test_no_answer_is_of_weights_or_adapters_that_are_no_more(
+    tiny_model: Path, tmp_path: Path, rng: random.Random
+) -> None:
+    prompts = [[rng.randrange(3, 500) for _ in range(PROMPT_TOKENS)] for _ in range(2)]
+    trained = further_trained(tiny_model, tmp_path / "trained", rng.randrange(1 << 30))
+    first, second = (adapter(tiny_model, tmp_path / f"lora{n}", rng.randrange(1 << 30)) for n in (1, 2))
+    live = shutil.copytree(first, tmp_path / "live")
+    lora = ["poet", 1, str(live)]
+    steps: list[dict[str, Any]] = []
+
+    def ask(salt: str | None, **more: Any) -> None:
+        steps.extend([{"reset_device": True}, {"generate": prompts, "salt": salt, **more}])
+
+    def ask_all(name: str, **more: Any) -> None:
+        # Without a cache (nobody else has this salt), with one, and once more.
+        for salt in (name, None, None):
+            ask(salt, **more)
+
+    ask_all("start")
+    steps.append({"reload": str(trained)})
+    ask_all("trained")
+    ask_all("lora", lora=lora)
+    steps.append({"copy": [str(second), str(live)]})
+    ask_all("overwritten", lora=lora)
+    steps.append({"add_lora": lora, "inplace": True})
+    ask_all("in place", lora=lora)
+    steps += [{"copy": [str(first), str(live)]}, {"add_lora": lora, "inplace": True}]
+    ask_all("rolled back", lora=lora)
+    llm = {"block_size": BLOCK, "max_model_len": 1024, "num_gpu_blocks_override": 200}
+    llm |= {"enable_lora": True, "max_lora_rank": 8, "max_loras": 2}
+    answers = run(tmp_path, {"model": str(tiny_model), "llm": llm, "connector": True, "steps": steps})
+    rounds = [answers[start : start + 3] for start in range(0, len(answers), 3)]
+    rights = []
+    for right, cold, warm in rounds:
+        rights.append([answer["tokens"] for answer in right])
+        for found in (cold, warm):
+            assert [answer["tokens"] for answer in found] == rights[-1]
+    found = [[each[0]["cached_tokens"] for each in round_] for round_ in rounds]
+    assert found == [[0, 0, FOUND]] * 3 + [[0, 0, 0]] + [[0, 0, FOUND]] * 2
+    start, after, with_lora, overwritten, in_place, rolled_back = rights
+    assert start != after != with_lora != in_place != rolled_back
+    assert overwritten == with_lora == rolled_back, "what is on the disk is not what is in memory"
