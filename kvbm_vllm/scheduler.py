@@ -23,6 +23,7 @@ from kvbm_vllm.events import EventFeed
 from kvbm_vllm.keys import has_lasting_names, multimodal_extras, uncacheable_reason
 from kvbm_vllm.metadata import QUIET, DynamoConnectorMetadata, DynamoWorkerMetadata
 from kvbm_vllm.pins import DevicePins
+from kvbm_vllm.request_params import opts_out
 from kvbm_vllm.tables import DeviceTables, Tables
 
 if TYPE_CHECKING:
@@ -276,6 +277,8 @@ class SchedulerSide:
         if not self.leader.is_ready:
             return None
         reason = uncacheable_reason(request)
+        if reason is None and opts_out(request):
+            reason = UncachedReason.OPTED_OUT.value
         if reason is not None:
             self._uncached.add(request.request_id)
             self.leader.metrics.uncached_request(reason)

@@ -36,6 +36,7 @@ FIELDS: dict[str, set[str]] = {
         "request_id",
         "prompt_token_ids",
         "prompt_embeds",
+        "kv_transfer_params",
         "all_token_ids",
         "num_tokens",
         "num_computed_tokens",

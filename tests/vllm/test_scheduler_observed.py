@@ -4,6 +4,7 @@ tried.
 
 from __future__ import annotations
 
+import logging
 import time
 from pathlib import Path
 from typing import Any
@@ -183,3 +184,43 @@ def test_shutting_down_ends_quickly_and_leaves_no_thread(tmp_path: Path) -> None
     assert time.monotonic() - started_s < 1.0
     left = [thread.name for thread in set(threading.enumerate()) - before if thread.name.startswith("kvbm")]
     assert not left
+
+
+def wish(value: Any) -> dict[str, Any]:
+    """What vLLM makes of a client's kv_transfer_params."""
+    return {"extra_args": {"kv_transfer_params": {"kvbm": value, "do_remote_decode": False}}}
+
+
+def test_a_request_can_opt_out(tmp_path: Path) -> None:
+    with KvbmEngine(tmp_path) as engine:
+        first = engine.ask("a", PROMPT, 8, **wish({"skip": False}))
+        engine.forget_device()
+        assert engine.ask("b", PROMPT, 8, **wish({"skip": True})) == first
+        assert engine.promised("b") == [0], "it loads nothing"
+        assert engine.ask("c", range(100, 150), 8, **wish({"skip": True}))
+        engine.forget_device()
+        engine.ask("d", range(100, 150), 8)
+        assert engine.promised("d") == [0], "it has stored nothing"
+        assert engine.metric('kvbm_uncached_requests_total{reason="opted_out"}') == 2
+        engine.forget_device()
+        assert engine.ask("e", PROMPT, 8) == first
+        assert engine.promised("e") == [48]
+        engine.assert_clean()
+
+
+@pytest.mark.parametrize(
+    "value", ["no", True, {"skip": "yes"}, {"skip": True, "store": False}, ["skip"] * 99]
+)
+def test_what_a_request_says_and_kvbm_does_not_know_is_ignored_in_one_line(
+    value: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, "kvbm"), KvbmEngine(tmp_path) as engine:
+        engine.ask("a", PROMPT, 2, **wish(value))
+        engine.forget_device()
+        engine.ask("b", PROMPT, 2, **wish(value))
+        assert engine.promised("b") == [48]
+        assert engine.errors == 0
+        engine.assert_clean()
+    lines = [record.getMessage() for record in caplog.records if "kv_transfer_params" in record.getMessage()]
+    assert len(lines) == 1, lines
+    assert repr(value)[:40] in lines[0] and "ignored" in lines[0] and len(lines[0]) < 250
