@@ -51,6 +51,7 @@ class ServerOptions:
     device_blocks: int
     host_cache_gb: float | str | None = None
     connector_module: str = CONNECTOR_MODULE
+    kv_transfer_config: Mapping[str, object] | None = None  # in place of the guides' own
     dtype: str = "float32"
     block_size_tokens: int = 32
     max_model_len_tokens: int = 8192
@@ -125,7 +126,9 @@ class VllmServer:
         ]
         if not engine_is_for_cpu():
             command += ["--gpu-memory-utilization", "0.3"]
-        if options.host_cache_gb is not None:
+        if options.kv_transfer_config is not None:
+            command += ["--kv-transfer-config", json.dumps(options.kv_transfer_config)]
+        elif options.host_cache_gb is not None:
             command += ["--kv-transfer-config", connector_config(options.connector_module)]
         return [*command, *options.arguments]
 
