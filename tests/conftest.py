@@ -22,11 +22,18 @@ ENGINES = {
     "vllm": "vLLM",
     "sglang": "SGLang",
     "e2e": "vLLM",
+    "dynamo": "Dynamo",
 }  # the marker and folder of tests, and what they need
-RUN_ORDER = {"vllm": 1, "e2e": 2, "sglang": 3}  # e2e has the longest file, which at the end would be alone
+RUN_ORDER = {
+    "vllm": 1,
+    "e2e": 2,
+    "dynamo": 3,
+    "sglang": 4,
+}  # e2e has the longest file, which at the end would be alone
 SHARED_NOT_RUN = "kvbm_not_run"  # a worker's NOT_RUN_KEY, on its way to the process that started it
 TOLD = "told"  # the property of a test that `tell` adds to
 SGLANG_PYTHON = Path(os.environ.get("KVBM_SGLANG_PYTHON") or TESTS.parent / ".venv-sglang" / "bin" / "python")
+DYNAMO_PYTHON = Path(os.environ.get("KVBM_DYNAMO_PYTHON") or TESTS.parent / ".venv-dynamo" / "bin" / "python")
 
 SEED_KEY = pytest.StashKey[int]()
 NOT_RUN_KEY = pytest.StashKey[dict[tuple[str, str], int]]()
@@ -36,10 +43,14 @@ settings.load_profile("kvbm")
 
 
 def missing_engines() -> set[str]:
-    """Those that the tests cannot use; nothing is imported to find out. SGLang has an environment of its
-    own.
+    """Those that the tests cannot use; nothing is imported to find out. SGLang and Dynamo have their own
+    environments.
     """
-    is_there = {"vLLM": find_spec("vllm") is not None, "SGLang": SGLANG_PYTHON.exists()}
+    is_there = {
+        "vLLM": find_spec("vllm") is not None,
+        "SGLang": SGLANG_PYTHON.exists(),
+        "Dynamo": DYNAMO_PYTHON.exists(),
+    }
     return {engine for engine, found in is_there.items() if not found}
 
 
