@@ -24,7 +24,6 @@ from vllm.config import (
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import (
     generate_scheduler_kv_cache_config,
-    get_kv_cache_configs,
     get_request_block_hasher,
     init_none_hash,
     resolve_kv_cache_block_sizes,
@@ -35,6 +34,13 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from kvbm_core.identity.weights import CLOCK_TICK_NS
 from kvbm_vllm import engine_calls
+
+try:
+    from vllm.v1.core.kv_cache_planning import get_global_kv_cache_groups, get_kv_cache_configs
+except ImportError:  # vLLM < 0.33
+    from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
+
+    get_global_kv_cache_groups = None
 
 DYNAMO = {"kv_connector": "DynamoConnector", "kv_connector_module_path": "kvbm.vllm_integration.connector"}
 """The guides' own way to name the connector."""
@@ -129,9 +135,9 @@ def make_kv_cache_configs(spec: EngineSpec, config: VllmConfig) -> tuple[list[KV
         zip(spec.layer_names, (_layer_spec(spec, window) for window in spec.windows), strict=True)
     )
     memory_bytes = spec.num_blocks * sum(layer.page_size_bytes for layer in per_layer.values())
-    configs = get_kv_cache_configs(
-        config, [dict(per_layer) for _ in range(spec.ranks)], [memory_bytes] * spec.ranks
-    )
+    per_rank = [dict(per_layer) for _ in range(spec.ranks)]
+    groups = [get_global_kv_cache_groups(config, per_rank)] if get_global_kv_cache_groups else []
+    configs = get_kv_cache_configs(config, per_rank, [memory_bytes] * spec.ranks, *groups)
     for each in configs:
         each.kv_cache_layout = config.cache_config.kv_cache_layout
     scheduler_config = generate_scheduler_kv_cache_config(configs)
