@@ -48,7 +48,7 @@ from kvbm_vllm.events import EventFeed
 from kvbm_vllm.identity import describe_engine, namespace_of, tell
 from kvbm_vllm.scheduler import SchedulerSide
 from kvbm_vllm.stats import StatsReporter
-from kvbm_vllm.versions import Capabilities, check_version, installed_version, probe
+from kvbm_vllm.versions import Capabilities, probe
 from kvbm_vllm.weights import weights_identity
 from kvbm_vllm.worker import WorkerSide
 
@@ -82,7 +82,6 @@ class SchedulerAssembly:
 
 def build_scheduler_side(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> SchedulerAssembly:
     """The scheduler's role. ConfigError or UnsupportedError, one line, when it cannot serve as configured."""
-    check_version(installed_version())
     check_supported(vllm_config)
     settings = read_settings(vllm_config)
     announce(settings, Adapter.VLLM)
@@ -136,7 +135,6 @@ def build_scheduler_side(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
 
 def build_worker_side(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> WorkerSide:
     """One rank's role. ConfigError or UnsupportedError, one line, when it cannot serve as configured."""
-    check_version(installed_version())
     settings = read_settings(vllm_config)
     setup_logging(settings.log_level)
     options = worker_options(settings, engine_carries_acks=True)

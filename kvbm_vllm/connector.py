@@ -6,10 +6,12 @@ are those of the KVBM guides.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, cast
 
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole, SupportsHMA
 
 from kvbm_vllm import engine_calls
@@ -17,6 +19,7 @@ from kvbm_vllm.assembly import SchedulerAssembly, build_scheduler_side, build_wo
 from kvbm_vllm.metadata import DynamoConnectorMetadata
 from kvbm_vllm.pd import PdConnector
 from kvbm_vllm.stats import KvbmPromMetrics, KvbmStats
+from kvbm_vllm.versions import check_installed
 from kvbm_vllm.worker import WorkerSide
 
 if TYPE_CHECKING:
@@ -70,6 +73,7 @@ class DynamoConnector(KVConnectorBase_V1, SupportsHMA):
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
+        check_installed(DynamoConnector, tell=role == KVConnectorRole.SCHEDULER)
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         self._leader_part: SchedulerAssembly | None = None
         self._worker_part: WorkerSide | None = None
@@ -223,3 +227,19 @@ class DynamoConnector(KVConnectorBase_V1, SupportsHMA):
 
     def restore_kv_caches(self) -> None:
         """The KV memory is back at the same addresses; vLLM has reset its prefix cache."""
+
+
+def register_names() -> None:
+    """Makes the connectors known to vLLM by their names alone; a name that is taken stays as it is.
+
+    MultiConnector (vLLM 0.26 to 0.33) reads its children's stats in the API server's process, where it has
+    their class names and no module paths. Without this it raises there, and the server ends.
+    """
+    for connector in (DynamoConnector, PdConnector):
+        with contextlib.suppress(ValueError):  # the name is taken
+            KVConnectorFactory.register_connector(
+                connector.__name__, connector.__module__, connector.__name__
+            )
+
+
+register_names()

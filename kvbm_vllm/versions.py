@@ -1,15 +1,17 @@
 """Which vLLM releases this adapter serves, and what the installed one can do.
 
-The range is a promise kept by contract tests; inside the range, behaviour is chosen by probing the
-installed classes, never by comparing numbers. vLLM is imported inside the functions only.
+The range is a promise kept by contract tests. An older vLLM is refused; a newer one is served with a warning
+if its connector interface fits ours. Behaviour is chosen by probing the installed classes, never by comparing
+numbers. vLLM is imported inside the functions only.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
 import inspect
+import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 
 from kvbm_core.errors import UnsupportedError
@@ -17,6 +19,8 @@ from kvbm_core.errors import UnsupportedError
 SUPPORTED_FROM = (0, 26)
 SUPPORTED_BELOW = (0, 34)
 SUPPORTED = "vllm >=0.26,<0.34"
+
+log = logging.getLogger("kvbm")
 
 _RELEASE = re.compile(r"v?(\d+)\.(\d+)(?:[.\-+]|a|b|rc|$)")
 
@@ -33,19 +37,62 @@ def installed_version() -> str:
     raise UnsupportedError(f"kvbm: vLLM is not installed; install {SUPPORTED}")
 
 
-def check_version(version: str) -> None:
-    """Refuse a vLLM whose connector interface this adapter was not tested against.
+def check_version(version: str) -> bool:
+    """Whether this adapter was tested with ``version``.
 
-    Raises UnsupportedError with one line: the installed version, the supported range, the remedy.
+    Raises UnsupportedError for an older one, one line: the version, the supported range, the remedy.
     """
     found = _RELEASE.match(version)
     release = (int(found.group(1)), int(found.group(2))) if found else None
-    if release is None or not SUPPORTED_FROM <= release < SUPPORTED_BELOW:
+    if release is not None and release < SUPPORTED_FROM:
         raise UnsupportedError(
             f"kvbm: vLLM {version} is installed, kvbm supports {SUPPORTED}; "
             f"install a supported vLLM (pip install '{SUPPORTED.replace(' ', '')}') "
             "or run without --kv-transfer-config"
         )
+    return release is not None and SUPPORTED_FROM <= release < SUPPORTED_BELOW
+
+
+def check_installed(connector: type, *, tell: bool) -> None:
+    """That the installed vLLM can be served by ``connector``; a warning, if ``tell``, for an untested one.
+
+    Raises UnsupportedError, one line, if it is older than the range or calls the connector otherwise.
+    """
+    version = installed_version()
+    if check_version(version):
+        return
+    different = interface_differences(connector)
+    if different:
+        raise UnsupportedError(
+            f"kvbm: vLLM {version} is installed, kvbm was tested with {SUPPORTED}, and vLLM's connector "
+            f"interface has changed ({different[0]}): install a tested vLLM or run without kvbm"
+        )
+    if tell:
+        log.warning(
+            "kvbm: vLLM %s is installed, kvbm was tested with %s; its connector interface fits, so kvbm goes "
+            "on: compare some answers with those of a server without kvbm, or set KVBM_VERIFY_ONBOARD=1",
+            version,
+            SUPPORTED,
+        )
+
+
+def interface_differences(connector: type) -> list[str]:
+    """Where vLLM's base class calls a hook otherwise than ``connector`` takes it; empty if all fits."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, SupportsHMA
+
+    different = []
+    for name in vars(connector):
+        base = getattr(KVConnectorBase_V1, name, None) or getattr(SupportsHMA, name, None)
+        if name.startswith("_") or not inspect.isroutine(base):
+            continue
+        theirs, mine = _parameters(base), _parameters(getattr(connector, name))
+        if theirs != mine:
+            different.append(f"{name}({', '.join(theirs)}) instead of ({', '.join(mine)})")
+    return different
+
+
+def _parameters(function: Callable[..., object]) -> list[str]:
+    return [name for name in inspect.signature(function).parameters if name != "self"]
 
 
 @dataclass(frozen=True, slots=True)

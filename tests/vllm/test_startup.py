@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
 from vllm.v1.kv_cache_interface import KVCacheGroupSpec, MambaSpec
 
 from kvbm_core.errors import ConfigError, StuckCopyError, UnsupportedError
@@ -64,11 +64,38 @@ def test_settings_that_cannot_be_used(extra: dict[str, Any], parts: tuple[str, .
 
 
 def test_a_vllm_outside_the_range(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(assembly, "installed_version", lambda: "0.25.1")
+    monkeypatch.setattr(versions, "installed_version", lambda: "0.25.1")
     for role in KVConnectorRole:
         with pytest.raises(UnsupportedError) as error:
             _connector(tmp_path, {"cpu_cache_override_num_blocks": 8}, role)
         _one_line(error, "0.25.1", versions.SUPPORTED, "install")
+
+
+@pytest.mark.parametrize("version", ["0.34.0", "1.0.0", "unknown"])
+def test_a_newer_vllm_is_served_with_one_warning(
+    version: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(versions, "installed_version", lambda: version)
+    with caplog.at_level(logging.WARNING, "kvbm"), KvbmEngine(tmp_path, ranks=2) as engine:
+        first = engine.ask("a", range(50), 2)
+        engine.forget_device()
+        assert engine.ask("b", range(50), 2) == first
+        assert engine.external_tokens("b") == 48
+        engine.assert_clean()
+    lines = [record.getMessage() for record in caplog.records if version in record.getMessage()]
+    assert len(lines) == 1 and versions.SUPPORTED in lines[0]
+
+
+def test_a_newer_vllm_that_calls_otherwise_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def request_finished(self: Any, request: Any, block_ids: list[int], reason: str) -> Any: ...
+
+    monkeypatch.setattr(versions, "installed_version", lambda: "0.34.0")
+    monkeypatch.setattr(KVConnectorBase_V1, "request_finished", request_finished)
+    with pytest.raises(UnsupportedError) as error:
+        _connector(tmp_path, {"cpu_cache_override_num_blocks": 8})
+    _one_line(error, "0.34.0", versions.SUPPORTED, "request_finished(request, block_ids, reason)")
 
 
 def test_a_kind_of_cache_that_is_not_attention(tmp_path: Path) -> None:
