@@ -3,10 +3,10 @@ python -m tests.e2e.changing_engine JOB.json RESULT.json
 
 JOB: {"model", "llm": keyword arguments of vllm.LLM, "connector": bool, "steps": [...]}. A step is one of
 {"generate": [[token, ...], ...], "lora": [name, number, path] or null, "salt": text or null};
-{"reset_device": true} empties vLLM's own prefix cache; {"reload": folder} reads the weights in place; {"add_lora": [name, number, path],
-"inplace": bool}; {"copy": [from, to]} overwrites a folder's files; {"wait_known": true} until it is known
-what the weights are.
-RESULT: {"answers": of each generate, the tokens and cached tokens of each prompt}.
+{"reset_device": true} empties vLLM's own prefix cache; {"reload": folder} reads the weights in place;
+{"add_lora": [name, number, path], "inplace": bool}; {"copy": [from, to]} overwrites a folder's files;
+{"wait_known": true} until it is known what the weights are. RESULT: {"answers": of each generate, the tokens
+and cached tokens of each prompt}.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Weights and adapters that change while real vLLM serves: with kvbm the answers are those without a cache."""
+"""Weights and adapters that change while real vLLM serves: with kvbm the answers are those without a
+cache.
+"""
 
 from __future__ import annotations
 
