@@ -11,7 +11,7 @@ import httpx
 
 from benchmarks.client import EngineClient
 from benchmarks.figures import Figure, Goal
-from benchmarks.serve import throughput, ttft
+from benchmarks.serve import audit, throughput, ttft
 from benchmarks.server import ServerError, ServerOptions, VllmServer
 from benchmarks.suite import CannotRun, Findings, Options
 from benchmarks.tiny_model import ensure_model
@@ -29,8 +29,8 @@ class ServePart:
     """TTFT and throughput on real servers, with kvbm and without."""
 
     name = "serve"
-    help = "TTFT of a host hit, throughput with nothing to reuse; two vLLM servers"
-    goals: Sequence[Goal] = (ttft.GOAL, *(load.goal for load in throughput.LOADS))
+    help = "TTFT of a host hit, throughput with nothing to reuse, what audits cost; vLLM servers"
+    goals: Sequence[Goal] = (ttft.GOAL, *(load.goal for load in throughput.LOADS), audit.GOAL)
 
     def run(self, options: Options) -> Findings:
         """See Part."""
@@ -55,6 +55,15 @@ class ServePart:
                 servers.append(stack.enter_context(VllmServer(settings, options.output / f"vllm-{name}.log")))
             peer = "vLLM, empty connector" if options.empty_connector else "vLLM, no connector"
             figures, complaints = asyncio.run(_measure(*servers, peer=peer, options=options))
+            servers[1].stop()
+            options.told("starting vllm serve with every hit audited")
+            audited = ServerOptions(
+                model, DEVICE_BLOCKS, HOST_CACHE_GB, dtype=options.dtype, env={"KVBM_AUDIT_RATE": "1"}
+            )
+            server = stack.enter_context(VllmServer(audited, options.output / "vllm-audited.log"))
+            figure, wrong = asyncio.run(_measure_audits(servers[0], server, options))
+            figures.append(figure)
+            complaints += wrong
         settings_of_run = {
             "model": "tiny Qwen3, random weights, 4 layers",
             "dtype": options.dtype,
@@ -86,3 +95,15 @@ async def _measure(
             complaints += await throughput.ask_again_alone(ours, plain, load, loaded)
             figures.append(throughput.figure(load, loaded, peer))
     return figures, complaints
+
+
+async def _measure_audits(
+    plain: VllmServer, audited: VllmServer, options: Options
+) -> tuple[Figure, list[str]]:
+    model = str(plain.options.model)
+    async with (
+        EngineClient(plain.base_url, model, plain.metrics_url) as ours,
+        EngineClient(audited.base_url, model, audited.metrics_url) as other,
+    ):
+        turns = await audit.measure(ours, other, options.choose(6, 20, 40), options.seed + 9, options.told)
+    return audit.figure(turns), audit.complaints(turns)
