@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from benchmarks.figures import Figure, Goal
-from benchmarks.storage import checking, lookup, startup, throughput
+from benchmarks.storage import checking, lookup, startup, throughput, weights
 from benchmarks.storage.fio_side import DEPTH, ENGINES, HUGE_PAGES, MISSING, fio_problem, fio_version
 from benchmarks.storage.kvbm_side import BATCH_BYTES
 from benchmarks.storage.place import disk_facts, working_folder
@@ -34,6 +34,7 @@ class StoragePart:
         *throughput.CHECKSUM_GOALS,
         *startup.GOALS,
         *checking.GOALS,
+        *weights.GOALS,
     )
 
     def run(self, options: Options) -> Findings:
@@ -58,13 +59,14 @@ class StoragePart:
             bytes_checked = checking.measure(
                 folder, rounds, options.seed, options.told, max(total_bytes, checking.LEAST_BYTES)
             )
+            known = weights.measure(folder, rounds, options.seed, options.told, total_bytes)
         scene.facts["start-up"] = (
             f"{stored_bytes / 1e9:.0f} GB of records, {startup.BLOCKS_PER_CALL} to a call, their "
             "headers read from the"
             " disk (O_DIRECT); the blocks' own bytes are holes in the file"
         )
         return Findings(
-            [*beside_fio, *beside_vllm, *found, *checked, *started, *bytes_checked],
+            [*beside_fio, *beside_vllm, *found, *checked, *started, *bytes_checked, *known],
             (),
             _settings(scene, small_bytes),
         )

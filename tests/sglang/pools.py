@@ -8,7 +8,7 @@ import hashlib
 import json
 import urllib.request
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -346,7 +346,10 @@ def odd_calls(folder: str, seed: int) -> dict[str, float]:
     pool = make_pool("mha", "page_first", seed)
     keys = keys_of(2)
     sizes = {"DYN_KVBM_DISK_CACHE_DIR": folder, "DYN_KVBM_DISK_CACHE_GB": 0.1}
-    store = KvbmHiCache(config_of(extra=sizes), {})
+    _write_weights(Path(folder) / "some-model")
+    with begins_now("kvbm_sglang.weights"):
+        store = KvbmHiCache(config_of(model_name=str(Path(folder) / "some-model"), extra=sizes), {})
+    store._pools.wait_known(RECOVERED_S)
     try:
         assert store.batch_exists(keys) == 0  # before any pool is known
         assert store.batch_set_v1(keys, indices([0, 1])) == [False, False]
@@ -362,6 +365,32 @@ def odd_calls(folder: str, seed: int) -> dict[str, float]:
     return {
         name: n for name, n in store.guard_state.metrics.snapshot().items() if "guarded_errors" in name and n
     }
+
+
+def weights_updated(folder: str, seed: int) -> list[int]:
+    """How many pages are found before and after SGLang updates its weights, or gives their memory back."""
+    from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
+    from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
+    from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
+
+    tags = {tag: ReleaseMemoryOccupationReqInput(tags=[tag]) for tag in ("kv_cache", "weights")}
+    calls: tuple[tuple[type, str, Any], ...] = (
+        (SchedulerWeightUpdaterManager, "release_memory_occupation", tags["kv_cache"]),
+        (SchedulerWeightUpdaterManager, "release_memory_occupation", tags["weights"]),
+        (SchedulerWeightUpdaterManager, "update_weights_from_disk", None),
+        (WeightUpdater, "update_weights_from_disk", "a path"),
+        (WeightUpdater, "update_weights_from_tensor", []),
+    )
+    pool, keys, found = make_pool("mha", "page_first", seed), keys_of(4), []
+    for kind, name, argument in calls:
+        with backend(folder, {"kv": pool}) as store:
+            store.batch_set_v1(keys, indices([0, 1, 2, 3]))
+            found.append(store.batch_exists(keys))
+            with suppress(Exception):  # it fails for want of an engine, once it has begun
+                getattr(kind, name)(None, argument)
+            found.append(store.batch_exists(keys))
+            assert any(store.batch_set_v1(keys, indices([0, 1, 2, 3]))) == bool(found[-1])
+    return found
 
 
 def statistics(folder: str, seed: int) -> dict[str, Any]:
@@ -435,10 +464,12 @@ def joins_later(folder: str, seed: int) -> None:
 def settings_of_hicache(folder: str, seed: int) -> list[str]:
     """Settings that HiCache's backend neither heeds nor tells of."""
     runs = []
+    model = _write_weights(Path(folder) / "some-model")
     for in_blocks in (True, False):
         place = f"{folder}/{in_blocks}"
         with settings_walk.everything_set(place, settings_walk.free_port(), in_blocks=in_blocks) as seen:
-            store = KvbmHiCache(config_of(), {})
+            with begins_now("kvbm_sglang.weights"):
+                store = KvbmHiCache(config_of(model_name=model), {})
             try:
                 pool = make_pool("mha", "page_first", seed)
                 store.register_mem_pool_host(pool)
@@ -461,6 +492,7 @@ def settings_of_hicache(folder: str, seed: int) -> list[str]:
 def settings_of_linker(folder: str, rank: int) -> list[str]:
     """Settings that the linker neither heeds nor tells of; and its page, on the port of its rank."""
     runs = []
+    model = _write_weights(Path(folder) / "some-model")
     parallel = {"attn_tp_rank": rank, "attn_tp_size": 2, "tp_rank": rank, "tp_size": 2, "attn_dp_size": 1}
     pool = MHATokenToKVPool(
         size=NUM_PAGES * PAGE_TOKENS,
@@ -489,8 +521,9 @@ def settings_of_linker(folder: str, rank: int) -> list[str]:
             settings_walk.everything_set(place, port, in_blocks=in_blocks) as seen,
             get_parallel().override(dp_rank=None, **parallel),
         ):
-            server_args = SimpleNamespace(model_path=folder)
-            linker = KvbmLinker(server_args, params, components={ComponentType.FULL})
+            with begins_now("kvbm_sglang.weights"):
+                server_args = SimpleNamespace(model_path=model)
+                linker = KvbmLinker(server_args, params, components={ComponentType.FULL})
             try:
                 with urllib.request.urlopen(f"http://127.0.0.1:{port + rank}/metrics", timeout=10) as page:
                     assert "kvbm_matched_tokens 0.0" in page.read().decode()
@@ -512,10 +545,11 @@ def _stamped(folder: str) -> Iterator[str]:
     yield str(model)
 
 
-def _write_weights(model: Path, tail: bytes = b"") -> None:
+def _write_weights(model: Path, tail: bytes = b"") -> str:
     model.mkdir(exist_ok=True)
     (model / "config.json").write_text("{}")
     (model / "model.safetensors").write_bytes(b"weights" * 1000 + tail)
+    return str(model)
 
 
 def _damage(folder: str, how: str, page: int, seed: int) -> None:

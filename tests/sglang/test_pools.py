@@ -67,6 +67,13 @@ def test_odd_calls_are_refused(sglang: Worker, tmp_path: Path, seed: int) -> Non
     assert guarded == {'kvbm_guarded_errors_total{seam="batch_set"}': 1.0}
 
 
+def test_weights_that_are_updated_in_place_find_and_keep_nothing(
+    sglang: Worker, tmp_path: Path, seed: int
+) -> None:
+    found = sglang.run(f"{SCENES}:weights_updated", folder=str(tmp_path), seed=seed)
+    assert found == [4, 4, *[4, 0] * 4]
+
+
 def test_statistics(sglang: Worker, tmp_path: Path, seed: int) -> None:
     found = sglang.run(f"{SCENES}:statistics", folder=str(tmp_path), seed=seed)
     assert (found["backup_pgs"], found["prefetch_pgs"]) == ([8], [4])
