@@ -197,9 +197,10 @@ def build_worker_side(llm_args: Any, *, waits_at_register: bool) -> WorkerSide:
     )
     return WorkerSide(
         Worker(rank, world_size, endpoint, options),
-        None if replicates else Ranks(rank, world_size),
+        Ranks(rank, world_size),
         block_tokens_of(llm_args),
         lambda: meeting.leader if meeting is not None else None,
+        replicates=replicates,
         guard_state=GuardState(Metrics()),
         waits_at_register=waits_at_register,
         find_index_cache=lambda is_latent: index_cache_of(llm_args, is_latent=is_latent),

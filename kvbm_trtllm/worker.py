@@ -41,25 +41,27 @@ class WorkerSide:
     """One rank's worker side. Every callback is guarded, but for the one error that keeps wrong bytes from a
     model.
 
-    ``ranks``: None if all ranks have the same KV, and say so (DYN_KVBM_NCCL_MLA_MODE).
+    ``replicates``: all ranks are to have the same KV (DYN_KVBM_NCCL_MLA_MODE).
     ``find_index_cache(is_latent)``: why a V1 pool is not all that attention reads, None if it is.
     """
 
     def __init__(
         self,
         worker: Worker,
-        ranks: Ranks | None,
+        shard: Ranks,
         block_tokens: int,
         find_leader: Callable[[], LeaderPart | None],
         *,
+        replicates: bool,
         guard_state: GuardState,
         waits_at_register: bool,
         find_index_cache: Callable[[bool], str | None] = lambda is_latent: None,
     ) -> None:
         self.worker = worker
         self.guard_state = guard_state
-        self._ranks = ranks
-        self._is_alone = ranks is not None and ranks.world_size == 1
+        self._shard = shard
+        self._ranks = None if replicates else shard
+        self._is_alone = shard.world_size == 1
         self._block_tokens = block_tokens
         self._find_leader = find_leader
         self._waits_at_register = waits_at_register
@@ -112,10 +114,13 @@ class WorkerSide:
         try:
             found = read()
             if self._ranks is None and not found.is_latent:
-                raise LayoutError(
-                    "kvbm: DYN_KVBM_NCCL_MLA_MODE is set, and this model's ranks have not the same KV, "
-                    "as those of MLA models do: unset it"
+                log.warning(
+                    "kvbm: DYN_KVBM_NCCL_MLA_MODE is set, but it is for MLA models, whose ranks have the "
+                    "same KV: here each rank stores and loads its own"
                 )
+                self._ranks = self._shard
+                self.worker.keep_own()
+                found = read()
         except LayoutError as error:
             log.error(
                 "%s; nothing is cached: report this model and TensorRT-LLM version, or run without kvbm",

@@ -42,6 +42,7 @@ from kvbm_vllm.config import (
     group_specs,
     rank_of,
     read_settings,
+    replicates,
     world_size_of,
 )
 from kvbm_vllm.events import EventFeed
@@ -92,7 +93,8 @@ def build_scheduler_side(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
     if settings.has_disk_tier:
         tell(description)
     changes = _changes(vllm_config, has_disk=settings.has_disk_tier)
-    _check_memory(settings, kv_cache_config, world_size)
+    is_replicated = _tell_if_replicated(vllm_config, kv_cache_config, settings)
+    _check_memory(settings, kv_cache_config, 1 if is_replicated else world_size)
     _set_failure_policy(vllm_config, settings)
     metrics, clock = metrics_of(settings), SystemClock()
     events = _event_feed(vllm_config, settings, groups, capabilities)
@@ -137,13 +139,14 @@ def build_worker_side(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -
     """One rank's role. ConfigError or UnsupportedError, one line, when it cannot serve as configured."""
     settings = read_settings(vllm_config)
     setup_logging(settings.log_level)
-    options = worker_options(settings, engine_carries_acks=True)
-    world_size = world_size_of(vllm_config)
-    worker = Worker(rank_of(vllm_config), world_size, endpoint_of(vllm_config, settings), options)
+    is_replicated = replicates(vllm_config, kv_cache_config, settings)
+    options = worker_options(settings, engine_carries_acks=True, replicates=is_replicated)
+    rank, world_size = rank_of(vllm_config), world_size_of(vllm_config)
+    worker = Worker(rank, world_size, endpoint_of(vllm_config, settings), options)
     return WorkerSide(
         worker,
         kv_cache_config,
-        world_size,
+        (0, 1) if is_replicated else (rank, world_size),
         GuardState(Metrics()),
         submits_without_save=not probe().wait_for_save_always,
     )
@@ -160,6 +163,18 @@ def _changes(vllm_config: VllmConfig, *, has_disk: bool) -> EngineChanges:
     changes = EngineChanges(weights_identity(vllm_config), adapters)
     engine_calls.follow(vllm_config, changes)
     return changes
+
+
+def _tell_if_replicated(
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, settings: KvbmSettings
+) -> bool:
+    is_replicated = replicates(vllm_config, kv_cache_config, settings)
+    if settings.nccl_mla_mode and not is_replicated and world_size_of(vllm_config) > 1:
+        log.warning(
+            "kvbm: DYN_KVBM_NCCL_MLA_MODE is set, but it is for MLA models with tensor parallelism, whose "
+            "ranks have the same KV: here each rank stores and loads its own"
+        )
+    return is_replicated
 
 
 def _check_memory(settings: KvbmSettings, kv_cache_config: KVCacheConfig, world_size: int) -> None:

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 _UUID = re.compile("[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 _FULL = frozenset({"FullAttentionSpec", "MLAAttentionSpec"})
+# With tensor parallelism every rank computes and keeps the whole latent.
+_REPLICATED = frozenset({"MLAAttentionSpec"})
 _WINDOWED = frozenset({"SlidingWindowSpec"})
 
 
@@ -93,6 +95,24 @@ def group_specs(kv_cache_config: KVCacheConfig, capabilities: Capabilities) -> t
     if not 1 <= len(groups) <= MAX_GROUPS:
         raise UnsupportedError(f"kvbm: {len(groups)} KV cache groups: only 1 to {MAX_GROUPS} are supported")
     return tuple(_group_spec(index, group) for index, group in enumerate(groups))
+
+
+def replicates(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, settings: KvbmSettings) -> bool:
+    """Whether rank 0 alone stores, and sends what it loads to the others (DYN_KVBM_NCCL_MLA_MODE).
+
+    So it is where every rank has the same KV: tensor parallel MLA. Elsewhere each rank keeps its own.
+    """
+    parallel = vllm_config.parallel_config
+    return (
+        settings.nccl_mla_mode
+        and parallel.tensor_parallel_size > 1
+        and parallel.pipeline_parallel_size == 1
+        and all(
+            type(spec).__name__ in _REPLICATED
+            for group in kv_cache_config.kv_cache_groups
+            for spec in _layer_specs(group)
+        )
+    )
 
 
 def fails_by_block(kv_cache_config: KVCacheConfig) -> bool:

@@ -32,7 +32,7 @@ class WorkerSide:
         self,
         worker: Worker,
         kv_cache_config: KVCacheConfig,
-        world_size: int,
+        shard: tuple[int, int],
         guard_state: GuardState,
         *,
         submits_without_save: bool,
@@ -41,7 +41,7 @@ class WorkerSide:
         self.guard_state = guard_state
         self._kv_cache_config = kv_cache_config
         self._fails_by_block = fails_by_block(kv_cache_config)
-        self._world_size = world_size
+        self._shard = shard
         self._submits_without_save = submits_without_save
         self._metadata: DynamoConnectorMetadata | None = None
         self._fenced: DynamoConnectorMetadata | None = None
@@ -63,9 +63,7 @@ class WorkerSide:
         cached.
         """
         try:
-            memory, fingerprint = device_memory(
-                kv_caches, self._kv_cache_config, self.worker.rank, self._world_size
-            )
+            memory, fingerprint = device_memory(kv_caches, self._kv_cache_config, *self._shard)
         except LayoutError as error:
             log.error("%s; nothing is cached: report this model and vLLM version, or run without kvbm", error)
             self.guard_state.metrics.failure(FailureKind.LAYOUT)

@@ -210,14 +210,14 @@ class SettingFields(BaseSettings):
     nccl_mla_mode: r.Flag = _setting(
         "DYN_KVBM_NCCL_MLA_MODE",
         False,
-        "MLA models (TensorRT-LLM): rank 0 alone stores, loads and broadcasts to the others.",
-        only=_TRTLLM,
+        "MLA models with tensor parallelism: rank 0 alone stores, loads and broadcasts to the others.",
+        only=_LED,
     )
     nccl_max_ctas: r.OptionalCount = _setting(
         "DYN_KVBM_NCCL_MAX_CTAS",
         None,
         "Limit of NCCL's CTAs in that broadcast; unset: NCCL's own choice.",
-        only=_TRTLLM,
+        only=_LED,
     )
 
     # Leader and workers

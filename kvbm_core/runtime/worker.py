@@ -116,6 +116,10 @@ class Worker:
 
     # ---------------------------------------------------------------- set-up
 
+    def keep_own(self) -> None:
+        """Before ``register``: the ranks have not the same KV after all; each stores and loads its own."""
+        self._replicates = False
+
     def register(self, memory: DeviceMemory, fingerprint: str) -> None:
         """The device cache is known: says hello until the leader has answered."""
         self._memory = memory

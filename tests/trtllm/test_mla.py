@@ -27,13 +27,13 @@ def latents_come_back(rank: int, kind: Kind, model: Path) -> bool:
         return serving.executor.worker.side.worker._slab is not None
 
 
-def shards_are_refused(rank: int, kind: Kind) -> None:
-    with serve(rank, kind, env=MODE, is_ready=False) as serving:
-        serving.may_fail = True  # counted, and said
+def shards_come_back(rank: int, kind: Kind) -> bool:
+    with serve(rank, kind, env=MODE) as serving:
         serving.ask(PROMPT, 12)
         serving.forget_device()
         again = serving.ask(PROMPT, 12)
-        serving.expect_match(again, (0, False))
+        serving.expect_match(again, (36, True))
+        return serving.executor.worker.side.worker._slab is not None
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
@@ -45,10 +45,10 @@ def test_only_rank_0_has_host_memory_and_all_ranks_get_its_bytes(
 
 
 @pytest.mark.parametrize("kind", KINDS[:2], ids=str)
-def test_a_model_whose_ranks_have_shards_is_served_without_a_cache(
+def test_a_model_whose_ranks_have_shards_has_copies_on_every_rank(
     kind: Kind, play: Callable[..., list[Any]]
 ) -> None:
-    play(kind, shards_are_refused, kind)
+    assert play(kind, shards_come_back, kind) == [True] * kind.ranks
 
 
 def keys_elsewhere(rank: int, kind: Kind, model: Path | None, words: str) -> None:

@@ -29,7 +29,13 @@ from vllm.v1.core.kv_cache_utils import (
     resolve_kv_cache_block_sizes,
 )
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+)
 from vllm.v1.structured_output import StructuredOutputManager
 
 from kvbm_core.identity.weights import CLOCK_TICK_NS
@@ -58,6 +64,7 @@ class EngineSpec:
     max_num_seqs: int = 8
     windows: tuple[int | None, ...] = (None, None)
     ranks: int = 1
+    is_mla: bool = False
     layout: str = "LBNHC"
     max_model_len: int = 120
     async_scheduling: bool = False
@@ -168,6 +175,8 @@ def _layer_spec(spec: EngineSpec, window_tokens: int | None) -> KVCacheSpec:
         "head_size": HEAD_SIZE,
         "dtype": torch.float32,
     }
+    if spec.is_mla:
+        return MLAAttentionSpec(**(shape | {"num_kv_heads": 1}))
     if window_tokens is None:
         return FullAttentionSpec(**shape)
     return SlidingWindowSpec(sliding_window=window_tokens, **shape)

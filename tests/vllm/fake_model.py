@@ -127,6 +127,7 @@ class FakeRank:
         prepare: Callable[[int, KVConnectorBase_V1], None],
     ) -> None:
         self.rank = rank
+        self._kv_rank = 0 if spec.is_mla else rank  # with MLA all ranks have the same
         self._spec = spec
         self._config = config
         self._groups = kv_cache_config.kv_cache_groups
@@ -234,7 +235,7 @@ class FakeRank:
         blocks = np.array(table)[positions // self._spec.block_size_tokens]
         assert (blocks != 0).all(), f"{name}: {layer_name}: null block inside tokens {first}..{start}"
         seen = array[blocks, :, positions % self._spec.block_size_tokens, :].reshape(len(positions), -1)
-        right = kv_bytes(sequence.seeds(start)[first:], self._layer(layer_name), self.rank, seen.shape[1])
+        right = kv_bytes(sequence.seeds(start)[first:], self._layer(layer_name), self._kv_rank, seen.shape[1])
         wrong = np.flatnonzero((seen != right).any(axis=1))
         if wrong.size:
             kind = "never written" if (seen[wrong[0]] == POISON).all() else "bytes of something else"
@@ -250,7 +251,7 @@ class FakeRank:
         blocks = np.array(table)[positions // self._spec.block_size_tokens]
         kept = blocks != 0
         heads, token_bytes = array.shape[1], array.shape[1] * array.shape[3]
-        fresh = kv_bytes(sequence.seeds(stop)[start:], self._layer(layer_name), self.rank, token_bytes)
+        fresh = kv_bytes(sequence.seeds(stop)[start:], self._layer(layer_name), self._kv_rank, token_bytes)
         rows = fresh.reshape(len(positions), heads, -1)[kept]
         array[blocks[kept], :, (positions % self._spec.block_size_tokens)[kept], :] = rows
 
