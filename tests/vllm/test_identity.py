@@ -6,6 +6,7 @@ import dataclasses
 import json
 import logging
 import random
+import re
 from collections.abc import Callable
 from functools import reduce
 from pathlib import Path
@@ -189,7 +190,7 @@ def test_what_is_said_of_made_up_weights(engines: Engines, caplog: pytest.LogCap
         environ(VLLM_USE_MODELSCOPE="1"),
         environ(VLLM_MOE_ROUTING_SIMULATION_STRATEGY="uniform_random"),
     ],
-    ids=repr,
+    ids=lambda setup: re.sub(" at 0x[0-9a-f]+", "", repr(setup)),  # the same in all processes
 )
 def test_what_cannot_be_told_from_others_is_of_this_process(engines: Engines, setup: Setup) -> None:
     assert not engines.root(setup).is_lasting
