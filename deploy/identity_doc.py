@@ -16,7 +16,11 @@ from kvbm_core.identity.fields import ConfigTable, InKey, Nested, Rule, ThisProc
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "identity.md"
 MARK = "<!-- From here on written by `python -m deploy.identity_doc`. -->"
-ENGINES = {"vLLM": "kvbm_vllm.identity", "TensorRT-LLM": "kvbm_trtllm.identity"}
+ENGINES = {
+    "vLLM": "kvbm_vllm.identity",
+    "SGLang": "kvbm_sglang.identity",
+    "TensorRT-LLM": "kvbm_trtllm.identity",
+}
 """Each has ``TABLES``. Where environment variables count, it also has ``ENVIRONMENT_WORDS`` (which they are),
 and ``IRRELEVANT_ENVIRONMENT`` and ``PROCESS_ONLY_ENVIRONMENT`` (name -> why).
 """

@@ -1,30 +1,42 @@
-"""Settings of the running engine that change what a page's bytes mean and that no host pool tells.
+"""What the running engine says of itself: its arguments as they are in effect, and its model's configuration.
 
-A host pool's dtype is that of its storage: e5m2 and e4m3 are both bytes there.
+``TABLES`` (config_tables.py) say what of it is in a page's key.
 """
 
 from __future__ import annotations
 
+import hashlib
 import importlib
-from collections.abc import Mapping
+import logging
+import os
+import sys
+from collections.abc import Iterable, Mapping
+from fnmatch import fnmatchcase
+from functools import cache
+from importlib import metadata
+from types import SimpleNamespace
 from typing import Any
 
-NAMES = (
-    "kv_cache_dtype",
-    "dtype",
-    "quantization",
-    "quantization_param_path",
-    "torchao_config",
-    "revision",
-    "load_format",
-    "model_impl",
-    "json_model_override_args",
+from kvbm_core.identity.fields import Description, describe, field_names
+from kvbm_core.identity.weights import code_repositories
+from kvbm_sglang.config_tables import (
+    ENVIRONMENT,
+    HICACHE,
+    IRRELEVANT_ENVIRONMENT,
+    MODEL,
+    PROCESS_ONLY_ENVIRONMENT,
+    SERVER_ARGS,
 )
+
+log = logging.getLogger("kvbm")
+
 # Where SGLang has them: 0.5.15 and newer, and up to 0.5.19.
 _PLACES = (
     ("sglang.srt.runtime_context", "get_server_args"),
     ("sglang.srt.server_args", "get_global_server_args"),
 )
+PLUGIN_GROUPS = ("sglang.srt.plugins", "sglang.srt.platforms")
+_MISSING = object()
 
 
 def find_server_args() -> Any:
@@ -39,6 +51,185 @@ def find_server_args() -> Any:
     return None
 
 
-def settings_of(server_args: Any) -> Mapping[str, object]:
-    """Those of NAMES that this SGLang has."""
-    return {name: getattr(server_args, name) for name in NAMES if hasattr(server_args, name)}
+def effective(server_args: Any) -> Any:
+    """The arguments as they are in effect: since 0.5.16 the object itself may hold what the user typed.
+    None for None.
+    """
+    if server_args is None:
+        return None
+    names = field_names(server_args)
+    return SimpleNamespace(**{name: _value_in_effect(server_args, name) for name in names})
+
+
+def _value_in_effect(server_args: Any, name: str) -> Any:
+    published = _published(server_args, name)
+    if published is not _MISSING:
+        return published
+    try:
+        from sglang.srt.arg_groups.overrides import resolution_result
+    except ImportError:  # before there was such a thing
+        return getattr(server_args, name, None)
+    return resolution_result(server_args, name, getattr(server_args, name, None))
+
+
+def _published(server_args: Any, name: str) -> Any:
+    """What SGLang's layers read: arguments that were settled after they were resolved, as well."""
+    try:
+        from sglang.srt import runtime_context
+        from sglang.srt.arg_groups.arg_utils import namespace_of
+
+        if runtime_context.get_server_args() is not server_args:
+            return _MISSING
+        path = namespace_of(type(server_args))[name]
+        top, *below = path.split(".")
+        found = getattr(runtime_context, f"get_{top}")()
+        for part in (*below, name):
+            found = getattr(found, part)
+    except (ImportError, AttributeError, KeyError, ValueError, RuntimeError):
+        return _MISSING
+    return found
+
+
+def model_config_of(server_args: Any) -> Any:
+    """SGLang's configuration of the model, after all overrides. Raises what SGLang raises."""
+    try:
+        from sglang.srt.arg_groups.model_override_base import model_config_of as of
+    except ImportError:
+        return server_args.get_model_config()
+    return of(server_args)
+
+
+def code_of(server_args: Any) -> frozenset[str]:
+    """Repositories other than the model's own that its code comes from."""
+    if not getattr(server_args, "trust_remote_code", False):
+        return frozenset()
+    try:
+        config = model_config_of(server_args).hf_config
+    except Exception:  # then nothing lasts, see describe_engine
+        return frozenset()
+    return frozenset(code_repositories(getattr(config, "auto_map", None)))
+
+
+# ---------------------------------------------------------------- what is in the key
+
+
+def describe_engine(
+    server_args: Any, storage_config: Any = None, environ: Mapping[str, str] = os.environ
+) -> Description:
+    """All that is the same for every page of this engine, but for weights and layout. Raises nothing.
+
+    ``server_args``: None where they are not known. ``storage_config``: of HiCache.
+    """
+    if server_args is None:
+        return Description((), ("the arguments, which are not where this kvbm looks for them",), ())
+    parts = [
+        _describe_arguments(server_args),
+        _describe_model(server_args),
+        describe_environment(environ),
+        _describe_software(),
+    ]
+    if storage_config is not None:
+        parts.append(describe(storage_config, HICACHE, "hicache."))
+    return _joined(parts)
+
+
+def _joined(parts: Iterable[Description]) -> Description:
+    parts = list(parts)
+    return Description(
+        tuple(sorted(pair for part in parts for pair in part.pairs)),
+        tuple(sorted(name for part in parts for name in part.unknown)),
+        tuple(sorted(name for part in parts for name in part.process_only)),
+    )
+
+
+def _describe_arguments(server_args: Any) -> Description:
+    try:
+        return describe(effective(server_args), SERVER_ARGS)
+    except Exception:  # an SGLang that keeps them otherwise
+        log.debug("kvbm: arguments", exc_info=True)
+        return Description((), ("the arguments in effect",), ())
+
+
+def _describe_model(server_args: Any) -> Description:
+    try:
+        config = model_config_of(server_args)
+        counted = SimpleNamespace(**{name: getattr(config, name) for name in MODEL.rules})
+    except Exception:  # a model's own code, or an SGLang that has it elsewhere
+        log.debug("kvbm: the model's configuration", exc_info=True)
+        return Description((), ("the model's configuration",), ())
+    return describe(counted, MODEL, "model_config.")
+
+
+def describe_environment(environ: Mapping[str, str]) -> Description:
+    """Variables of SGLang that are set and not known to be irrelevant."""
+    names = sorted(name for name in environ if ENVIRONMENT.fullmatch(name))
+    counted = [name for name in names if _reason(name, IRRELEVANT_ENVIRONMENT) is None]
+    process_only = tuple(
+        f"{name}: {reason}"
+        for name in counted
+        if (reason := _reason(name, PROCESS_ONLY_ENVIRONMENT)) is not None
+        and environ[name].lower() not in {"", "0", "0.0", "false"}
+    )
+    return Description(tuple((name, _digest(environ[name])) for name in counted), (), process_only)
+
+
+def _reason(name: str, reasons: Mapping[str, str]) -> str | None:
+    return next((reason for pattern, reason in reasons.items() if fnmatchcase(name, pattern)), None)
+
+
+def _digest(text: str) -> str:
+    """Pairs are logged, and what an unknown variable holds may be a secret."""
+    return hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()
+
+
+def _describe_software() -> Description:
+    """Versions and the platform: models' code and formats of quantized numbers change with them."""
+    pairs = [("sglang", str(getattr(sys.modules.get("sglang"), "__version__", "")))]
+    unknown: list[str] = []
+    for name, read in (("platform", _platform), ("plugins", _plugins), ("transformers", _transformers)):
+        try:
+            pairs.append((name, read()))
+        except Exception:  # a driver or a package that answers otherwise: in doubt, this process alone
+            unknown.append(name)
+    return Description(tuple(pairs), tuple(unknown), ())
+
+
+def _platform() -> str:
+    import torch
+
+    # Of the same "fp8", AMD's older devices store other numbers (e4m3fnuz) than all others.
+    is_amd = torch.version.hip is not None and torch.cuda.is_available()
+    return f"hip {torch.cuda.get_device_properties(0).gcnArchName}" if is_amd else "not AMD"
+
+
+@cache
+def _plugins() -> str:
+    """Packages that may replace models or layers, with their versions."""
+    points = [point for group in PLUGIN_GROUPS for point in metadata.entry_points(group=group)]
+    found = {
+        f"{point.name}={point.value}=={'' if point.dist is None else point.dist.version}" for point in points
+    }
+    return " ".join(sorted(found))
+
+
+def _transformers() -> str:
+    return metadata.version("transformers")
+
+
+def tell(description: Description, what: str) -> None:
+    """One line if pages keep to this process: which field, and what to do. ``what``: what does not happen."""
+    for name, text in description.pairs:
+        log.debug("kvbm: in the name of a page: %s = %s", name, text)
+    if description.process_only:
+        log.warning(
+            "kvbm: %s, because it would mean nothing after a restart: %s",
+            what,
+            "; ".join(description.process_only),
+        )
+    if description.unknown:
+        log.warning(
+            "kvbm: %s, because this version does not know whether these settings of SGLang change what K and "
+            "V are: %s. Install a kvbm that knows this SGLang, or an SGLang that docs/identity.md lists",
+            what,
+            ", ".join(description.unknown),
+        )

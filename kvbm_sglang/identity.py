@@ -1,7 +1,8 @@
 """What the bytes of a page depend on besides its tokens: all of it is in the page's key and in its file's
 fingerprint.
 
-SGLang's own key names the tokens, the LoRA and the cache salt (0.5.21 and newer), and nothing else.
+SGLang's own key names the tokens, the cache salt and an adapter's name (0.5.21 and newer), and nothing else.
+``TABLES`` classifies every argument of every supported version; docs/identity.md is made from it.
 """
 
 from __future__ import annotations
@@ -13,14 +14,36 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvbm_core.errors import LayoutError
+from kvbm_core.identity.fields import Description
 from kvbm_core.identity.roots import Stamp
+from kvbm_core.tokens.hashing import encode_fields
 from kvbm_core.tokens.namespace import KeyNamespace
 from kvbm_core.types import BlockKey, SequenceHash, block_key
-from kvbm_sglang.engine_settings import settings_of
+from kvbm_sglang.config_tables import (
+    ENVIRONMENT_WORDS,
+    IRRELEVANT_ENVIRONMENT,
+    PROCESS_ONLY_ENVIRONMENT,
+    TABLES,
+)
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
+
+__all__ = [
+    "ENVIRONMENT_WORDS",
+    "IRRELEVANT_ENVIRONMENT",
+    "KV",
+    "PROCESS_ONLY_ENVIRONMENT",
+    "TABLES",
+    "device_namespace_of",
+    "engine_claim",
+    "is_replicated",
+    "model_of",
+    "namespace_of",
+    "page_keys",
+    "rank_of",
+    "reads_along",
+]
 
 KV = "kv"
 # What a host pool says of the meaning of its bytes; a pool has some of them.
@@ -54,27 +77,21 @@ def namespace_of(
     pool: Any,
     name: str,
     piece_bytes: tuple[int, ...],
-    server_args: Any,
+    model: str,
     *,
+    engine: Description,
     weights: Stamp,
 ) -> KeyNamespace:
     """The namespace of one host pool. ``piece_bytes``: the sizes of a page's pieces, in SGLang's order.
-    ``weights``: lasting.
-
-    ``server_args``: of the engine, None where they are not known. LayoutError for a pool of bytes then:
-    several kinds of numbers are stored as such.
+    ``engine``, ``weights``: lasting.
     """
-    if server_args is None and str(getattr(pool, "dtype", "")) == "torch.uint8":
-        raise LayoutError(
-            f"kvbm: {type(pool).__name__} holds bytes, and this SGLang does not tell what they mean"
-        )
     ranks = _RANKS if is_replicated(config, name) else (*_RANKS, *_TP)
     layout = [
         (field, str(getattr(pool, field))) for field in _LAYOUT if getattr(pool, field, None) is not None
     ]
     layout += [("class", type(pool).__name__), ("pieces", ",".join(map(str, piece_bytes)))]
     return KeyNamespace(
-        model=model_of(config, server_args),
+        model=model,
         kv_dtype=str(getattr(pool, "dtype", "")),
         layout=hashlib.sha256(repr(sorted(layout)).encode()).hexdigest(),
         block_size_tokens=int(pool.page_size),
@@ -82,10 +99,7 @@ def namespace_of(
         extra=(
             ("engine", "sglang"),
             ("pool", name),
-            (
-                "settings",
-                repr(sorted((setting, str(value)) for setting, value in settings_of(server_args).items())),
-            ),
+            ("settings", _digest_of(engine)),
             ("weights", weights.text),
         ),
     )
@@ -138,14 +152,12 @@ def device_namespace_of(
     layout: Sequence[tuple[str, str]],
     page_tokens: int,
     ranks: Mapping[str, int],
-    settings: Mapping[str, object],
-    *,
-    weights: Stamp,
+    engine: Description,
 ) -> KeyNamespace:
-    """The namespace of the pages of one rank's device pool.
+    """The namespace of the pages of one rank's device pool, but for the weights.
 
-    ``layout``: what their bytes mean (``DevicePages.layout``). ``settings``: of the engine, those that change
-    what a model computes from the same weights.
+    ``layout``: what their bytes mean (``DevicePages.layout``). ``engine``: what changes what
+    a model computes from the same weights.
     """
     facts = dict(layout)
     return KeyNamespace(
@@ -157,10 +169,13 @@ def device_namespace_of(
         extra=(
             ("engine", "sglang"),
             ("pool", "device"),
-            ("settings", repr(sorted((name, str(value)) for name, value in settings.items()))),
-            ("weights", weights.text),
+            ("settings", _digest_of(engine)),
         ),
     )
+
+
+def _digest_of(engine: Description) -> str:
+    return hashlib.sha256(encode_fields(*(text for pair in engine.pairs for text in pair))).hexdigest()
 
 
 def page_keys(root: SequenceHash, keys: list[str]) -> list[BlockKey]:

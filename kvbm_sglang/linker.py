@@ -21,10 +21,11 @@ from kvbm_core.observe.guard import GuardState, guarded
 from kvbm_core.observe.labels import FailureKind, Seam
 from kvbm_core.runtime.assembly import announce, metrics_of, metrics_server
 from kvbm_sglang.device_pool import DevicePages
-from kvbm_sglang.engine_settings import settings_of
+from kvbm_sglang.engine_settings import code_of, describe_engine, effective
 from kvbm_sglang.identity import KV
 from kvbm_sglang.linker_assembly import Ranks, assemble
 from kvbm_sglang.linker_tiers import WaitReady
+from kvbm_sglang.weights import weights_identity
 
 if TYPE_CHECKING:
     import torch
@@ -75,12 +76,15 @@ class KvbmLinker(UnifiedCacheLinker):
         pool = params.token_to_kv_pool_allocator.get_kvcache()
         pages = self._pages_of(pool, server_args, params, components)
         self._is_cpu = pages is None or pages.memory.is_cpu
+        arguments = effective(server_args)
+        model = str(arguments.model_path)
         self._parts = assemble(
             pages,
             settings,
             self.guard_state.metrics,
-            model=str(server_args.model_path),
-            engine=settings_of(server_args),
+            model=model,
+            engine=describe_engine(server_args),
+            weights=weights_identity(arguments, model, code_of(server_args)),
             ranks=ranks,
             num_layers=int(pool.layer_num),
         )

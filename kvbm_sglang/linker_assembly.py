@@ -10,7 +10,8 @@ from pathlib import Path
 from kvbm_core.clock import SystemClock
 from kvbm_core.config import KvbmSettings
 from kvbm_core.errors import ConfigError, UnsupportedError
-from kvbm_core.identity.roots import Stamp
+from kvbm_core.identity.fields import Description
+from kvbm_core.identity.roots import NO_ADAPTER, Root, Roots
 from kvbm_core.identity.weights import WEIGHTS_WAIT_S, WeightsIdentity
 from kvbm_core.observe.labels import FailureKind
 from kvbm_core.observe.metrics import Metrics
@@ -25,13 +26,11 @@ from kvbm_core.runtime.messages import DiskShare
 from kvbm_core.storage.disk.record import record_bytes
 from kvbm_core.storage.host_slab import available_memory_bytes, taken_by_siblings_bytes
 from kvbm_core.tokens.namespace import KeyNamespace
-from kvbm_core.types import SequenceHash
 from kvbm_sglang.device_pool import DevicePages
-from kvbm_sglang.engine_settings import find_server_args
+from kvbm_sglang.engine_settings import tell
 from kvbm_sglang.identity import device_namespace_of
-from kvbm_sglang.linker_tiers import LinkerTiers
+from kvbm_sglang.linker_tiers import LinkerTiers, PageRoots
 from kvbm_sglang.load_counter import LoadCounter
-from kvbm_sglang.weights import weights_identity
 
 log = logging.getLogger("kvbm")
 
@@ -58,27 +57,30 @@ def assemble(
     metrics: Metrics,
     *,
     model: str,
-    engine: Mapping[str, object],
+    engine: Description,
+    weights: WeightsIdentity,
     ranks: Ranks,
     num_layers: int,
 ) -> LinkerTiers:
     """The linker's parts; without ``pages``, or if the tiers cannot be had, those that cache nothing.
+
+    ``weights``: not started; closed with what is returned. While it is not known which they are, pages stay
+    in the host tier.
 
     ConfigError, one line, for sizes that hold no page.
     """
     timeout_s = settings.transfer_deadline_s + settings.disk_deadline_s + LOAD_MARGIN_S
     counter = LoadCounter(num_layers, timeout_s)
     if pages is None:
-        return LinkerTiers(None, None, SequenceHash(b""), counter=counter, metrics=metrics)
+        return LinkerTiers(None, None, None, counter=counter, metrics=metrics, on_close=weights.close)
     num_slots = settings.host_tier_slots(pages.page_bytes * ranks.num_ranks)
-    weights = weights_identity(find_server_args(), model)
-    stamp = _stamp_at_start(weights, settings)
-    namespace = device_namespace_of(
-        model, pages.layout, pages.page_tokens, ranks.shard, engine, weights=stamp
-    )
+    namespace = device_namespace_of(model, pages.layout, pages.page_tokens, ranks.shard, engine)
     disk, folder = None, None
-    if stamp.is_lasting:
-        disk, folder = _disk_of(pages, settings, namespace, ranks.num_ranks, metrics)
+    if settings.has_disk_tier:
+        tell(engine, "nothing is kept on disk (the host tier works as always)")
+        if engine.is_lasting:
+            weights.start()
+            disk, folder = _disk_of(pages, settings, namespace, ranks.num_ranks, metrics)
     options = LocalOptions(
         num_slots,
         disk,
@@ -100,7 +102,7 @@ def assemble(
         weights.close()
         if folder is not None:
             folder.close()
-        return LinkerTiers(None, None, SequenceHash(b""), counter=counter, metrics=metrics)
+        return LinkerTiers(None, None, None, counter=counter, metrics=metrics)
     line = "kvbm: linker: host tier of %d pages, %.2f GB; pages of %d bytes"
     log.info(line, num_slots, num_slots * pages.page_bytes / 1e9, pages.page_bytes)
 
@@ -109,28 +111,35 @@ def assemble(
         if folder is not None:
             folder.close()
 
-    return LinkerTiers(tiers, pages, namespace.root(), counter=counter, metrics=metrics, on_close=on_close)
+    if disk is not None:
+        weights.wait(WEIGHTS_WAIT_S)
+    roots = _EngineRoots(namespace, weights, is_lasting=engine.is_lasting)
+    return LinkerTiers(tiers, pages, roots, counter=counter, metrics=metrics, on_close=on_close)
 
 
-def _stamp_at_start(weights: WeightsIdentity, settings: KvbmSettings) -> Stamp:
-    weights.wait(WEIGHTS_WAIT_S)
-    stamp = weights.stamp()
-    if not stamp.is_lasting and settings.has_disk_tier:
-        log.warning(
-            "kvbm: it is not known yet which weights these are: nothing is kept on disk until the engine is "
-            "started again"
-        )
-    return stamp
+class _EngineRoots(PageRoots):
+    def __init__(self, namespace: KeyNamespace, weights: WeightsIdentity, *, is_lasting: bool) -> None:
+        self._roots = Roots(namespace, weights.stamp, is_lasting=is_lasting)
+        self._layout = namespace.layout
+        self._weights = weights
+
+    @property
+    def generation(self) -> int:
+        return self._weights.generation
+
+    def now(self) -> Root:
+        return self._roots.of(NO_ADAPTER, None, self._layout)
+
+    def weights_changed(self) -> None:
+        self._weights.changed("SGLang has new weights")
 
 
 def _disk_of(
     pages: DevicePages, settings: KvbmSettings, namespace: KeyNamespace, num_ranks: int, metrics: Metrics
 ) -> tuple[LocalDisk | None, DiskFolder | None]:
-    if not settings.has_disk_tier:
-        return None, None
     each = record_bytes(slot_bytes_of(pages.memory, with_disk=True))
     num_slots = settings.disk_tier_slots(each * num_ranks)
-    fingerprint = namespace.without_weights().root().hex()  # the keys tell the weights apart
+    fingerprint = namespace.root().hex()  # the keys tell the weights apart
     try:
         folder = DiskFolder(Path(settings.disk_cache_dir), fingerprint)
     except ConfigError as error:

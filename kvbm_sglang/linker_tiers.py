@@ -6,23 +6,23 @@ whatever goes wrong on one: a load or store that cannot be is queued too, and en
 
 from __future__ import annotations
 
-import hashlib
 import logging
-import secrets
 import threading
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvbm_core.errors import LayoutError, Outcome, StuckCopyError
+from kvbm_core.identity.roots import Root
 from kvbm_core.observe.labels import DropReason, FailureKind
 from kvbm_core.observe.metrics import Metrics
 from kvbm_core.runtime.local_claims import Claim
 from kvbm_core.runtime.local_tiers import LocalTiers
-from kvbm_core.types import BlockKey, SequenceHash
+from kvbm_core.types import BlockKey
 from kvbm_sglang.device_pool import DevicePages
 from kvbm_sglang.identity import page_keys
 from kvbm_sglang.load_counter import LoadCounter
@@ -40,6 +40,33 @@ WaitReady = Callable[[], None]
 """Waits until the device pages may be read, or written."""
 
 
+class PageRoots(ABC):
+    """The root of pages' keys. It changes when it is known which weights these are, and when they change.
+    Asked from the scheduler's thread alone.
+    """
+
+    @property
+    @abstractmethod
+    def generation(self) -> int:
+        """How often the weights have changed: what was found with those before is not to be loaded."""
+
+    @abstractmethod
+    def now(self) -> Root:
+        """For pages that are computed or looked up now."""
+
+    @abstractmethod
+    def weights_changed(self) -> None:
+        """What was stored before is not to be found from now on."""
+
+
+class _Query(NamedTuple):
+    """How many pages were looked up under which root, and in which generation of the weights."""
+
+    num_pages: int
+    root: Root
+    generation: int
+
+
 @dataclass(eq=False)
 class _Load:
     """A load of one request. ``claim`` None: it has failed already. ``index``: of its batch. Of its pages
@@ -52,6 +79,7 @@ class _Load:
     indices: Any
     num_queried: int = 0
     num_read: int = 0
+    is_lasting: bool = False
     index: int = -1
     is_begun: bool = False
     is_over: bool = False
@@ -65,16 +93,16 @@ class _Store:
 
 
 class LinkerTiers:
-    """``tiers`` and ``pages`` None: nothing is cached. Called from the scheduler's thread; nothing waits for
-    a device or for I/O but ``finish``, ``reset`` and ``close``. Two threads of its own wait for the device,
-    and hand on.
+    """``tiers``, ``pages`` and ``roots`` None: nothing is cached. Called from the scheduler's thread; nothing
+    waits for a device or for I/O but ``finish``, ``reset`` and ``close``. Two threads of its own wait for the
+    device, and hand on.
     """
 
     def __init__(
         self,
         tiers: LocalTiers | None,
         pages: DevicePages | None,
-        root: SequenceHash,
+        roots: PageRoots | None,
         *,
         counter: LoadCounter,
         metrics: Metrics,
@@ -84,10 +112,10 @@ class LinkerTiers:
         self._on_close = on_close
         self._tiers = tiers
         self._pages = pages
-        self._root = root
+        self._roots = roots
         self._metrics = metrics
         self._pending: dict[str, _Load] = {}
-        self._queried: dict[str, int] = {}
+        self._queried: dict[str, _Query] = {}
         self._stores: deque[_Store] = deque()
         self._changed = threading.Condition()
         self._loading: set[_Load] = set()
@@ -103,32 +131,40 @@ class LinkerTiers:
         """The lengths, in pages, of the prefixes of ``keys`` that can be loaded; held for the request for a
         while.
         """
-        if self._tiers is None or not keys:
+        if self._tiers is None or self._roots is None or not keys:
             return []
-        (first,) = page_keys(self._root, [keys[0]])
+        root = self._roots.now()
+        (first,) = page_keys(root.hash, [keys[0]])
         num_found = 0
         if self._tiers.contains(first):  # most prompts that are new are new from their first page on
-            num_found = self._tiers.match(rid, page_keys(self._root, list(keys)))
-        self._note_query(rid, len(keys), is_hit=num_found > 0)
+            num_found = self._tiers.match(rid, page_keys(root.hash, list(keys)))
+        self._note_query(rid, _Query(len(keys), root, self._roots.generation), is_hit=num_found > 0)
         return list(range(1, num_found + 1))
 
-    def _note_query(self, rid: str, num_pages: int, *, is_hit: bool) -> None:
+    def _note_query(self, rid: str, query: _Query, *, is_hit: bool) -> None:
         """A request that waits is looked up again and again; a hit counts when it has been loaded."""
         is_new = rid not in self._queried
-        self._queried[rid] = num_pages
+        self._queried[rid] = query
         if len(self._queried) > MAX_QUERIED:
             del self._queried[next(iter(self._queried))]
         if is_new and not is_hit:
-            self._metrics.request_hits(0, 0, num_pages)
+            self._metrics.request_hits(0, 0, query.num_pages)
 
     def load(self, rid: str, keys: Sequence[str], indices: Any) -> None:
         """Queues a load into the pages of ``indices``, for the next ``start``. What cannot be loaded fails
         there.
         """
         self.cancel(rid)
-        claim = None if self._tiers is None else self._tiers.claim(rid, page_keys(self._root, list(keys)))
-        num_queried = max(len(keys), self._queried.get(rid, 0))
-        self._pending[rid] = _Load(claim, indices, num_queried)
+        if self._tiers is None or self._roots is None:
+            self._pending[rid] = _Load(None, None)
+            return
+        root, num_queried = self._roots.now(), len(keys)
+        query = self._queried.get(rid)
+        if query is not None and query.generation == self._roots.generation:
+            # What was found is to be loaded, also if it has become known meanwhile which weights these are.
+            root, num_queried = query.root, max(num_queried, query.num_pages)
+        claim = self._tiers.claim(rid, page_keys(root.hash, list(keys)))
+        self._pending[rid] = _Load(claim, indices, num_queried, is_lasting=root.is_lasting)
 
     def fail_load(self, rid: str) -> None:
         """Queues a load that fails."""
@@ -181,7 +217,9 @@ class LinkerTiers:
                 return
             if blocks is not None:
                 load.is_begun, load.num_read = True, len(load.claim.reads)
-                self._tiers.load(load.claim, blocks, partial(self._load_ended, load))
+                self._tiers.load(
+                    load.claim, blocks, partial(self._load_ended, load), is_lasting=load.is_lasting
+                )
                 return
             load.is_over = True
         self._tiers.drop(load.claim)
@@ -220,18 +258,19 @@ class LinkerTiers:
         """
         store = _Store()
         with self._changed:
-            is_refused = self._tiers is None or self._num_storing >= MAX_WAITING_STORES
+            is_refused = self._num_storing >= MAX_WAITING_STORES
+            is_refused = is_refused or self._tiers is None or self._roots is None
             self._num_storing += not is_refused
         self._stores.append(store)
-        if is_refused:
+        if is_refused or self._roots is None:
             store.outcome = Outcome.BUSY
             self._metrics.dropped(
                 DropReason.TIER_NOT_READY if self._tiers is None else DropReason.QUEUE_FULL, len(keys)
             )
             return
-        self._storer.submit(
-            self._store, store, page_keys(self._root, list(keys)), indices, self._life, wait_ready
-        )
+        root = self._roots.now()
+        job = partial(self._store, store, page_keys(root.hash, list(keys)), is_lasting=root.is_lasting)
+        self._storer.submit(job, indices, self._life, wait_ready)
 
     def fail_store(self) -> None:
         """A store that fails."""
@@ -246,7 +285,14 @@ class LinkerTiers:
         return self._stores.popleft().outcome is Outcome.OK
 
     def _store(
-        self, store: _Store, keys: list[BlockKey], indices: Any, life: int, wait_ready: WaitReady
+        self,
+        store: _Store,
+        keys: list[BlockKey],
+        indices: Any,
+        life: int,
+        wait_ready: WaitReady,
+        *,
+        is_lasting: bool,
     ) -> None:
         """In the storing thread."""
         if self._tiers is None or self._pages is None:
@@ -263,7 +309,7 @@ class LinkerTiers:
             blocks = None
         with self._changed:
             if blocks is not None and life == self._life:
-                self._tiers.store(keys, blocks, partial(self._store_ended, store))
+                self._tiers.store(keys, blocks, partial(self._store_ended, store), is_lasting=is_lasting)
                 return
         self._store_ended(store, Outcome.REJECTED)
 
@@ -304,7 +350,8 @@ class LinkerTiers:
         """The weights are others now: nothing that was stored before is found from now on. After
         ``quiesce``.
         """
-        self._root = SequenceHash(hashlib.sha256(self._root + secrets.token_bytes(16)).digest())
+        if self._roots is not None:
+            self._roots.weights_changed()
 
     def close(self) -> None:
         """Ends threads and tiers; idempotent. What is on its way to the disk has WRITE_OUT_TIMEOUT_S to get

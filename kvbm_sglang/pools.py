@@ -22,7 +22,7 @@ from kvbm_core.runtime.worker_disk import WorkerDiskOptions
 from kvbm_core.storage.disk.allocate import DirectoryBusyError, DiskError
 from kvbm_core.storage.disk.record import record_bytes
 from kvbm_core.types import Direction
-from kvbm_sglang.engine_settings import find_server_args
+from kvbm_sglang.engine_settings import code_of, describe_engine, effective, find_server_args, tell
 from kvbm_sglang.identity import KV, engine_claim, is_replicated, model_of, namespace_of, reads_along
 from kvbm_sglang.pages import Pages
 from kvbm_sglang.stats import Stats
@@ -45,7 +45,8 @@ class Pools:
     Pools that are registered before the first use share ``DYN_KVBM_DISK_CACHE_GB`` as they share host memory;
     one that comes later gets, on top, as much as it would have had. A number of blocks counts pages of the KV
     pool; the others get as much for their host memory. A pool that cannot be kept is said so
-    once, and missing. Nothing is kept or found while it is not known which weights these are.
+    once, and missing. Nothing is kept or found while it is not known which weights these are, and never if
+    the engine has a setting under which a page means nothing in another process.
     """
 
     def __init__(self, config: HiCacheStorageConfig, settings: KvbmSettings, stats: Stats) -> None:
@@ -64,7 +65,13 @@ class Pools:
         self._folder: DiskFolder | None = None
         self._bytes_per_host_byte = 0.0
         server_args = find_server_args()
-        self._weights = weights_identity(server_args, model_of(config, server_args))
+        self._engine = describe_engine(server_args, config)
+        tell(self._engine, "nothing is cached")
+        arguments = effective(server_args)
+        self._model = model_of(config, arguments)
+        self._weights = weights_identity(arguments, self._model, code_of(server_args))
+        if self._engine.is_lasting:
+            self._weights.start()
 
     def wait_known(self, seconds: float) -> None:
         """Waits until it is known which weights these are, or that it cannot be known."""
@@ -81,7 +88,7 @@ class Pools:
         another process still has (it was killed, and gives its memory back) is tried again with later calls.
         """
         is_due = self._waiting and time.monotonic() >= self._next_try_s
-        if is_due and self._weights.stamp().is_lasting:
+        if is_due and self._is_lasting():
             with self._lock:
                 self._open_waiting()
 
@@ -130,8 +137,11 @@ class Pools:
 
     # ---------------------------------------------------------------- inside
 
+    def _is_lasting(self) -> bool:
+        return self._engine.is_lasting and self._weights.stamp().is_lasting
+
     def _store(self, name: str) -> PageStore | FollowedPages | None:
-        if not self._weights.stamp().is_lasting:
+        if not self._is_lasting():
             return None
         self.open()
         return self._stores.get(name) if KV in self._stores else None
@@ -205,7 +215,9 @@ class Pools:
         weights = self._weights.stamp()
         if not weights.is_lasting:
             raise LayoutError("kvbm: the weights have just changed")
-        namespace = namespace_of(config, pool, name, pages.piece_bytes, find_server_args(), weights=weights)
+        namespace = namespace_of(
+            config, pool, name, pages.piece_bytes, self._model, engine=self._engine, weights=weights
+        )
         directory, claim = Path(settings.disk_cache_dir), engine_claim(config)
         fingerprint = namespace.without_weights().root().hex()
         if reads_along(config, name):

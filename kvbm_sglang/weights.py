@@ -6,16 +6,13 @@ import inspect
 import os
 import sys
 import weakref
+from collections.abc import Iterable
 from functools import wraps
 from typing import Any
 
 from kvbm_core.identity.weights import Source, WeightsIdentity, process_began_ns
+from kvbm_sglang.config_tables import FOLDER_FORMATS, load_format_of
 
-# Formats that read files of the model's folder, and nothing else.
-FOLDER_FORMATS = frozenset((
-    "auto", "pt", "safetensors", "npcache", "sharded_state", "presharded", "gguf", "bitsandbytes", "mistral",
-    "layered", "fastsafetensors", "instanttensor", "runai_streamer",
-))  # fmt: skip
 # In the process that computes, at some depth: the scheduler's part, the worker's, the model runner's.
 _PLACES = ("sglang.srt.managers.", "sglang.srt.model_executor.", "sglang.srt.speculative.")
 _UPDATES = "update_weights_from_"
@@ -25,16 +22,17 @@ _MARK = "_kvbm_watched"
 _watching: weakref.WeakSet[WeightsIdentity] = weakref.WeakSet()
 
 
-def weights_identity(server_args: Any, model: str) -> WeightsIdentity:
-    """Of this engine, found out from now on. ``server_args``: None where they are not known."""
-    weights = WeightsIdentity(weight_sources(server_args, model), process_began_ns())
+def weights_identity(server_args: Any, model: str, code: Iterable[str] = ()) -> WeightsIdentity:
+    """Of this engine; not started. ``server_args``: as they are in effect; None where they are
+    not known. ``code``: repositories that code of the model comes from.
+    """
+    weights = WeightsIdentity(weight_sources(server_args, model, code), process_began_ns())
     _watching.add(weights)
     _watch()
-    weights.start()
     return weights
 
 
-def weight_sources(server_args: Any, model: str) -> dict[str, Source]:
+def weight_sources(server_args: Any, model: str, code: Iterable[str] = ()) -> dict[str, Source]:
     """By what each is to the engine."""
     cache_dir = str(getattr(server_args, "download_dir", None) or "")
     revision = str(getattr(server_args, "revision", None) or "")
@@ -45,11 +43,13 @@ def weight_sources(server_args: Any, model: str) -> dict[str, Source]:
         revision = str(getattr(server_args, "speculative_draft_model_revision", None) or "")
         load_format = getattr(server_args, "speculative_draft_load_format", None) or load_format
         sources["draft"] = _source(str(draft), revision, cache_dir, load_format, server_args)
+    for repository in sorted(code):
+        sources[f"code {repository}"] = Source(repository, cache_dir=cache_dir, is_code=True)
     return sources
 
 
 def _source(name: str, revision: str, cache_dir: str, load_format: Any, server_args: Any) -> Source:
-    load_format = str(getattr(load_format, "value", load_format) or "auto")
+    load_format = load_format_of(load_format)
     unknown = ""
     if load_format == "dummy":
         unknown = f"the weights of {name} are made up (load format dummy)"

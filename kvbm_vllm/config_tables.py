@@ -8,13 +8,13 @@ cache mixes those too. In doubt a field that hardly anybody changes between two 
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvbm_core.identity.effective import effective_config, file_digest
 from kvbm_core.identity.fields import ConfigTable, InKey, Irrelevant, Nested, Rule, ThisProcessOnly
 from kvbm_core.identity.fields import canonical as text_of
 
@@ -59,11 +59,6 @@ SEEN_LOAD_FORMATS = {
 """Load formats that read what is in the model's folder, and nothing else: the weights' stamp sees it. To each
 which of the files it reads; the rest is how fast.
 """
-NOT_IN_THE_EFFECTIVE_CONFIG = frozenset(
-    {"_commit_hash", "_name_or_path", "name_or_path", "transformers_version", "use_cache"}
-)
-"""Of transformers' configuration: where it came from, and who wrote it."""
-
 ADDED_BY_DYNAMO = frozenset({"benchmark", "consolidator_endpoints", "dynamo_kv_event_block_size"})
 """Of additional_config: addresses, and what Dynamo's own scheduler and router read."""
 
@@ -93,22 +88,6 @@ def _variables(reason: str, names: str) -> dict[str, str]:
 
 
 # ---------------------------------------------------------------- what counts of a value
-
-
-def effective_config(config: Any) -> object:
-    """transformers' configuration as vLLM computes with it: the file, overrides and defaults together."""
-    values = config.to_dict() if callable(getattr(config, "to_dict", None)) else config
-    return None if values is None else (type(config).__qualname__, _without_origins(values))
-
-
-def _without_origins(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {
-            key: _without_origins(item)
-            for key, item in value.items()
-            if key not in NOT_IN_THE_EFFECTIVE_CONFIG
-        }
-    return [_without_origins(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def length_that_counts(model_config: ModelConfig) -> object:
@@ -143,11 +122,6 @@ def overrides(value: Any) -> object:
     """What hf_overrides says of quantization; all else that it does is in the effective configuration."""
     found = value if isinstance(value, Mapping) else {}
     return file_digest(found.get("quantization_config_file")), found.get("quantization_config_dict_json")
-
-
-def file_digest(path: Any) -> str | None:
-    """sha256 of a file that a field names; None for no file. OSError if it cannot be read."""
-    return None if path is None else hashlib.sha256(Path(path).read_bytes()).hexdigest()
 
 
 def quantization_object(value: Any) -> object:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
-from kvbm_core.identity.weights import Source, WeightsIdentity
+from kvbm_core.identity.weights import Source, WeightsIdentity, code_repositories
 from kvbm_vllm.config_tables import SEEN_LOAD_FORMATS
 from kvbm_vllm.engine_calls import loading_began_ns
 
@@ -46,7 +46,7 @@ def weight_sources(vllm_config: VllmConfig) -> dict[str, Source]:
         if name:
             sources[part] = Source(str(name), cache_dir=str(vllm_config.load_config.download_dir or ""))
     auto_map = getattr(config, "auto_map", None) if getattr(model, "trust_remote_code", False) else None
-    for repository in sorted(_repositories(auto_map)):
+    for repository in sorted(code_repositories(auto_map)):
         sources[f"code {repository}"] = Source(repository, str(model.code_revision or ""), is_code=True)
     return sources
 
@@ -72,10 +72,3 @@ def _why_unknown(name: str, load: Any) -> str:
     if os.environ.get("VLLM_USE_MODELSCOPE", "").lower() in {"1", "true"} and not os.path.exists(name):
         return f"{name} is of ModelScope, whose cache names no file by its content"
     return ""
-
-
-def _repositories(auto_map: object) -> set[str]:
-    """Code for a model may lie in another one: "org/name--module.Class"."""
-    values = auto_map.values() if isinstance(auto_map, dict) else ()
-    flat = [item for value in values for item in (value if isinstance(value, list | tuple) else (value,))]
-    return {item.partition("--")[0] for item in flat if isinstance(item, str) and "--" in item}

@@ -168,6 +168,13 @@ class WeightsIdentity:
         return process_stamp(f"weights {self._id} generation {self._generation}")
 
 
+def code_repositories(auto_map: object) -> set[str]:
+    """Code for a model may lie in another one: transformers' "org/name--module.Class"."""
+    values = auto_map.values() if isinstance(auto_map, dict) else ()
+    flat = [item for value in values for item in (value if isinstance(value, list | tuple) else (value,))]
+    return {item.partition("--")[0] for item in flat if isinstance(item, str) and "--" in item}
+
+
 def content_of(source: Source, digester: Digester, loaded_after_ns: int) -> Content:
     """What ``source`` holds, if that is what an engine has that began to load it no sooner than
     ``loaded_after_ns``. UnreadableError, StoppedError.

@@ -47,14 +47,15 @@ class _Released(NamedTuple):
 
 @dataclass
 class _Job:
-    """A load has a claim, a store a reservation. ``is_spoiled``: its device blocks were used otherwise
-    meanwhile.
+    """A load has a claim, a store a reservation. ``is_lasting``: its keys mean the same in another process.
+    ``is_spoiled``: its device blocks were used otherwise meanwhile.
     """
 
     keys: tuple[BlockKey, ...]
     on_end: OnEnd
     claim: Claim | None = None
     reservation: Reservation | None = None
+    is_lasting: bool = True
     is_spoiled: bool = False
     is_cancelled: bool = False
 
@@ -140,17 +141,20 @@ class LocalTiers:
             self._claims.remove(claim)
             self._book.release(claim)
 
-    def load(self, claim: Claim, device_blocks: Sequence[int], on_end: OnEnd) -> None:
+    def load(
+        self, claim: Claim, device_blocks: Sequence[int], on_end: OnEnd, *, is_lasting: bool = True
+    ) -> None:
         """Fills ``device_blocks[i]`` with block i of ``claim``. OK: all are filled; else they hold garbage.
 
-        After its end nothing writes to them any more. What came from the disk stays in the host tier.
+        After its end nothing writes to them any more. What came from the disk stays in the host tier. What
+        is not ``is_lasting`` is not offered to the disk, see ``store``.
         """
         job_id, plan = next(self._ids), None
         with self._lock:
             self._claims.remove(claim)
             if self._book.is_good(claim):
                 plan = claim.plan(job_id, device_blocks)
-                self._jobs[job_id] = _Job(claim.keys, on_end, claim=claim)
+                self._jobs[job_id] = _Job(claim.keys, on_end, claim=claim, is_lasting=is_lasting)
             else:
                 self._book.release(claim)
         if plan is not None:
@@ -173,10 +177,18 @@ class LocalTiers:
 
     # ---------------------------------------------------------------- the way down
 
-    def store(self, keys: Sequence[BlockKey], device_blocks: Sequence[int], on_end: OnEnd) -> None:
+    def store(
+        self,
+        keys: Sequence[BlockKey],
+        device_blocks: Sequence[int],
+        on_end: OnEnd,
+        *,
+        is_lasting: bool = True,
+    ) -> None:
         """Keeps ``device_blocks[i]`` as ``keys[i]``, but for those that are there already or on their way.
 
         OK: all of them are there now. NO_SPACE: some are not, but those from the head on that had room are.
+        Keys that are not ``is_lasting`` mean nothing in another process: their blocks stay in host memory.
         """
         block_of = dict(zip(keys, device_blocks, strict=True))
         job_id = next(self._ids)
@@ -187,7 +199,7 @@ class LocalTiers:
             self._metrics.dropped(DropReason.NO_SPACE, num_new - len(reservation.keys))
             outcome = Outcome.OK
             if reservation.keys:
-                self._jobs[job_id] = _Job(tuple(keys), on_end, reservation=reservation)
+                self._jobs[job_id] = _Job(tuple(keys), on_end, reservation=reservation, is_lasting=is_lasting)
             else:
                 self._host.touch(keys)
                 outcome = self._kept(keys)
@@ -350,9 +362,9 @@ class LocalTiers:
         if self._disk is not None:
             if claim.reads:
                 self._disk.judge(result.outcome)
-            if is_loaded:
+            if is_loaded and job.is_lasting:
                 self._disk.hit(claim.keys)
-            elif not is_unwanted:
+            elif not is_loaded and not is_unwanted:
                 self._disk.tier.forget(claim.reads)
         if result.is_late:
             self._late[result.job_id] = claim
@@ -374,7 +386,7 @@ class LocalTiers:
         self._host.commit(reservation)
         self._metrics.offloaded_blocks(len(reservation.keys))
         self._host.touch(job.keys)
-        if self._disk is not None:
+        if self._disk is not None and job.is_lasting:
             self._disk.offer(reservation.keys)
         return self._kept(job.keys)
 

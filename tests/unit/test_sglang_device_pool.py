@@ -10,7 +10,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="NOT RUN: SGLang's device pools; torch is missing")
 
 from kvbm_core.errors import LayoutError  # noqa: E402
-from kvbm_core.identity.roots import Stamp  # noqa: E402
+from kvbm_core.identity.fields import Description  # noqa: E402
 from kvbm_sglang.device_pool import DevicePages  # noqa: E402
 from kvbm_sglang.identity import device_namespace_of  # noqa: E402
 from tests.unit.sglang_pools import (  # noqa: E402
@@ -122,14 +122,11 @@ def test_what_the_bytes_depend_on_changes_the_namespace_and_capacity_does_not() 
         pool: Any = None,
         page_tokens: int = PAGE_TOKENS,
         settings: Any = None,
-        weights: Stamp = Stamp("weights", is_lasting=True),  # noqa: B008
         **more: int,
     ) -> bytes:
         pages = DevicePages(pool or MHATokenToKVPool(), page_tokens)
-        given = {"dtype": "auto", **(settings or {})}
-        namespace = device_namespace_of(
-            "a-model", pages.layout, page_tokens, {**ranks, **more}, given, weights=weights
-        )
+        given = Description(tuple(sorted({"dtype": "auto", **(settings or {})}.items())), (), ())
+        namespace = device_namespace_of("a-model", pages.layout, page_tokens, {**ranks, **more}, given)
         return namespace.root()
 
     fp8 = MHATokenToKVPool()
@@ -143,7 +140,6 @@ def test_what_the_bytes_depend_on_changes_the_namespace_and_capacity_does_not() 
         root(MHATokenToKVPool(layers=LAYERS + 1)),
         root(MHATokenToKVPool(layout="hnd")),
         root(MLATokenToKVPool()),
-        root(weights=Stamp("others", is_lasting=True)),
         root(fp8),
         root(double, 2 * PAGE_TOKENS),
         root(later),

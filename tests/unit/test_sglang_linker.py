@@ -16,6 +16,9 @@ torch = pytest.importorskip("torch", reason="NOT RUN: SGLang's linker; torch is 
 
 from kvbm_core.config import KvbmSettings  # noqa: E402
 from kvbm_core.errors import ConfigError, StuckCopyError  # noqa: E402
+from kvbm_core.identity.fields import Description  # noqa: E402
+from kvbm_core.identity.roots import Stamp  # noqa: E402
+from kvbm_core.identity.weights import WeightsIdentity  # noqa: E402
 from kvbm_core.observe.metrics import Metrics  # noqa: E402
 from kvbm_core.runtime.assembly import metrics_of  # noqa: E402
 from kvbm_core.runtime.disk_folder import TOP  # noqa: E402
@@ -26,9 +29,9 @@ from kvbm_core.transfer.executors import disk as disk_executor  # noqa: E402
 from kvbm_core.transfer.executors.memcpy import MemcpyExecutor  # noqa: E402
 from kvbm_sglang import linker_assembly, linker_tiers, load_counter  # noqa: E402
 from kvbm_sglang.device_pool import DevicePages  # noqa: E402
-from kvbm_sglang.identity import _stamp_of  # noqa: E402
 from kvbm_sglang.linker_assembly import Ranks, assemble  # noqa: E402
 from kvbm_sglang.load_counter import LoadCounter  # noqa: E402
+from kvbm_sglang.weights import weights_identity  # noqa: E402
 from tests.began import begins_now  # noqa: E402
 from tests.faults.doubles import FailingIo  # noqa: E402
 from tests.unit.disk_executor_bench import GatedIo  # noqa: E402
@@ -43,6 +46,7 @@ from tests.unit.sglang_pools import (  # noqa: E402
     indices_of,
 )
 
+ENGINE = Description((("dtype", "float32"),), (), ())
 KEYS = [f"{number:064x}" for number in range(12)]
 KINDS: dict[str, Callable[[], Any]] = {
     "mha": MHATokenToKVPool,
@@ -58,7 +62,17 @@ def at_once() -> None:
 class Bench:
     """One rank's linker, as SGLang drives it. Settings as in ``linker_extra_config``."""
 
-    def __init__(self, folder: Path, pool: Any = None, *, model: str = "", **settings: Any) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        pool: Any = None,
+        *,
+        model: str = "",
+        engine: Description = ENGINE,
+        weights: WeightsIdentity | None = None,
+        num_disk: int | None = None,
+        **settings: Any,
+    ) -> None:
         self.pool = pool or MHATokenToKVPool()
         pages = DevicePages(self.pool, PAGE_TOKENS)
         given = {
@@ -71,10 +85,12 @@ class Bench:
         ranks = Ranks({"tp_rank": 0, "tp_size": 1}, 1)
         read = KvbmSettings.from_env(given)
         self.metrics = metrics_of(read)
-        make = partial(assemble, engine={}, ranks=ranks, num_layers=LAYERS)
-        with begins_now("kvbm_sglang.weights"):
-            self.linker = make(pages, read, self.metrics, model=model or str(_weights(folder)))
+        make = partial(assemble, engine=engine, ranks=ranks, num_layers=LAYERS)
+        model = model or str(_weights(folder))
+        self.weights = weights or _weights_began_now(model)
+        self.linker = make(pages, read, self.metrics, model=model, weights=self.weights)
         slots, disk_slots = read.host_tier_slots(pages.page_bytes), read.disk_cache_override_num_blocks or 0
+        disk_slots = disk_slots if num_disk is None else num_disk
         assert self.tiers.wait_ready(slots, disk_slots, LONG_S)
 
     @property
@@ -125,6 +141,11 @@ def _weights(folder: Path) -> Path:
     model.mkdir(exist_ok=True)
     (model / "a.safetensors").write_bytes(b"weights")
     return model
+
+
+def _weights_began_now(model: str) -> WeightsIdentity:
+    with begins_now("kvbm_sglang.weights"):
+        return weights_identity(None, model)
 
 
 @pytest.fixture
@@ -341,6 +362,69 @@ def test_new_weights_find_nothing_of_the_old_ones(bench_of: Callable[..., Bench]
     assert bench.offload(*KEYS[:2]) and bench.load("r", *KEYS[:2])
 
 
+class LateWeights(WeightsIdentity):
+    """Known when the test says so."""
+
+    def __init__(self, text: str = "weights") -> None:
+        super().__init__({}, 0)
+        self.text = text
+        self.gate = threading.Event()
+
+    def _find_out(self) -> Stamp:
+        assert self.gate.wait(LONG_S)
+        return Stamp(self.text, is_lasting=True)
+
+
+def test_the_disk_joins_when_it_is_known_which_weights_these_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(linker_assembly, "WEIGHTS_WAIT_S", 0.0)
+    settings = {"DYN_KVBM_DISK_CACHE_OVERRIDE_NUM_BLOCKS": 12}
+    weights = LateWeights()
+    bench = Bench(tmp_path, weights=weights, **settings)
+    assert bench.offload(*KEYS[:2])
+    assert bench.load("before", *KEYS[:2]) and bench.came(*KEYS[:2])
+    assert bench.tiers.resident_blocks == (2, 0), "names that another process may give to other pages"
+    assert bench.linker.lookup("between", KEYS[:2]) == [1, 2]
+    weights.gate.set()
+    assert weights.wait(LONG_S)
+    assert bench.load("between", *KEYS[:2]) and bench.came(*KEYS[:2]), "SGLang would answer a 503"
+    assert bench.tiers.wait_stored(LONG_S) and bench.tiers.resident_blocks == (2, 0)
+    assert bench.linker.lookup("after", KEYS[:2]) == []
+    assert bench.offload(*KEYS[2:4]) and bench.tiers.resident_blocks[1] == 2
+    bench.close()
+    for text, found in (("others", []), ("weights", [1, 2])):
+        weights = LateWeights(text)
+        weights.gate.set()
+        monkeypatch.setattr(linker_assembly, "WEIGHTS_WAIT_S", LONG_S)
+        bench = Bench(tmp_path, weights=weights, **settings)
+        assert bench.linker.lookup("r", KEYS[2:4]) == found
+        bench.close()
+
+
+def test_what_was_found_with_the_weights_before_is_not_loaded(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    bench.offload(KEYS[0])
+    assert bench.linker.lookup("r", KEYS[:1]) == [1]
+    bench.weights.changed("a test")
+    assert not bench.load("r", KEYS[0])
+    bench.close()
+
+
+@pytest.mark.parametrize("what", ["unknown", "process_only"])
+def test_settings_that_mean_nothing_elsewhere_keep_the_disk_off(
+    what: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = ENGINE._replace(**{what: ("a_setting",)})
+    settings = {"DYN_KVBM_DISK_CACHE_OVERRIDE_NUM_BLOCKS": 12}
+    bench = Bench(tmp_path, engine=engine, num_disk=0, **settings)
+    assert bench.offload(KEYS[0]) and bench.load("r", KEYS[0]) and bench.came(KEYS[0])
+    assert not (tmp_path / TOP).exists()
+    bench.close()
+    (line,) = [record.getMessage() for record in caplog.records if "a_setting" in record.getMessage()]
+    assert "nothing is kept on disk" in line
+
+
 def folders_in(tmp_path: Path) -> list[Path]:
     return sorted((tmp_path / TOP).iterdir())
 
@@ -372,7 +456,6 @@ def test_a_model_that_is_trained_on_leaves_no_files_behind(tmp_path: Path) -> No
     model = _weights(tmp_path)
     for step in range(3):
         (model / "a.safetensors").write_bytes(b"weights of step %d" % step)
-        _stamp_of.cache_clear()
         bench = Bench(tmp_path, model=str(model), **settings)
         assert not bench.load("r", KEYS[0]), "of other weights"
         assert bench.offload(KEYS[0])
@@ -404,7 +487,8 @@ def test_a_disk_that_another_process_has_joins_later(tmp_path: Path) -> None:
         KvbmSettings.from_env(given),
         Metrics(),
         model=model,
-        engine={},
+        engine=ENGINE,
+        weights=_weights_began_now(model),
         ranks=Ranks({"tp_rank": 0, "tp_size": 1}, 1),
         num_layers=LAYERS,
     )
@@ -419,7 +503,14 @@ def test_a_disk_that_another_process_has_joins_later(tmp_path: Path) -> None:
 def test_what_caches_nothing_answers_what_other_ranks_answer() -> None:
     metrics = Metrics()
     linker = assemble(
-        None, KvbmSettings.from_env({}), metrics, model="", engine={}, ranks=Ranks({}, 1), num_layers=LAYERS
+        None,
+        KvbmSettings.from_env({}),
+        metrics,
+        model="",
+        engine=ENGINE,
+        weights=weights_identity(None, ""),
+        ranks=Ranks({}, 1),
+        num_layers=LAYERS,
     )
     assert linker.lookup("r", KEYS) == []
     linker.store(KEYS[:1], indices_of(1), at_once)
@@ -434,13 +525,29 @@ def test_a_host_tier_that_cannot_be_had_leaves_the_engine_alone(tmp_path: Path) 
     pages, metrics = DevicePages(MHATokenToKVPool(), PAGE_TOKENS), Metrics()
     settings = KvbmSettings.from_env({"DYN_KVBM_CPU_CACHE_GB": 1e6})
     linker = assemble(
-        pages, settings, metrics, model=str(tmp_path), engine={}, ranks=Ranks({}, 1), num_layers=LAYERS
+        pages,
+        settings,
+        metrics,
+        model=str(tmp_path),
+        engine=ENGINE,
+        weights=weights_identity(None, str(tmp_path)),
+        ranks=Ranks({}, 1),
+        num_layers=LAYERS,
     )
     assert linker.lookup("r", KEYS) == [] and metrics.snapshot()['kvbm_failures_total{kind="other"}'] == 1
     linker.close()
     tiny = KvbmSettings.from_env({"DYN_KVBM_CPU_CACHE_GB": 1e-7})
     with pytest.raises(ConfigError, match="holds no block"):
-        assemble(pages, tiny, metrics, model=str(tmp_path), engine={}, ranks=Ranks({}, 1), num_layers=LAYERS)
+        assemble(
+            pages,
+            tiny,
+            metrics,
+            model=str(tmp_path),
+            engine=ENGINE,
+            weights=weights_identity(None, str(tmp_path)),
+            ranks=Ranks({}, 1),
+            num_layers=LAYERS,
+        )
 
 
 @pytest.mark.parametrize("num_here", [2, 8])
@@ -455,7 +562,14 @@ def test_the_memory_of_all_ranks_together_has_to_be_there(
     settings = KvbmSettings.from_env({"DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS": 12})
     ranks = Ranks({"tp_rank": 0, "tp_size": num_here}, num_here, num_here)
     linker = assemble(
-        pages, settings, metrics, model=str(tmp_path), engine={}, ranks=ranks, num_layers=LAYERS
+        pages,
+        settings,
+        metrics,
+        model=str(tmp_path),
+        engine=ENGINE,
+        weights=weights_identity(None, str(tmp_path)),
+        ranks=ranks,
+        num_layers=LAYERS,
     )
     fits = num_here == 2
     assert (linker._tiers is not None) is fits

@@ -13,6 +13,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="NOT RUN: SGLang's pages; torch is missing")
 
 from kvbm_core.errors import LayoutError, Outcome  # noqa: E402
+from kvbm_core.identity.fields import Description  # noqa: E402
 from kvbm_core.identity.roots import Stamp  # noqa: E402
 from kvbm_core.runtime.worker_disk import WorkerDiskOptions  # noqa: E402
 from kvbm_core.storage.disk.allocate import FileOptions  # noqa: E402
@@ -21,7 +22,7 @@ from kvbm_sglang.pages import Pages  # noqa: E402
 from kvbm_sglang.store import PageStore  # noqa: E402
 
 PAGE_TOKENS, NUM_PAGES = 4, 8
-ENGINE = SimpleNamespace(kv_cache_dtype="auto")
+ENGINE = Description((("kv_cache_dtype", "auto"),), (), ())
 WEIGHTS = Stamp("weights", is_lasting=True)
 RANKS = ("tp", "pp", "attn_cp", "dcp")
 CONFIG = SimpleNamespace(
@@ -70,7 +71,7 @@ def indices_of(*pages: int) -> Any:
 
 def store_of(folder: Path, pool: Pool, config: Any = CONFIG, num_slots: int = 16) -> PageStore:
     pages = Pages(pool)
-    namespace = namespace_of(config, pool, KV, pages.piece_bytes, ENGINE, weights=WEIGHTS)
+    namespace = namespace_of(config, pool, KV, pages.piece_bytes, "a-model", engine=ENGINE, weights=WEIGHTS)
     store = PageStore(
         folder, pages, namespace, num_slots, WorkerDiskOptions(FileOptions(is_direct=False)), shares=False
     )
@@ -106,10 +107,18 @@ def _bytes_of(pool: Pool, page: int) -> bytes:
 
 
 def test_everything_that_bytes_depend_on_changes_the_key() -> None:
-    def root(pool: Pool | None = None, name: str = KV, weights: Stamp = WEIGHTS, **config: Any) -> bytes:
+    def root(
+        pool: Pool | None = None,
+        name: str = KV,
+        model: str = "a-model",
+        engine: Description = ENGINE,
+        weights: Stamp = WEIGHTS,
+        **config: Any,
+    ) -> bytes:
         pool = pool or Pool()
         whole = SimpleNamespace(**{**vars(CONFIG), **config})
-        return namespace_of(whole, pool, name, Pages(pool).piece_bytes, ENGINE, weights=weights).root()
+        pieces = Pages(pool).piece_bytes
+        return namespace_of(whole, pool, name, pieces, model, engine=engine, weights=weights).root()
 
     other_dtype = Pool()
     other_dtype.dtype = torch.bfloat16
@@ -120,7 +129,8 @@ def test_everything_that_bytes_depend_on_changes_the_key() -> None:
         root(Pool(token_bytes=2048)),
         root(other_dtype),
         root(name="swa"),
-        root(model_name="another-model"),
+        root(model="another-model"),
+        root(engine=Description((("kv_cache_dtype", "fp8_e5m2"),), (), ())),
         root(weights=Stamp("others", is_lasting=True)),
         *(root(**{f"{what}_size": 2, f"{what}_rank": rank}) for what in RANKS for rank in (0, 1)),
     ]

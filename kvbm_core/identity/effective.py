@@ -1,0 +1,36 @@
+"""What counts of values that engines share: transformers' configuration, and files that settings name."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+NOT_IN_THE_EFFECTIVE_CONFIG = frozenset(
+    {"_commit_hash", "_name_or_path", "name_or_path", "transformers_version", "use_cache"}
+)
+"""Of transformers' configuration: where it came from, and who wrote it."""
+
+
+def effective_config(config: Any) -> object:
+    """transformers' configuration as the engine computes with it: the file, overrides and defaults
+    together.
+    """
+    values = config.to_dict() if callable(getattr(config, "to_dict", None)) else config
+    return None if values is None else (type(config).__qualname__, _without_origins(values))
+
+
+def _without_origins(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {
+            key: _without_origins(item)
+            for key, item in value.items()
+            if key not in NOT_IN_THE_EFFECTIVE_CONFIG
+        }
+    return [_without_origins(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def file_digest(path: Any) -> str | None:
+    """sha256 of a file that a field names; None for no file. OSError if it cannot be read."""
+    return None if path is None else hashlib.sha256(Path(path).read_bytes()).hexdigest()
