@@ -46,12 +46,14 @@ CONTRACT_PARTS = (
     "vllm/config/",
     "vllm/lora/request.py",
     "vllm/multimodal/inputs.py",
+    "sglang/srt/arg_groups/fields/",
     "sglang/srt/mem_cache/",
     "sglang/srt/managers/cache_controller.py",
     "sglang/srt/observability/metrics_collector.py",
     "sglang/srt/runtime_context.py",
     "sglang/srt/server_args.py",
 )
+PARTS_NAME = "kvbm-parts.txt"
 REPOSITORY = Path(__file__).resolve().parent.parent
 STAMP_NAME = "kvbm-setup.json"
 MIN_PYTHON = (3, 10)
@@ -224,9 +226,8 @@ def fetch_contract_sources(target: Path, python: Path) -> None:
     for distribution, version, folder in CONTRACT_WHEELS:
         final = target / folder
         is_whole = folder == WHOLE_PACKAGE
-        if final.is_dir() and is_whole and not list(final.glob("*.dist-info")):
-            shutil.rmtree(final)  # made before all of it was kept
-        if final.is_dir():
+        kept = _kept_of(distribution, whole=is_whole)
+        if _says(final, kept):
             say(f"interface of {distribution} {version} is there")
             continue
         with tempfile.TemporaryDirectory(prefix="kvbm-contract-") as scratch:
@@ -235,8 +236,22 @@ def fetch_contract_sources(target: Path, python: Path) -> None:
             _extract(wheel, extracted, whole=is_whole)
             if is_whole:
                 _write_name(extracted, version)
+            (extracted / PARTS_NAME).write_text(kept, encoding="utf-8")
             target.mkdir(parents=True, exist_ok=True)
+            shutil.rmtree(final, ignore_errors=True)
             shutil.move(str(extracted), str(final))
+
+
+def _kept_of(distribution: str, *, whole: bool) -> str:
+    """What is kept of it, as its folder says: sources that were fetched when it was less are fetched anew."""
+    package = "sglang/" if distribution == "sglang" else "vllm/"
+    parts = ("all",) if whole else (part for part in CONTRACT_PARTS if part.startswith(package))
+    return "".join(f"{part}\n" for part in parts)
+
+
+def _says(folder: Path, kept: str) -> bool:
+    stated = folder / PARTS_NAME
+    return stated.is_file() and stated.read_text(encoding="utf-8") == kept
 
 
 def _extract(wheel: Path, target: Path, *, whole: bool) -> None:

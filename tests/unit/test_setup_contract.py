@@ -61,7 +61,7 @@ def test_the_interfaces_of_both_engines_are_kept_and_nothing_else(tmp_path: Path
     kept = {
         path.relative_to(tmp_path / "kept").as_posix()
         for path in (tmp_path / "kept").rglob("*")
-        if path.is_file()
+        if path.is_file() and path.name != "kvbm-parts.txt"
     }
     vllm = {path for path in kept if path.startswith("0.26.0/")}
     assert vllm == {f"0.26.0/vllm/{name}" for name in ("__init__.py", "config/vllm.py", "v1/outputs.py")}
@@ -73,6 +73,17 @@ def test_the_interfaces_of_both_engines_are_kept_and_nothing_else(tmp_path: Path
     assert len(folders) == len(asked) == len(set(asked))
     assert {line.split()[1] for line in asked if line.startswith("sglang==")} == {"any"}
     assert {line.split()[1] for line in asked if line.startswith("vllm")} == {"this"}
+
+
+def test_what_was_fetched_when_less_was_kept_is_fetched_anew(tmp_path: Path) -> None:
+    fetch(tmp_path)
+    stated = tmp_path / "kept/sglang-0.5.10/kvbm-parts.txt"
+    stated.write_text(stated.read_text().replace("sglang/srt/arg_groups/fields/\n", ""))
+    old = tmp_path / "kept/sglang-0.5.10/of_before.py"
+    old.touch()
+    result, asked = fetch(tmp_path)
+    assert result.returncode == 0 and [line.split()[0] for line in asked] == ["sglang==0.5.10"]
+    assert not old.exists() and "arg_groups" in stated.read_text()
 
 
 def test_what_is_there_is_not_fetched_again(tmp_path: Path) -> None:
