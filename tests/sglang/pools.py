@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -15,12 +16,15 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from sglang.srt.arg_groups.model_override_base import model_config_of
+from sglang.srt.arg_groups.overrides import declare_resolution
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig, PoolHitPolicy, PoolName, PoolTransfer
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.runtime_context import get_parallel
+from sglang.srt.server_args import ServerArgs
 
 from kvbm_core.config import Adapter
 from kvbm_core.storage.disk.allocate import FileOptions, open_file
@@ -109,14 +113,30 @@ def config_of(**changed: Any) -> HiCacheStorageConfig:
     return HiCacheStorageConfig(**values, extra_config=extra)
 
 
+def arguments_of(model: str, **given: Any) -> ServerArgs:
+    """SGLang's own, of this model on a CPU."""
+    return ServerArgs(model_path=model, device="cpu", **given)
+
+
+def engine_with(server_args: Any) -> Any:
+    """A context in which these are the arguments of the engine in this process."""
+    return patch("kvbm_sglang.pools.find_server_args", lambda: server_args)
+
+
 @contextmanager
-def backend(folder: str, pools: dict[str, Any], **changed: Any) -> Iterator[KvbmHiCache]:
-    """The backend as SGLang attaches it, with what an earlier one left already found."""
+def backend(
+    folder: str, pools: dict[str, Any], *, arguments: Any = None, **changed: Any
+) -> Iterator[KvbmHiCache]:
+    """The backend as SGLang attaches it, with what an earlier one left already found. ``arguments``: of the
+    engine, or a dictionary of those that are given to it.
+    """
     sizes = {"DYN_KVBM_DISK_CACHE_DIR": folder, "DYN_KVBM_DISK_CACHE_GB": 0.1}
     if "model_name" not in changed:
         changed["model_name"] = str(Path(folder) / "some-model")
         _write_weights(Path(changed["model_name"]))
-    with begins_now("kvbm_sglang.weights"):
+    if arguments is None or isinstance(arguments, dict):
+        arguments = arguments_of(changed["model_name"], **(arguments or {}))
+    with begins_now("kvbm_sglang.weights"), engine_with(arguments):
         store = KvbmHiCache(config_of(**{**changed, "extra": {**sizes, **changed.get("extra", {})}}), {})
     try:
         store.register_mem_pool_host(pools["kv"])
@@ -214,24 +234,96 @@ def bytes_of_unknown_meaning(folder: str, seed: int) -> None:
     )
     assert pool.dtype == alike.dtype == torch.uint8
     with _stamped(folder) as model:
-        with backend(folder, {"kv": pool}, model_name=model) as store:
-            assert store.batch_set_v1(keys, indices(pages)) == [False] * 4
-
-        def arguments(dtype: str) -> Any:
-            return patch(
-                "kvbm_sglang.pools.find_server_args",
-                lambda: SimpleNamespace(model_path=model, kv_cache_dtype=dtype),
-            )
-
-        with arguments("fp8_e5m2"), backend(folder, {"kv": pool}) as store:
+        e5m2, e4m3 = (arguments_of(model, kv_cache_dtype=f"fp8_{kind}") for kind in ("e5m2", "e4m3"))
+        settled = arguments_of(model)  # what the user gave is one thing, what SGLang made of it another
+        declare_resolution(settled, "a test", kv_cache_dtype="fp8_e5m2")
+        assert settled.kv_cache_dtype == "auto"
+        with backend(folder, {"kv": pool}, arguments=e5m2) as store:
             assert all(store.batch_set_v1(keys, indices(pages)))
-        with arguments("fp8_e4m3"), backend(folder, {"kv": alike}) as store:
+        with backend(folder, {"kv": alike}, arguments=e4m3) as store:
             assert store.batch_exists(keys) == 0
-        with (
-            arguments("fp8_e5m2"),
-            backend(folder, {"kv": pool}, model_name="served under another name") as store,
-        ):
+        with backend(folder, {"kv": pool}, arguments=settled, model_name="under another name") as store:
             assert store.batch_exists(keys) == 4
+        with backend(folder, {"kv": pool}, arguments=arguments_of(model)) as store:
+            assert store.batch_exists(keys) == 0
+
+
+def not_cached(folder: str, seed: int) -> dict[str, list[str]]:
+    """Engines of which nothing may be kept or found -> what is said of each, besides what is said of all."""
+    keys, pages = keys_of(4), list(range(4))
+    pool = make_pool("mha", "page_first", seed)
+    with _stamped(folder) as model:
+        with backend(folder, {"kv": pool}, model_name=model) as store:
+            assert all(store.batch_set_v1(keys, indices(pages)))
+        sees_images = arguments_of(model)
+        model_config_of(sees_images).is_multimodal = True
+        newer = SimpleNamespace(model_path=model, of_tomorrow=3)
+        engines = {
+            "dummy": arguments_of(model, load_format="dummy"),
+            "lora": arguments_of(model, enable_lora=True),
+            "lora at start": arguments_of(model, lora_paths=["an-adapter=/somewhere"]),
+            "images": sees_images,
+            "a newer SGLang": newer,
+        }
+        said = {}
+        for what, arguments in engines.items():
+            lines: list[str] = []
+            handler = logging.Handler(logging.WARNING)
+            handler.emit = lambda record, lines=lines: lines.append(record.getMessage())  # type: ignore[method-assign, misc]
+            logging.getLogger("kvbm").addHandler(handler)
+            try:
+                with backend(folder, {"kv": pool}, arguments=arguments, model_name=model) as store:
+                    assert store.batch_exists(keys) == 0, what
+                    assert store.batch_set_v1(keys, indices(pages)) == [False] * 4, what
+                    assert store.batch_get_v1(keys, indices(pages)) == [False] * 4, what
+            finally:
+                logging.getLogger("kvbm").removeHandler(handler)
+            said[what] = [line for line in lines if "nothing is cached" in line]
+        with backend(folder, {"kv": pool}, model_name=model) as store:
+            assert store.batch_exists(keys) == 4, "all of it is still there for those who may have it"
+    return said
+
+
+def told_apart(folder: str, seed: int) -> list[str]:
+    """Changes of an engine that shape K and V, yet whose pages were found by the other one."""
+    keys, pages = keys_of(4), list(range(4))
+    pool = make_pool("mha", "page_first", seed)
+    wrong = []
+    scales = Path(folder) / "scales.json"
+    with _stamped(folder) as model:
+        shaping: dict[str, dict[str, Any]] = {
+            "rope": {"json_model_override_args": '{"rope_theta": 5000.0}'},
+            "quantization": {"quantization": "fp8"},
+            "kv dtype": {"kv_cache_dtype": "fp8_e5m2"},
+            "scales": {"quantization_param_path": str(scales)},
+            "backend": {"attention_backend": "triton"},
+            "length": {"context_length": 256},
+            "draft": {"speculative_algorithm": "EAGLE", "speculative_num_steps": 2},
+            "attention DP": {"enable_dp_attention": True},
+        }
+        alike: dict[str, dict[str, Any]] = {
+            "port": {"port": 30001},
+            "name": {"served_model_name": "another"},
+            "memory": {"mem_fraction_static": 0.5, "max_total_tokens": 5000, "max_running_requests": 3},
+            "seed": {"random_seed": 17},
+            "graphs": {"disable_cuda_graph": True},
+            "logs": {"log_level": "debug", "enable_metrics": True},
+        }
+        scales.write_text("1")
+        for what, given in {"plain": {}, **shaping}.items():
+            with backend(folder, {"kv": pool}, arguments=given, model_name=model) as store:
+                if store.batch_exists(keys):
+                    wrong.append(what)
+                assert all(store.batch_set_v1(keys, indices(pages))), what
+        scales.write_text("2")
+        with backend(folder, {"kv": pool}, arguments=shaping["scales"], model_name=model) as store:
+            if store.batch_exists(keys):
+                wrong.append("the content of the scales")
+        for what, given in alike.items():
+            with backend(folder, {"kv": pool}, arguments=given, model_name=model) as store:
+                if store.batch_exists(keys) != 4:
+                    wrong.append(f"{what}, which changes nothing")
+    return wrong
 
 
 def ranks_of_one_writer(folder: str, seed: int) -> None:
@@ -467,9 +559,12 @@ def settings_of_hicache(folder: str, seed: int) -> list[str]:
     model = _write_weights(Path(folder) / "some-model")
     for in_blocks in (True, False):
         place = f"{folder}/{in_blocks}"
-        with settings_walk.everything_set(place, settings_walk.free_port(), in_blocks=in_blocks) as seen:
-            with begins_now("kvbm_sglang.weights"):
-                store = KvbmHiCache(config_of(model_name=model), {})
+        with (
+            begins_now("kvbm_sglang.weights"),
+            engine_with(arguments_of(model)),
+            settings_walk.everything_set(place, settings_walk.free_port(), in_blocks=in_blocks) as seen,
+        ):
+            store = KvbmHiCache(config_of(), {})
             try:
                 pool = make_pool("mha", "page_first", seed)
                 store.register_mem_pool_host(pool)
@@ -518,12 +613,12 @@ def settings_of_linker(folder: str, rank: int) -> list[str]:
     for in_blocks in (True, False):
         place, port = f"{folder}/{in_blocks}", settings_walk.free_port()
         with (
+            begins_now("kvbm_sglang.weights"),
             settings_walk.everything_set(place, port, in_blocks=in_blocks) as seen,
             get_parallel().override(dp_rank=None, **parallel),
         ):
-            with begins_now("kvbm_sglang.weights"):
-                server_args = SimpleNamespace(model_path=model)
-                linker = KvbmLinker(server_args, params, components={ComponentType.FULL})
+            server_args = arguments_of(model)
+            linker = KvbmLinker(server_args, params, components={ComponentType.FULL})
             try:
                 with urllib.request.urlopen(f"http://127.0.0.1:{port + rank}/metrics", timeout=10) as page:
                     assert "kvbm_matched_tokens 0.0" in page.read().decode()
@@ -536,6 +631,20 @@ def settings_of_linker(folder: str, rank: int) -> list[str]:
 
 # ---------------------------------------------------------------- inside
 
+_LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": LAYERS,
+    "vocab_size": 100,
+    "max_position_embeddings": 512,
+    "rope_theta": 10000.0,
+    "torch_dtype": "bfloat16",
+}
+
 
 @contextmanager
 def _stamped(folder: str) -> Iterator[str]:
@@ -547,7 +656,7 @@ def _stamped(folder: str) -> Iterator[str]:
 
 def _write_weights(model: Path, tail: bytes = b"") -> str:
     model.mkdir(exist_ok=True)
-    (model / "config.json").write_text("{}")
+    (model / "config.json").write_text(json.dumps(_LLAMA))
     (model / "model.safetensors").write_bytes(b"weights" * 1000 + tail)
     return str(model)
 

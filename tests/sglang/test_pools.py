@@ -41,6 +41,29 @@ def test_kinds_of_float8_are_told_apart(sglang: Worker, tmp_path: Path, seed: in
     sglang.run(f"{SCENES}:bytes_of_unknown_meaning", folder=str(tmp_path), seed=seed)
 
 
+def test_what_shapes_k_and_v_is_told_apart_and_what_does_not_is_not(
+    sglang: Worker, tmp_path: Path, seed: int
+) -> None:
+    assert sglang.run(f"{SCENES}:told_apart", folder=str(tmp_path), seed=seed) == []
+
+
+def test_what_means_nothing_after_a_restart_is_not_cached_and_said(
+    sglang: Worker, tmp_path: Path, seed: int
+) -> None:
+    said = sglang.run(f"{SCENES}:not_cached", folder=str(tmp_path), seed=seed)
+    words = {
+        "dummy": "load_format",
+        "lora": "enable_lora",
+        "lora at start": "lora_paths",
+        "images": "is_multimodal",
+        "a newer SGLang": "of_tomorrow",
+    }
+    assert set(said) == set(words)
+    for what, word in words.items():
+        (line,) = said[what]
+        assert word in line
+
+
 def test_ranks_read_what_one_of_them_writes(sglang: Worker, tmp_path: Path, seed: int) -> None:
     sglang.run(f"{SCENES}:ranks_of_one_writer", folder=str(tmp_path), seed=seed)
 
