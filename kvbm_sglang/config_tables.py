@@ -69,7 +69,7 @@ def _loads_elsewhere(value: Any) -> bool:
 
 
 def _is_on(value: Any) -> bool:
-    return str(value) != "off"
+    return str(value or "off") != "off"
 
 
 def _has_settings(value: Any) -> bool:

@@ -81,16 +81,7 @@ def assemble(
         if engine.is_lasting:
             weights.start()
             disk, folder = _disk_of(pages, settings, namespace, ranks.num_ranks, metrics)
-    options = LocalOptions(
-        num_slots,
-        disk,
-        lease_ttl_s=settings.lease_ttl_s,
-        transfer_deadline_s=settings.transfer_deadline_s,
-        max_concurrent_transfers=settings.max_concurrent_transfers,
-        max_batch_blocks=settings.max_transfer_batch_size,
-        near_memory=not settings.disable_numa,
-        verify=settings.verify_onboard,
-    )
+    options = _options_of(settings, num_slots, disk)
     try:
         share_bytes = num_slots * slot_bytes_of(pages.memory, with_disk=disk is not None)
         room_bytes = available_memory_bytes() + taken_by_siblings_bytes()
@@ -115,6 +106,19 @@ def assemble(
         weights.wait(WEIGHTS_WAIT_S)
     roots = _EngineRoots(namespace, weights, is_lasting=engine.is_lasting)
     return LinkerTiers(tiers, pages, roots, counter=counter, metrics=metrics, on_close=on_close)
+
+
+def _options_of(settings: KvbmSettings, num_slots: int, disk: LocalDisk | None) -> LocalOptions:
+    return LocalOptions(
+        num_slots,
+        disk,
+        lease_ttl_s=settings.lease_ttl_s,
+        transfer_deadline_s=settings.transfer_deadline_s,
+        max_concurrent_transfers=settings.max_concurrent_transfers,
+        max_batch_blocks=settings.max_transfer_batch_size,
+        near_memory=not settings.disable_numa,
+        verify=settings.verify_onboard,
+    )
 
 
 class _EngineRoots(PageRoots):

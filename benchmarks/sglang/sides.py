@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from sglang.srt.managers.cache_controller import HiCacheController
 from sglang.srt.mem_cache.hicache_storage import STORAGE_BATCH_SIZE, HiCacheFile, HiCacheStorageConfig
+from sglang.srt.server_args import ServerArgs
 
 from benchmarks.sglang.engine import NIXL
 from kvbm_sglang.hicache import KvbmHiCache
@@ -89,10 +93,25 @@ def make_sides(names: Sequence[str], pool: Any, folder: Path, total_bytes: int) 
     return sides
 
 
+@contextmanager
+def _engine_of(model: Path) -> Iterator[None]:
+    """As in an engine of this model: kvbm keeps nothing of one that it cannot tell from others."""
+    model.mkdir()
+    (model / "config.json").write_text('{"architectures": ["LlamaForCausalLM"], "model_type": "llama"}')
+    (model / "model.safetensors").write_bytes(b"weights")
+    arguments = ServerArgs(model_path=str(model), device="cpu")
+    with (
+        patch("kvbm_sglang.pools.find_server_args", lambda: arguments),
+        patch("kvbm_sglang.weights.process_began_ns", lambda: time.time_ns() + 10**9),
+    ):
+        yield
+
+
 def _backend(name: str, folder: Path, total_bytes: int) -> Any:
     if name == "kvbm":
         sizes = {"DYN_KVBM_DISK_CACHE_DIR": str(folder), "DYN_KVBM_DISK_CACHE_GB": 2.5 * total_bytes / 1e9}
-        return KvbmHiCache(config_of({"interface_v1": 1, **sizes}), {})
+        with _engine_of(folder / "model"):
+            return KvbmHiCache(config_of({"interface_v1": 1, **sizes}), {})
     if name == "file":
         return HiCacheFile(config_of({}), str(folder))
     from sglang.srt.mem_cache.storage.nixl.hicache_nixl import HiCacheNixl

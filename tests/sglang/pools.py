@@ -438,11 +438,10 @@ def odd_calls(folder: str, seed: int) -> dict[str, float]:
     pool = make_pool("mha", "page_first", seed)
     keys = keys_of(2)
     sizes = {"DYN_KVBM_DISK_CACHE_DIR": folder, "DYN_KVBM_DISK_CACHE_GB": 0.1}
-    _write_weights(Path(folder) / "some-model")
-    with begins_now("kvbm_sglang.weights"):
-        store = KvbmHiCache(config_of(model_name=str(Path(folder) / "some-model"), extra=sizes), {})
-    store._pools.wait_known(RECOVERED_S)
+    with _stamped(folder) as model, begins_now("kvbm_sglang.weights"), engine_with(arguments_of(model)):
+        store = KvbmHiCache(config_of(extra=sizes), {})
     try:
+        store._pools.wait_known(RECOVERED_S)
         assert store.batch_exists(keys) == 0  # before any pool is known
         assert store.batch_set_v1(keys, indices([0, 1])) == [False, False]
         store.register_mem_pool_host(pool)

@@ -1,0 +1,97 @@
+"""What of an SGLang engine is in a page's key. The engine is a double with the form of 0.5.10's: this
+environment has no SGLang (tests/sglang has, and asks its own arguments).
+"""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import pytest
+
+from kvbm_core.identity.fields import InKey, Irrelevant
+from kvbm_sglang.config_tables import HICACHE, SERVER_ARGS
+from kvbm_sglang.engine_settings import code_of, describe_engine, describe_environment, effective, tell
+from kvbm_sglang.weights import weight_sources
+
+
+class Arguments(SimpleNamespace):
+    """ServerArgs, and the model's configuration that SGLang makes of them."""
+
+    hf: ClassVar[Any] = {"rope_theta": 10_000.0}
+    is_multimodal = False
+
+    def get_model_config(self) -> SimpleNamespace:
+        return SimpleNamespace(hf_config=self.hf, dtype="bfloat16", is_multimodal=self.is_multimodal)
+
+
+def described(storage_config: Any = None, environ: dict[str, str] | None = None, **arguments: Any) -> Any:
+    found = describe_engine(Arguments(**arguments), storage_config, environ or {})
+    return found._replace(unknown=tuple(name for name in found.unknown if name != "transformers"))
+
+
+@pytest.mark.parametrize("name", sorted(SERVER_ARGS.rules))
+def test_each_argument_does_what_its_rule_says(name: str) -> None:
+    rule = SERVER_ARGS.rules[name]
+    one, other = described(**{name: None}), described(**{name: "something"})
+    if isinstance(rule, InKey) and rule.read is None:
+        assert one.pairs != other.pairs and one.is_lasting and other.is_lasting
+    elif isinstance(rule, InKey):
+        assert other.unknown == (name,), "a file that is not there"
+    elif isinstance(rule, Irrelevant):
+        assert one.pairs == other.pairs and other.is_lasting
+    else:
+        assert one.is_lasting and not other.is_lasting and name in other.process_only[0]
+
+
+def test_what_is_not_known_does_not_last() -> None:
+    assert described(of_tomorrow=1).unknown == ("of_tomorrow",)
+    assert not describe_engine(None).is_lasting
+    assert not describe_engine(SimpleNamespace(model_path="m")).is_lasting, "no configuration of the model"
+    newer = SimpleNamespace(**dict.fromkeys(HICACHE.rules), of_tomorrow=1)
+    assert described(newer).unknown == ("hicache.of_tomorrow",)
+
+
+def test_the_models_configuration_counts_as_it_is_in_effect(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = described()
+    monkeypatch.setattr(Arguments, "hf", {"rope_theta": 5_000.0})
+    assert described().pairs != before.pairs
+    monkeypatch.setattr(Arguments, "is_multimodal", True)
+    (line,) = described().process_only
+    assert "does not name them" in line
+
+
+def test_variables() -> None:
+    found = describe_environment(
+        {
+            "SGLANG_OPT_OF_TOMORROW": "1",
+            "SGLANG_RUN_ID": "9f3",
+            "SGLANG_LOG_MS": "1",
+            "SGLANG_KV_CANARY_PERTURB_WARMUP_STEPS": "0",
+            "PATH": "/bin",
+        }
+    )
+    names = [name for name, _ in found.pairs]
+    assert names == ["SGLANG_KV_CANARY_PERTURB_WARMUP_STEPS", "SGLANG_OPT_OF_TOMORROW"] and found.is_lasting
+    assert describe_environment({"SGLANG_OPT_OF_TOMORROW": "2"}).pairs[0] != found.pairs[1]
+    assert not describe_environment({"SGLANG_SIMULATE_UNIFORM_EXPERTS": "true"}).is_lasting
+
+
+def test_what_keeps_the_disk_off_is_said_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "kvbm"):
+        tell(described(), "nothing is cached")
+        assert not caplog.records
+        tell(described(enable_lora=True, load_format="dummy"), "nothing is cached")
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line.startswith("kvbm: nothing is cached") and "enable_lora" in line and "load_format" in line
+
+
+def test_code_from_another_repository_is_a_part_of_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        Arguments, "hf", SimpleNamespace(auto_map={"AutoModel": "org/other--modeling.Model", "x": "here.Y"})
+    )
+    trusting = Arguments(model_path="m", trust_remote_code=True)
+    assert code_of(trusting) == {"org/other"} and not code_of(Arguments(model_path="m"))
+    sources = weight_sources(effective(trusting), "m", code_of(trusting))
+    assert sources["code org/other"].is_code
