@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kvbm_core.identity.weights import Source, WeightsIdentity, code_repositories
 from kvbm_vllm.config_tables import SEEN_LOAD_FORMATS
 from kvbm_vllm.engine_calls import loading_began_ns
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import LoadConfig, ModelConfig, VllmConfig
 
 # Of ``model_loader_extra_config``: how to read, or which of the folder's files.
 _READING_KEYS = frozenset(
@@ -51,14 +51,14 @@ def weight_sources(vllm_config: VllmConfig) -> dict[str, Source]:
     return sources
 
 
-def _source(model: Any, load: Any) -> Source:
+def _source(model: ModelConfig, load: LoadConfig) -> Source:
     name = str(getattr(model, "model_weights", "") or model.model)
     return Source(
         name, str(model.revision or ""), str(load.download_dir or ""), unknown=_why_unknown(name, load)
     )
 
 
-def _why_unknown(name: str, load: Any) -> str:
+def _why_unknown(name: str, load: LoadConfig) -> str:
     load_format = str(getattr(load.load_format, "value", load.load_format))
     if load_format == "dummy":
         return f"the weights of {name} are made up (load format dummy)"
