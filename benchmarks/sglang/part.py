@@ -82,7 +82,7 @@ class SglangPart:
                 "SGLang": "0.5.23 on a CPU, its own host pools (page first), controller and engine",
                 "pages": f"{total_bytes >> 20} MiB a turn, batches of 128 pages, one call at a time "
                 "as SGLang does",
-                "backup": "until durable: the file system is synchronised within the time, for every backend",
+                "backup": "until durable: the file system is synchronized within the time, for every backend",
                 "prefetch": "from the disk: what the kernel keeps of the files is dropped before; "
                 "all bytes compared",
                 "nixl": "POSIX, O_DIRECT (its default)",

@@ -240,7 +240,7 @@ def _vllm_side(blocks: Blocks, scene: Scene) -> Side:
     scene.facts["vLLM's fs tier"] = (
         f"its FileSystemTierManager with its default threads, {'O_DIRECT' if side.is_direct else 'buffered'};"
         f" jobs of {JOB_BYTES >> 20} MiB, all submitted at once; its writes are not made durable, "
-        "in its favour"
+        "in its favor"
     )
     return side
 
