@@ -113,8 +113,8 @@ def _settings(scene: Scene, small_bytes: int) -> dict[str, str]:
         "for checksums):"
         " written, durable (fdatasync), then read; all bytes compared",
         "kvbm": f"batches of {BATCH_BYTES >> 20} MiB between a host slab and one block file, checksums on",
-        "patterns": f"{throughput.PROMPTS}: neighbouring slots in a batch, the batches in any order;"
-        f" {throughput.SCATTERED}: single blocks, no two of a batch neighbours",
+        "patterns": f"{throughput.PROMPTS}: neighboring slots in a batch, the batches in any order;"
+        f" {throughput.SCATTERED}: single blocks, no two of a batch neighbors",
         throughput.AIO_ALONE: "Linux AIO into and from the same memory, blocks in random order, one "
         "request each;"
         " fio uses the same few buffers again and again, which stay in the CPU's cache",

@@ -55,8 +55,9 @@ def config(
 ) -> None:
     """Every setting: variable, value, where the value comes from, meaning.
 
-    Settings are environment variables; the same names (or the field names in the table) work as keys of
-    kv_connector_extra_config, which wins over the environment. Exit status 2 if a value cannot be used.
+    Settings are environment variables. Under vLLM the same names, or the short ones that --json shows, work
+    as keys of kv_connector_extra_config, which wins over the environment. Exit status 2 if a value cannot be
+    used.
     """
     try:
         settings = KvbmSettings.from_env(None)
@@ -65,6 +66,8 @@ def config(
     rows = [row for row in settings.describe() if not changed or row.source is not SettingSource.DEFAULT]
     if as_json:
         typer.echo(json.dumps([_as_json(row) for row in rows], indent=2))
+    elif not rows:
+        typer.echo("nothing is set: every setting has its default (kvbm config lists them)")
     else:
         table = Table("variable", "value", "source", "meaning", title="kvbm settings")
         for row in rows:

@@ -60,7 +60,8 @@ def parse_samples(page: str) -> Samples:
             name, labels, value = found.groups() if found else ("", "", line)
             samples.setdefault(name, []).append((dict(_LABEL.findall(labels or "")), float(value)))
         except ValueError:
-            raise StatusError("the page is not in Prometheus text format: is this kvbm's port?") from None
+            remedy = "name the engine's DYN_KVBM_METRICS_PORT with --port"
+            raise StatusError(f"the page is not in Prometheus text format: {remedy}") from None
     return samples
 
 
@@ -93,6 +94,12 @@ def status_rows(samples: Samples) -> Iterator[Row]:
     yield from _tier_rows(samples)
     yield "in flight", "transfers", _count(_total(samples, "kvbm_pending_jobs"))
     yield "in flight", "leases", _count(_total(samples, "kvbm_live_leases"))
+    silent_ranks = _total(samples, "kvbm_silent_ranks")
+    if silent_ranks:
+        yield "in flight", "ranks that do not answer", _count(silent_ranks)
+    for labels, value in samples.get("kvbm_audited_blocks_total", ()):
+        if value:
+            yield "audited", labels.get("result", "").replace("_", " "), _blocks(value)
     for section, name in _TROUBLE:
         moved = [(labels, value) for labels, value in samples.get(name, ()) if value]
         for labels, value in moved:

@@ -37,7 +37,7 @@ class Ran(NamedTuple):
 
 
 def run(*arguments: str) -> Ran:
-    """Runs the command in this process, without colours and as wide as is known."""
+    """Runs the command in this process, without colors and as wide as is known."""
     result = CliRunner().invoke(app, list(arguments), env={"NO_COLOR": "1", "TERMINAL_WIDTH": "120"})
     return Ran(result.exit_code, result.stdout, result.stderr, result.output)
 
@@ -109,6 +109,12 @@ def test_config_changed_leaves_the_defaults_out(monkeypatch: pytest.MonkeyPatch)
     assert [row["variable"] for row in rows] == ["DYN_KVBM_CPU_CACHE_GB"]
 
 
+def test_config_changed_with_nothing_set_says_so() -> None:
+    result = run("config", "--changed")
+    assert result.exit_code == 0
+    assert result.stdout == "nothing is set: every setting has its default (kvbm config lists them)\n"
+
+
 def test_config_shows_warnings_beside_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DYN_KVBM_METRICS_PORT", "none")
     result = run("config", "--json")
@@ -164,6 +170,24 @@ def test_status_shows_the_disk_where_there_is_one(metrics_port: int) -> None:
         "disk 40 of 400 blocks (10 %)",
         "host to disk 3 MB at 1.5 GB/s on average",
     ):
+        assert words in text
+
+
+def test_status_shows_wrong_blocks_and_silent_ranks(metrics_port: int) -> None:
+    text = on_one_line(run("status", "--port", str(metrics_port)).output)
+    assert "audited" not in text
+    assert "ranks that do not answer" not in text
+    metrics = Metrics()
+    metrics.audited_blocks("equal", 90)
+    metrics.audited_blocks("wrong", 3)
+    metrics.set_silent_ranks(2, 7)
+    server = MetricsServer(0, metrics, "127.0.0.1")
+    assert server.start()
+    try:
+        text = on_one_line(run("status", "--port", str(server.bound_port)).output)
+    finally:
+        server.close()
+    for words in ("audited equal 90 blocks", "wrong 3 blocks", "ranks that do not answer 2"):
         assert words in text
 
 
