@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import reprlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -27,7 +28,7 @@ def opts_out(request: Request) -> bool:
         return False
     if isinstance(wish, Mapping) and wish.keys() <= {"skip"} and isinstance(wish.get("skip", False), bool):
         return bool(wish.get("skip", False))
-    shown = repr(wish)
+    shown = reprlib.repr(wish)  # clients may send millions of numbers, or lists in lists without end
     _warn(shown if len(shown) <= _MAX_SHOWN_CHARS else f"{shown[:_MAX_SHOWN_CHARS]}...")
     return False
 

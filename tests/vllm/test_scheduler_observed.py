@@ -224,3 +224,19 @@ def test_what_a_request_says_and_kvbm_does_not_know_is_ignored_in_one_line(
     lines = [record.getMessage() for record in caplog.records if "kv_transfer_params" in record.getMessage()]
     assert len(lines) == 1, lines
     assert repr(value)[:40] in lines[0] and "ignored" in lines[0] and len(lines[0]) < 250
+
+
+def test_what_a_request_says_may_be_nested_deeper_than_python_can_follow(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    value: Any = "skip"
+    for _ in range(5000):
+        value = [value]
+    with caplog.at_level(logging.WARNING, "kvbm"), KvbmEngine(tmp_path) as engine:
+        engine.ask("a", PROMPT, 2, **wish(value))
+        engine.forget_device()
+        engine.ask("b", PROMPT, 2, **wish(value))
+        assert engine.promised("b") == [48], "it is served with the cache"
+        assert engine.errors == 0
+    lines = [record.getMessage() for record in caplog.records if "kv_transfer_params" in record.getMessage()]
+    assert len(lines) == 1 and "ignored" in lines[0], lines
