@@ -30,7 +30,7 @@ setup-sglang: ## a second environment, with SGLang (its pins and vLLM's do not a
 setup-dynamo: setup ## a third environment, with NVIDIA Dynamo and the vLLM it asks for, on top of the first
 	@$(BIN)/python deploy/setup_dynamo.py $(DYNAMO_VENV)
 
-demo: setup ## serve a tiny model with kvbm, show cold, device hit and host hit side by side
+demo: setup ## serve a tiny model with kvbm: cold, device hit, host hit, disk hit after kill -9
 	@$(BIN)/python -m benchmarks.demo
 
 contract: setup # interfaces of the other supported vLLM and SGLang versions, for the contract tests (1.2 GB is downloaded, 130 MB kept)
