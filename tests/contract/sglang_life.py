@@ -4,7 +4,8 @@ closed.
     python sglang_life.py SOURCES FOLDER
 
 SOURCES holds sglang/srt/mem_cache/... of that release. Its hicache_storage.py and its backend factory are the
-real ones; of what these import, what asks for more of SGLang is a stand-in. The host pool is a double.
+real ones; of what these import, what asks for more of SGLang is a stand-in. The host pool is a double, and so
+are the arguments of an engine.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import time
 import types
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -129,6 +131,19 @@ def pages_of_a_side_pool(release: Any, backend: Any) -> None:
     assert backend.batch_exists_v2(["aa"], [transfer(0, keys=["aa"], of="nobody's")]).kv_hit_pages == 0
 
 
+class Arguments:
+    """An engine's, of a model in a folder."""
+
+    def __init__(self, model: Path) -> None:
+        model.mkdir()
+        (model / "model.safetensors").write_bytes(b"weights")
+        self.model_path = str(model)
+
+    def get_model_config(self) -> Any:
+        """As ServerArgs answers."""
+        return types.SimpleNamespace(hf_config={}, dtype="bfloat16", is_multimodal=False)
+
+
 def live(sources: Path, folder: Path) -> None:
     """AssertionError, or whatever KvbmHiCache raises, if this release and it do not fit."""
     os.environ.update(DYN_KVBM_DISK_CACHE_DIR=str(folder), DYN_KVBM_DISK_CACHE_GB="0.001")
@@ -138,7 +153,12 @@ def live(sources: Path, folder: Path) -> None:
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("kvbm").addHandler(handler)
     config, pool = config_of(release.HiCacheStorageConfig), Pool(0)
-    backend = factory.create_backend("dynamic", config, pool)
+    arguments = Arguments(folder / "model")
+    with (
+        patch("kvbm_sglang.pools.find_server_args", lambda: arguments),
+        patch("kvbm_sglang.weights.process_began_ns", lambda: time.time_ns() + 10**9),
+    ):
+        backend = factory.create_backend("dynamic", config, pool)
     backend.register_mem_pool_host(pool)
     backend.register_mem_host_pool_v2(pool, release.PoolName.KV)  # as a hybrid model's, which come both ways
     pages_of_the_kv_pool(release, backend, pool)
