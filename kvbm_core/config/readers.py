@@ -130,9 +130,20 @@ def _int(low: int, high: int) -> PlainValidator:
 
 _GB = "write a plain number of gigabytes (1e9 bytes) above 0 and up to 1000000, such as 20"
 _GB_OR_ZERO = "write a plain number of gigabytes (1e9 bytes) from 0 to 1000000, such as 20"
-_SHARE = "write a plain number from 0 to 1, such as 0.001"
+_MIN_SHARE = 1e-9
+_SHARE = f"write 0, or a plain number from {_MIN_SHARE:g} to 1, such as 0.001"
 _SECONDS = "write a plain number of seconds above 0, such as 30"
 _SECONDS_OR_ZERO = "write a plain number of seconds, 0 or more, such as 1"
+
+_read_number_to_1 = float_reader(_SHARE, 1.0, zero_allowed=True)
+
+
+def _read_share(value: object) -> float:
+    number = _read_number_to_1(value)
+    if 0 < number < _MIN_SHARE:
+        raise ValueError(_SHARE)
+    return number
+
 
 Gigabytes = Annotated[float | None, PlainValidator(float_reader(_GB, MAX_CACHE_GB))]
 GigabytesOrZero = Annotated[
@@ -142,7 +153,7 @@ Seconds = Annotated[float, PlainValidator(float_reader(_SECONDS, MAX_SECONDS))]
 SecondsOrZero = Annotated[
     float, PlainValidator(float_reader(_SECONDS_OR_ZERO, MAX_SECONDS, zero_allowed=True))
 ]
-Share = Annotated[float, PlainValidator(float_reader(_SHARE, 1.0, zero_allowed=True))]
+Share = Annotated[float, PlainValidator(_read_share)]
 OptionalCount = Annotated[int | None, _int(1, MAX_COUNT)]
 OptionalCountOrZero = Annotated[int | None, _int(0, MAX_COUNT)]
 Count = Annotated[int, _int(1, 1_000_000)]

@@ -9,6 +9,8 @@ from __future__ import annotations
 import random
 from typing import NamedTuple
 
+MAX_RATE_OF_RUNS = 0.1
+
 
 class AuditedPrefix(NamedTuple):
     """What a request was not given although it was found: tokens ``start_tokens`` up to ``end_tokens``."""
@@ -28,7 +30,9 @@ class AuditSampler:
     def __init__(self, rate: float, seed: int | None = None) -> None:
         if not 0.0 <= rate <= 1.0:
             raise ValueError(f"an audit rate is between 0 and 1, not {rate}")
-        self._every = round(1 / rate) if rate else 0
+        self._rate = rate
+        # Above that, runs would be too short to be exact.
+        self._every = round(1 / rate) if 0 < rate <= MAX_RATE_OF_RUNS else 0
         self._random = random.Random(seed)  # noqa: S311 - which hit is drawn is no secret
         self._seen = 0
         self._drawn = self._draw()
@@ -40,7 +44,7 @@ class AuditSampler:
     def draws(self) -> bool:
         """Whether this hit, the next one, is to be audited."""
         if not self._every:
-            return False
+            return self._random.random() < self._rate
         is_drawn = self._seen == self._drawn
         self._seen += 1
         if self._seen == self._every:
