@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from kvbm_core.identity.roots import Roots, Stamp
 from kvbm_core.observe.guard import GuardState, guarded
 from kvbm_core.observe.labels import UncachedReason
+from kvbm_core.observe.log import RateLimitedLogger
 from kvbm_core.runtime.due import DueRequests
 from kvbm_core.runtime.leader import Leader
 from kvbm_core.runtime.request import RequestState
@@ -79,6 +80,7 @@ class SchedulerSide:
         self._pins = DevicePins(leader.groups)
         self._due = DueRequests[str]()
         self._block_tokens = alignment_tokens(leader.groups)
+        self._log = RateLimitedLogger()
         self._random = Random(0)  # noqa: S311 - spreads work, decides nothing
         self._decode_wait_tokens = decode_wait_tokens(leader.groups, decode_run_tokens)
         # Whether what the workers said has been taken in this step.
@@ -277,7 +279,7 @@ class SchedulerSide:
         if not self.leader.is_ready:
             return None
         reason = uncacheable_reason(request)
-        if reason is None and opts_out(request):
+        if reason is None and opts_out(request, self._log):
             reason = UncachedReason.OPTED_OUT.value
         if reason is not None:
             self._uncached.add(request.request_id)

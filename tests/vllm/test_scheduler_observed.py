@@ -226,6 +226,17 @@ def test_what_a_request_says_and_kvbm_does_not_know_is_ignored_in_one_line(
     assert repr(value)[:40] in lines[0] and "ignored" in lines[0] and len(lines[0]) < 250
 
 
+def test_clients_that_say_something_else_each_time_do_not_fill_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, "kvbm"), KvbmEngine(tmp_path) as engine:
+        for number in range(20):
+            engine.ask(f"r{number}", PROMPT, 2, **wish(f"no {number}"))
+        engine.assert_clean()
+    lines = [record.getMessage() for record in caplog.records if "kv_transfer_params" in record.getMessage()]
+    assert len(lines) == 1 and "'no 0'" in lines[0], lines
+
+
 def test_what_a_request_says_may_be_nested_deeper_than_python_can_follow(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
