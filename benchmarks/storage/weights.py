@@ -28,7 +28,7 @@ def measure(
     told("storage: digests of weights")
     model = folder / "a model"
     model.mkdir()
-    block = random.Random(seed).randbytes(64 << 20)
+    block = random.Random(seed).randbytes(min(64 << 20, total_bytes // FILES))
     for number in range(FILES):
         with (model / f"model-{number}.safetensors").open("wb") as file:
             for _ in range(total_bytes // FILES // len(block)):

@@ -139,13 +139,15 @@ def test_any_order(kind: Kind) -> None:
 
 def _disturb(serving: Serving, rng: random.Random, asked: list[int]) -> None:
     what = rng.random()
+    # Where the blocks of requests that failed are never freed, a long run would have none left.
+    may_fail = not serving.executor.contract.leaks_on_error
     if what < 0.4 and asked:
         serving.executor.cancel(rng.choice(asked[-20:]))
     elif what < 0.6:
         serving.executor.drop_device_cache()
-    elif what < 0.64:
+    elif what < 0.64 and may_fail:
         serving.executor.fail_next_forward()
-    elif what < 0.7:
+    elif what < 0.7 and may_fail:
         serving.gate.fail_next(rng.choice(list(Direction)))
     elif what < 0.8:
         serving.gate.hold(rng.choice(list(Direction)))
@@ -179,8 +181,9 @@ def _long_run(kind: Kind, num_requests: int, rng: random.Random, **options: Any)
         assert serving.metric("kvbm_matched_tokens") > num_requests
 
 
-def test_ten_thousand_requests(seed: int) -> None:
-    _long_run(Kind(RELEASED, "v1", True), LONG_RUN, random.Random(seed))
+@pytest.mark.parametrize("version", [RELEASED, NEWEST], ids=str)
+def test_ten_thousand_requests(version: str, seed: int) -> None:
+    _long_run(Kind(version, "v1", True), LONG_RUN, random.Random(seed))
 
 
 def test_many_requests_with_windows(seed: int) -> None:

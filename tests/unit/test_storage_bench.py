@@ -19,7 +19,7 @@ pytest.importorskip("httpx")
 pytest.importorskip("matplotlib")
 
 from benchmarks.leader.index import PROMPT_BLOCKS
-from benchmarks.storage import fio_side, kvbm_side, lookup, part, place, throughput
+from benchmarks.storage import fio_side, kvbm_side, lookup, part, place, throughput, weights
 from benchmarks.storage.blocks import Blocks
 from benchmarks.storage.fio_side import FioSide, fio_problem
 from benchmarks.storage.kvbm_side import KvbmSide, WithoutChecksum, as_prompts, scattered
@@ -58,7 +58,8 @@ def test_the_rows_are_those_of_the_issue() -> None:
     assert all(goal.text == "≤ 1 ms" for name, goal in goals.items() if "lookup" in name)
     assert all(goal.text == "≤ 10 s" for name, goal in goals.items() if "records" in name)
     assert all(goal.bound == 0.7 for name, goal in goals.items() if "all bytes checked" in name)
-    assert len(goals) == 16 + 4 + 4 + 2 + 2 + 3
+    assert goals[weights.COLD.name].bound == 0.8 and goals[weights.AGAIN.name].bound == 0
+    assert len(goals) == 16 + 4 + 4 + 2 + 2 + 3 + 2
 
 
 def test_the_better_engine_is_the_peer_and_our_threads_are_not() -> None:

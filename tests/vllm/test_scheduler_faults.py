@@ -269,7 +269,7 @@ def test_an_engine_that_serves_without_a_ready_tier(tmp_path: Path) -> None:
     with KvbmEngine(tmp_path) as engine:
         first = engine.ask("a", PROMPT, 8)
         engine.forget_device()
-        engine.leader._disable("injected")
+        engine.leader.disable("injected")
         assert engine.ask("b", PROMPT, 8) == first
         assert engine.promised("b") == [0]
         assert engine.status("b") is None
