@@ -5,7 +5,6 @@ In doubt about an input, the request is not cached: ``uncacheable_reason`` names
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -13,9 +12,6 @@ from kvbm_core.tokens.hashing import encode_fields
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
-
-# blake3 and sha256 have 64 hexadecimal digits, sha512 has 128. Before it may stand a LoRA's name.
-_DIGEST = re.compile("(?:.*:)?(?:[0-9a-f]{64}|[0-9a-f]{128})", re.DOTALL)
 
 
 def uncacheable_reason(request: Request) -> str | None:
@@ -29,13 +25,13 @@ def uncacheable_reason(request: Request) -> str | None:
 
 
 def has_lasting_names(request: Request) -> bool:
-    """Whether the names of the request's multimodal items mean the same items in every process.
+    """Whether all that the request's blocks are named by means the same in every process.
 
-    A digest of an item's content does. With its processor's cache and prefix caching off, vLLM counts items
-    instead ("renderer0-mm-5-image-0"), and a client may name them as it likes: those are not to be trusted
-    after a restart. A client's own name that looks like a digest is taken for one.
+    Names of multimodal items do not. vLLM makes one of an item's content, or of a client's name for it
+    (``multi_modal_uuids``), or of that name and the request's ``mm_processor_kwargs`` or ``media_io_kwargs``.
+    The last looks like a digest of content, and nothing in the request tells the two apart.
     """
-    return all(_DIGEST.fullmatch(feature.identifier) for feature in request.mm_features)
+    return not request.mm_features
 
 
 def multimodal_extras(request: Request, block_size_tokens: int) -> Callable[[int], bytes] | None:
