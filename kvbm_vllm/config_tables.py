@@ -101,6 +101,14 @@ def length_that_counts(model_config: ModelConfig) -> object:
     return model_config.max_model_len if reads or kinds - ROPE_OF_ANY_LENGTH else None
 
 
+def length_is_fitted(model_config: ModelConfig) -> bool:
+    """Whether it counts, and vLLM lowers it to what fits into memory, after the model was built with another
+    one (``--max-model-len auto``): which one that was, nothing says any more.
+    """
+    original = getattr(model_config, "original_max_model_len", None)
+    return original == -1 and length_that_counts(model_config) is not None
+
+
 def _rope_kinds(rope: Any) -> list[str]:
     """Of one set of parameters, or of one for each kind of layer."""
     if not isinstance(rope, Mapping):
@@ -199,7 +207,12 @@ MODEL = ConfigTable(
         "hf_config": InKey(effective_config, "as vLLM computes with it, after all overrides"),
         "hf_text_config": InKey(effective_config, "as vLLM computes with it, after all overrides"),
         "hf_overrides": InKey(overrides, "a quantization's file; the rest is in hf_config"),
-        "max_model_len": InKey(length_that_counts, "if the rope or the model depends on it", whole=True),
+        "max_model_len": ThisProcessOnly(
+            "it is fitted to the memory, and the rope or the model depends on it",
+            applies=length_is_fitted,
+            otherwise=InKey(length_that_counts, "if the rope or the model depends on it", whole=True),
+            whole=True,
+        ),
         "generation_config": InKey(temperature_tuning, "attn_temperature_tuning of Llama 4", whole=True),
         "override_generation_config": InKey(
             temperature_tuning, "attn_temperature_tuning of Llama 4", whole=True
@@ -500,13 +513,16 @@ TABLES = (
 
 ENVIRONMENT = re.compile(
     r"VLLM_\w+|[QKV]_SCALE_CONSTANT|AITER_\w+|NVIDIA_TF32_OVERRIDE|TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"
+    r"|(ONEDNN|DNNL)_DEFAULT_FPMATH_MODE|HIPBLASLT_ALLOW_TF32"
 )
 """Variables that may change what vLLM computes."""
 
 ENVIRONMENT_WORDS = (
     "Every variable that is set and begins with `VLLM_` or `AITER_` is in the name with its text, and so\n"
-    "are `Q_SCALE_CONSTANT`, `K_SCALE_CONSTANT`, `V_SCALE_CONSTANT`, `NVIDIA_TF32_OVERRIDE` and\n"
-    "`TORCH_ALLOW_TF32_CUBLAS_OVERRIDE`. Not these:"
+    "are `Q_SCALE_CONSTANT`, `K_SCALE_CONSTANT`, `V_SCALE_CONSTANT`, `NVIDIA_TF32_OVERRIDE`,\n"
+    "`TORCH_ALLOW_TF32_CUBLAS_OVERRIDE`, `ONEDNN_DEFAULT_FPMATH_MODE`, `DNNL_DEFAULT_FPMATH_MODE` and\n"
+    "`HIPBLASLT_ALLOW_TF32`. Not those that Kubernetes sets for a Service (`VLLM_..._SERVICE_HOST`,\n"
+    "`VLLM_..._PORT_8000_TCP`), and not these:"
 )
 
 IRRELEVANT_ENVIRONMENT: dict[str, str] = {

@@ -13,6 +13,7 @@ from functools import cache
 from importlib import metadata
 from typing import TYPE_CHECKING
 
+from kvbm_core.identity.effective import is_of_kubernetes
 from kvbm_core.identity.fields import Description, describe
 from kvbm_core.tokens.hashing import encode_fields
 from kvbm_core.tokens.namespace import KeyNamespace
@@ -56,7 +57,7 @@ def describe_engine(vllm_config: VllmConfig, environ: Mapping[str, str] = os.env
 
 def describe_environment(environ: Mapping[str, str]) -> Description:
     """Variables of vLLM that are set and not known to be irrelevant."""
-    names = sorted(name for name in environ if ENVIRONMENT.fullmatch(name))
+    names = sorted(name for name in environ if ENVIRONMENT.fullmatch(name) and not is_of_kubernetes(name))
     pairs = tuple((name, _digest(environ[name])) for name in names if name not in IRRELEVANT_ENVIRONMENT)
     process_only = tuple(
         f"{name}: {PROCESS_ONLY_ENVIRONMENT[name]}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -34,3 +35,15 @@ def _without_origins(value: Any) -> Any:
 def file_digest(path: Any) -> str | None:
     """sha256 of a file that a field names; None for no file. OSError if it cannot be read."""
     return None if path is None else hashlib.sha256(Path(path).read_bytes()).hexdigest()
+
+
+_OF_A_SERVICE = re.compile(
+    r"\w+_(SERVICE_(HOST|PORT(_\w+)?)|PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)"
+)
+
+
+def is_of_kubernetes(variable: str) -> bool:
+    """Whether Kubernetes sets it in every pod for a Service of that name, also one that begins with the
+    engine's: where the Service listens.
+    """
+    return _OF_A_SERVICE.fullmatch(variable) is not None

@@ -23,9 +23,10 @@ from kvbm_core.identity.fields import Irrelevant
 from kvbm_core.identity.weights import WeightsIdentity
 from kvbm_vllm import config_tables
 from kvbm_vllm.changes import EngineChanges
-from kvbm_vllm.identity import describe_engine, tell
+from kvbm_vllm.identity import describe_engine, describe_environment, tell
 from kvbm_vllm.keys import has_lasting_names
 from tests.vllm.engine_setups import (
+    LONGROPE,
     MODEL,
     Engines,
     Setup,
@@ -238,6 +239,30 @@ def test_the_length_counts_where_the_rope_depends_on_it(engines: Engines, rope: 
     assert counts(config.model_config) is None
     config.model_config.hf_text_config.rope_parameters = rope
     assert counts(config.model_config) == 4096
+
+
+def test_a_length_that_is_fitted_to_the_memory_does_not_last_where_it_counts(engines: Engines) -> None:
+    """vLLM builds the model with the full length, then lowers it."""
+    config, _ = engines.config(Setup({"max_model_len": -1}, LONGROPE))
+    config.model_config.max_model_len = 1000
+    assert [name[:27] for name in describe_engine(config).process_only] == ["model_config.max_model_len:"]
+    without, _ = engines.config(arguments(max_model_len=-1))
+    assert describe_engine(without).is_lasting
+
+
+def test_variables_that_kubernetes_sets_for_a_service_change_no_key() -> None:
+    ends = "SERVICE_HOST SERVICE_PORT SERVICE_PORT_HTTP PORT PORT_8000_TCP PORT_8000_UDP_ADDR"
+    for service in ("VLLM", "VLLM_ROUTER", "AITER_7"):
+        assert not describe_environment({f"{service}_{end}": "10.0.0.1" for end in ends.split()}).pairs
+    for name in ("VLLM_PORT_OF_TOMORROW", "VLLM_USE_SERVICE", "VLLM_TCP_ADDR"):
+        assert describe_environment({name: "1"}).pairs, name
+
+
+@pytest.mark.parametrize(
+    "name", ["ONEDNN_DEFAULT_FPMATH_MODE", "DNNL_DEFAULT_FPMATH_MODE", "HIPBLASLT_ALLOW_TF32"]
+)
+def test_variables_that_lower_the_precision_count(name: str) -> None:
+    assert describe_environment({name: "1"}).pairs != describe_environment({name: "2"}).pairs
 
 
 def test_llama_4_scales_its_queries_by_the_length_and_by_the_generation_configuration(
