@@ -22,7 +22,7 @@ ENGINES = {
     "TensorRT-LLM": "kvbm_trtllm.identity",
 }
 """Each has ``TABLES``. Where environment variables count, it also has ``ENVIRONMENT_WORDS`` (which they are),
-and ``IRRELEVANT_ENVIRONMENT`` and ``PROCESS_ONLY_ENVIRONMENT`` (name -> why).
+``IRRELEVANT_ENVIRONMENT`` and, where there are such, ``PROCESS_ONLY_ENVIRONMENT`` (name -> why).
 """
 
 
@@ -47,7 +47,9 @@ def _all_lines() -> Iterator[str]:
             yield from (f"## {engine}, environment", "", environment, "")
             yield from ("| variable | in the name | |", "|---|---|---|")
             yield from _rows_of_variables(module.IRRELEVANT_ENVIRONMENT, "no")
-            yield from _rows_of_variables(module.PROCESS_ONLY_ENVIRONMENT, "this process only")
+            yield from _rows_of_variables(
+                getattr(module, "PROCESS_ONLY_ENVIRONMENT", {}), "this process only"
+            )
             yield ""
 
 

@@ -17,6 +17,7 @@ from importlib import metadata
 from types import SimpleNamespace
 from typing import Any
 
+from kvbm_core.identity.effective import is_of_kubernetes
 from kvbm_core.identity.fields import Description, describe, field_names
 from kvbm_core.identity.weights import code_repositories
 from kvbm_sglang.config_tables import (
@@ -162,7 +163,7 @@ def _describe_model(server_args: Any) -> Description:
 
 def describe_environment(environ: Mapping[str, str]) -> Description:
     """Variables of SGLang that are set and not known to be irrelevant."""
-    names = sorted(name for name in environ if ENVIRONMENT.fullmatch(name))
+    names = sorted(name for name in environ if ENVIRONMENT.fullmatch(name) and not is_of_kubernetes(name))
     counted = [name for name in names if _reason(name, IRRELEVANT_ENVIRONMENT) is None]
     process_only = tuple(
         f"{name}: {reason}"

@@ -7,6 +7,7 @@ if it changes at most the order in which the same numbers are added up. In doubt
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -278,3 +279,46 @@ TORCH_LLM_ARGS = ConfigTable(
     ),
 )
 TABLES = (TORCH_LLM_ARGS, KV_CACHE, QUANTIZATION, MX)
+
+# ---------------------------------------------------------------- the environment
+
+ENVIRONMENT = re.compile(
+    r"T(RT)?LLM_\w+|FLASHINFER_NVFP4_\w+|NVIDIA_TF32_OVERRIDE|TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"
+)
+"""Variables that may change what TensorRT-LLM computes."""
+
+ENVIRONMENT_WORDS = (
+    "Every variable that is set and begins with `TRTLLM_`, `TLLM_` or `FLASHINFER_NVFP4_` is in the name\n"
+    "with its text, and so are `NVIDIA_TF32_OVERRIDE` and `TORCH_ALLOW_TF32_CUBLAS_OVERRIDE`. Not those that\n"
+    "Kubernetes sets for a Service (`TRTLLM_..._SERVICE_HOST`, `TRTLLM_..._PORT_8000_TCP`), and not these:"
+)
+
+IRRELEVANT_ENVIRONMENT: dict[str, str] = {
+    **dict.fromkeys(
+        (
+            "TLLM_LOG_FIRST_RANK_ONLY",
+            "TLLM_LOG_LEVEL",
+            "TLLM_LOG_LEVEL_BY_MODULE",
+            "TLLM_NVTX_DEBUG",
+            "TLLM_PROFILE_RECORD_GC",
+            "TLLM_PROFILE_START_STOP",
+            "TLLM_TORCH_PROFILE_TRACE",
+            "TRTLLM_KVCACHE_TIME_OUTPUT_PATH",
+        ),
+        REPORTS,
+    ),
+    **dict.fromkeys(
+        (
+            "TLLM_DISABLE_MPI",
+            "TLLM_SPAWN_PROXY_PROCESS",
+            "TLLM_SPAWN_PROXY_PROCESS_IPC_ADDR",
+            "TLLM_SPAWN_PROXY_PROCESS_IPC_HMAC_KEY",
+            "TLLM_WORKER_USE_SINGLE_PROCESS",
+            "TRTLLM_SERVER_DISABLE_GC",
+            "TRTLLM_WORKER_DISABLE_GC",
+        ),
+        PROCESSES,
+    ),
+    "TRTLLM_ENABLE_PDL": "when a kernel begins",
+}
+"""Those of them that do not -> why. Any other that is set is in the key with its text."""

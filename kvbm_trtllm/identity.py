@@ -4,39 +4,93 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 import sys
+from collections.abc import Mapping
+from importlib import metadata
 from typing import Any
 
+from kvbm_core.identity.effective import is_of_kubernetes
 from kvbm_core.identity.fields import Description, describe
 from kvbm_core.identity.roots import NO_ADAPTER, Stamp, process_stamp
 from kvbm_core.identity.weights import Source, WeightsIdentity, process_began_ns
 from kvbm_core.tokens.hashing import encode_fields
 from kvbm_core.tokens.namespace import KeyNamespace
-from kvbm_trtllm.config_tables import QUANTIZATION, TABLES, TORCH_LLM_ARGS
+from kvbm_trtllm.config_tables import (
+    ENVIRONMENT,
+    ENVIRONMENT_WORDS,
+    IRRELEVANT_ENVIRONMENT,
+    QUANTIZATION,
+    TABLES,
+    TORCH_LLM_ARGS,
+)
 
-__all__ = ["TABLES", "adapter_of", "describe_engine", "namespace_of", "tell", "weights_identity"]
+__all__ = [
+    "ENVIRONMENT_WORDS",
+    "IRRELEVANT_ENVIRONMENT",
+    "TABLES",
+    "adapter_of",
+    "describe_engine",
+    "namespace_of",
+    "tell",
+    "weights_identity",
+]
 
 log = logging.getLogger("kvbm")
 
 
-def describe_engine(llm_args: Any) -> Description:
+def describe_engine(llm_args: Any, environ: Mapping[str, str] = os.environ) -> Description:
     """All that is the same for every request of this engine, but for weights and layout. Raises nothing.
 
     ``quant_config`` is no field of the arguments, but a property: what the checkpoint or the user has chosen.
     """
-    parts = [describe(llm_args, TORCH_LLM_ARGS)]
+    parts = [describe(llm_args, TORCH_LLM_ARGS), describe_environment(environ), _describe_software()]
     quantization = getattr(llm_args, "quant_config", None)
     if quantization is not None:
         parts.append(describe(quantization, QUANTIZATION, "quant_config."))
     return Description(
-        tuple(sorted((*(pair for part in parts for pair in part.pairs), ("version", _version())))),
+        tuple(sorted(pair for part in parts for pair in part.pairs)),
         tuple(sorted(name for part in parts for name in part.unknown)),
         tuple(sorted(name for part in parts for name in part.process_only)),
     )
 
 
-def _version() -> str:
-    return str(getattr(sys.modules.get("tensorrt_llm"), "__version__", ""))
+def describe_environment(environ: Mapping[str, str]) -> Description:
+    """Variables of TensorRT-LLM that are set and not known to be irrelevant. Pairs are logged, and what an
+    unknown variable holds may be a secret: digests of the texts.
+    """
+    names = sorted(name for name in environ if ENVIRONMENT.fullmatch(name) and not is_of_kubernetes(name))
+    pairs = tuple(
+        (name, hashlib.sha256(environ[name].encode(errors="surrogateescape")).hexdigest())
+        for name in names
+        if name not in IRRELEVANT_ENVIRONMENT
+    )
+    return Description(pairs, (), ())
+
+
+def _describe_software() -> Description:
+    """Versions and the device: kernels, formats of numbers and models' configurations change with them."""
+    pairs = [("version", str(getattr(sys.modules.get("tensorrt_llm"), "__version__", "")))]
+    unknown: list[str] = []
+    for name, read in (("platform", _platform), ("transformers", _transformers)):
+        try:
+            pairs.append((name, read()))
+        except Exception:  # a driver or a package that answers otherwise: in doubt, this process alone
+            unknown.append(name)
+    return Description(tuple(pairs), tuple(unknown), ())
+
+
+def _platform() -> str:
+    import torch
+
+    return str(torch.cuda.get_device_capability()) if torch.cuda.is_available() else "no GPU"
+
+
+def _transformers() -> str:
+    try:
+        return metadata.version("transformers")
+    except metadata.PackageNotFoundError:
+        return "none"
 
 
 def namespace_of(description: Description, block_size_tokens: int) -> KeyNamespace:

@@ -15,6 +15,7 @@ pytest.importorskip("torch", reason="NOT RUN: keys of TensorRT-LLM's blocks; tor
 
 from kvbm_core.identity.fields import ConfigTable, InKey, Irrelevant, Nested, ThisProcessOnly
 from kvbm_core.identity.roots import NO_ADAPTER, Roots
+from kvbm_trtllm import identity
 from kvbm_trtllm.config_tables import TABLES, TORCH_LLM_ARGS
 from kvbm_trtllm.identity import adapter_of, describe_engine, namespace_of
 from tests.trtllm.double.contract import EARLY, MID, NEWEST, RELEASED, installed
@@ -159,6 +160,30 @@ def test_configurations_of_a_class_that_nobody_knows(classes: Any, model: Path) 
     args = args_of(classes, model)
     args.kv_cache_config = SimpleNamespace(dtype="auto")
     assert describe_engine(args).unknown == ("kv_cache_config (SimpleNamespace)",)
+
+
+def test_variables_that_may_change_what_is_computed_count(classes: Any, model: Path) -> None:
+    args = args_of(classes, model)
+    plain = describe_engine(args, {})
+    for name in ("TRTLLM_LOAD_KV_SCALES", "TLLM_OF_TOMORROW", "NVIDIA_TF32_OVERRIDE"):
+        found = [describe_engine(args, {name: value}) for value in ("0", "1")]
+        assert plain.pairs != found[0].pairs != found[1].pairs != plain.pairs, name
+        assert found[0].is_lasting
+    silent = ("TLLM_LOG_LEVEL", "TLLM_SPAWN_PROXY_PROCESS_IPC_HMAC_KEY", "TRTLLM_SERVICE_HOST", "PATH")
+    assert describe_engine(args, dict.fromkeys(silent, "1")) == plain
+
+
+@pytest.mark.parametrize("name", ["_platform", "_transformers"])
+def test_the_device_and_transformers_count(
+    classes: Any, model: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    args = args_of(classes, model)
+    plain = describe_engine(args, {})
+    monkeypatch.setattr(identity, name, lambda: "another")
+    other = describe_engine(args, {})
+    assert other.is_lasting and other.pairs != plain.pairs
+    monkeypatch.setattr(identity, name, lambda: 1 // 0)
+    assert describe_engine(args, {}).unknown == (name[1:],)
 
 
 def test_drafts_of_the_users_own_and_other_loaders(classes: Any, model: Path) -> None:

@@ -69,6 +69,7 @@ def test_variables() -> None:
             "SGLANG_RUN_ID": "9f3",
             "SGLANG_LOG_MS": "1",
             "SGLANG_KV_CANARY_PERTURB_WARMUP_STEPS": "0",
+            "SGLANG_ROUTER_SERVICE_HOST": "10.0.0.1",
             "PATH": "/bin",
         }
     )
