@@ -289,8 +289,9 @@ ENVIRONMENT = re.compile(
 
 ENVIRONMENT_WORDS = (
     "Every variable that is set and begins with `TRTLLM_`, `TLLM_` or `FLASHINFER_NVFP4_` is in the name\n"
-    "with its text, and so are `NVIDIA_TF32_OVERRIDE` and `TORCH_ALLOW_TF32_CUBLAS_OVERRIDE`. Not those that\n"
-    "Kubernetes sets for a Service (`TRTLLM_..._SERVICE_HOST`, `TRTLLM_..._PORT_8000_TCP`), and not these:"
+    "with its text, and so are `NVIDIA_TF32_OVERRIDE` and `TORCH_ALLOW_TF32_CUBLAS_OVERRIDE`. Not those\n"
+    "that Kubernetes sets for a Service (`TRTLLM_..._SERVICE_HOST`, `TRTLLM_..._PORT_8000_TCP`), and not\n"
+    "these:"
 )
 
 IRRELEVANT_ENVIRONMENT: dict[str, str] = {

@@ -10,12 +10,20 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvbm_core.identity.effective import effective_config, file_digest
-from kvbm_core.identity.fields import ConfigTable, InKey, Irrelevant, Nested, Rule, ThisProcessOnly
+from kvbm_core.identity.fields import (
+    MAX_DEPTH,
+    ConfigTable,
+    InKey,
+    Irrelevant,
+    Nested,
+    Rule,
+    ThisProcessOnly,
+    UnstableValueError,
+)
 from kvbm_core.identity.fields import canonical as text_of
 
 if TYPE_CHECKING:
@@ -133,13 +141,19 @@ def overrides(value: Any) -> object:
 
 
 def quantization_object(value: Any) -> object:
-    """vLLM's quantization object: its class, and those attributes that have a stable text."""
-    if value is None:
-        return None
-    found: dict[str, str] = {}
-    for name, item in sorted(vars(value).items()):
-        with suppress(Exception):  # a layer, a function made in a function: made from the rest
+    """vLLM's quantization object: its class and attributes. UnstableValueError if one of them has no text."""
+    return None if value is None else _with_attributes(value, 0)
+
+
+def _with_attributes(value: Any, depth: int) -> object:
+    found: dict[str, object] = {}
+    for name, item in vars(value).items():
+        try:
             found[name] = text_of(item)
+        except UnstableValueError:
+            if depth == MAX_DEPTH or callable(item) or not hasattr(item, "__dict__"):
+                raise
+            found[name] = _with_attributes(item, depth + 1)
     return (f"{type(value).__module__}.{type(value).__qualname__}", found)
 
 
@@ -474,7 +488,7 @@ VLLM = ConfigTable(
         "lora_config": Nested((LORA,)),
         "speculative_config": Nested((SPECULATIVE,)),
         "compilation_config": Nested((COMPILATION,)),
-        "quant_config": InKey(quantization_object, "its class, and what of it has a stable text"),
+        "quant_config": InKey(quantization_object, "its class and attributes"),
         "additional_config": InKey(additional, "without Dynamo's; of an object the hash that it makes"),
         "diffusion_config": InKey(),
         "weight_transfer_config": ThisProcessOnly(

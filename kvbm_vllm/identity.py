@@ -6,14 +6,17 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import os
+import sys
 from collections.abc import Mapping
 from functools import cache
 from importlib import metadata
-from typing import TYPE_CHECKING
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
 
-from kvbm_core.identity.effective import is_of_kubernetes
+from kvbm_core.identity.effective import file_digest, is_of_kubernetes
 from kvbm_core.identity.fields import Description, describe
 from kvbm_core.tokens.hashing import encode_fields
 from kvbm_core.tokens.namespace import KeyNamespace
@@ -47,7 +50,12 @@ PLUGIN_GROUPS = ("vllm.general_plugins", "vllm.platform_plugins")
 
 def describe_engine(vllm_config: VllmConfig, environ: Mapping[str, str] = os.environ) -> Description:
     """All that is the same for every request of this engine, but for weights and layout. Raises nothing."""
-    parts = (describe(vllm_config, VLLM), describe_environment(environ), _describe_software())
+    parts = (
+        describe(vllm_config, VLLM),
+        describe_environment(environ),
+        _describe_software(),
+        _describe_code(vllm_config),
+    )
     return Description(
         tuple(sorted(pair for part in parts for pair in part.pairs)),
         tuple(sorted(name for part in parts for name in part.unknown)),
@@ -83,7 +91,70 @@ def _describe_software() -> Description:
             pairs.append((name, read()))
         except Exception:  # a driver or a package that answers otherwise: in doubt, this process alone
             unknown.append(name)
+    editable = tuple(f"plugin {name}: it is installed editable" for name in _editable_plugins())
+    return Description(tuple(pairs), tuple(unknown), editable)
+
+
+def _describe_code(vllm_config: VllmConfig) -> Description:
+    """Which class the model's architecture is, and for each class that is neither vLLM's nor transformers'
+    the digest of its module's file.
+    """
+    pairs: list[tuple[str, str]] = []
+    unknown: list[str] = []
+    for role, read in (("model class", _model_class), ("named classes", _named_classes)):
+        try:
+            for module, name in read(vllm_config):
+                pairs.append((f"{role} {module}.{name}", _code_of(module)))
+        except Exception:  # a registry of another form, a module without a file: in doubt, this process alone
+            unknown.append(role)
     return Description(tuple(pairs), tuple(unknown), ())
+
+
+def _model_class(vllm_config: VllmConfig) -> list[tuple[str, str]]:
+    """Module and name of the class that is registered for the architecture. It is not imported for that."""
+    from vllm.model_executor.models import ModelRegistry
+
+    registry: Any = ModelRegistry  # not ModelConfig.registry, which registers overrides (see _named_classes)
+    model = vllm_config.model_config
+    name = model.architecture
+    if name in (getattr(model, "model_class_overrides", None) or {}):
+        return []
+    if name not in registry.models:
+        name = registry._normalize_arch(name, model)
+    entry = registry.models[name]
+    if hasattr(entry, "model_cls"):
+        return [(entry.model_cls.__module__, entry.model_cls.__qualname__)]
+    return [(entry.module_name, entry.class_name)]
+
+
+def _named_classes(vllm_config: VllmConfig) -> list[tuple[str, str]]:
+    """Module and name of the classes that settings name."""
+    parallel = vllm_config.parallel_config
+    overrides = getattr(vllm_config.model_config, "model_class_overrides", None) or {}
+    found: list[tuple[str, str]] = []
+    for value in (parallel.worker_cls, parallel.worker_extension_cls, *overrides.values()):
+        if isinstance(value, type):
+            found.append((value.__module__, value.__qualname__))
+        elif value and value != "auto":
+            module, _, name = str(value).replace(":", ".").rpartition(".")
+            found.append((module, name))
+    return sorted(set(found))
+
+
+def _code_of(module: str) -> str:
+    """sha256 of the module's file; "" for vLLM and transformers, whose versions count. LookupError if it has
+    none.
+    """
+    if module.partition(".")[0] in {"vllm", "transformers"}:
+        return ""
+    path = getattr(sys.modules.get(module), "__file__", None)
+    if path is None:
+        spec = find_spec(module)
+        path = None if spec is None or not spec.has_location else spec.origin
+    digest = file_digest(path)
+    if digest is None:
+        raise LookupError(f"{module} has no file")
+    return digest
 
 
 def _platform() -> str:
@@ -92,7 +163,9 @@ def _platform() -> str:
     except ImportError:  # a vLLM that keeps it elsewhere
         raise LookupError("vllm.platforms has no current_platform") from None
     # Of the same cache_dtype "fp8", AMD's older devices store other numbers (e4m3fnuz) than all others.
-    return f"{current_platform.device_name} {current_platform.fp8_dtype()}"
+    # A device's capability chooses kernels, some of which compute in other formats.
+    capability = current_platform.get_device_capability()
+    return f"{current_platform.device_name} {current_platform.fp8_dtype()} {capability and tuple(capability)}"
 
 
 @cache
@@ -103,6 +176,18 @@ def _plugins() -> str:
         f"{point.name}={point.value}=={'' if point.dist is None else point.dist.version}" for point in points
     }
     return " ".join(sorted(found))
+
+
+@cache
+def _editable_plugins() -> tuple[str, ...]:
+    """Those whose code may change without their version."""
+    points = [point for group in PLUGIN_GROUPS for point in metadata.entry_points(group=group)]
+    return tuple(sorted({point.name for point in points if point.dist and _is_editable(point.dist)}))
+
+
+def _is_editable(distribution: metadata.Distribution) -> bool:
+    origin = json.loads(distribution.read_text("direct_url.json") or "{}")
+    return bool(origin.get("dir_info", {}).get("editable"))
 
 
 def _transformers() -> str:

@@ -45,9 +45,12 @@ def weight_sources(vllm_config: VllmConfig) -> dict[str, Source]:
         name = getattr(config, part, None)
         if name:
             sources[part] = Source(str(name), cache_dir=str(vllm_config.load_config.download_dir or ""))
-    auto_map = getattr(config, "auto_map", None) if getattr(model, "trust_remote_code", False) else None
-    for repository in sorted(code_repositories(auto_map)):
-        sources[f"code {repository}"] = Source(repository, str(model.code_revision or ""), is_code=True)
+    for prefix, of in (("", model), ("draft ", draft)):
+        if getattr(of, "trust_remote_code", False):
+            auto_map = getattr(getattr(of, "hf_config", None), "auto_map", None)
+            for repository in sorted(code_repositories(auto_map)):
+                code = Source(repository, str(of.code_revision or ""), is_code=True)
+                sources[f"{prefix}code {repository}"] = code
     return sources
 
 

@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-NOT_IN_THE_EFFECTIVE_CONFIG = frozenset(
-    {"_commit_hash", "_name_or_path", "name_or_path", "transformers_version", "use_cache"}
-)
-"""Of transformers' configuration: where it came from, and who wrote it."""
+NOT_IN_THE_EFFECTIVE_CONFIG = frozenset({"_commit_hash", "transformers_version", "use_cache"})
+"""Of transformers' configuration: who wrote it."""
+# Where it came from. In a configuration inside it, it may say which other weights are read.
+_NAMES = frozenset({"_name_or_path", "name_or_path"})
 
 
 def effective_config(config: Any) -> object:
@@ -19,6 +19,8 @@ def effective_config(config: Any) -> object:
     together.
     """
     values = config.to_dict() if callable(getattr(config, "to_dict", None)) else config
+    if isinstance(values, Mapping):
+        values = {key: item for key, item in values.items() if key not in _NAMES}
     return None if values is None else (type(config).__qualname__, _without_origins(values))
 
 

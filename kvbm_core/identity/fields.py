@@ -8,9 +8,11 @@ computed them.
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from enum import Enum
+from fractions import Fraction
 from pathlib import PurePath
 from typing import Any, NamedTuple
 
@@ -143,7 +145,8 @@ def canonical(value: object) -> str:
     """The value as text: equal values have equal texts in every process, and different values different ones.
 
     UnstableValueError for an object that is none of: scalars, enums, paths, mappings, sequences, sets,
-    dataclasses, objects with ``to_dict``, torch dtypes and devices, named classes and functions.
+    fractions, patterns, dataclasses, pydantic objects, objects with ``to_dict``, torch dtypes and devices,
+    named classes and functions.
     """
     return "".join(_canonical(value, 0))
 
@@ -177,7 +180,11 @@ def _canonical_object(value: Any, depth: int) -> Iterator[str]:
         yield f"name:{value.__module__}.{value.__qualname__}"
     elif kind.__module__ == "torch" and kind.__name__ in {"dtype", "device", "Size"}:
         yield f"{kind.__name__}:{value}"
-    elif dataclasses.is_dataclass(value):
+    elif isinstance(value, Fraction):
+        yield f"fraction:{value}"
+    elif isinstance(value, re.Pattern):
+        yield f"pattern:{value.flags}:{value.pattern!r}"
+    elif dataclasses.is_dataclass(value) or hasattr(kind, "model_fields"):
         yield kind.__qualname__
         yield from _canonical({name: getattr(value, name) for name in field_names(value)}, depth + 1)
     elif callable(getattr(value, "to_dict", None)):

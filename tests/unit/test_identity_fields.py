@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from dataclasses import InitVar, dataclass, field
 from enum import Enum
+from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
+import pydantic
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvbm_core.identity.effective import effective_config
 from kvbm_core.identity.fields import (
     ConfigTable,
     InKey,
@@ -133,6 +137,31 @@ def typed(value: object) -> object:
 @given(VALUES, VALUES)
 def test_texts_are_equal_only_where_values_are(one: object, other: object) -> None:
     assert (canonical(one) == canonical(other)) == (typed(one) == typed(other))
+
+
+def test_fields_of_a_pydantic_object_count() -> None:
+    class Arguments(pydantic.BaseModel):
+        num_bits: int = 8
+        inner: object = None
+
+    texts = {
+        canonical(Arguments(num_bits=bits, inner=Arguments(num_bits=of))) for bits in (4, 8) for of in (4, 8)
+    }
+    assert len(texts) == 4
+    with pytest.raises(UnstableValueError):
+        canonical(Arguments(inner=object()))
+
+
+def test_a_fraction_and_a_pattern_have_texts() -> None:
+    values = [Fraction(1, 2), Fraction(1, 3), re.compile("a"), re.compile("b"), re.compile("a", re.I)]
+    assert len({canonical(value) for value in values}) == len(values)
+
+
+def test_which_weights_a_configuration_inside_another_reads_counts() -> None:
+    def text(name: str, inner: str) -> str:
+        return canonical(effective_config({"_name_or_path": name, "encoder": {"_name_or_path": inner}}))
+
+    assert text("here", "a") == text("there", "a") != text("here", "b")
 
 
 def test_texts_are_the_same_in_another_process() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import importlib
 import json
 import logging
 import random
@@ -10,21 +12,28 @@ import re
 from collections.abc import Callable
 from functools import reduce
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from compressed_tensors.quantization import QuantizationArgs
 from PIL import Image
 from vllm.config.weight_transfer import WeightTransferConfig
+from vllm.model_executor.models import ModelRegistry
+from vllm.model_executor.models.registry import _RegisteredModel
 from vllm.multimodal.parse import MultiModalDataParser
 from vllm.multimodal.processing.inputs import ProcessorInputs
+from vllm.platforms import current_platform
+from vllm.platforms.interface import DeviceCapability
 
 from kvbm_core.identity.adapters import AdapterIdentities
 from kvbm_core.identity.fields import Irrelevant
 from kvbm_core.identity.weights import WeightsIdentity
-from kvbm_vllm import config_tables
+from kvbm_vllm import config_tables, identity
 from kvbm_vllm.changes import EngineChanges
 from kvbm_vllm.identity import describe_engine, describe_environment, tell
 from kvbm_vllm.keys import has_lasting_names
+from kvbm_vllm.weights import weight_sources
 from tests.vllm.engine_setups import (
     LONGROPE,
     MODEL,
@@ -239,6 +248,116 @@ def test_the_length_counts_where_the_rope_depends_on_it(engines: Engines, rope: 
     assert counts(config.model_config) is None
     config.model_config.hf_text_config.rope_parameters = rope
     assert counts(config.model_config) == 4096
+
+
+class Quantization:
+    def __init__(self, scheme: object) -> None:
+        self.bits, self.scheme = 4, scheme
+
+
+def test_all_that_a_quantization_object_holds_counts_or_is_not_known(engines: Engines) -> None:
+    def described(scheme: object) -> Any:
+        config, _ = engines.config(Setup())
+        config.quant_config = Quantization(scheme)  # type: ignore[assignment]
+        return describe_engine(config)
+
+    schemes = (QuantizationArgs(num_bits=4), QuantizationArgs(num_bits=8), Quantization(1), Quantization(2))
+    found = [described(scheme) for scheme in schemes]
+    assert len({each.pairs for each in found}) == len(schemes) and all(each.is_lasting for each in found)
+    assert described(object()).unknown == ("quant_config",)
+
+
+def test_the_class_that_is_registered_for_the_architecture_counts(
+    engines: Engines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, _ = engines.config(Setup())
+    found = [describe_engine(config)]
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(ModelRegistry, "models", dict(ModelRegistry.models))
+    ModelRegistry.register_model("Qwen3ForCausalLM", "model_of_mine:Mine")
+    assert describe_engine(config).unknown == ("model class",), "there is no such module"
+    for code in ("class Mine: theta = 1", "class Mine: theta = 2"):
+        (tmp_path / "model_of_mine.py").write_text(code)
+        importlib.invalidate_caches()
+        found.append(describe_engine(config))
+    assert len({each.pairs for each in found}) == 3 and all(each.is_lasting for each in found)
+    ModelRegistry.models["Qwen3ForCausalLM"] = _RegisteredModel(None, Mine)  # type: ignore[arg-type]
+    assert ("model class tests.vllm.test_identity.Mine", sha256(Path(__file__))) in describe_engine(
+        config
+    ).pairs
+
+
+class Mine:
+    """A model of the user's own."""
+
+
+def sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"parallel_config.worker_extension_cls": "code_of_mine.Mine"},
+        {"parallel_config.worker_cls": "code_of_mine.Mine"},
+        {"model_config.model_class_overrides": {"Qwen3ForCausalLM": "code_of_mine:Mine"}},
+    ],
+)
+def test_the_code_of_classes_that_settings_name_counts(
+    engines: Engines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any]
+) -> None:
+    assert not engines.root(Setup(fields=fields)).is_lasting, "there is no such module"
+    monkeypatch.syspath_prepend(tmp_path)
+    hashes = set()
+    for code in ("class Mine: A = 1", "class Mine: A = 2"):
+        (tmp_path / "code_of_mine.py").write_text(code)
+        importlib.invalidate_caches()
+        root = engines.root(Setup(fields=fields))
+        assert root.is_lasting
+        hashes.add(root.hash)
+    assert len(hashes) == 2
+
+
+@pytest.mark.parametrize("is_editable", [False, True])
+def test_a_plugin_that_is_installed_editable_keeps_blocks_in_this_process(
+    engines: Engines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_editable: bool
+) -> None:
+    info = tmp_path / "my_plugin-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: my-plugin\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[vllm.general_plugins]\nmine = os:getcwd\n")
+    origin = {"url": "file:///a", "dir_info": {"editable": is_editable}}
+    (info / "direct_url.json").write_text(json.dumps(origin))
+    config, _ = engines.config(Setup())
+    monkeypatch.syspath_prepend(tmp_path)
+    identity._editable_plugins.cache_clear()
+    try:
+        found = describe_engine(config).process_only
+    finally:
+        identity._editable_plugins.cache_clear()
+    assert found == (("plugin mine: it is installed editable",) if is_editable else ())
+
+
+def test_the_devices_capability_counts(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, _ = engines.config(Setup())
+    found = set()
+    for capability in (None, DeviceCapability(9, 0), DeviceCapability(10, 0)):
+        monkeypatch.setattr(type(current_platform), "get_device_capability", lambda *_, of=capability: of)
+        found.add(describe_engine(config).pairs)
+    assert len(found) == 3
+
+
+def test_code_of_a_draft_model_is_a_source(engines: Engines) -> None:
+    config, _ = engines.config(Setup())
+    drafts_config = SimpleNamespace(auto_map={"AutoModel": "org/code--module.Class"})
+    draft = SimpleNamespace(
+        model="draft", revision=None, code_revision="1", hf_config=drafts_config, trust_remote_code=True
+    )
+    config.speculative_config = SimpleNamespace(draft_model_config=draft)  # type: ignore[assignment]
+    source = weight_sources(config)["draft code org/code"]
+    assert (source.name, source.revision, source.is_code) == ("org/code", "1", True)
+    draft.trust_remote_code = False
+    assert "draft code org/code" not in weight_sources(config)
 
 
 def test_a_length_that_is_fitted_to_the_memory_does_not_last_where_it_counts(engines: Engines) -> None:
