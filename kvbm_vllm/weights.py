@@ -46,7 +46,7 @@ def weight_sources(vllm_config: VllmConfig) -> dict[str, Source]:
         if name:
             sources[part] = Source(str(name), cache_dir=str(vllm_config.load_config.download_dir or ""))
     for prefix, of in (("", model), ("draft ", draft)):
-        if getattr(of, "trust_remote_code", False):
+        if of is not None and getattr(of, "trust_remote_code", False):
             auto_map = getattr(getattr(of, "hf_config", None), "auto_map", None)
             for repository in sorted(code_repositories(auto_map)):
                 code = Source(repository, str(of.code_revision or ""), is_code=True)
