@@ -42,7 +42,9 @@ class EngineChanges:
         if lora is None:
             return NO_ADAPTER
         if getattr(lora, "load_inplace", False):
-            return None  # each step loads it anew
+            if self._adapters.reloads(lora.lora_int_id, str(lora.lora_path)):
+                self._changed_adapters.add(lora.lora_int_id)  # also for requests that run with it now
+            return None
         stamp = self._adapters.stamp_of(lora.lora_int_id, str(lora.lora_path))
         if stamp is None:
             return None

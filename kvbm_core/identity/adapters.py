@@ -42,6 +42,8 @@ class _Adapter:
     seen_ns: int
     stamp: Stamp
     is_in_doubt: bool = False
+    is_reloaded: bool = False
+    """Requests bring their own path and load it anew in each step: no order tells when that ends."""
 
 
 class AdapterIdentities:
@@ -69,7 +71,10 @@ class AdapterIdentities:
         if not self._sees_loads:
             return None
         adapter = self._known.get(number) or self._first_seen(number, path)
-        if adapter.path != path or adapter.is_in_doubt:
+        if adapter.path != path:
+            # Either the engine goes on with the first one, or it had made room and loads this one now.
+            adapter.is_in_doubt = True
+        if adapter.is_in_doubt:
             return None
         files = _files_of(path)
         if adapter.files is None and files is not None:
@@ -86,9 +91,21 @@ class AdapterIdentities:
 
     def changes(self, number: int, path: str | None) -> None:
         """The engine is about to load the adapter of this number from ``path``; None: it removes it."""
+        adapter = self._known.get(number)
+        if adapter is not None and adapter.is_reloaded:
+            return
         self._known.pop(number, None)
         if path is not None:
             self._first_seen(number, path)
+
+    def reloads(self, number: int, path: str) -> bool:
+        """A request loads the adapter of this number anew in each of its steps: nobody can tell any more what
+        the engine has under it. Whether that is news.
+        """
+        adapter = self._known.get(number) or self._first_seen(number, path)
+        is_news = not adapter.is_reloaded
+        adapter.is_in_doubt = adapter.is_reloaded = True
+        return is_news
 
     def close(self) -> None:
         """Ends the thread. May be called twice."""

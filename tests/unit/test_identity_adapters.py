@@ -142,6 +142,31 @@ def test_a_number_means_what_was_loaded_under_it_first(
     assert lasting(adapters, 1, other)
 
 
+def test_once_a_number_was_asked_with_another_path_nobody_can_tell_what_is_in_memory(
+    adapters: AdapterIdentities, lora: Path, tmp_path: Path
+) -> None:
+    """The engine may have made room for others in between, and has loaded the other path then."""
+    other = write(tmp_path / "other", b"other")
+    known = lasting(adapters, 1, lora)
+    assert adapters.stamp_of(1, str(other)) is None
+    assert adapters.stamp_of(1, str(lora)) is None
+    adapters.changes(1, str(lora))
+    assert lasting(adapters, 1, lora) == known
+
+
+def test_a_number_whose_requests_load_it_anew_is_not_known_any_more(
+    adapters: AdapterIdentities, lora: Path, tmp_path: Path
+) -> None:
+    other = write(tmp_path / "other", b"other")
+    lasting(adapters, 1, lora)
+    assert adapters.reloads(1, str(other))
+    assert not adapters.reloads(1, str(other))
+    assert adapters.stamp_of(1, str(lora)) is None
+    adapters.changes(1, str(lora))  # such a request may run on, and load the other one again
+    assert adapters.stamp_of(1, str(lora)) is None
+    assert lasting(adapters, 2, lora)
+
+
 def test_what_is_not_here_is_known_to_this_process_alone(adapters: AdapterIdentities, tmp_path: Path) -> None:
     first = adapters.stamp_of(1, "org/adapter")
     assert first is not None and not first.is_lasting and first == adapters.stamp_of(1, "org/adapter")

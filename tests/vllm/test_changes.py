@@ -361,3 +361,22 @@ def test_a_request_that_loads_its_adapter_anew_in_each_step_is_not_cached(tmp_pa
         engine.ask("a", PROMPT, 8, lora=adapter(tmp_path, "one", inplace=True))
         engine.settle()
         assert not engine.leader.tier.resident_blocks
+
+
+def test_a_request_that_loads_another_path_in_place_takes_the_number_from_all_others(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+    with KvbmEngine(tmp_path, lora=True) as engine:
+        lora = adapter(tmp_path / "one", "one")
+        load(engine, lora)
+        engine.add("a", PROMPT, 30, lora=lora)
+        engine.run(until=lambda: len(engine.record.outputs["a"]) >= 3)
+        engine.settle()
+        before = engine.leader.tier.resident_blocks
+        engine.add("b", PROMPT, 4, lora=adapter(tmp_path / "two", "two", inplace=True))
+        engine.run()
+        engine.settle()
+        assert engine.leader.tier.resident_blocks == before, "the rest of the running request is of both"
+        assert not fresh_with(engine, "c", lora) and not fresh_with(engine, "d", lora)
+        engine.settle()
+        assert engine.leader.tier.resident_blocks == before
