@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-from kvbm_core.identity.hub import is_as_downloaded, sha256_by_name
+from kvbm_core.identity.hub import is_as_downloaded
 
 WEIGHT_SUFFIXES = frozenset(
     (
@@ -95,6 +95,8 @@ MAX_THREADS = 4
 RACY_NS = 2_000_000_000
 """A file that changed less than this ago may change again without another time stamp."""
 MAX_REMEMBERED = 8192
+_IN_MEMORY = frozenset(("tmpfs", "ramfs", "devtmpfs", "hugetlbfs"))
+"""File systems that never write back: a page that is mapped changes there for ever without a time stamp."""
 _ENTRY = re.compile(r"kvbm-digest 1 (\d+) (\d+) (\d+) (\d+) (\d+) ([0-9a-f]{64})\n")
 
 
@@ -123,13 +125,15 @@ class Signature(NamedTuple):
 
 class Content(NamedTuple):
     """What a folder holds. ``changed_ns``: when something of it last changed, by the time stamps of what is
-    not named by its content, and ``newest`` that something. ``read_bytes``: how much was read for it.
+    as the hub has it, and ``newest`` that something. ``read_bytes``: how much was read for it.
     """
 
     sha256: str
     changed_ns: int
     newest: Path
     read_bytes: int
+    signatures: tuple[tuple[str, Signature], ...]
+    """As ``signatures_of``, of the very files that were looked at."""
 
 
 class DigestMemory:
@@ -140,6 +144,11 @@ class DigestMemory:
 
     def __init__(self, folder: Path | None) -> None:
         self._folder = folder
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether anything is remembered."""
+        return self._folder is not None
 
     def find(self, signature: Signature) -> str:
         """The digest of the file that has this signature; "" if it is not known."""
@@ -250,6 +259,7 @@ class _File(NamedTuple):
     changed_ns: int
     """0: it is as the hub's cache names it by its content."""
     read_bytes: int
+    signature: Signature
 
 
 class Digester:
@@ -293,25 +303,27 @@ class Digester:
             raise UnreadableError(f"{path} is empty")
         newest = max(parts, key=lambda name: parts[name].changed_ns)
         read_bytes = sum(part.read_bytes for part in parts.values())
-        return Content(whole.hexdigest(), parts[newest].changed_ns, files[newest], read_bytes)
+        signatures = tuple(sorted((name, part.signature) for name, part in parts.items()))
+        return Content(whole.hexdigest(), parts[newest].changed_ns, files[newest], read_bytes, signatures)
 
     def _file(self, path: Path) -> _File:
         signature = Signature.of(path.stat())
-        sha256, read_bytes = sha256_by_name(path) or self._memory.find(signature), 0
+        sha256, read_bytes = self._memory.find(signature), 0
         if not sha256:
             sha256 = self._digest(path, signature)
             read_bytes = signature.size_bytes
-            self._memory.remember(signature, sha256)
         else:
             self._progress(signature.size_bytes, 0)
-        if is_as_downloaded(path):
-            return _File(sha256, 0, read_bytes)
-        return _File(sha256, max(signature.ctime_ns, _link_changed_ns(path)), read_bytes)
+        changed_ns = 0
+        if not is_as_downloaded(path, sha256):
+            changed_ns = max(signature.ctime_ns, _link_changed_ns(path))
+        return _File(sha256, changed_ns, read_bytes, signature)
 
     def _digest(self, path: Path, signature: Signature) -> str:
         digest, buffer = hashlib.sha256(), memoryview(bytearray(READ_BYTES))
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
+            is_written_back = self._memory.is_kept and _write_back(fd, signature.device)
             place = ahead = 0
             while True:
                 if self._is_stopped():
@@ -330,6 +342,8 @@ class Digester:
             os.close(fd)
         if not signature == after == Signature.of(path.stat()) or place != signature.size_bytes:
             raise UnreadableError(f"{path} was changed while it was read")
+        if is_written_back:
+            self._memory.remember(signature, digest.hexdigest())
         return digest.hexdigest()
 
     def _progress(self, num_done: int, num_read: int) -> None:
@@ -350,11 +364,42 @@ def link_changed_ns(paths: Sequence[Path]) -> int:
 
 def _link_changed_ns(path: Path) -> int:
     newest = 0
-    for part in (path, *path.parents):
-        status = part.lstat()
-        if stat.S_ISLNK(status.st_mode):
-            newest = max(newest, status.st_ctime_ns)
+    seen: set[Path] = set()
+    ways = [path]
+    while ways:
+        way = ways.pop()
+        for part in (way, *way.parents):
+            if part in seen:
+                continue
+            seen.add(part)
+            status = part.lstat()
+            if stat.S_ISLNK(status.st_mode):
+                newest = max(newest, status.st_ctime_ns)
+                ways.append(part.parent / part.readlink())
     return newest
+
+
+def _write_back(fd: int, device: int) -> bool:
+    """Sees to it that any later write changes a time stamp. A write through a mapping does not while the page
+    is still to be written back from one before. False if that cannot be had.
+    """
+    if _is_in_memory(device):
+        return False
+    try:
+        os.fsync(fd)
+    except OSError:
+        return False
+    return True
+
+
+def _is_in_memory(device: int) -> bool:
+    number = f"{os.major(device)}:{os.minor(device)}"
+    with open("/proc/self/mountinfo", encoding="utf-8", errors="replace") as file:
+        for line in file:
+            mount, _, kind = line.partition(" - ")
+            if mount.split()[2] == number:
+                return kind.split()[0] in _IN_MEMORY
+    return False
 
 
 def _yield_to_others() -> None:

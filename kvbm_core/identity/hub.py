@@ -1,4 +1,4 @@
-"""Where the hub's cache keeps a model, and which of its files are named by what they hold.
+"""Where the hub's cache keeps a model, and which of its files are as they were downloaded.
 
 Reads the folders themselves: importing huggingface_hub takes up to half a second of the caller's thread.
 """
@@ -65,25 +65,26 @@ def folder_of(name: str, revision: str = "", cache_dir: str = "") -> Path | None
     return None if snapshot is None else snapshot.folder
 
 
-def is_as_downloaded(path: Path) -> bool:
-    """Whether ``path`` is a file of the cache that nobody has touched since it was put there."""
+def is_as_downloaded(path: Path, sha256: str) -> bool:
+    """Whether ``path`` is a file of the cache that nobody has touched since it was put there. ``sha256``: of
+    what it holds. OSError if it cannot be looked at.
+    """
     blob = _blob_of(path)
-    if blob is None:
+    if blob is None or (_SHA256.fullmatch(blob.name) and blob.name != sha256):
         return False
-    # The link is made when its blob is complete.
+    # The link is made when its blob is complete. A copy of the cache has such links too: the times alone do
+    # not say that a blob is what its name says.
     return blob.stat().st_ctime_ns <= path.lstat().st_mtime_ns
 
 
-def sha256_by_name(path: Path) -> str:
-    """The SHA-256 of a large file, as the cache names it by; "" if the name does not say it, or the file may
-    have been changed since it was put there. OSError if it cannot be looked at.
-    """
-    blob = _blob_of(path)
-    if blob is None or not _SHA256.fullmatch(blob.name) or not is_as_downloaded(path):
-        return ""
-    size_bytes = blob.stat().st_size
-    is_whole = _is_whole(blob, size_bytes) if path.suffix == ".safetensors" else size_bytes > 0
-    return blob.name if is_whole else ""
+def is_snapshot(folder: Path) -> bool:
+    """Whether ``folder`` is named as a revision in the hub's cache is, whose files do not change."""
+    above = folder.parent
+    return (
+        _GIT_SHA1.fullmatch(folder.name) is not None
+        and above.name == "snapshots"
+        and above.parent.name.startswith("models--")
+    )
 
 
 def _blob_of(path: Path) -> Path | None:
@@ -94,13 +95,3 @@ def _blob_of(path: Path) -> Path | None:
     parents = [parent for parent in path.parents if parent.name == "snapshots"]
     is_ours = bool(parents) and blob.parent == Path(os.path.normpath(parents[0].parent / "blobs"))
     return blob if is_ours and not blob.is_symlink() else None
-
-
-def _is_whole(path: Path, size_bytes: int) -> bool:
-    """Whether a safetensors file is as long as its header says."""
-    with path.open("rb") as file:
-        header_bytes = int.from_bytes(file.read(8), "little")
-        if not 0 < header_bytes < size_bytes:
-            return False
-        ends = re.findall(rb'"data_offsets"\s*:\s*\[\s*\d+\s*,\s*(\d+)\s*\]', file.read(header_bytes))
-    return 8 + header_bytes + max((int(end) for end in ends), default=0) == size_bytes

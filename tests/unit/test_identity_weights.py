@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import random
@@ -114,8 +115,9 @@ def test_a_models_download_in_this_very_start_is_known_by_its_names(tmp_path: Pa
     snapshot = repository / "snapshots" / COMMIT
     for folder in (repository / "blobs", repository / "refs", snapshot):
         folder.mkdir(parents=True)
-    (repository / "blobs" / ("a" * 64)).write_bytes(b"weights")
-    (snapshot / "model.bin").symlink_to(f"../../blobs/{'a' * 64}")
+    name = hashlib.sha256(b"weights").hexdigest()
+    (repository / "blobs" / name).write_bytes(b"weights")
+    (snapshot / "model.bin").symlink_to(f"../../blobs/{name}")
     (repository / "refs" / "main").write_text(COMMIT)
     source = Source("org/name", cache_dir=str(tmp_path))
     assert identity(began_ns, model=source).stamp().is_lasting
