@@ -160,7 +160,7 @@ def _changes(vllm_config: VllmConfig, *, has_disk: bool) -> EngineChanges:
             "are not cached; after a change of weights reset the cache (reset_connector=true)"
         )
     adapters = AdapterIdentities(sees_loads=sees_orders, digests=has_disk)
-    changes = EngineChanges(weights_identity(vllm_config), adapters)
+    changes = EngineChanges(weights_identity(vllm_config, *engine_calls.loading_began(vllm_config)), adapters)
     engine_calls.follow(vllm_config, changes)
     return changes
 

@@ -13,7 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from typing import TYPE_CHECKING, Any, Protocol
 
-from kvbm_core.identity.weights import process_began_ns
+from kvbm_core.identity.weights import Beginning, files_of_sources, process_began_ns
+from kvbm_vllm.weights import weight_sources
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -80,7 +81,7 @@ class Follower(Protocol):
 
 
 _followers: dict[str, weakref.WeakSet[Any]] = {}
-_began_ns: dict[str, int] = {}
+_began: dict[str, tuple[int, Beginning | None]] = {}
 
 
 def watch() -> bool:
@@ -110,14 +111,20 @@ def follow(vllm_config: VllmConfig, follower: Follower) -> None:
     _followers.setdefault(_engine_of(vllm_config), weakref.WeakSet()).add(follower)
 
 
-def loading_began_ns(vllm_config: VllmConfig) -> int:
-    """Unix time before which this engine has read no weights."""
-    return _began_ns.get(_engine_of(vllm_config)) or process_began_ns()
+def loading_began(vllm_config: VllmConfig) -> tuple[int, Beginning | None]:
+    """Unix time before which this engine has read no weights, and what lay there then, if it was noted."""
+    return _began.get(_engine_of(vllm_config)) or (process_began_ns(), None)
 
 
 def begin(vllm_config: VllmConfig) -> None:
-    """This engine begins to load its weights, in this process."""
-    _began_ns[_engine_of(vllm_config)] = time.time_ns()
+    """This engine begins to load its weights, in this process. Raises nothing."""
+    began_ns = time.time_ns()
+    try:
+        beginning = files_of_sources(weight_sources(vllm_config))
+    except Exception:  # an engine of another kind, which may have no use for kvbm
+        log.debug("kvbm: nobody can tell where this engine reads weights", exc_info=True)
+        beginning = None
+    _began[_engine_of(vllm_config)] = began_ns, beginning
 
 
 def _engine_of(vllm_config: object) -> str:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from kvbm_core.identity.weights import Source, WeightsIdentity, code_repositories
+from kvbm_core.identity.weights import Beginning, Source, WeightsIdentity, code_repositories
 from kvbm_vllm.config_tables import SEEN_LOAD_FORMATS
-from kvbm_vllm.engine_calls import loading_began_ns
 
 if TYPE_CHECKING:
     from vllm.config import LoadConfig, ModelConfig, VllmConfig
@@ -26,9 +25,11 @@ _READING_KEYS = frozenset(
 )
 
 
-def weights_identity(vllm_config: VllmConfig) -> WeightsIdentity:
-    """Of this engine; not started."""
-    return WeightsIdentity(weight_sources(vllm_config), loading_began_ns(vllm_config))
+def weights_identity(
+    vllm_config: VllmConfig, began_ns: int, beginning: Beginning | None = None
+) -> WeightsIdentity:
+    """Of this engine, which began to load then (engine_calls.loading_began); not started."""
+    return WeightsIdentity(weight_sources(vllm_config), began_ns, beginning=beginning)
 
 
 def weight_sources(vllm_config: VllmConfig) -> dict[str, Source]:

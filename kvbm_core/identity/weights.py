@@ -16,12 +16,14 @@ from kvbm_core.identity.digest import (
     Content,
     Digester,
     DigestMemory,
+    Signature,
     StoppedError,
     UnreadableError,
     default_memory,
     link_changed_ns,
+    signatures_of,
 )
-from kvbm_core.identity.hub import snapshot_of
+from kvbm_core.identity.hub import is_snapshot, snapshot_of
 from kvbm_core.identity.roots import Stamp, process_stamp
 
 log = logging.getLogger("kvbm")
@@ -31,6 +33,11 @@ WEIGHTS_WAIT_S = 2.0
 PROGRESS_S = 10.0
 CLOCK_TICK_NS = 20_000_000
 """File systems stamp changes with a clock that is behind by up to so much."""
+
+
+_Files = tuple[tuple[str, Signature], ...]
+Beginning = Mapping[str, _Files | None]
+"""What lay at each source when the engine began to load, by the source's role; None: nothing known."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +58,8 @@ class WeightsIdentity:
 
     Until their content is known, and after any change in place, the stamp means nothing in another process.
     ``loaded_after_ns``: the engine began to load no sooner than that (Unix time); files that changed later
-    may not be what is in memory.
+    may not be what is in memory. ``beginning``: ``files_of_sources`` at that time; without it, what
+    lies there now.
     """
 
     def __init__(
@@ -60,9 +68,11 @@ class WeightsIdentity:
         loaded_after_ns: int,
         memory: DigestMemory | None = None,
         *,
+        beginning: Beginning | None = None,
         progress_s: float = PROGRESS_S,
     ) -> None:
         self._sources = dict(sources)
+        self._beginning = files_of_sources(sources) if beginning is None else beginning
         self._loaded_after_ns = loaded_after_ns
         self._progress_s = progress_s
         self._lock = threading.Lock()
@@ -150,6 +160,9 @@ class WeightsIdentity:
         whole = hashlib.sha256()
         for role, source in sorted(self._sources.items()):
             content = content_of(source, self._digester, self._loaded_after_ns)
+            # Time stamps do not tell that another folder was put in place further up.
+            if not _is_same(source, self._beginning.get(role), content.signatures):
+                raise UnreadableError(f"{source.name} holds other files than when the engine began to load")
             whole.update(f"{role}\0{content.sha256}\n".encode())
         return Stamp(f"sha256:{whole.hexdigest()}", is_lasting=True)
 
@@ -199,7 +212,7 @@ def resolve(source: Source) -> tuple[Path, Sequence[Path]]:
         if path.exists():
             # A folder that was put in another's place has files that are older than that. Those of the hub's
             # cache are named by what they hold.
-            return path, (path,) if path.is_dir() and path.parent.name != "snapshots" else ()
+            return path, (path,) if path.is_dir() and not is_snapshot(path) else ()
         snapshot = snapshot_of(source.name, source.revision, source.cache_dir)
     except (OSError, RuntimeError) as error:
         raise UnreadableError(f"{source.name} cannot be read: {error}") from error
@@ -207,6 +220,26 @@ def resolve(source: Source) -> tuple[Path, Sequence[Path]]:
         raise UnreadableError(f"{source.name} is neither a folder here nor in the hub's cache")
     is_only_one = len(list(snapshot.folder.parent.iterdir())) == 1  # the download of this very start
     return snapshot.folder, () if snapshot.ref is None or is_only_one else (snapshot.ref,)
+
+
+def files_of_sources(sources: Mapping[str, Source]) -> Beginning:
+    """What lies there now, by signatures. Reads no file and raises nothing."""
+    return {role: _files_of(source) for role, source in sources.items()}
+
+
+def _files_of(source: Source) -> _Files | None:
+    try:
+        return signatures_of(resolve(source)[0]) if source.name else None
+    except (OSError, ValueError, UnreadableError):
+        return None
+
+
+def _is_same(source: Source, before: _Files | None, now: _Files) -> bool:
+    if before is None:  # it was not here yet: the time stamps must do
+        return True
+    # A revision in the hub's cache may have been there in part: the engine has downloaded the rest.
+    is_hubs = is_snapshot(resolve(source)[0])
+    return set(before) <= set(now) if is_hubs else before == now
 
 
 def _changed_ns(path: Path) -> int:

@@ -11,14 +11,20 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from kvbm_core.identity import weights as module
 from kvbm_core.identity.digest import READ_BYTES, DigestMemory
-from kvbm_core.identity.weights import CLOCK_TICK_NS, Source, WeightsIdentity, process_began_ns
+from kvbm_core.identity.weights import (
+    CLOCK_TICK_NS,
+    Source,
+    WeightsIdentity,
+    files_of_sources,
+    process_began_ns,
+)
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -107,6 +113,74 @@ def test_what_changed_after_the_engine_began_to_load_may_not_be_what_it_has(
         assert not identity(began_ns, model=Source(str(model))).stamp().is_lasting
     assert caplog.text.count("changed after the engine began to load") == 1
     assert identity(now_ns(model.parent), model=Source(str(model))).stamp().is_lasting, "the next engine"
+
+
+def parent_swapped(folder: Path) -> None:
+    """Others are put in place of what is above the model's folder."""
+    (folder / "one").rename(folder / "old")
+    (folder / "two").rename(folder / "one")
+
+
+def link_retargeted(folder: Path) -> None:
+    """The second of two links leads elsewhere: the first is as it was."""
+    (folder / "new").symlink_to("two")
+    (folder / "new").rename(folder / "stable")
+
+
+@pytest.mark.parametrize(
+    ("path", "swap"),
+    [
+        ("one/model", parent_swapped),
+        ("one/snapshots/prod", parent_swapped),
+        ("current/model", link_retargeted),
+    ],
+)
+def test_others_put_in_place_further_up_are_not_what_the_engine_has(
+    model: Path, tmp_path: Path, path: str, swap: Callable[[Path], None]
+) -> None:
+    for name in ("one", "two"):
+        for place in ("model", "snapshots/prod"):
+            shutil.copytree(model, tmp_path / name / place)
+    (tmp_path / "stable").symlink_to("one")
+    (tmp_path / "current").symlink_to("stable")
+    sources = {"model": Source(str(tmp_path / path))}
+    began_ns = now_ns(tmp_path)
+    engines = [
+        WeightsIdentity(sources, began_ns, DigestMemory(None), beginning=files_of_sources(sources))
+        for _ in range(2)
+    ]
+    for engine, is_swapped in zip(engines, (False, True), strict=True):
+        if is_swapped:
+            swap(tmp_path)
+        engine.start()
+        assert engine.wait(20.0)
+        engine.close()
+        assert engine.stamp().is_lasting != is_swapped
+
+
+def test_a_link_on_the_way_that_was_made_after_the_engine_began_is_seen_later_too(
+    model: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(model, tmp_path / "two")
+    (tmp_path / "stable").symlink_to("model")
+    (tmp_path / "current").symlink_to("stable")
+    source = Source(str(tmp_path / "current"))
+    began_ns = now_ns(tmp_path)
+    assert identity(began_ns, model=source).stamp().is_lasting
+    link_retargeted(tmp_path)
+    assert not identity(began_ns, model=source).stamp().is_lasting
+
+
+def test_any_folder_called_snapshots_is_not_the_hubs(model: Path, tmp_path: Path) -> None:
+    snapshots = tmp_path / "snapshots"
+    for name in ("prod", "next"):
+        shutil.copytree(model, snapshots / name)
+    source = Source(str(snapshots / "prod"))
+    began_ns = now_ns(tmp_path)
+    assert identity(began_ns, model=source).stamp().is_lasting
+    (snapshots / "prod").rename(snapshots / "old")
+    (snapshots / "next").rename(snapshots / "prod")
+    assert not identity(began_ns, model=source).stamp().is_lasting
 
 
 def test_a_models_download_in_this_very_start_is_known_by_its_names(tmp_path: Path) -> None:

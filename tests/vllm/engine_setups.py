@@ -129,7 +129,7 @@ class Engines:
         """As an engine has them that begins now, and has found out what they are."""
         settle(folder)
         engine_calls.begin(config)
-        weights = weights_identity(config)
+        weights = weights_identity(config, *engine_calls.loading_began(config))
         weights.start()
         assert weights.wait(PATIENCE_S)
         weights.close()

@@ -29,11 +29,12 @@ from vllm.platforms.interface import DeviceCapability
 from kvbm_core.identity.adapters import AdapterIdentities
 from kvbm_core.identity.fields import Irrelevant
 from kvbm_core.identity.weights import WeightsIdentity
-from kvbm_vllm import config_tables, identity
+from kvbm_vllm import config_tables, engine_calls, identity
 from kvbm_vllm.changes import EngineChanges
 from kvbm_vllm.identity import describe_engine, describe_environment, tell
 from kvbm_vllm.keys import has_lasting_names
-from kvbm_vllm.weights import weight_sources
+from kvbm_vllm.weights import weight_sources, weights_identity
+from tests.vllm.engine_config import settle
 from tests.vllm.engine_setups import (
     LONGROPE,
     MODEL,
@@ -410,6 +411,23 @@ def test_adapters_are_told_apart_by_what_is_in_them_and_how_it_is_read(
     changes = EngineChanges(WeightsIdentity({}, 0), AdapterIdentities(digests=False))
     nowhere = changes.adapter_of(adapter("nowhere", 2))
     assert nowhere is not None and not nowhere.is_lasting
+
+
+def test_other_weights_put_in_place_after_vllm_began_to_load_are_not_what_it_has(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        config, folder = Engines(tmp_path / name).config(Setup())
+        settle(folder)
+        if name == "one":
+            loads = config
+    engine_calls.begin(loads)
+    (tmp_path / "one").rename(tmp_path / "old")
+    (tmp_path / "two").rename(tmp_path / "one")
+    weights = weights_identity(loads, *engine_calls.loading_began(loads))
+    weights.start()
+    assert weights.wait(20.0)
+    weights.close()
+    assert not weights.stamp().is_lasting
 
 
 # ---------------------------------------------------------------- the installed version
