@@ -12,7 +12,7 @@ import os
 import sys
 from collections.abc import Mapping
 from functools import cache
-from importlib import metadata
+from importlib import import_module, metadata
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -112,9 +112,8 @@ def _describe_code(vllm_config: VllmConfig) -> Description:
 
 def _model_class(vllm_config: VllmConfig) -> list[tuple[str, str]]:
     """Module and name of the class that is registered for the architecture. It is not imported for that."""
-    from vllm.model_executor.models import ModelRegistry
-
-    registry: Any = ModelRegistry  # not ModelConfig.registry, which registers overrides (see _named_classes)
+    # Not ModelConfig.registry, which registers overrides (see _named_classes).
+    registry: Any = getattr(import_module("vllm.model_executor.models"), "ModelRegistry")  # noqa: B009
     model = vllm_config.model_config
     name = model.architecture
     if name in (getattr(model, "model_class_overrides", None) or {}):

@@ -260,10 +260,11 @@ class Leader:
         is_off = not self.is_ready or state.is_retired or self._is_distrusted(state)
         if stored_tokens < state.next_full_tokens or is_off:
             return None
-        job_id = self._offloading.offload(state, tokens, computed_tokens, stored_tokens, tables)
-        if state.audited is not None and stored_tokens >= state.audited.end_tokens:
+        if state.audited is not None:
+            if stored_tokens < state.audited.end_tokens:
+                return None  # or what is to be compared would be stored anew in between
             self._gather_audit(state, state.audited, tables)
-        return job_id
+        return self._offloading.offload(state, tokens, computed_tokens, stored_tokens, tables)
 
     def take_offloads(self) -> Job | None:
         """All that ``offload`` has gathered, of all requests, as one job; to be sent before its blocks are

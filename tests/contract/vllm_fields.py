@@ -83,11 +83,18 @@ FIELDS: dict[str, set[str]] = {
         "max_model_len",
         "override_generation_config",
         "try_get_generation_config",
+        "architecture",
     },
     "MultiModalConfig": {"mm_encoder_attn_dtype", "mm_encoder_fp8_scale_path"},
     "LoadConfig": {"download_dir", "load_format", "model_loader_extra_config"},
     "CacheConfig": {"enable_prefix_caching"},
-    "ParallelConfig": {"rank", "tensor_parallel_size", "pipeline_parallel_size"},
+    "ParallelConfig": {
+        "rank",
+        "tensor_parallel_size",
+        "pipeline_parallel_size",
+        "worker_cls",
+        "worker_extension_cls",
+    },
     "KVTransferConfig": {"kv_connector_extra_config", "engine_id"},
     "KVEventsConfig": {"enable_kv_cache_events"},
     "LoRARequest": {
@@ -111,6 +118,7 @@ PROBED: dict[str, set[str]] = {
         "data_parallel_index",
     },
     "CacheConfig": {"hash_block_size"},
+    "ModelConfig": {"model_class_overrides", "original_max_model_len"},
     "AttentionSpec": {"kv_cache_specs"},
 }
 

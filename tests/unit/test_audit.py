@@ -173,6 +173,26 @@ def test_a_hit_is_computed_again_and_compared() -> None:
     bench.assert_idle()
 
 
+def test_nothing_is_stored_anew_before_it_has_been_compared() -> None:
+    """A prompt computed in parts: what is on the disk alone is not in the host after the first part."""
+    bench = bench_of(BenchDisk())
+    bench.store(PROMPT)
+    bench.write_to_disk()
+    leave_host(bench, range(5))
+    state = bench.open()
+    assert bench.match(state, PROMPT) == 0
+    assert bench.leader.offload(state, PROMPT, 0, 8, TABLE) is None and bench.take_offloads() is None
+    bench.leader.offload(state, PROMPT, 8, len(PROMPT), TABLE)
+    (job,) = bench.leader.take_audits()
+    plan, rest = job.plan(), bench.take_offloads()
+    assert plan.reads is not None and len(plan.reads.keys) == 4
+    assert rest is not None and rest.num_blocks == 1, "the last block alone, which nobody has found"
+    bench.answer(plan)
+    bench.answer(rest)
+    bench.leader.finish(state)
+    bench.assert_idle()
+
+
 def test_what_is_on_the_disk_is_read_up_and_compared() -> None:
     bench = bench_of(BenchDisk())
     bench.store(PROMPT)
