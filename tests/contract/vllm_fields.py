@@ -73,8 +73,6 @@ FIELDS: dict[str, set[str]] = {
         "instance_id",
     },
     "ModelConfig": {
-        "code_revision",
-        "trust_remote_code",
         "model",
         "model_weights",
         "revision",
