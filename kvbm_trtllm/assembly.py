@@ -110,7 +110,7 @@ class LeaderPart:
         """See meeting.LeaderPart."""
         self._handshake.wait(self._settings.start_wait_s)
         self._weights.wait(WEIGHTS_WAIT_S)
-        self.callbacks.leader.catch_up()
+        self.callbacks.catch_up()
 
     def poll(self) -> None:
         """See meeting.LeaderPart."""

@@ -137,6 +137,12 @@ class SchedulerSide:
         """Takes in what workers have said, outside of callbacks too."""
         self._poll()
 
+    @exclusive
+    @guarded("leader_thread", lambda self: None)
+    def catch_up(self) -> None:
+        """As ``poll``, with everything that has been found on disk so far; at start."""
+        self.leader.catch_up()
+
     def poll_if_quiet(self) -> float | None:
         """As ``poll`` while the executor's loop sleeps; never waits for it. In how many seconds to ask again,
         None if there is nothing to take in. Any thread.

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from kvbm_core.clock import ManualClock
 from kvbm_core.errors import Outcome
@@ -23,6 +23,7 @@ from tests.began import begins_now
 from tests.trtllm.double import EARLY, MID, NEWEST, RELEASED, Executor, ExecutorConfig, comm
 from tests.trtllm.double.memory import Memory
 
+T = TypeVar("T")
 PATIENCE_S = 30.0
 BLOCK = 4
 PER_ITERATION = {"_prompt_loads", "_plans"}
@@ -133,12 +134,21 @@ class Serving:
         self._to_poison.clear()
 
     def wait_ready(self) -> None:
-        """Until every rank can be given copies; no iteration passes."""
-        worker, deadline_s = self.executor.worker.side.worker, time.monotonic() + PATIENCE_S
-        while not worker.is_ready:
+        """Until every rank can be given copies, and the leader knows it and the weights, if it asked what they
+        are; no iteration passes.
+        """
+        deadline_s = time.monotonic() + PATIENCE_S
+        while not self._is_ready():
             assert time.monotonic() < deadline_s, "the host tier did not come"
             time.sleep(0)
         comm.mpi_allgather(None)
+
+    def _is_ready(self) -> bool:
+        if not self.executor.worker.side.worker.is_ready:
+            return False
+        if not self.is_leading:
+            return True
+        return self.executor.leader.part._weights.wait(0) and self.look(lambda: bool(self.leader.is_ready))
 
     def _classes(self) -> tuple[type, type]:
         from kvbm.trtllm_integration.connector import DynamoKVBMConnectorLeader, DynamoKVBMConnectorWorker
@@ -186,9 +196,15 @@ class Serving:
         """Whether the leader lives here."""
         return self.executor.leader is not None
 
+    def look(self, look: Callable[[], T]) -> T:
+        """What this rank's leader sees when the channel's thread is not taking anything in."""
+        with self.side.lock:
+            return look()
+
     def from_leader(self, look: Callable[[], Any]) -> Any:
-        """What rank 0 sees, on all ranks; with attention DP, what this rank's leader sees."""
-        return look() if self.kind.attention_dp else comm.mpi_broadcast(look() if self.is_leading else None)
+        """``look`` of rank 0, on all ranks; with attention DP, of this rank."""
+        seen = self.look(look) if self.is_leading else None
+        return seen if self.kind.attention_dp else comm.mpi_broadcast(seen)
 
     def metric(self, name: str) -> float:
         """A series of the leader's metrics, on all ranks, when no copy is under way any more."""
@@ -218,7 +234,8 @@ class Serving:
         deadline_s = time.monotonic() + PATIENCE_S
         while self.executor.lockstep.any(not condition()):
             assert time.monotonic() < deadline_s, "what was waited for did not come"
-            self.executor.step()
+            if not self.executor.step():
+                time.sleep(0)  # lets the connector's threads run
 
     def wake_until_nothing_is_open(self) -> None:
         """What next requests would bring about, if they did nothing: saves that have ended are taken up."""
@@ -284,9 +301,9 @@ class Serving:
     def sweep(self) -> None:
         """As if nothing had been heard for long."""
         if self.is_leading:
-            self.side._sweep()
+            self.look(self.side._sweep)
             self.clock.advance(1000.0)
-            self.side._sweep()
+            self.look(self.side._sweep)
 
     def check_answers(self) -> None:
         """Compares with a run without connector; of requests that were not finished, the beginning."""
@@ -323,7 +340,7 @@ class Serving:
         left["jobs of the worker"] = len(self.executor.worker.side.worker._in_flight)
         states = [self.executor.worker.side.guard_state]
         if self.is_leading:
-            left |= self._left_in_leader()
+            left |= self.look(self._left_in_leader)
             states.append(self.side.guard_state)
         series = [item for state in states for item in state.metrics.snapshot().items()]
         trouble = (

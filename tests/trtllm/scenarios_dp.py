@@ -74,9 +74,8 @@ def blocks_are_not_shared(rank: int, kind: Kind) -> None:
                 if rank == asking:
                     serving.expect_match(request, (CAP if is_again else 0, is_again))
                 serving.forget_device()
-        assert (
-            serving.leader.tier.capacity_blocks == 20 and serving.leader.tier.resident_blocks == 47 // BLOCK
-        )
+        tier = serving.leader.tier
+        assert serving.look(lambda: (tier.capacity_blocks, tier.resident_blocks)) == (20, 47 // BLOCK)
 
 
 @scenario()
@@ -257,7 +256,7 @@ def has_its_own_memory(rank: int, kind: Kind) -> None:
     """A job: the size in GB is of each leader."""
     with serve(rank, kind, host_blocks=None, env={"DYN_KVBM_CPU_CACHE_GB": "0.0001"}) as serving:
         block_bytes = 2 * 2 * BLOCK * 8
-        assert serving.leader.tier.capacity_blocks == 100_000 // block_bytes
+        assert serving.look(lambda: serving.leader.tier.capacity_blocks) == 100_000 // block_bytes
 
 
 def needs_memory_with_all_others(rank: int, kind: Kind, num_ranks_with_room: float) -> bool | None:
@@ -274,7 +273,7 @@ def needs_memory_with_all_others(rank: int, kind: Kind, num_ranks_with_room: flo
         serving.may_fail = True  # for want of memory
         leader = serving.leader
         while not leader.tier.capacity_blocks and leader.disabled_reason is None:
-            leader.poll()
+            serving.side.poll()
         assert leader.disabled_reason is None or "of host memory but" in leader.disabled_reason
         return leader.disabled_reason is None
 
@@ -290,9 +289,10 @@ def has_its_own_folder(rank: int, kind: Kind, directory: str) -> list[str]:
     for life in range(2):
         with serve(rank, kind, host_blocks=30, env=env, model=f"{directory}/model") as serving:
             serving.may_fail = True  # blocks that find no room in so small a host
-            serving.step_until(lambda: serving.leader.disk.tier.capacity_blocks == 200)
+            tier = serving.leader.disk.tier
+            serving.step_until(lambda: serving.look(lambda: tier.capacity_blocks == 200))
             folders.append(str(serving.executor.leader.part._disk._folder.path))
-            stored = serving.leader.disk.tier.resident_blocks
+            stored = serving.look(lambda: tier.resident_blocks)
             assert (stored > 0) == (life > 0), "what an earlier life has left is found again"
             prompts = [range(s, s + 60) for s in range(1000 * rank, 1000 * rank + 800, 100)]
             for prompt in prompts:

@@ -120,7 +120,7 @@ class Engine(RuleBasedStateMachine):
     @invariant()
     def leader_agrees_with_itself(self) -> None:
         if hasattr(self, "serving"):
-            self.serving.leader.check_integrity()
+            self.serving.look(self.serving.leader.check_integrity)
 
     def teardown(self) -> None:
         if hasattr(self, "serving"):
