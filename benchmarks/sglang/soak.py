@@ -46,6 +46,9 @@ Told = Callable[[str], None]
 class Options:
     """How long, and with how many.
 
+    ``fewest_prompts``: what each client asks in each half of a round, however long that takes. With too few,
+    kvbm's file is not full, and nothing comes back from it.
+
     ``disk_cache_gb``: 0.02 are some 540 pages of the tiny model, fewer than are written in a round of the
     usual length.
     """
@@ -55,6 +58,7 @@ class Options:
     clients: int = 8
     prompts: int = 40
     round_s: float = 20.0
+    fewest_prompts: int = 8
     disk_cache_gb: float = 0.02
     seed: int = 0
     is_detached: bool = False
@@ -167,9 +171,9 @@ async def run_soak(server: SoakServer, options: Options, told: Told) -> Soak:
 
 async def _round(askers: Askers, server: SoakServer, options: Options) -> Counts:
     """What the first of its two instances of kvbm had counted at its end."""
-    await askers.play(options.clients, options.round_s / 2)
+    await askers.play(options.clients, options.round_s / 2, options.fewest_prompts)
     await askers.flush()
-    await askers.play(options.clients, options.round_s / 2)
+    await askers.play(options.clients, options.round_s / 2, options.fewest_prompts)
     await askers.flush()
     before = server.counts()
     await askers.clear()
@@ -188,7 +192,7 @@ async def _round_detached(askers: Askers, options: Options) -> None:
     if not askers.is_detached:
         await askers.detach()
     for _ in range(2):
-        await askers.play(options.clients, options.round_s / 2)
+        await askers.play(options.clients, options.round_s / 2, options.fewest_prompts)
         await askers.flush()
 
 

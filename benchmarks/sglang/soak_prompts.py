@@ -120,6 +120,8 @@ class Askers:
         self._http = httpx.AsyncClient(
             base_url=base_url,
             timeout=REQUEST_TIMEOUT_S,
+            # The server ends a connection that was idle for 5 s, also one that a late client just writes to.
+            limits=httpx.Limits(max_keepalive_connections=0),
             trust_env=False,
             headers={"Authorization": f"Bearer {ADMIN_KEY}"},
         )
@@ -148,12 +150,11 @@ class Askers:
         await self.attach()
         await self.flush()
 
-    async def play(self, num_clients: int, seconds: float) -> None:
-        """All clients at once, each one prompt after the other."""
+    async def play(self, num_clients: int, seconds: float, fewest_prompts: int) -> None:
+        """All clients at once, each one prompt after the other; no fewer than ``fewest_prompts`` of each."""
         ends_at_s = time.monotonic() + seconds
-        await asyncio.gather(
-            *(self._play_one(random.Random(self._rng.random()), ends_at_s) for _ in range(num_clients))
-        )
+        rngs = [random.Random(self._rng.random()) for _ in range(num_clients)]
+        await asyncio.gather(*(self._play_one(rng, ends_at_s, fewest_prompts) for rng in rngs))
 
     async def probe(self, *, is_stored: bool, when: str) -> None:
         """Some prompts, alone: all of their whole pages are to come from kvbm, or none."""
@@ -194,10 +195,12 @@ class Askers:
 
     # ---------------------------------------------------------------- inside
 
-    async def _play_one(self, rng: random.Random, ends_at_s: float) -> None:
-        while time.monotonic() < ends_at_s:
+    async def _play_one(self, rng: random.Random, ends_at_s: float, fewest_prompts: int) -> None:
+        num_asked = 0
+        while num_asked < fewest_prompts or time.monotonic() < ends_at_s:
             number = rng.randrange(len(self._pool))
             await self._checked(number, "clients together")
+            num_asked += 1
 
     async def _checked(self, number: int, when: str) -> Answer | None:
         prompt = self._pool[number]

@@ -25,6 +25,7 @@ from benchmarks.sglang.environment import PYTHON, ROOT, variables
 
 START_TIMEOUT_S = 240.0
 STOP_TIMEOUT_S = 20.0
+ANSWER_TIMEOUT_S = 60.0
 POLL_S = 0.2
 ADMIN_KEY = "soak"
 # Both of SGLang's own tiers together hold fewer pages than the prompts have.
@@ -137,7 +138,8 @@ class SoakServer:
 
     def counts(self) -> Counts:
         """Of the attached kvbm; httpx.HTTPError if it does not answer."""
-        response = httpx.get(f"http://{HOST}:{self._metrics_port}/metrics", trust_env=False)
+        url = f"http://{HOST}:{self._metrics_port}/metrics"
+        response = httpx.get(url, timeout=ANSWER_TIMEOUT_S, trust_env=False)
         text = response.raise_for_status().text
         sums, capacity = parse_metrics(text), CAPACITY.search(text)
         return Counts(

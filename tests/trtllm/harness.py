@@ -134,8 +134,8 @@ class Serving:
         self._to_poison.clear()
 
     def wait_ready(self) -> None:
-        """Until every rank can be given copies, and the leader knows it and the weights, if it asked what they
-        are; no iteration passes.
+        """Until every rank can be given copies, and the leader knows that, and knows the weights or does not
+        need to; no iteration passes.
         """
         deadline_s = time.monotonic() + PATIENCE_S
         while not self._is_ready():

@@ -278,6 +278,12 @@ def needs_memory_with_all_others(rank: int, kind: Kind, num_ranks_with_room: flo
         return leader.disabled_reason is None
 
 
+def _disk_blocks(serving: Serving) -> tuple[int, int]:
+    """What this rank's leader says: (capacity, resident)."""
+    tier = serving.leader.disk.tier
+    return serving.look(lambda: (tier.capacity_blocks, tier.resident_blocks))
+
+
 def has_its_own_folder(rank: int, kind: Kind, directory: str) -> list[str]:
     """A job: both tiers in one directory, twice; the folders of both lives."""
     folders = []
@@ -289,10 +295,9 @@ def has_its_own_folder(rank: int, kind: Kind, directory: str) -> list[str]:
     for life in range(2):
         with serve(rank, kind, host_blocks=30, env=env, model=f"{directory}/model") as serving:
             serving.may_fail = True  # blocks that find no room in so small a host
-            tier = serving.leader.disk.tier
-            serving.step_until(lambda: serving.look(lambda: tier.capacity_blocks == 200))
+            serving.step_until(lambda: _disk_blocks(serving)[0] == 200)
             folders.append(str(serving.executor.leader.part._disk._folder.path))
-            stored = serving.look(lambda: tier.resident_blocks)
+            stored = _disk_blocks(serving)[1]
             assert (stored > 0) == (life > 0), "what an earlier life has left is found again"
             prompts = [range(s, s + 60) for s in range(1000 * rank, 1000 * rank + 800, 100)]
             for prompt in prompts:

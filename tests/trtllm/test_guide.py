@@ -181,7 +181,7 @@ def test_metrics_are_served_by_the_leader(version: str) -> None:
         serving.ask(list(range(40)))
         serving.forget_device()
         serving.ask(list(range(40)))
-        serving.settle()  # the request goes on as soon as its rank has its blocks; the leader counts them later
+        serving.settle()  # its load is counted when the leader has heard of it, which may be after its end
         with urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as page:
             lines = dict(line.rsplit(" ", 1) for line in page.read().decode().splitlines() if line[0] != "#")
     guides = {
