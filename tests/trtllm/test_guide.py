@@ -197,6 +197,22 @@ def test_metrics_are_served_by_the_leader(version: str) -> None:
     assert {name: float(lines[name]) for name in guides} == guides
 
 
+def test_at_start_too_one_thread_at_a_time_takes_in_what_workers_say(version: str) -> None:
+    """The channel's thread does so by itself as long as the executor's loop does not call."""
+    was_locked: list[bool] = []
+    with serve(0, Kind(version, "v1", overlap=True)) as serving:
+        leader, catch_up = serving.leader, serving.leader.catch_up
+
+        def look_and_catch_up() -> None:
+            was_locked.append(serving.side.lock.locked())
+            catch_up()
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(leader, "catch_up", look_and_catch_up)
+            serving.executor.leader.wait_for_initialization()
+    assert was_locked == [True]
+
+
 def test_nobody_is_told_of_a_consolidator(version: str) -> None:
     consolidator = import_module("kvbm.trtllm_integration.consolidator_config")
     assert consolidator.should_enable_consolidator(GUIDES_CONFIG) is False
