@@ -232,16 +232,6 @@ class KvbmSettings(SettingFields):
             "lower it, or free memory or raise the container's limit",
         )
 
-    def device_tier_warning(self, host_bytes: int, device_bytes: int) -> str | None:
-        """A line to log if the host tier is smaller than the device cache (over all ranks), else None."""
-        if host_bytes >= device_bytes:
-            return None
-        return (
-            f"kvbm: the host tier ({_gb(host_bytes)}) is smaller than the device KV cache "
-            f"({_gb(device_bytes)}), so blocks will be evicted before they are reused; "
-            f"set {_CPU_GB} to {device_bytes / _BYTES_PER_GB:.1f} or more"
-        )
-
 
 def listed(adapters: Sequence[Adapter]) -> str:
     """Their names in a sentence."""

@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvbm_core.errors import LayoutError
-from kvbm_core.layout.formats import FullyContiguous, LayerSeparate
 from kvbm_core.layout.tensors import TensorInfo, view_of_tensors
 from kvbm_core.layout.view import BlockView, Segment, pair_segments
 
@@ -145,31 +144,45 @@ def content(view: BlockView, storages: list[np.ndarray], block: int) -> bytes:
     return bytes(int(storages[s][offset]) for s, offset in view_block_bytes(view, block))
 
 
+NUM_LAYERS = 3
+REGION_BYTES = 16  # K or V of one layer of one block: 4 tokens x 2 elements x 2 bytes
+
+
+def in_one_piece(num_blocks: int, gap_bytes: int) -> tuple[BlockView, list[int]]:
+    """``[block, layer, outer, page]`` in one storage, with a gap after each block."""
+    stride = 2 * NUM_LAYERS * REGION_BYTES + gap_bytes
+    starts = range(0, 2 * NUM_LAYERS * REGION_BYTES, REGION_BYTES)
+    view = BlockView(num_blocks, tuple(Segment(0, start, stride, REGION_BYTES) for start in starts))
+    return view, [num_blocks * stride]
+
+
+def a_storage_per_layer(num_blocks: int, gap_bytes: int, *, outer_first: bool) -> tuple[BlockView, list[int]]:
+    """``[outer, block, page]`` or ``[block, outer, page]`` in each layer's storage, gaps between blocks."""
+    stride = (REGION_BYTES if outer_first else 2 * REGION_BYTES) + gap_bytes
+    value = num_blocks * stride if outer_first else REGION_BYTES  # from K to V of the same block
+    segments = [
+        Segment(layer, outer * value, stride, REGION_BYTES) for layer in range(NUM_LAYERS) for outer in (0, 1)
+    ]
+    return BlockView(num_blocks, tuple(segments)), [value + num_blocks * stride] * NUM_LAYERS
+
+
 @st.composite
 def views(draw: st.DrawFn) -> tuple[str, BlockView, list[int]]:
-    """All layouts of blocks of 3 layers x 2 x (4 tokens x 2 elements x 2 bytes) = 96 bytes."""
-    dims = {
-        "num_blocks": draw(st.integers(3, 5)),
-        "num_layers": 3,
-        "outer_dim": 2,
-        "page_size_tokens": 4,
-        "inner_dim": 2,
-        "alignment_bytes": draw(st.sampled_from([1, 32, 64])),
-    }
+    """All layouts of blocks of 3 layers x 2 x 16 bytes = 96 bytes."""
+    num_blocks = draw(st.integers(3, 5))
+    gap_bytes = draw(st.sampled_from([0, 16, 48]))
     kind = draw(st.sampled_from(["full", "outer", "block", "packed", "permuted"]))
     if kind == "full":
-        full = FullyContiguous(**dims)
-        return kind, full.view(), [full.total_bytes]
+        return kind, *in_one_piece(num_blocks, gap_bytes)
     if kind in ("outer", "block"):
-        separate = LayerSeparate(**dims, outer_contiguous=kind == "outer")
-        return kind, separate.view(), [separate.total_bytes] * 3
-    axes = [3, dims["num_blocks"], 2, 4, 2]
+        return kind, *a_storage_per_layer(num_blocks, gap_bytes, outer_first=kind == "outer")
+    axes = [NUM_LAYERS, num_blocks, 2, 4, 2]
     order = draw(st.permutations(range(5))) if kind == "permuted" else [1, 0, 2, 3, 4]
     strides = {axis: math.prod(axes[other] for other in order[i + 1 :]) for i, axis in enumerate(order)}
     total = 2 * math.prod(axes)
     shape, steps = tuple(axes[1:]), tuple(strides[axis] for axis in range(1, 5))
     infos = [TensorInfo(f"{i}", shape, steps, 2, "f", 0, 2 * i * strides[0], total) for i in range(3)]
-    return kind, view_of_tensors(infos, dims["num_blocks"], logical_order=True), [total]
+    return kind, view_of_tensors(infos, num_blocks, logical_order=True), [total]
 
 
 @given(views(), views(), st.data())

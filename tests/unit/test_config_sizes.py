@@ -103,14 +103,6 @@ def test_memory_check_names_what_to_change() -> None:
         KvbmSettings.from_env({"cpu_cache_gb": 20, "cpu_cache_override_num_blocks": 5}).check_memory(2, 1)
 
 
-def test_device_tier_warning() -> None:
-    settings = KvbmSettings.from_env({"cpu_cache_gb": 20})
-    assert settings.device_tier_warning(10**9, 10**9) is None
-    warning = settings.device_tier_warning(10**9, 4 * 10**9)
-    assert warning is not None
-    assert "set DYN_KVBM_CPU_CACHE_GB to 4.0 or more" in warning
-
-
 @given(st.decimals("0.000001", "1000000", places=6), st.integers(1, 10**10))
 def test_slots_are_exact(gb: object, block_bytes: int) -> None:
     exact = int(Fraction(str(gb)) * 10**9) // block_bytes

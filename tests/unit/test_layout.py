@@ -1,4 +1,4 @@
-"""Where the bytes of a block are: formats, tensors as engines make them, and refusals."""
+"""Where the bytes of a block are: tensors as engines make them, and refusals."""
 
 from __future__ import annotations
 
@@ -10,13 +10,10 @@ import pytest
 
 from kvbm_core.errors import LayoutError
 from kvbm_core.layout.fingerprint import LayoutIdentity
-from kvbm_core.layout.formats import FullyContiguous, LayerSeparate
-from kvbm_core.layout.heads import kv_heads_of_rank
 from kvbm_core.layout.tensors import MAX_SEGMENTS_PER_TENSOR, TensorInfo, memory_order, view_of_tensors
 from kvbm_core.layout.view import BlockView, Segment, pair_segments
 
 TOO_MANY = MAX_SEGMENTS_PER_TENSOR + 1
-DIMS = {"num_blocks": 5, "num_layers": 3, "outer_dim": 2, "page_size_tokens": 4, "inner_dim": 6}
 
 
 def info(shape: tuple[int, ...], strides: tuple[int, ...] | None = None, **changes: Any) -> TensorInfo:
@@ -32,58 +29,6 @@ def _product(sizes: tuple[int, ...]) -> int:
     for size in sizes:
         result *= size
     return result
-
-
-def test_fully_contiguous_strides_and_totals() -> None:
-    layout = FullyContiguous(**DIMS)
-    assert layout.region_bytes == 48
-    assert (layout.block_stride_bytes, layout.total_bytes, layout.allocation_bytes) == (288, 1440, 1440)
-    view = layout.view()
-    assert view.regions(2)[:3] == [(0, 576, 48), (0, 624, 48), (0, 672, 48)]
-    assert view.coalesced().segments == (Segment(0, 0, 288, 288),)
-    view.check([1440])
-
-
-def test_alignment_pads_blocks_but_not_the_last_one() -> None:
-    layout = FullyContiguous(**DIMS, alignment_bytes=256)
-    assert layout.block_stride_bytes == 512
-    assert layout.total_bytes == 4 * 512 + 288
-    assert layout.allocation_bytes == layout.total_bytes + 255
-    layout.view(base_offset_bytes=17).check([layout.total_bytes + 17])
-    with pytest.raises(LayoutError, match="ends at byte"):
-        layout.view(base_offset_bytes=17).check([layout.total_bytes + 16])
-
-
-@pytest.mark.parametrize(
-    ("outer_contiguous", "block_stride", "outer_stride", "total"),
-    [(True, 64, 320, 640), (False, 128, 48, 640)],
-)
-def test_layer_separate(outer_contiguous: bool, block_stride: int, outer_stride: int, total: int) -> None:
-    layout = LayerSeparate(**DIMS, outer_contiguous=outer_contiguous, alignment_bytes=64)
-    assert (layout.block_stride_bytes, layout.outer_stride_bytes) == (block_stride, outer_stride)
-    assert layout.total_bytes == total
-    view = layout.view()
-    assert view.regions(1)[:3] == [
-        (0, block_stride, 48),
-        (0, block_stride + outer_stride, 48),
-        (1, block_stride, 48),
-    ]
-    view.check([total] * 3)
-
-
-def test_mla_has_one_outer() -> None:
-    layout = LayerSeparate(**DIMS | {"outer_dim": 1}, outer_contiguous=False)
-    assert layout.view().block_bytes == 3 * 48
-    assert layout.total_bytes == 5 * 48
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [{"num_blocks": 0}, {"outer_dim": 3}, {"inner_dim": 0}, {"alignment_bytes": 3}, {"num_layers": -1}],
-)
-def test_impossible_dimensions_are_refused(wrong: dict[str, int]) -> None:
-    with pytest.raises(LayoutError):
-        FullyContiguous(**DIMS | wrong)
 
 
 @pytest.mark.parametrize(
@@ -218,14 +163,6 @@ def test_pairs_are_cut_at_the_boundaries_of_both_sides() -> None:
         (Segment(0, 3, 6, 3), Segment(0, 4, 20, 3)),
         (Segment(1, 0, 4, 4), Segment(0, 7, 20, 4)),
     )
-
-
-def test_heads_of_ranks() -> None:
-    assert [list(kv_heads_of_rank(8, 2, rank)) for rank in (0, 1)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    assert [list(kv_heads_of_rank(2, 8, rank)) for rank in range(8)] == [[0]] * 4 + [[1]] * 4
-    for heads, size, rank in ((6, 4, 0), (4, 6, 0), (0, 1, 0), (8, 2, 2), (8, 2, -1)):
-        with pytest.raises(LayoutError):
-            kv_heads_of_rank(heads, size, rank)
 
 
 IDENTITY = LayoutIdentity(
