@@ -16,7 +16,7 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolTransferRes
 from kvbm_core.config import Adapter, KvbmSettings
 from kvbm_core.errors import ConfigError
 from kvbm_core.identity.weights import WEIGHTS_WAIT_S
-from kvbm_core.observe.guard import GuardState, guarded
+from kvbm_core.observe.guard import GuardState, guarded, seams_of
 from kvbm_core.observe.metrics import Metrics
 from kvbm_core.runtime.assembly import announce, metrics_server
 from kvbm_sglang.hits import leading, lengths_with_all, lengths_with_tail, pages_of_groups
@@ -65,7 +65,7 @@ class KvbmHiCache(HiCacheStorage):
             {name: value for name, value in config.items() if name not in _NOT_OURS}
         )
         announce(settings, Adapter.HICACHE)
-        metrics = Metrics(settings.cache_stats_max_requests)
+        metrics = Metrics(settings.cache_stats_max_requests, seams=seams_of(type(self)))
         self.guard_state = GuardState(metrics)
         is_asked = getattr(storage_config, "enable_storage_metrics", False)
         self._storage_metrics = find_storage_metrics() if is_asked else None

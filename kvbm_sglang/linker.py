@@ -18,7 +18,7 @@ from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCache
 from kvbm_core.config import Adapter, KvbmSettings
 from kvbm_core.errors import LayoutError
 from kvbm_core.observe.guard import GuardState, guarded
-from kvbm_core.observe.labels import FailureKind, Seam
+from kvbm_core.observe.labels import FailureKind
 from kvbm_core.runtime.assembly import announce, metrics_of, metrics_server
 from kvbm_sglang.device_pool import DevicePages
 from kvbm_sglang.engine_settings import code_of, describe_engine, effective
@@ -71,7 +71,7 @@ class KvbmLinker(UnifiedCacheLinker):
         self.pools: dict[Any, object] = {}  # SGLang looks for a windows' pool in it
         settings = KvbmSettings.from_env(extra_config)
         announce(settings, Adapter.LINKER)
-        self.guard_state = GuardState(metrics_of(settings))
+        self.guard_state = GuardState(metrics_of(settings, type(self)))
         ranks = _ranks_of(params, server_args)
         pool = params.token_to_kv_pool_allocator.get_kvcache()
         pages = self._pages_of(pool, server_args, params, components)
@@ -91,7 +91,7 @@ class KvbmLinker(UnifiedCacheLinker):
         self.layer_done_counter = self._parts.counter
         self._server = metrics_server(settings, self.guard_state.metrics, ranks.number)
 
-    @guarded(Seam.REGISTER_KV_CACHES, _no_pages)
+    @guarded("register_kv_caches", _no_pages)
     def _pages_of(self, pool: Any, server_args: Any, params: Any, components: set[Any]) -> DevicePages | None:
         """None, with a line in the log, for what is not known; nothing is cached then."""
         try:
@@ -106,12 +106,12 @@ class KvbmLinker(UnifiedCacheLinker):
 
     # ---------------------------------------------------------------- the way up
 
-    @guarded(Seam.BATCH_EXISTS, _no_hit)
+    @guarded("batch_exists", _no_hit)
     def lookup(self, rid: str, transfers: list[PoolTransfer]) -> list[int]:
         kv = _only_kv(transfers)
         return [] if kv is None else self._parts.lookup(rid, list(kv.keys or []))
 
-    @guarded(Seam.START_LOAD_KV, lambda self, rid, transfers: self._fail_load(rid))
+    @guarded("start_load_kv", lambda self, rid, transfers: self._fail_load(rid))
     def load(self, rid: str, transfers: list[PoolTransfer]) -> bool:
         kv = _only_kv(transfers)
         if kv is None:
@@ -123,15 +123,15 @@ class KvbmLinker(UnifiedCacheLinker):
         self._parts.fail_load(rid)
         return True
 
-    @guarded(Seam.START_LOAD_KV, lambda self: -1)
+    @guarded("start_load_kv", lambda self: -1)
     def start_layer_wise_loading(self) -> int:
         return self._parts.start(self._when_current_stream_is_through())
 
-    @guarded(Seam.WAIT_FOR_LAYER_LOAD, lambda self, counter_index: False)
+    @guarded("wait_for_layer_load", lambda self, counter_index: False)
     def finish_layer_wise_loading(self, counter_index: int) -> bool:
         return self._parts.finish(counter_index)
 
-    @guarded(Seam.OTHER, lambda self, rid: False)
+    @guarded("cancel_queued_load", lambda self, rid: False)
     def cancel_queued_load(self, rid: str) -> bool:
         return self._parts.cancel(rid)
 
@@ -140,7 +140,7 @@ class KvbmLinker(UnifiedCacheLinker):
     def offload(self, transfers: list[PoolTransfer], session_id: str | None = None, **more: Any) -> bool:
         return self._offload(transfers)
 
-    @guarded(Seam.BATCH_SET, _no_store)
+    @guarded("batch_set", _no_store)
     def _offload(self, transfers: list[PoolTransfer]) -> bool:
         kv = _only_kv(transfers)
         if kv is None:
@@ -153,24 +153,24 @@ class KvbmLinker(UnifiedCacheLinker):
         self._parts.fail_store()
         return True
 
-    @guarded(Seam.GET_FINISHED, lambda self: 0)
+    @guarded("get_finished", lambda self: 0)
     def num_completed_offloads(self) -> int:
         return self._parts.num_ended_stores()
 
-    @guarded(Seam.GET_FINISHED, lambda self: False)
+    @guarded("get_finished", lambda self: False)
     def pop_completed_offload(self) -> bool:
         return self._parts.take_ended_store()
 
     # ---------------------------------------------------------------- ends
 
-    @guarded(Seam.RESET_CACHE, lambda self: None)
+    @guarded("reset_cache", lambda self: None)
     def reset(self) -> None:
         self._parts.quiesce()
         if _is_called_by(_AFTER_NEW_WEIGHTS):
             log.warning("kvbm: the weights are others now; what was cached before is not used any more")
             self._parts.begin_anew()
 
-    @guarded(Seam.SHUTDOWN, lambda self: None)
+    @guarded("shutdown", lambda self: None)
     def close(self) -> None:
         if self._server is not None:
             self._server.close()

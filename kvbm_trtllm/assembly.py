@@ -11,7 +11,6 @@ from kvbm_core.identity.roots import Roots
 from kvbm_core.identity.weights import WEIGHTS_WAIT_S
 from kvbm_core.observe.guard import GuardState
 from kvbm_core.observe.log import CacheStatsLog, setup_logging
-from kvbm_core.observe.metrics import Metrics
 from kvbm_core.observe.readiness import Readiness
 from kvbm_core.policy.lru import LruPolicy
 from kvbm_core.runtime.assembly import (
@@ -79,7 +78,7 @@ class LeaderPart:
         self._clock = SystemClock()
         self._world_size = world_size_of(llm_args)
         self._weights = weights_identity(llm_args)
-        self.metrics = metrics_of(settings)
+        self.metrics = metrics_of(settings, SchedulerSide)
         model = str(getattr(llm_args, "model", ""))
         self._disk = LeaderDisk(settings, self._world_size, self._clock, model)
         size_tier = partial(checked_host_slots, settings, share_here=share_here_of(llm_args))
@@ -201,7 +200,7 @@ def build_worker_side(llm_args: Any, *, waits_at_register: bool) -> WorkerSide:
         block_tokens_of(llm_args),
         lambda: meeting.leader if meeting is not None else None,
         replicates=replicates,
-        guard_state=GuardState(Metrics()),
+        guard_state=GuardState(metrics_of(settings, WorkerSide)),
         waits_at_register=waits_at_register,
         find_index_cache=lambda is_latent: index_cache_of(llm_args, is_latent=is_latent),
     )

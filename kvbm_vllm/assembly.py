@@ -13,7 +13,6 @@ from kvbm_core.identity.roots import Roots
 from kvbm_core.identity.weights import WEIGHTS_WAIT_S
 from kvbm_core.observe.guard import GuardState
 from kvbm_core.observe.log import CacheStatsLog, setup_logging
-from kvbm_core.observe.metrics import Metrics
 from kvbm_core.observe.server import MetricsServer
 from kvbm_core.policy.lru import LruPolicy
 from kvbm_core.runtime.assembly import (
@@ -96,7 +95,7 @@ def build_scheduler_side(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
     is_replicated = _tell_if_replicated(vllm_config, kv_cache_config, settings)
     _check_memory(settings, kv_cache_config, 1 if is_replicated else world_size)
     _set_failure_policy(vllm_config, settings)
-    metrics, clock = metrics_of(settings), SystemClock()
+    metrics, clock = metrics_of(settings, SchedulerSide), SystemClock()
     events = _event_feed(vllm_config, settings, groups, capabilities)
     tier = BlockTier(Tier.HOST, LruPolicy(), clock, on_evict=events.on_evict)
     disk = LeaderDisk(settings, world_size, clock, str(vllm_config.model_config.model))
@@ -147,7 +146,7 @@ def build_worker_side(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -
         worker,
         kv_cache_config,
         (0, 1) if is_replicated else (rank, world_size),
-        GuardState(Metrics()),
+        GuardState(metrics_of(settings, WorkerSide)),
         submits_without_save=not probe().wait_for_save_always,
     )
 

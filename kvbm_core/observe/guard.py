@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Concatenate, Final, ParamSpec, Protocol, TypeVar
 
 from kvbm_core.errors import StuckCopyError
-from kvbm_core.observe.labels import Seam
 from kvbm_core.observe.log import RateLimitedLogger, get_logger
 from kvbm_core.observe.metrics import Metrics
 
@@ -40,6 +39,7 @@ class _Raise:
 
 
 RAISE: Final = _Raise()
+_SEAM = "kvbm_seam"  # the attribute of a guarded method that has its name
 
 
 def guarded(
@@ -52,9 +52,8 @@ def guarded(
     If the fallback fails too, ``last_resort`` is returned (share nothing mutable through it); without one,
     its error goes on to the engine. StuckCopyError, KeyboardInterrupt, SystemExit and other BaseExceptions
     always pass.
-    ``seam`` must be a value of Seam, else ValueError when decorating.
+    ``seam`` names the hook in the log and in ``kvbm_guarded_errors_total``; see ``seams_of``.
     """
-    place = Seam(seam)
 
     def decorate(method: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
         @functools.wraps(method)
@@ -64,7 +63,7 @@ def guarded(
             except StuckCopyError:
                 raise
             except Exception as error:
-                _note(self, place, error)
+                _note(self, seam, error)
             try:
                 return fallback(self, *args, **kwargs)
             except StuckCopyError:
@@ -72,15 +71,27 @@ def guarded(
             except Exception as error:
                 if isinstance(last_resort, _Raise):
                     raise
-                _note(self, place, error)
+                _note(self, seam, error)
                 return last_resort
 
+        setattr(call, _SEAM, seam)
         return call
 
     return decorate
 
 
-def _note(owner: Guarded, seam: Seam, error: Exception) -> None:
+def seams_of(*classes: type) -> tuple[str, ...]:
+    """The names of all guarded methods of ``classes``: what Metrics counts their errors under."""
+    found = (
+        getattr(method, _SEAM, None)
+        for of in classes
+        for base in of.__mro__
+        for method in vars(base).values()
+    )
+    return tuple(dict.fromkeys(seam for seam in found if seam is not None))
+
+
+def _note(owner: Guarded, seam: str, error: Exception) -> None:
     """Counts and logs; must not fail even if ``owner`` is half built."""
     try:
         state = owner.guard_state

@@ -13,7 +13,7 @@ from prometheus_client import generate_latest
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from kvbm_core.observe.labels import FAILURE_KINDS, DropReason, Seam, UncachedReason
+from kvbm_core.observe.labels import FAILURE_KINDS, DropReason, UncachedReason
 from kvbm_core.types import Direction, Tier
 
 _OTHER = "other"
@@ -71,6 +71,7 @@ def _counter(name: str, doc: str, label: str = "", values: Iterable[str] = ()) -
 
 
 _AUDITS = ("equal", "wrong", "not_compared", _OTHER)
+_GUARDED = "kvbm_guarded_errors_total"
 
 # KVBM's names first, as its dashboards query them; then ours.
 _SPECS = (
@@ -95,7 +96,7 @@ _SPECS = (
     _counter("kvbm_evicted_blocks_total", "Blocks evicted to make room", "tier", _TIERS),
     _counter("kvbm_dropped_blocks_total", "Full blocks that were not kept", "reason", DropReason),
     _counter("kvbm_failures_total", "Failures outside kvbm's control, by kind", "kind", FAILURE_KINDS),
-    _counter("kvbm_guarded_errors_total", "Errors of kvbm kept from the engine, by seam", "seam", Seam),
+    _counter(_GUARDED, "Errors of kvbm kept from the engine, by seam", "seam", (_OTHER,)),
     _counter("kvbm_uncached_requests_total", "Requests served without the cache", "reason", UncachedReason),
     _counter("kvbm_audited_blocks_total", "Blocks computed again to be compared", "result", _AUDITS),
     _Spec("kvbm_pending_jobs", "gauge", "Transfers submitted and not yet acknowledged by every worker"),
@@ -157,18 +158,22 @@ _NO_HITS = HitWindow(0, 0, 0)
 class Metrics(Collector):
     """
     Counters, gauges and the hit window. ``has_host_tier`` False: blocks only pass host memory on their way to
-    the disk, and are counted as if they went straight. Bytes are counted as they go.
+    the disk, and are counted as if they went straight. Bytes are counted as they go. ``seams``: the hooks of
+    the engine whose guarded errors have a series each.
 
     Every method may be called from any thread, takes one short lock, and does not raise: amounts of 0 or less
     count nothing, an unknown reason, kind or seam counts as "other".
     """
 
-    def __init__(self, window_requests: int = 1000, *, has_host_tier: bool = True) -> None:
+    def __init__(
+        self, window_requests: int = 1000, *, has_host_tier: bool = True, seams: Iterable[str] = ()
+    ) -> None:
         self.has_host_tier = has_host_tier
         self._lock = threading.Lock()
         self._values: dict[str, dict[tuple[str, ...], float]] = {
             spec.name: dict.fromkeys(spec.series, 0.0) for spec in _SPECS
         }
+        self._values[_GUARDED] = {**{(seam,): 0.0 for seam in seams}, (_OTHER,): 0.0}
         self._tiers: dict[str, tuple[int, int]] = {name: (0, 0) for name in _TIERS}
         self._transfer_seconds = _Seconds(
             "kvbm_transfer_seconds",
@@ -280,8 +285,8 @@ class Metrics(Collector):
         self._add("kvbm_failures_total", n, kind)
 
     def guarded_error(self, seam: str) -> None:
-        """A guard kept an error from the engine; ``seam`` is a Seam."""
-        self._add("kvbm_guarded_errors_total", 1, seam)
+        """A guard kept an error from the engine; ``seam``: the hook that it called."""
+        self._add(_GUARDED, 1, seam)
 
     def audited_blocks(self, result: str, n_blocks: int) -> None:
         """Blocks of one audit; ``result``: equal, wrong or not_compared."""

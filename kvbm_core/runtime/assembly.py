@@ -10,6 +10,7 @@ from pathlib import Path
 
 from kvbm_core.clock import Clock
 from kvbm_core.config import Adapter, KvbmSettings
+from kvbm_core.observe.guard import seams_of
 from kvbm_core.observe.labels import FailureKind
 from kvbm_core.observe.log import setup_logging
 from kvbm_core.observe.metrics import Metrics
@@ -183,9 +184,16 @@ def announce(settings: KvbmSettings, adapter: Adapter) -> None:
         log.warning("%s", warning)
 
 
-def metrics_of(settings: KvbmSettings) -> Metrics:
-    """The numbers of one engine, or of one of its ranks where each has tiers of its own."""
-    return Metrics(settings.cache_stats_max_requests, has_host_tier=settings.has_host_tier)
+def metrics_of(settings: KvbmSettings, *guarded_classes: type) -> Metrics:
+    """The numbers of one engine, or of one of its ranks where each has tiers of its own.
+
+    ``guarded_classes``: those whose methods the engine calls; see ``guard.seams_of``.
+    """
+    return Metrics(
+        settings.cache_stats_max_requests,
+        has_host_tier=settings.has_host_tier,
+        seams=seams_of(*guarded_classes),
+    )
 
 
 def metrics_server(

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvbm_core.observe import server as server_module
-from kvbm_core.observe.labels import FAILURE_KINDS, DropReason, FailureKind, Seam, UncachedReason
+from kvbm_core.observe.labels import FAILURE_KINDS, DropReason, FailureKind, UncachedReason
 from kvbm_core.observe.metrics import Metrics, series
 from kvbm_core.observe.readiness import Readiness
 from kvbm_core.observe.server import CONTENT_TYPE, MAX_CONNECTIONS, MetricsServer
@@ -196,16 +196,16 @@ def test_pairs_that_kvbm_has_no_name_for() -> None:
 
 
 def test_labels_as_enum_or_text() -> None:
-    metrics = Metrics()
+    metrics = Metrics(seams=("get_finished",))
     metrics.bytes_moved(Direction.ONBOARD, 4096)
     metrics.tier_transfer(Tier.DISK, Tier.HOST, 512, 0.25)
     metrics.tier_transfer(Tier.DISK, Tier.DEVICE, 512, 0.25)  # no such way: all bytes pass host memory
     metrics.evicted(Tier.HOST, 2)
     metrics.dropped(DropReason.NO_SPACE)
     metrics.dropped("no_space", 4)
-    metrics.failure(FailureKind.CHANNEL)
+    metrics.failure(FailureKind.WORKER_LOST)
     metrics.failure("onboard_corrupt")
-    metrics.guarded_error(Seam.GET_FINISHED)
+    metrics.guarded_error("get_finished")
     metrics.uncached_request(UncachedReason.PROMPT_EMBEDS)
     metrics.set_pending_jobs(3)
     metrics.set_live_leases(5)
@@ -220,7 +220,7 @@ def test_labels_as_enum_or_text() -> None:
         'kvbm_tier_transfer_seconds_count{from="disk",to="host"}': 1,
         'kvbm_evicted_blocks_total{tier="host"}': 2,
         'kvbm_dropped_blocks_total{reason="no_space"}': 5,
-        'kvbm_failures_total{kind="channel"}': 1,
+        'kvbm_failures_total{kind="worker_lost"}': 1,
         'kvbm_failures_total{kind="onboard_corrupt"}': 1,
         'kvbm_guarded_errors_total{seam="get_finished"}': 1,
         'kvbm_uncached_requests_total{reason="prompt_embeds"}': 1,

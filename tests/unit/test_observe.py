@@ -11,7 +11,7 @@ import pytest
 
 from kvbm_core.clock import ManualClock
 from kvbm_core.errors import StuckCopyError
-from kvbm_core.observe.guard import GuardState, guarded
+from kvbm_core.observe.guard import GuardState, guarded, seams_of
 from kvbm_core.observe.log import CacheStatsLog, RateLimitedLogger, get_logger, level_of
 from kvbm_core.observe.metrics import Metrics
 
@@ -22,7 +22,7 @@ class Connector:
     """Something with guarded methods."""
 
     def __init__(self) -> None:
-        self.guard_state = GuardState()
+        self.guard_state = GuardState(Metrics(seams=seams_of(Connector)))
 
     @guarded("get_finished", lambda self, error, more=0: -1 - more)
     def call(self, error: BaseException | None, more: int = 0) -> int:
@@ -91,9 +91,29 @@ def test_a_half_built_object_is_guarded_too(caplog: pytest.LogCaptureFixture) ->
     assert "boom" in caplog.records[0].getMessage()
 
 
-def test_a_seam_must_be_known() -> None:
-    with pytest.raises(ValueError, match="no_such_seam"):
-        guarded("no_such_seam", lambda self: None)
+class Renamed(Connector):
+    """A connector with one more hook, which is guarded under another name than its own."""
+
+    @guarded("start_load", lambda self: None)
+    def start_layer_wise_load(self) -> None:
+        """Its own words."""
+
+    def not_guarded(self) -> None:
+        """Its own words."""
+
+
+def test_all_guarded_hooks_of_a_class_and_its_bases_are_known_once() -> None:
+    assert seams_of(Connector) == ("get_finished",)
+    assert seams_of(Renamed, Connector) == ("start_load", "get_finished")
+
+
+def test_a_guard_that_the_numbers_were_not_told_of_is_counted_as_other() -> None:
+    connector = Connector()
+    connector.guard_state = GuardState(Metrics(seams=("start_load",)))
+    assert connector.call(RuntimeError("boom")) == -1
+    counted = connector.guard_state.metrics.snapshot()
+    assert counted['kvbm_guarded_errors_total{seam="other"}'] == 1
+    assert counted['kvbm_guarded_errors_total{seam="start_load"}'] == 0
 
 
 # ---------------------------------------------------------------- log lines
