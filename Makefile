@@ -10,11 +10,13 @@ BIN := $(VENV)/bin
 SETUP_FLAGS ?=
 # A worker that dies ends the run, as it does without workers; pytest-xdist would run what killed it again.
 SIDE_BY_SIDE := --numprocesses=2 --dist=loadfile --no-loadscope-reorder --max-worker-restart=0
+PYTEST = KVBM_CONTRACT_SOURCES=$(CONTRACT) KVBM_SGLANG_PYTHON=$(abspath $(SGLANG_VENV))/bin/python \
+	KVBM_DYNAMO_PYTHON=$(abspath $(DYNAMO_VENV))/bin/python $(BIN)/python -m pytest $(SIDE_BY_SIDE)
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
 ONLY ?=
 
-.PHONY: help setup setup-sglang setup-dynamo demo contract checked test lint typecheck bench bench-full clean
+.PHONY: help setup setup-sglang setup-dynamo demo contract checked test nightly lint typecheck bench bench-full clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -38,10 +40,13 @@ contract: setup # interfaces of the other supported vLLM and SGLang versions, fo
 
 checked: contract lint typecheck setup-sglang setup-dynamo # what comes before the tests; much of it can be done side by side
 
-test: ## everything: lint, types, fast tests, then vLLM's own classes, then real engines
+test: ## everything but nightly: lint, types, fast tests, then vLLM's own classes, then real engines
 	@$(MAKE) --no-print-directory --jobs=2 checked
-	@KVBM_CONTRACT_SOURCES=$(CONTRACT) KVBM_SGLANG_PYTHON=$(abspath $(SGLANG_VENV))/bin/python \
-		KVBM_DYNAMO_PYTHON=$(abspath $(DYNAMO_VENV))/bin/python $(BIN)/python -m pytest $(SIDE_BY_SIDE) $(PYTEST_ARGS)
+	@$(PYTEST) $(PYTEST_ARGS)
+
+nightly: ## what test leaves out: slow, and rarely fails (CONTRIBUTING.md has the list)
+	@$(MAKE) --no-print-directory --jobs=2 checked
+	@$(PYTEST) --nightly $(PYTEST_ARGS)
 
 lint: setup ## ruff, rules and format
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check --quiet . || { echo 'ruff found something: see above, or run $(BIN)/ruff format' >&2; exit 1; }

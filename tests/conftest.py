@@ -31,6 +31,7 @@ RUN_ORDER = {
     "sglang": 4,
 }  # e2e has the longest file, which at the end would be alone
 SHARED_NOT_RUN = "kvbm_not_run"  # a worker's NOT_RUN_KEY, on its way to the process that started it
+NIGHTLY = "nightly"  # the marker of tests that `make test` leaves out, and their key in NOT_RUN_KEY
 TOLD = "told"  # the property of a test that `tell` adds to
 SGLANG_PYTHON = Path(os.environ.get("KVBM_SGLANG_PYTHON") or TESTS.parent / ".venv-sglang" / "bin" / "python")
 DYNAMO_PYTHON = Path(os.environ.get("KVBM_DYNAMO_PYTHON") or TESTS.parent / ".venv-dynamo" / "bin" / "python")
@@ -52,6 +53,11 @@ def missing_engines() -> set[str]:
         "Dynamo": DYNAMO_PYTHON.exists(),
     }
     return {engine for engine, found in is_there.items() if not found}
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """What `make nightly` says."""
+    parser.addoption("--nightly", action="store_true", help="run the tests marked nightly, and no others")
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -123,6 +129,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason=f"{engine} is not installed"))
             counts = config.stash[NOT_RUN_KEY]
             counts[engine, "marked tests"] = counts.get((engine, "marked tests"), 0) + 1
+    _leave_out(config, items)
+
+
+def _leave_out(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Nightly tests, which are counted; with --nightly all others."""
+    nightly = [item for item in items if item.get_closest_marker(NIGHTLY)]
+    others = [item for item in items if not item.get_closest_marker(NIGHTLY)]
+    for item in nightly:
+        marker = item.get_closest_marker(NIGHTLY)
+        assert marker is not None and marker.args, f"{item.nodeid}: say why it is nightly"
+    wanted = config.getoption("nightly")
+    if not wanted and nightly:
+        config.stash[NOT_RUN_KEY][NIGHTLY, "tests"] = len(nightly)
+    items[:], left = (nightly, others) if wanted else (others, nightly)
+    config.hook.pytest_deselected(items=left)
 
 
 def _rank(item: pytest.Item) -> int:
@@ -143,7 +164,10 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         what = ", ".join(
             f"{label}: {count}" for (of, label), count in sorted(not_run.items()) if of == engine
         )
-        line = f"NOT RUN ({what}): {engine} is not installed; make test installs it"
+        why = f"{engine} is not installed; make test installs it"
+        if engine == NIGHTLY:
+            why = "nightly, as CONTRIBUTING.md says; make nightly runs them"
+        line = f"NOT RUN ({what}): {why}"
         terminalreporter.write_line(line, yellow=True, bold=True)
 
 

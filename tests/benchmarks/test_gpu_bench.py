@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from benchmarks.gpu import report, stages
-from benchmarks.gpu.__main__ import STAGES, load_stage, main
+from benchmarks.gpu.__main__ import load_stage, main
 from benchmarks.gpu.rows import Cell, Goal, Result, Row
 from benchmarks.gpu.stages import Options, complete, run_here
 
@@ -90,6 +90,7 @@ def test_a_stage_that_hangs_or_dies_is_a_reason_and_nothing_of_it_runs_on() -> N
     assert isinstance(row, Row) and row.verdict == "failed: ended by signal 6"
 
 
+@pytest.mark.nightly("the benchmark for GPUs, tried dry: 40 s, changes with benchmarks/gpu alone")
 @needs_torch
 def test_a_dry_run_brings_out_every_row(tmp_path: Path) -> None:
     assert main(["--dry-run", "--output", str(tmp_path), "--only", "checks,copies,pinned,ways,layers"]) == 0
@@ -217,54 +218,6 @@ def test_servers_are_compared_and_one_that_fails_spoils_only_its_rows(
 
 
 @needs_httpx
-def test_in_a_dry_run_a_peer_that_needs_a_gpu_is_stood_in_for(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    from benchmarks.gpu import serving
-    from benchmarks.server import ServerError
-
-    measured: list[str] = []
-
-    def measure(side: str, *arguments: Any) -> str:
-        measured.append(side)
-        if side == serving.OFFLOADING:
-            raise ServerError("vllm serve ended: CPU Offloading is currently only supported on CUDA-alike")
-        return side
-
-    monkeypatch.setattr(serving, "_measure", measure)
-    rest: Any = (None, None, 0)
-    assert (
-        serving._measure_or_stand_in(serving.OFFLOADING, *rest, Options(tmp_path, is_dry=True))
-        == serving.NONE
-    )
-    assert measured == [serving.OFFLOADING, serving.NONE]
-    with pytest.raises(ServerError):
-        serving._measure_or_stand_in(serving.OFFLOADING, *rest, Options(tmp_path))
-
-
-@needs_httpx
-def test_the_servers_differ_by_their_connector_alone(tmp_path: Path) -> None:
-    from benchmarks.gpu import serving
-
-    options = Options(tmp_path)
-    load = serving.load_of(options, 44 * 10**9)
-    assert load.users == 16 and load.users * load.final_tokens > 3 * serving.DEVICE_TOKENS
-    assert load.users * load.final_tokens * serving.KV_BYTES_PER_TOKEN < 44e9
-    assert serving.load_of(options, 20 * 10**9).users < 16
-    with pytest.raises(MemoryError):
-        serving.load_of(options, 12 * 10**9)
-    made = {side: serving.server_options(side, load, tmp_path, 10**9, options) for side in serving.SIDES}
-    plain = made[serving.NONE]
-    assert made[serving.OURS].host_cache_gb == 1.0 and made[serving.OURS].arguments == plain.arguments
-    peer = made[serving.OFFLOADING].arguments
-    assert peer[: len(plain.arguments)] == plain.arguments
-    config = json.loads(peer[-1])
-    assert config["kv_connector"] == "OffloadingConnector"
-    assert config["kv_connector_extra_config"] == {"cpu_bytes_to_use": 10**9}
-    assert plain.max_model_len_tokens > load.final_tokens
-
-
-@needs_httpx
 def test_a_chat_goes_on_from_the_answers() -> None:
     from benchmarks.client import Answer
     from benchmarks.gpu.chat import EXTERNAL_HITS, Load, percentile, play
@@ -296,17 +249,3 @@ def test_a_chat_goes_on_from_the_answers() -> None:
     assert played.ttft_s == ((0.25,) * 3,) * 2 and played.all_ttft_s == [0.25] * 3
     assert played.external_tokens == 42 and played.tokens_per_s > 0
     assert [percentile(range(100), share) for share in (0.0, 0.5, 0.99, 1.0)] == [0, 50, 99, 99]
-
-
-def test_the_stages_fit_into_the_time() -> None:
-    shares = [
-        load_stage(name).share for name in STAGES if importlib.util.find_spec("torch") and name != "serving"
-    ]
-    assert sum(shares) <= 0.6  # the servers get what is left
-
-
-@pytest.mark.parametrize("arguments", [["--only", "ways,nothing"], ["--stage", "nothing"]])
-def test_an_unknown_stage_is_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        main(arguments)
-    assert "nothing" in capsys.readouterr().err

@@ -18,13 +18,6 @@ from kvbm_core.storage.disk.record import slot_offset_bytes
 GEOMETRY = Geometry(40, 256 << 10, checking.FINGERPRINT)
 
 
-def test_all_of_it_is_measured_and_leaves_no_file(tmp_path: Path) -> None:
-    figures = checking.measure(tmp_path, 2, 7, lambda text: None, total_bytes=checking.LEAST_BYTES)
-    assert [figure.goal for figure in figures] == list(checking.GOALS)
-    assert all(len(figure.ours) == 2 and min(figure.ours) > 0 for figure in figures)
-    assert not list(tmp_path.iterdir())
-
-
 @pytest.mark.parametrize("measure", [checking.checked_gb_s, checking.verified_gb_s])
 def test_a_damaged_block_is_noticed(tmp_path: Path, rng: random.Random, measure: object) -> None:
     assert callable(measure)

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import random
-import shutil
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -19,13 +18,13 @@ pytest.importorskip("httpx")
 pytest.importorskip("matplotlib")
 
 from benchmarks.leader.index import PROMPT_BLOCKS
-from benchmarks.storage import fio_side, kvbm_side, lookup, part, place, throughput, weights
+from benchmarks.storage import fio_side, kvbm_side, lookup, part, throughput
 from benchmarks.storage.blocks import Blocks
-from benchmarks.storage.fio_side import FioSide, fio_problem
+from benchmarks.storage.fio_side import FioSide
 from benchmarks.storage.kvbm_side import KvbmSide, WithoutChecksum, as_prompts, scattered
 from benchmarks.storage.part import StoragePart
 from benchmarks.storage.sides import Rates
-from benchmarks.suite import CannotRun, Effort, Options, WrongAnswer
+from benchmarks.suite import Effort, Options, WrongAnswer
 from kvbm_core.errors import Outcome
 from kvbm_core.storage.disk import lane
 from kvbm_core.storage.disk.aio_io import make_file_io
@@ -36,30 +35,9 @@ from kvbm_core.tiers.tier import BlockTier
 from kvbm_core.types import BlockKey
 
 NUM_BLOCKS, BLOCK_BYTES = 24, 8192
-FIO = shutil.which("fio")
-needs_fio = pytest.mark.skipif(FIO is None, reason="fio is not installed")
 
 
 # ---------------------------------------------------------------- goals
-
-
-def test_the_rows_are_those_of_the_issue() -> None:
-    goals = {goal.name: goal for goal in StoragePart().goals}
-    for size in ("64 KiB", "256 KiB", "1 MiB", "4 MiB"):
-        for direction in ("write", "read"):
-            for pattern in ("as prompts are stored", "scattered"):
-                goal = goals[f"{direction}, {size}, {pattern}"]
-                assert (goal.bound, goal.better, goal.against) == (0.85, "higher", throughput.BETTER_FIO)
-    for size in ("64 KiB", "128 KiB"):
-        for direction in ("write", "read"):
-            goal = goals[f"{direction}, {size}, against a file per block"]
-            assert (goal.bound, goal.better, goal.against) == (2.0, "higher", "vLLM fs tier")
-    assert all(goal.bound == 0.97 for name, goal in goals.items() if "checksums" in name)
-    assert all(goal.text == "≤ 1 ms" for name, goal in goals.items() if "lookup" in name)
-    assert all(goal.text == "≤ 10 s" for name, goal in goals.items() if "records" in name)
-    assert all(goal.bound == 0.7 for name, goal in goals.items() if "all bytes checked" in name)
-    assert goals[weights.COLD.name].bound == 0.8 and goals[weights.AGAIN.name].bound == 0
-    assert len(goals) == 16 + 4 + 4 + 2 + 2 + 3 + 2
 
 
 def test_the_better_engine_is_the_peer_and_our_threads_are_not() -> None:
@@ -211,47 +189,10 @@ def test_fios_rate_is_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
         side._rate("write")
 
 
-@pytest.mark.parametrize(
-    ("result", "said"),
-    [
-        (fio_result(1, "", "\nfio: engine io_uring not loadable\nmore"), "fio: engine io_uring not loadable"),
-        (fio_result(0, fio_json(0, error=1)), "note: something"),
-        (fio_result(3, ""), "ended with status 3"),
-        (fio_result(0, '{"jobs": []}'), "ended with status 0"),
-    ],
-)
-def test_a_fio_that_fails_is_one_line(result: subprocess.CompletedProcess[str], said: str) -> None:
-    with pytest.raises(CannotRun) as reason:
-        fio_side.parse(result, "fio io_uring")
-    assert str(reason.value) == f"fio io_uring: {said}"
-
-
-@needs_fio
-def test_the_real_fio_is_understood(tmp_path: Path) -> None:
-    side = FioSide("libaio", tmp_path / "fio", 1 << 20, 1 << 16)
-    try:
-        rates = side.turn()
-    except CannotRun as reason:  # a place without O_DIRECT: then that must be what it says
-        assert fio_problem("libaio", tmp_path) == str(reason)
-        return
-    assert min(rates) > 0
-    assert (tmp_path / "fio").stat().st_size == 1 << 20
-    side.close()
-    assert fio_problem("libaio", tmp_path) is None
-    assert list(tmp_path.iterdir()) == []
-
-
-@needs_fio
-def test_an_engine_that_fio_does_not_have_is_left_out(tmp_path: Path) -> None:
-    problem = fio_problem("no-such-engine", tmp_path)
-    assert problem is not None
-    assert problem.startswith("fio no-such-engine: ")
-    assert "\n" not in problem
-
-
 # ---------------------------------------------------------------- vLLM
 
 
+@pytest.mark.nightly("loads vLLM to time its tier: 8 s")
 @pytest.mark.vllm
 def test_vllms_tier_moves_blocks_and_leaves_no_file(
     tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
@@ -312,74 +253,10 @@ def test_a_lookup_that_reads_a_file_is_noticed(monkeypatch: pytest.MonkeyPatch, 
         lookup.measure(1, 1, RESIDENT)
 
 
-# ---------------------------------------------------------------- place and part
+# ---------------------------------------------------------------- the part
 
 
-@pytest.fixture(autouse=True)
-def no_tmpdir(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The output folder is used unless a test says otherwise."""
-    monkeypatch.delenv("TMPDIR", raising=False)
-
-
-@pytest.mark.parametrize("error", [None, KeyboardInterrupt, SystemExit])
-def test_nothing_is_left_behind(error: type[BaseException] | None, tmp_path: Path) -> None:
-    def use() -> None:
-        with place.working_folder(Options(output=tmp_path / "out"), 1) as folder:
-            assert folder.parent == tmp_path / "out"
-            (folder / "file").write_bytes(b"blocks")
-            if error is not None:
-                raise error
-
-    if error is None:
-        use()
-    else:
-        with pytest.raises(error):
-            use()
-    assert list((tmp_path / "out").iterdir()) == []
-
-
-def test_tmpdir_is_where_the_files_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    with place.working_folder(Options(output=tmp_path / "out"), 1) as folder:
-        assert folder.parent == tmp_path
-    assert not (tmp_path / "out").exists()
-
-
-def test_too_little_space_is_one_line(tmp_path: Path) -> None:
-    said = r"GB are free, 1000000000\.0 GB are needed; set TMPDIR"
-    with pytest.raises(CannotRun, match=said), place.working_folder(Options(output=tmp_path), 10**18):
-        pytest.fail("there is no such disk")
-
-
-def test_too_little_memory_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("benchmarks.storage.blocks.available_memory_bytes", lambda: 1 << 20)
-    with pytest.raises(CannotRun, match="too little memory"):
-        Blocks(2, BLOCK_BYTES, 1)
-
-
-def test_the_report_says_what_disk_it_was(tmp_path: Path) -> None:
-    mounts = tmp_path / "mountinfo"
-    mounts.write_text(
-        "20 1 8:1 / /mnt rw,relatime - ext4 /dev/sda1 rw\n"
-        "21 1 8:2 / /data rw,noatime shared:5 - xfs /dev/sdb1 rw,attr2\n"
-    )
-    assert place._file_system("8:2", mounts) == "xfs on /dev/sdb1 (rw,noatime)"
-    assert place._file_system("9:9", mounts) == "unknown"
-    disk = tmp_path / "sys" / "sda"
-    for name, text in {
-        "queue/rotational": "0",
-        "queue/scheduler": "[none]",
-        "device/model": "Fast Disk",
-    }.items():
-        (disk / name).parent.mkdir(parents=True, exist_ok=True)
-        (disk / name).write_text(text + "\n")
-    (disk / "sda1").mkdir()
-    (disk / "sda1" / "partition").write_text("1\n")
-    described = "sda, Fast Disk, no moving parts, scheduler [none]"
-    assert place._device(disk) == place._device(disk / "sda1") == described
-    assert "no block device" in place._device(tmp_path / "nothing")
-
-
+@pytest.mark.nightly("the whole part, small: 16 s, changes with benchmarks/storage alone")
 def test_the_part_runs_without_peers_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(part, "QUICK_BYTES", 8 << 20)
     monkeypatch.setattr(fio_side, "_program", str)

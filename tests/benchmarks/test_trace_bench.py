@@ -20,7 +20,6 @@ from benchmarks.trace.policies import POLICIES, Policy, RejectFirst
 from benchmarks.trace.replay import Replay, Sizes, Tally, replay, reusable_tokens
 from benchmarks.trace.requests import BLOCK_TOKENS, Request, TraceError, read_trace
 from benchmarks.trace.study import Size, Study, study
-from kvbm_core.clock import ManualClock
 from kvbm_core.policy.admission import Admission, AdmissionState, AdmitAll
 from kvbm_core.types import BlockKey
 
@@ -179,11 +178,6 @@ def test_what_reject_first_remembers_is_bounded() -> None:
     assert policy.decide(first, 0, STATE) is Admission.ADMIT
 
 
-def test_policies_are_new_each_time() -> None:
-    for policy in POLICIES:
-        assert policy.make(ManualClock()) is not policy.make(ManualClock())
-
-
 # ---------------------------------------------------------------- a study
 
 
@@ -234,20 +228,6 @@ def test_a_bound_that_is_not_the_traces_is_no_result(tmp_path: Path, monkeypatch
         small_study(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("text", "blocks", "shown"), [("4x", 40, "4x"), ("4000", 4000, "4,000"), ("unlimited", 7, "unlimited")]
-)
-def test_sizes(text: str, blocks: int, shown: str) -> None:
-    assert Size.parse(text).of(above_blocks=10, trace_blocks=7) == blocks
-    assert str(Size.parse(text)) == shown
-
-
-@pytest.mark.parametrize("text", ["", "x", "0", "-1x", "4y", "0x"])
-def test_sizes_that_are_none(text: str) -> None:
-    with pytest.raises(ValueError):
-        Size.parse(text)
-
-
 # ---------------------------------------------------------------- files and the command
 
 
@@ -277,13 +257,6 @@ def test_what_is_no_trace_is_refused(line: str, said: str, tmp_path: Path) -> No
         read_trace(path)
     assert main([str(path), "--output", str(tmp_path / "out")]) == 2
     assert not (tmp_path / "out").exists()
-
-
-def test_an_empty_file_is_no_trace(tmp_path: Path) -> None:
-    (tmp_path / "t.jsonl").write_text("\n")
-    with pytest.raises(TraceError, match="no request"):
-        read_trace(tmp_path / "t.jsonl")
-    assert main([str(tmp_path / "missing.jsonl")]) == 2
 
 
 def arguments_of(path: Path, output: Path) -> list[str]:
@@ -325,6 +298,7 @@ def test_a_wrong_answer_ends_with_status_1(tmp_path: Path, monkeypatch: pytest.M
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.nightly("two fresh interpreters: 6 s")
 def test_the_order_in_sets_and_dicts_makes_no_difference(tmp_path: Path, rng: random.Random) -> None:
     pytest.importorskip("matplotlib")
     path = write_trace(tmp_path / "t.jsonl", random_requests(rng))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import subprocess
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,14 +14,12 @@ from rich.console import Console
 pytest.importorskip("httpx")
 pytest.importorskip("matplotlib")
 
-from benchmarks import __main__ as program
 from benchmarks.figures import LIMIT, Figure, Goal
 from benchmarks.leader import hashing, index
 from benchmarks.leader.index import IndexBench, Resident, new_hashes
 from benchmarks.leader.sides import OurSide
-from benchmarks.parts import PARTS
 from benchmarks.report import Report
-from benchmarks.suite import CannotRun, Effort, Findings, Options, WrongAnswer, run_part
+from benchmarks.suite import CannotRun, Findings, Options, WrongAnswer, run_part
 from kvbm_core.types import Direction
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -133,13 +130,6 @@ def test_a_part_that_is_run_again_replaces_its_rows(tmp_path: Path) -> None:
     assert [row["verdict"] for row in rows(tmp_path)] == ["short"]
 
 
-@pytest.mark.parametrize("text", ["no json", "[]", '{"parts": {"one": {}}}'])
-def test_an_unreadable_earlier_report_is_no_obstacle(tmp_path: Path, text: str) -> None:
-    (tmp_path / "latest.json").write_text(text)
-    Report(tmp_path, ["one"]).add(run_part(FakePart("one", findings(1.0)), Options()))
-    assert [row["verdict"] for row in rows(tmp_path)] == ["met"]
-
-
 def test_a_part_that_cannot_run_says_so_in_its_rows_and_in_one_line(tmp_path: Path) -> None:
     report = Report(tmp_path, ["one"])
     report.add(run_part(FakePart("one", CannotRun("the peer is not installed")), Options()))
@@ -155,38 +145,6 @@ def test_a_wrong_answer_is_a_complaint_and_no_figure(tmp_path: Path) -> None:
     report.add(run_part(FakePart("one", WrongAnswer("found what was never stored")), Options()))
     assert report.complaints == ["one: found what was never stored"]
     assert [row["verdict"] for row in rows(tmp_path)] == ["not run"]
-
-
-def test_names_are_unique() -> None:
-    parts = [part.name for part in PARTS]
-    goals = [(part.name, goal.name) for part in PARTS for goal in part.goals]
-    assert {"leader", "transfer", "serve"} <= set(parts)
-    assert len(set(parts)) == len(parts)
-    assert len(set(goals)) == len(goals)
-
-
-def test_the_command_line() -> None:
-    parsed = program._parse(["--only", "transfer,leader", "--quick"], "bench", "")
-    assert [part.name for part in parsed.only] == ["leader", "transfer"]
-    assert parsed.effort is Effort.QUICK
-    assert [part.name for part in program._parse([], "bench", "").only] == [part.name for part in PARTS]
-    assert [part.name for part in program._parse([], "bench", "serve").only] == ["serve"]
-    with pytest.raises(SystemExit):
-        program._parse(["--only", "sevre"], "bench", "")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
-        (["bench"], "-m benchmarks"),
-        (["bench", "ONLY=leader,transfer"], "-m benchmarks --only leader,transfer"),
-        (["bench-full", "ONLY=serve", "BENCH_ARGS=--seed 2"], "-m benchmarks --full --only serve --seed 2"),
-    ],
-)
-def test_make_passes_everything_on(arguments: list[str], expected: str) -> None:
-    result = subprocess.run(["make", "-n", *arguments], cwd=ROOT, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    assert " ".join(result.stdout.split("python ")[-1].split()) == expected
 
 
 # ---------------------------------------------------------------- what is timed
@@ -257,6 +215,7 @@ def test_copies_are_compared_byte_by_byte(way: str, direction: Direction) -> Non
     bench.close()
 
 
+@pytest.mark.nightly("loads vLLM to time it: 15 s")
 @pytest.mark.vllm
 @pytest.mark.parametrize("policy", ["lru", "arc"])
 def test_vllms_index_passes_the_same_checks(policy: str) -> None:
@@ -272,6 +231,7 @@ def test_vllms_index_passes_the_same_checks(policy: str) -> None:
     bench._churn(peer)
 
 
+@pytest.mark.nightly("loads vLLM to time it: 15 s")
 @pytest.mark.vllm
 def test_steps_offload_each_full_block_once() -> None:
     pytest.importorskip("vllm")

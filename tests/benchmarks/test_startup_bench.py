@@ -15,13 +15,6 @@ from benchmarks.storage import startup
 from benchmarks.suite import WrongAnswer
 
 
-def test_a_start_is_measured_and_leaves_no_file(tmp_path: Path) -> None:
-    figures = startup.measure(tmp_path, 2, lambda text: None, stored_bytes=100 << 20)
-    assert [figure.goal for figure in figures] == list(startup.GOALS)
-    assert all(len(figure.ours) == 2 and min(figure.ours) > 0 for figure in figures)
-    assert not list(tmp_path.iterdir())
-
-
 def test_a_start_that_misses_a_record_is_noticed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     real = startup._write_headers
     monkeypatch.setattr(startup, "_write_headers", lambda file, slots: real(file, slots[1:]))
