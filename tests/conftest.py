@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from hypothesis import settings
 
+from tests import effort
+
 if TYPE_CHECKING:
     from xdist.workermanage import WorkerController
 
@@ -30,6 +32,7 @@ RUN_ORDER = {
     "dynamo": 3,
     "sglang": 4,
 }  # e2e has the longest file, which at the end would be alone
+RANDOM = {TESTS / "property", TESTS / "faults"}  # tests that try more at night
 SHARED_NOT_RUN = "kvbm_not_run"  # a worker's NOT_RUN_KEY, on its way to the process that started it
 NIGHTLY = "nightly"  # the marker of tests that `make test` leaves out, and their key in NOT_RUN_KEY
 TOLD = "told"  # the property of a test that `tell` adds to
@@ -40,6 +43,7 @@ SEED_KEY = pytest.StashKey[int]()
 NOT_RUN_KEY = pytest.StashKey[dict[tuple[str, str], int]]()
 
 settings.register_profile("kvbm", deadline=None, print_blob=True)
+settings.register_profile(NIGHTLY, settings.get_profile("kvbm"), max_examples=300)
 settings.load_profile("kvbm")
 
 
@@ -57,7 +61,9 @@ def missing_engines() -> set[str]:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """What `make nightly` says."""
-    parser.addoption("--nightly", action="store_true", help="run the tests marked nightly, and no others")
+    parser.addoption(
+        "--nightly", action="store_true", help="run the tests marked nightly and the random ones, longer"
+    )
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -66,6 +72,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
     A worker of pytest-xdist has it from the process that started it.
     """
+    effort.IS_NIGHTLY = config.getoption("nightly")
+    if effort.IS_NIGHTLY:
+        settings.load_profile(NIGHTLY)
     drawn = os.environ.get(SEED_VARIABLE) or random.SystemRandom().randrange(2**32)
     seed = int(_worker(config).get(SEED_VARIABLE, drawn))
     config.stash[SEED_KEY] = seed
@@ -133,17 +142,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _leave_out(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Nightly tests, which are counted; with --nightly all others."""
-    nightly = [item for item in items if item.get_closest_marker(NIGHTLY)]
-    others = [item for item in items if not item.get_closest_marker(NIGHTLY)]
-    for item in nightly:
-        marker = item.get_closest_marker(NIGHTLY)
-        assert marker is not None and marker.args, f"{item.nodeid}: say why it is nightly"
-    wanted = config.getoption("nightly")
-    if not wanted and nightly:
-        config.stash[NOT_RUN_KEY][NIGHTLY, "tests"] = len(nightly)
-    items[:], left = (nightly, others) if wanted else (others, nightly)
-    config.hook.pytest_deselected(items=left)
+    """Nightly tests, which are counted; with --nightly all others but the random ones."""
+    markers = [item.get_closest_marker(NIGHTLY) for item in items]
+    for item, marker in zip(items, markers, strict=True):
+        assert marker is None or marker.args, f"{item.nodeid}: say why it is nightly"
+    if effort.IS_NIGHTLY:
+        is_run = [
+            marker is not None or not RANDOM.isdisjoint(item.path.parents)
+            for item, marker in zip(items, markers, strict=True)
+        ]
+    else:
+        is_run = [marker is None for marker in markers]
+        if not all(is_run):
+            config.stash[NOT_RUN_KEY][NIGHTLY, "tests"] = is_run.count(False)
+    config.hook.pytest_deselected(items=[item for item, runs in zip(items, is_run, strict=True) if not runs])
+    items[:] = [item for item, runs in zip(items, is_run, strict=True) if runs]
 
 
 def _rank(item: pytest.Item) -> int:

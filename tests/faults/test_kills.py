@@ -23,11 +23,12 @@ from kvbm_core.storage.disk.allocate import FileOptions
 from kvbm_core.storage.disk.block_file import Geometry
 from kvbm_core.testing.store_contract import LONG_S
 from kvbm_core.tiers.disk_store import DiskStore
+from tests.effort import tries
 from tests.faults.kill_nursery import FINGERPRINT, NUM_KEYS, NUM_SLOTS, VERSIONS_EACH
 from tests.faults.versions import read_all
 
 ROOT = Path(__file__).parents[2]
-NUM_KILLS = int(os.environ.get("KVBM_FAULT_KILLS", "120"))
+NUM_KILLS = int(os.environ.get("KVBM_FAULT_KILLS") or tries(40, nightly=240))
 SIZES = (65_536, 20_000, 262_144)
 DIRECT_EVERY = 8
 """One kill in so many is of a writer with O_DIRECT: closing a store of that kind takes the kernel long."""

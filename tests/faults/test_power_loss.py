@@ -30,9 +30,10 @@ from kvbm_core.testing.file_io_contract import memory_of
 from kvbm_core.testing.store_contract import LONG_S
 from kvbm_core.testing.torn_disk import DEVICE_SECTOR_BYTES, HARSH, MILD, UNEVEN, PowerLoss, TornDisk, TornIo
 from kvbm_core.tiers.disk_store import DiskStore
+from tests.effort import tries
 from tests.faults.versions import put_versions, read_all
 
-NUM_STATES = int(os.environ.get("KVBM_FAULT_STATES", "1000"))
+NUM_STATES = int(os.environ.get("KVBM_FAULT_STATES") or tries(400, nightly=2000))
 STATES_OF_A_HISTORY = 100
 ON_A_FILE_EVERY = 20
 """One state in so many is written to a real file, and read from it."""

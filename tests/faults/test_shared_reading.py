@@ -25,11 +25,12 @@ from kvbm_core.storage.disk.block_file import Geometry
 from kvbm_core.storage.disk.slot_log import log_path
 from kvbm_core.testing.store_contract import LONG_S, buffers, key_of
 from kvbm_core.tiers.disk_reader import DiskReader
+from tests.effort import tries
 from tests.faults.sharing_writer import FINGERPRINT, NUM_KEYS, NUM_SLOTS, NUM_VERSIONS
 from tests.faults.versions import payload_of, version_in
 
 ROOT = Path(__file__).parents[2]
-NUM_READS = int(os.environ.get("KVBM_FAULT_SHARED_READS", "10000"))
+NUM_READS = int(os.environ.get("KVBM_FAULT_SHARED_READS") or tries(4000, nightly=20_000))
 READS_OF_A_PART = 500
 NUM_KILLS = 6
 expected = lru_cache(maxsize=NUM_KEYS * NUM_VERSIONS)(payload_of)

@@ -16,6 +16,7 @@ from kvbm_core.testing.policy_contract import ListPolicy
 from kvbm_core.tokens.chain import TokenChain
 from kvbm_core.tokens.hashing import encode_fields
 from kvbm_core.tokens.namespace import KeyNamespace
+from tests.effort import tries
 
 UNIVERSE = range(24)
 SOME_SLOTS = st.lists(st.sampled_from(UNIVERSE), max_size=8)
@@ -232,7 +233,8 @@ def test_the_log_stays_small_however_uneven_the_use_is() -> None:
     assert log.log_entries < 3 * 1000
 
 
+WALK = settings(max_examples=tries(50, nightly=300), stateful_step_count=40, deadline=None)
 TestLruAndItsTwin = LruAndItsTwin.TestCase
-TestLruAndItsTwin.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestLruAndItsTwin.settings = WALK
 TestLogAndAList = LogAndAList.TestCase
-TestLogAndAList.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestLogAndAList.settings = WALK

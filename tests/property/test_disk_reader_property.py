@@ -22,6 +22,7 @@ from kvbm_core.testing.store_contract import LONG_S, buffers, key_of
 from kvbm_core.tiers.disk_reader import DiskReader
 from kvbm_core.tiers.disk_store import DiskStore
 from kvbm_core.types import BlockKey
+from tests.effort import tries
 
 PAYLOAD_BYTES = 4500
 BUFFERED = FileOptions(is_direct=False)
@@ -164,5 +165,5 @@ class ReaderMachine(RuleBasedStateMachine):
         self.patch.undo()
 
 
-ReaderMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=25)
+ReaderMachine.TestCase.settings = settings(max_examples=tries(15, nightly=80), stateful_step_count=25)
 TestReaderAgainstItsWriter = ReaderMachine.TestCase

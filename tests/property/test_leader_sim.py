@@ -11,6 +11,7 @@ import pytest
 from kvbm_core.runtime.leader import LeaderOptions
 from kvbm_core.testing.leader_sim import LeaderSim, SimShape
 from kvbm_core.tiers.groups import GroupSpec
+from tests.effort import tries
 
 GROUPS = {
     "one group": (GroupSpec(0, 2),),
@@ -18,7 +19,7 @@ GROUPS = {
     "two block sizes": (GroupSpec(0, 2), GroupSpec(1, 4)),
     "windows only": (GroupSpec(0, 2, window_tokens=4), GroupSpec(1, 4, window_tokens=7)),
 }
-SEEDS_EACH = 100
+SEEDS_EACH = tries(40, nightly=200)
 STEPS = 300
 
 

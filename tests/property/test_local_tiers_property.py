@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from kvbm_core.clock import ManualClock
 from kvbm_core.errors import Outcome
 from kvbm_core.types import BlockKey
+from tests.effort import tries
 from tests.unit.local_bench import KEYS, LocalBench
 
 CHAINS = [KEYS[:6], [*KEYS[:2], *KEYS[6:9]], KEYS[9:12]]
@@ -93,7 +94,7 @@ class TiersMachine(RuleBasedStateMachine):
 
 
 TestTiers = TiersMachine.TestCase
-TestTiers.settings = settings(max_examples=25, stateful_step_count=25, deadline=None)
+TestTiers.settings = settings(max_examples=tries(12, nightly=50), stateful_step_count=25, deadline=None)
 
 
 @given(st.lists(SOME, max_size=4), SOME)

@@ -11,6 +11,7 @@ from kvbm_core.blocks.registry import NativeBlockRegistry, PyBlockRegistry
 from kvbm_core.native import native
 from kvbm_core.policy.recency import as_slots
 from kvbm_core.types import BlockKey, SequenceHash, block_key
+from tests.effort import tries
 
 pytestmark = pytest.mark.skipif(
     native is None,
@@ -137,5 +138,6 @@ def test_all_keys_fit_and_leave(seed: int) -> None:
     registry.check_integrity()
 
 
+WALK = settings(max_examples=tries(50, nightly=300), stateful_step_count=40, deadline=None)
 TestRegistryAndItsTwin = RegistryAndItsTwin.TestCase
-TestRegistryAndItsTwin.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestRegistryAndItsTwin.settings = WALK

@@ -8,14 +8,16 @@ import os
 import random
 import shutil
 import tempfile
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from kvbm_core.identity import digest
 from kvbm_core.identity.digest import (
     MAX_REMEMBERED,
-    RACY_NS,
     READ_BYTES,
     WEIGHT_SUFFIXES,
     Content,
@@ -27,6 +29,7 @@ from kvbm_core.identity.digest import (
 )
 from kvbm_core.identity.hub import folder_of, snapshot_of
 
+SOON_NS = 100_000_000
 SIZE_BYTES = 2 * READ_BYTES + 4097
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -237,16 +240,26 @@ def test_it_stops_within_one_read(model: Path) -> None:
 # ---------------------------------------------------------------- what is remembered
 
 
-def wait_until_settled(folder: Path) -> None:
-    """Until a change of any file would have another time stamp."""
-    newest = max(path.stat().st_ctime_ns for path in folder.iterdir())
-    while time.time_ns() - newest <= RACY_NS:
-        os.sched_yield()
+@pytest.fixture
+def settled(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], None]:
+    """Waits until a change of any file in a folder would have another time stamp.
+
+    That is a few ticks of the files' clock, and taken for enough here: RACY_NS is for file systems that have
+    whole seconds only.
+    """
+    monkeypatch.setattr(digest, "RACY_NS", SOON_NS)
+
+    def wait(folder: Path) -> None:
+        newest = max(path.stat().st_ctime_ns for path in folder.iterdir())
+        while time.time_ns() - newest <= SOON_NS:
+            threading.Event().wait(0.01)
+
+    return wait
 
 
-def test_a_second_start_reads_nothing(model: Path, tmp_path: Path) -> None:
+def test_a_second_start_reads_nothing(model: Path, tmp_path: Path, settled: Callable[[Path], None]) -> None:
     memory = tmp_path / "memory"
-    wait_until_settled(model)
+    settled(model)
     first = content(model, memory)
     before = _bytes_read_by_this_process()
     second = content(model, memory)
@@ -272,7 +285,10 @@ def test_a_file_that_has_just_been_written_is_not_remembered(model: Path, tmp_pa
 
 @pytest.mark.parametrize("base", ["disk", "/dev/shm"])
 def test_a_page_that_is_mapped_and_written_twice_is_read_again(
-    model: Path, tmp_path: Path, base: str
+    model: Path,
+    tmp_path: Path,
+    base: str,
+    settled: Callable[[Path], None],
 ) -> None:
     """The second write finds a page that is still to be written back: it changes no time stamp."""
     memory = tmp_path / "memory"
@@ -280,17 +296,19 @@ def test_a_page_that_is_mapped_and_written_twice_is_read_again(
         path = Path(shutil.copy(model / "model-1.safetensors", folder))
         with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as pages:
             pages[0] ^= 1
-            wait_until_settled(Path(folder))
+            settled(Path(folder))
             first = content(Path(folder), memory)
             pages[0] ^= 1
             assert content(Path(folder), memory).sha256 != first.sha256
 
 
 def test_a_memory_that_is_damaged_foreign_or_somebody_elses_is_not_believed(
-    model: Path, tmp_path: Path
+    model: Path,
+    tmp_path: Path,
+    settled: Callable[[Path], None],
 ) -> None:
     memory = tmp_path / "memory"
-    wait_until_settled(model)
+    settled(model)
     sha256 = content(model, memory).sha256
     entries = sorted(memory.iterdir())
     assert len(entries) == 4 and memory.stat().st_mode & 0o777 == 0o700
@@ -326,9 +344,11 @@ def test_the_memory_stays_small(tmp_path: Path) -> None:
     assert len(list(memory.iterdir())) <= MAX_REMEMBERED
 
 
-def test_without_a_place_for_it_nothing_is_remembered(model: Path, tmp_path: Path) -> None:
+def test_without_a_place_for_it_nothing_is_remembered(
+    model: Path, tmp_path: Path, settled: Callable[[Path], None]
+) -> None:
     (tmp_path / "file").write_text("x")
-    wait_until_settled(model)
+    settled(model)
     for place in (None, tmp_path / "file", tmp_path / "file" / "below"):
         content(model, place)
         assert content(model, place).read_bytes > 2 * SIZE_BYTES
@@ -365,10 +385,12 @@ def cached(tmp_path: Path, rng: random.Random) -> Path:
     return tmp_path / "hub"
 
 
-def test_what_the_hubs_cache_names_by_its_content_is_read_once(cached: Path, tmp_path: Path) -> None:
+def test_what_the_hubs_cache_names_by_its_content_is_read_once(
+    cached: Path, tmp_path: Path, settled: Callable[[Path], None]
+) -> None:
     snapshot = snapshot_of("org/name", "", str(cached))
     assert snapshot is not None and snapshot.folder.name == COMMIT
-    wait_until_settled(snapshot.folder)
+    settled(snapshot.folder)
     known = content(snapshot.folder, tmp_path / "memory")
     assert known.read_bytes > 2 * SIZE_BYTES and known.changed_ns == 0
     assert content(snapshot.folder, tmp_path / "memory") == known._replace(read_bytes=0)
