@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from importlib.metadata import entry_points
 from typing import Annotated
 
 import typer
@@ -12,12 +13,13 @@ from rich.table import Table
 from kvbm_core import __version__
 from kvbm_core.cli.console import fail, table_console
 from kvbm_core.cli.disk import disk_app
-from kvbm_core.cli.serve_line import vllm_serve_line
 from kvbm_core.cli.status import StatusError, fetch_samples, status_rows
 from kvbm_core.cli.whose import owner_of_guide_names
 from kvbm_core.config import KvbmSettings, SettingRow, SettingSource
 from kvbm_core.errors import ConfigError
 
+COMMANDS = "kvbm.commands"
+"""Entry points: a command's name, and the function that typer makes it of."""
 BAD_CONFIG_EXIT = 2
 UNREACHABLE_EXIT = 1
 
@@ -134,21 +136,6 @@ def _print_sections(title: str, rows: Iterable[tuple[str, str, str]]) -> None:
     table_console().print(table)
 
 
-@app.command("serve-line")
-def serve_line(
-    model: Annotated[str, typer.Argument(help="Model name or path, as for vllm serve.")],
-    cpu_cache_gb: Annotated[
-        float,
-        typer.Option(
-            help="Host tier in GB (1e9 bytes), over all ranks; more than the device's cache.", min=0.001
-        ),
-    ] = 20.0,
-    metrics: Annotated[bool, typer.Option(help="Also serve metrics on port 6880.")] = True,
-) -> None:
-    """The command line that serves MODEL on vLLM with kvbm, ready to paste."""
-    typer.echo(vllm_serve_line(model, cpu_cache_gb=cpu_cache_gb, metrics=metrics))
-
-
 @app.command()
 def version() -> None:
     """The version of kvbm, and whether engines would load it or NVIDIA's package of the same name.
@@ -161,5 +148,15 @@ def version() -> None:
         raise typer.Exit(1)
 
 
-if __name__ == "__main__":
+def run() -> None:
+    """The command: ours, and what the adapters of installed packages add (``kvbm.commands``)."""
+    for entry in sorted(entry_points(group=COMMANDS), key=lambda entry: entry.name):
+        try:
+            app.command(entry.name)(entry.load())
+        except Exception as error:  # somebody else's package; our own commands go on
+            typer.echo(f"kvbm: no command {entry.name}: {type(error).__name__}: {error}", err=True)
     app()
+
+
+if __name__ == "__main__":
+    run()

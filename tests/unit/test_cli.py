@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from kvbm_core import __version__
@@ -18,6 +19,7 @@ from kvbm_core.config import KvbmSettings
 from kvbm_core.observe.metrics import Metrics
 from kvbm_core.observe.server import MetricsServer
 from kvbm_core.types import Direction, Tier
+from kvbm_vllm.serve_line import serve_line
 
 
 @pytest.fixture(autouse=True)
@@ -215,13 +217,20 @@ def test_a_page_that_is_no_metrics_page_is_refused(page: str) -> None:
         parse_samples(page)
 
 
+def served(*arguments: str) -> str:
+    """What vLLM's command says; tests/unit/test_packaging.py has it as a part of ours."""
+    app = typer.Typer()
+    app.command()(serve_line)
+    return CliRunner().invoke(app, list(arguments)).stdout
+
+
 @pytest.mark.parametrize(
     ("model", "gigabytes", "expected"),
     [("Qwen/Qwen3-0.6B", None, "20"), ("./my model", "0.5", "0.5")],
 )
 def test_serve_line_is_the_guides_command(model: str, gigabytes: str | None, expected: str) -> None:
     options = ["--cpu-cache-gb", gigabytes] if gigabytes else []
-    words = shlex.split(run("serve-line", model, *options).stdout.replace("\\\n", " "))
+    words = shlex.split(served(model, *options).replace("\\\n", " "))
     assert words[:2] == [f"DYN_KVBM_CPU_CACHE_GB={expected}", "DYN_KVBM_METRICS=true"]
     assert words[2:6] == ["vllm", "serve", model, "--kv-transfer-config"]
     assert json.loads(words[6]) == {
@@ -232,7 +241,7 @@ def test_serve_line_is_the_guides_command(model: str, gigabytes: str | None, exp
 
 
 def test_serve_line_without_metrics() -> None:
-    assert "METRICS" not in run("serve-line", "m", "--no-metrics").stdout
+    assert "METRICS" not in served("m", "--no-metrics")
 
 
 @pytest.mark.parametrize(

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from kvbm_core.cli.serve_line import KV_TRANSFER_CONFIG
 from kvbm_core.config import Adapter, KvbmSettings
 from kvbm_core.config.settings import listed
 from kvbm_core.observe.metrics import Metrics
+from kvbm_vllm.serve_line import KV_TRANSFER_CONFIG
 
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"

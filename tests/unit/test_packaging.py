@@ -9,10 +9,12 @@ import re
 import subprocess
 import sys
 import zipfile
+from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
 
+from kvbm_core.cli import main
 from tests.unit.test_native_build import needs_compiler
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -77,6 +79,31 @@ def test_no_line_installs_the_package_that_the_index_has_under_our_name() -> Non
         if found is not None
     ]
     assert not wrong, wrong
+
+
+def test_commands_of_the_adapters_are_found_in_the_wheel(wheel: Path, tmp_path: Path) -> None:
+    zipfile.ZipFile(wheel).extractall(tmp_path)
+    program = (
+        f"import sys\nsys.path[:0] = [{str(tmp_path)!r}]\nsys.argv[1:] = ['serve-line', 'm']\n"
+        "from kvbm_core.cli.main import run\nassert 'kvbm_vllm.serve_line' not in sys.modules\nrun()"
+    )
+    result = subprocess.run([sys.executable, "-I", "-c", program], cwd="/", capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert "vllm serve m --kv-transfer-config" in result.stdout
+    (metadata,) = tmp_path.glob("*.dist-info/entry_points.txt")
+    assert "kvbm = kvbm_core.cli.main:run" in metadata.read_text()
+
+
+def test_a_command_that_cannot_be_loaded_costs_none_of_ours(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    broken = EntryPoint("broken", "no_such_module:command", main.COMMANDS)
+    monkeypatch.setattr(main, "entry_points", lambda group: [broken])
+    monkeypatch.setattr(sys, "argv", ["kvbm", "config", "--changed"])
+    with pytest.raises(SystemExit, match="0"):
+        main.run()
+    shown = capsys.readouterr()
+    assert "kvbm: no command broken: ModuleNotFoundError" in shown.err and shown.out
 
 
 def guide_names(first_on_path: Path) -> tuple[int, str]:
