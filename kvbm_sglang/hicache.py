@@ -64,7 +64,7 @@ class KvbmHiCache(HiCacheStorage):
         settings = KvbmSettings.from_env(
             {name: value for name, value in config.items() if name not in _NOT_OURS}
         )
-        announce(settings, Adapter.HICACHE)
+        announce(settings, Adapter.HICACHE, needs_tier=False)
         metrics = Metrics(settings.cache_stats_max_requests, seams=seams_of(type(self)))
         self.guard_state = GuardState(metrics)
         is_asked = getattr(storage_config, "enable_storage_metrics", False)

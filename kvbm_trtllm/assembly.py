@@ -47,7 +47,7 @@ from kvbm_trtllm.identity import describe_engine, namespace_of, tell, weights_id
 from kvbm_trtllm.layout import Ranks
 from kvbm_trtllm.meeting import data_parallel_rank_of, meet, name_of_engine, rank_of
 from kvbm_trtllm.scheduler import Options, SchedulerSide
-from kvbm_trtllm.worker import WorkerSide
+from kvbm_trtllm.worker import EngineFacts, WorkerSide
 
 if TYPE_CHECKING:
     from kvbm_core.errors import Outcome
@@ -197,10 +197,12 @@ def build_worker_side(llm_args: Any, *, waits_at_register: bool) -> WorkerSide:
     return WorkerSide(
         Worker(rank, world_size, endpoint, options),
         Ranks(rank, world_size),
-        block_tokens_of(llm_args),
+        EngineFacts(
+            block_tokens_of(llm_args),
+            waits_at_register,
+            lambda is_latent: index_cache_of(llm_args, is_latent=is_latent),
+        ),
         lambda: meeting.leader if meeting is not None else None,
         replicates=replicates,
         guard_state=GuardState(metrics_of(settings, WorkerSide)),
-        waits_at_register=waits_at_register,
-        find_index_cache=lambda is_latent: index_cache_of(llm_args, is_latent=is_latent),
     )

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvbm_core.errors import LayoutError, Outcome
 from kvbm_core.observe.guard import GuardState, guarded
@@ -37,35 +37,41 @@ class LoadFailedError(RuntimeError):
     """Raised inside a forward pass, where TensorRT-LLM turns it into an error of the requests in it."""
 
 
+class EngineFacts(NamedTuple):
+    """What is known of the engine before it registers its memory.
+
+    ``find_index_cache(is_latent)``: why a V1 pool is not all that attention reads, None if it is.
+    """
+
+    block_tokens: int
+    waits_at_register: bool
+    find_index_cache: Callable[[bool], str | None] = lambda is_latent: None
+
+
 class WorkerSide:
     """One rank's worker side. Every callback is guarded, but for the one error that keeps wrong bytes from a
     model.
 
     ``replicates``: all ranks are to have the same KV (DYN_KVBM_NCCL_MLA_MODE).
-    ``find_index_cache(is_latent)``: why a V1 pool is not all that attention reads, None if it is.
     """
 
     def __init__(
         self,
         worker: Worker,
         shard: Ranks,
-        block_tokens: int,
+        engine: EngineFacts,
         find_leader: Callable[[], LeaderPart | None],
         *,
         replicates: bool,
         guard_state: GuardState,
-        waits_at_register: bool,
-        find_index_cache: Callable[[bool], str | None] = lambda is_latent: None,
     ) -> None:
         self.worker = worker
         self.guard_state = guard_state
         self._shard = shard
         self._ranks = None if replicates else shard
         self._is_alone = shard.world_size == 1
-        self._block_tokens = block_tokens
+        self._engine = engine
         self._find_leader = find_leader
-        self._waits_at_register = waits_at_register
-        self._find_index_cache = find_index_cache
         self._plans: StepPlans | None = None
         self._unsent_offloads: set[int] = set()
         self._is_started = True
@@ -100,8 +106,8 @@ class WorkerSide:
         self._register(lambda: layout_memory(layout, self._ranks or WHOLE))
 
     def _read_pool(self, pool: torch.Tensor) -> KvMemory:
-        found = pool_memory(pool, self._block_tokens, self._ranks or WHOLE)
-        reason = self._find_index_cache(found.is_latent)
+        found = pool_memory(pool, self._engine.block_tokens, self._ranks or WHOLE)
+        reason = self._engine.find_index_cache(found.is_latent)
         if reason is not None:
             raise LayoutError(
                 f"kvbm: sparse attention keeps keys in a pool that TensorRT-LLM does not hand to connectors "
@@ -133,7 +139,7 @@ class WorkerSide:
         if leader is not None:
             leader.begin(found.groups, is_told=found.is_told)
         self.worker.register(found.memory, found.fingerprint)
-        if leader is not None and self._waits_at_register:
+        if leader is not None and self._engine.waits_at_register:
             leader.wait()
 
     # ---------------------------------------------------------------- one iteration

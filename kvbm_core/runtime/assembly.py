@@ -175,10 +175,12 @@ def worker_options(
     )
 
 
-def announce(settings: KvbmSettings, adapter: Adapter) -> None:
-    """Sets logging up and says what is odd about the settings. ConfigError if they name no tier."""
+def announce(settings: KvbmSettings, adapter: Adapter, *, needs_tier: bool = True) -> None:
+    """Sets logging up and says what is odd about the settings. ConfigError if they name no tier, unless the
+    engine has one and its adapter says what it needs.
+    """
     setup_logging(settings.log_level)
-    if adapter is not Adapter.HICACHE:  # has one of SGLang's, and says itself what it needs
+    if needs_tier:
         settings.require_tier()
     for warning in settings.warnings_under(adapter):
         log.warning("%s", warning)

@@ -26,7 +26,7 @@ from kvbm_core.testing.executor_bench import (
 )
 from kvbm_core.transfer.digests import SlotDigests
 from kvbm_core.transfer.executor import Copier, DeviceMemory, Executor
-from kvbm_core.transfer.executors.cuda import CudaExecutor
+from kvbm_core.transfer.executors.cuda import CopyLimits, CudaExecutor
 from kvbm_core.transfer.executors.cuda_runtime import CudaApi
 from kvbm_core.transfer.executors.memcpy import MemcpyExecutor
 from kvbm_core.transfer.factory import make_executor
@@ -66,8 +66,7 @@ class Setup:
             self.device,
             self.host,
             api,
-            max_concurrent=max_concurrent,
-            max_batch_blocks=4,
+            limits=CopyLimits(max_concurrent, max_batch_blocks=4),
             on_done=on_done,
             digests=self.digests,
             clock=self.clock,

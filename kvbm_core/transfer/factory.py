@@ -38,15 +38,14 @@ def make_executor(
             device, host, max_batch_blocks=max_batch_blocks, on_done=on_done, digests=digests, clock=clock
         )
     if _is_cuda(device):
-        from kvbm_core.transfer.executors.cuda import CudaExecutor
+        from kvbm_core.transfer.executors.cuda import CopyLimits, CudaExecutor
         from kvbm_core.transfer.executors.cuda_runtime import CudaRuntime
 
         return CudaExecutor(
             device,
             host,
             CudaRuntime(device.storages[0].device.index),
-            max_concurrent=max_concurrent,
-            max_batch_blocks=max_batch_blocks,
+            limits=CopyLimits(max_concurrent, max_batch_blocks),
             on_done=on_done,
             digests=digests,
             clock=clock,

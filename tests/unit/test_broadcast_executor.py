@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -23,6 +24,7 @@ from kvbm_core.testing.executor_bench import (
     two_group_memory,
 )
 from kvbm_core.transfer.executor import DeviceMemory, StreamMark
+from kvbm_core.transfer.executors import broadcast
 from kvbm_core.transfer.executors.broadcast import BroadcastExecutor, OnDone
 from kvbm_core.transfer.executors.broadcast_group import Group, MeetingPoint
 from kvbm_core.transfer.executors.device_rows import DeviceRows
@@ -87,6 +89,7 @@ class Ranks:
     def __init__(
         self, devices: list[DeviceMemory], *, timeout_s: float = LONG_S, chunk_bytes: int = 4096
     ) -> None:
+        """``chunk_bytes``: small, so that a load is several of them."""
         self.host = HostSlab(NUM_SLOTS, max(view.block_bytes for view in devices[0].views))
         assert self.host.wait_ready(LONG_S)
         point = MeetingPoint()
@@ -95,15 +98,15 @@ class Ranks:
             group = Group(number, len(devices), point.address, None if number else point, timeout_s=timeout_s)
             listener = Listener()
             broken: list[str] = []
-            executor = BroadcastExecutor(
-                device,
-                group,
-                listener,
-                make_loader=None if number else self._make_loader(device),
-                on_broken=broken.append,
-                load_timeout_s=timeout_s,
-                chunk_bytes=chunk_bytes,
-            )
+            with mock.patch.object(broadcast, "CHUNK_BYTES", chunk_bytes):
+                executor = BroadcastExecutor(
+                    device,
+                    group,
+                    listener,
+                    make_loader=None if number else self._make_loader(device),
+                    on_broken=broken.append,
+                    load_timeout_s=timeout_s,
+                )
             self.ranks.append(Rank(device, executor, listener, broken))
 
     def _make_loader(self, device: DeviceMemory) -> Callable[[OnDone], Loader]:

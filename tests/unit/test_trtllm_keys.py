@@ -263,17 +263,22 @@ def test_an_adapter_is_known_to_this_process_alone(model: Path) -> None:
     assert not of(roots, Identity("7", None, None, False)).is_lasting
 
 
+def hashes_of(model: Path | str) -> dict[str, dict[str, str]]:
+    """Roots as this process has them: by the way of loading, by the adapter."""
+    found = {}
+    for load_format in ("auto", "dummy"):
+        args = llm_args(model, load_format=load_format)
+        roots = roots_of(args, weights_of(args))
+        names = {name: Identity(name, "s", None, False) for name in ("", "7")}
+        found[load_format] = {name: of(roots, identity, "0").hash.hex() for name, identity in names.items()}
+    return found
+
+
 PROGRAM = """
 import json, sys
-from tests.unit.test_trtllm_keys import Identity, llm_args, of, roots_of, weights_of
+from tests.unit.test_trtllm_keys import hashes_of
 
-def hashes_of(load_format):
-    args = llm_args(sys.argv[1], load_format=load_format)
-    roots = roots_of(args, weights_of(args))
-    identities = [Identity(name, salt, None, False) for name, salt in (("", "s"), ("7", "s"))]
-    return {identity.adapter: of(roots, identity, "0").hash.hex() for identity in identities}
-
-print(json.dumps({name: hashes_of(name) for name in ("auto", "dummy")}))
+print(json.dumps(hashes_of(sys.argv[1])))
 """
 
 
@@ -281,10 +286,8 @@ def test_another_process_finds_blocks_unless_their_weights_may_be_others(model: 
     while time.time_ns() - model.stat().st_ctime_ns < 5 * CLOCK_TICK_NS:
         pass  # the engine's process begins after that, by the files' clock
     command = [sys.executable, "-c", PROGRAM, str(model)]
-    first, second = (
-        json.loads(subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout)
-        for _ in range(2)
-    )
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
+    first, second = json.loads(done.stdout), hashes_of(model)
     assert first["auto"][""] == second["auto"][""]
     assert first["auto"]["7"] != second["auto"]["7"], "a LoRA is known by its number alone"
     assert first["dummy"][""] != second["dummy"][""], "weights that were made up"

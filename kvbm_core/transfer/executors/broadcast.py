@@ -73,7 +73,6 @@ class BroadcastExecutor:
         make_loader: Callable[[OnDone], Executor] | None = None,
         on_broken: Callable[[str], None] = lambda reason: None,
         load_timeout_s: float = 120.0,
-        chunk_bytes: int = CHUNK_BYTES,
         clock: Clock | None = None,
     ) -> None:
         self._group = group
@@ -86,7 +85,7 @@ class BroadcastExecutor:
         self._queue: deque[_Load] = deque()
         self._broken = ""
         self._is_closed = False
-        self._rows = DeviceRows(device, chunk_bytes)
+        self._rows = DeviceRows(device, CHUNK_BYTES)
         self._loader = None if make_loader is None else make_loader(self._loaded)
         self._thread = threading.Thread(target=self._work, name="kvbm-broadcast", daemon=True)
         self._thread.start()

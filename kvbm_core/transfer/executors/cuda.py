@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -37,12 +37,22 @@ class _Flight:
     failure: str = ""
 
 
+class CopyLimits(NamedTuple):
+    """How many jobs the GPU has at most, and how many blocks one call copies."""
+
+    max_concurrent: int = 4
+    max_batch_blocks: int = 16
+
+
+USUAL_LIMITS = CopyLimits()
+
+
 class CudaExecutor(BoardExecutor):
     """Executor for engines whose KV cache is on a GPU (see Executor for the rules).
 
     A stream per direction, the onboard one with priority. What the caller's stream was given before submit
-    is waited for by our stream, never by the CPU. One thread queues the copies, ``max_batch_blocks`` blocks
-    per call, and watches the events of at most ``max_concurrent`` jobs.
+    is waited for by our stream, never by the CPU. One thread queues the copies, as many blocks per call
+    and for as many jobs at once as ``limits`` says, and watches their events.
     """
 
     def __init__(
@@ -51,17 +61,16 @@ class CudaExecutor(BoardExecutor):
         host: HostSlab,
         api: CudaApi,
         *,
-        max_concurrent: int = 4,
-        max_batch_blocks: int = 16,
+        limits: CopyLimits = USUAL_LIMITS,
         on_done: Callable[[JobResult], None] | None = None,
         digests: SlotDigests | None = None,
         clock: Clock | None = None,
     ) -> None:
-        if max_concurrent < 1 or max_batch_blocks < 1:
-            raise ValueError(f"max_concurrent={max_concurrent}, max_batch_blocks={max_batch_blocks}")
+        if min(limits) < 1:
+            raise ValueError(str(limits))
         super().__init__("kvbm-cuda", on_done, clock)
         self._device, self._host, self._api = device, host, api
-        self._max_concurrent, self._max_batch_blocks = max_concurrent, max_batch_blocks
+        self._limits = limits
         self._digests = digests
         self._bases = [api.address_of(storage) for storage in device.storages]
         self._tables = [
@@ -99,7 +108,7 @@ class CudaExecutor(BoardExecutor):
     def _work(self) -> None:
         self._api.bind_thread()
         while self._flights or not self._board.is_closed:
-            if len(self._flights) < self._max_concurrent:
+            if len(self._flights) < self._limits.max_concurrent:
                 job = self._board.take(timeout_s=POLL_INTERVAL_S if self._flights else None)
                 if job is not None:
                     self._flights.append(self._launch(job))
@@ -115,8 +124,8 @@ class CudaExecutor(BoardExecutor):
         try:
             self._api.wait_event(stream, job.token)
             for move in () if plan.compares else plan.moves:
-                for start in range(0, len(move.slots), self._max_batch_blocks):
-                    batch = slice(start, start + self._max_batch_blocks)
+                for start in range(0, len(move.slots), self._limits.max_batch_blocks):
+                    batch = slice(start, start + self._limits.max_batch_blocks)
                     self._copy(plan.direction, move.group, move.device_blocks[batch], move.slots[batch])
                 flight.num_bytes += len(move.slots) * self._device.views[move.group].block_bytes
             if self._digests is not None or plan.compares:
