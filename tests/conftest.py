@@ -32,7 +32,11 @@ RUN_ORDER = {
     "dynamo": 3,
     "sglang": 4,
 }  # e2e has the longest file, which at the end would be alone
-RANDOM = {TESTS / "property", TESTS / "faults"}  # tests that try more at night
+# Tests that try more at night (tests/effort.py).
+RANDOM = {
+    *(TESTS / "property", TESTS / "faults"),
+    *(TESTS / "trtllm" / "test_random.py", TESTS / "vllm" / "test_identity.py"),
+}
 SHARED_NOT_RUN = "kvbm_not_run"  # a worker's NOT_RUN_KEY, on its way to the process that started it
 NIGHTLY = "nightly"  # the marker of tests that `make test` leaves out, and their key in NOT_RUN_KEY
 TOLD = "told"  # the property of a test that `tell` adds to
@@ -148,7 +152,7 @@ def _leave_out(config: pytest.Config, items: list[pytest.Item]) -> None:
         assert marker is None or marker.args, f"{item.nodeid}: say why it is nightly"
     if effort.IS_NIGHTLY:
         is_run = [
-            marker is not None or not RANDOM.isdisjoint(item.path.parents)
+            marker is not None or not RANDOM.isdisjoint((item.path, *item.path.parents))
             for item, marker in zip(items, markers, strict=True)
         ]
     else:

@@ -268,6 +268,7 @@ def needs_memory_with_all_others(rank: int, kind: Kind, num_ranks_with_room: flo
         taken,
         serve(rank, kind, host_blocks=None, env={"DYN_KVBM_CPU_CACHE_GB": "0.01"}, is_ready=False) as serving,
     ):
+        serving.may_begin.set()
         if serving.executor.leader is None:
             return None
         serving.may_fail = True  # for want of memory

@@ -18,6 +18,7 @@ from kvbm_core.types import Direction
 
 pytest.importorskip("torch", reason="NOT RUN: TensorRT-LLM's connector against its double; torch is missing")
 
+from tests.effort import tries
 from tests.trtllm.double import NEWEST, RELEASED, World
 from tests.trtllm.harness import KeepingExecutor, Kind, Serving, kinds, serve
 
@@ -30,8 +31,8 @@ IDENTITIES: tuple[dict[str, Any], ...] = (
 )
 WINDOWS: dict[str, Any] = {"attention_windows": (None, 8), "num_layers": 2}
 MAX_ALIVE = 12
-LONG_RUN = 10_000
-LONG_RUN_WITH_WINDOWS = 1_500
+LONG_RUN = tries(2_000, nightly=10_000)
+LONG_RUN_WITH_WINDOWS = tries(700, nightly=3_000)
 
 
 class Engine(RuleBasedStateMachine):
@@ -132,7 +133,10 @@ class Engine(RuleBasedStateMachine):
 def test_any_order(kind: Kind) -> None:
     case = type("EngineOfKind", (Engine,), {"kind": kind}).TestCase
     case.settings = settings(
-        max_examples=12, stateful_step_count=40, suppress_health_check=list(HealthCheck), deadline=None
+        max_examples=tries(8, nightly=30),
+        stateful_step_count=40,
+        suppress_health_check=list(HealthCheck),
+        deadline=None,
     )
     case().runTest()
 
@@ -182,7 +186,7 @@ def _long_run(kind: Kind, num_requests: int, rng: random.Random, **options: Any)
 
 
 @pytest.mark.parametrize("version", [RELEASED, NEWEST], ids=str)
-def test_ten_thousand_requests(version: str, seed: int) -> None:
+def test_thousands_of_requests(version: str, seed: int) -> None:
     _long_run(Kind(version, "v1", True), LONG_RUN, random.Random(seed))
 
 

@@ -34,6 +34,7 @@ from kvbm_vllm.changes import EngineChanges
 from kvbm_vllm.identity import describe_engine, describe_environment, tell
 from kvbm_vllm.keys import has_lasting_names
 from kvbm_vllm.weights import weight_sources, weights_identity
+from tests.effort import tries
 from tests.vllm.engine_config import settle
 from tests.vllm.engine_setups import (
     LONGROPE,
@@ -49,7 +50,7 @@ from tests.vllm.engine_setups import (
 from tests.vllm.harness import adapter, media
 from tests.vllm.kvbm_engine import KvbmEngine
 
-NUM_PAIRS, NUM_SAME = 200, 50
+NUM_PAIRS, NUM_SAME = tries(40, nightly=400), 50
 
 
 @pytest.fixture
