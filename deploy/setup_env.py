@@ -17,9 +17,11 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import zipfile
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -56,6 +58,7 @@ CONTRACT_PARTS = (
 PARTS_NAME = "kvbm-parts.txt"
 REPOSITORY = Path(__file__).resolve().parent.parent
 STAMP_NAME = "kvbm-setup.json"
+DOWNLOADS_AT_ONCE = 3
 MIN_PYTHON = (3, 10)
 LAST_LINES = 15
 
@@ -223,23 +226,38 @@ def fetch_contract_sources(target: Path, python: Path) -> None:
 
     They are in ``target/VERSION/vllm`` and ``target/sglang-VERSION/sglang``.
     """
-    for distribution, version, folder in CONTRACT_WHEELS:
-        final = target / folder
-        is_whole = folder == WHOLE_PACKAGE
-        kept = _kept_of(distribution, whole=is_whole)
-        if _says(final, kept):
-            say(f"interface of {distribution} {version} is there")
-            continue
-        with tempfile.TemporaryDirectory(prefix="kvbm-contract-") as scratch:
-            wheel = _download(python, distribution, version, Path(scratch))
-            extracted = Path(scratch) / "sources"
-            _extract(wheel, extracted, whole=is_whole)
-            if is_whole:
-                _write_name(extracted, version)
-            (extracted / PARTS_NAME).write_text(kept, encoding="utf-8")
-            target.mkdir(parents=True, exist_ok=True)
-            shutil.rmtree(final, ignore_errors=True)
-            shutil.move(str(extracted), str(final))
+    has_failed = threading.Event()
+
+    def fetch(wheel: tuple[str, str, str]) -> None:
+        if has_failed.is_set():
+            return
+        try:
+            _fetch_contract_source(target, python, *wheel)
+        except BaseException:
+            has_failed.set()
+            raise
+
+    with ThreadPoolExecutor(DOWNLOADS_AT_ONCE) as pool:  # most of each is waiting for the registry
+        list(pool.map(fetch, CONTRACT_WHEELS))
+
+
+def _fetch_contract_source(target: Path, python: Path, distribution: str, version: str, folder: str) -> None:
+    final = target / folder
+    is_whole = folder == WHOLE_PACKAGE
+    kept = _kept_of(distribution, whole=is_whole)
+    if _says(final, kept):
+        say(f"interface of {distribution} {version} is there")
+        return
+    with tempfile.TemporaryDirectory(prefix="kvbm-contract-") as scratch:
+        wheel = _download(python, distribution, version, Path(scratch))
+        extracted = Path(scratch) / "sources"
+        _extract(wheel, extracted, whole=is_whole)
+        if is_whole:
+            _write_name(extracted, version)
+        (extracted / PARTS_NAME).write_text(kept, encoding="utf-8")
+        target.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(final, ignore_errors=True)
+        shutil.move(str(extracted), str(final))
 
 
 def _kept_of(distribution: str, *, whole: bool) -> str:

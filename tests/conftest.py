@@ -32,10 +32,12 @@ RUN_ORDER = {
     "dynamo": 3,
     "sglang": 4,
 }  # e2e has the longest file, which at the end would be alone
-# Tests that try more at night (tests/effort.py).
-RANDOM = {
+# Tests that try more at night, or more of their combinations (tests/effort.py).
+DEEPER = {
     *(TESTS / "property", TESTS / "faults"),
-    *(TESTS / "trtllm" / "test_random.py", TESTS / "vllm" / "test_identity.py"),
+    *(TESTS / "trtllm" / name for name in ("test_random.py", "test_scenarios.py", "test_attention_dp.py")),
+    TESTS / "vllm" / "test_identity.py",
+    TESTS / "e2e" / "test_clients.py",
 }
 SHARED_NOT_RUN = "kvbm_not_run"  # a worker's NOT_RUN_KEY, on its way to the process that started it
 NIGHTLY = "nightly"  # the marker of tests that `make test` leaves out, and their key in NOT_RUN_KEY
@@ -146,13 +148,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _leave_out(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Nightly tests, which are counted; with --nightly all others but the random ones."""
+    """Nightly tests, which are counted; with --nightly all others but those that try more then."""
     markers = [item.get_closest_marker(NIGHTLY) for item in items]
     for item, marker in zip(items, markers, strict=True):
         assert marker is None or marker.args, f"{item.nodeid}: say why it is nightly"
     if effort.IS_NIGHTLY:
         is_run = [
-            marker is not None or not RANDOM.isdisjoint((item.path, *item.path.parents))
+            marker is not None or not DEEPER.isdisjoint((item.path, *item.path.parents))
             for item, marker in zip(items, markers, strict=True)
         ]
     else:

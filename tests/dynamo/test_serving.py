@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import time
 from collections.abc import Callable
@@ -102,9 +101,7 @@ def test_aggregated(tiny_model: Path, tmp_path: Path) -> None:
         two_turns(serving)
 
 
-@pytest.mark.skipif(
-    not os.environ.get("KVBM_DYNAMO_ALL"), reason="NOT RUN: 1P1D under Dynamo: set KVBM_DYNAMO_ALL=1"
-)
+@pytest.mark.nightly("two engines more; tests/e2e/test_disaggregated.py has a pair without Dynamo")
 def test_one_prefill_and_one_decode_worker(tiny_model: Path, tmp_path: Path) -> None:
     workers = [
         (HOST_CACHE_GB, PREFILL, ("--disaggregation-mode", "prefill")),

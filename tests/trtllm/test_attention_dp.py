@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -12,13 +11,14 @@ import pytest
 
 pytest.importorskip("torch", reason="NOT RUN: TensorRT-LLM's connector against its double; torch is missing")
 
+from tests.effort import IS_NIGHTLY
 from tests.trtllm import scenarios_dp
 from tests.trtllm.double import NEWEST, DoubleFailure
 from tests.trtllm.harness import Kind
 from tests.trtllm.test_scenarios import LISTS, play_scenario
 
 Play = Callable[..., list[Any]]
-ALL = bool(os.environ.get("KVBM_TRTLLM_ALL"))
+ALL = IS_NIGHTLY
 NOT_HERE = {
     # A load that fails on one rank ends the forward pass of that rank alone: see the last test.
     "a_load_fails",
@@ -93,7 +93,7 @@ def test_all_kinds_of_attention_dp() -> None:
     if not ALL:
         count = len(left_out) + len(left_out_of_others)
         pytest.skip(
-            f"NOT RUN: {count} combinations more of scenarios and attention DP: set KVBM_TRTLLM_ALL=1"
+            f"NOT RUN: {count} combinations more of scenarios and attention DP: make nightly plays them"
         )
 
 
@@ -141,7 +141,7 @@ def test_disk_folders_do_not_collide(play: Play, tmp_path: Path) -> None:
         assert len({folders[life] for folders in by_rank}) == 2
 
 
-@pytest.mark.skipif(not ALL, reason="NOT RUN: replaces the rank processes: set KVBM_TRTLLM_ALL=1")
+@pytest.mark.nightly("replaces the rank processes")
 def test_a_load_that_fails_on_one_rank_stops_all(play: Play) -> None:
     """As documented: nothing else can keep wrong bytes from a model, and the others wait for this rank."""
     with pytest.raises(DoubleFailure, match="failed on one rank: the others wait"):

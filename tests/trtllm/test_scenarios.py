@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -10,12 +9,13 @@ import pytest
 
 pytest.importorskip("torch", reason="NOT RUN: TensorRT-LLM's connector against its double; torch is missing")
 
+from tests.effort import IS_NIGHTLY
 from tests.trtllm import scenarios, scenarios_many, scenarios_v2
 from tests.trtllm.double import EARLY, MID, NEWEST, RELEASED
 from tests.trtllm.harness import Kind, kinds
 
 Play = Callable[..., list[Any]]
-ALL = bool(os.environ.get("KVBM_TRTLLM_ALL"))
+ALL = IS_NIGHTLY
 OF_SOME = {(EARLY, 1), (MID, 1), (EARLY, 2), (RELEASED, 2), (RELEASED, 4)}
 """Versions and numbers of ranks on which ``make test`` plays the essential scenarios, with overlap."""
 LISTS = {module.__name__: module.SCENARIOS for module in (scenarios, scenarios_many, scenarios_v2)}
@@ -73,6 +73,6 @@ def test_every_combination_of_versions_and_ranks() -> None:
     assert 0 < len(left_out) < len(cases)
     if not ALL:
         pytest.skip(
-            f"NOT RUN: {len(left_out)} combinations more of scenarios, versions and ranks: set "
-            "KVBM_TRTLLM_ALL=1"
+            f"NOT RUN: {len(left_out)} combinations more of scenarios, versions and ranks: make "
+            "nightly plays them"
         )

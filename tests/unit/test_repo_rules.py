@@ -413,3 +413,16 @@ def test_core_dependencies_are_those_that_are_imported() -> None:
 def test_dynamo_stays_a_namespace_that_others_can_share() -> None:
     inits = sorted((ROOT / "compat" / "dynamo").rglob("__init__.py"))
     assert not inits, "an __init__.py here would overwrite or hide ai-dynamo's own"
+
+
+def test_contributing_names_each_file_with_nightly_tests() -> None:
+    page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    marked = {
+        path.as_posix()
+        for path in python_files(("tests",))
+        for node in nodes_of(path)
+        if isinstance(node, ast.Call) and dotted(node.func) == "pytest.mark.nightly"
+    }
+    assert marked
+    missing = [path for path in marked if path not in page and f"`{path.rpartition('/')[0]}`" not in page]
+    assert not missing

@@ -97,6 +97,6 @@ def test_what_is_there_is_not_fetched_again(tmp_path: Path) -> None:
 @pytest.mark.parametrize("members", [("model_executor/layer.py",), ()])
 def test_a_wheel_without_sources_is_refused_in_one_line(tmp_path: Path, members: tuple[str, ...]) -> None:
     result, asked = fetch(tmp_path, members)
-    assert result.returncode != 0 and len(asked) == 1
+    assert result.returncode != 0 and 1 <= len(asked) <= 3, "those that were under way, and no more"
     assert "has no interface sources in it" in result.stderr.splitlines()[-1]
     assert not (tmp_path / "kept").exists()
