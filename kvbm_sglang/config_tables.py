@@ -7,10 +7,13 @@ if it changes at most the order in which the same numbers are added up. In doubt
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from kvbm_core.identity.effective import effective_config, file_digest
+from kvbm_core.identity.environment import WORDS_OF_LIBRARIES
 from kvbm_core.identity.fields import ConfigTable, InKey, Irrelevant, Rule, ThisProcessOnly
 
 FOLDER_FORMATS = frozenset((
@@ -18,6 +21,8 @@ FOLDER_FORMATS = frozenset((
     "layered", "fastsafetensors", "instanttensor", "runai_streamer",
 ))  # fmt: skip
 """Load formats that read files of the model's folder, and nothing else."""
+READING_SETTINGS = frozenset(("enable_multithread_load", "num_threads", "concurrency", "memory_limit"))
+"""Of ``model_loader_extra_config``: how fast files are read."""
 
 # Reasons that many fields share.
 ELSEWHERE = "where the engine runs and listens"
@@ -38,6 +43,7 @@ REMOTE = "how pages reach other engines"
 NO_ADAPTERS = "with LoRA nothing is kept on disk"
 NO_IMAGES = "nothing of a model that takes images, audio or video is kept on disk"
 FILE = "the content of the file"
+IN_STAMP = Irrelevant("which files are read is in the weights' stamp")
 
 
 def _irrelevant(reason: str, names: str) -> dict[str, Rule]:
@@ -72,8 +78,13 @@ def _is_on(value: Any) -> bool:
     return str(value or "off") != "off"
 
 
-def _has_settings(value: Any) -> bool:
-    return str(value or "{}") != "{}"
+def names_weights(value: Any) -> bool:
+    """Whether ``model_loader_extra_config`` says more than how to read, and how fast."""
+    try:
+        settings = json.loads(value or "{}") if isinstance(value, str | bytes) else value or {}
+    except ValueError:
+        return True
+    return not (isinstance(settings, Mapping) and set(settings) <= READING_SETTINGS)
 
 
 # ---------------------------------------------------------------- tables
@@ -85,12 +96,12 @@ SERVER_ARGS = ConfigTable(
         "ds_channel_config_path": InKey(file_digest, FILE),
         "dllm_algorithm_config": InKey(file_digest, FILE),
         "load_format": ThisProcessOnly(
-            "the weights are not, or not only, those of the model's folder", _loads_elsewhere, InKey()
+            "the weights are not, or not only, those of the model's folder", _loads_elsewhere, IN_STAMP
         ),
         "speculative_draft_load_format": ThisProcessOnly(
-            "the draft's weights are not those of its folder", _loads_elsewhere, InKey()
+            "the draft's weights are not those of its folder", _loads_elsewhere, IN_STAMP
         ),
-        "model_loader_extra_config": ThisProcessOnly("it may name other weights", _has_settings),
+        "model_loader_extra_config": ThisProcessOnly("it may name other weights", names_weights),
         "weight_cache_mode": ThisProcessOnly("weights come from another process's memory", _is_on),
         "elastic_ep_backend": ThisProcessOnly("experts may be missing for a while"),
         "decrypted_draft_config_file": ThisProcessOnly("a draft's configuration from another place"),
@@ -374,17 +385,17 @@ TABLES = (SERVER_ARGS, MODEL, HICACHE)
 # ---------------------------------------------------------------- the environment
 
 ENVIRONMENT = re.compile(
-    r"SGLANG_\w+|SGL_\w+|AITER_\w+|FLASHINFER_NVFP4_\w+|USE_TRITON_W8A8_FP8_KERNEL"
-    r"|USE_ROCM_AITER_ROPE_BACKEND|DEEP_NORMAL_MODE_USE_INT8_QUANT|NVIDIA_TF32_OVERRIDE"
-    r"|TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"
+    r"SGLANG_\w+|SGL_\w+|USE_TRITON_W8A8_FP8_KERNEL|USE_ROCM_AITER_ROPE_BACKEND"
+    r"|DEEP_NORMAL_MODE_USE_INT8_QUANT"
 )
 """Variables that may change what SGLang computes."""
 
 ENVIRONMENT_WORDS = (
-    "Every variable that is set and begins with `SGLANG_`, `SGL_`, `AITER_` or `FLASHINFER_NVFP4_` is in\n"
-    "the name with its text, and so are `USE_TRITON_W8A8_FP8_KERNEL`, `USE_ROCM_AITER_ROPE_BACKEND`,\n"
-    "`DEEP_NORMAL_MODE_USE_INT8_QUANT`, `NVIDIA_TF32_OVERRIDE` and `TORCH_ALLOW_TF32_CUBLAS_OVERRIDE`. Not "
-    "these\n(`*` stands for any end):"
+    "Every variable that is set and begins with `SGLANG_` or `SGL_` is in the name with its text, and so\n"
+    "are `USE_TRITON_W8A8_FP8_KERNEL`, `USE_ROCM_AITER_ROPE_BACKEND` and `DEEP_NORMAL_MODE_USE_INT8_QUANT`.\n"
+    f"{WORDS_OF_LIBRARIES}\n"
+    "Not those that Kubernetes sets for a Service (`SGLANG_..._SERVICE_HOST`, `SGLANG_..._PORT_8000_TCP`),\n"
+    "and not these (`*` stands for any end):"
 )
 
 IRRELEVANT_ENVIRONMENT: dict[str, str] = {

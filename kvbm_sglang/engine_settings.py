@@ -5,19 +5,17 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib
 import logging
 import os
 import sys
 from collections.abc import Iterable, Mapping
-from fnmatch import fnmatchcase
 from functools import cache
 from importlib import metadata
 from types import SimpleNamespace
 from typing import Any
 
-from kvbm_core.identity.effective import is_of_kubernetes
+from kvbm_core.identity import environment
 from kvbm_core.identity.fields import Description, describe, field_names
 from kvbm_core.identity.weights import code_repositories
 from kvbm_sglang.config_tables import (
@@ -162,25 +160,10 @@ def _describe_model(server_args: Any) -> Description:
 
 
 def describe_environment(environ: Mapping[str, str]) -> Description:
-    """Variables of SGLang that are set and not known to be irrelevant."""
-    names = sorted(name for name in environ if ENVIRONMENT.fullmatch(name) and not is_of_kubernetes(name))
-    counted = [name for name in names if _reason(name, IRRELEVANT_ENVIRONMENT) is None]
-    process_only = tuple(
-        f"{name}: {reason}"
-        for name in counted
-        if (reason := _reason(name, PROCESS_ONLY_ENVIRONMENT)) is not None
-        and environ[name].lower() not in {"", "0", "0.0", "false"}
+    """Variables of SGLang and its libraries that are set and not known to be irrelevant."""
+    return environment.describe_environment(
+        environ, ENVIRONMENT, IRRELEVANT_ENVIRONMENT, PROCESS_ONLY_ENVIRONMENT
     )
-    return Description(tuple((name, _digest(environ[name])) for name in counted), (), process_only)
-
-
-def _reason(name: str, reasons: Mapping[str, str]) -> str | None:
-    return next((reason for pattern, reason in reasons.items() if fnmatchcase(name, pattern)), None)
-
-
-def _digest(text: str) -> str:
-    """Pairs are logged, and what an unknown variable holds may be a secret."""
-    return hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()
 
 
 def _describe_software() -> Description:
@@ -198,9 +181,13 @@ def _describe_software() -> Description:
 def _platform() -> str:
     import torch
 
-    # Of the same "fp8", AMD's older devices store other numbers (e4m3fnuz) than all others.
-    is_amd = torch.version.hip is not None and torch.cuda.is_available()
-    return f"hip {torch.cuda.get_device_properties(0).gcnArchName}" if is_amd else "not AMD"
+    # Of the same "fp8", AMD's older devices store other numbers (e4m3fnuz) than all others. A device's
+    # capability chooses kernels, some of which compute in other formats.
+    if not torch.cuda.is_available():
+        return "no GPU"
+    if torch.version.hip is not None:
+        return f"hip {torch.cuda.get_device_properties(0).gcnArchName}"
+    return f"cuda {torch.cuda.get_device_capability()}"
 
 
 @cache

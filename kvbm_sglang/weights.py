@@ -11,7 +11,7 @@ from functools import wraps
 from typing import Any
 
 from kvbm_core.identity.weights import Source, WeightsIdentity, process_began_ns
-from kvbm_sglang.config_tables import FOLDER_FORMATS, load_format_of
+from kvbm_sglang.config_tables import FOLDER_FORMATS, load_format_of, names_weights
 
 # In the process that computes, at some depth: the scheduler's part, the worker's, the model runner's.
 _PLACES = ("sglang.srt.managers.", "sglang.srt.model_executor.", "sglang.srt.speculative.")
@@ -53,16 +53,16 @@ def _source(name: str, revision: str, cache_dir: str, load_format: Any, server_a
     unknown = ""
     if load_format == "dummy":
         unknown = f"the weights of {name} are made up (load format dummy)"
-    elif (
-        load_format not in FOLDER_FORMATS
-        or str(getattr(server_args, "model_loader_extra_config", None) or "{}") != "{}"
+    elif load_format not in FOLDER_FORMATS or names_weights(
+        getattr(server_args, "model_loader_extra_config", None)
     ):
         unknown = "the load format, or its extra configuration, does not say what is read"
     elif "://" in name:
         unknown = f"{name} is not on this machine"
     elif os.environ.get("SGLANG_USE_MODELSCOPE", "").lower() in {"1", "true"} and not os.path.exists(name):
         unknown = f"{name} is of ModelScope, whose cache names no file by its content"
-    return Source(name, revision, cache_dir, unknown)
+    runs_code = bool(getattr(server_args, "trust_remote_code", False))
+    return Source(name, revision, cache_dir, unknown, load_format=load_format, runs_code=runs_code)
 
 
 def _watch() -> None:

@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
+from kvbm_core.identity.environment import WORDS_OF_LIBRARIES
 from kvbm_core.identity.fields import ConfigTable, InKey, Irrelevant, Nested, Rule, ThisProcessOnly
 
 READ_FORMATS = frozenset({"HF", "mistral", "mistral_large_3"})
@@ -283,15 +284,18 @@ TABLES = (TORCH_LLM_ARGS, KV_CACHE, QUANTIZATION, MX)
 # ---------------------------------------------------------------- the environment
 
 ENVIRONMENT = re.compile(
-    r"T(RT)?LLM_\w+|FLASHINFER_NVFP4_\w+|NVIDIA_TF32_OVERRIDE|TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"
+    r"T(RT)?LLM_\w+|OVERRIDE_QUANT_ALGO|FORCE_LOW_PRECISION_ALL_REDUCE_STRATEGY|ENABLE_CONFIGURABLE_MOE"
+    r"|ENABLE_PERFECT_ROUTER"
 )
 """Variables that may change what TensorRT-LLM computes."""
 
 ENVIRONMENT_WORDS = (
-    "Every variable that is set and begins with `TRTLLM_`, `TLLM_` or `FLASHINFER_NVFP4_` is in the name\n"
-    "with its text, and so are `NVIDIA_TF32_OVERRIDE` and `TORCH_ALLOW_TF32_CUBLAS_OVERRIDE`. Not those\n"
-    "that Kubernetes sets for a Service (`TRTLLM_..._SERVICE_HOST`, `TRTLLM_..._PORT_8000_TCP`), and not\n"
-    "these:"
+    "Every variable that is set and begins with `TRTLLM_` or `TLLM_` is in the name with its text, and so\n"
+    "are `OVERRIDE_QUANT_ALGO`, `FORCE_LOW_PRECISION_ALL_REDUCE_STRATEGY`, `ENABLE_CONFIGURABLE_MOE` and\n"
+    "`ENABLE_PERFECT_ROUTER`.\n"
+    f"{WORDS_OF_LIBRARIES}\n"
+    "Not those that Kubernetes sets for a Service (`TRTLLM_..._SERVICE_HOST`, `TRTLLM_..._PORT_8000_TCP`),\n"
+    "and not these (`*` stands for any end):"
 )
 
 IRRELEVANT_ENVIRONMENT: dict[str, str] = {
@@ -301,25 +305,49 @@ IRRELEVANT_ENVIRONMENT: dict[str, str] = {
             "TLLM_LOG_LEVEL",
             "TLLM_LOG_LEVEL_BY_MODULE",
             "TLLM_NVTX_DEBUG",
+            "TLLM_LLM_ENABLE_DEBUG",
+            "TLLM_LLM_ENABLE_TRACER",
             "TLLM_PROFILE_RECORD_GC",
             "TLLM_PROFILE_START_STOP",
             "TLLM_TORCH_PROFILE_TRACE",
+            "TLLM_TRACE_*",
             "TRTLLM_KVCACHE_TIME_OUTPUT_PATH",
+            "TRTLLM_PRINT_*",
+            "TRTLLM_WORKER_PRINT_STACKS_PERIOD",
         ),
         REPORTS,
     ),
     **dict.fromkeys(
         (
             "TLLM_DISABLE_MPI",
+            "TLLM_LLMAPI_ZMQ_*",
+            "TLLM_NUMA_AWARE_WORKER_AFFINITY",
             "TLLM_SPAWN_PROXY_PROCESS",
             "TLLM_SPAWN_PROXY_PROCESS_IPC_ADDR",
             "TLLM_SPAWN_PROXY_PROCESS_IPC_HMAC_KEY",
             "TLLM_WORKER_USE_SINGLE_PROCESS",
+            "TRTLLM_RAY_*",
             "TRTLLM_SERVER_DISABLE_GC",
             "TRTLLM_WORKER_DISABLE_GC",
         ),
         PROCESSES,
     ),
+    **dict.fromkeys(
+        (
+            "TRTLLM_KVCACHE_*",
+            "TRTLLM_MOONCAKE_*",
+            "TRTLLM_NIXL_*",
+            "TRTLLM_UCX_INTERFACE",
+            "TRTLLM_USE_*_KVCACHE",
+        ),
+        "how blocks reach other engines",
+    ),
+    **dict.fromkeys(("TLLM_ALLOW_LONG_MAX_MODEL_LEN", "TLLM_BENCHMARK_REQ_QUEUES_SIZE"), SIZES),
+    **dict.fromkeys(("TLLM_INCREMENTAL_DETOKENIZATION_BACKEND", "TLLM_STREAM_INTERVAL_THRESHOLD"), OUTPUT),
+    "TLLM_AUTOTUNER_CACHE_PATH": KERNELS,
     "TRTLLM_ENABLE_PDL": "when a kernel begins",
 }
 """Those of them that do not -> why. Any other that is set is in the key with its text."""
+
+PROCESS_ONLY_ENVIRONMENT = {"ENABLE_PERFECT_ROUTER": "experts are not those that the model chooses"}
+"""Those that, if set to anything but "0" or "false", mean nothing in another process -> why."""

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from importlib import metadata
 from typing import Any
 
-from kvbm_core.identity.effective import is_of_kubernetes
+from kvbm_core.identity import environment
 from kvbm_core.identity.fields import Description, describe
 from kvbm_core.identity.roots import NO_ADAPTER, Stamp, process_stamp
 from kvbm_core.identity.weights import Source, WeightsIdentity, process_began_ns
@@ -20,6 +20,7 @@ from kvbm_trtllm.config_tables import (
     ENVIRONMENT,
     ENVIRONMENT_WORDS,
     IRRELEVANT_ENVIRONMENT,
+    PROCESS_ONLY_ENVIRONMENT,
     QUANTIZATION,
     TABLES,
     TORCH_LLM_ARGS,
@@ -28,6 +29,7 @@ from kvbm_trtllm.config_tables import (
 __all__ = [
     "ENVIRONMENT_WORDS",
     "IRRELEVANT_ENVIRONMENT",
+    "PROCESS_ONLY_ENVIRONMENT",
     "TABLES",
     "adapter_of",
     "describe_engine",
@@ -56,16 +58,10 @@ def describe_engine(llm_args: Any, environ: Mapping[str, str] = os.environ) -> D
 
 
 def describe_environment(environ: Mapping[str, str]) -> Description:
-    """Variables of TensorRT-LLM that are set and not known to be irrelevant. Pairs are logged, and what an
-    unknown variable holds may be a secret: digests of the texts.
-    """
-    names = sorted(name for name in environ if ENVIRONMENT.fullmatch(name) and not is_of_kubernetes(name))
-    pairs = tuple(
-        (name, hashlib.sha256(environ[name].encode(errors="surrogateescape")).hexdigest())
-        for name in names
-        if name not in IRRELEVANT_ENVIRONMENT
+    """Variables of TensorRT-LLM and its libraries that are set and not known to be irrelevant."""
+    return environment.describe_environment(
+        environ, ENVIRONMENT, IRRELEVANT_ENVIRONMENT, PROCESS_ONLY_ENVIRONMENT
     )
-    return Description(pairs, (), ())
 
 
 def _describe_software() -> Description:
@@ -138,7 +134,8 @@ def _source(llm_args: Any, name: str, revision: str) -> Source:
     load_format = str(getattr(llm_args, "load_format", "auto")).rpartition(".")[2].lower()
     is_known = load_format in {"auto", "0"}
     unknown = "" if is_known else f"the weights of {name} are made up (load format {load_format})"
-    return Source(name, revision, unknown=unknown)
+    runs_code = bool(getattr(llm_args, "trust_remote_code", False))
+    return Source(name, revision, unknown=unknown, runs_code=runs_code)
 
 
 def adapter_of(number: str) -> Stamp:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvbm_core.identity.effective import effective_config, file_digest
+from kvbm_core.identity.environment import WORDS_OF_LIBRARIES
 from kvbm_core.identity.fields import (
     MAX_DEPTH,
     ConfigTable,
@@ -27,7 +28,7 @@ from kvbm_core.identity.fields import (
 from kvbm_core.identity.fields import canonical as text_of
 
 if TYPE_CHECKING:
-    from vllm.config import ModelConfig, MultiModalConfig
+    from vllm.config import LoadConfig, ModelConfig, MultiModalConfig
 
 ROPE_OF_ANY_LENGTH = frozenset(
     {
@@ -49,24 +50,35 @@ and max_model_len chooses (phi3_long_rope_scaled_rope.py); of others nothing is 
 """
 READS_MAX_MODEL_LEN = ("llama4",)
 """Model types that scale the queries if max_model_len is above a limit (llama4.py)."""
-SEEN_LOAD_FORMATS = {
-    "auto": "auto",
-    "bitsandbytes": "bitsandbytes",
-    "fastsafetensors": "safetensors",
-    "gguf": "gguf",
-    "hf": "auto",
-    "instanttensor": "safetensors",
-    "mistral": "mistral",
-    "npcache": "pt",
-    "pt": "pt",
-    "runai_streamer": "safetensors",
-    "runai_streamer_sharded": "sharded_state",
-    "safetensors": "safetensors",
-    "sharded_state": "sharded_state",
-}
-"""Load formats that read what is in the model's folder, and nothing else: the weights' stamp sees it. To each
-which of the files it reads; the rest is how fast.
-"""
+SEEN_LOAD_FORMATS = frozenset(
+    {
+        "auto",
+        "bitsandbytes",
+        "fastsafetensors",
+        "gguf",
+        "hf",
+        "instanttensor",
+        "mistral",
+        "npcache",
+        "pt",
+        "runai_streamer",
+        "runai_streamer_sharded",
+        "safetensors",
+        "sharded_state",
+    }
+)
+"""Load formats that read what is in the model's folder, and nothing else: the weights' stamp sees it."""
+READING_SETTINGS = frozenset(
+    {
+        "concurrency",
+        "distributed",
+        "enable_multithread_load",
+        "enable_weights_track",
+        "memory_limit",
+        "num_threads",
+    }
+)
+"""Of ``model_loader_extra_config``: how fast files are read, and by whom."""
 ADDED_BY_DYNAMO = frozenset({"benchmark", "consolidator_endpoints", "dynamo_kv_event_block_size"})
 """Of additional_config: addresses, and what Dynamo's own scheduler and router read."""
 
@@ -174,8 +186,24 @@ def _compiler_of_the_user(value: Any) -> object:
     return value if "." in str(value) else None
 
 
-def _loads_elsewhere(value: Any) -> bool:
-    return str(value) not in SEEN_LOAD_FORMATS
+def load_format_of(load: LoadConfig) -> str:
+    """Of an enum or a text."""
+    return str(getattr(load.load_format, "value", load.load_format))
+
+
+def _loads_elsewhere(load: LoadConfig) -> bool:
+    return load_format_of(load) not in SEEN_LOAD_FORMATS
+
+
+def _without_reading(value: Any) -> object:
+    if isinstance(value, Mapping):
+        return {key: item for key, item in value.items() if key not in READING_SETTINGS}
+    return value
+
+
+def _passes_of_the_user(value: Any) -> object:
+    """Of inductor's settings those that name code which changes what is compiled."""
+    return {key: item for key, item in (value or {}).items() if "pass" in key or "custom" in key}
 
 
 def _names_a_place(value: Any) -> bool:
@@ -268,10 +296,13 @@ LOAD = ConfigTable(
         "load_format": ThisProcessOnly(
             "weights that are made up, or come from where they cannot be looked at",
             applies=_loads_elsewhere,
-            otherwise=InKey(lambda value: SEEN_LOAD_FORMATS[str(value)], "which files are read"),
+            whole=True,
+            otherwise=Irrelevant("which files are read is in the weights' stamp"),
         ),
         "model_loader_extra_config": ThisProcessOnly(
-            "it names a place outside the model's folder", applies=_names_a_place, otherwise=InKey()
+            "it names a place outside the model's folder",
+            applies=_names_a_place,
+            otherwise=InKey(_without_reading, "without how fast is read"),
         ),
         **_in_key("ignore_patterns"),
         "safetensors_load_strategy": InKey(lambda value: value == "torchao", "whether torchao"),
@@ -372,6 +403,7 @@ COMPILATION = ConfigTable(
     {
         "backend": InKey(_compiler_of_the_user, "a compiler named by its module"),
         "inductor_passes": InKey(),
+        "inductor_compile_config": InKey(_passes_of_the_user, "passes of the user's own"),
         **_irrelevant(
             ROUNDING,
             "compile_cache_save_format compile_mm_encoder compile_ranges_endpoints compile_sizes"
@@ -380,7 +412,7 @@ COMPILATION = ConfigTable(
             " decoder_replay_cudagraph_capture_sizes decoder_replay_trim_threshold disabled_custom_ops"
             " dynamic_shapes_config enabled_custom_ops encoder_cudagraph_max_frames_per_batch"
             " encoder_cudagraph_max_vision_items_per_batch encoder_cudagraph_token_budgets"
-            " fast_moe_cold_start inductor_compile_config ir_enable_torch_wrap max_cudagraph_capture_size"
+            " fast_moe_cold_start ir_enable_torch_wrap max_cudagraph_capture_size"
             " mode pass_config splitting_ops static_all_moe_layers static_forward_context"
             " use_inductor_graph_partition",
         ),
@@ -525,18 +557,15 @@ TABLES = (
 
 # ---------------------------------------------------------------- the environment
 
-ENVIRONMENT = re.compile(
-    r"VLLM_\w+|[QKV]_SCALE_CONSTANT|AITER_\w+|NVIDIA_TF32_OVERRIDE|TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"
-    r"|(ONEDNN|DNNL)_DEFAULT_FPMATH_MODE|HIPBLASLT_ALLOW_TF32"
-)
+ENVIRONMENT = re.compile(r"VLLM_\w+|[QKV]_SCALE_CONSTANT")
 """Variables that may change what vLLM computes."""
 
 ENVIRONMENT_WORDS = (
-    "Every variable that is set and begins with `VLLM_` or `AITER_` is in the name with its text, and so\n"
-    "are `Q_SCALE_CONSTANT`, `K_SCALE_CONSTANT`, `V_SCALE_CONSTANT`, `NVIDIA_TF32_OVERRIDE`,\n"
-    "`TORCH_ALLOW_TF32_CUBLAS_OVERRIDE`, `ONEDNN_DEFAULT_FPMATH_MODE`, `DNNL_DEFAULT_FPMATH_MODE` and\n"
-    "`HIPBLASLT_ALLOW_TF32`. Not those that Kubernetes sets for a Service (`VLLM_..._SERVICE_HOST`,\n"
-    "`VLLM_..._PORT_8000_TCP`), and not these:"
+    "Every variable that is set and begins with `VLLM_` is in the name with its text, and so are\n"
+    "`Q_SCALE_CONSTANT`, `K_SCALE_CONSTANT` and `V_SCALE_CONSTANT`.\n"
+    f"{WORDS_OF_LIBRARIES}\n"
+    "Not those that Kubernetes sets for a Service (`VLLM_..._SERVICE_HOST`, `VLLM_..._PORT_8000_TCP`), and\n"
+    "not these:"
 )
 
 IRRELEVANT_ENVIRONMENT: dict[str, str] = {

@@ -16,7 +16,8 @@ from importlib import import_module, metadata
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from kvbm_core.identity.effective import file_digest, is_of_kubernetes
+from kvbm_core.identity import environment
+from kvbm_core.identity.effective import file_digest
 from kvbm_core.identity.fields import Description, describe
 from kvbm_core.tokens.hashing import encode_fields
 from kvbm_core.tokens.namespace import KeyNamespace
@@ -64,20 +65,10 @@ def describe_engine(vllm_config: VllmConfig, environ: Mapping[str, str] = os.env
 
 
 def describe_environment(environ: Mapping[str, str]) -> Description:
-    """Variables of vLLM that are set and not known to be irrelevant."""
-    names = sorted(name for name in environ if ENVIRONMENT.fullmatch(name) and not is_of_kubernetes(name))
-    pairs = tuple((name, _digest(environ[name])) for name in names if name not in IRRELEVANT_ENVIRONMENT)
-    process_only = tuple(
-        f"{name}: {PROCESS_ONLY_ENVIRONMENT[name]}"
-        for name in names
-        if name in PROCESS_ONLY_ENVIRONMENT and environ[name] not in {"", "0"}
+    """Variables of vLLM and its libraries that are set and not known to be irrelevant."""
+    return environment.describe_environment(
+        environ, ENVIRONMENT, IRRELEVANT_ENVIRONMENT, PROCESS_ONLY_ENVIRONMENT
     )
-    return Description(pairs, (), process_only)
-
-
-def _digest(text: str) -> str:
-    """Pairs are logged, and what an unknown variable holds may be a secret."""
-    return hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()
 
 
 def _describe_software() -> Description:

@@ -6,23 +6,13 @@ import os
 from typing import TYPE_CHECKING
 
 from kvbm_core.identity.weights import Beginning, Source, WeightsIdentity, code_repositories
-from kvbm_vllm.config_tables import SEEN_LOAD_FORMATS
+from kvbm_vllm.config_tables import READING_SETTINGS, SEEN_LOAD_FORMATS, load_format_of
 
 if TYPE_CHECKING:
     from vllm.config import LoadConfig, ModelConfig, VllmConfig
 
 # Of ``model_loader_extra_config``: how to read, or which of the folder's files.
-_READING_KEYS = frozenset(
-    (
-        "enable_multithread_load",
-        "num_threads",
-        "concurrency",
-        "memory_limit",
-        "distributed",
-        "pattern",
-        "enable_weights_track",
-    )
-)
+_READING_KEYS = READING_SETTINGS | {"pattern"}
 
 
 def weights_identity(
@@ -58,12 +48,17 @@ def weight_sources(vllm_config: VllmConfig) -> dict[str, Source]:
 def _source(model: ModelConfig, load: LoadConfig) -> Source:
     name = str(getattr(model, "model_weights", "") or model.model)
     return Source(
-        name, str(model.revision or ""), str(load.download_dir or ""), unknown=_why_unknown(name, load)
+        name,
+        str(model.revision or ""),
+        str(load.download_dir or ""),
+        unknown=_why_unknown(name, load),
+        load_format=load_format_of(load),
+        runs_code=bool(getattr(model, "trust_remote_code", False)),
     )
 
 
 def _why_unknown(name: str, load: LoadConfig) -> str:
-    load_format = str(getattr(load.load_format, "value", load.load_format))
+    load_format = load_format_of(load)
     if load_format == "dummy":
         return f"the weights of {name} are made up (load format dummy)"
     if load_format not in SEEN_LOAD_FORMATS:

@@ -38,7 +38,6 @@ WEIGHT_SUFFIXES = frozenset(
 _OTHER_SUFFIXES = frozenset(
     (
         ".md",
-        ".txt",
         ".rst",
         ".log",
         ".png",
@@ -50,9 +49,6 @@ _OTHER_SUFFIXES = frozenset(
         ".pdf",
         ".html",
         ".ipynb",
-        ".csv",
-        ".jsonl",
-        ".parquet",
         ".mp4",
         ".wav",
         ".jinja",
@@ -64,6 +60,9 @@ _OTHER_SUFFIXES = frozenset(
         ".swp",
     )
 )
+# Only code that comes with the weights may read these.
+_DATA_SUFFIXES = frozenset((".csv", ".jsonl", ".parquet", ".txt"))
+_CODE_SUFFIXES = frozenset((".py", ".so"))
 _OTHER_NAMES = frozenset(
     (
         "tokenizer.json",
@@ -73,6 +72,13 @@ _OTHER_NAMES = frozenset(
         "added_tokens.json",
         "vocab.json",
         "tekken.json",
+        "sentencepiece.bpe.model",
+        "spiece.model",
+        "all_results.json",
+        "eval_results.json",
+        "predict_results.json",
+        "test_results.json",
+        "train_results.json",
         "chat_template.json",
         "generation_config.json",
         "trainer_state.json",
@@ -86,7 +92,8 @@ _OTHER_NAMES = frozenset(
         "README",
     )
 )
-_OTHER_FOLDERS = re.compile(r"\..*|__pycache__|checkpoint-\d+|runs|logs")
+_NO_FOLDERS = re.compile(r"\..*|__pycache__")
+_OTHER_FOLDERS = re.compile(r"checkpoint-\d+|runs|logs")
 _PART = re.compile(r"(.*-)\d{5}(-of-\d{5}\.[a-z]+)")
 MAX_FILES = 20_000
 READ_BYTES = 1 << 20
@@ -213,38 +220,55 @@ def default_memory() -> DigestMemory:
 # ---------------------------------------------------------------- which files
 
 
-def files_of(path: Path) -> dict[str, Path]:
+def files_of(path: Path, *, any_file: bool = False) -> dict[str, Path]:
     """What shapes K and V of a folder of weights, by its name within it; of a file, it and the other parts of
-    a file that comes in parts. UnreadableError if there are too many, OSError if they cannot be listed.
+    a file that comes in parts. With ``any_file`` also what only code that comes with them may read.
+    UnreadableError if there are too many, OSError if they cannot be listed.
     """
     if path.is_file():
         part = _PART.fullmatch(path.name)
         others = path.parent.glob(f"{_escaped(part[1])}*{_escaped(part[2])}") if part else ()
         return {other.name: other for other in (path, *others)}
     files: dict[str, Path] = {}
-    for name, file in _walk(path, "", {path.stat().st_ino}):
+    counts = _counts_for_code if any_file else _counts
+    for name, file in _walk(path, "", {path.stat().st_ino}, counts, any_file=any_file):
         files[name] = file
         if len(files) > MAX_FILES:
             raise UnreadableError(f"{path} holds more than {MAX_FILES} files")
     return files
 
 
-def _walk(folder: Path, prefix: str, above: set[int]) -> Iterator[tuple[str, Path]]:
+def _walk(
+    folder: Path, prefix: str, above: set[int], counts: Callable[[str], bool], *, any_file: bool
+) -> Iterator[tuple[str, Path]]:
     with os.scandir(folder) as entries:
         for entry in entries:
             name, path = entry.name, folder / entry.name
             if entry.is_dir():
                 inode = path.stat().st_ino
-                if not _OTHER_FOLDERS.fullmatch(name) and inode not in above:
-                    yield from _walk(path, f"{prefix}{name}/", {*above, inode})
-            elif _counts(name) and entry.is_file():
+                is_other = _OTHER_FOLDERS.fullmatch(name) is not None
+                if _NO_FOLDERS.fullmatch(name) or inode in above or (is_other and not any_file):
+                    continue
+                below = _is_code if is_other else counts
+                yield from _walk(path, f"{prefix}{name}/", {*above, inode}, below, any_file=any_file)
+            elif counts(name) and entry.is_file():
                 yield prefix + name, path
 
 
 def _counts(name: str) -> bool:
-    return not (
-        name.startswith(".") or name in _OTHER_NAMES or os.path.splitext(name)[1].lower() in _OTHER_SUFFIXES
-    )
+    return _counts_for_code(name) and _suffix(name) not in _DATA_SUFFIXES
+
+
+def _counts_for_code(name: str) -> bool:
+    return not (name.startswith(".") or name in _OTHER_NAMES or _suffix(name) in _OTHER_SUFFIXES)
+
+
+def _is_code(name: str) -> bool:
+    return _suffix(name) in _CODE_SUFFIXES
+
+
+def _suffix(name: str) -> str:
+    return os.path.splitext(name)[1].lower()
 
 
 def _escaped(text: str) -> str:
@@ -275,18 +299,18 @@ class Digester:
         self.done_bytes = 0
         self.total_bytes = 0
 
-    def content(self, path: Path, *, is_code: bool = False) -> Content:
-        """What ``path`` holds. UnreadableError for what is no weights (unless it ``is_code``), or changes
-        meanwhile; StoppedError.
+    def content(self, path: Path, *, is_code: bool = False, any_file: bool = False) -> Content:
+        """What ``path`` holds, by ``files_of``. UnreadableError for what is no weights (unless it
+        ``is_code``), or changes meanwhile; StoppedError.
         """
         try:
-            return self._content(path, is_code=is_code)
+            return self._content(path, is_code=is_code, any_file=any_file)
         except (OSError, ValueError) as error:
             raise UnreadableError(f"{path} cannot be read: {error}") from error
 
-    def _content(self, path: Path, *, is_code: bool) -> Content:
-        files = files_of(path)
-        if not is_code and not any(os.path.splitext(name)[1].lower() in WEIGHT_SUFFIXES for name in files):
+    def _content(self, path: Path, *, is_code: bool, any_file: bool) -> Content:
+        files = files_of(path, any_file=any_file)
+        if not is_code and not any(_suffix(name) in WEIGHT_SUFFIXES for name in files):
             raise UnreadableError(f"{path} holds no weights")
         sizes = {name: file.stat().st_size for name, file in files.items()}
         self.total_bytes += sum(sizes.values())
@@ -294,7 +318,7 @@ class Digester:
         threads = max(1, min(MAX_THREADS, (os.cpu_count() or 1) // 2, len(order)))
         with ThreadPoolExecutor(threads, "kvbm-digest", initializer=_yield_to_others) as pool:
             parts = dict(zip(order, pool.map(self._file, [files[name] for name in order]), strict=True))
-        if files_of(path) != files:
+        if files_of(path, any_file=any_file) != files:
             raise UnreadableError(f"{path} was changed while it was read")
         whole = hashlib.sha256()
         for name in sorted(parts):
@@ -352,9 +376,10 @@ class Digester:
             self.read_bytes += num_read
 
 
-def signatures_of(path: Path) -> tuple[tuple[str, Signature], ...]:
+def signatures_of(path: Path, *, any_file: bool = False) -> tuple[tuple[str, Signature], ...]:
     """Of all that ``files_of`` answers, sorted: equal unless something changed. Reads no file."""
-    return tuple(sorted((name, Signature.of(file.stat())) for name, file in files_of(path).items()))
+    files = files_of(path, any_file=any_file)
+    return tuple(sorted((name, Signature.of(file.stat())) for name, file in files.items()))
 
 
 def link_changed_ns(paths: Sequence[Path]) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,10 +17,23 @@ def effective_config(config: Any) -> object:
     """transformers' configuration as the engine computes with it: the file, overrides and defaults
     together.
     """
-    values = config.to_dict() if callable(getattr(config, "to_dict", None)) else config
+    if config is None:
+        return None
+    has_text = callable(getattr(config, "to_dict", None))
+    values = config.to_dict() if has_text else config
     if isinstance(values, Mapping):
         values = {key: item for key, item in values.items() if key not in _NAMES}
-    return None if values is None else (type(config).__qualname__, _without_origins(values))
+    # to_dict() of a class of its own may leave out what an override has set.
+    attributes = _public_attributes(config) if has_text and hasattr(config, "__dict__") else None
+    return type(config).__qualname__, _without_origins(values), _without_origins(attributes)
+
+
+def _public_attributes(config: Any) -> dict[str, Any]:
+    return {
+        name: effective_config(item) if callable(getattr(item, "to_dict", None)) else item
+        for name, item in vars(config).items()
+        if not name.startswith("_") and name not in _NAMES
+    }
 
 
 def _without_origins(value: Any) -> Any:
@@ -37,15 +49,3 @@ def _without_origins(value: Any) -> Any:
 def file_digest(path: Any) -> str | None:
     """sha256 of a file that a field names; None for no file. OSError if it cannot be read."""
     return None if path is None else hashlib.sha256(Path(path).read_bytes()).hexdigest()
-
-
-_OF_A_SERVICE = re.compile(
-    r"\w+_(SERVICE_(HOST|PORT(_\w+)?)|PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)"
-)
-
-
-def is_of_kubernetes(variable: str) -> bool:
-    """Whether Kubernetes sets it in every pod for a Service of that name, also one that begins with the
-    engine's: where the Service listens.
-    """
-    return _OF_A_SERVICE.fullmatch(variable) is not None

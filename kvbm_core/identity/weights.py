@@ -24,6 +24,7 @@ from kvbm_core.identity.digest import (
     signatures_of,
 )
 from kvbm_core.identity.hub import is_snapshot, snapshot_of
+from kvbm_core.identity.load_formats import files_read
 from kvbm_core.identity.roots import Stamp, process_stamp
 
 log = logging.getLogger("kvbm")
@@ -51,6 +52,14 @@ class Source:
     cache_dir: str = ""
     unknown: str = ""
     is_code: bool = False
+    load_format: str = ""
+    runs_code: bool = False
+    """Its own code builds the model, and may read any of its files."""
+
+    @property
+    def counts_any_file(self) -> bool:
+        """Whether files count that no engine reads by itself."""
+        return self.is_code or self.runs_code
 
 
 class WeightsIdentity:
@@ -163,7 +172,7 @@ class WeightsIdentity:
             # Time stamps do not tell that another folder was put in place further up.
             if not _is_same(source, self._beginning.get(role), content.signatures):
                 raise UnreadableError(f"{source.name} holds other files than when the engine began to load")
-            whole.update(f"{role}\0{content.sha256}\n".encode())
+            whole.update(f"{role}\0{content.sha256}\0{_reading(source, content)}\n".encode())
         return Stamp(f"sha256:{whole.hexdigest()}", is_lasting=True)
 
     def _report(self) -> None:
@@ -193,7 +202,7 @@ def content_of(source: Source, digester: Digester, loaded_after_ns: int) -> Cont
     ``loaded_after_ns``. UnreadableError, StoppedError.
     """
     path, links = resolve(source)
-    content = digester.content(path, is_code=source.is_code)
+    content = digester.content(path, is_code=source.is_code, any_file=source.counts_any_file)
     changed = {content.newest: content.changed_ns} | {link: _changed_ns(link) for link in links}
     for what, changed_ns in changed.items():
         if changed_ns >= loaded_after_ns - CLOCK_TICK_NS:
@@ -229,7 +238,7 @@ def files_of_sources(sources: Mapping[str, Source]) -> Beginning:
 
 def _files_of(source: Source) -> _Files | None:
     try:
-        return signatures_of(resolve(source)[0]) if source.name else None
+        return signatures_of(resolve(source)[0], any_file=source.counts_any_file) if source.name else None
     except (OSError, ValueError, UnreadableError):
         return None
 
@@ -240,6 +249,15 @@ def _is_same(source: Source, before: _Files | None, now: _Files) -> bool:
     # A revision in the hub's cache may have been there in part: the engine has downloaded the rest.
     is_hubs = is_snapshot(resolve(source)[0])
     return set(before) <= set(now) if is_hubs else before == now
+
+
+def _reading(source: Source, content: Content) -> str:
+    """Which of its files the engine reads. UnreadableError."""
+    names = [name for name, _ in content.signatures]
+    try:
+        return files_read(source.load_format, resolve(source)[0], names)
+    except (OSError, ValueError, LookupError, AttributeError) as error:
+        raise UnreadableError(f"{source.name} cannot be read: {error}") from error
 
 
 def _changed_ns(path: Path) -> int:
