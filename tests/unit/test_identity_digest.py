@@ -26,6 +26,7 @@ from kvbm_core.identity.digest import (
     Signature,
     StoppedError,
     UnreadableError,
+    signatures_of,
 )
 from kvbm_core.identity.hub import folder_of, snapshot_of
 
@@ -140,6 +141,28 @@ def test_what_shapes_no_block_does_not_count(model: Path) -> None:
         (model / name).mkdir()
         (model / name / "optimizer.bin").write_bytes(b"x")
     assert content(model).sha256 == before
+
+
+@pytest.mark.parametrize(
+    "name", ["merges.txt", "table.csv", "runs/modeling.py", "logs/fast.so", "checkpoint-7/code.py"]
+)
+def test_what_only_code_that_comes_with_the_weights_may_read_counts_for_it(model: Path, name: str) -> None:
+    digester = Digester(DigestMemory(None))
+    before = [digester.content(model, any_file=any_file) for any_file in (False, True)]
+    (model / name).parent.mkdir(exist_ok=True)
+    (model / name).write_text("1")
+    after = [digester.content(model, any_file=any_file) for any_file in (False, True)]
+    assert after[0].sha256 == before[0].sha256 and after[1].sha256 != before[1].sha256
+    assert after[1].signatures == signatures_of(model, any_file=True) != signatures_of(model)
+
+
+def test_what_no_code_is_built_of_does_not_count_for_it_either(model: Path) -> None:
+    digester = Digester(DigestMemory(None))
+    before = digester.content(model, any_file=True)
+    for name in ("README.md", "tokenizer.json", "runs/events.bin", ".cache/a.py", "__pycache__/a.so"):
+        (model / name).parent.mkdir(exist_ok=True)
+        (model / name).write_text("1")
+    assert digester.content(model, any_file=True).sha256 == before.sha256
 
 
 @pytest.mark.parametrize("suffix", sorted(WEIGHT_SUFFIXES))

@@ -164,6 +164,23 @@ def test_which_weights_a_configuration_inside_another_reads_counts() -> None:
     assert text("here", "a") == text("there", "a") != text("here", "b")
 
 
+class Forgetful:
+    """A model's own configuration, whose ``to_dict`` leaves out what an override has set."""
+
+    def __init__(self, theta: float, inner: object = None) -> None:
+        self.theta, self.inner, self._private = theta, inner, object()
+
+    def to_dict(self) -> dict[str, object]:
+        return {"model_type": "mine"}
+
+
+def test_what_a_configurations_own_text_leaves_out_counts() -> None:
+    configs = [Forgetful(1.0), Forgetful(2.0), Forgetful(1.0, Forgetful(3.0)), Forgetful(1.0, Forgetful(4.0))]
+    assert len({canonical(effective_config(config)) for config in configs}) == len(configs)
+    assert canonical(effective_config(Forgetful(1.0))) == canonical(effective_config(Forgetful(1.0)))
+    assert effective_config(None) is None
+
+
 def test_texts_are_the_same_in_another_process() -> None:
     program = (
         "from kvbm_core.identity.fields import canonical\n"

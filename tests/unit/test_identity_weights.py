@@ -80,6 +80,39 @@ def test_all_sources_count_by_what_they_are_for(model: Path, tmp_path: Path) -> 
     assert len({text_of(model), text_of(draft), text_of(model, draft), text_of(draft, model)}) == 4
 
 
+def test_which_of_the_files_are_read_counts(model: Path) -> None:
+    (model / "old.bin").write_bytes(b"others")
+    sources = [
+        Source(str(model), load_format=name) for name in ("auto", "safetensors", "npcache", "sharded_state")
+    ]
+    stamps = [identity(now_ns(model), model=source).stamp() for source in sources]
+    assert all(stamp.is_lasting for stamp in stamps)
+    assert stamps[0] == stamps[1] and len(set(stamps)) == 3
+
+
+@pytest.mark.parametrize("how", ["runs_code", "is_code"])
+def test_code_may_read_any_of_its_files(model: Path, how: str) -> None:
+    source = Source(str(model), **{how: True})  # type: ignore[arg-type]
+    stamps = []
+    for text in ("a", "b"):
+        (model / "table.txt").write_text(text)
+        stamps.append(identity(now_ns(model), model=source).stamp())
+    assert stamps[0] != stamps[1] and stamps[0].is_lasting and stamps[1].is_lasting
+    began = files_of_sources({"model": source})
+    (model / "table.txt").write_text("changed")
+    weights = WeightsIdentity({"model": source}, now_ns(model), DigestMemory(None), beginning=began)
+    weights.start()
+    assert weights.wait(20.0)
+    weights.close()
+    assert not weights.stamp().is_lasting
+
+
+def test_an_index_that_cannot_be_read_leaves_nothing_that_lasts(model: Path) -> None:
+    (model / "model.safetensors.index.json").write_text("{}")
+    source = Source(str(model), load_format="runai_streamer")
+    assert not identity(now_ns(model), model=source).stamp().is_lasting
+
+
 def test_until_it_is_known_and_after_its_end_the_stamp_is_this_process_own(model: Path) -> None:
     first, second = (
         WeightsIdentity({"model": Source(str(model))}, now_ns(model), DigestMemory(None)) for _ in range(2)

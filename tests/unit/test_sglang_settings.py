@@ -79,6 +79,28 @@ def test_variables() -> None:
     assert not describe_environment({"SGLANG_SIMULATE_UNIFORM_EXPERTS": "true"}).is_lasting
 
 
+def test_the_device_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch", reason="NOT RUN: SGLang's device: torch is missing")
+    before = described()
+    found = {before.pairs}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for capability in ((9, 0), (10, 0)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda of=capability: of)
+        found.add(described().pairs)
+    assert len(found) == 3 and before.is_lasting
+
+
+def test_how_fast_weights_are_read_does_not_count() -> None:
+    plain = described(model_loader_extra_config="{}")
+    for text in ('{"enable_multithread_load": true, "num_threads": 8}', "", None):
+        assert described(model_loader_extra_config=text) == plain
+        source = weight_sources(SimpleNamespace(model_loader_extra_config=text), "m")["model"]
+        assert not source.unknown
+    for text in ('{"uri": "s3://a"}', "not JSON", "[1]"):
+        assert not described(model_loader_extra_config=text).is_lasting
+        assert weight_sources(SimpleNamespace(model_loader_extra_config=text), "m")["model"].unknown
+
+
 def test_what_keeps_the_disk_off_is_said_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "kvbm"):
         tell(described(), "nothing is cached")

@@ -54,6 +54,44 @@ LONGROPE = {
         "original_max_position_embeddings": 1024,
     }
 }
+# Of other kinds than MODEL, with the values that differ: latents, windows, recurrent states.
+LATENT = {
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "model_type": "deepseek_v2",
+    "q_lora_rank": None,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 16,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "topk_method": "greedy",
+    "norm_topk_prob": False,
+    "routed_scaling_factor": 1.0,
+    "num_key_value_heads": 4,
+}
+WINDOWED = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 64}
+HYBRID = {
+    "architectures": ["GraniteMoeHybridForCausalLM"],
+    "model_type": "granitemoehybrid",
+    "layer_types": ["mamba", "attention"],
+    "mamba_n_heads": 8,
+    "mamba_d_head": 8,
+    "mamba_d_state": 8,
+    "mamba_n_groups": 1,
+    "mamba_d_conv": 4,
+    "mamba_expand": 2,
+    "num_local_experts": 0,
+    "num_experts_per_tok": 0,
+    "shared_intermediate_size": 32,
+}
+YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 1024}
+INDEX = "model.safetensors.index.json"
 NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
 
 
@@ -169,7 +207,13 @@ def multimodal(**values: Any) -> Setup:
 
 def shaping(rng: random.Random) -> dict[str, list[Setup]]:
     """Things that shape K and V -> values of each that all differ from each other."""
-    return {**_of_the_model(rng), **_of_formats_and_kernels(), **_of_the_rest(rng)}
+    return {
+        **_of_the_model(rng),
+        **_of_other_models(),
+        **_of_files(),
+        **_of_formats_and_kernels(),
+        **_of_the_rest(rng),
+    }
 
 
 def _of_the_model(rng: random.Random) -> dict[str, list[Setup]]:
@@ -191,7 +235,9 @@ def _of_the_model(rng: random.Random) -> dict[str, list[Setup]]:
         ],
         "dtype": [arguments(dtype=name) for name in ("float32", "bfloat16", "float16")],
         "kv_cache_dtype": [arguments(kv_cache_dtype=name) for name in ("auto", "fp8", "fp8_e5m2")],
-        "load_format": [arguments(load_format=name) for name in ("auto", "dummy", "safetensors", "pt")],
+        "load_format": [
+            arguments(load_format=name) for name in ("auto", "dummy", "sharded_state", "bitsandbytes")
+        ],
         "runner": [arguments(runner=name) for name in ("generate", "pooling")],
         "convert": fields("model_config.convert", "none", "embed", "classify"),
         "model_impl": fields("model_config.model_impl", "auto", "vllm", "transformers"),
@@ -202,6 +248,59 @@ def _of_the_model(rng: random.Random) -> dict[str, list[Setup]]:
         "model_class_overrides": fields(
             "model_config.model_class_overrides", {}, {"Qwen3ForCausalLM": "mine:A"}, {"Q": "mine:B"}
         ),
+    }
+
+
+def _of_other_models() -> dict[str, list[Setup]]:
+    return {
+        "latents": [model(**LATENT, **more) for more in ({}, {"rope_scaling": YARN}, {"mlp_bias": True})],
+        "latent rank": [model(**{**LATENT, "kv_lora_rank": rank}) for rank in (16, 32)],
+        "experts": [model(**{**LATENT, "routed_scaling_factor": factor}) for factor in (1.0, 2.0)],
+        "mscale": [
+            model(**LATENT, rope_scaling={**YARN, "mscale": value, "mscale_all_dim": 1.0})
+            for value in (0.7, 1.0)
+        ],
+        "window": [model(**{**WINDOWED, "sliding_window": tokens}) for tokens in (64, 128, None)],
+        "architecture by override": [
+            Setup({"hf_overrides": {"architectures": [name]}}, WINDOWED)
+            for name in ("MistralForCausalLM", "Qwen3ForCausalLM")
+        ],
+        "recurrent": [model(**HYBRID, attention_multiplier=value) for value in (1.0, 2.0)],
+        "recurrent dtype": [
+            Setup({"mamba_ssm_cache_dtype": name}, HYBRID) for name in ("float32", "float16")
+        ],
+        "yarn": [model(rope_scaling={**YARN, "beta_fast": beta}) for beta in (16, 32)],
+        "llama 3's rope": [
+            model(
+                rope_scaling={**YARN, "rope_type": "llama3", "low_freq_factor": low, "high_freq_factor": 4.0}
+            )
+            for low in (1.0, 2.0)
+        ],
+        "rope_parameters by override": [
+            arguments(hf_overrides={"rope_parameters": {"rope_type": "default", "rope_theta": theta}})
+            for theta in (1e4, 5e5)
+        ],
+    }
+
+
+def _of_files() -> dict[str, list[Setup]]:
+    """Files beside the weights, and which of them are read."""
+    stale = {"stale.safetensors": "a", INDEX: json.dumps({"weight_map": {"a": "model.safetensors"}})}
+    other = {**stale, INDEX: json.dumps({"weight_map": {"a": "stale.safetensors"}})}
+    return {
+        "consolidated": [
+            Setup({"load_format": name}, files={"consolidated.safetensors": "a"})
+            for name in ("auto", "hf", "mistral")
+        ],
+        "pickled": [
+            Setup({"load_format": name}, files={"a.pt": "a", "a.bin": "b"}) for name in ("pt", "npcache")
+        ],
+        "streamed": [Setup({"load_format": name}, files=stale) for name in ("auto", "runai_streamer")],
+        "index": [Setup(files=stale), Setup(files=other)],
+        "quantization's file": [Setup(files={"quantize_config.json": text}) for text in ("{}", '{"a": 1}')],
+        "data of the model's code": [
+            Setup({"trust_remote_code": True}, files={"table.txt": text}) for text in ("a", "b")
+        ],
     }
 
 
@@ -258,6 +357,12 @@ def _of_the_rest(rng: random.Random) -> dict[str, list[Setup]]:
         ],
         "speculative method": [arguments(), arguments(speculative_config=NGRAM)],
         "additional_config": [arguments(additional_config={"a": rng.random()}) for _ in range(3)],
+        "passes in inductor's settings": fields(
+            "compilation_config.inductor_compile_config",
+            {},
+            {"post_grad_custom_post_pass": "mine.a"},
+            {"post_grad_custom_post_pass": "mine.b"},
+        ),
         "inductor_passes": fields("compilation_config.inductor_passes", {}, {"post": "mine.f"}),
         "compiler": fields("compilation_config.backend", "inductor", "mine.compiler"),
         "diffusion": fields("diffusion_config", None, DiffusionConfig(canvas_length=8)),
@@ -283,6 +388,7 @@ def _of_the_rest(rng: random.Random) -> dict[str, list[Setup]]:
         "mla": [environ(VLLM_MLA_DISABLE=value) for value in ("0", "1")],
         "routing": [environ(VLLM_MOE_ROUTING_SIMULATION_STRATEGY=value) for value in ("uniform_random", "")],
         "a variable that nobody knows": [environ(VLLM_OF_TOMORROW=value) for value in ("", "0", "1")],
+        "fp32 by Triton": [environ(TRITON_F32_DEFAULT=value) for value in ("ieee", "tf32")],
         "scale constants": [environ(K_SCALE_CONSTANT=value) for value in ("100", "200")],
     }
 
@@ -328,7 +434,13 @@ def _what_is_sized(rng: random.Random) -> dict[str, Setup]:
         "hf_config_path": Setup({"hf_config_path": "{folder}"}),
         "hf_overrides that change nothing": arguments(hf_overrides={"rms_norm_eps": MODEL["rms_norm_eps"]}),
         "download_dir": arguments(download_dir=f"/somewhere/{port}"),
-        "load_format": arguments(load_format="hf"),
+        **{
+            f"load_format {name}": arguments(load_format=name)
+            for name in ("hf", "safetensors", "fastsafetensors", "runai_streamer")
+        },
+        "threads that read": arguments(
+            model_loader_extra_config={"enable_multithread_load": True, "num_threads": 4}
+        ),
         "tqdm": arguments(use_tqdm_on_load=False),
         "tokenizer": Setup(fields={"model_config.tokenizer": "another"}),
         "tokenizer_mode": Setup(fields={"model_config.tokenizer_mode": "slow"}),
@@ -380,5 +492,9 @@ def _what_is_elsewhere(port: int) -> dict[str, Setup]:
             fields={"attention_config.flash_attn_max_num_splits_for_cuda_graph": 16}
         ),
         "shutdown_timeout": Setup(fields={"shutdown_timeout": port % 30}),
+        "inductor": Setup(fields={"compilation_config.inductor_compile_config": {"max_autotune": True}}),
+        "a tokenizer beside the weights": Setup(files={"spiece.model": f"words {port}"}),
+        "a training's results": Setup(files={"all_results.json": f'{{"loss": {port}}}'}),
+        "data that no code reads": Setup(files={"words.csv": f"{port}"}),
         "a note beside the weights": Setup(files={"README.md": f"words {port}"}),
     }
