@@ -264,6 +264,37 @@ def test_a_store_whose_search_and_reads_hang_ends_within_seconds(
     assert disk_store.CLOSE_TIMEOUT_S <= 2.0
 
 
+def test_a_call_that_hangs_gives_up_when_its_store_ends(tmp_path: Path) -> None:
+    gate, clock = threading.Event(), ManualClock()
+    geometry = Geometry(8, 8192, bytes(16))
+    ends: list[threading.Thread] = []
+
+    class EndsMeanwhile(GatedIo):
+        def collect(self, timeout_s: float) -> list[tuple[int, int]]:
+            lane = store._reader.lane
+            if self is lane._io and not ends:
+                ends.append(threading.Thread(target=store.close))
+                ends[0].start()
+                while lane._stops_at_s == float("inf"):
+                    threading.Event().wait(0.001)
+            return super().collect(timeout_s)
+
+    with store_on(
+        tmp_path / "x.blocks",
+        geometry,
+        lambda fd: EndsMeanwhile(fd, lambda _, w: not w, clock, gate),
+        clock=clock,
+    ) as store:
+        assert store.wait_recovered(LONG_S)
+        assert store.put_many([key_of(1)], buffers(1, 8192), deadline_s=LONG_S) == [Outcome.OK]
+        began_s = clock.now_s()
+        outcomes = store.get_many([key_of(1)], buffers(1, 8192), deadline_s=100 * A_FEW_SECONDS)
+        assert outcomes == [Outcome.TIMED_OUT] and ends
+        assert clock.now_s() - began_s < A_FEW_SECONDS
+        gate.set()
+        ends[0].join(LONG_S)
+
+
 # ---------------------------------------------------------------- a device that cannot be made
 
 

@@ -103,6 +103,19 @@ def test_a_pipe_in_place_of_a_log_of_slots_holds_nobody_up(tmp_path: Path) -> No
     file.close()
 
 
+@pytest.mark.parametrize("flags", FLAGS)
+def test_a_pipe_that_comes_after_the_first_look_holds_nobody_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: int
+) -> None:
+    make_pipe(tmp_path / "x")
+
+    def nothing_there_yet(path: object) -> os.stat_result:
+        raise FileNotFoundError(path)
+
+    monkeypatch.setattr(os, "lstat", nothing_there_yet)
+    assert isinstance(within_time(lambda: open_regular(tmp_path / "x", flags)), OSError)
+
+
 def test_what_is_opened_reads_and_writes_as_any_file(tmp_path: Path) -> None:
     fd = open_regular(tmp_path / "new", os.O_RDWR | os.O_CREAT)
     assert not fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_NONBLOCK and not os.get_inheritable(fd)
@@ -157,6 +170,43 @@ def test_a_child_keeps_no_lock_of_a_process_that_was_killed(tmp_path: Path) -> N
         finally:
             process.kill()
             os.kill(int(child), signal.SIGKILL)
+
+
+FORK_WHILE_OPENING = """
+import os, sys, threading
+from pathlib import Path
+from kvbm_core.storage.disk import files
+opened, forked = threading.Event(), threading.Event()
+usual = files.open_regular
+def slow(*arguments):
+    fd = usual(*arguments)
+    opened.set()
+    forked.wait(0.5)  # nobody forks now: not a wait for anything that happens
+    return fd
+files.open_regular = slow
+opening = threading.Thread(target=files.ProcessFile, args=(Path(sys.argv[1]), os.O_RDONLY))
+opening.start()
+opened.wait()
+child = os.fork()
+if not child:
+    paths = {os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if int(fd) > 2
+             if os.path.lexists(f"/proc/self/fd/{fd}")}
+    os._exit(int(sys.argv[1] in paths))
+forked.set()
+opening.join()
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0, "the child has it"
+"""
+
+
+def test_nobody_forks_between_the_opening_of_a_file_and_its_being_noted(tmp_path: Path) -> None:
+    path = tmp_path / "x"
+    path.touch()
+    command = [sys.executable, "-c", FORK_WHILE_OPENING, str(path.resolve())]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=WAIT_S, check=False
+    )
+    assert done.returncode == 0, done.stderr
 
 
 CHECK_IN_CHILD = """

@@ -204,15 +204,63 @@ def test_a_link_on_the_way_that_was_made_after_the_engine_began_is_seen_later_to
     assert not identity(began_ns, model=source).stamp().is_lasting
 
 
-def test_any_folder_called_snapshots_is_not_the_hubs(model: Path, tmp_path: Path) -> None:
-    snapshots = tmp_path / "snapshots"
-    for name in ("prod", "next"):
-        shutil.copytree(model, snapshots / name)
-    source = Source(str(snapshots / "prod"))
+def test_a_link_far_from_the_folder_that_leads_to_another_file_is_seen(model: Path, tmp_path: Path) -> None:
+    """Of a chain of links to a file: neither the folder nor the file at its end has changed."""
+    store = tmp_path / "store"
+    store.mkdir()
+    (model / "model.safetensors").rename(store / "1")
+    (store / "2").write_bytes(b"others")
+    (store / "now").symlink_to("1")
+    (model / "model.safetensors").symlink_to(store / "now")
+    began_ns = now_ns(tmp_path)
+    assert identity(began_ns, model=Source(str(model))).stamp().is_lasting
+    (store / "now").unlink()
+    (store / "now").symlink_to("2")
+    assert not identity(began_ns, model=Source(str(model))).stamp().is_lasting
+
+
+def test_what_a_source_is_for_counts(model: Path) -> None:
+    both = [{"model": Source(str(model)), role: Source(str(model))} for role in ("audio_model_id", "draft")]
+    stamps = [identity(now_ns(model), **sources).stamp() for sources in both]
+    assert stamps[0] != stamps[1] and all(stamp.is_lasting for stamp in stamps)
+
+
+@pytest.mark.parametrize(("later_ns", "is_lasting"), [(-1, False), (1, True)])
+def test_the_files_clock_may_be_behind_by_a_tick(model: Path, later_ns: int, is_lasting: bool) -> None:
+    now_ns(model)
+    newest_ns = max(path.lstat().st_ctime_ns for path in (model, *model.rglob("*")))
+    weights = identity(newest_ns + CLOCK_TICK_NS + later_ns, model=Source(str(model)))
+    assert weights.stamp().is_lasting is is_lasting
+
+
+def test_a_branch_that_is_a_link_to_another_one_is_seen_to_change(tmp_path: Path) -> None:
+    hub = tmp_path / "models--org--name"
+    for number, commit in enumerate((COMMIT, COMMIT[::-1])):
+        (hub / "snapshots" / commit).mkdir(parents=True)
+        (hub / "snapshots" / commit / "model.safetensors").write_bytes(bytes([number]))
+        (hub / "refs").mkdir(exist_ok=True)
+        (hub / "refs" / str(number)).write_text(commit)
+    (hub / "refs" / "main").symlink_to("0")
+    source = Source("org/name", cache_dir=str(tmp_path))
     began_ns = now_ns(tmp_path)
     assert identity(began_ns, model=source).stamp().is_lasting
-    (snapshots / "prod").rename(snapshots / "old")
-    (snapshots / "next").rename(snapshots / "prod")
+    (hub / "refs" / "main").unlink()
+    (hub / "refs" / "main").symlink_to("1")
+    assert not identity(began_ns, model=source).stamp().is_lasting
+
+
+@pytest.mark.parametrize(
+    "name", ["snapshots/prod", "models--org--name/snapshots/prod", f"mine/snapshots/{COMMIT}"]
+)
+def test_any_folder_called_snapshots_is_not_the_hubs(model: Path, tmp_path: Path, name: str) -> None:
+    used = tmp_path / name
+    for folder in (used, used.with_name("next")):
+        shutil.copytree(model, folder)
+    source = Source(str(used))
+    began_ns = now_ns(tmp_path)
+    assert identity(began_ns, model=source).stamp().is_lasting
+    used.rename(used.with_name("old"))
+    used.with_name("next").rename(used)
     assert not identity(began_ns, model=source).stamp().is_lasting
 
 
