@@ -257,6 +257,22 @@ def test_a_load_that_was_given_up_delays_nobody_while_the_kernel_still_has_its_s
     bench.assert_idle()
 
 
+def test_a_rank_whose_write_the_kernel_still_has_is_not_asked_for_it() -> None:
+    ranks = Ranks(disk=BenchDisk())
+    bench = ranks.bench
+    assert ranks.serve("first", PROMPT) == 0
+    (order,) = bench.stores()
+    bench.say(order.job_id, ranks=[0])
+    bench.leader.acknowledge(1, [late(order.job_id)])
+    ranks.pass_time(600.0, step_s=2.0)
+    assert ranks.is_in_service and ranks.asked == []
+    assert bench.disk.owns(order.job_id), "its slots are the kernel's"
+    bench.say(order.job_id, Outcome.TIMED_OUT, ranks=[1])
+    bench.leader.poll()
+    assert not bench.disk.owns(order.job_id)
+    bench.assert_idle()
+
+
 def test_a_new_process_in_a_ranks_place_starts_empty_and_what_the_old_one_owed_is_over() -> None:
     ranks = Ranks(num_slots=16, disk=BenchDisk())
     bench = ranks.bench

@@ -173,6 +173,34 @@ def test_a_file_that_is_given_up_later_is_taken_then(tmp_path: Path) -> None:
     disk._file.close()
 
 
+def test_the_end_does_not_wait_for_a_file_that_hangs_while_it_is_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    geometry = Geometry(4, SECTOR_BYTES, bytes(16))
+    holder = BlockFile(tmp_path / "rank-1-of-2.blocks", geometry, BUFFERED)
+    disk = WorkerDisk(1, 2, WorkerDiskOptions(BUFFERED), Ends())
+    assert not disk.open(DiskShare(str(tmp_path), 4), SECTOR_BYTES, "layout") and disk.is_busy
+    holder.close()
+    gate, begun, opened = threading.Event(), threading.Event(), list[BlockFile]()
+
+    def hang(path: Path, geometry: Geometry, options: FileOptions) -> BlockFile:
+        begun.set()
+        assert gate.wait(LONG_S)
+        opened.append(BlockFile(path, geometry, options))
+        return opened[0]
+
+    monkeypatch.setattr(module, "CLOSE_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(module, "BlockFile", hang)
+    disk.open_later(lambda: None)
+    assert begun.wait(LONG_S)
+    disk.close()
+    opener = disk._opener
+    assert opener is not None and opener.is_alive(), "it still hangs"
+    gate.set()
+    opener.join(LONG_S)
+    assert opened[0].fd == -1, "nobody wants it any more"
+
+
 def test_nothing_works_before_its_turn(tmp_path: Path) -> None:
     ends = Ends()
     disk = WorkerDisk(0, 1, WorkerDiskOptions(BUFFERED), ends)
