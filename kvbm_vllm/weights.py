@@ -53,7 +53,7 @@ def _source(model: ModelConfig, load: LoadConfig) -> Source:
         str(load.download_dir or ""),
         unknown=_why_unknown(name, load),
         load_format=load_format_of(load),
-        runs_code=bool(getattr(model, "trust_remote_code", False)),
+        runs_code=bool(model.trust_remote_code),
     )
 
 

@@ -82,6 +82,7 @@ FIELDS: dict[str, set[str]] = {
         "override_generation_config",
         "try_get_generation_config",
         "architecture",
+        "trust_remote_code",
     },
     "MultiModalConfig": {"mm_encoder_attn_dtype", "mm_encoder_fp8_scale_path"},
     "LoadConfig": {"download_dir", "load_format", "model_loader_extra_config"},

@@ -5,7 +5,8 @@ environment has no SGLang (tests/sglang has, and asks its own arguments).
 from __future__ import annotations
 
 import logging
-from types import SimpleNamespace
+import sys
+from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -13,7 +14,7 @@ import pytest
 from kvbm_core.identity.fields import InKey, Irrelevant
 from kvbm_sglang.config_tables import HICACHE, SERVER_ARGS
 from kvbm_sglang.engine_settings import code_of, describe_engine, describe_environment, effective, tell
-from kvbm_sglang.weights import weight_sources
+from kvbm_sglang.weights import weight_sources, weights_identity
 
 
 class Arguments(SimpleNamespace):
@@ -99,6 +100,38 @@ def test_how_fast_weights_are_read_does_not_count() -> None:
     for text in ('{"uri": "s3://a"}', "not JSON", "[1]"):
         assert not described(model_loader_extra_config=text).is_lasting
         assert weight_sources(SimpleNamespace(model_loader_extra_config=text), "m")["model"].unknown
+
+
+def test_orders_that_change_weights_make_a_generation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A class with the form of SGLang's (tests/sglang watches the real ones)."""
+
+    class Updater:
+        def update_weights_from_disk(self, request: object) -> str:
+            return "updated"
+
+        def release_memory_occupation(self, request: object) -> str:
+            return "released"
+
+        def resume_memory_occupation(self, request: object) -> str:
+            return "resumed"
+
+    module = ModuleType("sglang.srt.managers.of_a_test")
+    Updater.__module__ = module.__name__
+    module.Updater = Updater  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    weights, engine = weights_identity(Arguments(), "m"), Updater()
+    orders = [
+        (engine.update_weights_from_disk, SimpleNamespace(), 1),
+        (engine.release_memory_occupation, SimpleNamespace(tags=["kv_cache"]), 0),
+        (engine.release_memory_occupation, SimpleNamespace(tags=["weights"]), 1),
+        (engine.release_memory_occupation, SimpleNamespace(tags=None), 1),
+        (engine.resume_memory_occupation, SimpleNamespace(tags=["weights"]), 0),
+    ]
+    for order, request, more in orders:
+        before, stamp = weights.generation, weights.stamp()
+        assert order(request).endswith("ed")
+        assert weights.generation - before == more and (weights.stamp() != stamp) is bool(more), request
+        assert not weights.stamp().is_lasting
 
 
 def test_what_keeps_the_disk_off_is_said_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
