@@ -145,6 +145,7 @@ def build_worker_side(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -
     return WorkerSide(
         worker,
         kv_cache_config,
+        str(vllm_config.cache_config.cache_dtype),
         (0, 1) if is_replicated else (rank, world_size),
         GuardState(metrics_of(settings, WorkerSide)),
         submits_without_save=not probe().wait_for_save_always,

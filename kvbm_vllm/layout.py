@@ -21,10 +21,14 @@ if TYPE_CHECKING:
 
 
 def device_memory(
-    kv_caches: dict[str, torch.Tensor], kv_cache_config: KVCacheConfig, rank: int, world_size: int
+    kv_caches: dict[str, torch.Tensor],
+    kv_cache_config: KVCacheConfig,
+    cache_dtype: str,
+    rank: int,
+    world_size: int,
 ) -> tuple[DeviceMemory, str]:
     """The device tier's blocks, group by group, and the fingerprint of one slot's bytes. LayoutError when in
-    doubt.
+    doubt. ``cache_dtype``: vLLM's.
     """
     names = [name for group in kv_cache_config.kv_cache_groups for name in group.layer_names]
     missing = [name for name in names if name not in kv_caches]
@@ -44,7 +48,7 @@ def device_memory(
         view = view_of_tensors(layers, int(kv_cache_config.num_blocks))
         views.append(view)
         identities.append(_identity(group.kv_cache_spec, layers, view, rank, world_size).fingerprint())
-        dtypes.append(_dtype_of(group.kv_cache_spec, layers))
+        dtypes.append(_dtype_of(group.kv_cache_spec, layers, cache_dtype))
     return DeviceMemory(tuple(views), storages, tuple(dtypes)), "+".join(identities)
 
 
@@ -58,12 +62,32 @@ def _without_shared_layers(names: list[str], kv_caches: dict[str, torch.Tensor])
     return list(seen.values())
 
 
-def _dtype_of(spec: Any, layers: list[TensorInfo]) -> str:
+def _dtype_of(spec: Any, layers: list[TensorInfo], cache_dtype: str) -> str:
     """See DeviceMemory.dtypes; padding is no number."""
     specs = list(getattr(spec, "kv_cache_specs", {}).values()) or [spec]
     is_padded = any(getattr(layer_spec, "page_size_padded", None) is not None for layer_spec in specs)
     names = {layer.dtype.removeprefix("torch.") for layer in layers}
-    return names.pop() if len(names) == 1 and not is_padded else ""
+    if len(names) != 1 or is_padded:
+        return ""
+    return _float8_of(specs, cache_dtype) if names == {"uint8"} else names.pop()
+
+
+def _float8_of(specs: list[Any], cache_dtype: str) -> str:
+    """vLLM keeps float8 as uint8, and also blocks that hold scales or packed numbers: "" for those."""
+    if any(
+        getattr(getattr(spec, "kv_quant_mode", None), "name", "") != "FP8_PER_TENSOR"
+        or getattr(spec, "state_content_bytes", None) is not None
+        or getattr(spec, "cache_dtype_str", None) not in {None, cache_dtype}
+        for spec in specs
+    ):
+        return ""
+    if cache_dtype == "fp8_e5m2":
+        return "float8_e5m2"
+    if cache_dtype not in {"fp8", "fp8_e4m3"}:
+        return ""
+    from vllm.platforms import current_platform
+
+    return str(current_platform.fp8_dtype()).removeprefix("torch.")
 
 
 def _identity(

@@ -32,6 +32,7 @@ class WorkerSide:
         self,
         worker: Worker,
         kv_cache_config: KVCacheConfig,
+        cache_dtype: str,
         shard: tuple[int, int],
         guard_state: GuardState,
         *,
@@ -40,6 +41,7 @@ class WorkerSide:
         self.worker = worker
         self.guard_state = guard_state
         self._kv_cache_config = kv_cache_config
+        self._cache_dtype = cache_dtype
         self._fails_by_block = fails_by_block(kv_cache_config)
         self._shard = shard
         self._submits_without_save = submits_without_save
@@ -63,7 +65,9 @@ class WorkerSide:
         cached.
         """
         try:
-            memory, fingerprint = device_memory(kv_caches, self._kv_cache_config, *self._shard)
+            memory, fingerprint = device_memory(
+                kv_caches, self._kv_cache_config, self._cache_dtype, *self._shard
+            )
         except LayoutError as error:
             log.error("%s; nothing is cached: report this model and vLLM version, or run without kvbm", error)
             self.guard_state.metrics.failure(FailureKind.LAYOUT)

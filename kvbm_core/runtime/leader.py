@@ -49,7 +49,8 @@ class LeaderOptions:
     blocks.
 
     ``null_block``: the number that stands in the engine's block tables where it keeps no block.
-    ``audit_rate``: the share of hits that are computed again and compared, 0 to 1.
+    ``audit_rate``: the share of hits that are computed again and compared, 0 to 1; ``audit_seed``: see
+    AuditSampler.
     """
 
     lease_ttl_s: float = 30.0
@@ -58,6 +59,7 @@ class LeaderOptions:
     null_block: int = NULL_BLOCK
     watch: WatchOptions = field(default_factory=WatchOptions)
     audit_rate: float = 0.0
+    audit_seed: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +116,7 @@ class Leader:
                 metrics,
                 DiskOptions(lease_ttl_s=options.lease_ttl_s),
             )
-        self._sampler = AuditSampler(options.audit_rate)
+        self._sampler = AuditSampler(options.audit_rate, options.audit_seed)
         self._audits: list[Job] = []
         self._distrusted: set[SequenceHash] = set()
         self._clock = clock
@@ -205,6 +207,7 @@ class Leader:
         old = self._requests.get(request_id)
         if old is not None:
             self._onboarding.let_go(old)
+            self._give_up_audit(old)
         chain = TokenChain(root, base_block_tokens(self.groups), extra_of_block)
         state = RequestState(request_id, chain, self.groups, is_lasting=is_lasting)
         self._requests[request_id] = state
@@ -286,6 +289,11 @@ class Leader:
         else:
             self._audits.append(job)
 
+    def _give_up_audit(self, state: RequestState) -> None:
+        if state.audited is not None:
+            state.audited = None
+            self._sampler.came_to_nothing()
+
     def take_audits(self) -> list[Job]:
         """Comparisons of what this step computes with what is stored; to be sent with its offloads."""
         audits, self._audits = self._audits, []
@@ -312,9 +320,7 @@ class Leader:
         """The engine is done with the request; returns the offloads that still read its device blocks."""
         self._onboarding.let_go(state)
         state.is_finished = True
-        if state.audited is not None:
-            state.audited = None
-            self._sampler.came_to_nothing()
+        self._give_up_audit(state)
         if not state.offload_jobs:  # else the end of the last of them does it
             self.tier.touch(state.chain_keys())
         self.metrics.request_hits(state.host_hit_blocks, state.disk_hit_blocks, state.queried_blocks)
@@ -327,6 +333,7 @@ class Leader:
         ``open``.
         """
         self._onboarding.let_go(state)
+        self._give_up_audit(state)
         state.is_retired = True
 
     def confirm(self, state: RequestState) -> None:

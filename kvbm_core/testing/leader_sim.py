@@ -2,7 +2,7 @@
 
 Requests share prefixes, are preempted and aborted in every state; device blocks are reused as soon as they
 are free; copies end in any order, fail, or are cancelled; acknowledgements come late, in any order and twice;
-resets strike.
+resets strike. Hits are audited as the options say: what is stored is what is computed.
 """
 
 from __future__ import annotations
@@ -72,6 +72,7 @@ class LeaderSim:
         self.shape = shape
         self.random = random
         self.loads_ok = 0
+        self.audits_ok = 0
         self.bench = self._make_bench()
         self.leader = self.bench.leader
         self.workers = self._make_workers()
@@ -84,6 +85,9 @@ class LeaderSim:
         self._last_job = 0
         # The job that gathers what is offloaded, if there is one.
         self._open_jobs: set[int] = set()
+        # Comparisons that were planned and not sent yet; and jobs of those that were sent.
+        self._open_audits: list[TransferPlan] = []
+        self._audits: set[int] = set()
         self._prompts: list[list[int]] = []
         self._count = 0
 
@@ -140,6 +144,7 @@ class LeaderSim:
         self._release_kept()
         self.bench.assert_idle()
         self.check_bytes()
+        expect(not self._audits, "an audit never ended")
         expect(
             not self.kept and len(self.free_blocks) == self.shape.num_device_blocks - 1,
             "device blocks leaked",
@@ -286,7 +291,7 @@ class LeaderSim:
                         expect(right, f"{request.request_id} was given wrong bytes for {prefix}")
 
     def _run(self, request: SimRequest) -> None:
-        if request.state.offload_jobs & self._open_jobs:
+        if request.state.offload_jobs & {*self._open_jobs, *(plan.job_id for plan in self._open_audits)}:
             self._send_offloads()  # no request runs twice in one step
         before = request.computed_tokens
         for group, table in zip(self.shape.groups, request.held, strict=True):
@@ -303,10 +308,32 @@ class LeaderSim:
         if job_id is not None:
             self._last_job = max(self._last_job, job_id)
             self._open_jobs = {job_id}
+        self._open_audits += [job.plan() for job in self.leader.take_audits()]
         if after == len(request.tokens):
             self._finish(request)
 
+    def _send_audits(self) -> None:
+        audits, self._open_audits = self._open_audits, []
+        for plan in audits:
+            self._look_at_plan(plan)
+            self._audits.add(plan.job_id)
+            if self.random.random() < 0.02:
+                self.leader.abandon(plan.job_id)
+            for worker in self.workers:
+                if self.leader.is_pending(plan.job_id):
+                    worker.submit(plan)
+                else:
+                    worker.drop(plan.job_id)
+
+    def _look_at_audits(self) -> None:
+        for job_id in [job_id for job_id in self._audits if not self.leader.is_pending(job_id)]:
+            self._audits.remove(job_id)
+            outcomes = {worker.outcome(job_id) for worker in self.workers}
+            expect(Outcome.CORRUPT not in outcomes, "an audit took what is right for wrong")
+            self.audits_ok += outcomes == {Outcome.OK}
+
     def _send_offloads(self) -> None:
+        self._send_audits()
         open_jobs, self._open_jobs = self._open_jobs, set()
         plan = self.bench.take_offloads()
         if plan is None:
@@ -376,6 +403,7 @@ class LeaderSim:
             copies = 2 if self.random.random() < 0.1 else 1
             self.bench.handshake.inbox.extend([RankAck(worker.rank, ack)] * copies)
             self.leader.poll()
+            self._look_at_audits()
 
     def _time_passes(self) -> None:
         self.bench.clock.advance(self.random.choice([0.1, 1.0, 3.0]))

@@ -10,8 +10,8 @@ that is over.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from random import Random
 
@@ -108,6 +108,14 @@ class DiskSimWorker(SimWorker):
             super().submit(plan)
         else:
             self._loads[plan.job_id] = _Load(plan, plan.reads, self.disk.life)
+
+    def fence(self, job_ids: Collection[int], *, times_out: bool) -> None:
+        """See SimWorker; what is read for a comparison that is cancelled is read to its end."""
+        super().fence(job_ids, times_out=times_out)
+        for job_id in sorted(self._loads.keys() & set(job_ids)):
+            if not self._loads[job_id].is_late:
+                self._loads[job_id].is_late = True
+                self._outcomes[job_id] = Outcome.REJECTED
 
     @property
     def is_idle(self) -> bool:
@@ -220,11 +228,12 @@ class DiskSimWorker(SimWorker):
         problems = [self._problem_of(load, i) for i in range(len(load.reads.keys))]
         trouble = next((problem for problem in problems if problem is not None), None)
         if load.is_late:
-            self.acks.append(JobAck(load.plan.job_id, Outcome.TIMED_OUT, 0, 0.0, 0.0))
+            self.acks.append(JobAck(load.plan.job_id, self._outcomes[load.plan.job_id], 0, 0.0, 0.0))
         elif trouble is not None:
-            self._end(load.plan.job_id, trouble)
+            is_damage = trouble is Outcome.CORRUPT and load.plan.compares  # as PipelineExecutor
+            self._end(load.plan.job_id, Outcome.MISS if is_damage else trouble)
         else:
-            super().submit(TransferPlan(load.plan.job_id, load.plan.direction, load.plan.moves))
+            super().submit(replace(load.plan, reads=None))
 
     def _problem_of(self, load: _Load, number: int) -> Outcome | None:
         """What is wrong with one block that was read. AssertionError if that is nobody's fault but the
@@ -324,7 +333,7 @@ class DiskLeaderSim(LeaderSim):
         self.requests, self.kept = [], []
         self.free_blocks = list(range(1, self.shape.num_device_blocks))
         self._last_job = self._last_job_before_reset = 0
-        self._open_jobs = set()
+        self._open_jobs, self._open_audits, self._audits = set(), [], set()
         self._late_reads = self.late_reads
         self._reading.clear()
         self._restored.clear()

@@ -28,6 +28,7 @@ def oracle(rank: int, group: int, prefix: Collection[int]) -> bytes:
 class _Running:
     plan: TransferPlan
     is_overwritten: bool = False
+    is_other: bool = False
 
 
 class SimWorker:
@@ -78,8 +79,8 @@ class SimWorker:
         elif self._random.random() < self._failure_rate:
             self._end(job_id, self._random.choice([*FAILURES, Outcome.REJECTED]))
         else:
-            self._copy(plan, 0)
             self._running[job_id] = _Running(plan)
+            self._copy(self._running[job_id], 0)
 
     def fence(self, job_ids: Collection[int], *, times_out: bool) -> None:
         """As Worker.fence: cancels what has not started; waits for what runs, or (``times_out``) in vain."""
@@ -93,22 +94,25 @@ class SimWorker:
 
     def _finish(self, job_id: int) -> None:
         running = self._running.pop(job_id)
-        self._copy(running.plan, HALF_BYTES)
+        self._copy(running, HALF_BYTES)
         if running.is_overwritten:
             self._end(job_id, Outcome.TIMED_OUT)
         elif self._random.random() < self._failure_rate:
             self._end(job_id, self._random.choice(FAILURES))
         else:
-            self._end(job_id, Outcome.OK)
+            self._end(job_id, Outcome.CORRUPT if running.is_other else Outcome.OK)
 
-    def _copy(self, plan: TransferPlan, offset_bytes: int) -> None:
+    def _copy(self, running: _Running, offset_bytes: int) -> None:
+        plan = running.plan
         for move in plan.moves:
             for block, slot in zip(move.device_blocks, move.slots, strict=True):
                 there = slice(slot * PAGE_BYTES + offset_bytes, slot * PAGE_BYTES + offset_bytes + HALF_BYTES)
                 here = slice(
                     block * PAGE_BYTES + offset_bytes, block * PAGE_BYTES + offset_bytes + HALF_BYTES
                 )
-                if plan.direction is Direction.OFFLOAD:
+                if plan.compares:
+                    running.is_other |= self.host[there] != self.device[here]
+                elif plan.direction is Direction.OFFLOAD:
                     self.host[there] = self.device[here]
                 else:
                     self.device[here] = self.host[there]

@@ -34,16 +34,25 @@ def _float8(exponent_bits: int, bias: int) -> npt.NDArray[np.float32]:
     return np.where(byte < 128, size, -size).astype(np.float32)
 
 
-_E4M3, _E5M2 = _float8(4, 7), _float8(5, 15)
+_E4M3, _E5M2, _E4M3_FNUZ = _float8(4, 7), _float8(5, 15), _float8(4, 8)
+_E4M3_FNUZ[128] = np.nan  # elsewhere it is minus zero
 
 _READ: dict[str, Callable[[Bytes], npt.NDArray[Any]]] = {
     "float32": lambda raw: raw.view(np.float32),
     "float16": lambda raw: raw.view(np.float16).astype(np.float32),
     "bfloat16": _halves,
     "float8_e4m3fn": lambda raw: _E4M3[raw],
+    "float8_e4m3fnuz": lambda raw: _E4M3_FNUZ[raw],
     "float8_e5m2": lambda raw: _E5M2[raw],
 }
-TOLERANCE = {"float32": 0.01, "float16": 0.05, "bfloat16": 0.15, "float8_e4m3fn": 0.25, "float8_e5m2": 0.35}
+TOLERANCE = {
+    "float32": 0.01,
+    "float16": 0.05,
+    "bfloat16": 0.15,
+    "float8_e4m3fn": 0.25,
+    "float8_e4m3fnuz": 0.25,
+    "float8_e5m2": 0.35,
+}
 """By dtype: how large the difference of a piece may be."""
 NOTHING = 1e-5
 """Numbers below this share of the block's own size count as zero."""

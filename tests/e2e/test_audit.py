@@ -79,3 +79,19 @@ def test_what_comes_from_the_disk_is_what_is_computed(
     assert (last[WRONG], last[EQUAL] >= 2 * NUM_PROMPTS * (PROMPT_BLOCKS - 1)) == (0, True), last
     assert result["bytes"][0]["read"] > NUM_PROMPTS * PROMPT_BLOCKS
     assert_nothing_left(result)
+
+
+@pytest.mark.parametrize("cache_dtype", ["fp8_e4m3", "fp8_e5m2"])
+def test_float8_caches_are_compared(
+    tiny_model: Path, tmp_path: Path, rng: random.Random, cache_dtype: str
+) -> None:
+    rounds = [{"prompts": prompts, "max_tokens": 40, "audited": True} for prompts in conversations(rng)]
+    rounds.append({**rounds[-1], "swaps": [0, 7]})
+    job = job_of(tiny_model, "bfloat16", rounds)
+    job["llm"]["kv_cache_dtype"] = cache_dtype
+    result = run_engine(tmp_path / "audited", job, KVBM_AUDIT_RATE="1")
+    right, found = result["audited"][:3], result["audited"][3]
+    assert [entry[WRONG] for entry in right] == [0, 0, 0]
+    assert right[-1][EQUAL] >= 2 * NUM_PROMPTS * (PROMPT_BLOCKS - 1)
+    assert found[WRONG] > 0
+    assert_nothing_left(result)

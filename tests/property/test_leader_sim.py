@@ -35,13 +35,15 @@ def shape_of(groups: tuple[GroupSpec, ...], random: Random) -> SimShape:
             lease_ttl_s=random.choice([0.5, 2.0]),
             share_wait_s=random.choice([0.0, 1.0]),
             share_loads=random.random() < 0.8,
+            audit_rate=random.choice([0.0, 0.0, 0.05, 0.3]),
+            audit_seed=random.randrange(2**32),
         ),
     )
 
 
 @pytest.mark.parametrize("groups", GROUPS.values(), ids=GROUPS.keys())
 def test_bytes_stay_right_and_nothing_is_left(groups: tuple[GroupSpec, ...], seed: int) -> None:
-    loads_ok = 0
+    loads_ok = audits_ok = 0
     for number in range(seed, seed + SEEDS_EACH):
         random = Random(number)
         sim = LeaderSim(shape_of(groups, random), random)
@@ -54,4 +56,6 @@ def test_bytes_stay_right_and_nothing_is_left(groups: tuple[GroupSpec, ...], see
         except Exception as error:
             raise AssertionError(f"simulation {number}: {error}") from error
         loads_ok += sim.loads_ok
+        audits_ok += sim.audits_ok
     assert loads_ok > SEEDS_EACH, "the simulations hardly ever loaded anything"
+    assert audits_ok > 0, "the simulations hardly ever audited anything"

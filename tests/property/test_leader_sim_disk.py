@@ -37,6 +37,8 @@ def sim_of(groups: tuple[GroupSpec, ...], random: Random) -> DiskLeaderSim:
             lease_ttl_s=random.choice([0.5, 2.0]),
             share_wait_s=random.choice([0.0, 1.0]),
             share_loads=random.random() < 0.8,
+            audit_rate=random.choice([0.0, 0.0, 0.05, 0.3]),
+            audit_seed=random.randrange(2**32),
         ),
     )
     num_disk_slots = random.choice([6, 20, 100])
@@ -62,7 +64,7 @@ def run(sim: DiskLeaderSim) -> None:
 
 @pytest.mark.parametrize("groups", GROUPS.values(), ids=GROUPS.keys())
 def test_bytes_stay_right_through_the_disk_and_restarts(groups: tuple[GroupSpec, ...], seed: int) -> None:
-    disk_loads = promoted_blocks = restart_hits = late_reads = 0
+    disk_loads = promoted_blocks = restart_hits = late_reads = audits_ok = 0
     for number in range(seed, seed + SEEDS_EACH):
         random = Random(number)
         sim = sim_of(groups, random)
@@ -74,7 +76,9 @@ def test_bytes_stay_right_through_the_disk_and_restarts(groups: tuple[GroupSpec,
         promoted_blocks += sim.promoted_blocks
         restart_hits += sim.restart_hits
         late_reads += sim.late_reads
+        audits_ok += sim.audits_ok
     assert disk_loads > SEEDS_EACH // 6, "the simulations hardly ever loaded anything from a disk"
     assert promoted_blocks > SEEDS_EACH // 3, "hardly anything was promoted"
     assert restart_hits > 0, "hardly anything was found again after a restart"
     assert late_reads > 0, "no read was late"
+    assert audits_ok > 0, "the simulations hardly ever audited anything"

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import os
 import random
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
 
 from kvbm_core.errors import Outcome
+from kvbm_core.layout.tensors import TensorInfo, view_of_tensors
 from kvbm_core.runtime.audit import AuditSampler
 from kvbm_core.runtime.leader import MAX_DISTRUSTED_NAMESPACES, LeaderOptions
 from kvbm_core.runtime.messages import ForgetDisk
 from kvbm_core.runtime.request import RequestState
+from kvbm_core.storage.host_slab import HostSlab
+from kvbm_core.testing.executor_bench import LONG_S, Listener
 from kvbm_core.testing.leader_bench import ROOT, BenchDisk, LeaderBench
 from kvbm_core.transfer.compare import TOLERANCE, can_compare, difference, is_other
+from kvbm_core.transfer.executor import DeviceMemory
+from kvbm_core.transfer.executors.memcpy import MemcpyExecutor
 from kvbm_core.transfer.plan import TransferPlan
 from kvbm_core.types import Direction, SequenceHash
 from tests.unit.disk_bench import OTHER, PROMPT, leave_host
@@ -122,7 +128,7 @@ def test_numbers_that_are_nothing_are_no_other_kv() -> None:
 def test_float8_is_read_as_torch_reads_it() -> None:
     torch = pytest.importorskip("torch", reason="NOT RUN: float8: no torch")
     finite = np.arange(256, dtype=np.uint8)
-    for dtype in ("float8_e4m3fn", "float8_e5m2"):
+    for dtype in ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2"):
         values = torch.from_numpy(finite.copy()).view(getattr(torch, dtype)).float().numpy()
         for byte in np.flatnonzero(np.isfinite(values)):
             one, twice = np.array([byte], np.uint8), np.array([finite[byte]], np.uint8)
@@ -270,15 +276,95 @@ def test_blocks_that_have_gone_meanwhile_are_not_compared() -> None:
     bench.leader.finish(state)
 
 
-def test_a_planted_block_is_found_within_10_000_hits() -> None:
-    """At a rate of 0.001, whatever the seed: one of 1,000 is drawn, and all that was found is compared."""
-    bench = bench_of(options=LeaderOptions(5.0, audit_rate=0.001))
+@pytest.mark.parametrize("end", ["open", "retire", "finish"])
+def test_an_audit_whose_request_goes_is_made_up_for_with_the_next_hit(end: str) -> None:
+    bench = bench_of(options=LeaderOptions(5.0, audit_rate=0.001, audit_seed=SEED))
     bench.store(PROMPT)
     for _ in range(1000):
         state = bench.open()
-        found = bench.match(state, PROMPT)
-        if not found:
+        if not bench.match(state, PROMPT):
             break
-        bench.leader.decline(state)
         bench.leader.finish(state)
-    assert found == 0
+    assert state.audited is not None
+    if end == "open":
+        state = bench.open()
+    elif end == "retire":
+        bench.leader.retire(state)
+    else:
+        bench.leader.finish(state)
+    other = bench.open("other")
+    assert bench.match(other, PROMPT) == 0 and other.audited is not None
+    for request in (state, other):
+        bench.leader.finish(request)
+    bench.assert_idle()
+
+
+class Ranks:
+    """One rank's memory and its executor, without an engine: float32, blocks of one page."""
+
+    PAGE_NUMBERS = 1024
+
+    def __init__(self) -> None:
+        shape, strides = (16, self.PAGE_NUMBERS), (self.PAGE_NUMBERS, 1)
+        self.kv = np.zeros(shape, np.float32)
+        info = TensorInfo("kv", shape, strides, 4, "float32", 0, 0, self.kv.nbytes)
+        memory = DeviceMemory(
+            (view_of_tensors([info], 16),), [self.kv.reshape(-1).view(np.uint8)], ("float32",)
+        )
+        self.host = HostSlab(16, self.PAGE_NUMBERS * 4)
+        assert self.host.wait_ready(LONG_S)
+        self._listener = Listener()
+        self._executor = MemcpyExecutor(memory, self.host, on_done=self._listener)
+
+    def compute(self, tokens: Sequence[int], blocks: Sequence[int]) -> None:
+        """As a model does: KV of its tokens, which are the same each time but for rounding."""
+        for number, block in enumerate(blocks):
+            prefix = tokens[: 4 * (number + 1)]
+            exact = np.random.default_rng(list(prefix)).standard_normal(self.PAGE_NUMBERS)
+            self.kv[block] = exact * (1 + 1e-6 * np.random.default_rng(SEED).random(self.PAGE_NUMBERS))
+
+    def run(self, plan: TransferPlan) -> Outcome:
+        """Does it; what came of it."""
+        self._executor.submit(plan)
+        assert self._listener.wait_for(plan.job_id)
+        return self._listener.outcomes()[plan.job_id]
+
+    def close(self) -> None:
+        """Ends the threads."""
+        self._executor.close()
+        self.host.close()
+
+
+def test_a_planted_block_that_is_hit_each_time_is_found_within_10_000_hits() -> None:
+    """At a rate of 0.001, on the real executor: right KV under a wrong name is loaded until it is found."""
+    bench, ranks = bench_of(options=LeaderOptions(5.0, audit_rate=0.001, audit_seed=SEED)), Ranks()
+    try:
+        state = bench.open()
+        ranks.compute(PROMPT, TABLE[0])
+        plan = bench.offload(state, PROMPT, TABLE[0][0])
+        assert plan is not None
+        bench.answer(plan, ranks.run(plan))
+        bench.leader.finish(state)
+        slots = ranks.host.array.reshape(16, -1)
+        slots[plan.moves[0].slots[2]] = slots[plan.moves[0].slots[3]]
+        hits = 0
+        while bench.metric('kvbm_audited_blocks_total{result="wrong"}') == 0:
+            hits += 1
+            assert hits <= 10_000, "the wrong block was never found"
+            state = bench.open()
+            found = bench.match(state, PROMPT)
+            if found:
+                load = bench.leader.onboard(state, found, TABLE)
+                assert load is not None and ranks.run(load) is Outcome.OK
+                bench.answer(load)
+            else:
+                ranks.compute(PROMPT, TABLE[0])
+                bench.leader.offload(state, PROMPT, 0, len(PROMPT), TABLE)
+                assert bench.take_offloads() is None, "all of it is there"
+                (job,) = bench.leader.take_audits()
+                bench.answer(job.plan(), ranks.run(job.plan()))
+            bench.leader.finish(state)
+        assert bench.resident_blocks(PROMPT) == 0
+        bench.assert_idle()
+    finally:
+        ranks.close()

@@ -7,6 +7,7 @@ import tempfile
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -291,6 +292,17 @@ def test_a_failed_read_in_any_place_is_the_outcome_of_all(
         assert bench.listener.ids().count(LOAD) == 1
     finally:
         bench.close()
+
+
+def test_a_damaged_record_is_not_what_a_comparison_found(bench: Bench, rng: random.Random) -> None:
+    plan = simple_load(bench, rng)
+    assert plan.reads is not None and bench.finish(plan).outcome is Outcome.OK
+    audit = replace(plan, job_id=LOAD + 1, direction=Direction.OFFLOAD, compares=True)
+    audit = replace(audit, reads=replace(plan.reads, job_id=LOAD + 1))
+    assert bench.finish(audit).outcome is Outcome.OK
+    bench.damage(12)
+    again = replace(audit, job_id=LOAD + 2, reads=replace(plan.reads, job_id=LOAD + 2))
+    assert bench.finish(again).outcome is Outcome.MISS
 
 
 @pytest.mark.parametrize("num_reads", [0, 6], ids=["only resident parts fail", "chunks fail"])

@@ -224,6 +224,8 @@ class PipelineExecutor:
         with self._changed:
             load = self._reading.pop(result.job_id, None)
             was_over = load is not None and load.is_over  # and said to be late
+            if load is not None and load.plan.compares and result.outcome is Outcome.CORRUPT:
+                result = replace(result, outcome=Outcome.MISS)  # the disk is damaged; no KV was compared
             if load is not None and not was_over:
                 load.read_result = result
                 if result.outcome is not Outcome.OK:
