@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import os
 import re
 import stat
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -96,8 +98,9 @@ _NO_FOLDERS = re.compile(r"\..*|__pycache__")
 _OTHER_FOLDERS = re.compile(r"checkpoint-\d+|runs|logs")
 _PART = re.compile(r"(.*-)\d{5}(-of-\d{5}\.[a-z]+)")
 MAX_FILES = 20_000
-READ_BYTES = 1 << 20
-AHEAD_BYTES = 16 << 20
+READ_BYTES = 2 << 20
+"""Few enough reads that they do not fight the engine's Python code for the interpreter's lock."""
+READS_AHEAD = 3
 MAX_THREADS = 4
 RACY_NS = 2_000_000_000
 """A file that changed less than this ago may change again without another time stamp."""
@@ -316,7 +319,7 @@ class Digester:
         self.total_bytes += sum(sizes.values())
         order = sorted(files, key=lambda name: -sizes[name])  # the longest first: threads end together
         threads = max(1, min(MAX_THREADS, (os.cpu_count() or 1) // 2, len(order)))
-        with ThreadPoolExecutor(threads, "kvbm-digest", initializer=_yield_to_others) as pool:
+        with ThreadPoolExecutor(threads, "kvbm-digest", initializer=yield_to_others) as pool:
             parts = dict(zip(order, pool.map(self._file, [files[name] for name in order]), strict=True))
         if files_of(path, any_file=any_file) != files:
             raise UnreadableError(f"{path} was changed while it was read")
@@ -344,23 +347,17 @@ class Digester:
         return _File(sha256, changed_ns, read_bytes, signature)
 
     def _digest(self, path: Path, signature: Signature) -> str:
-        digest, buffer = hashlib.sha256(), memoryview(bytearray(READ_BYTES))
+        digest, place = hashlib.sha256(), 0
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             is_written_back = self._memory.is_kept and _write_back(fd, signature.device)
-            place = ahead = 0
-            while True:
-                if self._is_stopped():
-                    raise StoppedError
-                if place + AHEAD_BYTES // 2 >= ahead < signature.size_bytes:  # the disk reads while we hash
-                    os.posix_fadvise(fd, ahead, AHEAD_BYTES, os.POSIX_FADV_WILLNEED)
-                    ahead += AHEAD_BYTES
-                got = os.preadv(fd, [buffer], place)
-                if not got:
-                    break
-                digest.update(buffer[:got])
-                place += got
-                self._progress(got, got)
+            with contextlib.closing(_pieces(fd, signature.size_bytes)) as pieces:
+                for piece in pieces:
+                    if self._is_stopped():
+                        raise StoppedError
+                    digest.update(piece)
+                    place += len(piece)
+                    self._progress(len(piece), len(piece))
             after = Signature.of(os.fstat(fd))
         finally:
             os.close(fd)
@@ -374,6 +371,39 @@ class Digester:
         with self._lock:
             self.done_bytes += num_done
             self.read_bytes += num_read
+
+
+def _pieces(fd: int, size_bytes: int) -> Generator[memoryview, None, None]:
+    """What the file holds, each piece until the next is asked for. Another thread reads ahead: to fill the
+    page cache and to copy from it takes about as long as SHA-256. To be closed before ``fd``.
+    """
+    length = min(READ_BYTES, size_bytes + 1)  # a short piece is the last one
+    buffers = [memoryview(bytearray(length)) for _ in range(min(READS_AHEAD, size_bytes // length) + 1)]
+    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
+    reader = ThreadPoolExecutor(1, "kvbm-digest-read", initializer=yield_to_others)
+    try:
+        reads: deque[tuple[memoryview, Future[int]]] = deque()
+        for number in itertools.count():
+            buffer = buffers[number % len(buffers)]
+            reads.append((buffer, reader.submit(_fill, fd, buffer, number * length)))
+            if len(reads) < len(buffers):
+                continue
+            done, read = reads.popleft()
+            filled = read.result()
+            if filled:
+                yield done[:filled]
+            if filled < length:
+                return
+    finally:
+        reader.shutdown(cancel_futures=True)
+
+
+def _fill(fd: int, buffer: memoryview, place: int) -> int:
+    """How many bytes there were from ``place`` on; some file systems give them in parts."""
+    filled = 0
+    while filled < len(buffer) and (got := os.preadv(fd, [buffer[filled:]], place + filled)):
+        filled += got
+    return filled
 
 
 def signatures_of(path: Path, *, any_file: bool = False) -> tuple[tuple[str, Signature], ...]:
@@ -427,6 +457,7 @@ def _is_in_memory(device: int) -> bool:
     return False
 
 
-def _yield_to_others() -> None:
+def yield_to_others() -> None:
+    """This thread runs when those of usual priority leave a core to it."""
     with contextlib.suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)

@@ -11,6 +11,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from kvbm_core.identity import digest
 from kvbm_core.identity.digest import (
     MAX_REMEMBERED,
     READ_BYTES,
+    READS_AHEAD,
     WEIGHT_SUFFIXES,
     Content,
     Digester,
@@ -27,6 +29,7 @@ from kvbm_core.identity.digest import (
     StoppedError,
     UnreadableError,
     signatures_of,
+    _pieces,
 )
 from kvbm_core.identity.hub import folder_of, snapshot_of
 
@@ -258,6 +261,35 @@ def test_it_stops_within_one_read(model: Path) -> None:
     with pytest.raises(StoppedError):
         digester.content(model)
     assert digester.read_bytes < digester.total_bytes
+
+
+def test_the_next_pieces_are_read_while_one_is_hashed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not into the same memory; reads may give less than was asked for."""
+    sent = random.Random(7).randbytes(6 * READ_BYTES + 4097)
+    (tmp_path / "x").write_bytes(sent)
+    changed, ends, preadv = threading.Condition(), [0], os.preadv
+
+    def in_parts(fd: int, buffers: list[memoryview], place: int) -> int:
+        got = preadv(fd, [buffers[0][: READ_BYTES // 2 + 5]], place)
+        with changed:
+            ends[0] = max(ends[0], place + got)
+            changed.notify_all()
+        return got
+
+    monkeypatch.setattr(os, "preadv", in_parts)
+    fd, received = os.open(tmp_path / "x", os.O_RDONLY), b""
+    try:
+        with closing(_pieces(fd, len(sent))) as pieces:
+            for piece in pieces:
+                end = min(len(sent), len(received) + len(piece) + READS_AHEAD * READ_BYTES)
+                with changed:
+                    assert changed.wait_for(lambda end=end: ends[0] >= end, 20.0), "nothing is read ahead"
+                received += piece
+    finally:
+        os.close(fd)
+    assert received == sent
 
 
 # ---------------------------------------------------------------- what is remembered
