@@ -28,8 +28,8 @@ from kvbm_core.identity.digest import (
     Signature,
     StoppedError,
     UnreadableError,
-    signatures_of,
     _pieces,
+    signatures_of,
 )
 from kvbm_core.identity.hub import folder_of, snapshot_of
 

@@ -40,6 +40,7 @@ NAMES_ENGINES = {
     "config/fields.py": "a setting's data: which adapters heed it",
     "config/settings.py": "the same",
     "cli/whose.py": "the module that engines are told to load",
+    "identity/environment.py": "names of variables of libraries",
 }
 
 # Left to right as data flows; a module imports from its own place or further left.
