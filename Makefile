@@ -14,6 +14,7 @@ PYTEST = KVBM_CONTRACT_SOURCES=$(CONTRACT) KVBM_SGLANG_PYTHON=$(abspath $(SGLANG
 	KVBM_DYNAMO_PYTHON=$(abspath $(DYNAMO_VENV))/bin/python $(BIN)/python -m pytest $(SIDE_BY_SIDE)
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
+DEMO_ARGS ?=
 ONLY ?=
 
 .PHONY: help setup setup-sglang setup-dynamo demo contract checked test nightly lint typecheck bench bench-full clean
@@ -33,7 +34,7 @@ setup-dynamo: setup ## a third environment, with NVIDIA Dynamo and the vLLM it a
 	@$(BIN)/python deploy/setup_dynamo.py $(DYNAMO_VENV)
 
 demo: setup ## serve a tiny model with kvbm: cold, device hit, host hit, disk hit after kill -9
-	@$(BIN)/python -m benchmarks.demo
+	@$(BIN)/python -m benchmarks.demo $(DEMO_ARGS)
 
 contract: setup # interfaces of the other supported vLLM and SGLang versions, for the contract tests (1.2 GB is downloaded, 130 MB kept)
 	@$(BIN)/python deploy/setup_env.py --contract-wheels $(CONTRACT)

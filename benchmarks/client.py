@@ -17,6 +17,9 @@ REQUEST_TIMEOUT_S = 120.0
 SETTLE_TIMEOUT_S = 10.0
 POLL_S = 0.05
 SAMPLE = re.compile(r"^(?P<name>[A-Za-z_:][\w:]*)(?:\{.*\})? (?P<value>\S+)", re.MULTILINE)
+AUDITED = re.compile(
+    r'^kvbm_audited_blocks_total\{.*result="(?P<result>\w+)".*\} (?P<blocks>\S+)', re.MULTILINE
+)
 
 Message = dict[str, str]
 
@@ -57,6 +60,15 @@ class CacheCounts:
             self.onboarded_blocks - earlier.onboarded_blocks,
             self.disk_blocks - earlier.disk_blocks,
         )
+
+
+@dataclass(frozen=True)
+class Audits:
+    """Blocks that were computed again to be compared, by what came of it."""
+
+    equal: int
+    wrong: int
+    not_compared: int
 
 
 class EngineClient:
@@ -171,6 +183,11 @@ class EngineClient:
             return {}
         return parse_metrics((await self._http.get(self._metrics_url)).raise_for_status().text)
 
+    async def audits(self) -> Audits:
+        """What kvbm's audits have found so far; of the last request the engine may not have said it yet."""
+        text = "" if self._metrics_url is None else (await self._http.get(self._metrics_url)).text
+        return read_audits(text)
+
     async def kvbm_metrics_once(self, reached: Callable[[dict[str, float]], bool]) -> dict[str, float]:
         """kvbm's samples as soon as they fulfil ``reached``: an answer does not wait for its offloads.
 
@@ -198,6 +215,12 @@ class EngineClient:
 def _margins(choice: Mapping[str, Any]) -> list[float]:
     ranked = [sorted(best.values()) for best in (choice.get("logprobs") or {}).get("top_logprobs") or []]
     return [logprobs[-1] - logprobs[-2] for logprobs in ranked]
+
+
+def read_audits(text: str) -> Audits:
+    """What kvbm's page of metrics says of them."""
+    found = {match["result"]: int(float(match["blocks"])) for match in AUDITED.finditer(text)}
+    return Audits(*(found.get(result, 0) for result in ("equal", "wrong", "not_compared")))
 
 
 def parse_metrics(text: str) -> dict[str, float]:

@@ -3,24 +3,29 @@
 Serves a tiny model twice on loopback, first without and then with kvbm, plays the same conversations, and
 compares answers and times to the first token. Exit status 0 only if every answer was the same and host memory
 was hit.
+
+With KVBM_AUDIT_RATE=1 every hit is computed again, and what is stored is compared with what comes out. Exit
+status 0 then means: no block was wrong, of the host and, after a restart, of the disk.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import shutil
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
 from rich.console import Console
 from rich.status import Status
 
-from benchmarks.client import EngineClient
+from benchmarks.client import Audits, EngineClient
 from benchmarks.console import report_console
 from benchmarks.conversation import Conversations, Turn
 from benchmarks.demo_report import compare, draw_plot, show
@@ -35,8 +40,10 @@ DISK_CACHE_GB = 1.0
 USERS = 6
 TURNS = 4
 # In float32 a whole and a resumed prefill give the same tokens. In bfloat16 vLLM's own prefix cache already
-# changes an answer now and then, as the rounding depends on how many tokens are computed at once.
+# changes an answer now and then, as the rounding depends on how many tokens are computed at once: answers are
+# not judged then.
 DTYPE = "float32"
+DTYPES = (DTYPE, "bfloat16")
 
 
 class Steps:
@@ -68,11 +75,14 @@ def main() -> int:
     parser.add_argument(
         "--output", type=Path, default=Path("demo-output"), help="folder for model, logs and plot"
     )
+    parser.add_argument(
+        "--dtype", choices=DTYPES, default=DTYPE, help="of the model; in bfloat16 answers may differ"
+    )
     arguments = parser.parse_args()
     console = report_console()
     exit_on_sigterm()
     try:
-        return run_demo(console, arguments.output)
+        return run_demo(console, arguments.output, arguments.dtype)
     except ServerError as error:
         console.print(f"demo: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
     except httpx.HTTPError as error:
@@ -82,7 +92,7 @@ def main() -> int:
     return 1
 
 
-def run_demo(console: Console, output: Path) -> int:
+def run_demo(console: Console, output: Path, dtype: str) -> int:
     """Play, compare, show; returns the exit status."""
     steps = Steps(console)
     console.print(
@@ -94,23 +104,28 @@ def run_demo(console: Console, output: Path) -> int:
         model = ensure_model(output / "tiny-qwen3")
     disk = output / "disk-tier"
     shutil.rmtree(disk, ignore_errors=True)
-    plain, _ = _serve_and_play(steps, _options(model, None, disk), output / "vllm-without-kvbm.log")
-    options = _options(model, HOST_CACHE_GB, disk)
-    with_kvbm, conversations = _serve_and_play(steps, options, output / "vllm-with-kvbm.log")
-    restarted = _serve_again(steps, options, output / "vllm-with-kvbm-again.log", conversations)
+    plain, _, _ = _serve_and_play(steps, _options(model, None, disk, dtype), output / "vllm-without-kvbm.log")
+    options = _options(model, HOST_CACHE_GB, disk, dtype)
+    with_kvbm, conversations, on_host = _serve_and_play(steps, options, output / "vllm-with-kvbm.log")
+    restarted, on_disk = _serve_again(steps, options, output / "vllm-with-kvbm-again.log", conversations)
     shutil.rmtree(disk, ignore_errors=True)
     comparison = compare(plain, with_kvbm, restarted, BLOCK_TOKENS)
+    comparison = replace(
+        comparison,
+        judges_answers=dtype == DTYPE,
+        audits=(on_host, on_disk) if os.environ.get("KVBM_AUDIT_RATE") == "1" else (),
+    )
     plot = draw_plot(comparison, output / "demo.png")
     show(console, comparison, plot, steps.elapsed_s)
     return 0 if comparison.good else 1
 
 
-def _options(model: Path, host_cache_gb: float | None, disk: Path) -> ServerOptions:
+def _options(model: Path, host_cache_gb: float | None, disk: Path, dtype: str) -> ServerOptions:
     return ServerOptions(
         model,
         DEVICE_BLOCKS,
         host_cache_gb,
-        dtype=DTYPE,
+        dtype=dtype,
         max_model_len_tokens=DEVICE_TOKENS,
         block_size_tokens=BLOCK_TOKENS,
         env={"DYN_KVBM_DISK_CACHE_GB": str(DISK_CACHE_GB), "DYN_KVBM_DISK_CACHE_DIR": str(disk)},
@@ -128,7 +143,9 @@ def _serving(steps: Steps, options: ServerOptions, log_path: Path, starting: str
         server.stop()
 
 
-def _serve_and_play(steps: Steps, options: ServerOptions, log_path: Path) -> tuple[list[Turn], Conversations]:
+def _serve_and_play(
+    steps: Steps, options: ServerOptions, log_path: Path
+) -> tuple[list[Turn], Conversations, Audits]:
     """All conversations; a server with kvbm is killed when they are over."""
     has_kvbm = options.host_cache_gb is not None
     name = "with kvbm" if has_kvbm else "without kvbm"
@@ -140,22 +157,24 @@ def _serve_and_play(steps: Steps, options: ServerOptions, log_path: Path) -> tup
         return played
 
 
-async def _play(server: VllmServer, status: Status, *, ask_again: bool) -> tuple[list[Turn], Conversations]:
+async def _play(
+    server: VllmServer, status: Status, *, ask_again: bool
+) -> tuple[list[Turn], Conversations, Audits]:
     metrics_url = server.metrics_url if server.options.host_cache_gb is not None else None
     async with EngineClient(server.base_url, str(server.options.model), metrics_url) as client:
         conversations = Conversations(client, USERS, TURNS)
         played = await conversations.play(
             ask_again=ask_again, told=lambda done, total: status.update(f"turn {done} of {total}")
         )
-        return played, conversations
+        return played, conversations, await client.audits()
 
 
 def _serve_again(
     steps: Steps, options: ServerOptions, log_path: Path, conversations: Conversations
-) -> list[Turn]:
-    async def ask(server: VllmServer) -> list[Turn]:
+) -> tuple[list[Turn], Audits]:
+    async def ask(server: VllmServer) -> tuple[list[Turn], Audits]:
         async with EngineClient(server.base_url, str(server.options.model), server.metrics_url) as client:
-            return await conversations.last_turns(client)
+            return await conversations.last_turns(client), await client.audits()
 
     again = "starting vllm serve with kvbm again, after kill -9"
     asking = f"asking for the last turn of {USERS} conversations again"

@@ -11,6 +11,7 @@ from statistics import median
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.client import Audits
 from benchmarks.conversation import Turn
 from benchmarks.server import connector_config
 
@@ -44,7 +45,9 @@ class Row:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The comparison of all answers, and the rows of the table."""
+    """The comparison of all answers, and the rows of the table. ``audits``: where every hit was
+    audited, and so none was loaded; of the server that hit host memory, and of the one that hit the disk.
+    """
 
     rows: tuple[Row, ...]
     answers: int
@@ -53,13 +56,19 @@ class Comparison:
     missed: tuple[Turn, ...]  # returning users whose conversation did not come back from host memory
     restarted_from_disk: int  # conversations that came back from disk after the server was killed
     lost: tuple[Turn, ...]  # and those that did not
+    judges_answers: bool = True
+    audits: tuple[Audits, ...] = ()
 
     @property
     def good(self) -> bool:
         """Whether every answer was the same, and every returning conversation came back from host memory or
-        disk.
+        disk; or, of audits, whether there were some and no block was wrong.
         """
-        return not self.differing and not self.missed and not self.lost
+        if self.judges_answers and self.differing:
+            return False
+        if self.audits:
+            return all(audits.equal and not audits.wrong for audits in self.audits)
+        return not self.missed and not self.lost
 
     def row(self, turn: int, state: State, *, with_kvbm: bool) -> Row | None:
         """The row of a turn, if it was measured."""
@@ -118,15 +127,30 @@ def show(console: Console, comparison: Comparison, plot: Path, elapsed_s: float)
     console.print(_table(comparison))
     if comparison.differing:
         places = ", ".join(f"user {turn.user} turn {turn.turn + 1}" for turn in comparison.differing)
-        console.print(
-            f"[red]✗ {len(comparison.differing)} of {comparison.answers} answers DIFFER: {places}[/red]"
-        )
+        told = f"{len(comparison.differing)} of {comparison.answers} answers DIFFER: {places}"
+        line = f"[red]✗ {told}[/red]" if comparison.judges_answers else f"  {told}; in this dtype they may"
+        console.print(line)
     else:
         console.print(
             f"[green]✓[/green] all {comparison.answers} answers with kvbm are, token for token, "
             "those of the engine"
             " without it: cold, host hit, device hit, and disk hit after kill -9"
         )
+    for tier, audits in zip(("host memory", "disk"), comparison.audits, strict=False):
+        mark = "[green]✓[/green]" if audits.equal and not audits.wrong else "[red]✗[/red]"
+        console.print(
+            f"{mark} audited, {tier}: {audits.equal:,} blocks are what is computed, "
+            f"{audits.wrong:,} are NOT, {audits.not_compared:,} were not compared"
+        )
+    if not comparison.audits:
+        _show_hits(console, comparison)
+    console.print(f"  plot: {plot}   time: {elapsed_s:.0f} s, no process left running\n")
+    console.print("To serve a model of your own (20 GB of host memory for its cache):\n")
+    line = f"  DYN_KVBM_CPU_CACHE_GB=20 vllm serve YOUR_MODEL --kv-transfer-config '{connector_config()}'"
+    console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def _show_hits(console: Console, comparison: Comparison) -> None:
     if comparison.missed:
         console.print(
             f"[red]✗ {len(comparison.missed)} returning conversations were not found in host memory[/red]"
@@ -143,10 +167,6 @@ def show(console: Console, comparison: Comparison, plot: Path, elapsed_s: float)
             "after kill -9 of the"
             " server, on disk"
         )
-    console.print(f"  plot: {plot}   time: {elapsed_s:.0f} s, no process left running\n")
-    console.print("To serve a model of your own (20 GB of host memory for its cache):\n")
-    line = f"  DYN_KVBM_CPU_CACHE_GB=20 vllm serve YOUR_MODEL --kv-transfer-config '{connector_config()}'"
-    console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def _table(comparison: Comparison) -> Table:

@@ -184,6 +184,11 @@ class VllmServer:
         session = self._process.pid
         return [int(entry.name) for entry in Path("/proc").glob("[0-9]*") if _runs_in(entry, session)]
 
+    def cpu_s(self) -> float:
+        """CPU time that its processes have used so far, in steps of a clock tick."""
+        used = [_cpu_ticks(Path("/proc") / str(pid)) for pid in self.processes()]
+        return sum(used) / os.sysconf("SC_CLK_TCK")
+
     def log_tail(self, lines: int = 25) -> str:
         """The end of the server's log."""
         try:
@@ -294,6 +299,15 @@ def _runs_in(entry: Path, session: int) -> bool:
     except OSError:  # it has just ended
         return False
     return int(its_session) == session and state not in "ZX"
+
+
+def _cpu_ticks(entry: Path) -> int:
+    """User and system time, of the process and of children that it has waited for."""
+    try:
+        fields = (entry / "stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0
+    return sum(map(int, fields[11:15]))
 
 
 def _kill(pid: int) -> None:

@@ -30,7 +30,7 @@ class ServePart:
 
     name = "serve"
     help = "TTFT of a host hit, throughput with nothing to reuse, what audits cost; vLLM servers"
-    goals: Sequence[Goal] = (ttft.GOAL, *(load.goal for load in throughput.LOADS), audit.GOAL)
+    goals: Sequence[Goal] = (ttft.GOAL, *(load.goal for load in throughput.LOADS), audit.GOAL, audit.CPU_GOAL)
 
     def run(self, options: Options) -> Findings:
         """See Part."""
@@ -61,8 +61,8 @@ class ServePart:
                 model, DEVICE_BLOCKS, HOST_CACHE_GB, dtype=options.dtype, env={"KVBM_AUDIT_RATE": "1"}
             )
             server = stack.enter_context(VllmServer(audited, options.output / "vllm-audited.log"))
-            figure, wrong = asyncio.run(_measure_audits(servers[0], server, options))
-            figures.append(figure)
+            more, wrong = asyncio.run(_measure_audits(servers[0], server, options))
+            figures += more
             complaints += wrong
         settings_of_run = {
             "model": "tiny Qwen3, random weights, 4 layers",
@@ -99,11 +99,17 @@ async def _measure(
 
 async def _measure_audits(
     plain: VllmServer, audited: VllmServer, options: Options
-) -> tuple[Figure, list[str]]:
+) -> tuple[list[Figure], list[str]]:
     model = str(plain.options.model)
     async with (
         EngineClient(plain.base_url, model, plain.metrics_url) as ours,
         EngineClient(audited.base_url, model, audited.metrics_url) as other,
     ):
-        turns = await audit.measure(ours, other, options.choose(6, 20, 40), options.seed + 9, options.told)
-    return audit.figure(turns), audit.complaints(turns)
+        turns = await audit.measure(
+            audit.Side(plain, ours),
+            audit.Side(audited, other),
+            options.choose(6, 20, 40),
+            options.seed + 9,
+            options.told,
+        )
+    return audit.figures(turns), audit.complaints(turns)
