@@ -27,8 +27,8 @@ class Followed:
     on the device when it was queried; ``matched_tokens``: promised to it beyond that. ``is_loading``: parked
     by TensorRT-LLM until all ranks have reported its load. ``is_broken``: the device blocks that it takes for
     its prefix hold something else; its forward pass must not come to an end. ``is_refused``: workers have
-    been told so. ``kept_tokens``: offload ends there, by retention priority. ``added_tokens``: what the next
-    report's ``computed_position`` leaves out.
+    been told so. ``is_reported``: it has been scheduled since it was queried. ``kept_tokens``: offload ends
+    there, by retention priority. ``added_tokens``: what the next report's ``computed_position`` leaves out.
     """
 
     number: int
@@ -42,6 +42,7 @@ class Followed:
     is_loading: bool = False
     is_broken: bool = False
     is_refused: bool = False
+    is_reported: bool = False
     added_tokens: int = 0
     kept_tokens: int | None = None
     heard_at_s: float = 0.0

@@ -294,6 +294,21 @@ class SchedulerSide:
         self._requests.add(followed)
         return followed
 
+    def _begin_again(self, former: Followed | None, data: Any) -> Followed:
+        """A request that was not queried: one that TensorRT-LLM made up, or the replay of one that has been
+        loaded while it was parked. KVCacheManagerV2 neither queries that again nor tells its new blocks.
+        """
+        number, state, tokens = int(data.request_id), former.state if former else None, list(data.new_tokens)
+        followed = Followed(number, state, tokens, len(tokens), computed_tokens=data.computed_position)
+        followed.tables = [list(ids) for ids in new_tables(data)]
+        followed.heard_at_s = self._clock.now_s()
+        if state is not None:
+            state.foreign_tokens = followed.computed_tokens
+            state.restart_offload()
+        self._requests.add(followed)
+        self._take_over([(number, self._split(followed)[1])])
+        return followed
+
     def _is_quick(self, followed: Followed) -> bool:
         match = followed.state.match if followed.state is not None else None
         if match is None or match.disk_lease is not None:
@@ -402,9 +417,9 @@ class SchedulerSide:
 
     def _hear_first(self, data: Any) -> None:
         followed = self._requests.get(int(data.request_id))
-        if followed is None:  # never queried: generation only
-            self._overwrite(new_tables(data))
-            return
+        if followed is None or followed.is_reported:
+            followed = self._begin_again(followed, data)
+        followed.is_reported = True
         followed.is_loading = False  # it is scheduled: all ranks have said so, whenever we hear of it
         self._check_found(followed)
         if followed.is_broken:

@@ -237,6 +237,10 @@ class Serving:
             if not self.executor.step():
                 time.sleep(0)  # lets the connector's threads run
 
+    def run_to(self, request: int, state: str) -> None:
+        """Steps until a request is in this state."""
+        self.step_until(lambda: self.executor.state_of(request) == state)
+
     def wake_until_nothing_is_open(self) -> None:
         """What next requests would bring about, if they did nothing: saves that have ended are taken up."""
         manager, deadline_s = self.executor.manager, time.monotonic() + PATIENCE_S

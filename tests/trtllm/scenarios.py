@@ -311,10 +311,11 @@ def multimodal(rank: int, kind: Kind) -> None:
 @scenario()
 def dummy_and_generation_only(rank: int, kind: Kind) -> None:
     with serve(rank, kind, spoils_late=False) as serving:
-        dummy, other = serving.ask(PROMPT, dummy=True), serving.ask(PROMPT, 8, generation_only=True)
-        assert serving.metric("kvbm_offload_blocks_d2h") == 0
+        dummy = serving.ask(PROMPT, dummy=True)
         serving.expect_match(dummy, *([] if is_newest(kind) else [(0, False)]))
-        serving.expect_match(other)
+        if kind.is_v2:  # V1 ends the loop, with any connector
+            serving.expect_match(serving.ask(PROMPT, 8, generation_only=True))
+        assert serving.metric("kvbm_offload_blocks_d2h") == 0
         serving.forget_device()
         serving.expect_match(serving.ask(PROMPT), (0, False))
 

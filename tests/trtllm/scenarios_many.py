@@ -333,7 +333,7 @@ def idle_iterations(rank: int, kind: Kind) -> None:
         assert serving.metric("kvbm_offload_blocks_d2h") == 47 // BLOCK
 
 
-@scenario()
+@scenario(lambda kind: kind.is_v2)
 def a_generation_only_request_takes_blocks_that_are_read(rank: int, kind: Kind) -> None:
     # Its first blocks are filled before the connector is told of them.
     with serve(rank, kind, num_blocks=24, spoils_late=False) as serving:

@@ -6,7 +6,7 @@ from typing import Any
 
 from kvbm_core.errors import Outcome
 from kvbm_core.types import Direction
-from tests.trtllm.harness import Kind, serve
+from tests.trtllm.harness import KeepingExecutor, Kind, Serving, serve
 from tests.trtllm.scenarios import ALL_SYNC, CAP, EACH_BLOCK, PROMPT, cap_of, is_v2, scenario_list
 
 SCENARIOS, scenario = scenario_list()
@@ -101,9 +101,10 @@ def a_replay_whose_load_fails(rank: int, kind: Kind) -> None:
         assert serving.reason(request) == serving.reason(taker) == "length"
         serving.forget_device()
         # The device has the blocks of the preempted one no more, and hands them out in the same order.
-        victim = serving.submit(PROMPT, 30)
-        serving.step_until(lambda: serving.executor.state_of(victim) == "generation")
-        serving.executor.step()
+        victim = serving.submit(range(700, 740), 30)
+        for _ in range(6):
+            serving.executor.step()
+        serving.settle()
         serving.executor.preempt(victim)
         serving.gate.hold(Direction.ONBOARD)
         serving.executor.blocks.drop_cache()
@@ -116,6 +117,44 @@ def a_replay_whose_load_fails(rank: int, kind: Kind) -> None:
         serving.gate.release(Direction.ONBOARD)
         serving.executor.run_until_idle()
         assert serving.reason(victim) == "error"
+
+
+@scenario(is_v2, is_essential=True)
+def a_replay_that_nobody_is_asked_about(rank: int, kind: Kind) -> None:
+    """A request that was loaded while it was parked is not queried for its replay. The device may have its
+    prefix from a load that has failed.
+    """
+    for has_wrong_blocks in (False, True):
+        with serve(rank, kind, executor_class=KeepingExecutor, env=EACH_BLOCK) as serving:
+            serving.may_fail = True
+            serving.ask(PROMPT)
+            serving.forget_device()
+            victim = serving.submit(PROMPT, 30)
+            serving.run_to(victim, "generation")
+            serving.executor.step()
+            serving.settle()
+            serving.executor.drop_device_cache()
+            if has_wrong_blocks:
+                _leave_wrong_blocks(serving)
+            serving.executor.preempt(victim)
+            serving.executor.run_until_idle()
+            assert serving.reason(victim) == ("error" if has_wrong_blocks else "length")
+            serving.ask(range(2000, 2200), 1)  # takes the blocks of the cancelled one, and so ends it
+            if serving.is_leading:
+                calls = serving.executor.calls.named("get_num_new_matched_tokens")
+                assert [call.values["request_id"] for call in calls].count(victim) == 1
+
+
+def _leave_wrong_blocks(serving: Serving) -> None:
+    """A load of PROMPT is cancelled, and fails; the device has the blocks for those who come."""
+    serving.gate.hold(Direction.ONBOARD)
+    request = serving.submit(PROMPT, 4)
+    serving.run_to(request, "loading")
+    serving.executor.cancel(request)
+    serving.executor.step()
+    serving.fails_here(Direction.ONBOARD)
+    serving.gate.release(Direction.ONBOARD)
+    serving.step_until(lambda: not serving.executor.manager.has_pending(request))  # type: ignore[union-attr]
 
 
 @scenario(is_v2, is_essential=True)

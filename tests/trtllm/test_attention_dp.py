@@ -13,12 +13,13 @@ pytest.importorskip("torch", reason="NOT RUN: TensorRT-LLM's connector against i
 
 from tests.effort import IS_NIGHTLY
 from tests.trtllm import scenarios_dp
-from tests.trtllm.double import NEWEST, DoubleFailure
+from tests.trtllm.double import NEWEST, DoubleFailure, source
 from tests.trtllm.harness import Kind
 from tests.trtllm.test_scenarios import LISTS, play_scenario
 
 Play = Callable[..., list[Any]]
 ALL = IS_NIGHTLY
+SOURCE = source.version()
 NOT_HERE = {
     # A load that fails on one rank ends the forward pass of that rank alone: see the last test.
     "a_load_fails",
@@ -52,7 +53,8 @@ def _own_cases() -> list[tuple[str, Kind]]:
 
 def _is_usual(name: str, kind: Kind) -> bool:
     """V2 is what the newest TensorRT-LLM runs with attention DP."""
-    return kind.is_v2 and kind.overlap and (kind.ranks == 2 or name == "different_loads")
+    is_usual_kind = kind.is_v2 and kind.overlap and (kind.ranks == 2 or name == "different_loads")
+    return is_usual_kind or kind.version == SOURCE
 
 
 def _other_cases() -> list[tuple[str, str, Kind]]:
@@ -66,7 +68,7 @@ def _other_cases() -> list[tuple[str, str, Kind]]:
 
 
 def _is_usual_of_others(name: str, kind: Kind) -> bool:
-    return name in USUAL_FROM_OTHERS and kind.is_v2 and kind.overlap
+    return (name in USUAL_FROM_OTHERS and kind.is_v2 and kind.overlap) or kind.version == SOURCE
 
 
 OWN = [pytest.param(*case, id=f"{case[0]}-{case[1]}") for case in _own_cases() if ALL or _is_usual(*case)]

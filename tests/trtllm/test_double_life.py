@@ -140,20 +140,31 @@ def test_graphs_run_no_hooks_while_only_decoding(manager: str) -> None:
 # S11
 
 
-def test_dummy_and_generation_only_requests(manager: str) -> None:
+def test_dummy_requests(manager: str) -> None:
     executor = make_executor(Script(saves=True), manager=manager)
-    dummy, decode = (
-        executor.submit(range(8), 2, dummy=True),
-        executor.submit(range(30, 38), 4, generation_only=True),
-    )
+    dummy = executor.submit(range(8), 2, dummy=True)
     executor.run_until_idle()
     asked = [call.values["request_id"] for call in executor.calls.named("get_num_new_matched_tokens")]
     assert asked == ([dummy] if executor.contract.version == RELEASED else [])
-    assert [call.values["request_id"] for call in executor.calls.named(alloc_name(executor))] == [
-        dummy,
-        decode,
-    ]
-    assert [call.values["request_id"] for call in executor.calls.named(finish_name(executor))] == [decode]
+    assert [call.values["request_id"] for call in executor.calls.named(alloc_name(executor))] == [dummy]
+    assert not executor.calls.named(finish_name(executor))
+
+
+def test_a_generation_only_request_ends_the_loop_of_v1(version: str) -> None:
+    executor = make_executor()
+    executor.submit(range(30, 38), 4, generation_only=True)
+    with pytest.raises(DoubleFailure, match="generation-only"):
+        executor.run_until_idle()
+    assert executor.calls.count("get_num_new_matched_tokens") == 0
+
+
+def test_a_generation_only_request_on_v2(newest: None) -> None:
+    executor = make_executor(Script(saves=True), manager="v2")
+    decode = executor.submit(range(30, 38), 4, generation_only=True)
+    executor.run_until_idle()
+    assert not executor.calls.named("get_num_new_matched_tokens")
+    for name in (alloc_name, finish_name):
+        assert [call.values["request_id"] for call in executor.calls.named(name(executor))] == [decode]
     (first,) = [data for data in outputs_of(executor)[0].cached_requests if data.request_id == decode]
     assert (len(first.new_tokens), first.computed_position, first.num_scheduled_tokens) == (9, 8, 1)
     plain = Executor(None, None)

@@ -20,10 +20,11 @@ from kvbm_trtllm.config_tables import TABLES, TORCH_LLM_ARGS
 from kvbm_trtllm.identity import adapter_of, describe_engine, namespace_of
 from tests.trtllm.double.contract import EARLY, MID, NEWEST, RELEASED, installed
 from tests.trtllm.double.llm_args import FIELDS, classes_of
+from tests.trtllm.double.source import VARIABLE
 from tests.unit.test_trtllm_keys import weights_of
 
 VERSIONS = (EARLY, RELEASED, MID, NEWEST)
-SOURCE = os.environ.get("KVBM_TRTLLM_SOURCE")
+SOURCE = os.environ.get(VARIABLE)
 OTHER_VALUES: dict[str, object] = {
     "allreduce_strategy": "LOWPRECISION",
     "checkpoint_format": "mistral",
@@ -66,7 +67,7 @@ def fields_in(source: str) -> dict[str, set[str]]:
 
 def test_every_field_of_the_sources_is_classified() -> None:
     if SOURCE is None:
-        pytest.skip("NOT RUN: fields of TensorRT-LLM's own llm_args.py: set KVBM_TRTLLM_SOURCE to its folder")
+        pytest.skip(f"NOT RUN: fields of TensorRT-LLM's own llm_args.py: set {VARIABLE} to its folder")
     path = Path(SOURCE) / "tensorrt_llm/llmapi/llm_args.py"
     if not path.exists():
         pytest.skip(f"NOT RUN: fields of TensorRT-LLM's own llm_args.py: there is no {path}")

@@ -11,11 +11,12 @@ pytest.importorskip("torch", reason="NOT RUN: TensorRT-LLM's connector against i
 
 from tests.effort import IS_NIGHTLY
 from tests.trtllm import scenarios, scenarios_many, scenarios_v2
-from tests.trtllm.double import EARLY, MID, NEWEST, RELEASED
+from tests.trtllm.double import EARLY, MID, NEWEST, RELEASED, source
 from tests.trtllm.harness import Kind, kinds
 
 Play = Callable[..., list[Any]]
 ALL = IS_NIGHTLY
+SOURCE = source.version()
 OF_SOME = {(EARLY, 1), (MID, 1), (EARLY, 2), (RELEASED, 2), (RELEASED, 4)}
 """Versions and numbers of ranks on which ``make test`` plays the essential scenarios, with overlap."""
 LISTS = {module.__name__: module.SCENARIOS for module in (scenarios, scenarios_many, scenarios_v2)}
@@ -41,7 +42,7 @@ def _is_usual(module: str, name: str, kind: Kind) -> bool:
 
     Nor of versions that are before or between the main ones.
     """
-    if kind.ranks == 1 and kind.version in {RELEASED, NEWEST}:
+    if kind.version == SOURCE or (kind.ranks == 1 and kind.version in {RELEASED, NEWEST}):
         return True
     is_usual_kind = (kind.version, kind.ranks) in OF_SOME or (kind.is_v2 and kind.ranks == 2)
     return is_usual_kind and kind.overlap and LISTS[module][name].is_essential

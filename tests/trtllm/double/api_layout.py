@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-BAD_PAGE_INDEX = -1
+from tests.trtllm.double import host
 
 
 def valid_page_slots(page_indices: Iterable[int]) -> Iterator[tuple[int, int]]:
@@ -33,7 +34,6 @@ class KvCacheRegion:
     stride: int
     num_slots: int
     buffers: tuple[KvCacheBufferRef, ...]
-    storage: torch.Tensor = field(repr=False, compare=False)  # the double's own: uint8 [num_slots, stride]
 
     def address_of(self, slot_id: int) -> int:
         """Address of a slot's first byte."""
@@ -43,7 +43,8 @@ class KvCacheRegion:
 
     def as_tensor(self, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
         """[num_slots, size // itemsize], a view; row i is slot i."""
-        return self.storage.view(dtype)[:, : self.size // dtype.itemsize]
+        shape = (self.num_slots, self.size // dtype.itemsize)
+        return host.tensor_at(self.base, dtype, shape, (self.stride // dtype.itemsize, 1))
 
 
 @dataclass(frozen=True)
@@ -92,3 +93,34 @@ class KvCacheLayout:
         flat = region.as_tensor(self.dtype)
         shape = (layers, len(region.buffers) // layers, flat.shape[1] // len(region.buffers))
         return flat.unflatten(1, shape)
+
+
+def build_kv_cache_layout_v2(manager: Any) -> KvCacheLayout:
+    """The layout of a V2 cache, from what this says of its pages."""
+    pages = manager.impl
+    num_slots = {
+        variant.layer_group_id: pool.num_slots
+        for pool in pages.pool_group_descs
+        for variant in pool.slot_desc.variants
+    }
+    groups = []
+    for group, layers in enumerate(pages.layer_grouping):
+        wanted = [buffer for buffer in pages.all_buffer_ids if buffer.layer_id in layers]
+        regions = tuple(
+            KvCacheRegion(
+                found.base,
+                found.size,
+                found.stride,
+                num_slots[group],
+                tuple(
+                    KvCacheBufferRef(manager.pp_layers[buffer.id.layer_id], buffer.id.role, buffer.expansion)
+                    for buffer in found.buffers
+                ),
+            )
+            for found in pages.get_aggregated_pages(wanted)
+            if found.layer_group_id == group
+        )
+        window = pages.init_config.layers[layers[0]].window_size
+        ids = tuple(manager.pp_layers[layer] for layer in layers)
+        groups.append(KvCacheLayerGroupLayout(group, ids, window, regions))
+    return KvCacheLayout(manager.tokens_per_block, tuple(groups), manager.dtype)

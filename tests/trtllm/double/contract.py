@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import import_module
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
@@ -16,15 +17,18 @@ from tests.trtllm.double import (
     api_mid,
     api_newest,
     api_released,
-    comm,
     llm_args,
+    own_manager,
     requests,
+    source,
 )
 
 EARLY = "early"
 RELEASED = "released"
 MID = "mid"
 NEWEST = "newest"
+PYEXECUTOR = "tensorrt_llm._torch.pyexecutor"
+V2_MANAGER = f"{PYEXECUTOR}.kv_cache.kv_cache_manager_v2"
 
 
 @dataclass(frozen=True)
@@ -59,6 +63,19 @@ class Contract:
     frees_one_save: bool = False
     reports_all_ends: bool = False
     leaks_on_error: bool = False
+
+    def module(self) -> Any:
+        """The installed module of the connector's classes."""
+        return import_module(f"{self.package}.kv_cache_connector")
+
+    def layout_of(self, pages: Any) -> Any:
+        """The layout of a V2 cache, made by the installed builder."""
+        return import_module(f"{self.package}.kv_cache_layout").build_kv_cache_layout_v2(pages)
+
+    @property
+    def package(self) -> str:
+        """Where that module is."""
+        return f"{PYEXECUTOR}.connectors" if self.has_connectors_package else PYEXECUTOR
 
     @property
     def is_newest(self) -> bool:
@@ -113,19 +130,21 @@ def _modules(contract: Contract) -> dict[str, ModuleType]:
         "tensorrt_llm",
         "tensorrt_llm._utils",
         "tensorrt_llm._torch",
-        "tensorrt_llm._torch.pyexecutor",
+        PYEXECUTOR,
+        f"{PYEXECUTOR}.llm_request",
+        f"{PYEXECUTOR}.scheduler",
         "tensorrt_llm.bindings",
         "tensorrt_llm.bindings.internal",
         "tensorrt_llm.bindings.internal.batch_manager",
         "tensorrt_llm.llmapi",
         "tensorrt_llm.llmapi.llm_args",
+        "tensorrt_llm.logger",
     ]
-    connectors = "tensorrt_llm._torch.pyexecutor"
+    connectors = contract.package
     if contract.has_connectors_package:
-        connectors += ".connectors"
         names.append(connectors)
     if contract.is_newest:
-        names.append(f"{connectors}.kv_cache_layout")
+        names += [f"{connectors}.kv_cache_layout", f"{PYEXECUTOR}.kv_cache", V2_MANAGER]
     names.append(f"{connectors}.kv_cache_connector")
     modules = {name: ModuleType(name) for name in names}
     for name, module in modules.items():
@@ -134,26 +153,25 @@ def _modules(contract: Contract) -> dict[str, ModuleType]:
         parent, _, leaf = name.rpartition(".")
         if parent:
             setattr(modules[parent], leaf, module)
-    for name in ("tensorrt_llm", "tensorrt_llm._utils"):
-        for function in (comm.mpi_rank, comm.mpi_world_size, comm.mpi_broadcast, comm.mpi_allgather):
-            if name == "tensorrt_llm._utils" or function in {comm.mpi_rank, comm.mpi_world_size}:
-                setattr(modules[name], function.__name__, function)
     modules["tensorrt_llm"].__version__ = contract.release  # type: ignore[attr-defined]
     modules["tensorrt_llm.bindings.internal.batch_manager"].LlmRequest = contract.bound_request  # type: ignore[attr-defined]
     modules["tensorrt_llm.llmapi.llm_args"].TorchLlmArgs = llm_args.classes_of(contract.version)[
         "TorchLlmArgs"
     ]  # type: ignore[attr-defined]
+    source.fill(modules)
     api = modules[f"{connectors}.kv_cache_connector"]
+    own = {"api": api}
+    api.KvCacheConnectorManager = type("KvCacheConnectorManager", (own_manager.KvCacheConnectorManager,), own)  # type: ignore[attr-defined]
     for name in ("RequestData", "SchedulerOutput", "KvCacheConnectorWorker", "KvCacheConnectorScheduler"):
         setattr(api, name, getattr(contract.api, name))
     if contract.is_newest:
         layout = modules[f"{connectors}.kv_cache_layout"]
         for name in (
-            "BAD_PAGE_INDEX",
             "KvCacheBufferRef",
             "KvCacheLayerGroupLayout",
             "KvCacheLayout",
             "KvCacheRegion",
+            "build_kv_cache_layout_v2",
             "valid_page_slots",
         ):
             setattr(layout, name, getattr(api_layout, name))
@@ -181,9 +199,13 @@ def installed(version: str) -> Iterator[Contract]:
     contract = _CONTRACTS[version]
     before = _take_out()
     _unbind_submodule()
-    sys.modules.update(_modules(contract))
+    modules = _modules(contract)
+    sys.modules.update(modules)
     _installed.append(contract)
     try:
+        found = source.find()
+        if found is not None and found.version == version:
+            source.load(found, modules)
         yield contract
     finally:
         _installed.pop()

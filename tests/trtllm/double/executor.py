@@ -322,11 +322,11 @@ class Executor:
         hooks = self.manager if has_hooks else None
         for layer in range(self.config.num_layers):
             if hooks:
-                hooks.in_forward("wait_for_layer_load", layer)
+                hooks.before_layer(layer)
             self.model.check_layer(works, layer)
             self.model.write_layer(works, layer)
             if hooks:
-                hooks.in_forward("save_kv_layer", layer)
+                hooks.behind_layer(layer)
         self.num_computed_tokens += sum(
             work.end - work.start for work in works if work.request_id != DUMMY_ID
         )
@@ -337,7 +337,7 @@ class Executor:
             self.calls.add(Call(self.num_steps, "forward_pass_callable", {}))
             self._forward_callable()
         if self.manager is not None:
-            self.manager.in_forward("wait_for_save")
+            self.manager.wait_for_save()
 
     def _sample(self, cores: list[Core], works: list[Work]) -> Sampled:
         """The device's side of the requests after a forward pass; the token is None after a chunk in the

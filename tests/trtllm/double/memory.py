@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from tests.trtllm.double.api_layout import (
-    KvCacheBufferRef,
-    KvCacheLayerGroupLayout,
-    KvCacheLayout,
-    KvCacheRegion,
-)
+from tests.trtllm.double import host
 from tests.trtllm.double.config import ExecutorConfig
+from tests.trtllm.double.pages import Pages, Region
 
 ROLES = ("key", "value")
 
@@ -33,7 +30,8 @@ class Memory:
         self.windows = config.windows
         self.group_of_layer = [config.group_of_layer(layer) for layer in range(config.num_layers)]
         self.tensor: torch.Tensor | None = None
-        self.layout: KvCacheLayout | None = None
+        self._storages: list[torch.Tensor] = []
+        self.pages: Pages | None = None
         self._views: dict[tuple[int, int], npt.NDArray[np.uint8]] = {}
         self._whole: list[list[npt.NDArray[np.uint8]]] = [[] for _ in self.windows]
         if config.manager == "v1":
@@ -50,12 +48,12 @@ class Memory:
         for whole in self._whole[group]:
             whole[slots] = self.POISON
 
-    def register(self, worker: Any) -> str:
-        """Hands the memory to a worker; returns the name of the method."""
-        if self.layout is None:
+    def register(self, worker: Any, layout_of: Callable[[Pages], Any]) -> str:
+        """Hands the memory to a worker; returns the name of the method. ``layout_of`` makes V2's layout."""
+        if self.pages is None:
             worker.register_kv_caches(self.tensor)
             return "register_kv_caches"
-        worker.register_kv_cache_layout(self.layout)
+        worker.register_kv_cache_layout(layout_of(self.pages))
         return "register_kv_cache_layout"
 
     def _make_v1(self) -> None:
@@ -71,16 +69,15 @@ class Memory:
                 self._views[layer, kv] = split[:, layer, kv]
 
     def _make_v2(self) -> None:
-        groups = []
-        for group, window in enumerate(self.windows):
+        regions = []
+        for group in range(len(self.windows)):
             layers = tuple(layer for layer in range(self.num_layers) if self.group_of_layer[layer] == group)
             kvs = list(range(self.kv_factor))
             parts = [[kv] for kv in kvs] if self.config.split_kv_regions else [kvs]
-            regions = tuple(self._make_region(group, layers, part) for part in parts)
-            groups.append(KvCacheLayerGroupLayout(group, layers, window, regions))
-        self.layout = KvCacheLayout(self.tokens_per_block, tuple(groups), self.config.torch_dtype)
+            regions += [self._make_region(group, layers, part) for part in parts]
+        self.pages = Pages(self.config, regions)
 
-    def _make_region(self, group: int, layers: tuple[int, ...], kvs: list[int]) -> KvCacheRegion:
+    def _make_region(self, group: int, layers: tuple[int, ...], kvs: list[int]) -> Region:
         heads, tokens, head_bytes = self.block_shape
         buffer_bytes = heads * tokens * head_bytes
         size = len(layers) * len(kvs) * buffer_bytes
@@ -96,5 +93,6 @@ class Memory:
                 strides=(stride, tokens * head_bytes, head_bytes, 1),
                 writeable=True,
             )
-        buffers = tuple(KvCacheBufferRef(layer, ROLES[kv]) for layer in layers for kv in kvs)
-        return KvCacheRegion(storage.data_ptr(), size, stride, slots, buffers, storage)
+        self._storages.append(storage)
+        buffers = tuple((layer, ROLES[kv]) for layer in layers for kv in kvs)
+        return Region(group, host.share(storage), size, stride, buffers)

@@ -26,6 +26,17 @@ class State(enum.Enum):
     COMPLETE = "complete"
 
 
+class LlmRequestState(enum.Enum):
+    """TensorRT-LLM's names of them."""
+
+    GENERATION_INIT = "waiting"
+    CONTEXT_INIT = "context"
+    DISAGG_GENERATION_TRANS_IN_PROGRESS = "loading"
+    GENERATION_IN_PROGRESS = "generation"
+    DISAGG_CONTEXT_TRANS_IN_PROGRESS = "saving"
+    GENERATION_COMPLETE = "complete"
+
+
 @dataclass(eq=False)
 class Core:
     """The executor's own record of a request."""
@@ -78,7 +89,7 @@ class Core:
 class BoundRequest:
     """What nanobind binds of the C++ request."""
 
-    __slots__ = ("_core",)
+    __slots__ = ("_core", "py_num_connector_matched_tokens")  # the latter: nanobind lets it be set
 
     def __init__(self, core: Core) -> None:
         self._core = core
@@ -104,6 +115,23 @@ class BoundRequest:
         """None unless the request has a priority."""
         priority = self._core.priority
         return None if priority is None else SimpleNamespace(decode_retention_priority=priority)
+
+    context_remaining_length = property(lambda self: self._core.remaining)
+    context_chunk_size = property(lambda self: self._core.chunk_tokens)
+
+    @property
+    def state(self) -> LlmRequestState:
+        """Where the request is in its life."""
+        return LlmRequestState(self._core.state.value)
+
+    @state.setter
+    def state(self, state: LlmRequestState) -> None:
+        core = self._core
+        if state is LlmRequestState.DISAGG_CONTEXT_TRANS_IN_PROGRESS or core.state is State.COMPLETE:
+            return  # the double ends a request when it ends; what is being saved is pinned
+        core.state = State(state.value)
+        if core.state is State.CONTEXT:
+            core.computed = core.position
 
     @property
     def context_current_position(self) -> int:
@@ -145,7 +173,14 @@ class PythonPart:
     py_request_id = property(lambda self: self._core.request_id)
     py_prompt_len = property(lambda self: self._core.prompt_len)
     py_multimodal_data = property(lambda self: self._core.multimodal_data)
-    py_num_connector_matched_tokens = property(lambda self: self._core.matched)
+
+    @property
+    def py_num_connector_matched_tokens(self) -> int:
+        return self._core.matched
+
+    @py_num_connector_matched_tokens.setter
+    def py_num_connector_matched_tokens(self, num_tokens: int) -> None:
+        self._core.matched = num_tokens
 
     def is_generation_only_request(self) -> bool:
         """A method here, a property there; as in TensorRT-LLM."""

@@ -157,10 +157,16 @@ class Scheduler:
             if not self._blocks.grow(core, core.prompt_len, core.position):
                 raise DoubleFailure("no blocks for an admitted prompt; this is the double's own mistake")
         offer, is_async, num_device = 0, False, core.position
-        if self._manager is not None and not core.is_generation_only and not self._skips_dummy(core):
+        is_asked = not (self._is_v2 and core.is_generation_only) and not self._skips_dummy(core)
+        if self._manager is not None and is_asked:
             if self._config.enable_block_reuse or self._is_v2:
                 offer, is_async = self._manager.query(core, num_device)
             honoured = self._honour(core, offer) if self._is_v2 else offer
+            if not self._is_v2 and num_device + honoured >= core.prompt_len:
+                raise DoubleFailure(
+                    f"prepopulatedPromptLen {num_device} + {honoured} >= promptLen {core.prompt_len}: "
+                    "V1 aborts"
+                )
             self._manager.commit(core, honoured, is_async)
             offer = honoured
         if not self._is_v2:

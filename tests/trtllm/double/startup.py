@@ -14,8 +14,7 @@ from tests.trtllm.double.failure import DoubleFailure
 from tests.trtllm.double.manager import ConnectorManager
 from tests.trtllm.double.memory import Memory
 from tests.trtllm.double.requests import Core
-
-GROUPED = ("update_state_after_alloc_by_layer_group", "request_finished_by_layer_group")
+from tests.trtllm.double.watch import Watch
 
 
 def construct(
@@ -42,9 +41,9 @@ def start(
     """
     contract = current()
     if config.attention_dp:
-        _refuse_without_attention_dp(classes)
+        _refuse_without_attention_dp(classes, contract)
     leader, worker = construct(*classes, llm_args)
-    manager = ConnectorManager(leader, worker, contract, calls, config)
+    manager = ConnectorManager(leader, worker, contract, Watch(calls, leader, worker), config)
     function = None
     if contract.has_callable:
         function = worker.register_forward_pass_callable()
@@ -55,19 +54,23 @@ def start(
             function()
     if contract.queries_in_warm_up:
         _query_dummy(manager)
-    if len(config.windows) > 1:
-        _refuse_flat_leader(leader, contract)
-    calls.add(Call(0, memory.register(worker), {}))
+    if config.manager == "v2":
+        manager.refuse_flat_leader()
+    calls.add(Call(0, memory.register(worker, contract.layout_of), {}))
     if contract.waits_at_start and leader is not None:
         leader.wait_for_initialization()
         calls.add(Call(0, "wait_for_initialization", {}))
     return manager, function
 
 
-def _refuse_without_attention_dp(classes: tuple[Callable[[Any], Any], Callable[[Any], Any]]) -> None:
-    for cls in classes:
-        if getattr(cls, "supports_attention_dp", False) is not True:
-            raise DoubleFailure(f"{cls} does not declare supports_attention_dp=True")
+def _refuse_without_attention_dp(
+    classes: tuple[Callable[[Any], Any], Callable[[Any], Any]], contract: Contract
+) -> None:
+    leader_class, worker_class = classes
+    try:
+        contract.module().KvCacheConnectorManager.validate_attention_dp(worker_class, leader_class)
+    except NotImplementedError as error:
+        raise DoubleFailure(str(error)) from error
 
 
 def _query_dummy(manager: ConnectorManager) -> None:
@@ -76,14 +79,3 @@ def _query_dummy(manager: ConnectorManager) -> None:
     dummy = Core(0, prompt, len(prompt), len(prompt), 1, nothing, is_dummy=True)
     if manager.query(dummy, 0) != (0, False):
         raise DoubleFailure("a dummy request was promised something")
-
-
-def _refuse_flat_leader(leader: Any, contract: Contract) -> None:
-    base = contract.api.KvCacheConnectorScheduler
-    missing = [
-        name
-        for name in GROUPED
-        if leader is not None and getattr(type(leader), name, None) is getattr(base, name)
-    ]
-    if comm.mpi_broadcast(missing):
-        raise DoubleFailure(f"several layer groups need {' and '.join(missing)} on the leader")
