@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,17 +15,14 @@ from kvbm_core.identity.roots import NO_ADAPTER, Root, Roots
 from kvbm_core.identity.weights import WEIGHTS_WAIT_S, WeightsIdentity
 from kvbm_core.observe.labels import FailureKind
 from kvbm_core.observe.metrics import Metrics
-from kvbm_core.policy.admission import AdmitAll
-from kvbm_core.policy.frequency import FrequencyFilter
-from kvbm_core.runtime.assembly import disk_options
-from kvbm_core.runtime.disk import DiskOptions
-from kvbm_core.runtime.disk_folder import DiskFolder
-from kvbm_core.runtime.local_bytes import LocalDisk, LocalOptions, slot_bytes_of
-from kvbm_core.runtime.local_tiers import LocalTiers
-from kvbm_core.runtime.messages import DiskShare
+from kvbm_core.runtime.assembly import DISK, REMOTE, lower_makers, rank_options
+from kvbm_core.runtime.local import LocalOptions, LocalTiers
+from kvbm_core.storage.disk.folder import DiskFolder
 from kvbm_core.storage.disk.record import record_bytes
 from kvbm_core.storage.host_slab import available_memory_bytes, taken_by_siblings_bytes
 from kvbm_core.tokens.namespace import KeyNamespace
+from kvbm_core.transfer.plan import TierPlace
+from kvbm_core.transfer.rank import slot_bytes_of
 from kvbm_sglang.device_pool import DevicePages
 from kvbm_sglang.engine_settings import tell
 from kvbm_sglang.identity import device_namespace_of
@@ -75,15 +72,18 @@ def assemble(
         return LinkerTiers(None, None, None, counter=counter, metrics=metrics, on_close=weights.close)
     num_slots = settings.host_tier_slots(pages.page_bytes * ranks.num_ranks)
     namespace = device_namespace_of(model, pages.layout, pages.page_tokens, ranks.shard, engine)
-    disk, folder = None, None
-    if settings.has_disk_tier:
+    places, folder = list[TierPlace](), None
+    if settings.has_lower_tier:
         tell(engine, "nothing is kept on disk (the host tier works as always)")
         if engine.is_lasting:
             weights.start()
-            disk, folder = _disk_of(pages, settings, namespace, ranks.num_ranks, metrics)
-    options = _options_of(settings, num_slots, disk)
+            places, folder = _places_of(pages, settings, namespace, ranks.num_ranks, metrics)
+    if settings.remote_url is not None and engine.is_lasting:
+        places.append(TierPlace(REMOTE, settings.remote_url, model=model))
+    fingerprint = namespace.root().hex()  # the keys tell the weights apart
+    options = _options_of(settings, num_slots, places, fingerprint)
     try:
-        share_bytes = num_slots * slot_bytes_of(pages.memory, with_disk=disk is not None)
+        share_bytes = num_slots * slot_bytes_of(pages.memory, has_lower=bool(places))
         room_bytes = available_memory_bytes() + taken_by_siblings_bytes()
         settings.check_memory(share_bytes * (ranks.num_here or ranks.num_ranks), room_bytes)
         tiers = LocalTiers(pages.memory, options, metrics)
@@ -102,22 +102,24 @@ def assemble(
         if folder is not None:
             folder.close()
 
-    if disk is not None:
+    if places:
         weights.wait(WEIGHTS_WAIT_S)
     roots = _EngineRoots(namespace, weights, is_lasting=engine.is_lasting)
     return LinkerTiers(tiers, pages, roots, counter=counter, metrics=metrics, on_close=on_close)
 
 
-def _options_of(settings: KvbmSettings, num_slots: int, disk: LocalDisk | None) -> LocalOptions:
+def _options_of(
+    settings: KvbmSettings, num_slots: int, places: Sequence[TierPlace], fingerprint: str
+) -> LocalOptions:
+    names = {place.name for place in places}
+    makers = lower_makers(settings, SystemClock())
     return LocalOptions(
         num_slots,
-        disk,
+        tuple(make for name, make in makers.items() if name in names),
+        tuple(places),
+        fingerprint,
         lease_ttl_s=settings.lease_ttl_s,
-        transfer_deadline_s=settings.transfer_deadline_s,
-        max_concurrent_transfers=settings.max_concurrent_transfers,
-        max_batch_blocks=settings.max_transfer_batch_size,
-        near_memory=not settings.disable_numa,
-        verify=settings.verify_onboard,
+        memory=rank_options(settings),
     )
 
 
@@ -138,10 +140,12 @@ class _EngineRoots(PageRoots):
         self._weights.changed("SGLang has new weights")
 
 
-def _disk_of(
+def _places_of(
     pages: DevicePages, settings: KvbmSettings, namespace: KeyNamespace, num_ranks: int, metrics: Metrics
-) -> tuple[LocalDisk | None, DiskFolder | None]:
-    each = record_bytes(slot_bytes_of(pages.memory, with_disk=True))
+) -> tuple[list[TierPlace], DiskFolder | None]:
+    if not settings.has_disk_tier:
+        return [], None
+    each = record_bytes(slot_bytes_of(pages.memory, has_lower=True))
     num_slots = settings.disk_tier_slots(each * num_ranks)
     fingerprint = namespace.root().hex()  # the keys tell the weights apart
     try:
@@ -149,13 +153,5 @@ def _disk_of(
     except ConfigError as error:
         log.error("%s; nothing is kept on disk", error)
         metrics.failure(FailureKind.OTHER)
-        return None, None
-    is_filtered = settings.has_host_tier and not settings.disable_disk_offload_filter
-    disk = LocalDisk(
-        DiskShare(str(folder.path), num_slots),
-        fingerprint,
-        FrequencyFilter(SystemClock()) if is_filtered else AdmitAll(),
-        DiskOptions(lease_ttl_s=settings.lease_ttl_s),
-        disk_options(settings),
-    )
-    return disk, folder
+        return [], None
+    return [TierPlace(DISK, str(folder.path), num_slots)], folder

@@ -20,8 +20,7 @@ from kvbm_core.errors import LayoutError, Outcome, StuckCopyError
 from kvbm_core.identity.roots import Root
 from kvbm_core.observe.labels import DropReason, FailureKind
 from kvbm_core.observe.metrics import Metrics
-from kvbm_core.runtime.local_claims import Claim
-from kvbm_core.runtime.local_tiers import LocalTiers
+from kvbm_core.runtime.local import Claim, LocalTiers
 from kvbm_core.types import BlockKey
 from kvbm_sglang.device_pool import DevicePages
 from kvbm_sglang.identity import page_keys
@@ -216,7 +215,7 @@ class LinkerTiers:
             if load.is_over:
                 return
             if blocks is not None:
-                load.is_begun, load.num_read = True, len(load.claim.reads)
+                load.is_begun, load.num_read = True, load.claim.held.num_fetched
                 self._tiers.load(
                     load.claim, blocks, partial(self._load_ended, load), is_lasting=load.is_lasting
                 )

@@ -9,11 +9,11 @@ from pathlib import Path
 import torch
 
 from kvbm_core.errors import Outcome
-from kvbm_core.runtime.worker_disk import WorkerDiskOptions
 from kvbm_core.storage.disk.block_file import SUFFIX, Geometry
-from kvbm_core.tiers.disk_reader import DiskReader
-from kvbm_core.tiers.disk_store import DiskStore
+from kvbm_core.storage.disk.reader import DiskReader
+from kvbm_core.storage.disk.store import DiskStore
 from kvbm_core.tokens.namespace import KeyNamespace
+from kvbm_core.transfer.movers.disk_file import DiskMoverOptions
 from kvbm_sglang.identity import page_keys
 from kvbm_sglang.pages import Pages
 
@@ -35,7 +35,7 @@ class PageStore:
         pages: Pages,
         namespace: KeyNamespace,
         num_slots: int,
-        options: WorkerDiskOptions,
+        options: DiskMoverOptions,
         *,
         shares: bool,
     ) -> None:
@@ -104,7 +104,7 @@ class FollowedPages:
         find_folder: Callable[[], Path | None],
         pages: Pages,
         namespace: KeyNamespace,
-        options: WorkerDiskOptions,
+        options: DiskMoverOptions,
     ) -> None:
         self._root = namespace.root()
         self._namespace = namespace

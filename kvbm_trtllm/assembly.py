@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from kvbm_core.blocks.slot_tier import BlockTier
 from kvbm_core.clock import SystemClock
 from kvbm_core.config import Adapter, SettingSource
 from kvbm_core.identity.roots import Roots
@@ -14,7 +15,7 @@ from kvbm_core.observe.log import CacheStatsLog, setup_logging
 from kvbm_core.observe.readiness import Readiness
 from kvbm_core.policy.lru import LruPolicy
 from kvbm_core.runtime.assembly import (
-    LeaderDisk,
+    LowerTiers,
     announce,
     checked_host_slots,
     make_handshake,
@@ -24,12 +25,11 @@ from kvbm_core.runtime.assembly import (
     watch_options,
     worker_options,
 )
-from kvbm_core.runtime.jobs import Share
-from kvbm_core.runtime.leader import Leader, LeaderOptions
+from kvbm_core.runtime.leader import Leader, LeaderOptions, LeaderParts
 from kvbm_core.runtime.messages import Message
+from kvbm_core.runtime.transfer_jobs import Share
 from kvbm_core.runtime.worker import Worker
 from kvbm_core.tiers.groups import GroupSpec
-from kvbm_core.tiers.tier import BlockTier
 from kvbm_core.types import Tier
 from kvbm_trtllm.config import (
     block_tokens_of,
@@ -72,7 +72,7 @@ class LeaderPart:
         check_supported(llm_args, has_attention_dp=has_attention_dp)
         self._llm_args = llm_args
         self._description = describe_engine(llm_args)
-        if settings.has_disk_tier:
+        if settings.has_lower_tier:
             tell(self._description)
         self._settings = settings
         self._clock = SystemClock()
@@ -80,11 +80,11 @@ class LeaderPart:
         self._weights = weights_identity(llm_args)
         self.metrics = metrics_of(settings, SchedulerSide)
         model = str(getattr(llm_args, "model", ""))
-        self._disk = LeaderDisk(settings, self._world_size, self._clock, model)
+        self._lower = LowerTiers(settings, self._world_size, self._clock, model)
         size_tier = partial(checked_host_slots, settings, share_here=share_here_of(llm_args))
-        self._handshake = make_handshake(settings, self._world_size, self._disk, self.metrics, size_tier)
+        self._handshake = make_handshake(settings, self._world_size, self._lower, self.metrics, size_tier)
         endpoint = endpoint_of(meeting.engine_id, settings, data_parallel_rank_of(llm_args))
-        self._channel = open_channel(endpoint, self._handshake, self._disk, self.metrics)
+        self._channel = open_channel(endpoint, self._handshake, self._lower, self.metrics)
         self._stats_log = CacheStatsLog(
             self.metrics, settings.cache_stats_log_interval_s, meeting.engine_id[-8:]
         )
@@ -95,7 +95,7 @@ class LeaderPart:
         self._server = metrics_server(
             settings, self.metrics, data_parallel_rank_of(llm_args), self._readiness
         )
-        if settings.has_disk_tier:
+        if settings.has_lower_tier:
             self._weights.start()
         meeting.leader = self
 
@@ -122,7 +122,7 @@ class LeaderPart:
         self._channel.close()
         if self._server is not None:
             self._server.close()
-        self._disk.close()
+        self._lower.close()
 
     def _make_callbacks(self) -> None:
         settings = self._settings
@@ -135,12 +135,10 @@ class LeaderPart:
             self._groups,
             tier,
             self._handshake,
-            self._world_size,
-            self._clock,
-            self.metrics,
-            options,
-            disk=self._disk.setup(),
-            on_onboard_end=self._on_onboard_end,
+            clock=self._clock,
+            metrics=self.metrics,
+            options=options,
+            parts=LeaderParts(self._lower.makers(), self._lower.send, on_onboard_end=self._on_onboard_end),
         )
         self.callbacks = SchedulerSide(
             leader,

@@ -22,9 +22,9 @@ from kvbm_core.errors import Outcome
 from kvbm_core.identity.roots import Roots
 from kvbm_core.observe.guard import GuardState, guarded
 from kvbm_core.observe.labels import FailureKind
-from kvbm_core.runtime.jobs import Share
 from kvbm_core.runtime.leader import Leader
 from kvbm_core.runtime.messages import Finish, LoadEnded, Note
+from kvbm_core.runtime.transfer_jobs import Share
 from kvbm_core.tiers.groups import alignment_tokens
 from kvbm_trtllm.block_size import BlockSizeCheck
 from kvbm_trtllm.contract import has_other_inputs, identity_of, may_run_dummy, new_tables
@@ -311,9 +311,9 @@ class SchedulerSide:
 
     def _is_quick(self, followed: Followed) -> bool:
         match = followed.state.match if followed.state is not None else None
-        if match is None or match.disk_lease is not None:
+        if match is None or match.held.num_fetched:
             return False
-        return len(match.keys) * self.leader.block_bytes <= self._options.sync_onboard_bytes
+        return len(match.held.keys) * self.leader.block_bytes <= self._options.sync_onboard_bytes
 
     def _split(self, followed: Followed) -> tuple[list[list[int]], list[list[int]]]:
         """What the device had, and what is new to the request, by group. A partly filled block is copied:

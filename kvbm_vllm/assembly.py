@@ -6,6 +6,7 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from kvbm_core.blocks.slot_tier import BlockTier
 from kvbm_core.clock import SystemClock
 from kvbm_core.config import Adapter, KvbmSettings
 from kvbm_core.identity.adapters import AdapterIdentities
@@ -16,7 +17,7 @@ from kvbm_core.observe.log import CacheStatsLog, setup_logging
 from kvbm_core.observe.server import MetricsServer
 from kvbm_core.policy.lru import LruPolicy
 from kvbm_core.runtime.assembly import (
-    LeaderDisk,
+    LowerTiers,
     announce,
     make_handshake,
     metrics_of,
@@ -26,11 +27,10 @@ from kvbm_core.runtime.assembly import (
     worker_options,
 )
 from kvbm_core.runtime.channel import LeaderChannel
-from kvbm_core.runtime.leader import Leader, LeaderOptions
+from kvbm_core.runtime.leader import Leader, LeaderOptions, LeaderParts
 from kvbm_core.runtime.worker import Worker
 from kvbm_core.storage.host_slab import available_memory_bytes
 from kvbm_core.tiers.groups import GroupSpec, base_block_tokens
-from kvbm_core.tiers.tier import BlockTier
 from kvbm_core.types import Tier
 from kvbm_vllm import engine_calls
 from kvbm_vllm.changes import EngineChanges
@@ -68,7 +68,7 @@ class SchedulerAssembly:
     stats_log: CacheStatsLog
     channel: LeaderChannel
     server: MetricsServer | None
-    disk: LeaderDisk
+    lower: LowerTiers
     changes: EngineChanges
 
     def close(self) -> None:
@@ -77,7 +77,7 @@ class SchedulerAssembly:
         self.channel.close()
         if self.server is not None:
             self.server.close()
-        self.disk.close()
+        self.lower.close()
 
 
 def build_scheduler_side(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> SchedulerAssembly:
@@ -89,28 +89,30 @@ def build_scheduler_side(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
     groups = group_specs(kv_cache_config, capabilities)
     world_size = world_size_of(vllm_config)
     description = describe_engine(vllm_config)
-    if settings.has_disk_tier:
+    if settings.has_lower_tier:
         tell(description)
-    changes = _changes(vllm_config, has_disk=settings.has_disk_tier)
+    changes = _changes(vllm_config, has_disk=settings.has_lower_tier)
     is_replicated = _tell_if_replicated(vllm_config, kv_cache_config, settings)
     _check_memory(settings, kv_cache_config, 1 if is_replicated else world_size)
     _set_failure_policy(vllm_config, settings)
     metrics, clock = metrics_of(settings, SchedulerSide), SystemClock()
     events = _event_feed(vllm_config, settings, groups, capabilities)
     tier = BlockTier(Tier.HOST, LruPolicy(), clock, on_evict=events.on_evict)
-    disk = LeaderDisk(settings, world_size, clock, str(vllm_config.model_config.model))
-    handshake = make_handshake(settings, world_size, disk, metrics)
+    lower = LowerTiers(settings, world_size, clock, str(vllm_config.model_config.model))
+    handshake = make_handshake(settings, world_size, lower, metrics)
     options = LeaderOptions(
         settings.lease_ttl_s,
         settings.share_wait_s,
         bool(vllm_config.cache_config.enable_prefix_caching),
+        settings.remote_wait_s,
         watch=watch_options(settings),
         audit_rate=settings.audit_rate,
     )
-    leader = Leader(groups, tier, handshake, world_size, clock, metrics, options, events.on_end, disk.setup())
-    channel = open_channel(endpoint_of(vllm_config, settings), handshake, disk, metrics)
+    parts = LeaderParts(lower.makers(), lower.send, on_offload_end=events.on_end)
+    leader = Leader(groups, tier, handshake, clock=clock, metrics=metrics, options=options, parts=parts)
+    channel = open_channel(endpoint_of(vllm_config, settings), handshake, lower, metrics)
     # So that the first request is cached too; without an answer the engine serves and the tier joins later.
-    if settings.has_disk_tier and description.is_lasting:
+    if settings.has_lower_tier and description.is_lasting:
         changes.weights.start()
     handshake.wait(settings.start_wait_s)
     changes.weights.wait(WEIGHTS_WAIT_S)
@@ -131,7 +133,7 @@ def build_scheduler_side(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
     engine = str(vllm_config.kv_transfer_config.engine_id)[:8] if vllm_config.kv_transfer_config else "0"
     stats_log = CacheStatsLog(metrics, settings.cache_stats_log_interval_s, engine)
     server = metrics_server(settings, metrics, data_parallel_rank_of(vllm_config), leader.readiness)
-    return SchedulerAssembly(hooks, StatsReporter(metrics, clock), stats_log, channel, server, disk, changes)
+    return SchedulerAssembly(hooks, StatsReporter(metrics, clock), stats_log, channel, server, lower, changes)
 
 
 def build_worker_side(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> WorkerSide:

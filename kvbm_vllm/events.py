@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvbm_core.observe.log import RateLimitedLogger
-from kvbm_core.runtime.jobs import Share
+from kvbm_core.runtime.transfer_jobs import Share
 from kvbm_core.tiers.groups import GroupSpec
 from kvbm_core.types import SEQUENCE_HASH_BYTES, BlockKey, group_of
 from kvbm_vllm.versions import Capabilities, known_fields

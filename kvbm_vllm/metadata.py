@@ -10,8 +10,7 @@ from typing import Any, Final
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
-from kvbm_core.runtime.messages import JobAck
-from kvbm_core.transfer.plan import TransferPlan
+from kvbm_core.transfer.plan import JobResult, TransferPlan
 
 
 @dataclass
@@ -50,7 +49,7 @@ class DynamoWorkerMetadata(KVConnectorWorkerMetadata):
     thread.
     """
 
-    acks: dict[int, list[JobAck]]
+    acks: dict[int, list[JobResult]]
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         """Those of both."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from kvbm_core.runtime.jobs import Share
+from kvbm_core.runtime.transfer_jobs import Share
 from kvbm_core.tiers.groups import GroupSpec
 
 if TYPE_CHECKING:

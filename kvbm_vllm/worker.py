@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from kvbm_core.errors import LayoutError, Outcome
 from kvbm_core.observe.guard import GuardState, guarded
 from kvbm_core.observe.labels import FailureKind
 from kvbm_core.runtime.worker import Worker
+from kvbm_core.transfer.plan import GroupMove, JobResult
 from kvbm_vllm.config import fails_by_block
 from kvbm_vllm.layout import device_memory
 from kvbm_vllm.metadata import DynamoConnectorMetadata, DynamoWorkerMetadata
@@ -50,7 +52,7 @@ class WorkerSide:
         self._started: DynamoConnectorMetadata | None = None
         # Loads not reported yet: job -> (request, its device blocks). None of them may be left out of
         # get_finished.
-        self._loads: dict[int, tuple[str, tuple[int, ...]]] = {}
+        self._loads: dict[int, tuple[str, tuple[GroupMove, ...]]] = {}
         self._revoked: set[int] = set()
         self._unsubmitted: list[int] = []
         self._received: set[str] = set()
@@ -97,10 +99,7 @@ class WorkerSide:
         if metadata.failed_loads:
             self._failed.update(metadata.failed_loads)
         for request_id, plan in metadata.onboards:
-            self._loads[plan.job_id] = (
-                request_id,
-                tuple(b for move in plan.moves for b in move.device_blocks),
-            )
+            self._loads[plan.job_id] = (request_id, plan.moves)
         if metadata.revoked:
             self._revoked.update(self._loads.keys() & metadata.revoked)
 
@@ -143,13 +142,14 @@ class WorkerSide:
         if not (self._loads or self._finishing or self._failed or self._received):
             return set(), set()  # nobody waits for anything
         for result in ended:
-            request_id, blocks = self._loads.pop(result.job_id, (None, ()))
+            request_id, moves = self._loads.pop(result.job_id, (None, ()))
             if request_id is not None:
                 is_revoked = result.job_id in self._revoked
                 self._revoked.discard(result.job_id)
-                self._end_load(request_id, blocks, Outcome.MISS if is_revoked else result.outcome)
+                failed = _blocks_of(moves) if is_revoked else _failed_blocks(moves, result)
+                self._end_load(request_id, failed)
         for request_id, blocks in self._failed.items():
-            self._end_load(request_id, blocks, Outcome.MISS)
+            self._end_load(request_id, blocks)
         self._failed = {}
         return self._sent(), self._take_received()
 
@@ -158,13 +158,12 @@ class WorkerSide:
         # from the thread that copies; waiting hands it over.
         self.worker.drain(IDLE_WAIT_S)
 
-    def _end_load(self, request_id: str, blocks: tuple[int, ...], outcome: Outcome) -> None:
+    def _end_load(self, request_id: str, failed: Sequence[int]) -> None:
+        """``failed``: the device blocks that were not filled. vLLM computes from the first of them on."""
         self._received.add(request_id)
-        if outcome is Outcome.OK:
-            return
         if self._fails_by_block:
-            self._failed_blocks.update(blocks)
-        else:
+            self._failed_blocks.update(failed)
+        elif failed:
             self._failed_requests.add(request_id)
 
     def _take_received(self) -> set[str]:
@@ -194,9 +193,9 @@ class WorkerSide:
         return requests
 
     def take_metadata(self) -> DynamoWorkerMetadata | None:
-        """Acknowledgements for the leader; after ``get_finished`` in each step."""
-        acks = self.worker.take_acks()
-        return DynamoWorkerMetadata({self.worker.rank: acks}) if acks else None
+        """Results for the leader; after ``get_finished`` in each step."""
+        results = self.worker.take_results()
+        return DynamoWorkerMetadata({self.worker.rank: results}) if results else None
 
     def unregister_kv_caches(self) -> None:
         """The device cache is about to be unmapped: no copy may touch it any more.
@@ -221,9 +220,9 @@ class WorkerSide:
 
     def _fail_unsubmitted_loads(self) -> None:
         for job_id in [job_id for job_id in self._loads if not self.worker.is_known(job_id)]:
-            request_id, blocks = self._loads.pop(job_id)
+            request_id, moves = self._loads.pop(job_id)
             self._revoked.discard(job_id)
-            self._failed[request_id] = blocks
+            self._failed[request_id] = _blocks_of(moves)
             self.worker.reject(job_id)
 
     def _give_up(self) -> tuple[set[str], set[str]]:
@@ -233,7 +232,19 @@ class WorkerSide:
         self.worker.fence(self._loads)
         loads, self._loads = self._loads, {}
         self._revoked.clear()
-        for request_id, blocks in loads.values():
-            self._end_load(request_id, blocks, Outcome.IO_ERROR)
+        for request_id, moves in loads.values():
+            self._end_load(request_id, _blocks_of(moves))
         finishing, self._finishing = self._finishing, {}
         return set(finishing), self._take_received()
+
+
+def _blocks_of(moves: Sequence[GroupMove]) -> tuple[int, ...]:
+    return tuple(block for move in moves for block in move.device_blocks)
+
+
+def _failed_blocks(moves: Sequence[GroupMove], result: JobResult) -> tuple[int, ...]:
+    if result.outcome is Outcome.OK:
+        return ()
+    pairs = [pair for move in moves for pair in zip(move.device_blocks, move.slots, strict=True)]
+    failed = result.failures([slot for _, slot in pairs])
+    return tuple(block for block, slot in pairs if slot in failed)

@@ -18,7 +18,15 @@ from kvbm_core.config import Adapter, KvbmSettings
 
 _CONFIG = str(Path(config.__file__).parent)
 # What a caller outside learns of settings without naming them.
-_ANSWERS = {"has_host_tier", "has_disk_tier", "host_tier_slots", "disk_tier_slots"}
+_ANSWERS = {
+    "has_host_tier",
+    "has_disk_tier",
+    "host_tier_slots",
+    "disk_tier_slots",
+    "has_lower_tier",
+    "has_remote_tier",
+    "remote_max_bytes",
+}
 _BLOCKS = ("cpu_cache_override_num_blocks", "disk_cache_override_num_blocks")
 
 
@@ -52,6 +60,12 @@ def values(folder: str, metrics_port: int) -> dict[str, str]:
         "disk_deadline_s": "30",
         "disk_io": "threads",
         "disk_check_at_start": "true",
+        "remote_url": f"file://{folder}",
+        "remote_cache_gb": "0.01",
+        "remote_filter": "hit",
+        "remote_trust": "group",
+        "remote_deadline_s": "4",
+        "remote_wait_s": "0.5",
         "host_offload_prefix_min_priority": "1",
         "disable_write_combined": "1",
         "disable_numa": "true",

@@ -18,10 +18,10 @@ from kvbm_core.identity.roots import Roots
 from kvbm_core.identity.weights import WeightsIdentity
 from kvbm_core.observe.guard import GuardState
 from kvbm_core.observe.metrics import Metrics
-from kvbm_core.runtime.messages import JobAck
 from kvbm_core.testing.leader_bench import LeaderBench
 from kvbm_core.tiers.groups import GroupSpec
 from kvbm_core.tokens.namespace import KeyNamespace
+from kvbm_core.transfer.plan import JobResult
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -231,7 +231,7 @@ class Steps:
 
         from kvbm_vllm.metadata import DynamoWorkerMetadata
 
-        acks = [JobAck(plan.job_id, Outcome.OK, plan.num_blocks, 0.001, 0.0) for plan in metadata.offloads]
+        acks = [JobResult(plan.job_id, Outcome.OK, plan.num_blocks, 0.001, 0.0) for plan in metadata.offloads]
         said = KVConnectorOutput(kv_connector_worker_meta=DynamoWorkerMetadata({0: acks}))
         seconds, _ = timed(lambda: self.hooks.update_connector_output(said))
         return seconds

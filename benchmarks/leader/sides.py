@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from kvbm_core.blocks.slot_tier import BlockTier, protect_nothing
 from kvbm_core.clock import SystemClock
 from kvbm_core.policy.lru import LruPolicy
-from kvbm_core.tiers.tier import BlockTier, protect_nothing
 from kvbm_core.types import BlockKey, Tier
 
 LEASE_S = 30.0

@@ -18,8 +18,8 @@ from kvbm_core.errors import Outcome
 from kvbm_core.storage.disk.block_file import BlockFile, Geometry
 from kvbm_core.storage.disk.inspect import identify
 from kvbm_core.storage.disk.recovery import Found, Recovery
+from kvbm_core.storage.disk.store import DiskStore
 from kvbm_core.storage.disk.verify import occupied_slots, verify
-from kvbm_core.tiers.disk_store import DiskStore
 from kvbm_core.types import BlockKey
 
 BLOCKS_BYTES = (256 << 10, 2 << 20)

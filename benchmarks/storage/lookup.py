@@ -9,9 +9,9 @@ from benchmarks.figures import LIMIT, Figure, Goal
 from benchmarks.leader.index import BATCH_BLOCKS, LARGE_BLOCKS, PROMPT_BLOCKS, new_hashes
 from benchmarks.suite import expect
 from benchmarks.timing import timed
+from kvbm_core.blocks.slot_tier import BlockTier, protect_nothing
 from kvbm_core.clock import SystemClock
 from kvbm_core.policy.lru import LruPolicy
-from kvbm_core.tiers.tier import BlockTier, protect_nothing
 from kvbm_core.types import BlockKey, Tier
 
 IN_ORDER = Goal("lookup of 8,192 keys, 1M on disk, stored in order, no I/O", "ms", 1.0, "lower", LIMIT)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from benchmarks.figures import Figure, Goal
-from benchmarks.storage import checking, lookup, startup, throughput, weights
+from benchmarks.storage import checking, directory, lookup, startup, throughput, weights
 from benchmarks.storage.fio_side import DEPTH, ENGINES, HUGE_PAGES, MISSING, fio_problem, fio_version
 from benchmarks.storage.kvbm_side import BATCH_BYTES
 from benchmarks.storage.place import disk_facts, working_folder
@@ -35,6 +35,7 @@ class StoragePart:
         *startup.GOALS,
         *checking.GOALS,
         *weights.GOALS,
+        *directory.GOALS,
     )
 
     def run(self, options: Options) -> Findings:
@@ -60,13 +61,14 @@ class StoragePart:
                 folder, rounds, options.seed, options.told, max(total_bytes, checking.LEAST_BYTES)
             )
             known = weights.measure(folder, rounds, options.seed, options.told, total_bytes)
+            shared = directory.measure(replace(scene, total_bytes=small_bytes))
         scene.facts["start-up"] = (
             f"{stored_bytes / 1e9:.0f} GB of records, {startup.BLOCKS_PER_CALL} to a call, their "
             "headers read from the"
             " disk (O_DIRECT); the blocks' own bytes are holes in the file"
         )
         return Findings(
-            [*beside_fio, *beside_vllm, *found, *checked, *started, *bytes_checked, *known],
+            [*beside_fio, *beside_vllm, *found, *checked, *started, *bytes_checked, *known, *shared],
             (),
             _settings(scene, small_bytes),
         )

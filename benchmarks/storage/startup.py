@@ -24,7 +24,7 @@ from kvbm_core.storage.disk.record import (
     pack_record_into,
     slot_offset_bytes,
 )
-from kvbm_core.tiers.disk_store import DiskStore
+from kvbm_core.storage.disk.store import DiskStore
 from kvbm_core.types import SequenceHash, block_key
 
 STORED_BYTES = 100 * 10**9

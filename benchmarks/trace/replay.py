@@ -15,11 +15,11 @@ from typing import NamedTuple
 from benchmarks.suite import WrongAnswer, expect
 from benchmarks.trace.policies import Policy
 from benchmarks.trace.requests import BLOCK_TOKENS, Request
+from kvbm_core.blocks.slot_tier import BlockTier
 from kvbm_core.policy.lru import LruPolicy
 from kvbm_core.runtime.request import RequestState
 from kvbm_core.testing.leader_bench import BenchDisk, LeaderBench
 from kvbm_core.tiers.groups import GroupSpec
-from kvbm_core.tiers.tier import BlockTier
 from kvbm_core.tokens.namespace import KeyNamespace
 from kvbm_core.types import Tier
 
@@ -108,7 +108,7 @@ class Replay:
             raise WrongAnswer("blocks were promised and could not be loaded")
         bench.answer(plan)
         self.tally.written_blocks += bench.write_to_disk()  # what has become worth it with this hit
-        on_disk = 0 if plan.reads is None else len(plan.reads.keys)
+        on_disk = sum(len(order.keys) for order in plan.reads)
         return found - on_disk, on_disk
 
     def _keep_on_device(self, state: RequestState) -> None:

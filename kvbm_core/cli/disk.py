@@ -12,19 +12,9 @@ from pathlib import Path
 from typing import Annotated, Protocol, TypeVar
 
 import typer
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    MofNCompleteColumn,
-    Progress,
-    ProgressColumn,
-    TextColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
+from rich.progress import DownloadColumn, MofNCompleteColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from kvbm_core.cli.console import fail, table_console
+from kvbm_core.cli.console import fail, progress_bar, table_console
 from kvbm_core.cli.disk_report import (
     BAD_KINDS,
     Checked,
@@ -157,7 +147,7 @@ def verify_command(
 def _over_slots(identities: Sequence[Identity], task: SlotsTask[Out]) -> list[tuple[Identity, Out | None]]:
     """``task`` of each file, with a bar; a file that went away in between is said to be unreadable."""
     done: list[tuple[Identity, Out | None]] = []
-    with _progress(MofNCompleteColumn(), TimeRemainingColumn()) as progress:
+    with progress_bar(MofNCompleteColumn(), TimeRemainingColumn()) as progress:
         bar = progress.add_task("headers", total=sum(identity.reachable_slots for identity in identities))
         for identity in identities:
             try:
@@ -171,7 +161,7 @@ def _check(identities: Sequence[Identity]) -> list[Checked]:
     """First all headers, so that it is known how much there is to read."""
     checked = []
     listed = _over_slots(identities, occupied_slots)
-    with _progress(DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()) as progress:
+    with progress_bar(DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()) as progress:
         total_bytes = sum(
             len(slots) * record_bytes(identity.header.payload_bytes)
             for identity, slots in listed
@@ -266,10 +256,3 @@ def _nothing_there(directory: Path, identities: Sequence[Identity]) -> None:
 
 def _lost(identity: Identity, error: OSError) -> Identity:
     return Identity(identity.path, Kind.UNREADABLE, error.strerror or str(error))
-
-
-def _progress(*columns: ProgressColumn) -> Progress:
-    """On a terminal, and gone when done; on stderr, so that what is printed can be piped."""
-    console = Console(stderr=True)
-    shown = (TextColumn("{task.description}"), BarColumn(), *columns)
-    return Progress(*shown, console=console, transient=True, disable=not console.is_terminal)

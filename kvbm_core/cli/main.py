@@ -13,6 +13,7 @@ from rich.table import Table
 from kvbm_core import __version__
 from kvbm_core.cli.console import fail, table_console
 from kvbm_core.cli.disk import disk_app
+from kvbm_core.cli.remote import remote_app
 from kvbm_core.cli.status import StatusError, fetch_samples, status_rows
 from kvbm_core.cli.whose import owner_of_guide_names
 from kvbm_core.config import KvbmSettings, SettingRow, SettingSource
@@ -48,6 +49,7 @@ The engine loads it; this command only looks and explains. A first session:
 
 
 app.add_typer(disk_app, name="disk")
+app.add_typer(remote_app, name="remote")
 
 
 @app.command()

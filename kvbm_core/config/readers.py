@@ -9,6 +9,8 @@ from typing import Annotated
 
 from pydantic import PlainValidator
 
+from kvbm_core.config.remote_url import read_remote_url
+
 MAX_CACHE_GB = 1e6
 MAX_COUNT = 2**40
 MAX_SECONDS = 1e7
@@ -18,14 +20,15 @@ _SHOWN_CHARS = 80
 # Plain ASCII notation only: Python's own float() would also take "1_000", "nan" and non-Latin digits.
 _FLOAT = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d{1,3})?", re.ASCII)
 _INT = re.compile(r"[+-]?\d{1,18}", re.ASCII)
+_USER_IN_URL = re.compile(r"://[^/?#]*@")
 _WORD = re.compile(r"[A-Za-z0-9_.-]{1,64}", re.ASCII)
 _TRUE = frozenset({"1", "true", "on", "yes"})
 _FALSE = frozenset({"0", "false", "off", "no"})
 
 
 def shown(value: object) -> str:
-    """``value`` as it may stand in a message: one printable line of bounded length."""
-    text = str(value)[: _SHOWN_CHARS + 1]
+    """``value`` as it may stand in a message: one printable line of bounded length, no password of a URL."""
+    text = _USER_IN_URL.sub("://***@", str(value))[: _SHOWN_CHARS + 1]
     text = text if text.isprintable() else ascii(text)
     return text if len(text) <= _SHOWN_CHARS else text[:_SHOWN_CHARS] + "..."
 
@@ -174,4 +177,7 @@ ConsolidatorMode = Annotated[str, PlainValidator(choice_reader("dedup", "passthr
 DiskIo = Annotated[
     str, PlainValidator(choice_reader("auto", "aio", "threads", "nixl-posix", "nixl-gds", "nixl-gds-mt"))
 ]
+RemoteUrl = Annotated[str | None, PlainValidator(read_remote_url)]
+RemoteFilter = Annotated[str, PlainValidator(choice_reader("auto", "all", "hit"))]
+RemoteTrust = Annotated[str, PlainValidator(choice_reader("user", "group"))]
 LoadFailurePolicy = Annotated[str, PlainValidator(choice_reader("recompute", "fail"))]

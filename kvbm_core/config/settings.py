@@ -18,6 +18,7 @@ from kvbm_core.errors import ConfigError
 _CPU_GB = "DYN_KVBM_CPU_CACHE_GB"
 _CPU_BLOCKS = "DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS"
 _DISK_GB = "DYN_KVBM_DISK_CACHE_GB"
+_REMOTE_GB = "KVBM_REMOTE_CACHE_GB"
 _STAGED_BYTES = 512_000_000
 _MIN_STAGED_BLOCKS = 64
 _PORTS = ("leader_zmq_pub_port", "leader_zmq_ack_port", "metrics_port")
@@ -65,6 +66,7 @@ class KvbmSettings(SettingFields):
         settings, replaced = cls._build(given)
         settings._note_sources(given, environ, replaced)
         settings._check_ports()
+        settings._check_remote()
         settings._warnings = (
             *replaced.values(),
             *settings._low_port_warnings(),
@@ -115,6 +117,11 @@ class KvbmSettings(SettingFields):
             names = self.env_names()
             pub, ack = names["leader_zmq_pub_port"], names["leader_zmq_ack_port"]
             raise ConfigError(ack, self.leader_zmq_ack_port, f"must differ from {pub}; change one of them")
+
+    def _check_remote(self) -> None:
+        if self.remote_url is not None and self.remote_cache_gb is None:
+            remedy = "KVBM_REMOTE_URL needs a size; set it to gigabytes, such as 500, or to 0 for no limit"
+            raise ConfigError(_REMOTE_GB, "(unset)", remedy)
 
     def _low_port_warnings(self) -> list[str]:
         names = self.env_names()
@@ -185,6 +192,21 @@ class KvbmSettings(SettingFields):
         """Whether a size of the disk tier is set, and is not 0."""
         blocks = self.disk_cache_override_num_blocks
         return bool(self.disk_cache_gb) if blocks is None else blocks > 0
+
+    @property
+    def has_lower_tier(self) -> bool:
+        """Whether blocks are kept outside of this process, so that their names must mean the same there."""
+        return self.has_disk_tier or self.has_remote_tier
+
+    @property
+    def has_remote_tier(self) -> bool:
+        """Whether blocks are kept somewhere for all machines."""
+        return self.remote_url is not None
+
+    @property
+    def remote_max_bytes(self) -> int | None:
+        """Of each model there, all ranks and machines together; None: no limit."""
+        return round((self.remote_cache_gb or 0.0) * _BYTES_PER_GB) or None
 
     def disk_tier_slots(self, bytes_per_block_all_ranks: int) -> int:
         """Slots of the disk tier, the same number on every rank; 0 if there is none.

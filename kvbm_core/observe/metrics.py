@@ -38,7 +38,14 @@ _BUCKETS_S = (
 _TIERS = tuple(tier.name.lower() for tier in Tier)
 _DIRECTIONS = tuple(str(direction) for direction in Direction)
 # Which way bytes go. All of them pass host memory, also where there is no host tier.
-_HOPS = (("device", "host"), ("host", "disk"), ("disk", "host"), ("host", "device"))
+_HOPS = (
+    ("device", "host"),
+    ("host", "disk"),
+    ("host", "remote"),
+    ("remote", "host"),
+    ("disk", "host"),
+    ("host", "device"),
+)
 
 _OFFLOADS = {
     (Tier.DEVICE, Tier.HOST): "kvbm_offload_blocks_d2h",
@@ -50,7 +57,7 @@ _OFFLOADS = {
 _ONBOARDS = {
     (Tier.HOST, Tier.DEVICE): "kvbm_onboard_blocks_h2d",
     (Tier.DISK, Tier.DEVICE): "kvbm_onboard_blocks_d2d",
-    (Tier.REMOTE, Tier.DEVICE): "kvbm_onboard_blocks_o2d",
+    (Tier.REMOTE, Tier.HOST): "kvbm_onboard_blocks_o2d",
 }
 
 
@@ -79,17 +86,17 @@ _SPECS = (
     _counter("kvbm_offload_blocks_d2h", "Blocks offloaded from device to host"),
     _counter("kvbm_offload_blocks_h2d", "Blocks offloaded from host to disk"),
     _counter("kvbm_offload_blocks_d2d", "Blocks offloaded from device to disk, where there is no host tier"),
-    _counter("kvbm_offload_blocks_d2o", "Blocks offloaded to the object store"),
+    _counter("kvbm_offload_blocks_d2o", "Blocks stored in the remote tier"),
     _counter("kvbm_onboard_blocks_h2d", "Blocks onboarded from host to device"),
     _counter("kvbm_onboard_blocks_d2d", "Blocks onboarded from disk to device"),
-    _counter("kvbm_onboard_blocks_o2d", "Blocks onboarded from the object store to device"),
-    _counter("kvbm_object_read_failures", "Failed reads of the object store"),
-    _counter("kvbm_object_write_failures", "Failed writes to the object store"),
+    _counter("kvbm_onboard_blocks_o2d", "Blocks fetched from the remote tier into host memory"),
+    _counter("kvbm_object_read_failures", "Blocks that could not be fetched from the remote tier"),
+    _counter("kvbm_object_write_failures", "Blocks that could not be stored in the remote tier"),
     _counter("kvbm_bytes_total", "Bytes of completed transfers", "direction", _DIRECTIONS),
     _Spec(
         "kvbm_tier_transfer_bytes_total",
         "counter",
-        "Bytes moved between device, host memory and disk",
+        "Bytes moved between device, host memory, disk and remote tier",
         ("from", "to"),
         _HOPS,
     ),
@@ -183,7 +190,7 @@ class Metrics(Collector):
         )
         self._hop_seconds = _Seconds(
             "kvbm_tier_transfer_seconds",
-            "Seconds that bytes took between device, host memory and disk, without waiting",
+            "Seconds that bytes took between device, host memory, disk and remote tier, without waiting",
             ("from", "to"),
             _HOPS,
         )
@@ -283,6 +290,10 @@ class Metrics(Collector):
     def failure(self, kind: str, n: int = 1) -> None:
         """Something outside our control failed; ``kind`` is one of FAILURE_KINDS."""
         self._add("kvbm_failures_total", n, kind)
+
+    def remote_failures(self, n_blocks: int, *, is_write: bool) -> None:
+        """Blocks that the remote tier did not take, or give."""
+        self._add("kvbm_object_write_failures" if is_write else "kvbm_object_read_failures", n_blocks)
 
     def guarded_error(self, seam: str) -> None:
         """A guard kept an error from the engine; ``seam``: the hook that it called."""

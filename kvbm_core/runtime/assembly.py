@@ -1,6 +1,4 @@
-"""What every adapter puts together in the same way from the settings: the leader's disk, the worker's
-options.
-"""
+"""What every adapter puts together in the same way from the settings: lower tiers, options, channel."""
 
 from __future__ import annotations
 
@@ -16,80 +14,111 @@ from kvbm_core.observe.log import setup_logging
 from kvbm_core.observe.metrics import Metrics
 from kvbm_core.observe.readiness import Readiness, always_ready
 from kvbm_core.observe.server import MetricsServer
-from kvbm_core.policy.admission import AdmitAll
+from kvbm_core.policy.admission import AdmissionPolicy, AdmitAll
 from kvbm_core.policy.frequency import FrequencyFilter
 from kvbm_core.runtime.channel import LeaderChannel
-from kvbm_core.runtime.disk_folder import DiskFolder
 from kvbm_core.runtime.endpoint import Endpoint
-from kvbm_core.runtime.handshake import Handshake
-from kvbm_core.runtime.leader import DiskSetup
-from kvbm_core.runtime.messages import DiskShare, Message
+from kvbm_core.runtime.handshake import Handshake, PlanTier
+from kvbm_core.runtime.messages import Move
 from kvbm_core.runtime.rank_watch import WatchOptions
 from kvbm_core.runtime.worker import LOAD_GRACE_S, WorkerOptions
-from kvbm_core.runtime.worker_disk import WorkerDiskOptions
 from kvbm_core.storage.disk.allocate import FileOptions
+from kvbm_core.storage.disk.folder import DiskFolder
 from kvbm_core.storage.disk.record import SECTOR_BYTES
 from kvbm_core.storage.host_slab import available_memory_bytes, taken_by_siblings_bytes
+from kvbm_core.storage.stores import StoreOptions
+from kvbm_core.tiers.keyed import keyed_tier
+from kvbm_core.tiers.lower import LowerTierMaker
+from kvbm_core.tiers.slotted import slotted_tier
+from kvbm_core.transfer.movers.disk_file import DiskMoverOptions
+from kvbm_core.transfer.plan import TierOrder, TierPlace
+from kvbm_core.transfer.rank import RankOptions
+from kvbm_core.types import Tier
 
 log = logging.getLogger("kvbm")
 
 
-class LeaderDisk:
-    """The disk tier of the leader's process: whether there is one, where, and how its orders leave.
+DISK, REMOTE = "disk", "remote"
+"""Names of lower tiers: of block files, and of what machines share."""
+
+
+class LowerTiers:
+    """The tiers below the host in the leader's process: which there are, where, and how their orders leave.
 
     ``identity``: see DiskFolder.
     """
 
-    def __init__(self, settings: KvbmSettings, world_size: int, clock: Clock, identity: str) -> None:
+    def __init__(self, settings: KvbmSettings, num_ranks: int, clock: Clock, identity: str) -> None:
         self._settings = settings
-        self._world_size = world_size
+        self._num_ranks = num_ranks
         self._clock = clock
         self._identity = identity
         self._folder: DiskFolder | None = None
         self._channel: LeaderChannel | None = None
         self._handshake: Handshake | None = None
 
-    def setup(self) -> DiskSetup | None:
-        """For the leader; None without a disk tier."""
-        settings = self._settings
-        if not settings.has_disk_tier:
-            return None
-        is_filtered = settings.has_host_tier and not settings.disable_disk_offload_filter
-        admission = FrequencyFilter(self._clock) if is_filtered else AdmitAll()
-        if not settings.has_host_tier:
-            log.warning(
-                "kvbm: a disk tier without a host tier is experimental; all blocks go to disk, "
-                "without a filter, and pass through a little host memory"
-            )
-        return DiskSetup(admission, self._broadcast)
+    def makers(self) -> tuple[LowerTierMaker, ...]:
+        """For the leader, in the order of the search."""
+        return tuple(lower_makers(self._settings, self._clock).values())
+
+    def plans(self) -> dict[str, PlanTier]:
+        """For the handshake."""
+        plans: dict[str, PlanTier] = {}
+        if self._settings.has_disk_tier:
+            plans[DISK] = self._plan_disk
+        if self._settings.remote_url is not None:
+            place = TierPlace(REMOTE, self._settings.remote_url, model=self._identity)
+            plans[REMOTE] = lambda block_bytes, fingerprint: place
+        return plans
 
     def connect(self, channel: LeaderChannel, handshake: Handshake) -> None:
         """Orders go to these workers from now on; before, nobody is there to take one."""
         self._channel, self._handshake = channel, handshake
 
-    def _broadcast(self, message: Message) -> None:
+    def send(self, order: TierOrder) -> None:
+        """To every worker that stores."""
         if self._channel is not None and self._handshake is not None:
+            message = Move(order)
             for peer in self._handshake.storing_peers():
                 self._channel.send(peer, message)
 
-    def plan(self, block_bytes: int, fingerprint: str) -> DiskShare | None:
-        """See Handshake."""
-        if not self._settings.has_disk_tier:
-            return None
-        slots = self._settings.disk_tier_slots(block_bytes + self._world_size * SECTOR_BYTES)
+    def _plan_disk(self, block_bytes: int, fingerprint: str) -> TierPlace:
+        slots = self._settings.disk_tier_slots(block_bytes + self._num_ranks * SECTOR_BYTES)
         self._folder = DiskFolder(Path(self._settings.disk_cache_dir), fingerprint, identity=self._identity)
-        return DiskShare(str(self._folder.path), slots)
+        return TierPlace(DISK, str(self._folder.path), slots)
 
     def close(self) -> None:
-        """Gives the folder up."""
+        """Gives the disk's folder up."""
         if self._folder is not None:
             self._folder.close()
+
+
+def lower_makers(settings: KvbmSettings, clock: Clock) -> dict[str, LowerTierMaker]:
+    """The tiers below the host by name, in the order of the search."""
+    makers: dict[str, LowerTierMaker] = {}
+    if settings.has_disk_tier:
+        makers[DISK] = slotted_tier(DISK, Tier.DISK, disk_admission(settings, clock))
+    if settings.has_remote_tier:
+        admission = FrequencyFilter(clock) if settings.remote_filter == "hit" else AdmitAll()
+        makers[REMOTE] = keyed_tier(REMOTE, Tier.REMOTE, admission)
+    return makers
+
+
+def disk_admission(settings: KvbmSettings, clock: Clock) -> AdmissionPolicy:
+    """Which blocks go to the disk."""
+    if not settings.has_host_tier:
+        log.warning(
+            "kvbm: a disk tier without a host tier is experimental; all blocks go to disk, "
+            "without a filter, and pass through a little host memory"
+        )
+        return AdmitAll()
+    return AdmitAll() if settings.disable_disk_offload_filter else FrequencyFilter(clock)
 
 
 def make_handshake(
     settings: KvbmSettings,
     world_size: int,
-    disk: LeaderDisk,
+    lower: LowerTiers,
     metrics: Metrics,
     size_tier: Callable[[int], int] | None = None,
 ) -> Handshake:
@@ -99,14 +128,14 @@ def make_handshake(
     return Handshake(
         world_size,
         size_tier or settings.host_tier_slots,
-        disk.plan,
+        lower.plans(),
         init_timeout_s=settings.leader_worker_init_timeout_s,
         on_overdue=lambda: metrics.failure(FailureKind.HANDSHAKE),
     )
 
 
 def open_channel(
-    endpoint: Endpoint, handshake: Handshake, disk: LeaderDisk, metrics: Metrics
+    endpoint: Endpoint, handshake: Handshake, lower: LowerTiers, metrics: Metrics
 ) -> LeaderChannel:
     """The leader's channel, and its two users connected to it. ConfigError, one line, if it cannot be."""
     channel = LeaderChannel(
@@ -116,7 +145,7 @@ def open_channel(
         on_tick=handshake.on_tick,
     )
     handshake.connect(channel.send)
-    disk.connect(channel, handshake)
+    lower.connect(channel, handshake)
     return channel
 
 
@@ -139,17 +168,27 @@ def checked_host_slots(settings: KvbmSettings, block_bytes: int, share_here: flo
     return slots
 
 
-def disk_options(
+def rank_options(
     settings: KvbmSettings, *, deadline_s: float | None = None, check_at_start: bool = False
-) -> WorkerDiskOptions:
-    """How a rank's file is read and written. ``deadline_s``: where the setting does not fit the engine.
+) -> RankOptions:
+    """A rank's memory and lower tiers. ``deadline_s``: of the disk, where the setting does not fit the
+    engine.
 
     ``check_at_start``: what the engine needs; a user who made the setting decides otherwise.
     """
     if settings.disk_check_at_start is not None:
         check_at_start = settings.disk_check_at_start
-    return WorkerDiskOptions(
+    disk = DiskMoverOptions(
         FileOptions.of(settings), deadline_s or settings.disk_deadline_s, settings.disk_io, check_at_start
+    )
+    return RankOptions(
+        transfer_deadline_s=settings.transfer_deadline_s,
+        max_concurrent_transfers=settings.max_concurrent_transfers,
+        max_batch_blocks=settings.max_transfer_batch_size,
+        verify=settings.verify_onboard,
+        near_memory=not settings.disable_numa,
+        disk=disk,
+        store=StoreOptions(settings.remote_max_bytes, settings.remote_trust, settings.remote_deadline_s),
     )
 
 
@@ -161,14 +200,9 @@ def worker_options(
     disk_deadline_s: float | None = None,
     check_disk_at_start: bool = False,
 ) -> WorkerOptions:
-    """A rank's options. ``disk_deadline_s`` and ``check_disk_at_start``: see ``disk_options``."""
+    """A worker's options. ``disk_deadline_s`` and ``check_disk_at_start``: see ``rank_options``."""
     return WorkerOptions(
-        transfer_deadline_s=settings.transfer_deadline_s,
-        max_concurrent_transfers=settings.max_concurrent_transfers,
-        max_batch_blocks=settings.max_transfer_batch_size,
-        verify=settings.verify_onboard,
-        near_memory=not settings.disable_numa,
-        disk=disk_options(settings, deadline_s=disk_deadline_s, check_at_start=check_disk_at_start),
+        memory=rank_options(settings, deadline_s=disk_deadline_s, check_at_start=check_disk_at_start),
         engine_carries_acks=engine_carries_acks,
         replicates=replicates,
         max_ctas=settings.nccl_max_ctas,

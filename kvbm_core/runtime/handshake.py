@@ -10,7 +10,7 @@ import logging
 import math
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from kvbm_core.clock import Clock, SystemClock
@@ -19,22 +19,21 @@ from kvbm_core.observe.log import RateLimitedLogger
 from kvbm_core.observe.readiness import Readiness
 from kvbm_core.runtime.messages import (
     PROTOCOL_VERSION,
-    Acks,
     Ask,
     Configure,
-    DiskFound,
-    DiskRefused,
-    DiskShare,
     Hello,
     Here,
-    JobAck,
     Message,
     Order,
     Ready,
     Refused,
+    Results,
+    TierFound,
+    TierRefused,
 )
 from kvbm_core.storage.disk.allocate import DiskError
 from kvbm_core.storage.disk.recovery import Found
+from kvbm_core.transfer.plan import JobResult, TierPlace
 from kvbm_core.types import BlockKey
 
 log = logging.getLogger("kvbm")
@@ -54,11 +53,11 @@ class SlotsReady:
 
 
 @dataclass(frozen=True, slots=True)
-class RankAck:
+class RankAnswer:
     """One rank's word on one job."""
 
     rank: int
-    ack: JobAck
+    result: JobResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,18 +68,20 @@ class Disabled:
 
 
 @dataclass(frozen=True, slots=True)
-class DiskSlotsFound:
-    """Disk slots below ``end`` are usable on one rank; ``found``: what it has in the newest of them."""
+class SlotsFound:
+    """Slots of a lower tier below ``end`` are usable on one rank; ``found``: what the newest of them hold."""
 
+    tier: str
     rank: int
     end: int
     found: list[Found]
 
 
 @dataclass(frozen=True, slots=True)
-class DiskOff:
-    """The disk cannot be used; ``reason`` is one line."""
+class TierOff:
+    """A lower tier cannot be used; ``reason`` is one line."""
 
+    tier: str
     reason: str
 
 
@@ -92,8 +93,9 @@ class RankReplaced:
     first_job_id: int
 
 
-LeaderEvent = SlotsReady | RankAck | Disabled | DiskOff | RankReplaced
-PlanDisk = Callable[[int, str], DiskShare | None]
+LeaderEvent = SlotsReady | RankAnswer | Disabled | TierOff | RankReplaced
+PlanTier = Callable[[int, str], TierPlace]
+"""``plan(bytes of a block over all ranks, fingerprint of the layout)``: where a lower tier is."""
 
 ANSWER_WITHIN_S = 5.0
 """A process that lives answers an Ask at once; its channel's thread may have to wait for the interpreter."""
@@ -102,13 +104,13 @@ ANSWER_WITHIN_S = 5.0
 class Handshake:
     """``size_tier(bytes of a block over all ranks)`` answers the number of slots, or raises ConfigError.
 
-    ``plan_disk(the same, fingerprint of the layout)`` answers where the disk tier is, None for no such tier.
+    ``plans``: of the lower tiers, by name. ConfigError or DiskError: the engine serves without that one.
 
     A rank is the peer that said hello for it: what others say in its name is dropped and counted. Another
     process that says that it is this rank is refused, and nothing else happens, unless the first one has died
     and answers no more.
 
-    Where every rank replicates the same KV, rank 0 alone stores: sizes, fingerprint and disk are its.
+    Where every rank replicates the same KV, rank 0 alone stores: sizes and fingerprint are its.
 
     If not every rank is there after ``init_timeout_s``, one line in the log says which ones are missing, and
     ``on_overdue`` is called; who comes later is welcome all the same.
@@ -118,25 +120,27 @@ class Handshake:
         self,
         world_size: int,
         size_tier: Callable[[int], int],
-        plan_disk: PlanDisk = lambda block_bytes, fingerprint: None,
+        plans: Mapping[str, PlanTier] | None = None,
         *,
         clock: Clock | None = None,
         init_timeout_s: float = math.inf,
         on_overdue: Callable[[], None] = lambda: None,
     ) -> None:
         self.inbox: deque[LeaderEvent] = deque()
-        self.found: deque[DiskSlotsFound] = deque()
-        self._world_size = world_size
+        self.found: deque[SlotsFound] = deque()
+        self.world_size = world_size
         self._size_tier = size_tier
-        self._plan_disk = plan_disk
-        self._disk: DiskShare | None = None
+        self._plans = dict(plans or {})
+        self._places: dict[str, TierPlace] = {}
         self.num_storing_ranks = world_size
         self._hellos: dict[int, tuple[bytes, Hello]] = {}
         self._ready: dict[int, int] = {}
         self._num_slots: int | None = None
         self._answered = threading.Event()
-        self._disk_ranks: set[int] = set()
-        self._disk_answered = threading.Event()
+        # Of tiers with slots, which ranks have looked through theirs; and whether all of all have.
+        self._searched: dict[str, set[int]] = {}
+        self._unsearched: set[str] = set()
+        self._are_searched = threading.Event()
         self.foreign_total = 0
         self.next_job_id: Callable[[], int] = lambda: 0
         self._clock = clock or SystemClock()
@@ -171,25 +175,28 @@ class Handshake:
         return self._heard_at_s.get(rank, -math.inf)
 
     def wait(self, timeout_s: float) -> bool:
-        """Waits, at start only, until the first slots are usable and what is on disk is known; False, and a
+        """Waits, at start only, until the first slots are usable and what lower tiers hold is known;
+        False, and a
         line in the log, if time ran out.
 
         Or until the tier is off. Both go on in the background.
         """
         starts_at_s = self._clock.now_s()
-        is_over = self._answered.wait(timeout_s) and self._disk_answered.wait(
+        is_over = self._answered.wait(timeout_s) and self._are_searched.wait(
             max(0.0, timeout_s - (self._clock.now_s() - starts_at_s))
         )
         if timeout_s and not is_over:
             line = "kvbm: not ready after %g s (%s); the engine serves without hits until it is"
-            log.warning(line, timeout_s, self.readiness().reason or "the disk is still being read")
+            log.warning(
+                line, timeout_s, self.readiness().reason or "lower tiers are still being looked through"
+            )
         return is_over
 
     def readiness(self) -> Readiness:
         """Whether there are slots, or what they wait for. Any thread."""
         if self._problem is not None:
             return Readiness(False, f"the tier is off: {self._problem}")
-        ranks = range(self._world_size)
+        ranks = range(self.world_size)
         silent = [rank for rank in ranks if rank not in self._hellos]
         unready = [rank for rank in ranks if rank in self._hellos and rank not in self._ready]
         parts = [f"{_named(silent)} not said hello"] if silent else []
@@ -224,38 +231,44 @@ class Handshake:
             self._disable(f"worker {message.rank}: {message.reason}")
         elif isinstance(message, Ready):
             self._on_ready(message)
-        elif isinstance(message, Acks):
-            self.inbox.extend(RankAck(message.rank, ack) for ack in message.acks)
-        elif isinstance(message, DiskRefused):
-            self.inbox.append(DiskOff(f"worker {message.rank}: {message.reason}"))
-            self._disk_answered.set()
-        elif isinstance(message, DiskFound):
-            self._on_disk_found(message)
+        elif isinstance(message, Results):
+            self.inbox.extend(RankAnswer(message.rank, result) for result in message.results)
+        elif isinstance(message, TierRefused):
+            self.inbox.append(TierOff(message.tier, f"worker {message.rank}: {message.reason}"))
+            self._stop_waiting_for(message.tier)
+        elif isinstance(message, TierFound):
+            self._on_tier_found(message)
         return []
 
     def _may_speak(
-        self, identity: bytes, message: Ready | Acks | Here | Refused | DiskFound | DiskRefused
+        self, identity: bytes, message: Ready | Results | Here | Refused | TierFound | TierRefused
     ) -> bool:
         peer = self._peer_of(message.rank)
         if isinstance(message, Refused) and peer is None:  # it cannot even say how large its blocks are
-            return 0 <= message.rank < self._world_size
+            return 0 <= message.rank < self.world_size
         return peer == identity
 
-    def _on_disk_found(self, message: DiskFound) -> None:
-        if message.rank in self._disk_ranks:  # a process in a rank's place: what its file holds is known
+    def _on_tier_found(self, message: TierFound) -> None:
+        place, ranks = self._places.get(message.tier), self._searched.get(message.tier, set())
+        if place is None or message.rank in ranks:  # a process in a rank's place: what it has is known
             return
         records = zip(message.slots, message.keys, message.sequences, strict=True)
         found = [Found(slot, BlockKey(key), sequence) for slot, key, sequence in records]
-        self.found.append(DiskSlotsFound(message.rank, message.end, found))
-        if self._disk is not None and message.end >= self._disk.num_slots:
-            self._disk_ranks.add(message.rank)
-            if len(self._disk_ranks) == self.num_storing_ranks:
-                self._disk_answered.set()
+        self.found.append(SlotsFound(message.tier, message.rank, message.end, found))
+        if message.end >= place.num_slots:
+            ranks.add(message.rank)
+            if len(ranks) == self.num_storing_ranks:
+                self._stop_waiting_for(message.tier)
 
-    @property
-    def disk_slots(self) -> int:
-        """Of the disk tier, on each rank that stores; 0 while that is not known."""
-        return 0 if self._disk is None else self._disk.num_slots
+    def _stop_waiting_for(self, tier: str) -> None:
+        self._unsearched.discard(tier)
+        if not self._unsearched:
+            self._are_searched.set()
+
+    def places_of(self, tier: str) -> int:
+        """Slots of a lower tier on each rank that stores; 0 while that is not known."""
+        place = self._places.get(tier)
+        return 0 if place is None else place.num_slots
 
     def peers(self) -> list[bytes]:
         """The workers that said hello."""
@@ -273,7 +286,7 @@ class Handshake:
         self._problem = self._problem or reason
         self.inbox.append(Disabled(reason))
         self._answered.set()
-        self._disk_answered.set()
+        self._are_searched.set()
 
     def _hello(self, identity: bytes, hello: Hello) -> list[tuple[bytes, Message]]:
         problem = self._problem_of(hello)
@@ -288,7 +301,7 @@ class Handshake:
         self._heard_at_s[hello.rank] = self._clock.now_s()
         if self._num_slots is not None:
             return [(identity, self._configuration(self._num_slots, hello.rank))]
-        if len(self._hellos) < self._world_size:
+        if len(self._hellos) < self.world_size:
             return []
         try:
             self._check_replicas()
@@ -296,13 +309,19 @@ class Handshake:
         except ConfigError as error:
             self._disable(str(error))
             return [(who, Refused(rank, str(error))) for rank, (who, _) in self._hellos.items()]
-        try:
-            self._disk = self._plan_disk(self._block_bytes(), self._fingerprint())
-        except (ConfigError, DiskError) as error:
-            self.inbox.append(DiskOff(str(error.args[-1])))
-        if self._disk is None:
-            self._disk_answered.set()
+        self._plan_tiers()
         return [(who, self._configuration(self._num_slots, rank)) for rank, (who, _) in self._hellos.items()]
+
+    def _plan_tiers(self) -> None:
+        for name, plan in self._plans.items():
+            try:
+                self._places[name] = plan(self._block_bytes(), self._fingerprint())
+            except (ConfigError, DiskError) as error:
+                self.inbox.append(TierOff(name, str(error.args[-1])))
+        self._searched = {name: set() for name, place in self._places.items() if place.num_slots}
+        self._unsearched = set(self._searched)
+        if not self._unsearched:
+            self._are_searched.set()
 
     def _rival(
         self, identity: bytes, hello: Hello, peer: bytes, problem: str | None
@@ -346,7 +365,8 @@ class Handshake:
 
     def _configuration(self, num_slots: int, rank: int) -> Configure:
         address = self._hellos[0][1].broadcast_address
-        return Configure(num_slots, self._disk, address, self._first_job_ids.get(rank, 0))
+        places = tuple(self._places.values())
+        return Configure(num_slots, places, address, self._first_job_ids.get(rank, 0))
 
     def _check_replicas(self) -> None:
         """Whether ranks that replicate have indeed the same blocks; then only rank 0 stores from now on."""
@@ -373,15 +393,15 @@ class Handshake:
                 f"speaks protocol {hello.protocol}, the leader {PROTOCOL_VERSION}; install one "
                 "kvbm everywhere"
             )
-        if hello.world_size != self._world_size or not 0 <= hello.rank < self._world_size:
-            return f"is rank {hello.rank} of {hello.world_size}, the leader expects {self._world_size} ranks"
+        if hello.world_size != self.world_size or not 0 <= hello.rank < self.world_size:
+            return f"is rank {hello.rank} of {hello.world_size}, the leader expects {self.world_size} ranks"
         if hello.block_bytes <= 0 or hello.num_device_blocks <= 0:
             return f"has blocks of {hello.block_bytes} bytes, {hello.num_device_blocks} of them"
         return None
 
     def _on_ready(self, ready: Ready) -> None:
         self._ready[ready.rank] = max(ready.ready_slots, self._ready.get(ready.rank, 0))
-        if self._num_slots is None or len(self._ready) < self._world_size:
+        if self._num_slots is None or len(self._ready) < self.world_size:
             return
         self.inbox.append(
             SlotsReady(

@@ -10,34 +10,36 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
+from kvbm_core.blocks.slot_tier import BlockTier
 from kvbm_core.clock import Clock
 from kvbm_core.errors import IntegrityError, Outcome
 from kvbm_core.observe.labels import DropReason, FailureKind
 from kvbm_core.observe.log import RateLimitedLogger
 from kvbm_core.observe.metrics import Metrics
 from kvbm_core.observe.readiness import Readiness
-from kvbm_core.policy.admission import AdmissionPolicy
 from kvbm_core.runtime.audit import AuditedPrefix, AuditSampler
-from kvbm_core.runtime.disk import DiskOptions, DiskTier
-from kvbm_core.runtime.handshake import Disabled, Handshake, RankAck, RankReplaced, SlotsReady
-from kvbm_core.runtime.jobs import Job, JobBook, Share, count_transfer
-from kvbm_core.runtime.messages import JobAck, Message
+from kvbm_core.runtime.handshake import Disabled, Handshake, RankAnswer, RankReplaced, SlotsReady, TierOff
 from kvbm_core.runtime.offload import Offloading, OnShareEnd
-from kvbm_core.runtime.onboard import Onboarding
+from kvbm_core.runtime.onboard import Onboarding, WaitOptions
 from kvbm_core.runtime.rank_watch import RankWatch, WatchOptions
 from kvbm_core.runtime.request import NULL_BLOCK, BlockTable, RequestState
+from kvbm_core.runtime.transfer_jobs import Share, TransferJob, readers_of, writers_of
 from kvbm_core.storage.disk.recovery import REPORT_SLOTS
+from kvbm_core.tiers.chain import TierChain
 from kvbm_core.tiers.groups import GroupSpec, base_block_tokens
-from kvbm_core.tiers.tier import BlockTier
+from kvbm_core.tiers.jobs import Job, JobTable, count_transfer
+from kvbm_core.tiers.keyed import FetchJob
+from kvbm_core.tiers.lower import LowerTierMaker
 from kvbm_core.tokens.chain import TokenChain
-from kvbm_core.transfer.plan import TransferPlan
-from kvbm_core.types import Direction, SequenceHash, Tier
+from kvbm_core.transfer.plan import JobResult, TierOrder, TransferPlan, rejected
+from kvbm_core.types import Direction, SequenceHash
 
 log = logging.getLogger("kvbm")
 
 TAKE_IN_BLOCKS = REPORT_SLOTS
-"""Of what each worker found on disk, in one step of the engine: about a millisecond of it."""
+"""Of what each worker found in a lower tier, in one step of the engine: about a millisecond of it."""
 EMPTY_BLOCKS = 16
 """What a message with little in it costs, in blocks."""
 MAX_DISTRUSTED_NAMESPACES = 64
@@ -46,7 +48,7 @@ MAX_DISTRUSTED_NAMESPACES = 64
 @dataclass(frozen=True, slots=True)
 class LeaderOptions:
     """Times in seconds. ``share_loads``: wait for a prefix being loaded, as the engine will share its device
-    blocks.
+    blocks. ``fetch_wait_s``: wait so long, at most, for what a lower tier is bringing up.
 
     ``null_block``: the number that stands in the engine's block tables where it keeps no block.
     ``audit_rate``: the share of hits that are computed again and compared, 0 to 1; ``audit_seed``: see
@@ -56,6 +58,7 @@ class LeaderOptions:
     lease_ttl_s: float = 30.0
     share_wait_s: float = 1.0
     share_loads: bool = True
+    fetch_wait_s: float = 0.0
     null_block: int = NULL_BLOCK
     watch: WatchOptions = field(default_factory=WatchOptions)
     audit_rate: float = 0.0
@@ -63,78 +66,88 @@ class LeaderOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class DiskSetup:
-    """What a leader with a disk tier needs; ``send`` reaches every worker and does not wait."""
+class LeaderParts:
+    """What a leader is connected to. ``lower``: makes the tiers below the host, in the order of the search.
+    ``send`` reaches every worker that stores, and does not wait.
 
-    admission: AdmissionPolicy
-    send: Callable[[Message], None]
+    ``on_offload_end(share, committed)`` is told of the end of each request's offload; committed: can be
+    matched. ``on_onboard_end(share, outcome)`` of the end of each load, when every rank has answered.
+    """
+
+    lower: tuple[LowerTierMaker, ...] = ()
+    send: Callable[[TierOrder], None] = lambda order: None
+    on_offload_end: OnShareEnd = lambda share, committed: None
+    on_onboard_end: Callable[[Share, Outcome], None] = lambda share, outcome: None
 
 
 class Leader:
-    """``on_offload_end(share, committed)`` is told of the end of each request's offload; committed: can be
-    matched.
+    """See the module. One thread but for what says otherwise."""
 
-    ``on_onboard_end(share, outcome)`` of the end of each load, when every rank has answered.
-    """
-
-    def __init__(  # noqa: PLR0917 - the parts of a leader, put together in one place
+    def __init__(
         self,
         groups: tuple[GroupSpec, ...],
-        tier: BlockTier,
+        host: BlockTier,
         handshake: Handshake,
-        world_size: int,
+        *,
         clock: Clock,
         metrics: Metrics,
         options: LeaderOptions,
-        on_offload_end: OnShareEnd = lambda share, committed: None,
-        disk: DiskSetup | None = None,
-        on_onboard_end: Callable[[Share, Outcome], None] = lambda share, outcome: None,
+        parts: LeaderParts,
     ) -> None:
         self.groups = groups
-        self.tier = tier
         self.metrics = metrics
         self.disabled_reason: str | None = None
         self.layout_fingerprint = ""
         self.block_bytes = 0
         self._handshake = handshake
-        self._jobs = JobBook(world_size, clock)
+        self._jobs = JobTable(handshake.world_size, clock)
+        self.chain = TierChain(
+            host,
+            parts.lower,
+            self._jobs,
+            send=parts.send,
+            clock=clock,
+            metrics=metrics,
+            lease_ttl_s=options.lease_ttl_s,
+        )
         self._ranks = RankWatch(handshake, clock, metrics, options.watch)
         # Whether a rank's new process is still getting the memory that its old one had.
         self._is_refilling = False
         handshake.next_job_id = lambda: self._jobs.next_id
         self._requests: dict[str, RequestState] = {}
         self._log = RateLimitedLogger(log)
-        self.disk: DiskTier | None = None
-        if disk is not None:
-            self.disk = DiskTier(
-                tier,
-                disk.admission,
-                disk.send,
-                self._jobs.new_id,
-                world_size,
-                clock,
-                metrics,
-                DiskOptions(lease_ttl_s=options.lease_ttl_s),
-            )
         self._sampler = AuditSampler(options.audit_rate, options.audit_seed)
-        self._audits: list[Job] = []
+        self._audits: list[TransferJob] = []
         self._distrusted: set[SequenceHash] = set()
-        self._clock = clock
-        self._on_onboard_end = on_onboard_end
+        self._on_onboard_end = parts.on_onboard_end
+        null_block = options.null_block
         self._offloading = Offloading(
-            groups, tier, self._jobs, metrics, on_offload_end, null_block=options.null_block
+            groups,
+            self.chain,
+            self._jobs,
+            self._start,
+            metrics=metrics,
+            on_share_end=parts.on_offload_end,
+            null_block=null_block,
         )
+        waits = WaitOptions(options.share_wait_s if options.share_loads else 0.0, options.fetch_wait_s)
         self._onboarding = Onboarding(
             groups,
-            tier,
-            self._jobs,
-            clock,
-            metrics,
-            lease_ttl_s=options.lease_ttl_s,
-            share_wait_s=options.share_wait_s if options.share_loads else 0.0,
-            disk=self.disk,
-            null_block=options.null_block,
+            self.chain,
+            self._start,
+            clock=clock,
+            metrics=metrics,
+            waits=waits,
+            null_block=null_block,
         )
+
+    def _start(self, direction: Direction) -> TransferJob:
+        jobs = self._jobs
+        job = TransferJob(
+            jobs.new_id(), jobs.all_ranks(), jobs.now_s(), on_end=lambda: None, direction=direction
+        )
+        job.on_end, job.on_late = partial(self._ended, job), partial(self._late, job)
+        return jobs.add(job)
 
     # ---------------------------------------------------------------- state
 
@@ -142,7 +155,7 @@ class Leader:
     def is_ready(self) -> bool:
         """Whether the tier has slots and every rank answers; else every query is a miss."""
         return (
-            self.tier.capacity_blocks > 0
+            self.chain.host.capacity_blocks > 0
             and self.disabled_reason is None
             and not self._ranks.away
             and not self._is_refilling
@@ -160,7 +173,7 @@ class Leader:
     @property
     def pending_jobs(self) -> int:
         """Transfers that were sent, and that some rank has not answered yet."""
-        return len(self._jobs) - self._offloading.has_gathered
+        return len(self._jobs.jobs(TransferJob)) - self._offloading.has_gathered
 
     def is_pending(self, job_id: int) -> bool:
         """Whether some rank has not answered this transfer yet."""
@@ -168,7 +181,8 @@ class Leader:
 
     def offloads(self) -> set[int]:
         """Those that some rank has not answered yet."""
-        return {job.job_id for job in self._jobs.jobs() if job.direction is Direction.OFFLOAD}
+        jobs = self._jobs.jobs(TransferJob)
+        return {job.job_id for job in jobs if job.direction is Direction.OFFLOAD}
 
     @property
     def open_requests(self) -> int:
@@ -181,9 +195,9 @@ class Leader:
         return self._onboarding.loading_blocks
 
     @property
-    def stale_acks_total(self) -> int:
+    def stale_results_total(self) -> int:
         """Answers to jobs that were over, or that had been answered by that rank before."""
-        return self._jobs.stale_acks_total
+        return self._jobs.stale_results_total
 
     def request(self, request_id: str) -> RequestState | None:
         """The state of a request opened before and not finished."""
@@ -269,7 +283,7 @@ class Leader:
             self._gather_audit(state, state.audited, tables)
         return self._offloading.offload(state, tokens, computed_tokens, stored_tokens, tables)
 
-    def take_offloads(self) -> Job | None:
+    def take_offloads(self) -> TransferJob | None:
         """All that ``offload`` has gathered, of all requests, as one job; to be sent before its blocks are
         reused.
         """
@@ -294,25 +308,25 @@ class Leader:
             state.audited = None
             self._sampler.came_to_nothing()
 
-    def take_audits(self) -> list[Job]:
+    def take_audits(self) -> list[TransferJob]:
         """Comparisons of what this step computes with what is stored; to be sent with its offloads."""
         audits, self._audits = self._audits, []
         return audits
 
     def abandon(self, job_id: int) -> None:
         """A plan that was made and never sent: its job ends as if every rank had refused it."""
-        for rank in self._jobs.ranks():
-            self._acknowledge(rank, JobAck(job_id, Outcome.REJECTED, 0, 0.0, 0.0))
+        for rank in self._jobs.all_ranks():
+            self._jobs.acknowledge(rank, rejected(job_id, "never sent"))
 
     def readers_of(self, device_blocks: list[int]) -> set[int]:
         """Offloads that still read any of these device blocks, which are about to be overwritten."""
-        return self._jobs.readers_of(device_blocks)
+        return readers_of(self._jobs, device_blocks)
 
     def writers_of(self, device_blocks: Mapping[int, Collection[int]]) -> set[int]:
         """Onboards that still write any of these device blocks (by group), which the engine gave to somebody
         else.
         """
-        return self._jobs.writers_of(device_blocks)
+        return writers_of(self._jobs, device_blocks)
 
     # ---------------------------------------------------------------- ends
 
@@ -322,7 +336,7 @@ class Leader:
         state.is_finished = True
         self._give_up_audit(state)
         if not state.offload_jobs:  # else the end of the last of them does it
-            self.tier.touch(state.chain_keys())
+            self.chain.host.touch(state.chain_keys())
         self.metrics.request_hits(state.host_hit_blocks, state.disk_hit_blocks, state.queried_blocks)
         self._drop_if_idle(state)
         return tuple(sorted(state.offload_jobs))
@@ -339,45 +353,41 @@ class Leader:
     def confirm(self, state: RequestState) -> None:
         """Of a request that was opened as not lasting: its keys mean the same in other processes too."""
         state.is_lasting = True
-        if self.disk is not None:
-            keys = state.chain_keys()
-            is_hit = state.host_hit_blocks or state.disk_hit_blocks
-            (self.disk.hit if is_hit else self.disk.offer)(keys)
+        is_hit = state.host_hit_blocks or state.disk_hit_blocks
+        (self.chain.used if is_hit else self.chain.offer)(state.chain_keys())
 
     def disown(self, state: RequestState) -> None:
         """The opposite: nobody knows what its keys mean. Those that were stored are forgotten."""
         self.retire(state)
         state.is_disowned = True
-        self.tier.forget(state.chain_keys())
+        self.chain.forget(state.chain_keys())
 
     def new_generation(self) -> None:
         """The weights are others from now on: all open requests are retired, and the host tier, whose blocks
-        nobody will ask for, is free. The disk keeps its blocks: they are right for who has those weights.
+        nobody will ask for, is free. Lower tiers keep theirs: they are right for who has those weights.
         """
         for state in self._requests.values():
             self.retire(state)
         self._offloading.forget_gathered()
-        self.tier.reset()
+        self.chain.host.reset()
 
     def reset(self) -> None:
         """Forgets every block of the tiers; what is on its way will not be committed."""
-        self._reset_host()
-        if self.disk is not None:
-            self.disk.reset()
+        self._let_all_go()
+        self.chain.reset()
 
-    def _reset_host(self) -> None:
+    def _let_all_go(self) -> None:
         for state in self._requests.values():
             self._onboarding.let_go(state)
         self._offloading.forget_gathered()
-        self.tier.reset()
 
     # ---------------------------------------------------------------- what workers said
 
-    def acknowledge(self, rank: int, acks: Iterable[JobAck]) -> None:
+    def acknowledge(self, rank: int, results: Iterable[JobResult]) -> None:
         """What rank ``rank`` said, when the engine carries it here; else it comes with ``poll``."""
         self._ranks.heard(rank)
-        for ack in acks:
-            self._acknowledge(rank, ack)
+        for result in results:
+            self._jobs.acknowledge(rank, result)
         self.publish_gauges()
 
     @property
@@ -390,9 +400,7 @@ class Leader:
         has_news = self.has_news
         if has_news:
             self._take_in_news()
-        if self.tier.live_leases or (
-            self.disk is not None and self.disk.tier.live_leases
-        ):  # not in most steps
+        if self.chain.live_leases:  # not in most steps
             self._mind_leases()
         if self._ranks.is_due():
             self._mind_ranks()
@@ -403,8 +411,8 @@ class Leader:
         inbox = self._handshake.inbox
         while inbox:
             event = inbox.popleft()
-            if isinstance(event, RankAck):
-                self._acknowledge(event.rank, event.ack)
+            if isinstance(event, RankAnswer):
+                self._jobs.acknowledge(event.rank, event.result)
             elif isinstance(event, SlotsReady):
                 self._on_slots(event)
             elif isinstance(event, RankReplaced):
@@ -412,71 +420,67 @@ class Leader:
             elif isinstance(event, Disabled):
                 self.disable(event.reason)
                 self.metrics.failure(FailureKind.HANDSHAKE)
-            elif self.disk is not None:
-                self.disk.turn_off(event.reason)
+            else:
+                self._on_tier_off(event)
         self._take_in_found(TAKE_IN_BLOCKS)
 
+    def _on_tier_off(self, event: TierOff) -> None:
+        tier = self.chain.named(event.tier)
+        if tier is not None:
+            tier.turn_off(event.reason)
+
     def _mind_ranks(self) -> None:
-        orders = [] if self.disk is None else self.disk.orders()
-        self._ranks.look([*((job.job_id, job) for job in self._sent_jobs()), *orders])
-        held = sum(job.num_blocks for job in self._sent_jobs() if job.waiting_ranks & self._ranks.away)
+        jobs = self._sent_jobs()
+        self._ranks.look(jobs)
+        held = sum(job.num_blocks for job in jobs if job.waiting_ranks & self._ranks.away)
         self.metrics.set_silent_ranks(len(self._ranks.away), held)
 
     def _sent_jobs(self) -> list[Job]:
-        return [job for job in self._jobs.jobs() if job.shares]  # not the one that is being gathered
+        return [job for job in self._jobs.jobs(Job) if not self._offloading.is_gathering(job)]
 
     def _on_replaced(self, event: RankReplaced) -> None:
         """The bytes of one rank are gone, and with them every block; what it was told died with it."""
         self._is_refilling = True
-        self._reset_host()
-        jobs = [(job.job_id, job.waiting_ranks) for job in self._sent_jobs()]
-        orders = [] if self.disk is None else self.disk.orders()
-        for job_id, waiting_ranks in [
-            *jobs,
-            *((order_id, order.waiting_ranks) for order_id, order in orders),
-        ]:
-            if job_id < event.first_job_id and event.rank in waiting_ranks:
-                self._acknowledge(event.rank, JobAck(job_id, Outcome.IO_ERROR, 0, 0.0, 0.0))
+        self._let_all_go()
+        self.chain.host.reset()
+        for job in self._sent_jobs():
+            if job.job_id < event.first_job_id and event.rank in job.waiting_ranks:
+                gone = rejected(job.job_id, "its process is gone", Outcome.IO_ERROR)
+                self._jobs.acknowledge(event.rank, gone)
 
     def _mind_leases(self) -> None:
-        # Before any lease is ended: those of copies that are under way hold, however long nobody has called.
-        self._onboarding.renew_leases()
-        if self.disk is not None:
-            self.disk.renew_leases(self._clock.now_s())
-        expired = self.tier.expire_leases() + (self.disk.tier.expire_leases() if self.disk is not None else 0)
+        expired = self.chain.mind(self._onboarding.held())
         if expired:
             self.metrics.failure(FailureKind.LEASE_EXPIRED, expired)
 
     def catch_up(self) -> None:
-        """As ``poll``, with everything that has been found on disk so far; at start, when nobody waits for a
-        step.
+        """As ``poll``, with everything that has been found in lower tiers so far; at start, when nobody waits
+        for a step.
         """
         self._take_in_found(float("inf"))
         self.poll()
 
     def _take_in_found(self, most_blocks: float) -> None:
         """At least one of the workers' messages, if there is one; ``most_blocks`` of each worker."""
-        found, disk = self._handshake.found, self.disk
-        if disk is None or not found:
-            return
-        disk.num_ranks = self._handshake.num_storing_ranks
-        disk.expect(self._handshake.disk_slots)
-        num_taken, num_free = 0, most_blocks * disk.num_ranks
+        found, num_ranks = self._handshake.found, self._handshake.num_storing_ranks
+        num_taken, num_free = 0, most_blocks * num_ranks
         while found and num_taken < num_free:
             chunk = found.popleft()
-            disk.take_in(chunk.rank, chunk.end, chunk.found)
+            tier = self.chain.named(chunk.tier)
+            if tier is not None:
+                tier.expect(self._handshake.places_of(chunk.tier), num_ranks)
+                tier.take_in(chunk.rank, chunk.end, chunk.found)
             num_taken += max(EMPTY_BLOCKS, len(chunk.found))
 
     def publish_gauges(self) -> None:
         """How full the tier is, what is pinned, what is under way: now."""
-        self.metrics.tier_usage(Tier.HOST, self.tier.resident_blocks, self.tier.capacity_blocks)
-        if self.disk is not None:
-            self.metrics.tier_usage(Tier.DISK, self.disk.tier.resident_blocks, self.disk.tier.capacity_blocks)
+        self.chain.publish_usage()
         self.metrics.set_pending_jobs(self.pending_jobs)
-        self.metrics.set_live_leases(self.tier.live_leases)
+        self.metrics.set_live_leases(self.chain.host.live_leases)
 
     def _on_slots(self, event: SlotsReady) -> None:
-        is_first = not self.tier.capacity_blocks and event.slots > 0
+        host = self.chain.host
+        is_first = not host.capacity_blocks and event.slots > 0
         if is_first and self.metrics.has_host_tier and event.planned_slots < event.num_device_blocks:
             log.warning(
                 "kvbm: the host tier (%d blocks, %.2f GB) is smaller than the device tier (%d "
@@ -489,10 +493,11 @@ class Leader:
             )
         self.layout_fingerprint = event.fingerprint
         self.block_bytes = event.block_bytes
-        if self.disk is not None:
-            self.disk.block_bytes = event.block_bytes
-        self.tier.grow(event.slots)
-        if event.slots >= self.tier.capacity_blocks:
+        for tier in self.chain.lower:
+            tier.set_block_bytes(event.block_bytes)
+            tier.expect(0, self._handshake.num_storing_ranks)
+        host.grow(event.slots)
+        if event.slots >= host.capacity_blocks:
             self._is_refilling = False
         if event.slots == event.planned_slots:
             what = "tier" if self.metrics.has_host_tier else "memory for blocks on their way to the disk"
@@ -505,16 +510,7 @@ class Leader:
             log.error("kvbm: the host tier is off, the engine serves without it: %s", reason)
         self.disabled_reason = reason
 
-    def _acknowledge(self, rank: int, ack: JobAck) -> None:
-        if ack.is_late:  # nothing is freed before the second answer, but nobody is sent there for a while
-            self._note_late(rank, ack)
-            return
-        if self.disk is not None and self.disk.owns(ack.job_id):
-            self.disk.acknowledge(rank, ack)
-            return
-        job = self._jobs.acknowledge(rank, ack)
-        if job is None:
-            return
+    def _ended(self, job: TransferJob) -> None:
         if job.compares:
             self._end_audit(job)
             return
@@ -523,31 +519,26 @@ class Leader:
         if not is_offload:
             self._on_onboard_end(job.shares[0], job.outcome)
         if is_done:
-            count_transfer(self.metrics, job.direction, job.acks)
+            count_transfer(self.metrics, job.direction, job.results, self.chain.tier_of)
         elif job.outcome is not Outcome.OK:
             self._count_failure(job)
         for share in job.shares:
-            if is_offload and is_done and self.disk is not None and share.state.is_lasting:
-                self.disk.offer(share.keys)
+            if is_offload and is_done and share.state.is_lasting:
+                self.chain.offer(share.keys)
             if is_offload and is_done and share.state.is_disowned:
-                self.tier.forget(share.keys)
+                self.chain.forget(share.keys)
             self._drop_if_idle(share.state)
 
-    def _note_late(self, rank: int, ack: JobAck) -> None:
-        job = self._jobs.get(ack.job_id)
-        if job is not None:
-            job.late_ranks.add(rank)
-            self._onboarding.stop_sharing(job)
-        if self.disk is not None:
-            self.disk.note_late(rank, ack.job_id)
-            self.disk.judge(ack.outcome)
+    def _late(self, job: TransferJob, result: JobResult) -> None:
+        """Nothing is freed before the answer that counts, but nobody waits for it any more."""
+        self._onboarding.late(job, result.outcome)
 
-    def _end_audit(self, job: Job) -> None:
+    def _end_audit(self, job: TransferJob) -> None:
         (share,) = job.shares
         self._onboarding.end_audit(job)
         if job.outcome is Outcome.OK:
             self.metrics.audited_blocks("equal", job.num_blocks)
-        elif job.outcome is Outcome.CORRUPT:
+        elif job.found_wrong:
             self.metrics.audited_blocks("wrong", job.num_blocks)
             self._distrust(share.state.chain.root)
         else:  # cancelled, or the disk failed, or its numbers cannot be compared
@@ -576,7 +567,7 @@ class Leader:
             self.disable(f"audits found wrong blocks in more than {MAX_DISTRUSTED_NAMESPACES} namespaces")
         self.reset()
 
-    def _count_failure(self, job: Job) -> None:
+    def _count_failure(self, job: TransferJob) -> None:
         if job.direction is Direction.OFFLOAD and job.outcome is Outcome.REJECTED:
             # Cancelled before it began, because its device blocks were about to be overwritten.
             self.metrics.dropped(DropReason.PREEMPTED, job.num_blocks)
@@ -593,18 +584,19 @@ class Leader:
 
     def check_integrity(self) -> None:
         """Raises IntegrityError unless tier, jobs and requests agree. Cost grows with all of them."""
-        self.tier.check_integrity()
+        host = self.chain.host
+        self.chain.check_integrity()
         self._onboarding.check_integrity()
-        jobs = self._jobs.jobs()
+        jobs = self._jobs.jobs(TransferJob)
         offloading = sum(job.num_blocks for job in jobs if job.stores)
-        if self.tier.pending_blocks != offloading + self._onboarding.reserved_blocks(self._requests.values()):
+        fetching = sum(job.num_blocks for job in self._jobs.jobs(FetchJob))
+        reserved = self._onboarding.reserved_blocks(self._requests.values())
+        if host.pending_blocks != offloading + fetching + reserved:
             raise IntegrityError("slots are reserved for no offload in flight")
         matches = sum(1 for state in self._requests.values() if state.match is not None)
         loads = sum(1 for job in jobs if not job.stores)
-        if self.disk is None and not loads <= self.tier.live_leases <= loads + matches:
-            raise IntegrityError(f"{self.tier.live_leases} leases for {loads} loads and {matches} matches")
-        if self.disk is not None:
-            self.disk.check_integrity()
+        if not self.chain.lower and not loads <= host.live_leases <= loads + matches:
+            raise IntegrityError(f"{host.live_leases} leases for {loads} loads and {matches} matches")
         for state in self._requests.values():
             own_jobs = {*state.offload_jobs, *filter(None, [state.onboard_job])}
             if not all(job_id in self._jobs for job_id in own_jobs) or (state.is_finished and not own_jobs):

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import msgspec
 
-from kvbm_core.errors import Outcome
-from kvbm_core.transfer.plan import FromDisk, JobResult, TransferPlan
+from kvbm_core.transfer.plan import JobResult, TierOrder, TierPlace, TransferPlan
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 MAX_MESSAGE_BYTES = 4 * 1024 * 1024
 
 
@@ -32,23 +31,15 @@ class Hello(msgspec.Struct, tag="hello", frozen=True, forbid_unknown_fields=True
     """Where they do, in the words of rank 0's MeetingPoint."""
 
 
-class DiskShare(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where each rank keeps its block file, and how many slots it has."""
-
-    folder: str
-    num_slots: int
-
-
 class Configure(msgspec.Struct, tag="configure", frozen=True, forbid_unknown_fields=True):
-    """Leader -> worker: how many slots of the host tier every rank that stores allocates, and the disk's, if
-    any.
+    """Leader -> worker: how many slots of the host tier every rank that stores allocates, and what is below.
 
     ``broadcast_address``: where the others get what rank 0 loads. ``first_job_id``: jobs below it were of
     this rank's process before, and are not to be begun in this one.
     """
 
     num_slots: int
-    disk: DiskShare | None = None
+    tiers: tuple[TierPlace, ...] = ()
     broadcast_address: str = ""
     first_job_id: int = 0
 
@@ -60,43 +51,15 @@ class Ready(msgspec.Struct, tag="ready", frozen=True, forbid_unknown_fields=True
     ready_slots: int
 
 
-class JobAck(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One finished job on one rank; see JobResult. ``seconds`` is its time, ``queued_s`` the time before it.
-
-    ``is_late``: it was given up, and the kernel may still touch its slots; the answer that counts comes after
-    that.
-    """
-
-    job_id: int
-    outcome: Outcome
-    num_bytes: int
-    seconds: float
-    queued_s: float
-    is_late: bool = False
-    from_disk: FromDisk | None = None
-
-    @classmethod
-    def of(cls, result: JobResult) -> JobAck:
-        """The answer that counts; a late one comes before it."""
-        return cls(
-            result.job_id,
-            result.outcome,
-            result.num_bytes,
-            result.seconds,
-            result.queued_s,
-            from_disk=result.from_disk,
-        )
-
-
-class Acks(msgspec.Struct, tag="acks", frozen=True, forbid_unknown_fields=True):
-    """Worker -> leader: jobs that are over."""
+class Results(msgspec.Struct, tag="results", frozen=True, forbid_unknown_fields=True):
+    """Worker -> leader: jobs that are over, or late."""
 
     rank: int
-    acks: list[JobAck]
+    results: list[JobResult]
 
 
 class Ask(msgspec.Struct, tag="ask", frozen=True, forbid_unknown_fields=True):
-    """Leader -> worker: these jobs have not been answered. The acks of those that are over, then Here.
+    """Leader -> worker: these jobs have not been answered. The results of those that are over, then Here.
 
     ``is_last``: what has not come by now is not to be begun any more, and is answered as rejected.
     """
@@ -118,32 +81,31 @@ class Refused(msgspec.Struct, tag="refused", frozen=True, forbid_unknown_fields=
     reason: str
 
 
-class DiskFound(msgspec.Struct, tag="disk_found", frozen=True, forbid_unknown_fields=True):
-    """Worker -> leader: disk slots below ``end`` can be used; what the newest of them hold, and when it was
-    written.
+class TierFound(msgspec.Struct, tag="tier_found", frozen=True, forbid_unknown_fields=True):
+    """Worker -> leader: slots of a lower tier below ``end`` can be used; what the newest of them hold, and
+    when it was written.
     """
 
     rank: int
+    tier: str
     end: int
     slots: list[int]
     keys: list[bytes]
     sequences: list[int]
 
 
-class DiskRefused(msgspec.Struct, tag="disk_refused", frozen=True, forbid_unknown_fields=True):
-    """Worker -> leader: this rank serves without its disk; ``reason`` is one line for the log."""
+class TierRefused(msgspec.Struct, tag="tier_refused", frozen=True, forbid_unknown_fields=True):
+    """Worker -> leader: this rank serves without this lower tier; ``reason`` is one line for the log."""
 
     rank: int
+    tier: str
     reason: str
 
 
-class Store(msgspec.Struct, tag="store", frozen=True, forbid_unknown_fields=True):
-    """Leader -> worker: host slots to be written to the disk; a DiskPlan. Answered by an ack."""
+class Move(msgspec.Struct, tag="move", frozen=True, forbid_unknown_fields=True):
+    """Leader -> worker: an order to a lower tier. Answered by a result, but for a FORGET."""
 
-    job_id: int
-    keys: list[bytes]
-    slots: list[int]
-    disk_slots: list[int]
+    order: TierOrder
 
 
 class Finish(msgspec.Struct, tag="finish", frozen=True, forbid_unknown_fields=True):
@@ -170,15 +132,11 @@ class LoadEnded(msgspec.Struct, tag="load_ended", frozen=True, forbid_unknown_fi
     is_done: bool
 
 
-class ForgetDisk(msgspec.Struct, tag="forget_disk", frozen=True, forbid_unknown_fields=True):
-    """Leader -> worker: nothing that is on the disk now is to be found again, also after a restart."""
-
-
 Note = Finish | LoadEnded
 """What a worker's adapter takes up, in its own time."""
-Order = Configure | Ask | Store | ForgetDisk | Note
+Order = Configure | Ask | Move | Note
 """What only a leader says."""
-Message = Hello | Ready | Acks | Here | Refused | DiskFound | DiskRefused | Order
+Message = Hello | Ready | Results | Here | Refused | TierFound | TierRefused | Order
 
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)

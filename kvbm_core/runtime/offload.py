@@ -9,17 +9,21 @@ from collections.abc import Set as AbstractSet
 from functools import partial
 from typing import NamedTuple
 
+from kvbm_core.blocks.slot_tier import Reservation
 from kvbm_core.errors import IntegrityError, Outcome
 from kvbm_core.observe.labels import DropReason
 from kvbm_core.observe.metrics import Metrics
-from kvbm_core.runtime.jobs import Job, JobBook, Share
 from kvbm_core.runtime.request import NULL_BLOCK, BlockTable, RequestState
+from kvbm_core.runtime.transfer_jobs import Share, TransferJob
+from kvbm_core.tiers.chain import TierChain
 from kvbm_core.tiers.groups import GroupSpec
-from kvbm_core.tiers.tier import BlockTier, Reservation
+from kvbm_core.tiers.jobs import Job, JobTable
 from kvbm_core.transfer.plan import GroupMove
-from kvbm_core.types import BlockKey, Direction, Tier
+from kvbm_core.types import BlockKey, Direction
 
 OnShareEnd = Callable[[Share, bool], None]
+Start = Callable[[Direction], TransferJob]
+"""Makes a job, empty, for which the leader waits from now on."""
 
 
 class _Wanted(NamedTuple):
@@ -80,23 +84,24 @@ class Offloading:
     def __init__(
         self,
         groups: tuple[GroupSpec, ...],
-        tier: BlockTier,
-        jobs: JobBook,
+        chain: TierChain,
+        jobs: JobTable,
+        start: Start,
+        *,
         metrics: Metrics,
         on_share_end: OnShareEnd,
-        *,
         null_block: int = NULL_BLOCK,
     ) -> None:
         self._groups = groups
         self._null_block = null_block
-        self._tier = tier
+        self._chain = chain
         self._jobs = jobs
+        self._start = start
         self._metrics = metrics
         self._on_share_end = on_share_end
         # The next job, which has its number as soon as somebody waits for it, and what it will read.
-        self._open: Job | None = None
+        self._open: TransferJob | None = None
         self._gathered: list[tuple[RequestState, _Wanted]] = []
-        self._evicted_seen = 0
 
     def offload(
         self,
@@ -119,7 +124,7 @@ class Offloading:
         if not wanted.keys:
             return None
         if self._open is None:
-            self._open = self._jobs.start(Direction.OFFLOAD)
+            self._open = self._start(Direction.OFFLOAD)
         self._gathered.append((state, wanted))
         state.offload_jobs.add(self._open.job_id)
         return self._open.job_id
@@ -167,11 +172,15 @@ class Offloading:
         """Whether there is something to take."""
         return bool(self._gathered)
 
+    def is_gathering(self, job: Job) -> bool:
+        """Whether the job has not been sent yet."""
+        return job is self._open
+
     def gathered_states(self) -> list[RequestState]:
         """The requests that have something to offload."""
         return [state for state, _ in self._gathered]
 
-    def take(self) -> Job | None:
+    def take(self) -> TransferJob | None:
         """Closes the open job, to be sent now. None if there is nothing to offload."""
         job, self._open = self._open, None
         gathered, self._gathered = self._gathered, []
@@ -180,15 +189,14 @@ class Offloading:
         keys: Sequence[BlockKey] = gathered[0][1].keys
         if len(gathered) > 1:
             keys = [key for _, wanted in gathered for key in wanted.keys]
-        reservation = self._tier.reserve(keys, partial(_own_keys, [state for state, _ in gathered]))
-        self._count_evictions()
+        reservation = self._chain.reserve(keys, partial(_own_keys, [state for state, _ in gathered]))
         if len(reservation.keys) < len(keys):
-            self._metrics.dropped(DropReason.NO_SPACE, len(self._tier.new_of(keys)))
+            self._metrics.dropped(DropReason.NO_SPACE, len(self._chain.host.new_of(keys)))
         for share in self._shares(
             job.job_id, gathered, reservation, is_whole=len(reservation.keys) == len(keys)
         ):
             if share.keys:
-                self._jobs.add(job, share)
+                job.add(share)
             else:
                 share.state.offload_jobs.discard(job.job_id)
                 self._end_shares([share], is_committed=False)
@@ -239,7 +247,7 @@ class Offloading:
         """
         self._gathered = [(state, _Wanted((), (), ())) for state, _ in self._gathered]
 
-    def end(self, job: Job) -> bool:
+    def end(self, job: TransferJob) -> bool:
         """Every rank has answered. True if blocks can be matched from now on."""
         if job is self._open:  # abandoned before it was sent
             self._open = None
@@ -253,7 +261,7 @@ class Offloading:
         if job.reservation is None:
             raise IntegrityError(f"job {job.job_id} writes slots that were not reserved for it")
         outcome = job.outcome
-        is_committed = self._commit(job.reservation, outcome)
+        is_committed = self._chain.stored(job.reservation, outcome)
         for share in job.shares:
             share.state.offload_jobs.discard(job.job_id)
             if outcome is Outcome.REJECTED:
@@ -262,16 +270,6 @@ class Offloading:
                 share.state.restart_offload()
         self._end_shares(job.shares, is_committed=is_committed)
         return is_committed
-
-    def _commit(self, reservation: Reservation, outcome: Outcome) -> bool:
-        if outcome is not Outcome.OK:
-            self._tier.abort(reservation)
-            return False
-        if not self._tier.commit(reservation):
-            self._metrics.dropped(DropReason.RESET, len(reservation.keys))
-            return False
-        self._metrics.offloaded_blocks(len(reservation.keys), Tier.DEVICE, Tier.HOST)
-        return True
 
     def _end_shares(self, shares: Sequence[Share], *, is_committed: bool) -> None:
         # What came last must go first. Not after each decoded block (the chain is long); once more at the
@@ -283,11 +281,6 @@ class Offloading:
             if is_due and not (is_committed and len(share.keys) == state.num_keys):
                 used += state.chain_keys()
         if used:
-            self._tier.touch(used)
+            self._chain.host.touch(used)
         for share in shares:
             self._on_share_end(share, is_committed)
-
-    def _count_evictions(self) -> None:
-        evicted = self._tier.evicted_blocks_total - self._evicted_seen
-        self._evicted_seen += evicted
-        self._metrics.evicted(Tier.HOST, evicted)

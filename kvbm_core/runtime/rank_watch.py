@@ -6,25 +6,17 @@ import logging
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 from kvbm_core.clock import Clock
 from kvbm_core.observe.labels import FailureKind
 from kvbm_core.observe.metrics import Metrics
 from kvbm_core.runtime.handshake import ANSWER_WITHIN_S, Handshake
 from kvbm_core.runtime.messages import Ask
+from kvbm_core.tiers.jobs import Job
 
 log = logging.getLogger("kvbm")
 
 LOOK_EVERY_S = 1.0
-
-
-class Awaited(Protocol):
-    """A job that was sent. ``late_ranks`` have given it up, and answer once nothing touches its slots."""
-
-    started_at_s: float
-    waiting_ranks: set[int]
-    late_ranks: set[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,15 +58,15 @@ class RankWatch:
         """Whether it is time to look; not in most steps."""
         return self._clock.now_s() - self._looked_at_s >= LOOK_EVERY_S
 
-    def look(self, jobs: Iterable[tuple[int, Awaited]]) -> None:
+    def look(self, jobs: Iterable[Job]) -> None:
         """Asks for what has not been answered, and settles who is away. ``jobs``: all that were sent."""
         now_s = self._looked_at_s = self._clock.now_s()
         overdue: dict[int, list[tuple[int, float]]] = {}
-        for job_id, job in jobs:
+        for job in jobs:
             age_s = now_s - job.started_at_s
             if age_s >= self._options.ask_after_s:
                 for rank in job.waiting_ranks - job.late_ranks:
-                    overdue.setdefault(rank, []).append((job_id, age_s))
+                    overdue.setdefault(rank, []).append((job.job_id, age_s))
         for rank in [rank for rank in self._asked_first_s if self._was_heard(rank)]:
             del self._asked_first_s[rank]
         away = frozenset(rank for rank, missing in overdue.items() if self._is_away(rank, missing, now_s))

@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
-from kvbm_core.blocks.lease import Lease
 from kvbm_core.runtime.audit import AuditedPrefix
+from kvbm_core.tiers.chain import Held
 from kvbm_core.tiers.groups import GroupSpec, base_block_tokens
-from kvbm_core.tiers.tier import Reservation
 from kvbm_core.tokens.chain import TokenChain
 from kvbm_core.types import BlockKey, block_key
 
@@ -23,21 +22,14 @@ NULL_BLOCK = 0
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """A promise: ``slots`` are those of ``keys``, the blocks ``blocks[g]`` of each group g one after the
-    other.
-
-    ``lease`` holds those that are in the host tier. The rest is on the disk, held by ``disk_lease``, and has
-    slots reserved to be read into. Until the promise is kept or let go.
+    """A promise, until it is kept or let go: ``held`` has the blocks ``blocks[g]`` of each group g, one after
+    the other.
     """
 
     computed_tokens: int
     prefix_tokens: int
     blocks: tuple[range, ...]
-    keys: Sequence[BlockKey]
-    slots: Sequence[int]
-    lease: Lease | None
-    disk_lease: Lease | None = None
-    reservation: Reservation | None = None
+    held: Held
 
 
 @dataclass
@@ -63,6 +55,7 @@ class RequestState:
     next_full_tokens: int = 0
     foreign_tokens: int = 0
     deferred_since_s: float | None = None
+    fetch_wanted_since_s: float | None = None
     queried_blocks: int = 0
     host_hit_blocks: int = 0
     disk_hit_blocks: int = 0

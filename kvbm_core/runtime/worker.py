@@ -11,39 +11,34 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, field
 
-import msgspec
+from msgspec.structs import replace
 
-from kvbm_core.errors import ConfigError, Outcome, StuckCopyError
+from kvbm_core.errors import Outcome, StuckCopyError
 from kvbm_core.runtime.channel import WorkerChannel
 from kvbm_core.runtime.endpoint import Endpoint
 from kvbm_core.runtime.messages import (
     PROTOCOL_VERSION,
-    Acks,
     Ask,
     Configure,
-    DiskShare,
-    ForgetDisk,
     Hello,
     Here,
-    JobAck,
     Message,
+    Move,
     Note,
     Ready,
     Refused,
-    Store,
+    Results,
+    TierFound,
+    TierRefused,
 )
-from kvbm_core.runtime.worker_disk import WorkerDisk, WorkerDiskOptions, piped
-from kvbm_core.storage.disk.record import whole_sectors
-from kvbm_core.storage.host_slab import HostSlab, available_memory_bytes
-from kvbm_core.transfer.digests import SlotDigests
-from kvbm_core.transfer.executor import Copier, DeviceMemory, Executor
+from kvbm_core.storage.disk.recovery import Found
+from kvbm_core.transfer.executor import DeviceMemory, Executor
 from kvbm_core.transfer.executors.broadcast import BroadcastExecutor
 from kvbm_core.transfer.executors.broadcast_group import Group, MeetingPoint
-from kvbm_core.transfer.factory import make_executor, slab_cpus, slab_preparation
-from kvbm_core.transfer.plan import JobResult, TransferPlan
+from kvbm_core.transfer.plan import JobResult, OrderKind, TierOrder, TransferPlan, rejected
+from kvbm_core.transfer.rank import RankMemory, RankOptions, Shard
 from kvbm_core.types import Direction
 
 log = logging.getLogger("kvbm")
@@ -57,26 +52,37 @@ LOAD_GRACE_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class WorkerOptions:
-    """``transfer_deadline_s``: a plan not started by then is given up. ``verify``: compare bytes after an
-    onboard.
+    """``engine_carries_acks``: the adapter takes results to the leader with what the engine sends there in
+    each step anyway (``take_results``); else they go over the channel.
 
-    ``engine_carries_acks``: the adapter takes acknowledgements to the leader with what the engine sends there
-    in each step anyway (``take_acks``); else they go over the channel. ``near_memory``: host memory from the
-    GPU's NUMA node.
-
-    ``replicates``: every rank has the same KV. Rank 0 stores it; the others have neither slots nor a disk and
-    get what they load from rank 0, as fast as NCCL with ``max_ctas`` is (None: its own choice).
+    ``replicates``: every rank has the same KV. Rank 0 stores it; the others have neither slots nor lower
+    tiers and get what they load from rank 0, as fast as NCCL with ``max_ctas`` is (None: its own choice).
     """
 
-    transfer_deadline_s: float = 60.0
-    max_concurrent_transfers: int = 4
-    max_batch_blocks: int = 16
-    verify: bool = False
+    memory: RankOptions = field(default_factory=RankOptions)
     engine_carries_acks: bool = False
-    near_memory: bool = True
     replicates: bool = False
     max_ctas: int | None = None
-    disk: WorkerDiskOptions = field(default_factory=WorkerDiskOptions)
+
+
+class _Listener:
+    """Tells the leader what this rank's lower tiers say."""
+
+    def __init__(self, rank: int, channel: WorkerChannel) -> None:
+        self._rank = rank
+        self._channel = channel
+
+    def found(self, tier: str, end: int, found: list[Found]) -> None:
+        """See TierListener."""
+        slots, keys, sequences = [record.slot for record in found], [], []
+        for record in found:
+            keys.append(bytes(record.key))
+            sequences.append(record.sequence)
+        self._channel.send(TierFound(self._rank, tier, end, slots, keys, sequences))
+
+    def refused(self, tier: str, reason: str) -> None:
+        """See TierListener."""
+        self._channel.send(TierRefused(self._rank, tier, reason))
 
 
 class Worker:
@@ -88,18 +94,17 @@ class Worker:
         self.rank = rank
         self._world_size = world_size
         self._options = options
-        self._memory: DeviceMemory | None = None
+        self._device: DeviceMemory | None = None
         self._fingerprint = ""
-        self._slab: HostSlab | None = None
+        self._memory: RankMemory | None = None
         self._executor: Executor | None = None
-        self._disk: WorkerDisk | None = None
         self._replicates = options.replicates and world_size > 1
         self._point: MeetingPoint | None = None
         self._is_refused = False
         self._is_closed = False
         self._lock = threading.Lock()
         self._done: list[JobResult] = []
-        self._acks: list[JobAck] = []
+        self._results: list[JobResult] = []
         self._notes: deque[Note] = deque()
         self._is_noted = threading.Event()
         self._in_flight: dict[int, Direction] = {}
@@ -107,8 +112,9 @@ class Worker:
         # What the leader has ended is not begun any more: jobs below the number, and those that it named.
         self._first_job_id = 0
         self._ended: set[int] = set()
-        # Given up, while their host slots are still being written to: their answers, for when that is over.
-        self._late: dict[int, JobAck] = {}
+        # Orders to lower tiers that have not been answered; jobs of both kinds whose second answer is due.
+        self._orders: set[int] = set()
+        self._late: set[int] = set()
         self._wrap: Callable[[Executor], Executor] = lambda executor: executor
         self._judge: Callable[[JobResult], JobResult] = lambda result: result
         self._on_note: Callable[[Note], None] = lambda note: None
@@ -122,7 +128,7 @@ class Worker:
 
     def register(self, memory: DeviceMemory, fingerprint: str) -> None:
         """The device cache is known: says hello until the leader has answered."""
-        self._memory = memory
+        self._device = memory
         self._fingerprint = fingerprint
         if self._replicates and self.rank == 0:
             self._point = MeetingPoint()
@@ -153,14 +159,14 @@ class Worker:
         return self._executor is not None
 
     def _hello(self) -> Message | None:
-        if self._memory is None or self._executor is not None or self._is_refused:
+        if self._device is None or self._executor is not None or self._is_refused:
             return None
         return Hello(
             protocol=PROTOCOL_VERSION,
             rank=self.rank,
             world_size=self._world_size,
-            block_bytes=max(view.block_bytes for view in self._memory.views),
-            num_device_blocks=self._memory.views[0].num_blocks,
+            block_bytes=max(view.block_bytes for view in self._device.views),
+            num_device_blocks=self._device.views[0].num_blocks,
             fingerprint=self._fingerprint,
             replicates=self._replicates,
             broadcast_address=self._point.address if self._point is not None else "",
@@ -172,22 +178,20 @@ class Worker:
             log.error("kvbm: worker %d: refused by the leader: %s", self.rank, message.reason)
         elif isinstance(message, Ask):
             self._answer(message)
-        elif isinstance(message, Configure) and self._executor is None and self._memory is not None:
+        elif isinstance(message, Configure) and self._executor is None and self._device is not None:
             self._first_job_id = message.first_job_id
             try:
                 if self._replicates and self.rank > 0:
-                    self._follow(message, self._memory)
+                    self._follow(message, self._device)
                 else:
-                    self._allocate(message, self._memory)
+                    self._allocate(message, self._device)
             except (
                 Exception
             ) as error:  # out of memory, no executor for this memory...: serve without, and say why
                 self._is_refused = True
                 self._channel.send(Refused(self.rank, f"cannot allocate {message.num_slots} blocks: {error}"))
-        elif isinstance(message, Store):
-            self._store(message)
-        elif isinstance(message, ForgetDisk) and self._disk is not None:
-            self._disk.forget_all()
+        elif isinstance(message, Move):
+            self._move(message.order)
         elif isinstance(message, Note):
             self._on_note(message)
             self._notes.append(message)
@@ -197,16 +201,14 @@ class Worker:
         with self._lock:
             asked = set(ask.job_ids)
             # Those that wait for the engine's next step, which may be long in coming.
-            acks = [ack for ack in self._acks if ack.job_id in asked]
+            results = [result for result in self._results if result.job_id in asked]
             if ask.is_last:
-                unknown = asked - self._in_flight.keys() - self._late.keys() - {ack.job_id for ack in acks}
-                never = [
-                    job_id for job_id in unknown if self._disk is None or not self._disk.is_store(job_id)
-                ]
+                known = {*self._in_flight, *self._late, *self._orders, *(r.job_id for r in results)}
+                never = asked - known
                 self._ended.update(never)
-                acks += [JobAck(job_id, Outcome.REJECTED, 0, 0.0, 0.0) for job_id in never]
-        if acks:
-            self._channel.send(Acks(self.rank, acks))
+                results += [rejected(job_id, "never came") for job_id in sorted(never)]
+        if results:
+            self._channel.send(Results(self.rank, results))
         self._channel.send(Here(self.rank))
 
     def _is_ended(self, job_id: int) -> bool:
@@ -218,37 +220,32 @@ class Worker:
         self._begin(self._make_broadcast(message, memory, None), None)
         self._slots_ready(message.num_slots)
 
-    def _allocate(self, message: Configure, memory: DeviceMemory) -> None:
-        num_slots, slot_bytes = message.num_slots, max(view.block_bytes for view in memory.views)
-        if message.disk is not None:
-            slot_bytes = whole_sectors(slot_bytes)
-        needed, available = num_slots * slot_bytes, available_memory_bytes()
-        if needed > available:
-            need = f"rank {self.rank} needs {needed / 1e9:.2f} GB, {available / 1e9:.2f} GB are free"
-            raise ConfigError("DYN_KVBM_CPU_CACHE_GB", f"{needed / 1e9:.2f}", f"{need}; set a smaller size")
-        slab = HostSlab(
-            num_slots,
-            slot_bytes,
-            prepare=slab_preparation(memory),
+    def _allocate(self, message: Configure, device: DeviceMemory) -> None:
+        memory = RankMemory(
+            device,
+            message.num_slots,
+            self._options.memory,
+            places=message.tiers,
+            shard=Shard(self.rank, 1 if self._replicates else self._world_size, self._fingerprint),
+            listener=_Listener(self.rank, self._channel),
             on_ready=self._slots_ready,
-            cpus=slab_cpus(memory) if self._options.near_memory else (),
         )
-        make = partial(self._make_executor, message.disk, memory, slab)
+        self._memory = memory
         try:
-            executor = (
-                self._make_broadcast(message, memory, make) if self._replicates else make(self._finished)
-            )
+            if self._replicates:
+                executor: Executor = self._make_broadcast(message, device, memory.make_executor)
+            else:
+                executor = memory.make_executor(self._finished)
         except Exception:
-            slab.close()
+            memory.close()
             raise
-        self._begin(executor, slab)
-        self._slots_ready(slab.ready_slots)
+        self._begin(executor, memory)
+        self._slots_ready(memory.slab.ready_slots)
 
-    def _begin(self, executor: Executor, slab: HostSlab | None) -> None:
+    def _begin(self, executor: Executor, memory: RankMemory | None) -> None:
         if self._is_closed:  # while files were being made
-            self._end(executor, slab)
+            self._end(executor, memory)
             return
-        self._slab = slab
         self._executor = self._wrap(executor)
 
     def _make_broadcast(
@@ -262,32 +259,8 @@ class Worker:
             make_loader=make_loader,
             # Nobody is to ask for loads any more that can only fail.
             on_broken=lambda reason: self._channel.send(Refused(self.rank, reason)),
-            load_timeout_s=self._options.transfer_deadline_s + LOAD_GRACE_S,
+            load_timeout_s=self._options.memory.transfer_deadline_s + LOAD_GRACE_S,
         )
-
-    def _make_executor(
-        self, share: DiskShare | None, memory: DeviceMemory, slab: HostSlab, on_done: OnDone
-    ) -> Executor:
-        digests = SlotDigests() if self._options.verify else None
-
-        def make(on_done: OnDone) -> Copier:
-            return make_executor(
-                memory,
-                slab,
-                max_concurrent=self._options.max_concurrent_transfers,
-                max_batch_blocks=self._options.max_batch_blocks,
-                on_done=on_done,
-                digests=digests,
-            )
-
-        if share is None:
-            return make(on_done)
-        num_storing_ranks = 1 if self._replicates else self._world_size
-        disk = WorkerDisk(self.rank, num_storing_ranks, self._options.disk, self._channel.send)
-        if not disk.open(share, slab.slot_bytes, self._fingerprint) and not disk.is_busy:
-            return make(on_done)
-        self._disk = disk
-        return piped(make, disk, slab, on_done, self._released, digests)
 
     def _slots_ready(self, slots: int) -> None:
         # The leader may send plans as soon as it hears this; slots that were ready before the executor are
@@ -306,20 +279,20 @@ class Worker:
             is_ended = self._is_ended(plan.job_id)
         executor = self._executor
         if is_ended:
-            self._finished(JobResult(plan.job_id, Outcome.REJECTED, 0, 0.0, 0.0, "comes too late"))
+            self._finished(rejected(plan.job_id, "comes too late"))
             return
         if executor is None:
-            self._finished(JobResult(plan.job_id, Outcome.REJECTED, 0, 0.0, 0.0, "no executor"))
+            self._finished(rejected(plan.job_id, "no executor"))
             return
         try:
-            executor.submit(plan, deadline_s=self._options.transfer_deadline_s)
+            executor.submit(plan, deadline_s=self._options.memory.transfer_deadline_s)
         except Exception as error:
             log.exception("kvbm: worker %d: job %d could not be submitted", self.rank, plan.job_id)
-            self._finished(JobResult(plan.job_id, Outcome.IO_ERROR, 0, 0.0, 0.0, str(error)))
+            self._finished(rejected(plan.job_id, str(error), Outcome.IO_ERROR))
 
     def reject(self, job_id: int) -> None:
         """Ends a job of the leader's that will not be submitted here."""
-        self._finished(JobResult(job_id, Outcome.REJECTED, 0, 0.0, 0.0, "not submitted"))
+        self._finished(rejected(job_id, "not submitted"))
 
     def fence(self, job_ids: Collection[int]) -> None:
         """The device blocks of these jobs are somebody else's from now on: cancels what has not begun to
@@ -384,20 +357,22 @@ class Worker:
         """Jobs that ended since the last call. Call it once per step: acknowledgements do not wait longer
         than that.
         """
-        if not self._done and not self._acks:  # most steps
+        if not self._done and not self._results:  # most steps
             return []
         with self._lock:
             done, self._done = self._done, []
         self._acknowledge()
         return done
 
-    def take_acks(self) -> list[JobAck]:
-        """Acknowledgements since the last call, for adapters that carry them: after ``take`` in each step."""
-        if not self._acks:
+    def take_results(self) -> list[JobResult]:
+        """What the leader is to hear since the last call, for adapters that carry it: after ``take`` in each
+        step.
+        """
+        if not self._results:
             return []
         with self._lock:
-            acks, self._acks = self._acks, []
-        return acks
+            results, self._results = self._results, []
+        return results
 
     def take_notes(self) -> list[Note]:
         """What the leader said to the adapter outside of the engine's steps, in its order."""
@@ -416,28 +391,37 @@ class Worker:
         """Waits until nothing is under way; False if time ran out."""
         return self._executor is None or self._executor.drain(timeout_s)
 
-    def _store(self, message: Store) -> None:
+    def _move(self, order: TierOrder) -> None:
+        memory, is_answered = self._memory, order.kind is not OrderKind.FORGET
         with self._lock:
-            is_ended = self._is_ended(message.job_id)
-        if self._disk is None or is_ended:
-            self._channel.send(Acks(self.rank, [JobAck(message.job_id, Outcome.REJECTED, 0, 0.0, 0.0)]))
+            is_ended = self._is_ended(order.job_id)
+            if is_answered:
+                if order.job_id in self._orders or order.job_id in self._late:
+                    return
+                self._orders.add(order.job_id)
+        if memory is None or (is_answered and is_ended):
+            if is_answered:
+                self._order_ended(rejected(order.job_id, "comes too late"))
             return
-        self._disk.store(message, deadline_s=self._options.transfer_deadline_s)
+        memory.submit(order, self._order_ended)
 
-    def _released(self, job_id: int) -> None:
-        if self._disk is not None and self._disk.is_store(job_id):
-            self._disk.released(job_id)
-            return
+    def _order_ended(self, result: JobResult) -> None:
+        """Not carried by the engine's steps: there may be none for a long time."""
+        if result.outcome not in (Outcome.OK, Outcome.REJECTED, Outcome.MISS):
+            log.warning("kvbm: worker %d: order %d: %s", self.rank, result.job_id, result.detail)
         with self._lock:
-            ack = self._late.pop(job_id, None)
-            if ack is None:  # its end comes only now
-                return
-            self._acks.append(ack)
-        self._acknowledge()
+            self._orders.discard(result.job_id)
+            (self._late.add if result.is_late else self._late.discard)(result.job_id)
+        self._channel.send(Results(self.rank, [result]))
 
     def _finished(self, result: JobResult) -> None:
-        if self._disk is not None and self._disk.is_store(result.job_id):
-            self._disk.stored(result)
+        with self._lock:
+            is_second = result.job_id in self._late
+            if is_second:  # the engine has heard of it
+                self._late.discard(result.job_id)
+                self._results.append(result)
+        if is_second:
+            self._acknowledge()
             return
         result = self._judge(result)
         with self._lock:
@@ -445,14 +429,15 @@ class Worker:
             if result.job_id in self._overwritten:
                 self._overwritten.discard(result.job_id)
                 result = replace(
-                    result, outcome=Outcome.TIMED_OUT, detail="its source was overwritten meanwhile"
+                    result,
+                    outcome=Outcome.TIMED_OUT,
+                    detail="its source was overwritten meanwhile",
+                    failed=(),
                 )
             self._done.append(result)
-            ack = JobAck.of(result)
             if result.is_late:
-                self._late[result.job_id] = ack
-                ack = msgspec.structs.replace(ack, is_late=True)
-            self._acks.append(ack)
+                self._late.add(result.job_id)
+            self._results.append(result)
             may_wait = direction is Direction.OFFLOAD and bool(self._in_flight)
         # Several offloads in one message: each message wakes threads that the engine's own compete with.
         if not may_wait:
@@ -463,9 +448,9 @@ class Worker:
             )
 
     def _acknowledge(self) -> None:
-        acks = [] if self._options.engine_carries_acks else self.take_acks()
-        if acks:
-            self._channel.send(Acks(self.rank, acks))
+        results = [] if self._options.engine_carries_acks else self.take_results()
+        if results:
+            self._channel.send(Results(self.rank, results))
 
     def close(self) -> None:
         """Closes the channel, ends the executor (waits for running copies), frees the slab. May be called
@@ -475,15 +460,15 @@ class Worker:
         # First: its thread is the one that makes executor and slab.
         self._channel.close()
         if self._executor is not None:
-            self._end(self._executor, self._slab)
+            self._end(self._executor, self._memory)
         self._executor = None
         if self._point is not None:
             self._point.close()
             self._point.discard()
 
-    def _end(self, executor: Executor, slab: HostSlab | None) -> None:
-        if self._disk is not None:
-            self._disk.close()
+    def _end(self, executor: Executor, memory: RankMemory | None) -> None:
+        if memory is not None:
+            memory.close_lower()
         executor.close()
-        if slab is not None:
-            slab.close()
+        if memory is not None:
+            memory.close()

@@ -39,10 +39,10 @@ class Listener:
         if result.job_id == HELD_JOB:
             self.gate.wait(LONG_S)
 
-    def wait_for(self, job_id: int) -> bool:
-        """Waits until the job has ended; False if it takes too long."""
+    def wait_for(self, job_id: int, num_results: int = 1) -> bool:
+        """Waits until the job has ended, with so many results; False if it takes too long."""
         with self._arrived:
-            return self._arrived.wait_for(lambda: job_id in self.ids(), LONG_S)
+            return self._arrived.wait_for(lambda: self.ids().count(job_id) >= num_results, LONG_S)
 
     def ids(self) -> list[int]:
         """Of the jobs that ended, in order."""

@@ -7,23 +7,23 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from kvbm_core.blocks.slot_tier import BlockTier
 from kvbm_core.clock import Clock, ManualClock
 from kvbm_core.errors import Outcome
 from kvbm_core.observe.metrics import Metrics
 from kvbm_core.policy.admission import AdmissionPolicy, AdmitAll
 from kvbm_core.policy.lru import LruPolicy
-from kvbm_core.runtime.disk import DiskTier
-from kvbm_core.runtime.handshake import DiskSlotsFound, Handshake, RankAck, SlotsReady
-from kvbm_core.runtime.leader import DiskSetup, Leader, LeaderOptions
-from kvbm_core.runtime.messages import ForgetDisk, JobAck, Message, Store
+from kvbm_core.runtime.handshake import Handshake, RankAnswer, SlotsFound, SlotsReady
+from kvbm_core.runtime.leader import Leader, LeaderOptions, LeaderParts
 from kvbm_core.runtime.offload import OnShareEnd
 from kvbm_core.runtime.request import BlockTable, RequestState
 from kvbm_core.storage.disk.recovery import Found
 from kvbm_core.tiers.groups import GroupSpec, base_block_tokens
-from kvbm_core.tiers.tier import BlockTier
+from kvbm_core.tiers.lower import LowerTierMaker
+from kvbm_core.tiers.slotted import SlottedTier, slotted_tier
 from kvbm_core.tokens.chain import TokenChain
 from kvbm_core.tokens.namespace import KeyNamespace
-from kvbm_core.transfer.plan import TransferPlan
+from kvbm_core.transfer.plan import JobResult, OrderKind, TierOrder, TransferPlan
 from kvbm_core.types import BlockKey, Tier
 
 ROOT = KeyNamespace("bench").root()
@@ -36,14 +36,15 @@ class BenchDisk:
     """A disk tier of ``num_slots`` empty slots, there at once; 0: the test says when with
     ``LeaderBench.disk_found``.
 
-    ``send``: gets what the leader says to the workers, besides ``LeaderBench.sent``. ``has_host_tier``:
-    see Metrics.
+    ``send``: gets the leader's orders to the workers, besides ``LeaderBench.sent``. ``has_host_tier``: see
+    Metrics. ``more``: further lower tiers, behind the disk.
     """
 
     num_slots: int = 16
     make_admission: Callable[[Clock], AdmissionPolicy] = lambda clock: AdmitAll()
-    send: Callable[[Message], None] = lambda message: None
+    send: Callable[[TierOrder], None] = lambda order: None
     has_host_tier: bool = True
+    more: tuple[LowerTierMaker, ...] = ()
 
 
 class LeaderBench:
@@ -60,8 +61,8 @@ class LeaderBench:
         disk: BenchDisk | None = None,
     ) -> None:
         self.clock = ManualClock()
-        self.sent: list[Message] = []
-        self._send_on = (lambda message: None) if disk is None else disk.send
+        self.sent: list[TierOrder] = []
+        self._send_on = (lambda order: None) if disk is None else disk.send
         self.evicted: list[BlockKey] = []
         self.world_size = world_size
         self.tier = BlockTier(Tier.HOST, LruPolicy(), self.clock, on_evict=self.evicted.extend)
@@ -70,21 +71,24 @@ class LeaderBench:
             groups,
             self.tier,
             self.handshake,
-            world_size,
-            self.clock,
-            Metrics(has_host_tier=disk is None or disk.has_host_tier),
-            options or LeaderOptions(),
-            on_offload_end,
-            None if disk is None else DiskSetup(disk.make_admission(self.clock), self._send),
+            clock=self.clock,
+            metrics=Metrics(has_host_tier=disk is None or disk.has_host_tier),
+            options=options or LeaderOptions(),
+            parts=LeaderParts(self._lower(disk), self._send, on_offload_end),
         )
         if num_slots:
             self.slots_ready(num_slots)
         if disk is not None and disk.num_slots:
             self.disk_found(disk.num_slots)
 
-    def _send(self, message: Message) -> None:
-        self.sent.append(message)
-        self._send_on(message)
+    def _lower(self, disk: BenchDisk | None) -> tuple[LowerTierMaker, ...]:
+        if disk is None:
+            return ()
+        return (slotted_tier("disk", Tier.DISK, disk.make_admission(self.clock)), *disk.more)
+
+    def _send(self, order: TierOrder) -> None:
+        self.sent.append(order)
+        self._send_on(order)
 
     def slots_ready(self, num_slots: int) -> None:
         """Every rank has slots 0 .. ``num_slots``-1."""
@@ -92,29 +96,30 @@ class LeaderBench:
         self.leader.poll()
 
     @property
-    def disk(self) -> DiskTier:
+    def disk(self) -> SlottedTier:
         """The leader's disk tier; AssertionError if it has none."""
-        if self.leader.disk is None:
+        tier = self.leader.chain.named("disk")
+        if not isinstance(tier, SlottedTier):
             raise AssertionError("this leader has no disk")
-        return self.leader.disk
+        return tier
 
     def disk_found(self, end: int, found: Sequence[Found] = (), ranks: Iterable[int] | None = None) -> None:
         """``ranks`` (default: all) have looked at their disk slots below ``end``; the leader has read it."""
         for rank in range(self.world_size) if ranks is None else ranks:
-            self.handshake.found.append(DiskSlotsFound(rank, end, list(found)))
+            self.handshake.found.append(SlotsFound("disk", rank, end, list(found)))
         self.leader.catch_up()
 
-    def take_sent(self) -> list[Store | ForgetDisk]:
-        """What the leader has said to the workers since the last call."""
+    def take_sent(self) -> list[TierOrder]:
+        """What the leader has ordered since the last call."""
         sent, self.sent = self.sent, []
-        return [message for message in sent if isinstance(message, Store | ForgetDisk)]
+        return sent
 
-    def stores(self) -> list[Store]:
+    def stores(self) -> list[TierOrder]:
         """As ``take_sent``, and there were only orders to store."""
         sent = self.take_sent()
-        if any(isinstance(message, ForgetDisk) for message in sent):
+        if any(order.kind is OrderKind.FORGET for order in sent):
             raise AssertionError("the workers were told to forget their disks")
-        return [message for message in sent if isinstance(message, Store)]
+        return [order for order in sent if order.kind is OrderKind.STORE]
 
     def write_to_disk(self, outcome: Outcome = Outcome.OK, ranks: Iterable[int] | None = None) -> int:
         """``ranks`` (default: all) answer the orders that have come since; how many blocks those were."""
@@ -127,7 +132,7 @@ class LeaderBench:
     def say(self, job_id: int, outcome: Outcome = Outcome.OK, ranks: Iterable[int] | None = None) -> None:
         """Puts answers of ``ranks`` (default: all) into the inbox; the leader has not read them yet."""
         for rank in range(self.world_size) if ranks is None else ranks:
-            self.handshake.inbox.append(RankAck(rank, JobAck(job_id, outcome, 100, 0.5, 0.25)))
+            self.handshake.inbox.append(RankAnswer(rank, JobResult(job_id, outcome, 100, 0.5, 0.25)))
 
     def answer(
         self, plan: TransferPlan | None, outcome: Outcome = Outcome.OK, ranks: Iterable[int] | None = None
@@ -209,8 +214,7 @@ class LeaderBench:
             "pending blocks": self.tier.pending_blocks,
             "blocks being loaded": self.leader.loading_blocks,
         }
-        if self.leader.disk is not None:
-            left["leases on disk blocks"] = self.leader.disk.tier.live_leases
-            left["blocks being stored"] = self.leader.disk.storing_blocks
+        left["leases on blocks of lower tiers"] = self.leader.chain.live_leases
+        left["blocks being stored"] = self.leader.chain.storing_blocks
         if any(left.values()):
             raise AssertionError(f"something is left: {left}")

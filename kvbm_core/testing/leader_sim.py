@@ -13,10 +13,10 @@ from enum import Enum, auto
 from random import Random
 
 from kvbm_core.errors import Outcome
-from kvbm_core.runtime.handshake import RankAck
-from kvbm_core.runtime.jobs import Share
+from kvbm_core.runtime.handshake import RankAnswer
 from kvbm_core.runtime.leader import LeaderOptions
 from kvbm_core.runtime.request import NULL_BLOCK, RequestState
+from kvbm_core.runtime.transfer_jobs import Share
 from kvbm_core.testing.leader_bench import BenchDisk, LeaderBench
 from kvbm_core.testing.sim_worker import SimWorker, oracle
 from kvbm_core.tiers.groups import GroupSpec, alignment_tokens
@@ -401,7 +401,7 @@ class LeaderSim:
         if worker.acks:
             ack = worker.acks.pop(self.random.randrange(len(worker.acks)))
             copies = 2 if self.random.random() < 0.1 else 1
-            self.bench.handshake.inbox.extend([RankAck(worker.rank, ack)] * copies)
+            self.bench.handshake.inbox.extend([RankAnswer(worker.rank, ack)] * copies)
             self.leader.poll()
             self._look_at_audits()
 

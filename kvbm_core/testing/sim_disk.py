@@ -4,7 +4,7 @@ Stores and reads take two steps. Records carry a digest of what their host slot 
 bytes that it held at the end: a host slot that was given to somebody else meanwhile yields a record that does
 not verify, and the simulation fails unless it has damaged that record itself. Reads may be late: the engine
 is told TIMED_OUT, and the worker goes on writing into the host slots and acknowledges to the leader only when
-that is over.
+that is over. Of a load that failed in part the rest is right.
 """
 
 from __future__ import annotations
@@ -15,16 +15,17 @@ from dataclasses import dataclass, replace
 from hashlib import blake2b
 from random import Random
 
+import msgspec
+
 from kvbm_core.errors import Outcome
 from kvbm_core.policy.admission import AdmitAll
 from kvbm_core.policy.frequency import FrequencyFilter
-from kvbm_core.runtime.handshake import DiskSlotsFound
-from kvbm_core.runtime.messages import ForgetDisk, JobAck, Message, Store
+from kvbm_core.runtime.handshake import SlotsFound
 from kvbm_core.storage.disk.recovery import Found
 from kvbm_core.testing.leader_bench import BenchDisk, LeaderBench
 from kvbm_core.testing.leader_sim import LeaderSim, SimShape, expect
 from kvbm_core.testing.sim_worker import FAILURES, HALF_BYTES, PAGE_BYTES, SimWorker, oracle
-from kvbm_core.transfer.plan import DiskPlan, TransferPlan
+from kvbm_core.transfer.plan import JobResult, OrderKind, TierOrder, TransferPlan
 from kvbm_core.types import BlockKey
 
 EARLY_PROMPTS = 5
@@ -72,7 +73,7 @@ class _Load:
     """A plan with reads; ``life``: of the disk when it came."""
 
     plan: TransferPlan
-    reads: DiskPlan
+    reads: TierOrder
     life: int
     is_half_read: bool = False
     is_late: bool = False
@@ -93,21 +94,21 @@ class DiskSimWorker(SimWorker):
         super().__init__(rank, num_device_blocks, num_slots, random, failure_rate)
         self.disk = disk
         self.late_reads = 0
-        self._orders: deque[Store | ForgetDisk] = deque()
+        self._orders: deque[TierOrder] = deque()
         self._is_half_stored = False
         self._loads: dict[int, _Load] = {}
 
-    def hear(self, message: Message) -> None:
+    def hear(self, order: TierOrder) -> None:
         """Takes an order of the leader's."""
-        if isinstance(message, Store | ForgetDisk):
-            self._orders.append(message)
+        self._orders.append(order)
 
     def submit(self, plan: TransferPlan) -> None:
         """See SimWorker; what has to be read goes to the device when all of it has come."""
-        if plan.reads is None:
+        if not plan.reads:
             super().submit(plan)
         else:
-            self._loads[plan.job_id] = _Load(plan, plan.reads, self.disk.life)
+            (reads,) = plan.reads
+            self._loads[plan.job_id] = _Load(plan, reads, self.disk.life)
 
     def fence(self, job_ids: Collection[int], *, times_out: bool) -> None:
         """See SimWorker; what is read for a comparison that is cancelled is read to its end."""
@@ -136,7 +137,7 @@ class DiskSimWorker(SimWorker):
 
     def _go_on_with_order(self) -> None:
         order = self._orders[0]
-        if isinstance(order, ForgetDisk):
+        if order.kind is OrderKind.FORGET:
             self._orders.popleft()
             self.disk.life += 1
         elif self._is_half_stored:
@@ -145,7 +146,7 @@ class DiskSimWorker(SimWorker):
             self._end_store(order)
         elif self._fails():
             self._orders.popleft()
-            for disk_slot in order.disk_slots:
+            for disk_slot in order.places:
                 if self._random.random() < 0.5:
                     self.disk.records[disk_slot] = (
                         None  # what was there is gone, and no new record has come of it
@@ -158,17 +159,17 @@ class DiskSimWorker(SimWorker):
     def _fails(self) -> bool:
         return self._random.random() < self._failure_rate
 
-    def _begin_store(self, order: Store) -> None:
+    def _begin_store(self, order: TierOrder) -> None:
         self.disk.sequence += self._random.randint(1, 3)
-        for key, slot, disk_slot in zip(order.keys, order.slots, order.disk_slots, strict=True):
+        for key, slot, disk_slot in zip(order.keys, order.slots, order.places, strict=True):
             payload = self.in_slot(slot)
             half = payload[:HALF_BYTES].ljust(PAGE_BYTES, b"\0")
             self.disk.records[disk_slot] = SimRecord(
                 BlockKey(key), self.disk.life, self.disk.sequence, half, _digest(payload), is_damaged=True
             )
 
-    def _end_store(self, order: Store) -> None:
-        for slot, disk_slot in zip(order.slots, order.disk_slots, strict=True):
+    def _end_store(self, order: TierOrder) -> None:
+        for slot, disk_slot in zip(order.slots, order.places, strict=True):
             record = self.disk.records[disk_slot]
             expect(record is not None, "a record vanished while it was written")
             if record is not None:
@@ -201,7 +202,7 @@ class DiskSimWorker(SimWorker):
         job_id = load.plan.job_id
         trouble = self._random.choice([Outcome.IO_ERROR, Outcome.TIMED_OUT, Outcome.CORRUPT])
         if trouble is Outcome.CORRUPT:
-            record = self.disk.records[self._random.choice(load.reads.disk_slots)]
+            record = self.disk.records[self._random.choice(load.reads.places)]
             if record is not None:
                 record.payload, record.is_damaged = bytes(PAGE_BYTES), True
             self._begin_reads(load)
@@ -215,7 +216,7 @@ class DiskSimWorker(SimWorker):
         load.is_half_read = True
 
     def _read_half(self, load: _Load, offset_bytes: int) -> None:
-        for slot, disk_slot in zip(load.reads.slots, load.reads.disk_slots, strict=True):
+        for slot, disk_slot in zip(load.reads.slots, load.reads.places, strict=True):
             record = self.disk.records[disk_slot]
             if record is not None:
                 first = slot * PAGE_BYTES + offset_bytes
@@ -227,19 +228,29 @@ class DiskSimWorker(SimWorker):
         self._read_half(load, HALF_BYTES)
         problems = [self._problem_of(load, i) for i in range(len(load.reads.keys))]
         trouble = next((problem for problem in problems if problem is not None), None)
+        failed = {
+            slot: problem
+            for slot, problem in zip(load.reads.slots, problems, strict=True)
+            if problem is not None
+        }
         if load.is_late:
-            self.acks.append(JobAck(load.plan.job_id, self._outcomes[load.plan.job_id], 0, 0.0, 0.0))
+            kept = [slot for slot in load.reads.slots if self._random.random() < 0.5]
+            failed = {slot: Outcome.TIMED_OUT for slot in load.reads.slots if slot not in kept} | failed
+            result = JobResult(load.plan.job_id, self._outcomes[load.plan.job_id], 0, 0.0, 0.0)
+            self.acks.append(msgspec.structs.replace(result, failed=tuple(failed.items())))
         elif trouble is not None:
-            is_damage = trouble is Outcome.CORRUPT and load.plan.compares  # as PipelineExecutor
-            self._end(load.plan.job_id, Outcome.MISS if is_damage else trouble)
+            if load.plan.compares:  # as StagedExecutor: a damaged record is no wrong KV
+                changed = {slot: Outcome.MISS for slot, bad in failed.items() if bad is Outcome.CORRUPT}
+                failed, trouble = failed | changed, Outcome.MISS if trouble is Outcome.CORRUPT else trouble
+            self._end(load.plan.job_id, trouble, tuple(failed.items()) if self._random.random() < 0.7 else ())
         else:
-            super().submit(replace(load.plan, reads=None))
+            super().submit(replace(load.plan, reads=()))
 
     def _problem_of(self, load: _Load, number: int) -> Outcome | None:
         """What is wrong with one block that was read. AssertionError if that is nobody's fault but the
         leader's.
         """
-        record = self.disk.records[load.reads.disk_slots[number]]
+        record = self.disk.records[load.reads.places[number]]
         if self.disk.life != load.life:
             return Outcome.MISS
         key = load.reads.keys[number]
@@ -269,9 +280,9 @@ class DiskLeaderSim(LeaderSim):
         self._disks = [SimDisk(num_disk_slots, random.randrange(1000)) for _ in range(shape.world_size)]
         self._disk_workers: list[DiskSimWorker] = []
         # What the leader has not been told yet of what is on the disks, by rank; on its way since the start.
-        self._untold: list[deque[DiskSlotsFound]] = []
+        self._untold: list[deque[SlotsFound]] = []
         # Loads that read from the disk: the plan, and the number of resets before it.
-        self._reading: dict[int, tuple[DiskPlan, int]] = {}
+        self._reading: dict[int, tuple[TierOrder, int]] = {}
         self._resets = 0
         self._early_prompts: list[list[int]] = []
         self._restored: set[BlockKey] = set()
@@ -286,28 +297,30 @@ class DiskLeaderSim(LeaderSim):
     def _make_bench(self, disk: BenchDisk | None = None) -> LeaderBench:
         self._disk_workers = []
         make_admission = FrequencyFilter if self._uses_filter else lambda clock: AdmitAll()
-        return super()._make_bench(BenchDisk(0, make_admission, self._tell_workers))
+        more = () if disk is None else disk.more
+        return super()._make_bench(BenchDisk(0, make_admission, self._tell_workers, more=more))
 
     def _make_workers(self) -> list[DiskSimWorker]:
-        shape = self.shape
-        self._disk_workers = [
-            DiskSimWorker(
-                rank, shape.num_device_blocks, shape.num_slots, self.random, shape.failure_rate, disk
-            )
-            for rank, disk in enumerate(self._disks)
-        ]
+        self._disk_workers = [self._make_worker(rank, disk) for rank, disk in enumerate(self._disks)]
         half, end = self._num_disk_slots // 2, self._num_disk_slots
         self._untold = [
             deque(
-                DiskSlotsFound(rank, part.stop, disk.found(part)) for part in (range(half), range(half, end))
+                SlotsFound("disk", rank, part.stop, disk.found(part))
+                for part in (range(half), range(half, end))
             )
             for rank, disk in enumerate(self._disks)
         ]
         return self._disk_workers
 
-    def _tell_workers(self, message: Message) -> None:
+    def _make_worker(self, rank: int, disk: SimDisk) -> DiskSimWorker:
+        shape = self.shape
+        return DiskSimWorker(
+            rank, shape.num_device_blocks, shape.num_slots, self.random, shape.failure_rate, disk
+        )
+
+    def _tell_workers(self, order: TierOrder) -> None:
         for worker in self._disk_workers:
-            worker.hear(message)
+            worker.hear(order)
 
     def _actions(self) -> list[tuple[Callable[[], None], float]]:
         more = [
@@ -349,19 +362,19 @@ class DiskLeaderSim(LeaderSim):
     def _tell_found(self) -> None:
         untold = self.random.choice(self._untold)
         if untold:
-            before = set(self.bench.disk.tier.keys())
+            before = set(self.bench.disk.slots.keys())
             self.bench.handshake.found.append(untold.popleft())
             self.leader.poll()
-            self._restored.update(set(self.bench.disk.tier.keys()) - before)
+            self._restored.update(set(self.bench.disk.slots.keys()) - before)
 
     # ---------------------------------------------------------------- what must be so
 
     def _look_at_plan(self, plan: TransferPlan) -> None:
         super()._look_at_plan(plan)
-        if plan.reads is not None:
-            plan.reads.check(self.shape.num_slots, self._num_disk_slots)
-            expect(plan.reads.job_id == plan.job_id, "a load and its reads are two jobs")
-            self._reading[plan.job_id] = (plan.reads, self._resets)
+        for order in plan.reads:
+            order.check(self.shape.num_slots, self._num_disk_slots)
+            expect(order.job_id == plan.job_id, "a load and its reads are two jobs")
+            self._reading[plan.job_id] = (order, self._resets)
 
     def _hear(self) -> None:
         super()._hear()
@@ -382,7 +395,7 @@ class DiskLeaderSim(LeaderSim):
         super()._reset()
         self._resets += 1
         self._restored.clear()
-        expect(self.bench.disk.tier.resident_blocks == 0, "a block on the disk survived the reset")
+        expect(self.bench.disk.slots.resident_blocks == 0, "a block on the disk survived the reset")
 
     def _time_passes(self) -> None:
         super()._time_passes()
@@ -393,7 +406,7 @@ class DiskLeaderSim(LeaderSim):
     def check_bytes(self) -> None:
         """See LeaderSim; and each block that could be matched on the disk is there, on every rank."""
         super().check_bytes()
-        tier = self.bench.disk.tier
+        tier = self.bench.disk.slots
         for key, (group, prefix) in self._prefix_of.items():
             lease = tier.lease("check", [key], 1.0)
             if lease is None:

@@ -10,8 +10,7 @@ from hashlib import blake2b
 from random import Random
 
 from kvbm_core.errors import Outcome
-from kvbm_core.runtime.messages import JobAck
-from kvbm_core.transfer.plan import TransferPlan
+from kvbm_core.transfer.plan import JobResult, TransferPlan
 from kvbm_core.types import Direction
 
 PAGE_BYTES = 16
@@ -48,7 +47,7 @@ class SimWorker:
         self._running: dict[int, _Running] = {}
         self._outcomes: dict[int, Outcome] = {}
         # Said to the leader and not yet heard by it.
-        self.acks: list[JobAck] = []
+        self.acks: list[JobResult] = []
 
     def submit(self, plan: TransferPlan) -> None:
         """Takes a plan."""
@@ -117,9 +116,9 @@ class SimWorker:
                 else:
                     self.device[here] = self.host[there]
 
-    def _end(self, job_id: int, outcome: Outcome) -> None:
+    def _end(self, job_id: int, outcome: Outcome, failed: tuple[tuple[int, Outcome], ...] = ()) -> None:
         self._outcomes[job_id] = outcome
-        self.acks.append(JobAck(job_id, outcome, 1, 0.0, 0.0))
+        self.acks.append(JobResult(job_id, outcome, 1, 0.0, 0.0, failed=failed))
 
     def write(self, block: int, content: bytes) -> None:
         """What the model computes."""

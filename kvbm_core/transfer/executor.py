@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
@@ -53,8 +53,8 @@ class Executor(Protocol):
     submission; jobs may overlap, so a caller must not submit a job that reads what another one still writes.
 
     A job waits, copies, and is over. What waits can be cancelled at any time, also while its bytes are still
-    being read from a disk; what copies is over soon, as it waits for memory alone. So whoever is about to
-    give the device blocks of a job away cancels it, and waits for it if that came too late.
+    being read from a lower tier; what copies is over soon, as it waits for memory alone. So whoever is about
+    to give the device blocks of a job away cancels it, and waits for it if that came too late.
     """
 
     def submit(self, plan: TransferPlan, *, deadline_s: float | None = None) -> None:
@@ -73,8 +73,8 @@ class Executor(Protocol):
         """True: nothing of the job touches device memory from now on; it is reported as REJECTED.
 
         False: what has begun still copies, or the job is over or unknown; ``wait`` says when it is over. Of a
-        job in several parts none begins after this, whatever the answer. A job whose host slots the disk may
-        still write into is reported with ``is_late``.
+        job in several parts none begins after this, whatever the answer. A job whose host slots a lower
+        tier may still write into is reported with ``is_late``.
         """
 
     def wait(self, job_ids: Collection[int], timeout_s: float) -> bool:
@@ -100,15 +100,22 @@ class Copier(Executor, Protocol):
         """
 
     def submit(
-        self, plan: TransferPlan, *, deadline_s: float | None = None, after: StreamMark = None
+        self,
+        plan: TransferPlan,
+        *,
+        deadline_s: float | None = None,
+        after: StreamMark = None,
+        on_done: Callable[[JobResult], None] | None = None,
     ) -> None:
-        """See Executor; with ``after``, the copies start after that mark, whatever the calling thread."""
+        """See Executor; with ``after``, the copies start after that mark, whatever the calling thread.
+        ``on_done`` hears of this plan's end in place of the executor's listener.
+        """
 
 
 def refusal_of(plan: TransferPlan, device: DeviceMemory, host: HostSlab) -> tuple[Outcome, str] | None:
     """Why the plan cannot be executed, or None."""
-    if plan.reads is not None:
-        return Outcome.REJECTED, "there is no disk here to read from"
+    if plan.reads:
+        return Outcome.REJECTED, "there is no lower tier here to read from"
     if any(not 0 <= move.group < len(device.views) for move in plan.moves):
         return Outcome.REJECTED, f"there are {len(device.views)} KV cache groups"
     if plan.compares:

@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 
 from kvbm_core.clock import Clock, SystemClock
 from kvbm_core.errors import Outcome
-from kvbm_core.transfer.plan import DiskPlan, JobResult, TransferPlan
+from kvbm_core.transfer.plan import JobResult, OrderKind, TierOrder, TransferPlan
 from kvbm_core.types import Direction
 
 MAX_QUEUED_JOBS = 4096
@@ -20,17 +20,21 @@ MAX_QUEUED_JOBS = 4096
 logger = logging.getLogger(__name__)
 
 
-PlanT = TypeVar("PlanT", bound=TransferPlan | DiskPlan)
+OnDone = Callable[[JobResult], None]
+PlanT = TypeVar("PlanT", bound=TransferPlan | TierOrder)
 
 
 @dataclass
 class Job(Generic[PlanT]):
-    """A plan on its way. ``token`` is whatever the executor noted when it was submitted."""
+    """A plan on its way. ``token`` is whatever the executor noted when it was submitted. ``on_done``: who
+    hears of its end, in place of the board's listener.
+    """
 
     plan: PlanT
     submitted_s: float
     deadline_at_s: float | None
     token: Any = None
+    on_done: OnDone | None = None
     started_s: float | None = None
 
 
@@ -52,10 +56,12 @@ class JobBoard(Generic[PlanT]):
         self._closed = False
         self._is_woken = False
 
-    def add(self, plan: PlanT, deadline_s: float | None, token: Any = None) -> None:
+    def add(
+        self, plan: PlanT, deadline_s: float | None, token: Any = None, on_done: OnDone | None = None
+    ) -> None:
         """Queues a plan; a full or closed board ends it at once. ValueError if the job id is in flight."""
         now_s = self._clock.now_s()
-        job = Job(plan, now_s, None if deadline_s is None else now_s + deadline_s, token)
+        job = Job(plan, now_s, None if deadline_s is None else now_s + deadline_s, token, on_done)
         with self._changed:
             if plan.job_id in self._live:
                 raise ValueError(f"job {plan.job_id} is already in flight")
@@ -71,13 +77,13 @@ class JobBoard(Generic[PlanT]):
         if refusal is not None:
             self.end(job, *refusal)
 
-    def refuse(self, plan: PlanT, outcome: Outcome, detail: str) -> None:
+    def refuse(self, plan: PlanT, outcome: Outcome, detail: str, on_done: OnDone | None = None) -> None:
         """Ends a plan that was never queued."""
         with self._changed:
             if plan.job_id in self._live:
                 raise ValueError(f"job {plan.job_id} is already in flight")
             self._live.add(plan.job_id)
-        self.end(Job(plan, self._clock.now_s(), None), outcome, detail)
+        self.end(Job(plan, self._clock.now_s(), None, on_done=on_done), outcome, detail)
 
     def take(self, *, timeout_s: float | None = None, onboard_only: bool = False) -> Job[PlanT] | None:
         """The next job to start: onboards first, then the oldest; those past their deadline are ended.
@@ -107,19 +113,21 @@ class JobBoard(Generic[PlanT]):
         *,
         num_bytes: int = 0,
         is_late: bool = False,
+        failed: tuple[tuple[int, Outcome], ...] = (),
     ) -> None:
         """Publishes the result; a job that never started has no seconds, only time in the queue."""
         now_s = self._clock.now_s()
         started_s = now_s if job.started_s is None else job.started_s
         seconds, queued_s = now_s - started_s, started_s - job.submitted_s
-        result = JobResult(job.plan.job_id, outcome, num_bytes, seconds, queued_s, detail, is_late)
-        if self._on_done is not None:
+        result = JobResult(job.plan.job_id, outcome, num_bytes, seconds, queued_s, detail, is_late, failed)
+        on_done = job.on_done or self._on_done
+        if on_done is not None:
             try:
-                self._on_done(result)
+                on_done(result)
             except Exception:  # a bug of the listener must not end the thread that copies
                 logger.exception("kvbm: listener failed on the result of job %d", result.job_id)
         with self._changed:
-            if self._on_done is None:
+            if on_done is None:
                 self._results.append(result)
             self._live.discard(result.job_id)
             self._changed.notify_all()
@@ -181,10 +189,16 @@ class JobBoard(Generic[PlanT]):
         return self._closed
 
     def _queue_of(self, job: Job[PlanT]) -> deque[Job[PlanT]]:
-        return self._onboards if job.plan.direction is Direction.ONBOARD else self._offloads
+        return self._onboards if _goes_up(job.plan) else self._offloads
 
     def _has_job(self, onboard_only: bool) -> bool:
         return bool(self._onboards) or (bool(self._offloads) and not onboard_only)
+
+
+def _goes_up(plan: TransferPlan | TierOrder) -> bool:
+    if isinstance(plan, TierOrder):
+        return plan.kind is OrderKind.FETCH
+    return plan.direction is Direction.ONBOARD
 
 
 class BoardExecutor(ABC):

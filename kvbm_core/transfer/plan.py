@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import NamedTuple
+
+import msgspec
 
 from kvbm_core.errors import Outcome
 from kvbm_core.types import BlockKey, Direction
@@ -18,35 +21,71 @@ class GroupMove(NamedTuple):
     slots: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class DiskPlan:
-    """Blocks between host slots and the disk's: ``keys[i]`` is in ``slots[i]`` and in ``disk_slots[i]``.
+class OrderKind(str, Enum):
+    """What a lower tier is to do."""
 
-    OFFLOAD writes them to the disk, ONBOARD reads them from there. One job, as TransferPlan.
+    STORE = "store"
+    """Take blocks from host slots."""
+    FETCH = "fetch"
+    """Bring blocks into host slots."""
+    FIND = "find"
+    """Say which blocks are there; no byte moves."""
+    FORGET = "forget"
+    """Find nothing again of what is there now, also after a restart. Not answered."""
+
+    def __str__(self) -> str:
+        return self.value
+
+
+@dataclass(frozen=True, slots=True)
+class TierOrder:
+    """Blocks between host slots and the lower tier called ``tier``: ``keys[i]`` is in host slot ``slots[i]``.
+
+    ``places[i]``: its slot in a tier that has numbered slots; empty for a tier by key. A FIND has no slots.
+    An order is a job of its own, or a part of a TransferPlan with the plan's number.
     """
 
     job_id: int
-    direction: Direction
+    tier: str
+    kind: OrderKind
     keys: tuple[BlockKey, ...]
-    slots: tuple[int, ...]
-    disk_slots: tuple[int, ...]
+    slots: tuple[int, ...] = ()
+    places: tuple[int, ...] = ()
 
-    def check(self, num_slots: int, num_disk_slots: int) -> None:
-        """ValueError for numbers out of range, unequal lengths or a target named twice."""
-        if not len(self.keys) == len(self.slots) == len(self.disk_slots):
-            raise ValueError(
-                f"{len(self.keys)} keys, {len(self.slots)} slots and {len(self.disk_slots)} on the disk"
-            )
+    def check(self, num_slots: int, num_places: int | None = None) -> None:
+        """ValueError for numbers out of range, unequal lengths or a target named twice. ``num_places`` None:
+        of a tier by key.
+        """
+        num_keys = len(self.keys)
+        if len(self.slots) != (0 if self.kind is OrderKind.FIND else num_keys):
+            raise ValueError(f"{num_keys} keys and {len(self.slots)} slots")
+        if len(self.places) != (0 if num_places is None else num_keys):
+            raise ValueError(f"{num_keys} keys and {len(self.places)} places in tier {self.tier}")
         _check_range("slot", self.slots, num_slots)
-        _check_range("disk slot", self.disk_slots, num_disk_slots)
-        targets = self.disk_slots if self.direction is Direction.OFFLOAD else self.slots
+        if num_places is not None:
+            _check_range(f"place in tier {self.tier}", self.places, num_places)
+        targets: Sequence[object] = self.slots
+        if self.kind is OrderKind.STORE:
+            targets = self.keys if num_places is None else self.places
         if len(set(targets)) != len(targets):
             raise ValueError(f"a target of job {self.job_id} is named twice")
 
 
+class TierPlace(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A lower tier on each rank: where it is, and how many slots it has there (0: it is by key)."""
+
+    name: str
+    location: str
+    """A folder for block files, or the URL of a store."""
+    num_slots: int = 0
+    model: str = ""
+    """For people; what a store that bounds itself is bounded by."""
+
+
 @dataclass(frozen=True, slots=True)
 class TransferPlan:
-    """One job: everything moves or the job has failed. ``reads``: what has to come up into its slots first.
+    """One job between device blocks and host slots. ``reads``: what lower tiers have to bring into its slots
+    first.
 
     ``compares``: an OFFLOAD that writes nothing: it is CORRUPT if slots hold other KV than the device blocks.
     """
@@ -54,7 +93,7 @@ class TransferPlan:
     job_id: int
     direction: Direction
     moves: tuple[GroupMove, ...]
-    reads: DiskPlan | None = None
+    reads: tuple[TierOrder, ...] = ()
     compares: bool = False
 
     @property
@@ -90,22 +129,23 @@ def _check_range(what: str, numbers: Sequence[int], limit: int) -> None:
         raise ValueError(f"{what} {min(numbers)} or {max(numbers)} is not in 0..{limit - 1}")
 
 
-class FromDisk(NamedTuple):
-    """Of a job with reads: bytes that came up from the disk, and how long reading and copying each took; they
-    overlap.
-    """
+class Fetched(NamedTuple):
+    """What one lower tier brought up for a TransferPlan: bytes, and how long reading took."""
 
+    tier: str
     num_bytes: int
-    read_s: float
-    copy_s: float
+    seconds: float
 
 
-@dataclass(frozen=True, slots=True)
-class JobResult:
-    """How a job ended: ``seconds`` of work after ``queued_s`` of waiting; ``detail`` says why not OK.
+class JobResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How a job ended on one rank: ``seconds`` of work after ``queued_s`` of waiting; ``detail`` says why not
+    OK.
 
-    ``num_bytes``: copied from or to the device; of a DiskPlan, written or read. ``is_late``: given up while
-    the disk may still write into its slots; they are not to be used until it is released.
+    ``failed``: the blocks that failed, by host slot (of a FIND: by the key's place in the order), where
+    others of the job did not; ``outcome`` is then that of the first of them. Empty: ``outcome`` is of all.
+    ``num_bytes``: copied from or to the device; of a TierOrder, written or read. ``is_late``: given up while
+    somebody may still touch its slots; a second result, which counts, comes when nobody does any more.
+    ``fetched`` and ``copy_s`` are of a plan with reads, whose reads and copies overlap.
     """
 
     job_id: int
@@ -115,4 +155,17 @@ class JobResult:
     queued_s: float
     detail: str = ""
     is_late: bool = False
-    from_disk: FromDisk | None = None
+    failed: tuple[tuple[int, Outcome], ...] = ()
+    fetched: tuple[Fetched, ...] = ()
+    copy_s: float = 0.0
+
+    def failures(self, slots: Sequence[int]) -> Mapping[int, Outcome]:
+        """Those of ``slots`` that failed, and how."""
+        if self.outcome is Outcome.OK:
+            return {}
+        return dict(self.failed) if self.failed else dict.fromkeys(slots, self.outcome)
+
+
+def rejected(job_id: int, detail: str, outcome: Outcome = Outcome.REJECTED) -> JobResult:
+    """Of a job that was not begun."""
+    return JobResult(job_id, outcome, 0, 0.0, 0.0, detail)

@@ -25,13 +25,13 @@ from benchmarks.storage.kvbm_side import KvbmSide, WithoutChecksum, as_prompts, 
 from benchmarks.storage.part import StoragePart
 from benchmarks.storage.sides import Rates
 from benchmarks.suite import Effort, Options, WrongAnswer
+from kvbm_core.blocks.slot_tier import BlockTier
 from kvbm_core.errors import Outcome
 from kvbm_core.storage.disk import lane
 from kvbm_core.storage.disk.aio_io import make_file_io
 from kvbm_core.storage.disk.block_file import BlockFile, Geometry
 from kvbm_core.storage.disk.lane import Lane, Record
 from kvbm_core.storage.disk.record import payload_digest
-from kvbm_core.tiers.tier import BlockTier
 from kvbm_core.types import BlockKey
 
 NUM_BLOCKS, BLOCK_BYTES = 24, 8192

@@ -25,15 +25,15 @@ from kvbm_core.testing.store_contract import key_of
 from kvbm_core.transfer.executor import Copier, DeviceMemory, Executor
 from kvbm_core.transfer.executors import memcpy
 from kvbm_core.transfer.executors.cuda import CudaExecutor
-from kvbm_core.transfer.executors.disk import DiskExecutor
 from kvbm_core.transfer.executors.memcpy import Lanes, MemcpyExecutor, copy_in_python, copy_natively
-from kvbm_core.transfer.executors.pipeline import PipelineExecutor
 from kvbm_core.transfer.factory import make_executor, slab_preparation
+from kvbm_core.transfer.movers.disk import DiskMover
 from kvbm_core.transfer.pieces import PieceTable
-from kvbm_core.transfer.plan import DiskPlan, TransferPlan
+from kvbm_core.transfer.plan import OrderKind, TierOrder, TransferPlan
+from kvbm_core.transfer.staged import StagedExecutor
 from kvbm_core.types import Direction
 from tests.faults.doubles import BUFFERED
-from tests.unit.disk_executor_bench import GatedIo
+from tests.unit.disk_mover_bench import GatedIo
 
 
 class TestMemcpyExecutor(ExecutorContract):
@@ -164,7 +164,22 @@ class TestCudaExecutor(ExecutorContract):
             assert [sum(sizes) // block_bytes for _, _, sizes in self.cuda.batches] == [4, 2]
 
 
-class TestPipelineExecutor(ExecutorContract):
+def fetch(job_id: int, *slots: int) -> TierOrder:
+    """From the places of the same numbers."""
+    return TierOrder(job_id, "disk", OrderKind.FETCH, tuple(map(key_of, slots)), slots, slots)
+
+
+class OverDisk(StagedExecutor):
+    """Whose mover is closed with it, as a rank's memory does."""
+
+    def close(self) -> None:
+        """See Executor."""
+        for mover in self._movers.values():
+            mover.close()
+        super().close()
+
+
+class TestStagedExecutor(ExecutorContract):
     """A device with a disk beside it: plans without reads are not to notice."""
 
     keeps_results = False
@@ -186,11 +201,10 @@ class TestPipelineExecutor(ExecutorContract):
             return True
 
         reads = GatedIo(file.fd, is_read, None, self.disk_goes_on)
-        return PipelineExecutor(
+        self.disk = DiskMover(file, setup.host, clock=setup.clock, ios=[reads, ThreadIo(file.fd, 2)])
+        return OverDisk(
             lambda done: self.make_copier(setup, done),
-            lambda done: DiskExecutor(
-                file, setup.host, on_done=done, clock=setup.clock, ios=[reads, ThreadIo(file.fd, 2)]
-            ),
+            {"disk": self.disk},
             setup.host.slot_bytes,
             setup.on_done,
             setup.digests,
@@ -200,17 +214,16 @@ class TestPipelineExecutor(ExecutorContract):
         return setup.copier(on_done)
 
     def break_copies(self, bench: Bench, broken: bool) -> None:
-        assert isinstance(bench.executor, PipelineExecutor)
-        forbid_writes(bench.executor._device, broken)
+        assert isinstance(bench.executor, StagedExecutor)
+        forbid_writes(bench.executor._copier, broken)
 
     def make_slot_bytes(self, device: DeviceMemory) -> int:
         return whole_sectors(super().make_slot_bytes(device))
 
     def store(self, bench: Bench, listener: Listener, *slots: int) -> None:
         """Each slot's bytes into the disk's slot of the same number; what is in the slot is forgotten."""
-        assert isinstance(bench.executor, PipelineExecutor)
         keys = tuple(map(key_of, slots))
-        bench.executor.disk.submit(DiskPlan(500, Direction.OFFLOAD, keys, slots, slots))
+        self.disk.submit(TierOrder(500, "disk", OrderKind.STORE, keys, slots, slots), listener)
         assert listener.wait_for(500) and listener.outcomes()[500] is Outcome.OK
         for slot in slots:
             bench.slot(slot)[:] = 0
@@ -221,15 +234,13 @@ class TestPipelineExecutor(ExecutorContract):
         slots = load.moves[0].slots
         self.store(bench, listener, *slots)
         self.disk_goes_on.clear()
-        reads = DiskPlan(load.job_id, Direction.ONBOARD, tuple(map(key_of, slots)), slots, slots)
-        bench.executor.submit(replace(load, reads=reads))
+        bench.executor.submit(replace(load, reads=(fetch(load.job_id, *slots),)))
         assert self.is_reading.wait(LONG_S)
         yield
         late = {result.job_id: result.is_late for result in listener.results}
         assert late[load.job_id]  # the kernel may still write into its slots
         self.disk_goes_on.set()
-        assert isinstance(bench.executor, PipelineExecutor)
-        assert bench.executor.disk.wait([load.job_id], LONG_S)
+        assert self.disk.wait([load.job_id], LONG_S)
 
     def test_a_load_that_waits_for_its_turn_at_the_disk_is_over_at_once(self) -> None:
         """What the disk has not begun has no slots to keep."""
@@ -237,15 +248,13 @@ class TestPipelineExecutor(ExecutorContract):
         with self.bench(on_done=listener) as bench:
             load = plan(1, Direction.ONBOARD, [3], [2])
             with self.stalled(bench, listener, load):
-                reads = DiskPlan(2, Direction.ONBOARD, (key_of(2),), (4,), (2,))
-                behind = TransferPlan(2, Direction.ONBOARD, plan(2, Direction.ONBOARD, [4], [4]).moves, reads)
-                bench.executor.submit(behind)
+                bench.executor.submit(replace(plan(2, Direction.ONBOARD, [4], [4]), reads=(fetch(2, 4),)))
                 assert bench.executor.cancel(2) and bench.executor.cancel(1)
             (result,) = [result for result in listener.results if result.job_id == 2]
             assert (result.outcome, result.is_late) == (Outcome.REJECTED, False)
 
 
-class TestCudaPipelineExecutor(TestPipelineExecutor):
+class TestCudaStagedExecutor(TestStagedExecutor):
     """The same with a GPU (see CudaDouble): its copies are queued by the thread that reads the disk."""
 
     @pytest.fixture(autouse=True)
@@ -268,8 +277,7 @@ class TestCudaPipelineExecutor(TestPipelineExecutor):
             load = plan(1, Direction.ONBOARD, [3], [2])
             self.store(bench, listener, 2)
             self.cuda.compute_calls(lambda: bench.device.storages[0].fill(9))
-            reads = DiskPlan(1, Direction.ONBOARD, (key_of(2),), (2,), (2,))
-            bench.executor.submit(replace(load, reads=reads))
+            bench.executor.submit(replace(load, reads=(fetch(1, 2),)))
             assert listener.wait_for(1) and listener.outcomes()[1] is Outcome.OK
             self.cuda.synchronize()
             assert set(bench.content(0, 3)) == {7}
@@ -280,8 +288,7 @@ class TestCudaPipelineExecutor(TestPipelineExecutor):
             bench.slot(2)[:] = 7
             self.store(bench, listener, 2)
             self.disk_goes_on.clear()
-            reads = DiskPlan(1, Direction.ONBOARD, (key_of(2),), (2,), (2,))
-            bench.executor.submit(replace(plan(1, Direction.ONBOARD, [3], [2]), reads=reads))
+            bench.executor.submit(replace(plan(1, Direction.ONBOARD, [3], [2]), reads=(fetch(1, 2),)))
             self.cuda.wait_event(self.cuda.compute, DoubleEvent())  # a forward that never ends
             self.disk_goes_on.set()
             assert listener.wait_for(1) and set(bench.content(0, 3)) == {7}

@@ -13,9 +13,9 @@ from kvbm_core.errors import Outcome
 from kvbm_core.storage.base import BlockStore, Memory
 from kvbm_core.storage.disk.allocate import FileOptions
 from kvbm_core.storage.disk.block_file import Geometry
+from kvbm_core.storage.disk.reader import DiskReader
+from kvbm_core.storage.disk.store import DiskStore
 from kvbm_core.testing.store_contract import LONG_S, NUM_BLOCKS, BlockStoreContract, key_of
-from kvbm_core.tiers.disk_reader import DiskReader
-from kvbm_core.tiers.disk_store import DiskStore
 from kvbm_core.types import BlockKey
 
 

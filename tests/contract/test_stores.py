@@ -17,9 +17,10 @@ from kvbm_core.storage.disk.aio_io import AioIo
 from kvbm_core.storage.disk.allocate import FileOptions
 from kvbm_core.storage.disk.block_file import Geometry
 from kvbm_core.storage.disk.io import FileIo, ThreadIo
+from kvbm_core.storage.disk.store import DiskStore
 from kvbm_core.testing.file_io_contract import why_no_aio
 from kvbm_core.testing.store_contract import LONG_S, NUM_BLOCKS, BlockStoreContract, key_of
-from kvbm_core.tiers.disk_store import DiskStore
+from kvbm_core.testing.toy_store import ToyBlocks, ToyFaults, ToyStore
 from kvbm_core.types import BlockKey
 
 NO_AIO = why_no_aio()
@@ -220,3 +221,28 @@ def test_a_key_of_no_block_is_refused_and_costs_nothing() -> None:
                     call([*keys, wrong], suite.new_buffers(4), deadline_s=LONG_S)
             assert suite.contained(store, keys) == suite.get(store, keys) == [Outcome.MISS] * 3
         suite._still_has_all_its_room(store)
+
+
+class ToyContract(BlockStoreContract):
+    """The store that tests put below other tiers."""
+
+    @contextmanager
+    def stores(self) -> Iterator[BlockStore]:
+        yield ToyStore(self.payload_bytes, blocks=ToyBlocks(NUM_BLOCKS * self.payload_bytes))
+
+
+class TestToy(ToyContract):
+    pass
+
+
+class TestToyParts(ToyContract):
+    part_bytes = 777
+
+
+class TestSlowToy(ToyContract):
+    """Time passes in its calls."""
+
+    @contextmanager
+    def stores(self) -> Iterator[BlockStore]:
+        blocks = ToyBlocks(NUM_BLOCKS * self.payload_bytes)
+        yield ToyStore(self.payload_bytes, ToyFaults(latency_ms=0.05), blocks)

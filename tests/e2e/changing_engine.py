@@ -80,7 +80,7 @@ class Job:
         deadline_s = time.monotonic() + SETTLE_S
         while time.monotonic() < deadline_s:
             leader.poll()
-            is_storing = leader.disk is not None and leader.disk.storing_blocks
+            is_storing = leader.chain.storing_blocks
             if not leader.pending_jobs and not leader.open_requests and not is_storing:
                 return
             self._llm.llm_engine.step()

@@ -13,18 +13,18 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Collection
-from dataclasses import replace
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 
 from kvbm_core.errors import Outcome
-from kvbm_core.runtime.messages import Store
-from kvbm_core.runtime.worker_disk import WorkerDisk
 from kvbm_core.transfer.executor import Executor
-from kvbm_core.transfer.plan import DiskPlan, JobResult, TransferPlan
+from kvbm_core.transfer.movers.base import OnResult
+from kvbm_core.transfer.plan import JobResult, OrderKind, TierOrder, TransferPlan
+from kvbm_core.transfer.rank import RankMemory
 from kvbm_core.types import Direction
 from kvbm_vllm.connector import DynamoConnector
 
@@ -62,37 +62,42 @@ class ByteLedger:
         """The device bytes of a plan, before anything else can change them."""
         for move in plan.moves:
             for block, slot in zip(move.device_blocks, move.slots, strict=True):
-                for group in range(len(self.layers)):
-                    self.copies.pop((group, slot), None)
+                self.note_others(slot)
                 self.copies[move.group, slot] = self.digest(move.group, block)
                 self.counts["offloaded"] += 1
 
-    def note_store(self, slots: list[int], disk_slots: list[int]) -> None:
+    def note_store(self, order: TierOrder) -> None:
         """Host slots that go to the disk now; nobody writes to them meanwhile."""
         lines = []
-        for slot, disk_slot in zip(slots, disk_slots, strict=True):
+        for slot, disk_slot in zip(order.slots, order.places, strict=True):
             groups = [group for group in range(len(self.layers)) if (group, slot) in self.copies]
             self.on_disk[disk_slot] = {group: self.copies[group, slot] for group in groups}
             lines.append(json.dumps([disk_slot, self.on_disk[disk_slot]]) + "\n")
         with self.disk_ledger.open("a") as file:
             file.writelines(lines)
-        self.counts["stored"] += len(slots)
+        self.counts["stored"] += len(order.slots)
 
-    def note_reads(self, reads: DiskPlan) -> None:
-        """Host slots that hold now what is in these disk slots."""
-        for slot, disk_slot in zip(reads.slots, reads.disk_slots, strict=True):
-            for group in range(len(self.layers)):
-                self.copies.pop((group, slot), None)
+    def note_others(self, slot: int) -> None:
+        """A host slot that gets what another engine may have stored."""
+        for group in range(len(self.layers)):
+            self.copies.pop((group, slot), None)
+
+    def note_reads(self, reads: TierOrder, failed: Collection[int]) -> None:
+        """Host slots that hold now what is in these disk slots, but for those that ``failed``."""
+        for slot, disk_slot in zip(reads.slots, reads.places, strict=True):
+            self.note_others(slot)
+            if slot in failed:
+                continue
+            self.counts["read"] += 1
             for group, digest in self.on_disk.get(disk_slot, {}).items():
                 self.copies[group, slot] = digest
-        self.counts["read"] += len(reads.slots)
 
-    def check_onboard(self, plan: TransferPlan) -> None:
-        """The device bytes after a load, against the digest of their slot."""
-        if plan.reads is not None:
-            self.note_reads(plan.reads)
+    def check_onboard(self, plan: TransferPlan, failed: Collection[int]) -> None:
+        """The device bytes after a load, against the digest of their slot, but for slots that ``failed``."""
         for move in plan.moves:
             for block, slot in zip(move.device_blocks, move.slots, strict=True):
+                if slot in failed:
+                    continue
                 self.counts["onboarded"] += 1
                 expected = self.copies.get((move.group, slot))
                 if expected is None:
@@ -134,17 +139,21 @@ class CheckingExecutor:
     def judge(self, result: JobResult) -> JobResult:
         """Called with each result before anybody else sees it."""
         plan = self.plans.pop(result.job_id, None)
-        if plan is not None and plan.compares and plan.reads is not None:
-            self._ledger.note_reads(plan.reads)
-        if plan is None or plan.direction is Direction.OFFLOAD or result.outcome is not Outcome.OK:
+        if plan is None:
+            return result
+        moved = [slot for move in plan.moves for slot in move.slots]
+        failed = result.failures([slot for reads in plan.reads for slot in reads.slots] + moved)
+        for reads in plan.reads:
+            self._ledger.note_reads(reads, failed)
+        if plan.direction is Direction.OFFLOAD or (failed and not result.failed):
             return result
         if result.job_id in self.to_fail:
             self._ledger.counts["failed_on_purpose"] += 1
             for move in plan.moves:
                 for tensor in self._ledger.layers[move.group]:
                     tensor[list(move.device_blocks)] = 7.0
-            return replace(result, outcome=Outcome.IO_ERROR, detail="failed on purpose")
-        self._ledger.check_onboard(plan)
+            return replace(result, outcome=Outcome.IO_ERROR, detail="failed on purpose", failed=())
+        self._ledger.check_onboard(plan, failed)
         return result
 
     def poll(self) -> list[JobResult]:
@@ -174,13 +183,17 @@ class CheckingConnector(DynamoConnector):
         report = Path(f"{os.environ['KVBM_TEST_BYTES_REPORT']}.{worker.rank}")
         disk_ledger = Path(f"{os.environ.get('KVBM_TEST_DISK_LEDGER', report)}.{worker.rank}.disk")
         ledger = ByteLedger(layers, int(config.num_blocks), report, disk_ledger)
-        real_store = WorkerDisk.store
+        real_submit = RankMemory.submit
 
-        def store(disk: WorkerDisk, message: Store, *, deadline_s: float) -> None:
-            ledger.note_store(message.slots, message.disk_slots)
-            real_store(disk, message, deadline_s=deadline_s)
+        def submit(memory: RankMemory, order: TierOrder, on_result: OnResult) -> None:
+            if order.kind is OrderKind.STORE and order.places:
+                ledger.note_store(order)
+            elif order.kind is OrderKind.FETCH:
+                for slot in order.slots:
+                    ledger.note_others(slot)
+            real_submit(memory, order, on_result)
 
-        WorkerDisk.store = store  # type: ignore[method-assign,assignment]
+        RankMemory.submit = submit  # type: ignore[method-assign]
         executors: list[CheckingExecutor] = []
 
         def wrap(inner: Executor) -> Executor:

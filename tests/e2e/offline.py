@@ -67,7 +67,7 @@ def _swap_blocks(one: int, other: int) -> None:
     """Two slots of the host tier change their bytes: right KV, under each other's name."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-    slab = get_kv_transfer_group().worker_side.worker._slab
+    slab = get_kv_transfer_group().worker_side.worker._memory.slab
     rows = slab.array.reshape(slab.num_slots, slab.slot_bytes)
     rows[[one, other]] = rows[[other, one]]
 
@@ -84,7 +84,7 @@ def _leader_state(llm: Any) -> dict[str, Any]:
     deadline_s = time.monotonic() + SETTLE_S
     while time.monotonic() < deadline_s:
         leader.poll()
-        is_storing = leader.disk is not None and leader.disk.storing_blocks
+        is_storing = leader.chain.storing_blocks
         if not leader.pending_jobs and not leader.open_requests and not is_storing:
             break  # a last request's last blocks are sent with the next step, which a server makes itself
         llm.llm_engine.step()
@@ -94,9 +94,9 @@ def _leader_state(llm: Any) -> dict[str, Any]:
         "open": {
             "jobs": leader.pending_jobs,
             "requests": leader.open_requests,
-            "leases": leader.tier.live_leases,
-            "pending_blocks": leader.tier.pending_blocks,
-            "stores": leader.disk.storing_blocks if leader.disk is not None else 0,
+            "leases": leader.chain.host.live_leases,
+            "pending_blocks": leader.chain.host.pending_blocks,
+            "stores": leader.chain.storing_blocks,
         },
     }
 

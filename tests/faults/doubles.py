@@ -14,8 +14,8 @@ from kvbm_core.storage.disk import recovery, side
 from kvbm_core.storage.disk.allocate import FileOptions
 from kvbm_core.storage.disk.block_file import Geometry
 from kvbm_core.storage.disk.io import FileIo, ThreadIo, Transfer
+from kvbm_core.storage.disk.store import DiskStore
 from kvbm_core.testing.store_contract import LONG_S
-from kvbm_core.tiers.disk_store import DiskStore
 
 BUFFERED = FileOptions(is_direct=False)
 Choice = Callable[[Transfer, bool], bool]

@@ -14,8 +14,8 @@ from random import Random
 
 from kvbm_core.storage.disk.allocate import FileOptions
 from kvbm_core.storage.disk.block_file import Geometry
+from kvbm_core.storage.disk.store import DiskStore
 from kvbm_core.testing.store_contract import LONG_S
-from kvbm_core.tiers.disk_store import DiskStore
 from tests.faults.versions import put_versions, read_all
 
 NUM_SLOTS = 16

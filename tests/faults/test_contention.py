@@ -15,8 +15,8 @@ import pytest
 from kvbm_core.errors import Outcome
 from kvbm_core.storage.disk.allocate import FileOptions
 from kvbm_core.storage.disk.block_file import Geometry
+from kvbm_core.storage.disk.store import DiskStore
 from kvbm_core.testing.store_contract import LONG_S, NOT_NOW, buffers, content_of, key_of
-from kvbm_core.tiers.disk_store import DiskStore
 
 NUM_SLOTS, NUM_KEYS, NUM_THREADS, NUM_CALLS = 12, 18, 4, 60
 KEYS = [key_of(number) for number in range(NUM_KEYS)]

@@ -27,10 +27,10 @@ from kvbm_core.storage.disk.record import (
     unpack_file,
     unpack_record,
 )
+from kvbm_core.storage.disk.store import DiskStore
 from kvbm_core.testing.file_io_contract import memory_of
 from kvbm_core.testing.store_contract import LONG_S, key_of
 from kvbm_core.testing.torn_disk import TornDisk, TornIo
-from kvbm_core.tiers.disk_store import DiskStore
 from kvbm_core.types import BlockKey
 from tests.faults.doubles import BUFFERED
 from tests.faults.versions import payload_of, put_versions, read_all

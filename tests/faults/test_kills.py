@@ -21,8 +21,8 @@ import pytest
 from kvbm_core.errors import Outcome
 from kvbm_core.storage.disk.allocate import FileOptions
 from kvbm_core.storage.disk.block_file import Geometry
+from kvbm_core.storage.disk.store import DiskStore
 from kvbm_core.testing.store_contract import LONG_S
-from kvbm_core.tiers.disk_store import DiskStore
 from tests.effort import tries
 from tests.faults.kill_nursery import FINGERPRINT, NUM_KEYS, NUM_SLOTS, VERSIONS_EACH
 from tests.faults.versions import read_all

@@ -17,8 +17,8 @@ from kvbm_core.errors import Outcome
 from kvbm_core.storage.disk import allocate
 from kvbm_core.storage.disk.allocate import DirectoryBusyError, DiskError, FileOptions
 from kvbm_core.storage.disk.block_file import BlockFile, ForeignFormatError, Geometry
+from kvbm_core.storage.disk.store import DiskStore
 from kvbm_core.testing.store_contract import LONG_S
-from kvbm_core.tiers.disk_store import DiskStore
 from tests.faults.versions import put_versions, read_all
 
 ROOT = Path(__file__).parents[2]
@@ -37,7 +37,7 @@ from kvbm_core.errors import Outcome
 from kvbm_core.storage.disk import allocate
 from kvbm_core.storage.disk.allocate import DiskError
 from kvbm_core.testing.store_contract import LONG_S
-from kvbm_core.tiers.disk_store import DiskStore
+from kvbm_core.storage.disk.store import DiskStore
 from tests.faults.test_opening import AFTER_OPEN, BUFFERED, GEOMETRY, PAYLOAD_BYTES
 from tests.faults.versions import put_versions, read_all
 path = Path(sys.argv[1])

@@ -26,10 +26,10 @@ from kvbm_core.storage.disk.io import FileIo
 from kvbm_core.storage.disk.lane import Lane, Record
 from kvbm_core.storage.disk.record import SECTOR_BYTES, whole_sectors
 from kvbm_core.storage.disk.recovery import Found, Recovery
+from kvbm_core.storage.disk.store import DiskStore
 from kvbm_core.testing.file_io_contract import memory_of
 from kvbm_core.testing.store_contract import LONG_S
 from kvbm_core.testing.torn_disk import DEVICE_SECTOR_BYTES, HARSH, MILD, UNEVEN, PowerLoss, TornDisk, TornIo
-from kvbm_core.tiers.disk_store import DiskStore
 from tests.effort import tries
 from tests.faults.versions import put_versions, read_all
 

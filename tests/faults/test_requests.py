@@ -23,8 +23,8 @@ from kvbm_core.storage.disk.io import FileIo, Transfer
 from kvbm_core.storage.disk.lane import Lane
 from kvbm_core.storage.disk.record import SECTOR_BYTES, slot_offset_bytes
 from kvbm_core.storage.disk.recovery import Found
+from kvbm_core.storage.disk.store import DiskStore
 from kvbm_core.testing.store_contract import LONG_S, buffers, key_of
-from kvbm_core.tiers.disk_store import DiskStore
 from tests.faults.doubles import BUFFERED, Choice, FailingIo, HeldIo, store_on
 from tests.faults.versions import payload_of, put_versions, read_all
 

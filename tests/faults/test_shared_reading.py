@@ -22,9 +22,9 @@ import pytest
 from kvbm_core.errors import Outcome
 from kvbm_core.storage.disk.allocate import FileOptions
 from kvbm_core.storage.disk.block_file import Geometry
+from kvbm_core.storage.disk.reader import DiskReader
 from kvbm_core.storage.disk.slot_log import log_path
 from kvbm_core.testing.store_contract import LONG_S, buffers, key_of
-from kvbm_core.tiers.disk_reader import DiskReader
 from tests.effort import tries
 from tests.faults.sharing_writer import FINGERPRINT, NUM_KEYS, NUM_SLOTS, NUM_VERSIONS
 from tests.faults.versions import payload_of, version_in

@@ -9,9 +9,9 @@ from random import Random
 import numpy as np
 
 from kvbm_core.errors import Outcome
+from kvbm_core.storage.base import BlockStore
 from kvbm_core.testing.file_io_contract import memory_of
 from kvbm_core.testing.store_contract import LONG_S, key_of
-from kvbm_core.tiers.disk_store import DiskStore
 from kvbm_core.types import BlockKey
 
 STAMP_BYTES = 16
@@ -44,7 +44,10 @@ def aligned(payload: bytes) -> memoryview:
 
 
 def put_versions(
-    store: DiskStore, versions: Mapping[int, int], num_bytes: int, on_ready: Callable[[], None] = lambda: None
+    store: BlockStore,
+    versions: Mapping[int, int],
+    num_bytes: int,
+    on_ready: Callable[[], None] = lambda: None,
 ) -> list[Outcome]:
     """Puts key number -> version in one call, in place of what is there; ``on_ready`` just before the
     call.
@@ -56,7 +59,7 @@ def put_versions(
     return store.put_many(keys, payloads, deadline_s=LONG_S)
 
 
-def read_all(store: DiskStore, num_keys: int, num_bytes: int) -> tuple[list[Outcome], list[int | None]]:
+def read_all(store: BlockStore, num_keys: int, num_bytes: int) -> tuple[list[Outcome], list[int | None]]:
     """Gets key numbers 0 .. num_keys-1: outcomes, and the version of each that is OK.
 
     AssertionError for an OK whose bytes are not all those of one version of that very key.

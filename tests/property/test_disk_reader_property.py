@@ -17,10 +17,10 @@ from kvbm_core.errors import Outcome
 from kvbm_core.storage.disk import recovery
 from kvbm_core.storage.disk.allocate import FileOptions
 from kvbm_core.storage.disk.block_file import Geometry
+from kvbm_core.storage.disk.reader import DiskReader
 from kvbm_core.storage.disk.slot_log import ENTRY_BYTES, HEADER_BYTES, MAX_ENTRIES_PER_SLOT, log_path
+from kvbm_core.storage.disk.store import DiskStore
 from kvbm_core.testing.store_contract import LONG_S, buffers, key_of
-from kvbm_core.tiers.disk_reader import DiskReader
-from kvbm_core.tiers.disk_store import DiskStore
 from kvbm_core.types import BlockKey
 from tests.effort import tries
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvbm_core.blocks.pool import SlotPool
+from kvbm_core.blocks.slot_tier import BlockTier
 from kvbm_core.clock import ManualClock
 from kvbm_core.errors import Outcome
 from kvbm_core.policy.lru import LruPolicy
@@ -21,9 +22,8 @@ from kvbm_core.policy.recency import as_slots
 from kvbm_core.storage.disk.allocate import FileOptions
 from kvbm_core.storage.disk.block_file import Geometry
 from kvbm_core.storage.disk.recovery import Found, batches_of
+from kvbm_core.storage.disk.store import DiskStore
 from kvbm_core.testing.store_contract import LONG_S, buffers, key_of
-from kvbm_core.tiers.disk_store import DiskStore
-from kvbm_core.tiers.tier import BlockTier
 from kvbm_core.types import BlockKey, Tier
 from tests.effort import tries
 

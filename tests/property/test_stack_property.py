@@ -10,11 +10,11 @@ from random import Random
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvbm_core.blocks.slot_tier import BlockTier
 from kvbm_core.clock import ManualClock
 from kvbm_core.policy.lru import LruPolicy
 from kvbm_core.tiers.groups import GroupSpec, longest_prefix_tokens
 from kvbm_core.tiers.stack import FIRST_LOOKED_UP, TierStack
-from kvbm_core.tiers.tier import BlockTier
 from kvbm_core.types import BlockKey, Tier
 
 PRESENT = st.lists(st.sets(st.integers(0, 2)), max_size=40)

@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvbm_core.blocks.lease import Lease
+from kvbm_core.blocks.slot_tier import BlockTier, Reservation
 from kvbm_core.clock import ManualClock
 from kvbm_core.policy.lru import LruPolicy
 from kvbm_core.testing.policy_contract import sample_keys
 from kvbm_core.tiers.groups import GroupSpec, alignment_tokens, longest_prefix_tokens
-from kvbm_core.tiers.tier import BlockTier, Reservation
 from kvbm_core.types import BlockKey, SequenceHash, Tier, block_key
 from tests.effort import tries
 

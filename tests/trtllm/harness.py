@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 from kvbm_core.clock import ManualClock
 from kvbm_core.errors import Outcome
 from kvbm_core.testing.gate import Gate
+from kvbm_core.tiers.slotted import SlottedTier
 from kvbm_core.transfer.executor import Executor as TransferExecutor
 from kvbm_core.types import Direction
 from tests.began import begins_now
@@ -249,14 +250,20 @@ class Serving:
             self.executor.step()
             assert time.monotonic() < deadline_s, "saves that nobody reports"
 
+    @property
+    def disk(self) -> SlottedTier:
+        """The leader's disk tier; AssertionError if it has none."""
+        tier = self.leader.chain.named("disk")
+        assert isinstance(tier, SlottedTier)
+        return tier
+
     def settle(self) -> None:
         """Waits until no copy is under way any more, in the leader's eyes too: the executor's loop may sleep
         meanwhile.
         """
 
         def is_quiet() -> bool:
-            disk = self.leader.disk
-            return not self.leader.pending_jobs and (disk is None or not disk.storing_blocks)
+            return not self.leader.pending_jobs and not self.leader.chain.storing_blocks
 
         self.step_until(lambda: self.from_leader(is_quiet))
 
@@ -360,10 +367,10 @@ class Serving:
         return {
             "open requests": leader.open_requests,
             "jobs": leader.pending_jobs,
-            "leases": leader.tier.live_leases,
-            "pending slots": leader.tier.pending_blocks,
+            "leases": leader.chain.host.live_leases,
+            "pending slots": leader.chain.host.pending_blocks,
             "blocks being loaded": leader.loading_blocks,
-            "disk leases": 0 if leader.disk is None else leader.disk.tier.live_leases,
+            "leases on blocks of lower tiers": leader.chain.live_leases,
             "followed requests": len(self.side._requests),
             "finishing requests": len(self.side._finishing),
             "planned jobs": len(self.side._planned),

@@ -300,12 +300,12 @@ def multimodal(rank: int, kind: Kind) -> None:
     with serve(rank, kind) as serving:
         serving.ask(PROMPT)
         serving.forget_device()
-        resident = serving.from_leader(lambda: serving.leader.tier.resident_blocks)
+        resident = serving.from_leader(lambda: serving.leader.chain.host.resident_blocks)
         for image in (1, 2):
             serving.expect_match(serving.ask(PROMPT, multimodal=[[image] * 8]), (0, False))
             serving.forget_device()
         assert serving.metric('kvbm_uncached_requests_total{reason="multimodal"}') == 2
-        assert serving.from_leader(lambda: serving.leader.tier.resident_blocks) == resident
+        assert serving.from_leader(lambda: serving.leader.chain.host.resident_blocks) == resident
 
 
 @scenario()
@@ -362,7 +362,7 @@ def tier_that_is_not_ready(rank: int, kind: Kind) -> None:
         serving.may_begin.set()
         serving.wait_ready()
         serving.step_until(lambda: serving.from_leader(lambda: serving.leader.is_ready))
-        assert serving.from_leader(lambda: serving.leader.tier.resident_blocks) == 0
+        assert serving.from_leader(lambda: serving.leader.chain.host.resident_blocks) == 0
         serving.executor.drop_device_cache()
         serving.expect_match(serving.ask(PROMPT), (0, False))
         serving.forget_device()

@@ -74,7 +74,7 @@ def blocks_are_not_shared(rank: int, kind: Kind) -> None:
                 if rank == asking:
                     serving.expect_match(request, (CAP if is_again else 0, is_again))
                 serving.forget_device()
-        tier = serving.leader.tier
+        tier = serving.leader.chain.host
         assert serving.look(lambda: (tier.capacity_blocks, tier.resident_blocks)) == (20, 47 // BLOCK)
 
 
@@ -145,7 +145,7 @@ def finished_while_saving(rank: int, kind: Kind) -> None:
         requests = [serving.submit(range(100 * i, 100 * i + 20), 4) for i in range(1, 3 - rank % 2)]
         longer = serving.submit(range(500, 520), 30)
         serving.step_until(lambda: all(request in serving.executor.outputs for request in requests))
-        pending = [serving.executor.manager.has_pending(request) for request in requests]  # type: ignore[union-attr]
+        pending = [serving.executor.manager.has_pending(request) for request in requests]
         assert rank > 0 or all(pending), "the blocks of finished requests must be kept while they are read"
         serving.gate.release(Direction.OFFLOAD)
         serving.executor.run_until_idle()
@@ -256,7 +256,7 @@ def has_its_own_memory(rank: int, kind: Kind) -> None:
     """A job: the size in GB is of each leader."""
     with serve(rank, kind, host_blocks=None, env={"DYN_KVBM_CPU_CACHE_GB": "0.0001"}) as serving:
         block_bytes = 2 * 2 * BLOCK * 8
-        assert serving.look(lambda: serving.leader.tier.capacity_blocks) == 100_000 // block_bytes
+        assert serving.look(lambda: serving.leader.chain.host.capacity_blocks) == 100_000 // block_bytes
 
 
 def needs_memory_with_all_others(rank: int, kind: Kind, num_ranks_with_room: float) -> bool | None:
@@ -273,7 +273,7 @@ def needs_memory_with_all_others(rank: int, kind: Kind, num_ranks_with_room: flo
             return None
         serving.may_fail = True  # for want of memory
         leader = serving.leader
-        while not leader.tier.capacity_blocks and leader.disabled_reason is None:
+        while not leader.chain.host.capacity_blocks and leader.disabled_reason is None:
             serving.side.poll()
         assert leader.disabled_reason is None or "of host memory but" in leader.disabled_reason
         return leader.disabled_reason is None
@@ -281,7 +281,7 @@ def needs_memory_with_all_others(rank: int, kind: Kind, num_ranks_with_room: flo
 
 def _disk_blocks(serving: Serving) -> tuple[int, int]:
     """What this rank's leader says: (capacity, resident)."""
-    tier = serving.leader.disk.tier
+    tier = serving.disk.slots
     return serving.look(lambda: (tier.capacity_blocks, tier.resident_blocks))
 
 
@@ -297,7 +297,7 @@ def has_its_own_folder(rank: int, kind: Kind, directory: str) -> list[str]:
         with serve(rank, kind, host_blocks=30, env=env, model=f"{directory}/model") as serving:
             serving.may_fail = True  # blocks that find no room in so small a host
             serving.step_until(lambda: _disk_blocks(serving)[0] == 200)
-            folders.append(str(serving.executor.leader.part._disk._folder.path))
+            folders.append(str(serving.executor.leader.part._lower._folder.path))
             stored = _disk_blocks(serving)[1]
             assert (stored > 0) == (life > 0), "what an earlier life has left is found again"
             prompts = [range(s, s + 60) for s in range(1000 * rank, 1000 * rank + 800, 100)]

@@ -412,7 +412,7 @@ def an_image_without_hashes(rank: int, kind: Kind) -> None:
             request = serving.ask(PROMPT, image=image)
             serving.expect_match(request, (0, False))
             serving.forget_device()
-        assert serving.from_leader(lambda: serving.leader.tier.resident_blocks) == 0
+        assert serving.from_leader(lambda: serving.leader.chain.host.resident_blocks) == 0
         assert serving.metric('kvbm_uncached_requests_total{reason="multimodal"}') == 3
 
 
@@ -438,7 +438,7 @@ def the_last_turn_while_the_loop_sleeps(rank: int, kind: Kind) -> None:
         serving.gate.release(Direction.OFFLOAD)
         serving.settle()
         assert serving.executor.num_steps == num_steps, "an iteration ran without a request"
-        assert serving.from_leader(lambda: serving.leader.tier.resident_blocks) == 48 // BLOCK
+        assert serving.from_leader(lambda: serving.leader.chain.host.resident_blocks) == 48 // BLOCK
         serving.executor.drop_device_cache()
         whole = [*PROMPT, *serving.output(first)]
         serving.expect_match(serving.ask(whole, 4), (48, True))
@@ -455,7 +455,7 @@ def blocks_of_another_size_than_was_said(rank: int, kind: Kind) -> None:
             serving.forget_device()
             reason = serving.from_leader(lambda: serving.leader.disabled_reason)
             assert (reason is not None) == is_found_out
-            assert serving.from_leader(lambda: serving.leader.tier.resident_blocks) == 0
+            assert serving.from_leader(lambda: serving.leader.chain.host.resident_blocks) == 0
         assert "set kv_cache_config.tokens_per_block=8" in reason
         assert serving.metric('kvbm_failures_total{kind="layout"}') == 1
 
@@ -467,7 +467,7 @@ def blocks_of_another_size_are_found_out_while_decoding(rank: int, kind: Kind) -
             serving.may_fail = True
             serving.ask(range(2), 30)
             assert serving.from_leader(lambda: serving.leader.disabled_reason) is not None
-            assert serving.from_leader(lambda: serving.leader.tier.resident_blocks) == 0
+            assert serving.from_leader(lambda: serving.leader.chain.host.resident_blocks) == 0
 
 
 def _expect_refusal(serving: Serving, words: str) -> None:

@@ -15,14 +15,14 @@ import pytest
 
 from kvbm_core.storage.disk.io import Transfer
 from kvbm_core.storage.disk.record import slot_offset_bytes, whole_sectors
-from kvbm_core.transfer.executors import disk as disk_executor
+from kvbm_core.transfer.movers import disk as disk_mover
 from kvbm_core.types import Direction
 
 pytest.importorskip("torch", reason="NOT RUN: TensorRT-LLM's connector against its double; torch is missing")
 
 from tests.trtllm.double import NEWEST, RELEASED, DoubleFailure
 from tests.trtllm.harness import PATIENCE_S, KeepingExecutor, Kind, Serving, kinds, serve
-from tests.unit.disk_executor_bench import GatedIo
+from tests.unit.disk_mover_bench import GatedIo
 
 Play = Callable[..., list[Any]]
 PROMPT = list(range(40))
@@ -65,7 +65,7 @@ def serve_with_disk(
     ) as serving:
         serving.may_fail = True  # blocks that find no room in so small a host
         serving.step_until(
-            lambda: serving.from_leader(lambda: serving.leader.disk.tier.capacity_blocks == DISK_BLOCKS)
+            lambda: serving.from_leader(lambda: serving.disk.slots.capacity_blocks == DISK_BLOCKS)
         )
         yield serving
 
@@ -75,7 +75,7 @@ def push_out(serving: Serving) -> None:
     for start in range(1000, 7000, 500):
         serving.ask(range(start, start + 60), 2)
         serving.forget_device()
-    hosted = serving.from_leader(lambda: serving.leader.tier.resident_blocks)
+    hosted = serving.from_leader(lambda: serving.leader.chain.host.resident_blocks)
     assert 0 < hosted <= HOST_BLOCKS
 
 
@@ -118,6 +118,21 @@ def test_prompts_from_all_tiers(kind: Kind, folder: Path, play: Play) -> None:
     play(kind, several_come_back, kind, folder)
 
 
+def catches_up(rank: int, kind: Kind, folder: Path) -> None:
+    """A job: what was found is taken in at the start while another thread may poll; they must take turns."""
+    with serve_with_disk(rank, kind, folder) as serving:
+        seen: list[bool] = []
+        serving.side.leader.catch_up = lambda: seen.append(serving.side.lock.locked())
+        assert serving.executor.leader is not None
+        serving.executor.leader.part.wait()
+        assert seen == [True]
+
+
+def test_what_was_found_is_taken_in_under_the_lock(folder: Path, play: Play) -> None:
+    kind = kinds(1)[0]
+    play(kind, catches_up, kind, folder)
+
+
 def fill(rank: int, kind: Kind, folder: Path) -> float:
     """A job: how much one prompt leaves on disk."""
     with serve_with_disk(rank, kind, folder) as serving:
@@ -129,7 +144,7 @@ def fill(rank: int, kind: Kind, folder: Path) -> float:
 def find(rank: int, kind: Kind, folder: Path, stored: float) -> None:
     """A job: another engine in the same folder has all of it."""
     with serve_with_disk(rank, kind, folder) as serving:
-        assert serving.from_leader(lambda: serving.leader.disk.tier.resident_blocks) == stored
+        assert serving.from_leader(lambda: serving.disk.slots.resident_blocks) == stored
         serving.expect_match(serving.ask(PROMPT), (CAP, True))
         assert serving.metric(FROM_DISK) == CAP // 4
 
@@ -187,7 +202,7 @@ def stall_in_a_load(rank: int, kind: Kind, folder: Path) -> None:
         return GatedIo(fd, is_read, None, goes_on)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(disk_executor, "make_file_io", make_file_io)
+        patch.setattr(disk_mover, "make_file_io", make_file_io)
         with serve_with_disk(rank, kind, folder, checks=False, num_blocks=24) as serving:
             loading = serving.submit(PROMPT)
             serving.executor.step()
@@ -300,7 +315,7 @@ def leave_out_damage(rank: int, kind: Kind, folder: Path, stored: float, damaged
     """A job: as above, but a start looks at all of the disk, as it does unless told otherwise."""
     with serve_with_disk(rank, kind, folder) as serving:
         serving.may_fail = False
-        assert serving.from_leader(lambda: serving.leader.disk.tier.resident_blocks) == stored - len(damaged)
+        assert serving.from_leader(lambda: serving.disk.slots.resident_blocks) == stored - len(damaged)
         matched = 4 * damaged.start
         request = serving.ask(PROMPT)
         serving.expect_match(request, (matched, True))

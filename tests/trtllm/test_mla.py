@@ -24,7 +24,7 @@ def latents_come_back(rank: int, kind: Kind, model: Path) -> bool:
         serving.forget_device()
         again = serving.ask(PROMPT, 12)
         serving.expect_match(again, (36, True))
-        return serving.executor.worker.side.worker._slab is not None
+        return serving.executor.worker.side.worker._memory is not None
 
 
 def shards_come_back(rank: int, kind: Kind) -> bool:
@@ -33,7 +33,7 @@ def shards_come_back(rank: int, kind: Kind) -> bool:
         serving.forget_device()
         again = serving.ask(PROMPT, 12)
         serving.expect_match(again, (36, True))
-        return serving.executor.worker.side.worker._slab is not None
+        return serving.executor.worker.side.worker._memory is not None
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvbm_core.runtime.leader import LeaderOptions
-from kvbm_core.runtime.messages import Store
 from kvbm_core.runtime.request import RequestState
 from kvbm_core.testing.leader_bench import BenchDisk, LeaderBench
-from kvbm_core.transfer.plan import DiskPlan, TransferPlan
+from kvbm_core.transfer.plan import TierOrder, TransferPlan
 
 PROMPT = list(range(100, 120))  # five blocks
 OTHER = list(range(300, 320))
@@ -22,10 +21,10 @@ def bench_of(num_slots: int = 16, disk: BenchDisk | None = None, world_size: int
 
 def on_disk(bench: LeaderBench, tokens: Sequence[int]) -> int:
     """How many leading blocks of ``tokens`` the disk has."""
-    return bench.disk.tier.match_prefix(bench.keys(tokens))
+    return bench.disk.slots.match_prefix(bench.keys(tokens))
 
 
-def stored(bench: LeaderBench, tokens: Sequence[int] = PROMPT) -> Store:
+def stored(bench: LeaderBench, tokens: Sequence[int] = PROMPT) -> TierOrder:
     """``tokens`` are in the host tier and, by one order, on the disk."""
     bench.store(tokens)
     (order,) = bench.stores()
@@ -58,7 +57,7 @@ def load(bench: LeaderBench) -> TransferPlan:
     return plan
 
 
-def reads_of(plan: TransferPlan) -> DiskPlan:
+def reads_of(plan: TransferPlan) -> TierOrder:
     """What the plan reads from the disk."""
-    assert plan.reads is not None
-    return plan.reads
+    (reads,) = plan.reads
+    return reads

@@ -11,9 +11,9 @@ import pytest
 from kvbm_core.errors import Outcome
 from kvbm_core.storage.disk.allocate import FileOptions
 from kvbm_core.storage.disk.block_file import Geometry
+from kvbm_core.storage.disk.reader import DiskReader
+from kvbm_core.storage.disk.store import DiskStore
 from kvbm_core.testing.store_contract import LONG_S, buffers, content_of, key_of
-from kvbm_core.tiers.disk_reader import DiskReader
-from kvbm_core.tiers.disk_store import DiskStore
 from kvbm_core.types import BlockKey
 
 NUM_SLOTS, PAYLOAD_BYTES = 4, 8192

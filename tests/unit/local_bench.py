@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 
@@ -14,14 +15,16 @@ from kvbm_core.errors import Outcome
 from kvbm_core.layout.tensors import TensorInfo, view_of_tensors
 from kvbm_core.observe.metrics import Metrics
 from kvbm_core.policy.admission import AdmitAll
-from kvbm_core.runtime.local_bytes import LocalDisk, LocalOptions
-from kvbm_core.runtime.local_tiers import LocalTiers
-from kvbm_core.runtime.messages import DiskShare
-from kvbm_core.runtime.worker_disk import WorkerDiskOptions
+from kvbm_core.runtime.local import LocalOptions, LocalTiers
 from kvbm_core.testing.executor_bench import LONG_S
 from kvbm_core.testing.store_contract import key_of
+from kvbm_core.tiers.keyed import keyed_tier
+from kvbm_core.tiers.slotted import slotted_tier
 from kvbm_core.transfer.executor import DeviceMemory
-from kvbm_core.types import BlockKey
+from kvbm_core.transfer.movers.disk_file import DiskMoverOptions
+from kvbm_core.transfer.plan import TierPlace
+from kvbm_core.transfer.rank import RankOptions
+from kvbm_core.types import BlockKey, Tier
 from tests.faults.doubles import BUFFERED
 
 NUM_BLOCKS = 16
@@ -56,7 +59,8 @@ class End:
 
 
 class LocalBench:
-    """``disk_slots`` 0: no disk. ``has_disk`` False: it cannot be opened.
+    """``disk_slots`` 0: no disk. ``has_disk`` False: it cannot be opened. ``store``: URL of a store by key
+    below it.
 
     A second bench on the same ``folder`` is what comes after a restart.
     """
@@ -70,15 +74,21 @@ class LocalBench:
         clock: Clock | None = None,
         io_deadline_s: float = LONG_S,
         has_disk: bool = True,
+        store: str = "",
     ) -> None:
-        self.device = device_memory()
+        self.folder, self.device = folder, device_memory()
         self.metrics = Metrics()
-        disk = None
+        memory = RankOptions(disk=DiskMoverOptions(BUFFERED, io_deadline_s))
+        options = LocalOptions(num_slots, fingerprint="layout", memory=memory)
         if disk_slots:
-            worker = WorkerDiskOptions(BUFFERED, io_deadline_s)
-            disk = LocalDisk(DiskShare(str(folder), disk_slots), "layout", AdmitAll(), worker=worker)
-        self.tiers = LocalTiers(self.device, LocalOptions(num_slots, disk), self.metrics, clock)
-        assert self.tiers.wait_ready(num_slots, disk_slots if has_disk else 0, LONG_S)
+            lower = (slotted_tier("disk", Tier.DISK, AdmitAll()),)
+            options = replace(options, lower=lower, places=(TierPlace("disk", str(folder), disk_slots),))
+        if store:
+            lower = (*options.lower, keyed_tier("remote", Tier.REMOTE, AdmitAll()))
+            options = replace(options, lower=lower, places=(*options.places, TierPlace("remote", store)))
+        self.tiers = LocalTiers(self.device, options, self.metrics, clock)
+        ready = (num_slots, disk_slots) if disk_slots and has_disk else (num_slots,)
+        assert self.tiers.wait_ready(*ready, timeout_s=LONG_S)
 
     def fill(self, block: int, key: BlockKey) -> None:
         """Gives a device block what ``key`` stands for."""

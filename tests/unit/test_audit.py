@@ -13,7 +13,6 @@ from kvbm_core.errors import Outcome
 from kvbm_core.layout.tensors import TensorInfo, view_of_tensors
 from kvbm_core.runtime.audit import AuditSampler
 from kvbm_core.runtime.leader import MAX_DISTRUSTED_NAMESPACES, LeaderOptions
-from kvbm_core.runtime.messages import ForgetDisk
 from kvbm_core.runtime.request import RequestState
 from kvbm_core.storage.host_slab import HostSlab
 from kvbm_core.testing.executor_bench import LONG_S, Listener
@@ -21,9 +20,9 @@ from kvbm_core.testing.leader_bench import ROOT, BenchDisk, LeaderBench
 from kvbm_core.transfer.compare import TOLERANCE, can_compare, difference, is_other
 from kvbm_core.transfer.executor import DeviceMemory
 from kvbm_core.transfer.executors.memcpy import MemcpyExecutor
-from kvbm_core.transfer.plan import TransferPlan
+from kvbm_core.transfer.plan import JobResult, OrderKind, TransferPlan
 from kvbm_core.types import Direction, SequenceHash
-from tests.unit.disk_bench import OTHER, PROMPT, leave_host
+from tests.unit.disk_bench import OTHER, PROMPT, leave_host, reads_of
 
 SEED = int(os.environ.get("KVBM_TEST_SEED", "0")) or random.SystemRandom().randrange(2**32)
 print(f"test_audit seed: {SEED}")
@@ -168,7 +167,7 @@ def test_a_hit_is_computed_again_and_compared() -> None:
     bench = bench_of()
     bench.store(PROMPT)
     state, plan = audited(bench)
-    assert plan.compares and plan.direction is Direction.OFFLOAD and plan.reads is None
+    assert plan.compares and plan.direction is Direction.OFFLOAD and plan.reads == ()
     (move,) = plan.moves
     assert move.device_blocks == (11, 12, 13, 14), "the last block is computed by everybody"
     assert bench.leader.finish(state) == (plan.job_id,), "its device blocks are read still"
@@ -191,7 +190,7 @@ def test_nothing_is_stored_anew_before_it_has_been_compared() -> None:
     bench.leader.offload(state, PROMPT, 8, len(PROMPT), TABLE)
     (job,) = bench.leader.take_audits()
     plan, rest = job.plan(), bench.take_offloads()
-    assert plan.reads is not None and len(plan.reads.keys) == 4
+    assert len(reads_of(plan).keys) == 4
     assert rest is not None and rest.num_blocks == 1, "the last block alone, which nobody has found"
     bench.answer(plan)
     bench.answer(rest)
@@ -205,10 +204,46 @@ def test_what_is_on_the_disk_is_read_up_and_compared() -> None:
     bench.write_to_disk()
     leave_host(bench, [1, 3])
     state, plan = audited(bench)
-    assert plan.reads is not None and plan.reads.direction is Direction.ONBOARD and len(plan.reads.keys) == 2
+    reads = reads_of(plan)
+    assert reads.kind is OrderKind.FETCH and len(reads.keys) == 2
     assert bench.resident_blocks(PROMPT) == 1
     bench.answer(plan)
     assert bench.resident_blocks(PROMPT) == 5
+    bench.leader.finish(state)
+    bench.assert_idle()
+
+
+@pytest.mark.parametrize(
+    ("outcome", "is_kept"), [(Outcome.MISS, False), (Outcome.IO_ERROR, False), (Outcome.TIMED_OUT, True)]
+)
+def test_an_audit_that_the_disk_failed_distrusts_nothing_and_forgets_what_is_useless(
+    outcome: Outcome, is_kept: bool
+) -> None:
+    bench = bench_of(BenchDisk())
+    bench.store(PROMPT)
+    bench.write_to_disk()
+    leave_host(bench, [1, 3])
+    state, plan = audited(bench)
+    reads, keys = reads_of(plan), bench.keys(PROMPT)
+    result = JobResult(plan.job_id, outcome, 0, 0.5, 0.25, failed=((reads.slots[0], outcome),))
+    bench.leader.acknowledge(0, [result])
+    assert bench.metric('kvbm_audited_blocks_total{result="not_compared"}') == 4
+    assert bench.metric('kvbm_audited_blocks_total{result="wrong"}') == 0
+    assert [bench.disk.contains(key) for key in keys] == [True, is_kept, True, True, True]
+    bench.leader.finish(state)
+    bench.assert_idle()
+
+
+def test_a_wrong_block_is_not_hidden_by_another_one_that_the_disk_lost() -> None:
+    bench = bench_of(BenchDisk())
+    bench.store(PROMPT)
+    bench.write_to_disk()
+    leave_host(bench, [1, 3])
+    state, plan = audited(bench)
+    (move,) = plan.moves
+    failed = ((move.slots[1], Outcome.MISS), (move.slots[2], Outcome.CORRUPT))
+    bench.leader.acknowledge(0, [JobResult(plan.job_id, Outcome.MISS, 0, 0.5, 0.25, failed=failed)])
+    assert bench.metric('kvbm_audited_blocks_total{result="wrong"}') == 4
     bench.leader.finish(state)
     bench.assert_idle()
 
@@ -227,7 +262,7 @@ def test_after_a_wrong_block_nothing_of_its_namespace_is_served(
     assert "AUDIT: blocks in the cache are not what the engine computes" in caplog.text
     assert bench.resident_blocks(PROMPT) == 0
     if disk is not None:
-        assert [type(message) for message in bench.take_sent()] == [ForgetDisk]
+        assert [order.kind for order in bench.take_sent()] == [OrderKind.FORGET]
     for request in (running, state, bench.open("new")):
         assert bench.offload(request, OTHER) is None
         assert bench.match(request, PROMPT) == 0

@@ -5,7 +5,7 @@ it.
 from __future__ import annotations
 
 from kvbm_core.clock import ManualClock
-from kvbm_core.runtime.breaker import FAILURES_IN_A_ROW, FIRST_PAUSE_S, LONGEST_PAUSE_S, Breaker
+from kvbm_core.tiers.breaker import FAILURES_IN_A_ROW, FIRST_PAUSE_S, LONGEST_PAUSE_S, Breaker
 
 
 def broken(clock: ManualClock) -> Breaker:

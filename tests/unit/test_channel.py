@@ -20,16 +20,16 @@ from kvbm_core.runtime.channel import LeaderChannel, WorkerChannel, key_pair
 from kvbm_core.runtime.endpoint import Endpoint, tcp_endpoint
 from kvbm_core.runtime.messages import (
     MAX_MESSAGE_BYTES,
-    Acks,
     Configure,
     Hello,
-    JobAck,
     Message,
     Ready,
     Refused,
+    Results,
     decode,
     encode,
 )
+from kvbm_core.transfer.plan import JobResult
 
 LONG_S = 20.0
 RETRY_S = 0.05
@@ -104,7 +104,7 @@ def raw_socket(endpoint: Endpoint) -> Iterator[zmq.Socket[bytes]]:
         Configure(3),
         Ready(1, 2),
         Refused(0, "why"),
-        Acks(1, [JobAck(5, Outcome.CORRUPT, 1, 0.5, 0.25)]),
+        Results(1, [JobResult(5, Outcome.CORRUPT, 1, 0.5, 0.25)]),
     ],
     ids=lambda message: type(message).__name__,
 )

@@ -15,7 +15,7 @@ from kvbm_core.errors import Outcome
 from kvbm_core.storage.disk import inspect
 from kvbm_core.storage.disk.block_file import BlockFile, Geometry
 from kvbm_core.storage.disk.record import SECTOR_BYTES, pack_file, record_bytes, slot_offset_bytes
-from kvbm_core.tiers.disk_store import DiskStore
+from kvbm_core.storage.disk.store import DiskStore
 from tests.unit.block_files import (
     GEOMETRY,
     HOUR_NS,

@@ -12,7 +12,7 @@ import pytest
 
 from kvbm_core.storage.disk import inspect, verify
 from kvbm_core.storage.disk.record import SECTOR_BYTES, record_bytes, slot_offset_bytes
-from kvbm_core.tiers.disk_store import DiskStore
+from kvbm_core.storage.disk.store import DiskStore
 from tests.unit.block_files import (
     GEOMETRY,
     PAYLOAD_BYTES,

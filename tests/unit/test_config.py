@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 import os
 import pickle
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvbm_core.config import Adapter, KvbmSettings, SettingSource
+from kvbm_core.config.remote_url import remote_directory
 from kvbm_core.errors import ConfigError, KvbmError
 
 # Name and default of everything that KVBM 1.6.1 reads, and of kvbm's own settings.
@@ -54,6 +56,12 @@ DEFAULTS = {
     "KVBM_DECODE_RUN_TOKENS": 128,
     "KVBM_DISK_DEADLINE_S": 10.0,
     "KVBM_DISK_IO": "auto",
+    "KVBM_REMOTE_URL": None,
+    "KVBM_REMOTE_CACHE_GB": None,
+    "KVBM_REMOTE_FILTER": "auto",
+    "KVBM_REMOTE_TRUST": "user",
+    "KVBM_REMOTE_DEADLINE_S": 5.0,
+    "KVBM_REMOTE_WAIT_S": 2.0,
     "KVBM_DISK_CHECK_AT_START": None,
     "KVBM_START_WAIT_S": 5,
     "KVBM_VERIFY_ONBOARD": False,
@@ -176,6 +184,13 @@ def test_one_setting_under_two_names() -> None:
         *(("DYN_KVBM_DISK_CACHE_OVERRIDE_NUM_BLOCKS", bad) for bad in ("-1", "1.5", "many")),
         *(("KVBM_DISK_DEADLINE_S", bad) for bad in ("0", "-1", "soon", "inf")),
         *(("KVBM_DISK_IO", bad) for bad in ("nixl", "GDS", "0")),
+        *(("KVBM_REMOTE_URL", bad) for bad in ("/mnt/kv", "kv", "file://", "file:///", "file://nas/mnt/kv")),
+        *(("KVBM_REMOTE_URL", bad) for bad in ("file:mnt", "file:///kv?x=1", "file:///kv#1", "://")),
+        *(("KVBM_REMOTE_URL", bad) for bad in ("file:///a%00b", "file://[/kv")),
+        *(("KVBM_REMOTE_CACHE_GB", bad) for bad in ("-1", "lots", "nan")),
+        ("KVBM_REMOTE_FILTER", "some"),
+        ("KVBM_REMOTE_TRUST", "world"),
+        ("KVBM_REMOTE_DEADLINE_S", "0"),
         ("DYN_KVBM_MAX_CONCURRENT_TRANSFERS", "0"),
         ("DYN_KVBM_MAX_TRANSFER_BATCH_SIZE", "x"),
         ("DYN_KVBM_LEADER_WORKER_INIT_TIMEOUT_SECS", "0"),
@@ -263,6 +278,26 @@ def test_the_disks_settings_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
         env: value for env, (_, value) in given.items()
     }
     assert settings.warnings == () and settings.has_disk_tier and not settings.has_host_tier
+
+
+def test_a_shared_directory_has_a_url_and_a_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVBM_REMOTE_URL", " file:///mnt/a%20share ")
+    error = error_of()
+    assert error.setting == "KVBM_REMOTE_CACHE_GB" and "0 for no limit" in str(error)
+    for text, limit_bytes in (("1.5", 1_500_000_000), ("0", None)):
+        monkeypatch.setenv("KVBM_REMOTE_CACHE_GB", text)
+        settings = KvbmSettings.from_env()
+        assert settings.has_remote_tier and settings.remote_max_bytes == limit_bytes
+        assert settings.remote_url is not None
+        assert remote_directory(settings.remote_url) == Path("/mnt/a share")
+    assert remote_directory("file://localhost/mnt/kv") == Path("/mnt/kv")
+
+
+def test_no_password_of_a_url_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVBM_REMOTE_URL", "s3://name:secret@host/bucket")
+    error = error_of()
+    assert "s3 is not in this release" in str(error) and "file:///mnt/kv" in str(error)
+    assert "secret" not in str(error) and "name" not in str(error.value)
 
 
 def test_presence_switches_as_in_kvbm(monkeypatch: pytest.MonkeyPatch) -> None:

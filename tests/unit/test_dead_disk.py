@@ -11,21 +11,21 @@ import pytest
 
 from kvbm_core.clock import ManualClock
 from kvbm_core.errors import Outcome
-from kvbm_core.runtime import worker_disk as worker_disk_module
 from kvbm_core.storage.disk import recovery as recovery_module
+from kvbm_core.storage.disk import store as disk_store
 from kvbm_core.storage.disk.block_file import BlockFile, Geometry
 from kvbm_core.storage.disk.lane import FIRST_PAUSE_S, PROBE_S
 from kvbm_core.storage.disk.record import slot_offset_bytes
 from kvbm_core.storage.disk.recovery import Recovery
+from kvbm_core.storage.disk.store import DiskStore
 from kvbm_core.testing.executor_bench import LONG_S, is_mapped
 from kvbm_core.testing.leader_bench import ROOT
 from kvbm_core.testing.store_contract import buffers, key_of
-from kvbm_core.tiers import disk_store
-from kvbm_core.tiers.disk_store import DiskStore
-from kvbm_core.transfer.executors import disk as disk_module
-from kvbm_core.types import Direction
+from kvbm_core.transfer.movers import disk as disk_module
+from kvbm_core.transfer.movers.disk_file import RankFile
+from kvbm_core.transfer.plan import OrderKind
 from tests.faults.doubles import BUFFERED, store_on
-from tests.unit.disk_executor_bench import (
+from tests.unit.disk_mover_bench import (
     DOWN,
     GEOMETRY,
     NOT_THERE,
@@ -34,7 +34,7 @@ from tests.unit.disk_executor_bench import (
     Bench,
     GatedIo,
     bench_on,
-    plan,
+    order,
 )
 from tests.unit.test_worker import NUM_SLOTS, PROMPT
 from tests.unit.worker_disk_engine import ELSEWHERE, NUM_TOKENS, DiskEngine
@@ -47,18 +47,18 @@ A_FEW_SECONDS = 15.0
 # ---------------------------------------------------------------- a burst of loads
 
 
-@pytest.mark.parametrize("direction", [UP, DOWN])
-def test_a_burst_on_a_dead_disk_fails_together(tmp_path: Path, direction: Direction) -> None:
+@pytest.mark.parametrize("kind", [UP, DOWN])
+def test_a_burst_on_a_dead_disk_fails_together(tmp_path: Path, kind: OrderKind) -> None:
     """Not one after the other, each in its time; and none of them keeps its slots but the first."""
     gate, clock = threading.Event(), ManualClock()
-    is_write = direction is DOWN
+    is_write = kind is DOWN
     with bench_on(
         tmp_path / "x.blocks",
         lambda fd: GatedIo(fd, lambda _, writes: writes is is_write, clock, gate),
         clock,
     ) as bench:
         for number in range(BURST):
-            bench.executor.submit(plan(number, direction, [number], [number]))
+            bench.submit(order(number, kind, [number], [number]))
         results = [bench.result(number) for number in range(BURST)]
         assert {result.outcome for result in results} == {Outcome.TIMED_OUT}
         assert [result.is_late for result in results] == [True] * 2 + [False] * (BURST - 2)
@@ -67,12 +67,12 @@ def test_a_burst_on_a_dead_disk_fails_together(tmp_path: Path, direction: Direct
         clock.advance(FIRST_PAUSE_S)
         began_s = clock.now_s()
         for number in range(BURST, 2 * BURST):
-            bench.executor.submit(plan(number, direction, [1], [number]))
+            bench.submit(order(number, kind, [1], [number]))
             assert bench.result(number).outcome is Outcome.TIMED_OUT
         assert PROBE_S <= clock.now_s() - began_s < 2 * PROBE_S
         clock.advance(FIRST_PAUSE_S)
         began_s = clock.now_s()
-        assert bench.run(plan(100, direction, [3], [3])).outcome is Outcome.TIMED_OUT
+        assert bench.run(order(100, kind, [3], [3])).outcome is Outcome.TIMED_OUT
         assert clock.now_s() == began_s
         gate.set()
 
@@ -82,11 +82,11 @@ def test_a_disk_that_answers_again_is_used_at_once(tmp_path: Path) -> None:
     with bench_on(
         tmp_path / "x.blocks", lambda fd: GatedIo(fd, lambda _, writes: not writes, clock, gate), clock
     ) as bench:
-        assert bench.run(plan(1, DOWN, [2], [2])).outcome is Outcome.OK
-        assert bench.run(plan(2, UP, [3], [2])).is_late
+        assert bench.run(order(1, DOWN, [2], [2])).outcome is Outcome.OK
+        assert bench.run(order(2, UP, [3], [2])).is_late
         gate.set()
-        bench.wait_released(2)
-        assert bench.run(plan(3, UP, [4], [2])).outcome is Outcome.OK
+        assert bench.last_result(2).outcome is Outcome.TIMED_OUT
+        assert bench.run(order(3, UP, [4], [2])).outcome is Outcome.OK
         assert bench.slot(4) == bench.slot(2)
 
 
@@ -99,8 +99,8 @@ def test_a_call_of_which_a_part_is_answered_does_not_mean_a_dead_disk(tmp_path: 
         lambda fd: GatedIo(fd, lambda transfer, _: transfer.offset_bytes == lost, clock, gate),
         clock,
     ) as bench:
-        assert bench.run(plan(1, UP, [0, 1, 2], [1, 3, 5])).is_late
-        assert bench.run(plan(2, UP, [3], [7])).outcome in NOT_THERE
+        assert bench.run(order(1, UP, [0, 1, 2], [1, 3, 5])).is_late
+        assert bench.run(order(2, UP, [3], [7])).outcome in NOT_THERE
         gate.set()
 
 
@@ -127,7 +127,7 @@ def test_a_store_on_a_dead_disk_fails_at_once_after_the_first(tmp_path: Path) ->
 # ---------------------------------------------------------------- the end
 
 
-def test_the_end_of_an_executor_does_not_wait_for_a_dead_disk(
+def test_the_end_of_a_mover_does_not_wait_for_a_dead_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Late reads may still land: their memory stays, and so does the file's number."""
@@ -135,12 +135,12 @@ def test_the_end_of_an_executor_does_not_wait_for_a_dead_disk(
     gate = threading.Event()
     with bench_on(tmp_path / "x.blocks", lambda fd: GatedIo(fd, lambda *_: True, None, gate)) as bench:
         address = bench.host.address
-        bench.executor.submit(plan(1, UP, [0], [0]))
-        bench.executor.submit(plan(2, DOWN, [1], [1]))
-        while not all(lane._io.in_flight for lane in bench.executor._lanes):
+        bench.submit(order(1, UP, [0], [0]))
+        bench.submit(order(2, DOWN, [1], [1]))
+        while not all(lane._io.in_flight for lane in bench.mover._lanes):
             threading.Event().wait(0.001)
         began_s = time.monotonic()
-        bench.executor.close()
+        bench.mover.close()
         bench.host.close()
         assert time.monotonic() - began_s < A_FEW_SECONDS
         assert bench.result(1).outcome is bench.result(2).outcome is Outcome.TIMED_OUT
@@ -148,11 +148,11 @@ def test_the_end_of_an_executor_does_not_wait_for_a_dead_disk(
         with pytest.raises(OSError, match="another process"):
             BlockFile(bench.file.path, GEOMETRY, BUFFERED)
         gate.set()
-        bench.executor.close()
+        bench.mover.close()
         assert bench.file.fd == -1
 
 
-def test_the_end_of_an_executor_does_not_wait_for_a_reset_that_hangs(
+def test_the_end_of_a_mover_does_not_wait_for_a_reset_that_hangs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(disk_module, "STOP_TIMEOUT_S", 0.1)
@@ -165,12 +165,12 @@ def test_the_end_of_an_executor_does_not_wait_for_a_reset_that_hangs(
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "fdatasync", hang)
-        bench.executor.forget_all()
+        bench.forget()
         assert begun.wait(LONG_S)
-        bench.executor.close()
+        bench.mover.close()
         assert bench.file.fd >= 0, "it is still used"
         gate.set()
-        for thread in bench.executor._threads:
+        for thread in bench.mover._threads:
             thread.join(LONG_S)
     bench.close()
     assert bench.file.fd == -1
@@ -192,11 +192,17 @@ def held_engine(
     again = DiskEngine(tmp_path, io_deadline_s=LONG_S)
     if scan:
         again.wait_for(lambda: again.tier.capacity_blocks == NUM_SLOTS)
-        disk = again.workers[0]._disk
-        assert disk is not None
+        disk = file_of(again)
         while disk._recovery is None or not is_reading(disk._recovery):
             threading.Event().wait(0.001)
     return again
+
+
+def file_of(engine: DiskEngine) -> RankFile:
+    """The block file of its first rank."""
+    memory = engine.workers[0]._memory
+    assert memory is not None
+    return memory._files[0]
 
 
 def let_go(recovery: Recovery, gate: threading.Event) -> None:
@@ -218,14 +224,14 @@ def test_an_engine_on_a_dead_disk_ends_within_seconds(
     reader = engine.leader.open("reader", ROOT, None)
     assert engine.leader.match(reader, PROMPT, 0, NUM_TOKENS) == NUM_TOKENS
     plan = engine.submit(engine.leader.onboard(reader, NUM_TOKENS, ELSEWHERE))
-    executor = engine.workers[0]._executor
+    memory = engine.workers[0]._memory
+    assert memory is not None
     began_s = time.monotonic()
     engine.close()
     assert time.monotonic() - began_s < A_FEW_SECONDS
     assert [result.job_id for result in engine.workers[0].take()] == [plan.job_id]
     gate.set()
-    assert executor is not None
-    executor.close()
+    memory.close_lower()
 
 
 def test_an_engine_whose_search_hangs_ends_within_seconds(
@@ -233,8 +239,8 @@ def test_an_engine_whose_search_hangs_ends_within_seconds(
 ) -> None:
     gate = threading.Event()
     engine = held_engine(tmp_path, gate, monkeypatch, scan=True)
-    disk = engine.workers[0]._disk
-    assert disk is not None and disk._recovery is not None and disk._file is not None
+    disk = file_of(engine)
+    assert disk._recovery is not None and disk._file is not None
     began_s = time.monotonic()
     engine.close()
     assert time.monotonic() - began_s < A_FEW_SECONDS
@@ -264,6 +270,7 @@ def test_a_store_whose_search_and_reads_hang_ends_within_seconds(
     assert disk_store.CLOSE_TIMEOUT_S <= 2.0
 
 
+# ---------------------------------------------------------------- a tier that cannot be made
 def test_a_call_that_hangs_gives_up_when_its_store_ends(tmp_path: Path) -> None:
     gate, clock = threading.Event(), ManualClock()
     geometry = Geometry(8, 8192, bytes(16))
@@ -301,7 +308,7 @@ def test_a_call_that_hangs_gives_up_when_its_store_ends(tmp_path: Path) -> None:
 def test_nothing_is_read_by_a_number_that_was_given_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The search is in the middle of the file when the way to the device turns out not to exist."""
+    """The search is in the middle of the file when the rest of the rank's memory cannot be made."""
     engine = DiskEngine(tmp_path)
     engine.wait_ready()
     engine.close()
@@ -316,9 +323,12 @@ def test_nothing_is_read_by_a_number_that_was_given_up(
     def make_file_io(fd: int, *, is_direct: bool, depth: int = 0) -> GatedIo:
         return Watched(fd, lambda *_: True, None, gate)
 
-    def no_executor(*args: object, **kwargs: object) -> None:
+    real_look = RankFile.look
+
+    def look(file: RankFile) -> None:
+        real_look(file)
         assert reading.wait(LONG_S)
-        raise ValueError("no way to copy")
+        raise ValueError("no way to go on")
 
     real, searches = Recovery.close, []
 
@@ -328,8 +338,8 @@ def test_nothing_is_read_by_a_number_that_was_given_up(
         return real(recovery)
 
     monkeypatch.setattr(recovery_module, "make_file_io", make_file_io)
-    monkeypatch.setattr(worker_disk_module.Recovery, "close", close)
-    monkeypatch.setattr("kvbm_core.runtime.worker.make_executor", no_executor)
+    monkeypatch.setattr(Recovery, "close", close)
+    monkeypatch.setattr(RankFile, "look", look)
     again = DiskEngine(tmp_path)
     try:
         again.wait_for(lambda: again.leader.disabled_reason is not None)

@@ -17,8 +17,6 @@ import pytest
 
 from kvbm_core.config.settings import KvbmSettings
 from kvbm_core.runtime.assembly import worker_options
-from kvbm_core.runtime.messages import DiskFound, DiskShare
-from kvbm_core.runtime.worker_disk import WorkerDisk, WorkerDiskOptions
 from kvbm_core.storage.disk import payload_check, recovery
 from kvbm_core.storage.disk.allocate import FileOptions
 from kvbm_core.storage.disk.block_file import BlockFile, Geometry
@@ -29,8 +27,10 @@ from kvbm_core.storage.disk.record import SECTOR_BYTES, record_bytes, slot_offse
 from kvbm_core.storage.disk.recovery import Found, Recovery
 from kvbm_core.storage.disk.verify import occupied_slots, verify
 from kvbm_core.storage.host_slab import HostSlab
+from kvbm_core.storage.late import LateMemory
 from kvbm_core.testing.file_io_contract import why_no_nixl
 from kvbm_core.testing.store_contract import LONG_S
+from kvbm_core.transfer.movers.disk_file import DiskMoverOptions, RankFile
 from tests.faults.doubles import BUFFERED, FailingIo
 from tests.unit.block_files import key, write
 from tests.unit.test_worker_disk import Ends
@@ -329,26 +329,26 @@ def test_close_in_the_middle_ends_it_within_a_step(tmp_path: Path, monkeypatch: 
 
 @pytest.mark.parametrize("checks", [False, True])
 def test_a_worker_offers_what_its_options_say(tmp_path: Path, checks: bool) -> None:
-    share = DiskShare(str(tmp_path), 8)
+    path = tmp_path / "rank.blocks"
     ends, host = Ends(), HostSlab(2, SECTOR_BYTES)
     assert host.wait_ready(LONG_S)
-    options = WorkerDiskOptions(BUFFERED, check_at_start=checks)
-    first = WorkerDisk(0, 1, options, ends)
-    assert first.open(share, SECTOR_BYTES, "layout")
+    options = DiskMoverOptions(BUFFERED, check_at_start=checks)
+    first = RankFile("disk", options, ends)
+    assert first.open(path, 8, SECTOR_BYTES, "layout")
     assert first._file is not None
-    path, geometry = first._file.path, first._file.geometry
+    geometry = first._file.geometry
     first._file.close()
     write(path, range(5), geometry=geometry)
     flip(path, geometry, 2, 5000)
-    disk = WorkerDisk(0, 1, options, ends)
-    assert disk.open(share, SECTOR_BYTES, "layout")
-    executor = disk.start(host, disk.stored, lambda job_id: None)
-    (found,) = ends.wait_for(DiskFound)
+    disk = RankFile("disk", options, ends)
+    assert disk.open(path, 8, SECTOR_BYTES, "layout")
+    mover = disk.start(host, LateMemory())
+    disk.look()
+    end, found = ends.wait_found()
     disk.close()
-    executor.close()
+    mover.close()
     host.close()
-    assert isinstance(found, DiskFound)
-    assert (found.end, found.slots) == (8, [0, 1, 3, 4] if checks else [0, 1, 2, 3, 4])
+    assert (end, [record.slot for record in found]) == (8, [0, 1, 3, 4] if checks else [0, 1, 2, 3, 4])
 
 
 @pytest.mark.parametrize(("setting", "unset"), [("true", True), ("false", False), (None, None)])
@@ -362,5 +362,5 @@ def test_the_setting_wins_over_the_adapter(
     settings = KvbmSettings.from_env()
     assert settings.disk_check_at_start is unset
     options = worker_options(settings, engine_carries_acks=True, check_disk_at_start=adapter)
-    assert options.disk.check_at_start is (adapter if unset is None else unset)
-    assert worker_options(settings, engine_carries_acks=True).disk.check_at_start is bool(unset)
+    assert options.memory.disk.check_at_start is (adapter if unset is None else unset)
+    assert worker_options(settings, engine_carries_acks=True).memory.disk.check_at_start is bool(unset)

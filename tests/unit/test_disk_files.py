@@ -131,7 +131,7 @@ def test_what_is_opened_reads_and_writes_as_any_file(tmp_path: Path) -> None:
 FORK_AND_HOLD = """
 import os, sys
 from pathlib import Path
-from kvbm_core.runtime.disk_folder import DiskFolder
+from kvbm_core.storage.disk.folder import DiskFolder
 from kvbm_core.storage.disk.allocate import FileOptions
 from kvbm_core.storage.disk.block_file import BlockFile, Geometry
 from tests.unit.test_disk_files import BUFFERED, GEOMETRY

@@ -20,9 +20,11 @@ import pytest
 from kvbm_core.clock import SystemClock
 from kvbm_core.config import KvbmSettings
 from kvbm_core.errors import ConfigError
-from kvbm_core.runtime import disk_folder as module
-from kvbm_core.runtime.assembly import LeaderDisk
-from kvbm_core.runtime.disk_folder import (
+from kvbm_core.runtime.assembly import DISK, LowerTiers
+from kvbm_core.storage.disk import folder as module
+from kvbm_core.storage.disk.allocate import FileOptions
+from kvbm_core.storage.disk.block_file import SUFFIX, BlockFile, Geometry
+from kvbm_core.storage.disk.folder import (
     CLAIM,
     LOCK,
     MAX_ENGINES,
@@ -31,8 +33,6 @@ from kvbm_core.runtime.disk_folder import (
     DiskFolder,
     claimed_folder,
 )
-from kvbm_core.storage.disk.allocate import FileOptions
-from kvbm_core.storage.disk.block_file import SUFFIX, BlockFile, Geometry
 from kvbm_core.storage.disk.record import FORMAT_VERSION, SECTOR_BYTES
 
 LAYOUT = "layout0-layout1"
@@ -40,7 +40,7 @@ NOBODY = 65534
 HOLD = """
 import sys
 from pathlib import Path
-from kvbm_core.runtime.disk_folder import DiskFolder
+from kvbm_core.storage.disk.folder import DiskFolder
 folder = DiskFolder(Path(sys.argv[1]), sys.argv[2])
 print(folder.path, flush=True)
 sys.stdin.read()
@@ -332,9 +332,8 @@ def test_leaders_of_two_models_of_one_layout_keep_their_folders(directory: Path)
     )
     places: list[dict[str, str]] = []
     for order in (("one", "other"), ("other", "one")):
-        disks = {model: LeaderDisk(settings, 1, SystemClock(), model) for model in order}
-        shares = {model: disk.plan(4096, LAYOUT) for model, disk in disks.items()}
-        places.append({model: share.folder for model, share in shares.items() if share is not None})
+        disks = {model: LowerTiers(settings, 1, SystemClock(), model) for model in order}
+        places.append({model: disk.plans()[DISK](4096, LAYOUT).location for model, disk in disks.items()})
         for disk in disks.values():
             disk.close()
     assert places[0] == places[1] and len(set(places[0].values())) == 2
@@ -352,7 +351,7 @@ def test_a_claim_is_of_one_model(directory: Path) -> None:
 LARGE = """
 import mmap, sys
 from pathlib import Path
-from kvbm_core.runtime.disk_folder import DiskFolder
+from kvbm_core.storage.disk.folder import DiskFolder
 folder = DiskFolder(Path(sys.argv[1]), sys.argv[2])
 memory = mmap.mmap(-1, 1 << 30, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 memory.madvise(mmap.MADV_NOHUGEPAGE)

@@ -9,8 +9,7 @@ import pytest
 from kvbm_core.errors import Outcome
 from kvbm_core.testing.leader_bench import BenchDisk, LeaderBench
 from kvbm_core.tiers.groups import GroupSpec
-from kvbm_core.transfer.plan import DiskPlan, GroupMove
-from kvbm_core.types import Direction
+from kvbm_core.transfer.plan import GroupMove, OrderKind, TierOrder
 from tests.unit.disk_bench import (
     OTHER,
     PROMPT,
@@ -35,12 +34,13 @@ def test_a_prefix_may_lie_in_host_and_disk_in_turns() -> None:
     assert move == GroupMove(0, (11, 12, 13, 14), move.slots)
     assert (move.slots[0], move.slots[2]) == (order.slots[0], order.slots[2])
     assert len(set(move.slots)) == 4
-    assert plan.reads == DiskPlan(
+    assert reads_of(plan) == TierOrder(
         plan.job_id,
-        Direction.ONBOARD,
+        "disk",
+        OrderKind.FETCH,
         (keys[1], keys[3]),
         (move.slots[1], move.slots[3]),
-        (order.disk_slots[1], order.disk_slots[3]),
+        (order.places[1], order.places[3]),
     )
     assert bench.resident_blocks(PROMPT) == 1  # nothing is there before it has come
     bench.answer(plan)
@@ -58,7 +58,7 @@ def test_what_came_up_from_the_disk_is_a_host_hit_the_next_time() -> None:
     assert len(reads_of(load(bench)).keys) == 4
     assert bench.metric("kvbm_disk_cache_hit_rate") == 1.0 and bench.metric("kvbm_host_cache_hit_rate") == 0.0
     assert bench.resident_blocks(PROMPT) == 4 and on_disk(bench, PROMPT) == 5
-    assert load(bench).reads is None
+    assert load(bench).reads == ()
     assert bench.metric("kvbm_disk_cache_hit_rate") == 0.5 and bench.metric("kvbm_host_cache_hit_rate") == 0.5
     assert bench.stores() == []  # it is on the disk still
     bench.assert_idle()
@@ -71,10 +71,10 @@ def test_a_match_on_the_disk_that_is_asked_for_again_holds_one_promise() -> None
     state = bench.open()
     for _ in range(3):
         assert bench.match(state, PROMPT) == 16
-        assert (bench.tier.live_leases, bench.disk.tier.live_leases, bench.tier.pending_blocks) == (1, 1, 2)
+        assert (bench.tier.live_leases, bench.disk.slots.live_leases, bench.tier.pending_blocks) == (1, 1, 2)
     bench.leader.check_integrity()
     bench.leader.decline(state)
-    assert (bench.tier.live_leases, bench.disk.tier.live_leases, bench.tier.pending_blocks) == (0, 0, 0)
+    assert (bench.tier.live_leases, bench.disk.slots.live_leases, bench.tier.pending_blocks) == (0, 0, 0)
     assert bench.leader.onboard(state, 16, TABLE) is None
     bench.leader.finish(state)
     bench.assert_idle()
@@ -87,7 +87,7 @@ def test_a_part_of_what_was_matched_is_counted_as_what_it_is() -> None:
     state = bench.open()
     assert bench.match(state, PROMPT) == 16
     plan = bench.leader.onboard(state, 12, TABLE)
-    assert plan is not None and plan.reads is not None and len(plan.reads.keys) == 2 and plan.num_blocks == 3
+    assert plan is not None and len(reads_of(plan).keys) == 2 and plan.num_blocks == 3
     bench.answer(plan)
     assert bench.metric("kvbm_onboard_blocks_h2d") == 2 and bench.metric("kvbm_onboard_blocks_d2d") == 1
     bench.leader.finish(state)
@@ -115,9 +115,9 @@ def test_without_room_to_bring_blocks_up_the_host_gives_what_it_has() -> None:
     pinning, state = bench.open("pinning"), bench.open()
     assert bench.match(pinning, OTHER[:13]) == 12
     assert bench.match(state, PROMPT) == 8
-    assert bench.tier.pending_blocks == 0 and bench.disk.tier.live_leases == 0
+    assert bench.tier.pending_blocks == 0 and bench.disk.slots.live_leases == 0
     plan = bench.leader.onboard(state, 8, TABLE)
-    assert plan is not None and plan.reads is None
+    assert plan is not None and plan.reads == ()
     bench.answer(plan)
     for request in (state, pinning):
         bench.leader.finish(request)
@@ -138,7 +138,7 @@ def test_as_much_comes_up_as_there_is_room_for() -> None:
     other = bench.open("other")
     bench.clock.advance(1.0)
     assert bench.match(other, list(PROMPT), computed_tokens=8) == 0  # no slot is free
-    assert bench.tier.pending_blocks == 2 and bench.disk.tier.live_leases == 1
+    assert bench.tier.pending_blocks == 2 and bench.disk.slots.live_leases == 1
     bench.answer(plan)
     bench.leader.decline(pinning)
     assert bench.match(other, PROMPT) == 16
@@ -158,7 +158,7 @@ def test_groups_that_find_no_room_get_what_the_host_has_of_all_of_them() -> None
     assert held is not None and held.num_blocks == 6  # the free slots are being written
     state = bench.open()
     assert bench.match(state, PROMPT) == 8
-    assert bench.disk.tier.live_leases == 0 and bench.tier.live_leases == 1
+    assert bench.disk.slots.live_leases == 0 and bench.tier.live_leases == 1
     bench.answer(held)
     assert bench.write_to_disk() == 6
     assert bench.match(state, PROMPT) == 16
@@ -205,7 +205,7 @@ def test_a_block_that_another_request_brings_up_is_not_read_twice() -> None:
     bench.answer(plan)
     assert bench.match(second, PROMPT) == 16
     again = bench.leader.onboard(second, 16, TABLE)
-    assert again is not None and again.reads is None
+    assert again is not None and again.reads == ()
     bench.answer(again)
     for request in (first, second):
         bench.leader.finish(request)
@@ -220,7 +220,7 @@ def test_a_promise_about_the_disk_expires() -> None:
     assert bench.match(state, PROMPT) == 16
     bench.clock.advance(5.0)
     bench.leader.poll()
-    assert bench.tier.live_leases == 0 and bench.disk.tier.live_leases == 0
+    assert bench.tier.live_leases == 0 and bench.disk.slots.live_leases == 0
     assert bench.metric('kvbm_failures_total{kind="lease_expired"}') == 2
     assert bench.leader.onboard(state, 16, TABLE) is None
     assert bench.tier.pending_blocks == 0
@@ -239,7 +239,7 @@ def test_places_on_the_disk_are_not_reused_while_they_are_read_however_long_it_t
         bench.leader.poll()
     bench.store(OTHER)
     (order,) = bench.stores()
-    assert set(order.disk_slots).isdisjoint(reads_of(plan).disk_slots) and len(order.keys) == 1
+    assert set(order.places).isdisjoint(reads_of(plan).places) and len(order.keys) == 1
     bench.answer(plan)
     assert bench.metric('kvbm_failures_total{kind="lease_expired"}') == 0
     bench.say(order.job_id)

@@ -14,11 +14,11 @@ from kvbm_core.errors import Outcome
 from kvbm_core.storage.disk.io import FileIo, Transfer
 from kvbm_core.storage.disk.record import slot_offset_bytes
 from kvbm_core.testing.store_contract import LONG_S, buffers, key_of
-from kvbm_core.transfer.plan import DiskPlan
+from kvbm_core.transfer.plan import TierOrder
 from tests.faults.doubles import FailingIo, SpoilingIo, store_on
 from tests.faults.test_requests import NUM_SLOTS, fill, geometry_of
 from tests.faults.versions import payload_of, read_all
-from tests.unit.disk_executor_bench import DOWN, GEOMETRY, UP, Bench, bench_on, plan
+from tests.unit.disk_mover_bench import DOWN, GEOMETRY, UP, Bench, bench_on, order
 
 
 class Times:
@@ -58,12 +58,12 @@ DISK_SLOTS, SLOTS = [4, 9, 6, 20], [3, 4, 5, 6]
 def loaded(bench: Bench, rng: Random) -> tuple[Outcome, str, list[tuple[int, Outcome]], bool]:
     """Writes four blocks and reads them elsewhere; the last word: whether the right bytes are there."""
     contents = bench.fill(rng, [0, 1, 2, 7])
-    assert bench.run(plan(1, DOWN, [0, 1, 2, 7], DISK_SLOTS)).outcome is Outcome.OK
+    assert bench.run(order(1, DOWN, [0, 1, 2, 7], DISK_SLOTS)).outcome is Outcome.OK
     bench.wipe()
     told: list[tuple[int, Outcome]] = []
     keys = tuple(key_of(slot) for slot in DISK_SLOTS)
-    up = DiskPlan(2, UP, keys, tuple(SLOTS), tuple(DISK_SLOTS))
-    bench.executor.submit(up, on_block=lambda number, outcome: told.append((number, outcome)))
+    up = TierOrder(2, "disk", UP, keys, tuple(SLOTS), tuple(DISK_SLOTS))
+    bench.submit(up, on_block=lambda number, outcome: told.append((number, outcome)))
     result = bench.result(2)
     return result.outcome, result.detail, sorted(told), [bench.slot(slot) for slot in SLOTS] == contents
 
@@ -99,15 +99,15 @@ def test_a_read_that_fails_twice_fails_its_job(
         assert (how, told) == (outcome, [(0, Outcome.OK), (1, outcome), (2, Outcome.OK), (3, Outcome.OK)])
         assert detail.startswith(f"1 of 4 blocks: {outcome}")
         assert len(choice.asked) == 5
-        assert bench.run(plan(3, UP, [0], [9])).outcome is Outcome.OK, "the fault has passed"
+        assert bench.run(order(3, UP, [0], [9])).outcome is Outcome.OK, "the fault has passed"
     assert "read again" not in caplog.text
 
 
 def test_what_is_not_there_is_not_read_again(tmp_path: Path) -> None:
     choice = Times(0, GEOMETRY.payload_bytes, 0)
     with bench_on(tmp_path / "x.blocks", failing(choice)) as bench:
-        assert bench.run(plan(1, DOWN, [0], [9])).outcome is Outcome.OK
-        other = DiskPlan(2, UP, (key_of(1),), (1,), (9,))
+        assert bench.run(order(1, DOWN, [0], [9])).outcome is Outcome.OK
+        other = TierOrder(2, "disk", UP, (key_of(1),), (1,), (9,))
         assert bench.run(other).outcome is Outcome.MISS
     assert len(choice.asked) == 1
 
@@ -128,9 +128,9 @@ def test_a_second_try_is_within_the_deadline(tmp_path: Path, left_s: float) -> N
             return ended
 
     with bench_on(tmp_path / "x.blocks", lambda fd: Slow(fd, choice, -errno.EIO), clock) as bench:
-        assert bench.run(plan(1, DOWN, [0], [9])).outcome is Outcome.OK
+        assert bench.run(order(1, DOWN, [0], [9])).outcome is Outcome.OK
         told: list[Outcome] = []
-        bench.executor.submit(plan(2, UP, [1], [9]), on_block=lambda number, outcome: told.append(outcome))
+        bench.submit(order(2, UP, [1], [9]), on_block=lambda number, outcome: told.append(outcome))
         result = bench.result(2)
         expected = Outcome.OK if left_s > 0 else Outcome.IO_ERROR
         assert (result.outcome, told, result.is_late) == (expected, [expected], False)

@@ -13,10 +13,10 @@ import pytest
 from kvbm_core.clock import ManualClock
 from kvbm_core.errors import Outcome
 from kvbm_core.storage.disk import side
+from kvbm_core.storage.disk.reader import DiskReader
 from kvbm_core.storage.disk.record import SECTOR_BYTES, slot_offset_bytes
+from kvbm_core.storage.disk.store import DiskStore
 from kvbm_core.testing.store_contract import LONG_S, buffers, content_of
-from kvbm_core.tiers.disk_reader import DiskReader
-from kvbm_core.tiers.disk_store import DiskStore
 from kvbm_core.types import BlockKey
 from tests.faults.doubles import FailingIo, HeldIo
 from tests.unit.disk_reading import (

@@ -11,8 +11,7 @@ import pytest
 
 from kvbm_core.clock import ManualClock, SystemClock
 from kvbm_core.errors import Outcome
-from kvbm_core.runtime.handshake import RankAck
-from kvbm_core.runtime.messages import JobAck
+from kvbm_core.runtime.handshake import RankAnswer
 from kvbm_core.storage.disk.block_file import BlockFile, Geometry
 from kvbm_core.storage.disk.record import (
     SECTOR_BYTES,
@@ -25,6 +24,7 @@ from kvbm_core.storage.disk.record import (
 from kvbm_core.storage.disk.side import Side
 from kvbm_core.testing.leader_bench import BenchDisk
 from kvbm_core.testing.store_contract import LONG_S, buffers, content_of, key_of
+from kvbm_core.transfer.plan import JobResult
 from tests.faults.doubles import BUFFERED, HeldIo, store_on
 from tests.unit.disk_bench import OTHER, PROMPT, bench_of, on_disk
 
@@ -132,15 +132,15 @@ def test_the_places_of_a_late_order_are_free_with_its_second_answer() -> None:
     bench = bench_of(disk=BenchDisk(5))
     bench.store(PROMPT)
     (order,) = bench.stores()
-    late = JobAck(order.job_id, Outcome.TIMED_OUT, 0, 0.0, 0.0, is_late=True)
-    bench.handshake.inbox.append(RankAck(0, late))
+    late = JobResult(order.job_id, Outcome.TIMED_OUT, 0, 0.0, 0.0, is_late=True)
+    bench.handshake.inbox.append(RankAnswer(0, late))
     bench.leader.poll()
-    assert bench.disk.owns(order.job_id) and bench.disk.tier.pending_blocks == 5
+    assert bench.leader.is_pending(order.job_id) and bench.disk.slots.pending_blocks == 5
     bench.store(OTHER)
     assert bench.stores() == [], "there is no other place"
     bench.leader.check_integrity()
     bench.say(order.job_id, Outcome.TIMED_OUT)
     bench.leader.poll()
-    assert not bench.disk.owns(order.job_id) and bench.disk.tier.pending_blocks == 0
+    assert not bench.leader.is_pending(order.job_id) and bench.disk.slots.pending_blocks == 0
     bench.store(list(range(500, 508)))
     assert bench.write_to_disk() > 0 and on_disk(bench, PROMPT) == 0

@@ -9,7 +9,7 @@ from kvbm_core.clock import ManualClock
 from kvbm_core.errors import Outcome
 from kvbm_core.storage.disk.allocate import FileOptions
 from kvbm_core.storage.disk.block_file import Geometry
-from kvbm_core.tiers.disk_store import DiskStore
+from kvbm_core.storage.disk.store import DiskStore
 from kvbm_core.types import BlockKey
 from tests.faults.doubles import HeldIo, store_on
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from kvbm_core.clock import ManualClock
@@ -10,35 +11,33 @@ from kvbm_core.observe.readiness import Readiness
 from kvbm_core.runtime.handshake import (
     ANSWER_WITHIN_S,
     Disabled,
-    DiskOff,
-    DiskSlotsFound,
     Handshake,
-    PlanDisk,
-    RankAck,
+    PlanTier,
+    RankAnswer,
     RankReplaced,
+    SlotsFound,
     SlotsReady,
+    TierOff,
 )
 from kvbm_core.runtime.messages import (
     PROTOCOL_VERSION,
-    Acks,
     Ask,
     Configure,
-    DiskFound,
-    DiskRefused,
-    DiskShare,
-    ForgetDisk,
     Hello,
     Here,
-    JobAck,
     Message,
+    Move,
     Ready,
     Refused,
-    Store,
+    Results,
+    TierFound,
+    TierRefused,
     decode,
     encode,
 )
 from kvbm_core.storage.disk.allocate import DiskError
 from kvbm_core.storage.disk.recovery import CHUNK_SLOTS, Found
+from kvbm_core.transfer.plan import Fetched, JobResult, OrderKind, TierOrder, TierPlace
 from kvbm_core.types import BlockKey
 
 A, B, STRANGER = b"a", b"b", b"stranger"
@@ -118,16 +117,16 @@ def test_a_rank_has_no_more_slots_than_were_asked_for() -> None:
 
 def test_acknowledgements_reach_the_leader_in_order() -> None:
     handshake = one_worker()
-    acks = [JobAck(1, Outcome.OK, 5, 0.0, 0.0), JobAck(2, Outcome.IO_ERROR, 0, 0.0, 0.0)]
-    assert handshake.on_message(A, Acks(0, acks)) == []
-    assert list(handshake.inbox) == [RankAck(0, ack) for ack in acks]
+    acks = [JobResult(1, Outcome.OK, 5, 0.0, 0.0), JobResult(2, Outcome.IO_ERROR, 0, 0.0, 0.0)]
+    assert handshake.on_message(A, Results(0, acks)) == []
+    assert list(handshake.inbox) == [RankAnswer(0, ack) for ack in acks]
 
 
 @pytest.mark.parametrize("rank", [0, 1, -1, 7])
 def test_nobody_speaks_for_a_rank_that_is_not_his(rank: int) -> None:
     """A worker left over from an engine that died would else commit blocks that were never written."""
     handshake = one_worker()
-    handshake.on_message(STRANGER, Acks(rank, [JobAck(1, Outcome.OK, 5, 0.0, 0.0)]))
+    handshake.on_message(STRANGER, Results(rank, [JobResult(1, Outcome.OK, 5, 0.0, 0.0)]))
     handshake.on_message(STRANGER, Ready(rank, 8))
     handshake.on_message(A, Configure(5))
     assert not handshake.inbox and handshake.foreign_total == 3
@@ -136,7 +135,7 @@ def test_nobody_speaks_for_a_rank_that_is_not_his(rank: int) -> None:
 def test_before_its_hello_nobody_is_a_rank() -> None:
     handshake = Handshake(1, lambda block_bytes: 8)
     handshake.on_message(A, Ready(0, 8))
-    handshake.on_message(A, Acks(0, [JobAck(1, Outcome.OK, 5, 0.0, 0.0)]))
+    handshake.on_message(A, Results(0, [JobResult(1, Outcome.OK, 5, 0.0, 0.0)]))
     assert not handshake.inbox and handshake.foreign_total == 2
 
 
@@ -166,7 +165,7 @@ def test_a_second_process_of_a_rank_that_lives_is_refused_and_nothing_else_happe
         assert handshake.on_message(B, Here(1)) == []
         ((identity, answer),) = handshake.on_message(STRANGER, hello(1, 2))
         assert identity == STRANGER and isinstance(answer, Refused) and "end one" in answer.reason
-    handshake.on_message(STRANGER, Acks(1, [JobAck(1, Outcome.OK, 5, 0.0, 0.0)]))
+    handshake.on_message(STRANGER, Results(1, [JobResult(1, Outcome.OK, 5, 0.0, 0.0)]))
     handshake.on_message(STRANGER, Refused(1, "no memory"))
     assert not handshake.inbox and handshake.readiness().is_ready
     assert handshake.on_message(B, hello(1, 2)) == [(B, Configure(8))]
@@ -183,7 +182,7 @@ def test_a_second_process_of_a_rank_that_lives_is_refused_and_nothing_else_happe
         Refused(1, "no memory"),
         Refused(7, "no memory"),
         Refused(-1, "no memory"),
-        DiskRefused(0, "no room"),
+        TierRefused(0, "disk", "no room"),
         Here(0),
     ],
     ids=repr,
@@ -342,14 +341,14 @@ def replica(rank: int, **changes: object) -> Hello:
 def test_what_all_ranks_replicate_is_sized_named_and_stored_once() -> None:
     asked: list[tuple[int, str]] = []
 
-    def plan_disk(block_bytes: int, fingerprint: str) -> DiskShare:
+    def plan_disk(block_bytes: int, fingerprint: str) -> TierPlace:
         asked.append((block_bytes, fingerprint))
-        return SHARE
+        return DISK
 
-    handshake = Handshake(2, lambda block_bytes: block_bytes // 10, plan_disk)
+    handshake = Handshake(2, lambda block_bytes: block_bytes // 10, {"disk": plan_disk})
     assert handshake.num_storing_ranks == 2
     handshake.on_message(B, replica(1))
-    configure = Configure(10, SHARE, "4711/token")
+    configure = Configure(10, (DISK,), "4711/token")
     assert sorted(handshake.on_message(A, replica(0))) == [(A, configure), (B, configure)]
     assert asked == [(100, "layout")]
     assert handshake.on_message(B, replica(1)) == [(B, configure)]  # the answer had been lost
@@ -359,7 +358,7 @@ def test_what_all_ranks_replicate_is_sized_named_and_stored_once() -> None:
     handshake.on_message(B, Ready(1, 10))
     assert list(handshake.inbox) == [SlotsReady(10, 10, 100, 50, "layout")]
     assert not handshake.wait(0)
-    handshake.on_message(A, DiskFound(0, SHARE.num_slots, [], [], []))
+    handshake.on_message(A, TierFound(0, "disk", DISK.num_slots, [], [], []))
     assert handshake.wait(0)
 
 
@@ -393,12 +392,19 @@ def test_ranks_that_are_no_replicas_of_each_other_are_refused(
 # ---------------------------------------------------------------- the disk
 
 
-SHARE = DiskShare("folder", 5)
+DISK = TierPlace("disk", "folder", 5)
+REMOTE = TierPlace("remote", "file:///mnt/kv")
+STORE = TierOrder(2**40, "disk", OrderKind.STORE, (BlockKey(b"k" * 33),), (1,), (2,))
+FORGET = TierOrder(0, "disk", OrderKind.FORGET, ())
+FETCHED = (Fetched("disk", 2**40, 0.5), Fetched("remote", 0, 1.5))
+LOST = JobResult(
+    2**40, Outcome.MISS, 7, 0.5, 1.5, "1 of 2", failed=((3, Outcome.MISS),), fetched=FETCHED, copy_s=0.1
+)
 
 
-def with_disk(num_ranks: int, plan_disk: PlanDisk = lambda block_bytes, fingerprint: SHARE) -> Handshake:
+def with_disk(num_ranks: int, plan_disk: PlanTier = lambda block_bytes, fingerprint: DISK) -> Handshake:
     """Every rank has said hello."""
-    handshake = Handshake(num_ranks, lambda block_bytes: 8, plan_disk)
+    handshake = Handshake(num_ranks, lambda block_bytes: 8, {"disk": plan_disk})
     for rank, identity in enumerate((A, B)[:num_ranks]):
         handshake.on_message(identity, hello(rank, num_ranks))
     return handshake
@@ -407,17 +413,17 @@ def with_disk(num_ranks: int, plan_disk: PlanDisk = lambda block_bytes, fingerpr
 def test_the_disk_is_planned_once_for_all_ranks_and_told_to_each() -> None:
     asked: list[tuple[int, str]] = []
 
-    def plan_disk(block_bytes: int, fingerprint: str) -> DiskShare:
+    def plan_disk(block_bytes: int, fingerprint: str) -> TierPlace:
         asked.append((block_bytes, fingerprint))
-        return SHARE
+        return DISK
 
-    handshake = Handshake(2, lambda block_bytes: 8, plan_disk)
+    handshake = Handshake(2, lambda block_bytes: 8, {"disk": plan_disk})
     assert handshake.on_message(B, hello(1, 2)) == [] and asked == [] and handshake.peers() == [B]
     assert sorted(handshake.on_message(A, hello(0, 2))) == [
-        (A, Configure(8, SHARE)),
-        (B, Configure(8, SHARE)),
+        (A, Configure(8, (DISK,))),
+        (B, Configure(8, (DISK,))),
     ]
-    assert handshake.on_message(B, hello(1, 2)) == [(B, Configure(8, SHARE))]  # the answer had been lost
+    assert handshake.on_message(B, hello(1, 2)) == [(B, Configure(8, (DISK,)))]  # the answer had been lost
     assert asked == [(201, "layout0-layout1")]  # in the order of the ranks, not of their hellos
     assert sorted(handshake.peers()) == [A, B] and not handshake.inbox
 
@@ -427,13 +433,13 @@ def test_the_disk_is_planned_once_for_all_ranks_and_told_to_each() -> None:
     [ConfigError("DYN_KVBM_DISK_CACHE_GB", 1, "too small"), DiskError(28, "kvbm: no room; make room")],
 )
 def test_a_disk_that_cannot_be_leaves_the_host_tier_on(error: Exception) -> None:
-    def refuse(block_bytes: int, fingerprint: str) -> DiskShare:
+    def refuse(block_bytes: int, fingerprint: str) -> TierPlace:
         raise error
 
-    handshake = Handshake(1, lambda block_bytes: 8, refuse)
+    handshake = Handshake(1, lambda block_bytes: 8, {"disk": refuse})
     assert handshake.on_message(A, hello()) == [(A, Configure(8))]
     (event,) = handshake.inbox
-    assert event == DiskOff(str(error.args[-1])) and event.reason.startswith("kvbm: ")
+    assert event == TierOff("disk", str(error.args[-1])) and event.reason.startswith("kvbm: ")
     assert handshake.on_message(A, hello()) == [(A, Configure(8))]  # and it is not tried again
     assert len(handshake.inbox) == 1
     handshake.on_message(A, Ready(0, 8))
@@ -442,14 +448,14 @@ def test_a_disk_that_cannot_be_leaves_the_host_tier_on(error: Exception) -> None
 
 def test_what_a_rank_found_on_its_disk_reaches_the_leader() -> None:
     handshake = with_disk(2)
-    handshake.on_message(B, DiskFound(1, 40, [3, 39], [b"k" * 32, b"l" * 33], [70, 60]))
-    handshake.on_message(A, DiskFound(0, 40, [], [], []))
-    handshake.on_message(A, DiskRefused(0, "no room"))
+    handshake.on_message(B, TierFound(1, "disk", 40, [3, 39], [b"k" * 32, b"l" * 33], [70, 60]))
+    handshake.on_message(A, TierFound(0, "disk", 40, [], [], []))
+    handshake.on_message(A, TierRefused(0, "disk", "no room"))
     assert list(handshake.found) == [
-        DiskSlotsFound(1, 40, [Found(3, BlockKey(b"k" * 32), 70), Found(39, BlockKey(b"l" * 33), 60)]),
-        DiskSlotsFound(0, 40, []),
+        SlotsFound("disk", 1, 40, [Found(3, BlockKey(b"k" * 32), 70), Found(39, BlockKey(b"l" * 33), 60)]),
+        SlotsFound("disk", 0, 40, []),
     ]
-    assert list(handshake.inbox) == [DiskOff("worker 0: no room")] and handshake.foreign_total == 0
+    assert list(handshake.inbox) == [TierOff("disk", "worker 0: no room")] and handshake.foreign_total == 0
 
 
 def test_the_start_waits_until_every_rank_knows_all_of_its_disk() -> None:
@@ -458,27 +464,67 @@ def test_the_start_waits_until_every_rank_knows_all_of_its_disk() -> None:
     handshake.on_message(B, Ready(1, 8))
     assert not handshake.wait(0)
     for identity, rank, end in (
-        (A, 0, SHARE.num_slots),
-        (A, 0, SHARE.num_slots),
-        (B, 1, SHARE.num_slots - 1),
+        (A, 0, DISK.num_slots),
+        (A, 0, DISK.num_slots),
+        (B, 1, DISK.num_slots - 1),
     ):
-        handshake.on_message(identity, DiskFound(rank, end, [], [], []))
+        handshake.on_message(identity, TierFound(rank, "disk", end, [], [], []))
         assert not handshake.wait(0)
-    handshake.on_message(B, DiskFound(1, SHARE.num_slots, [], [], []))
+    handshake.on_message(B, TierFound(1, "disk", DISK.num_slots, [], [], []))
     assert handshake.wait(0)
+
+
+def test_each_lower_tier_has_its_place_and_its_own_news() -> None:
+    """Two with slots are both looked through before the start goes on; one by key has nothing to look at."""
+    far = TierPlace("far", "elsewhere", 3)
+    places = {"disk": DISK, "far": far, "remote": REMOTE}
+
+    def plan_of(name: str) -> PlanTier:
+        return lambda block_bytes, fingerprint: places[name]
+
+    handshake = Handshake(1, lambda block_bytes: 8, {name: plan_of(name) for name in places})
+    assert handshake.on_message(A, hello()) == [(A, Configure(8, (DISK, far, REMOTE)))]
+    assert [handshake.places_of(name) for name in (*places, "nowhere")] == [5, 3, 0, 0]
+    handshake.on_message(A, Ready(0, 8))
+    handshake.on_message(A, TierFound(0, "disk", 5, [], [], []))
+    assert not handshake.wait(0)
+    handshake.on_message(A, TierRefused(0, "remote", "gone"))
+    assert not handshake.wait(0)
+    handshake.on_message(A, TierFound(0, "far", 3, [], [], []))
+    assert handshake.wait(0)
+    assert [event.tier for event in handshake.found] == ["disk", "far"]
+    assert TierOff("remote", "worker 0: gone") in handshake.inbox
+
+
+def test_a_tier_that_cannot_be_leaves_the_others_on() -> None:
+    def refuse(block_bytes: int, fingerprint: str) -> TierPlace:
+        raise DiskError(28, "no room")
+
+    plans: dict[str, PlanTier] = {"disk": refuse, "remote": lambda block_bytes, fingerprint: REMOTE}
+    handshake = Handshake(1, lambda block_bytes: 8, plans)
+    assert handshake.on_message(A, hello()) == [(A, Configure(8, (REMOTE,)))]
+    assert list(handshake.inbox) == [TierOff("disk", "no room")]
+    handshake.on_message(A, Ready(0, 8))
+    assert handshake.wait(0)
+
+
+def test_what_is_found_in_a_tier_that_nobody_planned_is_no_news() -> None:
+    handshake = with_disk(1)
+    handshake.on_message(A, TierFound(0, "cellar", 40, [3], [b"k" * 32], [70]))
+    assert not handshake.found
 
 
 def test_the_start_does_not_wait_for_a_disk_that_is_refused() -> None:
     handshake = with_disk(2)
     for identity, rank in ((A, 0), (B, 1)):
         handshake.on_message(identity, Ready(rank, 8))
-    handshake.on_message(B, DiskRefused(1, "no room"))
+    handshake.on_message(B, TierRefused(1, "disk", "no room"))
     assert handshake.wait(0)
 
 
 def test_the_start_waits_for_the_host_tier_too() -> None:
     handshake = with_disk(1)
-    handshake.on_message(A, DiskFound(0, SHARE.num_slots, [], [], []))
+    handshake.on_message(A, TierFound(0, "disk", DISK.num_slots, [], [], []))
     assert not handshake.wait(0)
     handshake.on_message(A, Ready(0, 8))
     assert handshake.wait(0)
@@ -487,12 +533,12 @@ def test_the_start_waits_for_the_host_tier_too() -> None:
 @pytest.mark.parametrize(
     "message",
     [
-        DiskFound(0, 40, [3], [b"k" * 32], [70]),
-        DiskRefused(0, "no room"),
-        DiskFound(7, 40, [], [], []),
-        DiskRefused(-1, "no room"),
-        Store(1, [b"k" * 32], [1], [1]),
-        ForgetDisk(),
+        TierFound(0, "disk", 40, [3], [b"k" * 32], [70]),
+        TierRefused(0, "disk", "no room"),
+        TierFound(7, "disk", 40, [], [], []),
+        TierRefused(-1, "disk", "no room"),
+        Move(STORE),
+        Move(FORGET),
     ],
     ids=["found", "refused", "found by nobody", "refused by nobody", "store", "forget"],
 )
@@ -505,20 +551,21 @@ def test_nobody_speaks_for_the_disk_of_another_rank_nor_for_the_leader(message: 
 def test_what_is_found_in_lists_of_unequal_lengths_is_no_news() -> None:
     handshake = with_disk(1)
     with pytest.raises(ValueError, match="zip"):  # the channel logs it and goes on
-        handshake.on_message(A, DiskFound(0, 40, [3, 4], [b"k" * 32], [70]))
+        handshake.on_message(A, TierFound(0, "disk", 40, [3, 4], [b"k" * 32], [70]))
     assert not handshake.found
 
 
 @pytest.mark.parametrize(
     "message",
     [
-        Configure(8, SHARE),
-        Configure(8, SHARE, "4711/token"),
+        Configure(8, (DISK,)),
+        Configure(8, (DISK, REMOTE), "4711/token"),
         replica(0),
-        DiskFound(1, 4096, [0, 5], [b"k" * 32, b"\xff" * 33], [2**63, 0]),
-        DiskRefused(3, "no room"),
-        Store(2**40, [b"k" * 33], [1], [2]),
-        ForgetDisk(),
+        TierFound(1, "disk", 4096, [0, 5], [b"k" * 32, b"\xff" * 33], [2**63, 0]),
+        TierRefused(3, "disk", "no room"),
+        Move(STORE),
+        Move(FORGET),
+        Results(1, [LOST, msgspec.structs.replace(LOST, is_late=True)]),
         Ask([2**40, 1], is_last=True),
         Here(3),
     ],
@@ -529,7 +576,7 @@ def test_what_is_said_about_disks_survives_the_wire(message: Message) -> None:
 
 def test_the_largest_chunk_of_found_blocks_fits_into_a_message() -> None:
     chunk = range(CHUNK_SLOTS)
-    message = DiskFound(
-        0, 2**40, [2**40 + i for i in chunk], [b"k" * 33] * CHUNK_SLOTS, [2**62 + i for i in chunk]
+    message = TierFound(
+        0, "disk", 2**40, [2**40 + i for i in chunk], [b"k" * 33] * CHUNK_SLOTS, [2**62 + i for i in chunk]
     )
     assert decode(encode(message)) == message

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kvbm_core.errors import Outcome
-from kvbm_core.runtime.jobs import Share
 from kvbm_core.runtime.request import RequestState
+from kvbm_core.runtime.transfer_jobs import Share
 from kvbm_core.testing.leader_bench import LeaderBench
 from kvbm_core.tiers.groups import GroupSpec
 from kvbm_core.transfer.plan import GroupMove, TransferPlan
@@ -154,7 +154,7 @@ def test_nothing_is_matched_before_all_ranks_have_it() -> None:
     assert bench.resident_blocks(PROMPT) == 0
     bench.answer(plan, ranks=[0])
     bench.answer(plan, ranks=[0])  # twice the same rank is not two ranks
-    assert bench.resident_blocks(PROMPT) == 0 and bench.leader.stale_acks_total == 1
+    assert bench.resident_blocks(PROMPT) == 0 and bench.leader.stale_results_total == 1
     bench.answer(plan, ranks=[1])
     assert bench.resident_blocks(PROMPT) == 5
     assert (
@@ -243,7 +243,7 @@ def test_pinned_and_pending_blocks_never_make_room() -> None:
     used = {
         *pending.moves[0].slots,
         *third.moves[0].slots,
-        *(reader.match.lease.slots if reader.match else ()),
+        *(reader.match.held.slots if reader.match else ()),
     }
     assert len(used) == 6 and bench.evicted == []
 

@@ -94,7 +94,7 @@ DOWN = [
 UP = [
     (Tier.HOST, Tier.DEVICE, "h2d"),
     (Tier.DISK, Tier.DEVICE, "d2d"),
-    (Tier.REMOTE, Tier.DEVICE, "o2d"),
+    (Tier.REMOTE, Tier.HOST, "o2d"),
 ]
 
 
@@ -186,6 +186,20 @@ def test_onboard_names(source: Tier, target: Tier, suffix: str) -> None:
     metrics = Metrics()
     metrics.onboarded_blocks(3, source, target)
     assert changed(metrics) == {f"kvbm_onboard_blocks_{suffix}": 3}
+
+
+def test_without_a_host_tier_what_goes_to_the_remote_tier_is_counted_once() -> None:
+    metrics = Metrics(has_host_tier=False)
+    metrics.offloaded_blocks(3, Tier.DEVICE, Tier.HOST)
+    metrics.offloaded_blocks(3, Tier.HOST, Tier.REMOTE)
+    assert changed(metrics) == {"kvbm_offload_blocks_d2o": 3}
+
+
+@pytest.mark.parametrize(("is_write", "name"), [(True, "write"), (False, "read")])
+def test_what_a_remote_tier_did_not_take_or_give_is_counted(is_write: bool, name: str) -> None:
+    metrics = Metrics()
+    metrics.remote_failures(2, is_write=is_write)
+    assert changed(metrics) == {f"kvbm_object_{name}_failures": 2}
 
 
 def test_pairs_that_kvbm_has_no_name_for() -> None:

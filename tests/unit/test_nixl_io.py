@@ -18,8 +18,6 @@ import pytest
 from kvbm_core.clock import SystemClock
 from kvbm_core.config.settings import KvbmSettings
 from kvbm_core.errors import ConfigError, Outcome
-from kvbm_core.runtime.messages import Acks, DiskFound, DiskRefused, DiskShare, Store
-from kvbm_core.runtime.worker_disk import WorkerDisk, WorkerDiskOptions
 from kvbm_core.storage.disk import nixl_io
 from kvbm_core.storage.disk.aio_io import AioIo
 from kvbm_core.storage.disk.allocate import DiskError
@@ -29,7 +27,6 @@ from kvbm_core.storage.disk.io import FileIo, ThreadIo, Transfer
 from kvbm_core.storage.disk.lane import Lane, Record
 from kvbm_core.storage.disk.nixl_io import NixlIo
 from kvbm_core.storage.disk.record import SECTOR_BYTES
-from kvbm_core.storage.host_slab import HostSlab
 from kvbm_core.testing.file_io_contract import (
     LONG_S,
     finish,
@@ -40,8 +37,9 @@ from kvbm_core.testing.file_io_contract import (
     why_no_nixl,
 )
 from kvbm_core.testing.store_contract import key_of
+from kvbm_core.transfer.movers.disk_file import DiskMoverOptions, RankFile
 from tests.faults.doubles import BUFFERED
-from tests.unit.test_worker_disk import Ends
+from tests.unit.test_worker_disk import Ends, OneFile
 
 NO_NIXL = why_no_nixl()
 needs_nixl = pytest.mark.skipif(NO_NIXL is not None, reason=f"NOT RUN: disk I/O by NIXL: {NO_NIXL}")
@@ -287,27 +285,18 @@ def test_records_go_through_a_lane(tmp_path: Path) -> None:
 
 @needs_nixl
 def test_a_workers_disk_by_nixl_is_found_again(tmp_path: Path) -> None:
-    options, found = WorkerDiskOptions(BUFFERED, LONG_S, "nixl-posix"), list[int]()
+    options, found = DiskMoverOptions(BUFFERED, LONG_S, "nixl-posix"), list[int]()
     for disk_slot in (3, 1):
         before = set(nixl_io._OPEN)
-        ends, host = Ends(), HostSlab(4, SECTOR_BYTES)
-        assert host.wait_ready(LONG_S)
-        disk = WorkerDisk(0, 1, options, ends)
-        assert disk.open(DiskShare(str(tmp_path), 4), SECTOR_BYTES, "layout")
-        assert [io._regions for io in nixl_io._OPEN - before] == [[], []]
-        executor = disk.start(host, disk.stored, lambda job_id: None)
-        assert all(len(io._regions) == 2 for io in nixl_io._OPEN - before if io in disk._ios), (
-            "slab and headers"
-        )
-        (message,) = ends.wait_for(DiskFound)
-        assert isinstance(message, DiskFound)
-        found += message.slots
-        disk.store(Store(5, [bytes([disk_slot]) * 32], [0], [disk_slot]), deadline_s=LONG_S)
-        (acks,) = ends.wait_for(Acks)
-        assert isinstance(acks, Acks) and [ack.outcome for ack in acks.acks] == [Outcome.OK]
-        disk.close()
-        executor.close()
-        host.close()
+        one = OneFile(tmp_path, options)
+        ios = [io for io in nixl_io._OPEN - before if io in (one.file._ios or ())]
+        assert [len(io._regions) for io in ios] == [2, 2], "slab and headers"
+        _, records = one.ends.wait_found()
+        found += [record.slot for record in records]
+        one.store(disk_slot)
+        (result,) = one.ends.wait_results()
+        assert result.outcome is Outcome.OK
+        one.close()
         assert before == nixl_io._OPEN
     assert found == [3]
 
@@ -317,11 +306,10 @@ def test_a_kind_that_cannot_be_had_is_told_to_the_leader(
 ) -> None:
     monkeypatch.setitem(sys.modules, "nixl", None)
     ends = Ends()
-    disk = WorkerDisk(0, 1, WorkerDiskOptions(BUFFERED, io="nixl-gds"), ends)
+    disk = RankFile("disk", DiskMoverOptions(BUFFERED, io="nixl-gds"), ends)
     with caplog.at_level(logging.ERROR, "kvbm"):
-        assert not disk.open(DiskShare(str(tmp_path), 4), SECTOR_BYTES, "layout")
-    (refused,) = ends.of(DiskRefused)
-    assert isinstance(refused, DiskRefused)
-    assert refused.reason.startswith("kvbm: KVBM_DISK_IO=nixl-gds: ") and "\n" not in refused.reason
-    assert caplog.messages == [refused.reason]
-    BlockFile(tmp_path / "rank-0-of-1.blocks", Geometry(4, SECTOR_BYTES, bytes(16)), BUFFERED).close()
+        assert not disk.open(tmp_path / "rank.blocks", 4, SECTOR_BYTES, "layout")
+    (reason,) = ends.reasons
+    assert reason.startswith("kvbm: KVBM_DISK_IO=nixl-gds: ") and "\n" not in reason
+    assert caplog.messages == [reason]
+    BlockFile(tmp_path / "rank.blocks", Geometry(4, SECTOR_BYTES, bytes(16)), BUFFERED).close()

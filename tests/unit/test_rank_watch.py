@@ -10,10 +10,11 @@ from kvbm_core.errors import Outcome
 from kvbm_core.observe.readiness import Readiness
 from kvbm_core.runtime.handshake import ANSWER_WITHIN_S, RankReplaced, SlotsReady
 from kvbm_core.runtime.leader import LeaderOptions
-from kvbm_core.runtime.messages import PROTOCOL_VERSION, Ask, Hello, Here, JobAck, Message, Ready
+from kvbm_core.runtime.messages import PROTOCOL_VERSION, Ask, Hello, Here, Message, Ready
 from kvbm_core.runtime.rank_watch import LOOK_EVERY_S, WatchOptions
+from kvbm_core.runtime.transfer_jobs import TransferJob
 from kvbm_core.testing.leader_bench import BenchDisk, LeaderBench
-from kvbm_core.transfer.plan import TransferPlan
+from kvbm_core.transfer.plan import JobResult, TransferPlan
 
 PROMPT = list(range(100, 120))  # five blocks
 TABLE = [[11, 12, 13, 14, 15]]
@@ -117,7 +118,7 @@ def test_a_rank_that_is_silent_for_forty_requests_holds_little_and_delays_nobody
     assert [r.levelname for r in caplog.records if "rank 1 has not answered" in r.getMessage()] == ["ERROR"]
     # What it may still read or write is nobody else's.
     bench.leader.check_integrity()
-    reading = {job.job_id for job in bench.leader._jobs.jobs()}
+    reading = {job.job_id for job in bench.leader._jobs.jobs(TransferJob)}
     assert bench.leader.readers_of(range(1000)) | bench.leader.writers_of({0: range(1000)}) == reading
 
     ranks.come_back()
@@ -230,8 +231,8 @@ def test_a_rank_that_is_silent_about_the_disk_is_away_too() -> None:
     bench.assert_idle()
 
 
-def late(job_id: int) -> JobAck:
-    return JobAck(job_id, Outcome.TIMED_OUT, 0, 0.0, 0.0, is_late=True)
+def late(job_id: int) -> JobResult:
+    return JobResult(job_id, Outcome.TIMED_OUT, 0, 0.0, 0.0, is_late=True)
 
 
 def test_a_load_that_was_given_up_delays_nobody_while_the_kernel_still_has_its_slots() -> None:
@@ -266,10 +267,10 @@ def test_a_rank_whose_write_the_kernel_still_has_is_not_asked_for_it() -> None:
     bench.leader.acknowledge(1, [late(order.job_id)])
     ranks.pass_time(600.0, step_s=2.0)
     assert ranks.is_in_service and ranks.asked == []
-    assert bench.disk.owns(order.job_id), "its slots are the kernel's"
+    assert bench.leader.is_pending(order.job_id), "its slots are the kernel's"
     bench.say(order.job_id, Outcome.TIMED_OUT, ranks=[1])
     bench.leader.poll()
-    assert not bench.disk.owns(order.job_id)
+    assert not bench.leader.is_pending(order.job_id)
     bench.assert_idle()
 
 

@@ -21,12 +21,12 @@ from kvbm_core.identity.roots import Stamp  # noqa: E402
 from kvbm_core.identity.weights import WeightsIdentity  # noqa: E402
 from kvbm_core.observe.metrics import Metrics  # noqa: E402
 from kvbm_core.runtime.assembly import metrics_of  # noqa: E402
-from kvbm_core.runtime.disk_folder import TOP  # noqa: E402
 from kvbm_core.storage.disk.allocate import FileOptions, open_file  # noqa: E402
+from kvbm_core.storage.disk.folder import TOP  # noqa: E402
 from kvbm_core.storage.disk.io import Transfer  # noqa: E402
 from kvbm_core.testing.executor_bench import LONG_S  # noqa: E402
-from kvbm_core.transfer.executors import disk as disk_executor  # noqa: E402
 from kvbm_core.transfer.executors.memcpy import MemcpyExecutor  # noqa: E402
+from kvbm_core.transfer.movers import disk as disk_mover  # noqa: E402
 from kvbm_sglang import linker_assembly, linker_tiers, load_counter  # noqa: E402
 from kvbm_sglang.device_pool import DevicePages  # noqa: E402
 from kvbm_sglang.linker_assembly import Ranks, assemble  # noqa: E402
@@ -34,7 +34,7 @@ from kvbm_sglang.load_counter import LoadCounter  # noqa: E402
 from kvbm_sglang.weights import weights_identity  # noqa: E402
 from tests.began import begins_now  # noqa: E402
 from tests.faults.doubles import FailingIo  # noqa: E402
-from tests.unit.disk_executor_bench import GatedIo  # noqa: E402
+from tests.unit.disk_mover_bench import GatedIo  # noqa: E402
 from tests.unit.sglang_pools import (  # noqa: E402
     LAYERS,
     NUM_PAGES,
@@ -91,7 +91,7 @@ class Bench:
         self.linker = make(pages, read, self.metrics, model=model, weights=self.weights)
         slots, disk_slots = read.host_tier_slots(pages.page_bytes), read.disk_cache_override_num_blocks or 0
         disk_slots = disk_slots if num_disk is None else num_disk
-        assert self.tiers.wait_ready(slots, disk_slots, LONG_S)
+        assert self.tiers.wait_ready(slots, disk_slots, timeout_s=LONG_S)
 
     @property
     def tiers(self) -> Any:
@@ -265,7 +265,7 @@ def test_a_disk_that_fails_is_no_garbage(
     first.offload(*KEYS[:4])
     first.linker.close()
     monkeypatch.setattr(
-        disk_executor,
+        disk_mover,
         "make_file_io",
         lambda fd, *, is_direct: FailingIo(fd, lambda transfer, is_write: not is_write, -5),
     )
@@ -493,9 +493,9 @@ def test_a_disk_that_another_process_has_joins_later(tmp_path: Path) -> None:
         num_layers=LAYERS,
     )
     assert linker._tiers is not None
-    assert linker._tiers.wait_ready(12, 0, LONG_S) and linker.lookup("r", KEYS[:1]) == []
+    assert linker._tiers.wait_ready(12, 0, timeout_s=LONG_S) and linker.lookup("r", KEYS[:1]) == []
     holder.close()
-    assert linker._tiers.wait_ready(12, 12, LONG_S)
+    assert linker._tiers.wait_ready(12, 12, timeout_s=LONG_S)
     assert len(linker.lookup("r", KEYS[:1])) == 1
     linker.close()
 
@@ -613,7 +613,7 @@ def test_the_counter_does_not_go_on_with_pages_that_are_being_written(
 def stalling(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stalling]:
     """Disks that answer no read while they stall."""
     disk = Stalling()
-    monkeypatch.setattr(disk_executor, "make_file_io", disk.make_io)
+    monkeypatch.setattr(disk_mover, "make_file_io", disk.make_io)
     yield disk
     disk.goes_on.set()
 
@@ -642,7 +642,7 @@ def test_a_load_that_was_given_up_never_writes_its_pages(
     """The disk stalls, the load is given up, its pages go to somebody else, the disk goes on."""
     bench = bench_of(DYN_KVBM_DISK_CACHE_OVERRIDE_NUM_BLOCKS=12)
     assert bench.offload(*KEYS[:2])
-    bench.tiers._host.reset()  # it is on the disk alone
+    bench.tiers._chain.host.reset()  # it is on the disk alone
     linker, pages = bench.linker, bench.pages_for(*KEYS[:2])
     linker.counter._timeout_s = 0.01  # SGLang waits no longer for a batch
     linker.load("a", KEYS[:2], indices_of(*pages))
@@ -656,12 +656,13 @@ def test_a_load_that_was_given_up_never_writes_its_pages(
     assert not linker.finish(index)
     for page in pages:
         fill(bench.pool, page, KEYS[7])
-    stalling.goes_on.set()
     linker.counter._timeout_s = LONG_S
-    assert bench.load("b", *KEYS[:1])  # behind the read that was late; what is on the disk was not forgotten
+    assert not bench.load("b", *KEYS[:1])  # the read that is late has its slot still
+    stalling.goes_on.set()
+    with bench.tiers._lock:
+        assert bench.tiers._lock.wait_for(lambda: not len(bench.tiers._jobs), LONG_S)
+    assert bench.load("c", *KEYS[:1])  # what is on the disk was not forgotten
     assert holds(bench.pool, pages[0], KEYS[0]) and holds(bench.pool, pages[1], KEYS[7])
-    with bench.tiers._changed:  # and its slots are free again
-        assert bench.tiers._changed.wait_for(lambda: not bench.tiers._late, LONG_S)
 
 
 def test_a_load_that_waits_for_the_device_is_given_up_at_once(bench_of: Callable[..., Bench]) -> None:

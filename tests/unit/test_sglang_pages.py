@@ -15,8 +15,8 @@ torch = pytest.importorskip("torch", reason="NOT RUN: SGLang's pages; torch is m
 from kvbm_core.errors import LayoutError, Outcome  # noqa: E402
 from kvbm_core.identity.fields import Description  # noqa: E402
 from kvbm_core.identity.roots import Stamp  # noqa: E402
-from kvbm_core.runtime.worker_disk import WorkerDiskOptions  # noqa: E402
 from kvbm_core.storage.disk.allocate import FileOptions  # noqa: E402
+from kvbm_core.transfer.movers.disk_file import DiskMoverOptions  # noqa: E402
 from kvbm_sglang.identity import KV, namespace_of, page_keys  # noqa: E402
 from kvbm_sglang.pages import Pages  # noqa: E402
 from kvbm_sglang.store import PageStore  # noqa: E402
@@ -73,7 +73,7 @@ def store_of(folder: Path, pool: Pool, config: Any = CONFIG, num_slots: int = 16
     pages = Pages(pool)
     namespace = namespace_of(config, pool, KV, pages.piece_bytes, "a-model", engine=ENGINE, weights=WEIGHTS)
     store = PageStore(
-        folder, pages, namespace, num_slots, WorkerDiskOptions(FileOptions(is_direct=False)), shares=False
+        folder, pages, namespace, num_slots, DiskMoverOptions(FileOptions(is_direct=False)), shares=False
     )
     assert store._store.wait_recovered(30.0)
     return store

@@ -24,17 +24,18 @@ from kvbm_core.runtime.handshake import ANSWER_WITHIN_S
 from kvbm_core.runtime.messages import (
     MAX_MESSAGE_BYTES,
     PROTOCOL_VERSION,
-    Acks,
-    DiskRefused,
     Hello,
-    JobAck,
     Ready,
     Refused,
+    Results,
+    TierRefused,
     encode,
 )
 from kvbm_core.runtime.worker import Worker, WorkerOptions
 from kvbm_core.testing.executor_bench import two_group_memory
 from kvbm_core.testing.leader_bench import ROOT
+from kvbm_core.transfer.plan import JobResult
+from kvbm_core.transfer.rank import RankOptions
 from tests.unit.test_worker import LONG_S, NUM_SLOTS, PROMPT, Engine, content
 
 DOWN, UP = [[1, 2, 3, 4, 5], [5, 4, 3, 2, 1]], [[7, 8, 9, 10, 11], [6, 7, 8, 9, 10]]
@@ -103,7 +104,7 @@ def state_of(engine: Engine) -> tuple[object, ...]:
         len(shake.inbox),
         len(shake.found),
         engine.channel.undecodable_total,
-        engine.leader.stale_acks_total,
+        engine.leader.stale_results_total,
     )
 
 
@@ -160,7 +161,7 @@ def test_a_worker_that_is_started_anew_gets_its_rank_back(
         assert serve(engine, "a")
         quick_hellos(monkeypatch)
         engine.workers[1].close()
-        engine.workers[1] = worker = Worker(1, 2, address(SECRET), WorkerOptions(verify=True))
+        engine.workers[1] = worker = Worker(1, 2, address(SECRET), WorkerOptions(RankOptions(verify=True)))
         worker.register(engine.memories[1], "layout1")
         engine.wait_for_tick(lambda: 1 in engine.handshake._challenged_at_s)
         assert serve_half(engine)  # nobody knows yet that it is dead
@@ -189,9 +190,9 @@ def every_word(rank: int = 0) -> list[bytes]:
             Hello(PROTOCOL_VERSION, rank, 1, 1, 1, "other"),
             Hello(1, rank, 1, 1, 1, "other"),
             Refused(rank, "the tier shall be off"),
-            DiskRefused(rank, "and the disk"),
+            TierRefused(rank, "disk", "shall be off too"),
             Ready(rank, 10**6),
-            Acks(rank, [JobAck(job_id, Outcome.OK, 1, 0.0, 0.0) for job_id in range(100)]),
+            Results(rank, [JobResult(job_id, Outcome.OK, 1, 0.0, 0.0) for job_id in range(100)]),
         )
     ] + [b"\xc1", b""]
 

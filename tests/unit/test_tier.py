@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 import pytest
 
+from kvbm_core.blocks.slot_tier import BlockTier
 from kvbm_core.clock import ManualClock
 from kvbm_core.errors import IntegrityError
 from kvbm_core.policy.lru import LruPolicy
 from kvbm_core.policy.recency import as_slots
 from kvbm_core.testing.policy_contract import sample_keys
-from kvbm_core.tiers.tier import BlockTier
 from kvbm_core.types import BlockKey, Tier
 
 KEYS = sample_keys(0, 10)

@@ -10,13 +10,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvbm_core.transfer.plan import DiskPlan, GroupMove, TransferPlan
+from kvbm_core.transfer.plan import GroupMove, OrderKind, TierOrder, TransferPlan
 from kvbm_core.types import BlockKey, Direction
 from kvbm_trtllm.metadata import QUIET, StepPlans, decode, encode
 
 
 def random_plan(rng: random.Random) -> TransferPlan:
-    """A plan of any size, with blocks from the disk in every other case."""
+    """A plan of any size, with blocks from any number of lower tiers."""
     moves = tuple(
         GroupMove(group, tuple(rng.sample(range(1 << 20), count)), tuple(rng.sample(range(1 << 40), count)))
         for group, count in enumerate(rng.choices(range(5), k=rng.randint(0, 3)))
@@ -24,7 +24,10 @@ def random_plan(rng: random.Random) -> TransferPlan:
     job_id = rng.randrange(1 << 53)
     keys = tuple(BlockKey(rng.randbytes(34)) for _ in range(rng.randint(0, 3)))
     numbers = tuple(range(len(keys)))
-    reads = DiskPlan(job_id, Direction.ONBOARD, keys, numbers, numbers) if rng.random() < 0.5 else None
+    reads = tuple(
+        TierOrder(job_id, name, OrderKind.FETCH, keys, numbers, rng.choice([numbers, ()]))
+        for name in rng.sample(["disk", "remote", "peer"], rng.randint(0, 3))
+    )
     return TransferPlan(job_id, rng.choice(list(Direction)), moves, reads)
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kvbm_core.blocks.slot_tier import BlockTier
 from kvbm_core.clock import Clock, ManualClock, SystemClock
 from kvbm_core.errors import Outcome, StuckCopyError
 from kvbm_core.observe.metrics import Metrics
@@ -20,16 +21,19 @@ from kvbm_core.policy.lru import LruPolicy
 from kvbm_core.runtime import worker as worker_module
 from kvbm_core.runtime.channel import LeaderChannel
 from kvbm_core.runtime.endpoint import Endpoint
-from kvbm_core.runtime.handshake import Disabled, Handshake, RankAck, SlotsReady
-from kvbm_core.runtime.leader import Leader, LeaderOptions
-from kvbm_core.runtime.messages import Acks, Ask, Configure, Hello, Here, Message, Ready
+from kvbm_core.runtime.handshake import Disabled, Handshake, RankAnswer, SlotsReady
+from kvbm_core.runtime.leader import Leader, LeaderOptions, LeaderParts
+from kvbm_core.runtime.messages import Ask, Configure, Hello, Here, Message, Ready, Results
+from kvbm_core.runtime.transfer_jobs import TransferJob
 from kvbm_core.runtime.worker import Worker, WorkerOptions
+from kvbm_core.storage.host_slab import HostSlab
 from kvbm_core.testing.executor_bench import two_group_memory
 from kvbm_core.testing.leader_bench import ROOT
 from kvbm_core.tiers.groups import GroupSpec
-from kvbm_core.tiers.tier import BlockTier
+from kvbm_core.transfer import rank as rank_module
 from kvbm_core.transfer.executor import DeviceMemory, Executor
 from kvbm_core.transfer.plan import GroupMove, JobResult, TransferPlan
+from kvbm_core.transfer.rank import RankOptions
 from kvbm_core.types import Direction, Tier
 
 LONG_S = 20.0
@@ -100,14 +104,23 @@ class Engine:
         clock = clock or SystemClock()
         self.handshake = Handshake(ranks, lambda block_bytes: num_slots, clock=clock)
         self.tier = BlockTier(Tier.HOST, LruPolicy(), clock)
-        self.leader = Leader(GROUPS, self.tier, self.handshake, ranks, clock, Metrics(), LeaderOptions())
+        self.leader = Leader(
+            GROUPS,
+            self.tier,
+            self.handshake,
+            clock=clock,
+            metrics=Metrics(),
+            options=LeaderOptions(),
+            parts=LeaderParts(),
+        )
         self.news = threading.Condition()
         self.channel = LeaderChannel(self.endpoint, self._on_message)
         self.handshake.connect(self.channel.send)
         self.memories = [two_group_memory(seed=rank + 1) for rank in range(ranks)]
         self.gates: dict[int, Gate] = {}
         self.workers = [
-            Worker(rank, ranks, self.endpoint, WorkerOptions(verify=True)) for rank in range(ranks)
+            Worker(rank, ranks, self.endpoint, WorkerOptions(RankOptions(verify=True)))
+            for rank in range(ranks)
         ]
         for worker, memory in zip(self.workers, self.memories, strict=True):
             worker.wrap_executor(self._wrapper(worker))
@@ -257,7 +270,7 @@ def test_the_leader_may_come_after_the_workers_and_until_then_nothing_is_ready(t
 def test_what_does_not_fit_into_memory_is_refused_with_both_sizes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(worker_module, "available_memory_bytes", lambda: 1000)
+    monkeypatch.setattr(rank_module, "available_memory_bytes", lambda: 1000)
     engine = Engine(tmp_path)
     try:
         engine.wait_for(lambda: engine.leader.disabled_reason is not None)
@@ -273,7 +286,7 @@ def test_a_size_or_a_memory_that_nothing_can_be_made_of_is_refused_and_not_tried
 ) -> None:
     slabs = []
 
-    class Slab(worker_module.HostSlab):
+    class Slab(HostSlab):
         def close(self) -> None:
             slabs.append(self)
             super().close()
@@ -281,8 +294,8 @@ def test_a_size_or_a_memory_that_nothing_can_be_made_of_is_refused_and_not_tried
     def no_executor(*args: object, **kwargs: object) -> Executor:
         raise ValueError("no way to copy")
 
-    monkeypatch.setattr(worker_module, "HostSlab", Slab)
-    monkeypatch.setattr(worker_module, "make_executor", no_executor)
+    monkeypatch.setattr(rank_module, "HostSlab", Slab)
+    monkeypatch.setattr(rank_module, "make_executor", no_executor)
     engine = Engine(tmp_path)
     try:
         engine.wait_for(lambda: engine.leader.disabled_reason is not None)
@@ -312,7 +325,7 @@ def test_results_are_taken_once_and_acknowledged_once(engine: Engine) -> None:
     worker.submit(offload_of(1, 2))
     assert wait_ended(worker, 900) == {900: Outcome.OK}
     assert worker.take() == [] and not worker.is_known(900)
-    engine.wait_for(lambda: engine.leader.stale_acks_total == 1)  # the leader knows no job 900
+    engine.wait_for(lambda: engine.leader.stale_results_total == 1)  # the leader knows no job 900
 
 
 def test_a_plan_that_cannot_run_is_a_failed_job(engine: Engine) -> None:
@@ -355,8 +368,7 @@ def test_a_fence_waits_for_what_runs(engine: Engine) -> None:
     ended = worker.take()
     assert {result.job_id for result in ended} == set(range(901, 940))
     if any(result.outcome is Outcome.OK for result in ended):
-        slab = worker._slab
-        assert slab is not None and slab.array[: len(before)].tobytes() == before
+        assert worker._memory is not None and worker._memory.slab.array[: len(before)].tobytes() == before
 
 
 def test_a_copy_that_outlives_its_fence_is_reported_as_failed(
@@ -413,8 +425,8 @@ def test_close_leaves_no_thread_no_descriptor_and_no_memory(tmp_path: Path) -> N
     engine = Engine(tmp_path)
     engine.wait_for(lambda: engine.tier.capacity_blocks == NUM_SLOTS)
     worker = engine.workers[0]
-    slab = worker._slab
-    assert slab is not None
+    assert worker._memory is not None
+    slab = worker._memory.slab
     for job_id in range(901, 930):
         worker.submit(offload_of(1, job_id=job_id))
     for _ in range(2):
@@ -445,7 +457,7 @@ def test_the_leader_hears_of_trouble_as_it_is(engine: Engine) -> None:
     engine.settle()
     assert engine.tier.resident_blocks == 0
     assert engine.leader.metrics.snapshot()['kvbm_failures_total{kind="offload_corrupt"}'] == 1
-    assert not any(isinstance(event, Disabled | RankAck) for event in engine.handshake.inbox)
+    assert not any(isinstance(event, Disabled | RankAnswer) for event in engine.handshake.inbox)
 
 
 # ---------------------------------------------------------------- when the leader asks
@@ -489,7 +501,7 @@ class Asking:
             self.heard.clear()
         self.channel.send(self._peer, Ask(list(job_ids), is_last))
         self.wait_for(lambda: Here(0) in self.heard)
-        acks = [ack for message in self.heard if isinstance(message, Acks) for ack in message.acks]
+        acks = [ack for message in self.heard if isinstance(message, Results) for ack in message.results]
         return {ack.job_id: ack.outcome for ack in acks}
 
     def close(self) -> None:
@@ -511,7 +523,7 @@ def test_a_worker_that_is_asked_says_what_the_engine_has_not_fetched_yet(asking:
     worker.submit(offload_of(2, job_id=102))
     assert worker.wait([102], LONG_S)
     assert asking.ask(101) == {101: Outcome.OK} == asking.ask(101)
-    assert {ack.job_id for ack in worker.take_acks()} == {101, 102}  # the engine's own road is as it was
+    assert {ack.job_id for ack in worker.take_results()} == {101, 102}  # the engine's own road is as it was
     assert asking.ask(101, 102) == {}
 
 
@@ -553,7 +565,7 @@ def test_a_rank_whose_copy_hangs_is_away_until_it_ends(tmp_path: Path) -> None:
         state = engine.leader.open("writer", ROOT, None)
         engine.leader.offload(state, PROMPT, 0, 20, [[1, 2, 3, 4, 5]] * 2)
         engine.submit_offloads()
-        engine.wait_for(lambda: engine.leader._jobs.jobs()[0].waiting_ranks == {1})
+        engine.wait_for(lambda: engine.leader._jobs.jobs(TransferJob)[0].waiting_ranks == {1})
         clock.advance(6.0)
         engine.leader.poll()
         asked_at_s = clock.now_s()

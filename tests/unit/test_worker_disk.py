@@ -1,39 +1,35 @@
-"""Workers with a block file each, and a leader: refused, late and closed; and one WorkerDisk by itself."""
+"""Workers with a block file each, and a leader: refused, late and closed; and one RankFile by itself."""
 
 from __future__ import annotations
 
 import logging
 import os
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from kvbm_core.errors import Outcome
 from kvbm_core.runtime import channel
-from kvbm_core.runtime import worker_disk as module
-from kvbm_core.runtime.messages import (
-    Acks,
-    DiskFound,
-    DiskRefused,
-    DiskShare,
-    ForgetDisk,
-    Message,
-    Store,
-)
-from kvbm_core.runtime.worker_disk import WorkerDisk, WorkerDiskOptions
+from kvbm_core.runtime.messages import Message, Results
 from kvbm_core.storage.disk.allocate import DirectoryBusyError, FileOptions
 from kvbm_core.storage.disk.block_file import BlockFile, Geometry
 from kvbm_core.storage.disk.record import SECTOR_BYTES
+from kvbm_core.storage.disk.recovery import Found
 from kvbm_core.storage.host_slab import HostSlab
+from kvbm_core.storage.late import LateMemory
 from kvbm_core.testing.leader_bench import ROOT
-from kvbm_core.transfer.executors import disk as disk_module
-from kvbm_core.transfer.plan import TransferPlan
-from kvbm_core.types import Direction
+from kvbm_core.transfer import rank as rank_module
+from kvbm_core.transfer.movers import disk as disk_module
+from kvbm_core.transfer.movers import disk_file as module
+from kvbm_core.transfer.movers.disk_file import DiskMoverOptions, RankFile
+from kvbm_core.transfer.plan import JobResult, OrderKind, TierOrder, TransferPlan
+from kvbm_core.types import BlockKey, Direction
 from tests.faults.doubles import BUFFERED
-from tests.unit.disk_executor_bench import GatedIo
+from tests.unit.disk_mover_bench import GatedIo
 from tests.unit.test_worker import LONG_S, NUM_SLOTS, PROMPT
-from tests.unit.worker_disk_engine import DISK_SLOTS, ELSEWHERE, NUM_TOKENS, DiskEngine
+from tests.unit.worker_disk_engine import DISK_SLOTS, ELSEWHERE, FORGET, NUM_TOKENS, STRAY, DiskEngine
 
 # ---------------------------------------------------------------- refusals
 
@@ -42,7 +38,7 @@ def check_host_tier_works(engine: DiskEngine) -> None:
     engine.wait_for(lambda: engine.tier.capacity_blocks == NUM_SLOTS)
     engine.offload_prompt()
     plan = engine.onboard_prompt()
-    assert plan is not None and plan.reads is None and engine.on_devices() == engine.expected()
+    assert plan is not None and not plan.reads and engine.on_devices() == engine.expected()
     assert engine.leader.disabled_reason is None
 
 
@@ -60,9 +56,9 @@ def test_a_directory_that_cannot_be_used_leaves_the_host_tier(
             check_host_tier_works(engine)
             assert engine.disk.storing_blocks == 0
             # Orders that were under way are answered.
-            engine.tell_all(Store(10**6, [b"x" * 32], [0], [0]))
-            engine.tell_all(ForgetDisk())
-            engine.wait_for(lambda: engine.leader.stale_acks_total == ranks)
+            engine.tell_all(STRAY)
+            engine.tell_all(FORGET)
+            engine.wait_for(lambda: engine.leader.stale_results_total == ranks)
         finally:
             engine.close()
     assert (tmp_path / "blocks").read_text() == "a file"
@@ -81,11 +77,13 @@ def test_a_file_that_another_engine_has_joins_when_that_gives_it_up(tmp_path: Pa
     try:
         second.wait_for(lambda: second.tier.capacity_blocks == NUM_SLOTS)
         assert second.onboard_prompt() is None and second.disk.off_reason is None
-        disk = second.workers[0]._disk
-        assert disk is not None and disk.is_busy
+        memory = second.workers[0]._memory
+        assert memory is not None
+        (disk,) = memory._files
+        assert disk.is_busy
         if is_reset:
             second.leader.reset()
-            while not disk._is_forgotten:
+            while "disk" not in memory._forgotten:
                 threading.Event().wait(0.001)
         assert first.disk.off_reason is None and first.onboard_prompt() is not None
         first.close()
@@ -96,7 +94,7 @@ def test_a_file_that_another_engine_has_joins_when_that_gives_it_up(tmp_path: Pa
             assert plan is None
             second.store_prompt()
         else:
-            assert plan is not None and plan.reads is not None
+            assert plan is not None and plan.reads
             assert second.on_devices() == second.expected()
         second.leader.check_integrity()
     finally:
@@ -136,24 +134,68 @@ def test_a_disk_that_turns_out_not_to_be_had_later_is_told(tmp_path: Path) -> No
 
 
 class Ends:
-    """What a WorkerDisk says."""
+    """What a RankFile says, and its mover."""
 
     def __init__(self) -> None:
-        self.messages: list[Message] = []
+        self.finds: list[tuple[int, list[Found]]] = []
+        self.reasons: list[str] = []
+        self.results: list[JobResult] = []
         self.news = threading.Condition()
 
-    def __call__(self, message: Message) -> None:
+    def found(self, tier: str, end: int, found: list[Found]) -> None:
+        """See TierListener."""
+        assert tier == "disk"
         with self.news:
-            self.messages.append(message)
+            self.finds.append((end, found))
             self.news.notify_all()
 
-    def wait_for(self, kind: type[Message], count: int = 1) -> list[Message]:
+    def refused(self, tier: str, reason: str) -> None:
+        """See TierListener."""
+        assert tier == "disk"
         with self.news:
-            assert self.news.wait_for(lambda: len(self.of(kind)) >= count, LONG_S)
-        return self.of(kind)
+            self.reasons.append(reason)
+            self.news.notify_all()
 
-    def of(self, kind: type[Message]) -> list[Message]:
-        return [message for message in self.messages if isinstance(message, kind)]
+    def ended(self, result: JobResult) -> None:
+        with self.news:
+            self.results.append(result)
+            self.news.notify_all()
+
+    def wait_found(self) -> tuple[int, list[Found]]:
+        """The first that was found."""
+        with self.news:
+            assert self.news.wait_for(lambda: bool(self.finds), LONG_S)
+        return self.finds[0]
+
+    def wait_results(self, count: int = 1) -> list[JobResult]:
+        with self.news:
+            assert self.news.wait_for(lambda: len(self.results) >= count, LONG_S)
+        return self.results
+
+
+class OneFile:
+    """A RankFile by itself: of 4 slots, whose slab has 2."""
+
+    def __init__(
+        self, folder: Path, options: DiskMoverOptions, slot_bytes: int = SECTOR_BYTES, meaning: str = "layout"
+    ) -> None:
+        self.ends, self.host, self.late = Ends(), HostSlab(2, slot_bytes), LateMemory()
+        assert self.host.wait_ready(LONG_S)
+        self.file = RankFile("disk", options, self.ends)
+        assert self.file.open(folder / "rank.blocks", 4, slot_bytes, meaning)
+        self.mover = self.file.start(self.host, self.late)
+        self.file.look()
+
+    def store(self, disk_slot: int) -> None:
+        """Its key is known from the slot."""
+        keys = (BlockKey(bytes([disk_slot]) * 32),)
+        order = TierOrder(5, "disk", OrderKind.STORE, keys, (0,), (disk_slot,))
+        self.mover.submit(order, self.ends.ended, deadline_s=LONG_S)
+
+    def close(self) -> None:
+        self.file.close()
+        self.mover.close()
+        self.host.close()
 
 
 def test_a_file_that_is_given_up_later_is_taken_then(tmp_path: Path) -> None:
@@ -161,11 +203,11 @@ def test_a_file_that_is_given_up_later_is_taken_then(tmp_path: Path) -> None:
     path = tmp_path / "rank-1-of-2.blocks"
     holder, is_open = BlockFile(path, Geometry(4, SECTOR_BYTES, bytes(16)), BUFFERED), threading.Event()
     ends = Ends()
-    disk = WorkerDisk(1, 2, WorkerDiskOptions(BUFFERED), ends)
-    assert not disk.open(DiskShare(str(tmp_path), 4), SECTOR_BYTES, "layout") and disk.is_busy
+    disk = RankFile("disk", DiskMoverOptions(BUFFERED), ends)
+    assert not disk.open(path, 4, SECTOR_BYTES, "layout") and disk.is_busy
     disk.open_later(is_open.set)
     holder.close()
-    assert is_open.wait(LONG_S) and not disk.is_busy and ends.messages == []
+    assert is_open.wait(LONG_S) and not disk.is_busy and not ends.finds and not ends.reasons
     assert disk._file is not None
     with pytest.raises(DirectoryBusyError):
         BlockFile(path, Geometry(4, SECTOR_BYTES, bytes(16)), BUFFERED)
@@ -178,8 +220,9 @@ def test_the_end_does_not_wait_for_a_file_that_hangs_while_it_is_opened(
 ) -> None:
     geometry = Geometry(4, SECTOR_BYTES, bytes(16))
     holder = BlockFile(tmp_path / "rank-1-of-2.blocks", geometry, BUFFERED)
-    disk = WorkerDisk(1, 2, WorkerDiskOptions(BUFFERED), Ends())
-    assert not disk.open(DiskShare(str(tmp_path), 4), SECTOR_BYTES, "layout") and disk.is_busy
+    disk = RankFile("disk", DiskMoverOptions(BUFFERED), Ends())
+    path = tmp_path / "rank-1-of-2.blocks"
+    assert not disk.open(path, 4, SECTOR_BYTES, "layout") and disk.is_busy
     holder.close()
     gate, begun, opened = threading.Event(), threading.Event(), list[BlockFile]()
 
@@ -202,16 +245,12 @@ def test_the_end_does_not_wait_for_a_file_that_hangs_while_it_is_opened(
 
 
 def test_nothing_works_before_its_turn(tmp_path: Path) -> None:
-    ends = Ends()
-    disk = WorkerDisk(0, 1, WorkerDiskOptions(BUFFERED), ends)
+    disk = RankFile("disk", DiskMoverOptions(BUFFERED), Ends())
     host = HostSlab(1, SECTOR_BYTES)
     with pytest.raises(ValueError, match="not open"):
-        disk.start(host, lambda result: None, lambda job_id: None)
-    disk.forget_all()
-    disk.store(Store(5, [b"k" * 32], [0], [0]), deadline_s=1.0)
-    (acks,) = ends.of(Acks)
-    assert isinstance(acks, Acks) and [ack.outcome for ack in acks.acks] == [Outcome.REJECTED]
-    assert not disk.is_store(5)
+        disk.start(host, LateMemory())
+    with pytest.raises(ValueError, match="not open"):
+        disk.look()
     disk.close()
     host.close()
 
@@ -220,21 +259,13 @@ def test_nothing_works_before_its_turn(tmp_path: Path) -> None:
 def test_a_file_of_another_meaning_is_begun_anew(tmp_path: Path, changed: str) -> None:
     def life(fingerprint: str, size: int) -> int:
         """How many blocks it finds; leaves one."""
-        ends, host = Ends(), HostSlab(2, size)
-        assert host.wait_ready(LONG_S)
-        disk = WorkerDisk(0, 1, WorkerDiskOptions(BUFFERED), ends)
-        assert disk.open(DiskShare(str(tmp_path), 4), size, fingerprint)
-        executor = disk.start(host, disk.stored, lambda job_id: None)
-        (found,) = ends.wait_for(DiskFound)
-        disk.store(Store(5, [b"k" * 32], [0], [3]), deadline_s=LONG_S)
-        assert disk.is_store(5) or ends.of(Acks)
-        (acks,) = ends.wait_for(Acks)
-        disk.close()
-        executor.close()
-        host.close()
-        assert isinstance(acks, Acks) and [ack.outcome for ack in acks.acks] == [Outcome.OK]
-        assert isinstance(found, DiskFound) and found.end == 4 and not ends.of(DiskRefused)
-        return len(found.keys)
+        one = OneFile(tmp_path, DiskMoverOptions(BUFFERED), size, fingerprint)
+        end, found = one.ends.wait_found()
+        one.store(3)
+        (result,) = one.ends.wait_results()
+        one.close()
+        assert result.outcome is Outcome.OK and end == 4 and not one.ends.reasons
+        return len(found)
 
     assert [life("layout", SECTOR_BYTES), life("layout", SECTOR_BYTES)] == [0, 1]
     other = ("other", SECTOR_BYTES) if changed == "fingerprint" else ("layout", 2 * SECTOR_BYTES)
@@ -244,19 +275,12 @@ def test_a_file_of_another_meaning_is_begun_anew(tmp_path: Path, changed: str) -
 def test_what_is_written_after_a_restart_is_newer(tmp_path: Path) -> None:
     """So that the least recent is evicted first, whenever it was written."""
     for disk_slot in (3, 1, 2):  # a life each
-        ends, host = Ends(), HostSlab(1, SECTOR_BYTES)
-        assert host.wait_ready(LONG_S)
-        disk = WorkerDisk(0, 1, WorkerDiskOptions(BUFFERED), ends)
-        assert disk.open(DiskShare(str(tmp_path), 4), SECTOR_BYTES, "layout")
-        executor = disk.start(host, disk.stored, lambda job_id: None)
-        (found,) = ends.wait_for(DiskFound)
-        disk.store(Store(5, [bytes([disk_slot]) * 32], [0], [disk_slot]), deadline_s=LONG_S)
-        ends.wait_for(Acks)
-        disk.close()
-        executor.close()
-        host.close()
-    assert isinstance(found, DiskFound)
-    written_at = dict(zip(found.slots, found.sequences, strict=True))
+        one = OneFile(tmp_path, DiskMoverOptions(BUFFERED))
+        _, found = one.ends.wait_found()
+        one.store(disk_slot)
+        one.ends.wait_results()
+        one.close()
+    written_at = {record.slot: record.sequence for record in found}
     assert list(written_at) == [1, 3] and written_at[3] < written_at[1]
 
 
@@ -272,9 +296,11 @@ def test_close_waits_for_the_search(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("kvbm_core.storage.disk.recovery.make_file_io", make_file_io)
     again = DiskEngine(tmp_path)
     again.wait_for(lambda: again.tier.capacity_blocks == NUM_SLOTS)
-    worker_disk = again.workers[0]._disk
-    assert worker_disk is not None and worker_disk._recovery is not None
-    assert again.disk.tier.capacity_blocks == 0  # the host tier does not wait for it
+    memory = again.workers[0]._memory
+    assert memory is not None
+    (worker_disk,) = memory._files
+    assert worker_disk._recovery is not None
+    assert again.disk.slots.capacity_blocks == 0  # the host tier does not wait for it
     again.offload_prompt()
     closer = threading.Thread(target=again.close)
     closer.start()
@@ -309,7 +335,7 @@ def test_the_leader_hears_of_a_late_load_when_its_slots_are_free(
         assert worker.wait([plan.job_id], LONG_S)
         assert [result.outcome for result in worker.take()] == [Outcome.TIMED_OUT]  # the engine need not wait
         worker.submit(TransferPlan(10**6, Direction.OFFLOAD, ()))
-        again.wait_for(lambda: again.leader.stale_acks_total == 1)  # what came after has been heard of
+        again.wait_for(lambda: again.leader.stale_results_total == 1)  # what came after has been heard of
         assert again.leader.pending_jobs == 1 and again.leader.is_pending(plan.job_id)
         gate.set()
         again.settle()
@@ -330,29 +356,54 @@ def test_a_late_store_is_answered_at_once_and_again_when_its_slots_are_free(
         return GatedIo(fd, lambda transfer, is_write: is_write, None, gate)
 
     monkeypatch.setattr(disk_module, "make_file_io", make_file_io)
-    ends, host = Ends(), HostSlab(1, SECTOR_BYTES)
-    assert host.wait_ready(LONG_S)
-    disk = WorkerDisk(0, 1, WorkerDiskOptions(BUFFERED, 0.05), ends)
-    assert disk.open(DiskShare(str(tmp_path), 4), SECTOR_BYTES, "layout")
-    executor = disk.start(host, disk.stored, disk.released)
+    one = OneFile(tmp_path, DiskMoverOptions(BUFFERED, 0.05))
     try:
-        disk.store(Store(5, [b"k" * 32], [0], [3]), deadline_s=LONG_S)
-        (first,) = ends.wait_for(Acks)
-        assert isinstance(first, Acks) and [(ack.outcome, ack.is_late) for ack in first.acks] == [
-            (Outcome.TIMED_OUT, True)
-        ]
-        assert disk.is_store(5)
+        one.store(3)
+        (first,) = one.ends.wait_results()
+        assert (first.outcome, first.is_late) == (Outcome.TIMED_OUT, True)
+        assert one.late.holds(one.host.address)
         gate.set()
-        _, second = ends.wait_for(Acks, 2)
-        assert isinstance(second, Acks) and [
-            (ack.job_id, ack.outcome, ack.is_late) for ack in second.acks
-        ] == [(5, Outcome.TIMED_OUT, False)]
-        assert not disk.is_store(5)
+        _, second = one.ends.wait_results(2)
+        assert (second.job_id, second.outcome, second.is_late) == (5, Outcome.TIMED_OUT, False)
+        assert not one.late.holds(one.host.address)
     finally:
         gate.set()
-        disk.close()
-        executor.close()
-        host.close()
+        one.close()
+
+
+def test_a_late_store_is_told_to_the_leader_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its slots, in memory and in the file, are nobody's in between."""
+    gate = threading.Event()
+
+    def make_file_io(fd: int, *, is_direct: bool) -> GatedIo:
+        return GatedIo(fd, lambda transfer, is_write: is_write, None, gate)
+
+    monkeypatch.setattr(disk_module, "make_file_io", make_file_io)
+    engine = DiskEngine(tmp_path, io_deadline_s=0.05)
+    try:
+        engine.wait_ready()
+        heard: list[JobResult] = []
+        take = engine.handshake.on_message
+
+        def listen(identity: bytes, message: Message) -> list[tuple[bytes, Message]]:
+            if isinstance(message, Results):
+                heard.extend(message.results)
+            return take(identity, message)
+
+        monkeypatch.setattr(engine.handshake, "on_message", listen)
+        engine.tell_all(STRAY)
+        engine.wait_for(lambda: len(heard) == 1)
+        engine.tell_all(STRAY)  # it is still under way: not begun again, and not answered once more
+        last = replace(STRAY, job_id=STRAY.job_id + 1)
+        engine.tell_all(last)  # behind all that was sent before
+        gate.set()
+        both = {STRAY.job_id, last.job_id}
+        engine.wait_for(lambda: {result.job_id for result in heard if not result.is_late} == both)
+        strays = [(result.outcome, result.is_late) for result in heard if result.job_id == STRAY.job_id]
+        assert strays == [(Outcome.TIMED_OUT, True), (Outcome.TIMED_OUT, False)]
+    finally:
+        gate.set()
+        engine.close()
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -372,7 +423,7 @@ def test_close_in_the_middle_leaves_nothing(tmp_path: Path, ranks: int) -> None:
         again.wait_ready()  # no lock is left
         plan = again.onboard_prompt()  # whatever got there verifies
         num_blocks = 0 if plan is None else len(plan.moves[0].slots)
-        assert num_blocks <= again.disk.tier.resident_blocks // 2
+        assert num_blocks <= again.disk.slots.resident_blocks // 2
         for found, expected in zip(again.on_devices(), again.expected(), strict=True):
             assert (
                 found[:num_blocks] == expected[:num_blocks]
@@ -396,7 +447,7 @@ def test_an_executor_that_cannot_be_made_leaves_the_file_to_others(
     def no_executor(*args: object, **kwargs: object) -> None:
         raise ValueError("no way to copy")
 
-    monkeypatch.setattr("kvbm_core.runtime.worker.make_executor", no_executor)
+    monkeypatch.setattr(rank_module, "make_executor", no_executor)
     engine = DiskEngine(tmp_path)
     try:
         engine.wait_for(lambda: engine.leader.disabled_reason is not None)

@@ -10,12 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from kvbm_core.runtime.messages import Store
 from kvbm_core.storage.disk.allocate import FileOptions
 from kvbm_core.storage.disk.record import SECTOR_BYTES, slot_offset_bytes
 from kvbm_core.testing.executor_bench import LONG_S
 from tests.faults.doubles import BUFFERED
-from tests.unit.worker_disk_engine import DISK_SLOTS, DiskEngine
+from tests.unit.worker_disk_engine import DISK_SLOTS, STRAY, DiskEngine
 
 FIRST_LIFE = """
 import sys
@@ -37,7 +36,7 @@ def test_what_was_stored_is_found_by_the_next_engine(
     first = DiskEngine(tmp_path, ranks, options=options)
     try:
         first.wait_ready()
-        assert first.disk.tier.resident_blocks == 0  # a new file is empty, and usable at once
+        assert first.disk.slots.resident_blocks == 0  # a new file is empty, and usable at once
         first.store_prompt()
         first.leader.check_integrity()
     finally:
@@ -71,19 +70,19 @@ def test_what_was_stored_survives_the_death_of_all_of_them(tmp_path: Path, ranks
 def check_prompt_comes_back(engine: DiskEngine) -> None:
     """From the disk first, and from the host the next time; with the bytes that were on the device."""
     engine.wait_ready()
-    assert engine.disk.tier.resident_blocks == 10 and engine.tier.resident_blocks == 0
+    assert engine.disk.slots.resident_blocks == 10 and engine.tier.resident_blocks == 0
     for memory in engine.memories:
         for storage in memory.storages:
             storage[:] = 0
     plan = engine.onboard_prompt()
-    assert plan is not None and plan.reads is not None and len(plan.reads.keys) == 10
+    assert plan is not None and plan.reads and len(plan.reads[0].keys) == 10
     assert engine.on_devices() == engine.expected()
     assert engine.tier.resident_blocks == 10
     for memory in engine.memories:
         for storage in memory.storages:
             storage[:] = 0
     plan = engine.onboard_prompt("reader 2")
-    assert plan is not None and plan.reads is None
+    assert plan is not None and not plan.reads
     assert engine.on_devices() == engine.expected()
     engine.leader.check_integrity()
 
@@ -132,7 +131,7 @@ def test_one_rank_that_has_lost_its_file_has_a_say(tmp_path: Path) -> None:
     again = DiskEngine(tmp_path, 2)
     try:
         again.wait_ready()
-        assert again.disk.tier.resident_blocks == 0 and again.onboard_prompt() is None
+        assert again.disk.slots.resident_blocks == 0 and again.onboard_prompt() is None
         again.store_prompt()
     finally:
         again.close()
@@ -150,7 +149,7 @@ def test_a_damaged_record_is_a_miss_and_no_wrong_byte(tmp_path: Path) -> None:
     again = DiskEngine(tmp_path)
     try:
         again.wait_ready()
-        assert again.disk.tier.resident_blocks == 10  # headers are whole
+        assert again.disk.slots.resident_blocks == 10  # headers are whole
         assert again.onboard_prompt() is not None
         assert again.leader.metrics.snapshot()['kvbm_failures_total{kind="onboard_corrupt"}'] == 1
         assert again.onboard_prompt("reader 2") is None and again.tier.resident_blocks == 0
@@ -166,12 +165,12 @@ def test_a_reset_is_for_good(tmp_path: Path) -> None:
     first.leader.reset()
     assert first.onboard_prompt() is None
     # The order to forget and what follows come on one channel, in order.
-    first.tell_all(Store(10**6, [b"x" * 32], [0], [DISK_SLOTS - 1]))
-    first.wait_for(lambda: first.leader.stale_acks_total == 1)
+    first.tell_all(STRAY)
+    first.wait_for(lambda: first.leader.stale_results_total == 1)
     first.close()
     again = DiskEngine(tmp_path)
     try:
         again.wait_ready()
-        assert again.disk.tier.keys() == [b"x" * 32] and again.onboard_prompt() is None
+        assert again.disk.slots.keys() == [b"x" * 32] and again.onboard_prompt() is None
     finally:
         again.close()

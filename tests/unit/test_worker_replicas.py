@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from kvbm_core.errors import Outcome
-from kvbm_core.runtime import worker as worker_module
 from kvbm_core.runtime.messages import Hello
 from kvbm_core.testing.leader_bench import ROOT
+from kvbm_core.transfer import rank as rank_module
 from kvbm_core.transfer.executors.broadcast import BroadcastExecutor
 from kvbm_core.transfer.executors.memcpy import MemcpyExecutor
 from tests.unit.test_worker import NUM_SLOTS, PROMPT, content, wait_ended
@@ -37,9 +37,8 @@ def test_rank_0_alone_stores_and_every_rank_gets_the_blocks(tmp_path: Path) -> N
         engine.store_prompt()
         wipe(engine)
         plan = engine.onboard_prompt()
-        assert plan is not None and plan.reads is None and engine.on_devices() == engine.expected()
-        assert engine.workers[0]._slab is not None and engine.workers[1]._slab is None
-        assert engine.workers[1]._disk is None
+        assert plan is not None and not plan.reads and engine.on_devices() == engine.expected()
+        assert engine.workers[0]._memory is not None and engine.workers[1]._memory is None
         assert sorted(path.name for path in engine.folder.iterdir() if path.suffix == ".blocks") == [FILE]
         num_bytes = 5 * sum(view.block_bytes for view in engine.memories[0].views)
         counted = engine.leader.metrics.snapshot()
@@ -55,13 +54,13 @@ def test_a_restart_finds_the_blocks_also_with_other_ranks(tmp_path: Path) -> Non
         engine = DiskEngine(tmp_path, ranks, replicates=True)
         try:
             engine.wait_ready()
-            if ranks == 2 and not engine.disk.tier.resident_blocks:
+            if ranks == 2 and not engine.disk.slots.resident_blocks:
                 engine.store_prompt()
                 continue
-            assert engine.disk.tier.resident_blocks == 10
+            assert engine.disk.slots.resident_blocks == 10
             wipe(engine)
             plan = engine.onboard_prompt()
-            assert plan is not None and plan.reads is not None and engine.on_devices() == engine.expected()
+            assert plan is not None and plan.reads and engine.on_devices() == engine.expected()
         finally:
             engine.close()
 
@@ -123,7 +122,7 @@ def test_rank_0_without_memory_turns_the_tier_off_and_nobody_is_left_waiting(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     threads = set(threading.enumerate())
-    monkeypatch.setattr(worker_module, "available_memory_bytes", lambda: 1000)
+    monkeypatch.setattr(rank_module, "available_memory_bytes", lambda: 1000)
     engine = DiskEngine(tmp_path, 2, replicates=True)
     try:
         engine.wait_for(lambda: engine.leader.disabled_reason is not None)

@@ -7,30 +7,34 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 
+from kvbm_core.blocks.slot_tier import BlockTier
 from kvbm_core.clock import SystemClock
 from kvbm_core.observe.metrics import Metrics
 from kvbm_core.policy.admission import AdmitAll
 from kvbm_core.policy.lru import LruPolicy
 from kvbm_core.runtime.channel import LeaderChannel
-from kvbm_core.runtime.disk import DiskTier
 from kvbm_core.runtime.endpoint import Endpoint
 from kvbm_core.runtime.handshake import Handshake
-from kvbm_core.runtime.leader import DiskSetup, Leader, LeaderOptions
-from kvbm_core.runtime.messages import DiskShare, Message
+from kvbm_core.runtime.leader import Leader, LeaderOptions, LeaderParts
+from kvbm_core.runtime.messages import Move
 from kvbm_core.runtime.worker import Worker, WorkerOptions
-from kvbm_core.runtime.worker_disk import WorkerDiskOptions
 from kvbm_core.storage.disk.allocate import FileOptions
 from kvbm_core.storage.disk.record import whole_sectors
 from kvbm_core.testing.executor_bench import two_group_memory
 from kvbm_core.testing.leader_bench import ROOT
-from kvbm_core.tiers.tier import BlockTier
-from kvbm_core.transfer.plan import TransferPlan
-from kvbm_core.types import Tier
+from kvbm_core.tiers.slotted import SlottedTier, slotted_tier
+from kvbm_core.transfer.movers.disk_file import DiskMoverOptions
+from kvbm_core.transfer.plan import OrderKind, TierOrder, TierPlace, TransferPlan
+from kvbm_core.transfer.rank import RankOptions
+from kvbm_core.types import BlockKey, Tier
 from tests.faults.doubles import BUFFERED
 from tests.unit.test_worker import GROUPS, NUM_SLOTS, PROMPT, Engine, content
 
 DISK_SLOTS = 40
 NUM_TOKENS = 20
+STRAY = TierOrder(10**6, "disk", OrderKind.STORE, (BlockKey(b"x" * 32),), (0,), (DISK_SLOTS - 1,))
+"""An order that the leader does not know of."""
+FORGET = TierOrder(0, "disk", OrderKind.FORGET, ())
 TABLES = [[1, 2, 3, 4, 5], [5, 4, 3, 2, 1]]
 ELSEWHERE = [[7, 8, 9, 10, 11], [3, 6, 1, 9, 2]]
 
@@ -55,28 +59,34 @@ class DiskEngine(Engine):
         self.endpoint = Endpoint(f"ipc://{path}", path, secret=b"s")
         self.folder = folder / "blocks"
         self.news = threading.Condition()
-        self.handshake = Handshake(ranks, lambda block_bytes: NUM_SLOTS, self._plan_disk)
+        self.handshake = Handshake(ranks, lambda block_bytes: NUM_SLOTS, {"disk": self._plan_disk})
         clock = SystemClock()
         self.tier = BlockTier(Tier.HOST, LruPolicy(), clock)
-        setup = DiskSetup(AdmitAll(), self.tell_all)
         self.leader = Leader(
-            GROUPS, self.tier, self.handshake, ranks, clock, Metrics(), LeaderOptions(), disk=setup
+            GROUPS,
+            self.tier,
+            self.handshake,
+            clock=clock,
+            metrics=Metrics(),
+            options=LeaderOptions(),
+            parts=LeaderParts((slotted_tier("disk", Tier.DISK, AdmitAll()),), self.tell_all),
         )
         self.channel = LeaderChannel(self.endpoint, self._on_message)  # type: ignore[arg-type]
         self._shard_of = [0 if replicates else rank for rank in range(ranks)]
         self.memories = [two_group_memory(seed=shard + 1) for shard in self._shard_of]
-        disk_options = WorkerDiskOptions(options, io_deadline_s)
-        worker_options = WorkerOptions(verify=True, disk=disk_options, replicates=replicates)
+        disk_options = DiskMoverOptions(options, io_deadline_s)
+        memory_options = RankOptions(verify=True, disk=disk_options)
+        worker_options = WorkerOptions(memory_options, replicates=replicates)
         self.workers = [Worker(rank, ranks, self.endpoint, worker_options) for rank in range(ranks)]
         for worker, memory in zip(self.workers, self.memories, strict=True):
             worker.register(memory, f"layout{self._shard_of[worker.rank]}")
 
-    def _plan_disk(self, block_bytes: int, fingerprint: str) -> DiskShare:
-        return DiskShare(str(self.folder), DISK_SLOTS)
+    def _plan_disk(self, block_bytes: int, fingerprint: str) -> TierPlace:
+        return TierPlace("disk", str(self.folder), DISK_SLOTS)
 
-    def tell_all(self, message: Message) -> None:
+    def tell_all(self, order: TierOrder) -> None:
         for peer in self.handshake.storing_peers():
-            self.channel.send(peer, message)
+            self.channel.send(peer, Move(order))
 
     def rank_file(self, rank: int = 0) -> Path:
         """Where a rank keeps its blocks."""
@@ -88,14 +98,15 @@ class DiskEngine(Engine):
         return whole_sectors(max(view.block_bytes for view in self.memories[0].views))
 
     @property
-    def disk(self) -> DiskTier:
-        assert self.leader.disk is not None
-        return self.leader.disk
+    def disk(self) -> SlottedTier:
+        tier = self.leader.chain.named("disk")
+        assert isinstance(tier, SlottedTier)
+        return tier
 
     def wait_ready(self) -> None:
         """Slots of the host, and all of the disk's files looked at."""
         self.wait_for(lambda: self.tier.capacity_blocks == NUM_SLOTS)
-        self.wait_for(lambda: self.disk.tier.capacity_blocks == DISK_SLOTS)
+        self.wait_for(lambda: self.disk.slots.capacity_blocks == DISK_SLOTS)
 
     def expected(self) -> list[list[bytes]]:
         """The blocks of PROMPT on each rank."""
@@ -122,7 +133,7 @@ class DiskEngine(Engine):
     def store_prompt(self) -> None:
         """Offloads it, and waits until the disks have it."""
         self.offload_prompt()
-        self.wait_for(lambda: self.disk.tier.resident_blocks == 10 and not self.disk.storing_blocks)
+        self.wait_for(lambda: self.disk.slots.resident_blocks == 10 and not self.disk.storing_blocks)
 
     def onboard_prompt(self, name: str = "reader") -> TransferPlan | None:
         """Onboards what there is of it, elsewhere; the plan, once every rank has answered."""

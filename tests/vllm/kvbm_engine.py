@@ -13,6 +13,7 @@ from vllm.v1.outputs import KVConnectorOutput
 
 from kvbm_core.runtime.leader import Leader
 from kvbm_core.testing.gate import Gate
+from kvbm_core.tiers.slotted import SlottedTier
 from kvbm_core.transfer.executor import Executor
 from kvbm_core.types import Direction
 from kvbm_vllm.connector import DynamoConnector
@@ -45,7 +46,7 @@ class KvbmEngine(Engine):
         super().__init__(EngineSpec(extra_config=settings, **spec), folder)
         assert isinstance(self.connector, DynamoConnector)
         self.hooks = self.connector.scheduler_side.hooks
-        self.wait_for(lambda: self.leader.tier.capacity_blocks == host_blocks)
+        self.wait_for(lambda: self.leader.chain.host.capacity_blocks == host_blocks)
 
     @property
     def leader(self) -> Leader:
@@ -68,6 +69,13 @@ class KvbmEngine(Engine):
     def metric(self, name: str) -> float:
         """A series of kvbm's own metrics."""
         return self.leader.metrics.snapshot()[name]
+
+    @property
+    def disk(self) -> SlottedTier:
+        """The leader's disk tier; AssertionError if it has none."""
+        tier = self.leader.chain.named("disk")
+        assert isinstance(tier, SlottedTier)
+        return tier
 
     @property
     def errors(self) -> float:
@@ -95,8 +103,8 @@ class KvbmEngine(Engine):
 
     def settle(self) -> None:
         """Until no copy is under way any more, in the leader's eyes too."""
-        disk = self.leader.disk
-        self.wait_for(lambda: self.leader.pending_jobs == 0 and (disk is None or disk.storing_blocks == 0))
+        leader = self.leader
+        self.wait_for(lambda: leader.pending_jobs == 0 and leader.chain.storing_blocks == 0)
 
     def hold(self, direction: Direction) -> None:
         """Holds back copies on all ranks."""
@@ -120,7 +128,7 @@ class KvbmEngine(Engine):
         self.run()
         self.settle()
         self.assert_idle()
-        leader, tier = self.leader, self.leader.tier
+        leader, tier = self.leader, self.leader.chain.host
         leader.check_integrity()
         left = {
             "open requests": leader.open_requests,
@@ -128,7 +136,7 @@ class KvbmEngine(Engine):
             "leases": tier.live_leases,
             "pending slots": tier.pending_blocks,
             "prefixes being loaded": leader.loading_blocks,
-            "disk leases": 0 if leader.disk is None else leader.disk.tier.live_leases,
+            "leases on blocks of lower tiers": leader.chain.live_leases,
             "pinned device blocks": len(self.hooks._pins),
             "requests in the calendar": len(self.hooks._due),
             "block tables": len(self.hooks._tables),

@@ -55,12 +55,12 @@ def test_the_host_tier_is_free_for_the_new_ones(tmp_path: Path) -> None:
     with KvbmEngine(tmp_path) as engine:
         engine.ask("a", PROMPT, 8)
         engine.settle()
-        assert engine.leader.tier.resident_blocks
+        assert engine.leader.chain.host.resident_blocks
         change(engine)
         engine.forget_device()
         engine.add("b", range(500, 510))
         engine.step()
-        assert not engine.leader.tier.resident_blocks
+        assert not engine.leader.chain.host.resident_blocks
         engine.run()
         engine.assert_clean()
 
@@ -72,7 +72,7 @@ def test_a_request_that_runs_across_the_change_leaves_nothing(tmp_path: Path) ->
         change(engine)
         engine.run()
         engine.settle()
-        assert not engine.leader.tier.resident_blocks
+        assert not engine.leader.chain.host.resident_blocks
         tokens = [*PROMPT, *engine.record.outputs["a"]]
         engine.forget_device()
         engine.ask("b", tokens, 1)
@@ -93,7 +93,7 @@ def test_without_a_reset_of_vllms_own_cache_its_old_blocks_are_not_taken_for_new
         engine.ask("b", PROMPT, 8)
         assert engine.record.matches[-1].computed_tokens == 48
         engine.settle()
-        assert not engine.leader.tier.resident_blocks
+        assert not engine.leader.chain.host.resident_blocks
         for rank in engine.ranks:
             del rank._check
         if is_preempted:
@@ -160,7 +160,7 @@ def test_requests_that_were_queued_before_the_tier_was_ready_are_not_taken_for_n
         leader.disabled_reason = None
         engine.run()
         engine.settle()
-        assert not leader.tier.resident_blocks
+        assert not leader.chain.host.resident_blocks
         engine.assert_clean()
 
 
@@ -235,7 +235,7 @@ def test_an_engine_that_does_not_say_when_it_loads_adapters_has_none_cached(
     with KvbmEngine(tmp_path, lora=True) as engine:
         engine.ask("a", PROMPT, 8, lora=adapter(tmp_path, "one"))
         engine.settle()
-        assert not engine.leader.tier.resident_blocks
+        assert not engine.leader.chain.host.resident_blocks
         assert engine.metric('kvbm_uncached_requests_total{reason="adapter"}') == 1
 
 
@@ -268,7 +268,7 @@ def test_an_adapter_overwritten_between_load_and_first_request_is_not_cached(tmp
         lora = adapter(tmp_path, "two")
         assert not fresh_with(engine, "a", lora) and not fresh_with(engine, "b", lora)
         engine.settle()
-        assert not engine.leader.tier.resident_blocks and not engine.metric(TO_DISK)
+        assert not engine.leader.chain.host.resident_blocks and not engine.metric(TO_DISK)
         engine.assert_clean()
     with KvbmEngine(tmp_path, lora=True, **DISK) as engine:
         assert not fresh_with(engine, "c", lora)
@@ -296,11 +296,11 @@ def test_a_request_that_runs_while_its_adapter_is_loaded_anew_leaves_nothing(tmp
         engine.add("plain", range(100, 150), 30)
         engine.run(until=lambda: len(engine.record.outputs["a"]) >= 3)
         engine.settle()
-        before = engine.leader.tier.resident_blocks
+        before = engine.leader.chain.host.resident_blocks
         load(engine, adapter(tmp_path, "two", inplace=True))
         engine.run()
         engine.settle()
-        plain = engine.leader.tier.resident_blocks - before
+        plain = engine.leader.chain.host.resident_blocks - before
         assert 0 < plain <= 8, "those of the request without an adapter"
         assert not fresh_with(engine, "b", adapter(tmp_path, "two"))
         engine.assert_clean()
@@ -327,7 +327,7 @@ def test_an_adapter_that_changes_while_its_request_runs_leaves_nothing(tmp_path:
         adapter(tmp_path, "two")
         engine.run()
         engine.settle()
-        assert not engine.leader.tier.resident_blocks and not engine.metric(TO_DISK)
+        assert not engine.leader.chain.host.resident_blocks and not engine.metric(TO_DISK)
         engine.assert_clean()
 
 
@@ -360,7 +360,7 @@ def test_a_request_that_loads_its_adapter_anew_in_each_step_is_not_cached(tmp_pa
     with KvbmEngine(tmp_path, lora=True) as engine:
         engine.ask("a", PROMPT, 8, lora=adapter(tmp_path, "one", inplace=True))
         engine.settle()
-        assert not engine.leader.tier.resident_blocks
+        assert not engine.leader.chain.host.resident_blocks
 
 
 def test_a_request_that_loads_another_path_in_place_takes_the_number_from_all_others(tmp_path: Path) -> None:
@@ -372,11 +372,12 @@ def test_a_request_that_loads_another_path_in_place_takes_the_number_from_all_ot
         engine.add("a", PROMPT, 30, lora=lora)
         engine.run(until=lambda: len(engine.record.outputs["a"]) >= 3)
         engine.settle()
-        before = engine.leader.tier.resident_blocks
+        before = engine.leader.chain.host.resident_blocks
         engine.add("b", PROMPT, 4, lora=adapter(tmp_path / "two", "two", inplace=True))
         engine.run()
         engine.settle()
-        assert engine.leader.tier.resident_blocks == before, "the rest of the running request is of both"
+        now = engine.leader.chain.host.resident_blocks
+        assert now == before, "the rest of the running request is of both"
         assert not fresh_with(engine, "c", lora) and not fresh_with(engine, "d", lora)
         engine.settle()
-        assert engine.leader.tier.resident_blocks == before
+        assert engine.leader.chain.host.resident_blocks == before

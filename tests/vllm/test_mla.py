@@ -18,7 +18,7 @@ def slabs(engine: KvbmEngine) -> list[bool]:
     """Which ranks have host memory."""
     connectors = [rank.connector for rank in engine.ranks]
     assert all(isinstance(connector, DynamoConnector) for connector in connectors)
-    return [connector.worker_side.worker._slab is not None for connector in connectors]
+    return [connector.worker_side.worker._memory is not None for connector in connectors]
 
 
 @pytest.mark.parametrize("disk_blocks", [0, 100], ids=["host", "disk"])

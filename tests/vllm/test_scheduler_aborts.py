@@ -173,9 +173,9 @@ def test_a_match_that_was_never_used_holds_nothing(tmp_path: Path) -> None:
         engine.ask("warm", PROMPT, 8)
         engine.forget_device()
         matched(engine)
-        assert engine.leader.tier.live_leases == 1
+        assert engine.leader.chain.host.live_leases == 1
         engine.abort("x")
-        assert engine.leader.tier.live_leases == 0
+        assert engine.leader.chain.host.live_leases == 0
         engine.give_blocks()
         engine.assert_clean()
 

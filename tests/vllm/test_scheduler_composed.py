@@ -40,7 +40,7 @@ def test_as_a_child_of_multi_connector(children: list[dict[str, Any]], ranks: in
         (ours,) = [child for child in engine.connector._connectors if isinstance(child, DynamoConnector)]
         leader = ours.scheduler_side.hooks.leader
         deadline_s = time.monotonic() + PATIENCE_S
-        while leader.tier.capacity_blocks == 0 or leader.pending_jobs:
+        while leader.chain.host.capacity_blocks == 0 or leader.pending_jobs:
             assert time.monotonic() < deadline_s
             leader.poll()
         first = engine.ask("a", range(50), 8)
@@ -63,7 +63,7 @@ def test_a_childs_stats_reach_vllms_log_and_its_metrics(
     with Engine(spec, tmp_path) as engine:
         leader = engine.connector._connectors[0].scheduler_side.hooks.leader
         deadline_s = time.monotonic() + PATIENCE_S
-        while leader.tier.capacity_blocks == 0 or leader.pending_jobs:
+        while leader.chain.host.capacity_blocks == 0 or leader.pending_jobs:
             assert time.monotonic() < deadline_s
             leader.poll()
         engine.ask("a", range(50), 8)

@@ -9,8 +9,9 @@ import pytest
 
 from kvbm_core.errors import Outcome
 from kvbm_core.storage.disk import nixl_io
+from kvbm_core.storage.disk.record import SECTOR_BYTES, slot_offset_bytes
 from kvbm_core.testing.file_io_contract import why_no_nixl
-from kvbm_core.types import Direction
+from kvbm_core.types import BlockKey, Direction
 from tests.vllm.kvbm_engine import KvbmEngine, specs_to_try
 
 every_kind = pytest.mark.parametrize("spec", specs_to_try().values(), ids=specs_to_try().keys())
@@ -58,9 +59,8 @@ def test_a_new_engine_finds_what_the_old_one_left(spec: dict[str, Any], tmp_path
         stored = engine.metric(TO_DISK)
         assert stored > 0
     with KvbmEngine(tmp_path, **{**TIGHT, **spec}) as engine:
-        assert engine.leader.disk is not None
-        engine.wait_for(lambda: engine.leader.disk.tier.capacity_blocks == TIGHT["disk_blocks"])  # type: ignore[union-attr]
-        assert engine.leader.disk.tier.resident_blocks == stored
+        engine.wait_for(lambda: engine.disk.slots.capacity_blocks == TIGHT["disk_blocks"])
+        assert engine.disk.slots.resident_blocks == stored
         assert engine.ask("b", ALL, 8) == first
         assert (
             engine.external_tokens("b") == 49 // engine.spec.block_size_tokens * engine.spec.block_size_tokens
@@ -90,8 +90,7 @@ def test_a_reset_is_for_good(tmp_path: Path) -> None:
         engine.settle()
         kept = engine.metric(TO_DISK)
     with KvbmEngine(tmp_path, **TIGHT) as engine:
-        assert engine.leader.disk is not None
-        assert 0 < engine.leader.disk.tier.resident_blocks < kept
+        assert 0 < engine.disk.slots.resident_blocks < kept
         engine.ask("b", ALL)
         assert engine.promised("b") == [0]
         engine.ask("new", range(500, 550))
@@ -122,6 +121,76 @@ def test_a_load_from_disk_that_fails_is_computed(outcome: Outcome, tmp_path: Pat
         engine.forget_device()
         assert engine.ask("c", ALL, 8) == first
         engine.assert_clean()
+
+
+def damage(engine: KvbmEngine, key: BlockKey, folder: Path) -> None:
+    """One bit of this block on the disk is another from now on, on the first rank."""
+    lease = engine.disk.slots.lease("damage", [key], 1.0)
+    assert lease is not None
+    engine.disk.slots.release(lease)
+    (path,) = folder.glob("disk/kvbm/*/rank-0-of-*.blocks")
+    payload_bytes = engine.ranks[0].connector.worker_side.worker._memory.slab.slot_bytes
+    with path.open("r+b") as file:
+        file.seek(slot_offset_bytes(lease.slots[0], payload_bytes) + SECTOR_BYTES)
+        byte = file.read(1)
+        file.seek(-1, 1)
+        file.write(bytes([byte[0] ^ 1]))
+
+
+@pytest.mark.parametrize("lost", [0, 5, 11])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_of_a_load_that_lost_a_block_what_lies_before_it_is_kept(
+    lost: int, ranks: int, tmp_path: Path
+) -> None:
+    with KvbmEngine(tmp_path, **TIGHT, ranks=ranks) as engine:
+        engine.add("a", ALL, 8)
+        engine.step()
+        keys = keys_of(engine, "a")
+        engine.run()
+        first = engine.record.outputs["a"]
+        engine.settle()
+        damage(engine, keys[lost], tmp_path)
+        engine.forget_device()
+        engine.leader.chain.host.reset()  # everything is on the disk alone
+        before = engine.record.computed_tokens
+        assert engine.ask("b", ALL, 8) == first
+        assert engine.external_tokens("b") == 48 and engine.metric(FROM_DISK) == 11
+        computed = engine.record.computed_tokens - before
+        assert computed == 50 - lost * engine.spec.block_size_tokens + 7, (
+            "what lies before it is computed anew"
+        )
+        engine.settle()
+        assert engine.disk.contains(keys[lost]), "it is not written anew"
+        engine.forget_device()
+        assert engine.ask("c", ALL, 8) == first
+        assert engine.external_tokens("c") == 48
+        engine.assert_clean()
+
+
+def test_of_several_groups_a_load_that_lost_a_block_fails_whole(tmp_path: Path) -> None:
+    with KvbmEngine(tmp_path, **TIGHT, windows=(None, 8, None, 8)) as engine:
+        engine.add("a", ALL, 8)
+        engine.step()
+        keys = keys_of(engine, "a")
+        engine.run()
+        first = engine.record.outputs["a"]
+        engine.settle()
+        damage(engine, keys[5], tmp_path)
+        engine.forget_device()
+        engine.leader.chain.host.reset()
+        before = engine.record.computed_tokens
+        assert engine.ask("b", ALL, 8) == first
+        assert engine.external_tokens("b") == 48 and engine.record.computed_tokens - before == 50 + 7
+        engine.forget_device()
+        assert engine.ask("c", ALL, 8) == first
+        engine.assert_clean()
+
+
+def keys_of(engine: KvbmEngine, request_id: str) -> list[BlockKey]:
+    """Of the first group's full blocks."""
+    state = engine.leader.request(request_id)
+    assert state is not None
+    return list(state.keys(0))
 
 
 @pytest.mark.parametrize("when", ["held", "started"])

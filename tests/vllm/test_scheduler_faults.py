@@ -95,9 +95,9 @@ def test_bytes_that_rot_in_host_memory_are_noticed(tmp_path: Path) -> None:
     with KvbmEngine(tmp_path, extra={"verify_onboard": True}) as engine:
         first = engine.ask("a", PROMPT, 8)
         engine.forget_device()
-        slab = engine.ranks[0].connector.worker_side.worker._slab
-        assert slab is not None
-        slab.array[5] ^= 1
+        memory = engine.ranks[0].connector.worker_side.worker._memory
+        assert memory is not None
+        memory.slab.array[5] ^= 1
         assert engine.ask("b", PROMPT, 8) == first
         engine.settle()
         assert engine.metric('kvbm_failures_total{kind="onboard_corrupt"}') == 1
@@ -128,7 +128,7 @@ def test_a_failed_offload_registers_nothing(spec: dict[str, Any], tmp_path: Path
         engine.executors[-1].fail_next(Direction.OFFLOAD, times=100)
         first = engine.ask("a", PROMPT, 8)
         engine.settle()
-        assert engine.leader.tier.resident_blocks == 0
+        assert engine.leader.chain.host.resident_blocks == 0
         assert engine.metric("kvbm_offload_blocks_d2h") == 0
         assert engine.metric('kvbm_failures_total{kind="offload_io_error"}') > 0
         engine.forget_device()
@@ -171,7 +171,7 @@ def test_reset_forgets_the_host_tier_too(spec: dict[str, Any], tmp_path: Path) -
         first = engine.ask("a", PROMPT, 8)
         engine.settle()
         assert engine.reset_device(with_connector=True)
-        assert engine.leader.tier.resident_blocks == 0
+        assert engine.leader.chain.host.resident_blocks == 0
         assert engine.ask("b", PROMPT, 8) == first
         assert engine.promised("b") == [0]
         engine.forget_device()
@@ -205,7 +205,7 @@ def test_what_was_on_its_way_at_a_reset_does_not_arrive(tmp_path: Path) -> None:
         engine.reset_device(with_connector=True)
         engine.release(Direction.OFFLOAD)
         engine.settle()
-        assert engine.leader.tier.resident_blocks == 0
+        assert engine.leader.chain.host.resident_blocks == 0
         engine.assert_clean()
 
 
@@ -239,8 +239,8 @@ def test_a_bug_in_the_leader_is_a_miss(
         engine.run()
         engine.settle()
         engine.assert_idle()
-        assert engine.leader.tier.live_leases == 0
-        assert engine.leader.tier.pending_blocks == 0
+        assert engine.leader.chain.host.live_leases == 0
+        assert engine.leader.chain.host.pending_blocks == 0
         engine.leader.check_integrity()
 
 

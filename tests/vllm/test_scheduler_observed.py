@@ -66,7 +66,7 @@ def test_an_evicted_block_is_announced_as_removed(tmp_path: Path) -> None:
             hashes = set(event.block_hashes)
             there = there | hashes if isinstance(event, BlockStored) else there - hashes
         assert removed(engine)
-        assert len(there) == engine.leader.tier.resident_blocks == 12
+        assert len(there) == engine.leader.chain.host.resident_blocks == 12
         assert {event.medium for event in removed(engine)} == {"CPU_TIER1"}
         engine.assert_clean()
 
@@ -111,9 +111,8 @@ def test_metrics_count_what_was_committed(tmp_path: Path) -> None:
         engine.run()
         engine.forget_device()
         assert engine.metric("kvbm_offload_blocks_d2h") == 12
-        block_bytes = (
-            engine.leader.tier.resident_blocks and engine.metric('kvbm_bytes_total{direction="offload"}') / 12
-        )
+        resident = engine.leader.chain.host.resident_blocks
+        block_bytes = resident and engine.metric('kvbm_bytes_total{direction="offload"}') / 12
         assert block_bytes == 2 * 4 * 2 * 2 * 8 * 4  # layers, tokens, K and V, heads, head size, float32
         for turn in range(3):
             engine.ask(f"hit {turn}", PROMPT, 1)

@@ -185,7 +185,7 @@ def test_identical_prompts_at_once_with_nothing_stored(tmp_path: Path) -> None:
         outputs = engine.record.outputs
         assert outputs["a"] == outputs["b"] == outputs["c"] == outputs["d"]
         engine.settle()
-        assert engine.leader.tier.resident_blocks == (30 + 11) // 4
+        assert engine.leader.chain.host.resident_blocks == (30 + 11) // 4
         engine.assert_clean()
 
 
@@ -271,7 +271,7 @@ def test_a_host_tier_that_is_too_small_keeps_what_it_can(tmp_path: Path) -> None
         for turn in range(6):
             engine.ask(f"other {turn}", range(100 * turn, 100 * turn + 30), 4)
         engine.settle()
-        assert engine.leader.tier.resident_blocks == 10
+        assert engine.leader.chain.host.resident_blocks == 10
         assert engine.metric('kvbm_evicted_blocks_total{tier="host"}') > 0
         engine.assert_clean()
 
@@ -345,7 +345,7 @@ def test_what_decoding_fills_is_stored_in_runs_and_the_rest_at_the_end(tmp_path:
         while engine.scheduler.has_requests():
             engine.step()
             engine.settle()
-            stored.append(engine.leader.tier.resident_blocks)
+            stored.append(engine.leader.chain.host.resident_blocks)
         engine.run()
         engine.settle()
         growth = [after - before for before, after in pairwise([10, *stored]) if after != before]
@@ -354,7 +354,7 @@ def test_what_decoding_fills_is_stored_in_runs_and_the_rest_at_the_end(tmp_path:
         )
         assert len(growth) <= 3, "for seven blocks"
         assert (
-            engine.leader.tier.resident_blocks == 17
+            engine.leader.chain.host.resident_blocks == 17
         )  # 69 tokens have KV: nothing that is full was left out
         engine.assert_clean()
 

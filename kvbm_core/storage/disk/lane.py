@@ -25,6 +25,7 @@ from kvbm_core.storage.disk.record import (
     slot_offset_bytes,
     unpack_record,
 )
+from kvbm_core.storage.late import LateMemory
 from kvbm_core.types import BlockKey
 
 REQUEST_BYTES = 1 << 20
@@ -78,11 +79,12 @@ class _Run(NamedTuple):
 
 
 class _Late(NamedTuple):
-    """A request that was given up and is still in flight."""
+    """A request that was given up and is still in flight; ``token``: see LateMemory."""
 
     run: _Run
-    addresses: frozenset[int]
+    token: int
     bounced: Bounced | None
+    addresses: frozenset[int]
 
 
 class Lane:
@@ -92,12 +94,18 @@ class Lane:
     of them; so is each of several pieces, which together have as many bytes. Or the records' addresses are 0,
     and places come from ``bounced`` when their turn comes. A request that has not ended by its deadline is
     TIMED_OUT and still in flight: memory that it reads into must not be used for anything else while
-    ``holds`` says so. What a disk that does not answer is not even asked for is TIMED_OUT too, and not in
+    ``late`` says so. What a disk that does not answer is not even asked for is TIMED_OUT too, and not in
     flight.
     """
 
     def __init__(
-        self, file: BlockFile, io: FileIo, *, first_sequence: int = 0, clock: Clock | None = None
+        self,
+        file: BlockFile,
+        io: FileIo,
+        *,
+        first_sequence: int = 0,
+        clock: Clock | None = None,
+        late: LateMemory | None = None,
     ) -> None:
         self._file = file
         self._io = io
@@ -117,6 +125,7 @@ class Lane:
         self._free_cells = list(range(MAX_RECORDS))
         self._next_tag = 0
         self._late: dict[int, _Late] = {}
+        self._late_memory = late or LateMemory()
         self._stops_at_s = float("inf")
         self._pause_s = FIRST_PAUSE_S
         self._quiet_until_s = float("-inf")
@@ -166,7 +175,11 @@ class Lane:
     def holds(self, address: int) -> bool:
         """Whether a late request may still read from, or write to, this address of a record."""
         self._reap(0.0)
-        return any(address in late.addresses for late in self._late.values())
+        return self._late_memory.holds(address)
+
+    def look(self) -> None:
+        """Notes which of the requests that were given up have ended."""
+        self._reap(0.0)
 
     @property
     def late_requests(self) -> int:
@@ -193,7 +206,8 @@ class Lane:
         if not self._io.close(timeout_s):
             _KEPT.append(self._cells)
             return False
-        self._late.clear()
+        for tag in list(self._late):
+            self._forget_late(tag)
         return True
 
     def _reap(self, timeout_s: float) -> None:
@@ -202,11 +216,12 @@ class Lane:
                 self._forget_late(tag)
 
     def _forget_late(self, tag: int) -> None:
-        run, addresses, bounced = self._late.pop(tag)
+        run, token, bounced, addresses = self._late.pop(tag)
         self._free_cells += run.cells
         if bounced is not None:
             for address in addresses:
                 bounced.bounce.give(address)
+        self._late_memory.end(token)
 
 
 _KEPT: list[mmap.mmap] = []  # cells that the kernel may still write into
@@ -425,7 +440,8 @@ class _Move:
             lane._is_suspect = True
         for tag, run in self._in_flight.items():
             addresses = frozenset(self._records[index].address for index in run.indices)
-            self._lane._late[tag] = _Late(run, addresses, self._bounced)
+            token = lane._late_memory.add(addresses)
+            lane._late[tag] = _Late(run, token, self._bounced, addresses)
         self._in_flight.clear()
         self._in_flight_records = 0
         self._waiting.clear()

@@ -7,8 +7,10 @@ import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
+
+from msgspec.structs import replace
 
 from kvbm_core.clock import Clock, SystemClock
 from kvbm_core.errors import Outcome
@@ -203,9 +205,10 @@ class BroadcastExecutor:
     def _end(self, load: _Load, outcome: Outcome, detail: str = "", num_bytes: int = 0) -> None:
         queued_s = 0.0 if load.result is None else load.result.queued_s
         seconds = max(0.0, self._clock.now_s() - load.submitted_s - queued_s)
-        from_disk = None if load.result is None else load.result.from_disk
         result = JobResult(load.plan.job_id, outcome, num_bytes, seconds, queued_s, detail)
-        self._publish(load, replace(result, from_disk=from_disk))
+        if load.result is not None:
+            result = replace(result, fetched=load.result.fetched, copy_s=load.result.copy_s)
+        self._publish(load, result)
 
     def _publish(self, load: _Load, result: JobResult) -> None:
         with self._changed:

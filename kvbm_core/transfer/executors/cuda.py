@@ -17,7 +17,7 @@ from kvbm_core.transfer.compare import is_other
 from kvbm_core.transfer.digests import SlotDigests, device_blocks_of, gather
 from kvbm_core.transfer.executor import DeviceMemory, StreamMark, detail_of, refusal_of
 from kvbm_core.transfer.executors.cuda_runtime import CudaApi
-from kvbm_core.transfer.jobs import BoardExecutor, Job
+from kvbm_core.transfer.jobs import BoardExecutor, Job, OnDone
 from kvbm_core.transfer.pieces import PieceTable
 from kvbm_core.transfer.plan import JobResult, TransferPlan
 from kvbm_core.types import Direction
@@ -91,7 +91,12 @@ class CudaExecutor(BoardExecutor):
         return self._api.record_on_current_stream()
 
     def submit(
-        self, plan: TransferPlan, *, deadline_s: float | None = None, after: StreamMark = None
+        self,
+        plan: TransferPlan,
+        *,
+        deadline_s: float | None = None,
+        after: StreamMark = None,
+        on_done: OnDone | None = None,
     ) -> None:
         """See Executor."""
         refusal = refusal_of(plan, self._device, self._host)
@@ -101,9 +106,9 @@ class CudaExecutor(BoardExecutor):
             except Exception as error:  # whatever happens to a job is its outcome
                 refusal = (Outcome.IO_ERROR, f"{type(error).__name__}: {error}")
         if refusal is None:
-            self._board.add(plan, deadline_s, token=event)
+            self._board.add(plan, deadline_s, event, on_done)
         else:
-            self._board.refuse(plan, *refusal)
+            self._board.refuse(plan, *refusal, on_done)
 
     def _work(self) -> None:
         self._api.bind_thread()

@@ -20,7 +20,7 @@ from kvbm_core.transfer.coalesce import runs_both_ways
 from kvbm_core.transfer.compare import is_other
 from kvbm_core.transfer.digests import SlotDigests, device_blocks_of, gather
 from kvbm_core.transfer.executor import DeviceMemory, StreamMark, detail_of, refusal_of
-from kvbm_core.transfer.jobs import BoardExecutor, Job
+from kvbm_core.transfer.jobs import BoardExecutor, Job, OnDone
 from kvbm_core.transfer.plan import JobResult, TransferPlan
 from kvbm_core.types import Direction
 
@@ -97,14 +97,19 @@ class MemcpyExecutor(BoardExecutor):
         return None
 
     def submit(
-        self, plan: TransferPlan, *, deadline_s: float | None = None, after: StreamMark = None
+        self,
+        plan: TransferPlan,
+        *,
+        deadline_s: float | None = None,
+        after: StreamMark = None,
+        on_done: OnDone | None = None,
     ) -> None:
         """Queues a plan; see Executor."""
         refusal = refusal_of(plan, self._device, self._host)
         if refusal is None:
-            self._board.add(plan, deadline_s)
+            self._board.add(plan, deadline_s, on_done=on_done)
         else:
-            self._board.refuse(plan, *refusal)
+            self._board.refuse(plan, *refusal, on_done)
 
     def close(self) -> None:
         """See Executor."""

@@ -1,0 +1,41 @@
+"""Where blocks are kept for all machines: a URL, whose scheme says what kind of store it is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+SCHEMES = {"file"}
+"""Those for which there is a store; see kvbm_core.storage.stores."""
+
+_REMEDY = "write file:// and the absolute path of a directory that all machines share, such as file:///mnt/kv"
+
+
+def read_remote_url(value: object) -> str | None:
+    """``value`` if it can be used. ValueError with the remedy."""
+    if value is None:
+        return None
+    if not isinstance(value, str) or not value.isprintable():
+        raise ValueError(_REMEDY)
+    text = value.strip()
+    scheme = text.partition("://")[0].lower() if "://" in text else ""
+    if scheme not in ("", *SCHEMES):
+        raise ValueError(f"{scheme} is not in this release; {_REMEDY}")
+    if scheme in ("", "file"):
+        remote_directory(text)
+    return text
+
+
+def remote_directory(url: str) -> Path:
+    """The directory that a file:// URL names. ValueError with the remedy."""
+    try:
+        parts = urlsplit(url)
+    except ValueError as error:
+        raise ValueError(_REMEDY) from error
+    path = unquote(parts.path)
+    is_plain = not parts.query and not parts.fragment and "\0" not in path
+    if parts.scheme != "file" or parts.netloc not in ("", "localhost") or not path.startswith("/"):
+        raise ValueError(_REMEDY)
+    if not is_plain or Path(path) == Path("/"):
+        raise ValueError(_REMEDY)
+    return Path(path)

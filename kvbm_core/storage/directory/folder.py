@@ -1,0 +1,172 @@
+"""A rank's folder in a shared directory: made, and used only if those who can write to it are trusted."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import secrets
+import stat
+from contextlib import suppress
+from enum import Enum
+from pathlib import Path
+
+from kvbm_core.errors import KvbmError
+from kvbm_core.storage.directory.calls import FileCalls
+from kvbm_core.storage.directory.names import TOP, Meaning, temporary_name
+from kvbm_core.storage.disk.record import SECTOR_BYTES
+
+
+class Trust(str, Enum):
+    """Whose files are read: this user's alone, or those of all members of the folder's group."""
+
+    USER = "user"
+    GROUP = "group"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+class DirectoryRefusedError(KvbmError):
+    """The directory cannot be used as it is: one line that says what to do."""
+
+
+class Folder:
+    """``path``/kvbm1/namespace/shard. Any thread; nothing here ends before the file system answers.
+
+    Whoever can write into these folders can have an engine load KV of their making. Under Trust.USER they
+    belong to this user (or root) and nobody else can write there; under Trust.GROUP the group may. ``path``
+    itself may be anybody's. It is never made: where it is a mount that is not there, nothing may be written
+    below.
+    """
+
+    def __init__(self, path: Path, meaning: Meaning, trust: Trust, calls: FileCalls) -> None:
+        self.path = path
+        self.namespace = path / TOP / meaning.namespace_folder
+        self.shard = self.namespace / meaning.shard_folder
+        self.life = meaning.life
+        self.trust = trust
+        self.calls = calls
+        self.takes_direct = False
+        """Whether files can be opened with O_DIRECT; known once it is open."""
+        self._device: int | None = None  # of ``path`` when it was opened
+        self._uid = os.geteuid()
+        self._gid = -1
+
+    @property
+    def is_open(self) -> bool:
+        """Whether ``open`` has ever succeeded."""
+        return self._device is not None
+
+    def open(self) -> None:
+        """Makes what is missing and looks whose it is. OSError, or DirectoryRefusedError."""
+        device = self.calls.stat(self.path).st_dev
+        for folder in (self.namespace.parent, self.namespace, self.shard):
+            self._make(folder)
+        self._probe()
+        for folder in (self.namespace.parent, self.namespace, self.shard):
+            self._check(folder)
+        self._gid = self.calls.lstat(self.shard).st_gid
+        self._device = device
+
+    def restore(self) -> None:
+        """The shard's folder is missing: makes it anew if it was removed. OSError if ``path`` is now another
+        file system: then a mount has gone, and comes back with the folder.
+        """
+        if self._device is not None and self.calls.stat(self.path).st_dev != self._device:
+            raise OSError(errno.ENODEV, "another file system is mounted there now", str(self.path))
+        self.open()
+
+    def make_fan(self, folder: Path) -> None:
+        """A folder of files below the shard's. FileNotFoundError if that is missing."""
+        self._make(folder)
+
+    def accepts(self, status: os.stat_result) -> bool:
+        """Whether a file of ours, or of someone trusted."""
+        mode = status.st_mode
+        is_ours = status.st_uid == self._uid
+        if self.trust is Trust.GROUP:
+            is_trusted = (is_ours or status.st_gid == self._gid) and not mode & stat.S_IWOTH
+        else:
+            is_trusted = is_ours and not mode & (stat.S_IWGRP | stat.S_IWOTH)
+        return stat.S_ISREG(mode) and is_trusted
+
+    def create(self, path: Path, *, is_direct: bool) -> int:
+        """A new file, open for writing. OSError; FileNotFoundError if its folder is missing."""
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        fd = self.calls.open(path, flags | (os.O_DIRECT if is_direct else 0), self._file_mode)
+        if self.trust is Trust.GROUP:  # whatever the umask: a hit by another user renews its time
+            with suppress(OSError):
+                self.calls.fchmod(fd, self._file_mode)
+        return fd
+
+    # ---------------------------------------------------------------- inside
+
+    @property
+    def _file_mode(self) -> int:
+        return 0o660 if self.trust is Trust.GROUP else 0o600
+
+    def _make(self, folder: Path) -> None:
+        mode = 0o2770 if self.trust is Trust.GROUP else 0o700
+        try:
+            self.calls.lstat(folder)
+            return
+        except FileNotFoundError:
+            pass
+        try:
+            self.calls.mkdir(folder, mode)
+        except FileExistsError:
+            return
+        if self.trust is Trust.GROUP:  # whatever the umask
+            with suppress(OSError):
+                self.calls.chmod(folder, mode)
+
+    def _probe(self) -> None:
+        """Learns from a file of our own what this share takes us for (root is often nobody there), and
+        whether it has O_DIRECT. What cannot be written to, nobody's records come from us.
+        """
+        path = self.shard / temporary_name("probe", secrets.token_hex(8))
+        try:
+            fd = self.create(path, is_direct=False)
+        except OSError:
+            return
+        try:
+            self._uid = self.calls.fstat(fd).st_uid
+        finally:
+            self.calls.close(fd)
+            self.calls.unlink(path)
+        self.takes_direct = self._try_direct()
+
+    def _try_direct(self) -> bool:
+        path = self.shard / temporary_name("probe", secrets.token_hex(8))
+        try:
+            fd = self.create(path, is_direct=True)
+        except OSError:
+            with suppress(OSError):  # some file systems refuse the flag after having made the file
+                self.calls.unlink(path)
+            return False
+        try:
+            with mmap.mmap(-1, SECTOR_BYTES) as sector:
+                return self.calls.pwritev(fd, [sector], 0) == SECTOR_BYTES
+        except OSError:
+            return False
+        finally:
+            self.calls.close(fd)
+            self.calls.unlink(path)
+
+    def _check(self, folder: Path) -> None:
+        status = self.calls.lstat(folder)
+        if not stat.S_ISDIR(status.st_mode):
+            raise DirectoryRefusedError(f"{folder} is no folder; remove it")
+        is_fellow = self.trust is Trust.GROUP and status.st_gid in {os.getegid(), *os.getgroups()}
+        if status.st_uid not in {self._uid, 0} and not is_fellow:
+            raise DirectoryRefusedError(
+                f"{folder} belongs to another user (uid {status.st_uid}); name a directory of your own, or "
+                "share it with a group (docs/remote.md)"
+            )
+        others = stat.S_IWOTH if self.trust is Trust.GROUP else stat.S_IWGRP | stat.S_IWOTH
+        if status.st_mode & others:
+            raise DirectoryRefusedError(
+                f"others can write to {folder} (mode {stat.S_IMODE(status.st_mode):o}); chmod go-w it if you "
+                "trust what is in it, or share it with a group (docs/remote.md)"
+            )

@@ -1,0 +1,218 @@
+"""What is in a shared directory, looked at from outside while engines use it: counted, checked, removed.
+
+Only names of ours are touched, in folders of ours; links are never followed. Any thread.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+import xxhash
+
+from kvbm_core.storage.directory.names import (
+    TOP,
+    is_fan,
+    is_namespace,
+    is_shard,
+    is_temporary,
+    key_in,
+    life_of,
+)
+from kvbm_core.storage.directory.record_files import NOT_THERE
+from kvbm_core.storage.directory.sweeper import LOCK
+from kvbm_core.storage.disk.inspect import Contents, OnProgress, in_threads, reading
+from kvbm_core.storage.disk.record import SECTOR_BYTES, record_bytes, unpack_record
+
+VERIFY_THREADS = 8
+"""A server that is far away answers several at once as fast as one."""
+READ_BYTES = 4 << 20
+MAX_LOCK_BYTES = 256
+
+
+@dataclass(slots=True)
+class Shard:
+    """One rank's folder. ``contents``: its blocks by the time of their last use. ``strange``: names that are
+    none of ours; they are neither counted in ``num_bytes`` nor ever touched.
+    """
+
+    namespace: str
+    name: str
+    contents: Contents = field(default_factory=Contents)
+    num_bytes: int = 0
+    temporary: int = 0
+    strange: int = 0
+    unreadable: int = 0
+
+    @property
+    def blocks(self) -> int:
+        """Files that have the name of a block."""
+        return self.contents.used
+
+
+class Checked(NamedTuple):
+    """A file that was read. ``what`` is wrong with it, empty if nothing is."""
+
+    path: Path
+    what: str = ""
+    num_bytes: int = 0
+    is_gone: bool = False
+    is_unreadable: bool = False
+
+
+def shards_in(directory: Path) -> Iterator[tuple[str, str]]:
+    """(namespace, shard) of each rank's folder, in order. OSError if ``directory`` cannot be read."""
+    os.scandir(directory).close()
+    for namespace in filter(is_namespace, _names_in(directory / TOP)):
+        for shard in filter(is_shard, _names_in(directory / TOP / namespace)):
+            yield namespace, shard
+
+
+def count(directory: Path, namespace: str, shard: str, now_ns: int, on_folders: OnProgress) -> Shard:
+    """Looks at all files of a rank's folder; ``on_folders(1)`` after each of up to 4096 folders in it."""
+    seen = Shard(namespace, shard)
+    for folder in _folders_in(directory / TOP / namespace / shard, seen):
+        for name in _names_in(folder, seen):
+            _count_file(folder / name, seen, now_ns)
+        on_folders(1)
+    return seen
+
+
+def files_in(directory: Path, namespace: str, shard: str) -> Iterator[Path]:
+    """The files that have the name of a block."""
+    for folder in _folders_in(directory / TOP / namespace / shard):
+        yield from (folder / name for name in _names_in(folder) if key_in(name) is not None)
+
+
+def verify(paths: Sequence[Path]) -> Iterator[Checked]:
+    """Reads every file and checks its header and its payload, many at a time."""
+    return in_threads(_check, paths, VERIFY_THREADS)
+
+
+def remove_namespace(directory: Path, namespace: str, on_files: OnProgress) -> tuple[int, int]:
+    """Removes its blocks, what is half written, and the folders that are empty then: (files, bytes).
+
+    OSError for a folder that cannot be read or a file that cannot be removed.
+    """
+    top = directory / TOP / namespace
+    removed, removed_bytes = 0, 0
+    for shard in filter(is_shard, os.listdir(top)):
+        for fan in filter(is_fan, os.listdir(top / shard)):
+            for name in os.listdir(top / shard / fan):
+                size = _remove(top / shard / fan / name, lambda name: key_in(name) is not None)
+                removed, removed_bytes = removed + (size is not None), removed_bytes + (size or 0)
+                on_files(size is not None)
+            _rmdir(top / shard / fan)
+        for name in os.listdir(top / shard):
+            _remove(top / shard / name)
+        _rmdir(top / shard)
+    for name in os.listdir(top):
+        _remove(top / name, lambda name: name == LOCK)
+    _rmdir(top)
+    return removed, removed_bytes
+
+
+def sweeping(directory: Path, namespace: str) -> str:
+    """Who keeps it within its size, by his own word: "host pid"; empty if nobody ever has."""
+    try:
+        with reading(directory / TOP / namespace / LOCK) as fd:
+            return os.pread(fd, MAX_LOCK_BYTES, 0).decode(errors="replace").strip()
+    except OSError:
+        return ""
+
+
+# -------------------------------------------------------------------- inside
+
+
+def _names_in(folder: Path, seen: Shard | None = None) -> list[str]:
+    try:
+        return sorted(os.listdir(folder))
+    except OSError as error:
+        if seen is not None and error.errno not in NOT_THERE:
+            seen.unreadable += 1
+        return []
+
+
+def _folders_in(shard: Path, seen: Shard | None = None) -> Iterator[Path]:
+    for name in _names_in(shard, seen):
+        if is_fan(name):
+            yield shard / name
+        elif seen is not None:
+            seen.temporary += is_temporary(name)
+            seen.strange += not is_temporary(name)
+
+
+def _count_file(path: Path, seen: Shard, now_ns: int) -> None:
+    is_block = key_in(path.name) is not None
+    try:
+        status = os.lstat(path)
+    except OSError as error:
+        seen.unreadable += error.errno not in NOT_THERE
+        return
+    if not stat.S_ISREG(status.st_mode) or not (is_block or is_temporary(path.name)):
+        seen.strange += 1
+        return
+    seen.num_bytes += status.st_size
+    if is_block:
+        seen.contents.add(status.st_mtime_ns, now_ns)
+    else:
+        seen.temporary += 1
+
+
+def _check(path: Path) -> Checked:
+    try:
+        with reading(path) as fd:
+            num_bytes = os.fstat(fd).st_size
+            what = _what_is_wrong(fd, path, num_bytes)
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            return Checked(path, what, num_bytes)
+    except OSError as error:
+        if error.errno in NOT_THERE and not path.is_symlink():
+            return Checked(path, is_gone=True)
+        return Checked(path, error.strerror or str(error), is_unreadable=True)
+
+
+def _what_is_wrong(fd: int, path: Path, num_bytes: int) -> str:
+    header = unpack_record(os.pread(fd, SECTOR_BYTES, 0))
+    namespace, shard = path.parts[-4:-2]
+    if header is None:
+        return "the header does not verify"
+    if header.key != key_in(path.name):
+        return "it is another block's"
+    if header.life != life_of(namespace, shard) or header.fingerprint.hex()[:16] != shard[:16]:
+        return "it belongs into another folder"
+    if num_bytes != record_bytes(header.payload_bytes):
+        return "its length is not what its header says"
+    state = xxhash.xxh3_128()
+    at, end = SECTOR_BYTES, SECTOR_BYTES + header.payload_bytes
+    while at < end:
+        piece = os.pread(fd, min(READ_BYTES, end - at), at)
+        if not piece:
+            return "it ends too soon"
+        state.update(piece)
+        at += len(piece)
+    return "" if state.digest() == header.digest else "the payload does not match its checksum"
+
+
+def _remove(path: Path, is_ours: Callable[[str], bool] = lambda name: False) -> int | None:
+    """Its bytes, if it is a block; None if it is not."""
+    if not (is_ours(path.name) or is_temporary(path.name)):
+        return None
+    try:
+        status = os.lstat(path)
+        if not stat.S_ISREG(status.st_mode):
+            return None
+        path.unlink()
+    except FileNotFoundError:
+        return None
+    return status.st_size if is_ours(path.name) else None
+
+
+def _rmdir(folder: Path) -> None:
+    with suppress(OSError):  # something else is in it, or is being put there
+        folder.rmdir()

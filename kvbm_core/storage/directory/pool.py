@@ -1,0 +1,201 @@
+"""A bounded number of threads for calls that may hang in the kernel, and what a call that hung still owns."""
+
+from __future__ import annotations
+
+import ctypes
+import queue
+import threading
+from collections.abc import Callable, Sequence
+
+from kvbm_core.clock import Clock
+from kvbm_core.errors import Outcome
+from kvbm_core.observe.log import RateLimitedLogger
+from kvbm_core.storage.base import Memory, parts_of
+
+ITEMS_PER_THREAD = 8
+"""Small tasks: so many at least before one more thread is worth its start."""
+
+IsGivenUp = Callable[[], bool]
+Task = Callable[[int, IsGivenUp], Outcome]
+
+limited_log = RateLimitedLogger()
+
+
+class CallPool:
+    """Runs a task for each item of a call in daemon threads. Any thread.
+
+    A call ends by its deadline: what has not begun is not begun any more, and what hangs is TIMED_OUT and
+    keeps its thread until the kernel lets go. When all threads hang, calls are BUSY at once; as soon as one
+    of them comes back, it serves again.
+    """
+
+    def __init__(self, name: str, num_threads: int, clock: Clock) -> None:
+        self._name = name
+        self._num_threads = num_threads
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._queue: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        self._calls: set[_Call] = set()  # under way, or given up with something that still runs
+        self._is_closed = False
+
+    def run(
+        self,
+        task: Task,
+        count: int,
+        *,
+        deadline_s: float,
+        targets: Sequence[Memory] | None = None,
+        is_small: bool = False,
+    ) -> list[Outcome]:
+        """``task(i, is_given_up)`` for each of ``count`` items, in any order: their outcomes.
+
+        ``targets``: what each item may write into. ``is_small``: a task takes microseconds where all is well.
+        """
+        call = _Call(self, task, count, targets)
+        ends_at_s = self._clock.now_s() + deadline_s
+        num_threads = -(-count // ITEMS_PER_THREAD) if is_small else count
+        with self._lock:
+            if self._is_closed:
+                return [Outcome.REJECTED] * count
+            if count and self._num_stuck() >= self._num_threads:
+                return [Outcome.BUSY] * count
+            if deadline_s <= 0:
+                return call.outcomes
+            self._calls.add(call)
+            self._start(call, min(num_threads, self._num_threads))
+        call.wait(ends_at_s, self._clock)
+        return call.outcomes
+
+    def holds(self, target: Memory) -> bool:
+        """Whether a task that was given up may still write into any of it."""
+        wanted = ranges_of(target)
+        with self._lock:
+            held = [span for call in self._calls for span in call.late_ranges()]
+        return any(start < end_of and begin < end for start, end in held for begin, end_of in wanted)
+
+    @property
+    def stuck_threads(self) -> int:
+        """Threads whose task was given up and has not ended."""
+        with self._lock:
+            return self._num_stuck()
+
+    def close(self, timeout_s: float) -> bool:
+        """Ends what is under way, by giving it up after ``timeout_s``. False if a thread hangs: it stays.
+
+        Later calls are REJECTED. May be called again.
+        """
+        ends_at_s = self._clock.now_s() + timeout_s
+        with self._lock:
+            if not self._is_closed:
+                self._is_closed = True
+                for _ in self._threads:
+                    self._queue.put(None)
+        for thread in self._threads:
+            thread.join(max(0.0, ends_at_s - self._clock.now_s()))
+        with self._lock:
+            for call in list(self._calls):
+                call.give_up()
+        self._threads = [thread for thread in self._threads if thread.is_alive()]
+        return not self._threads
+
+    # ---------------------------------------------------------------- inside
+
+    def _num_stuck(self) -> int:
+        return sum(call.num_late for call in self._calls)
+
+    def _start(self, call: _Call, num_threads: int) -> None:
+        while len(self._threads) < num_threads:
+            name = f"kvbm-{self._name}-{len(self._threads)}"
+            thread = threading.Thread(target=self._work, name=name, daemon=True)
+            self._threads.append(thread)
+            thread.start()
+        for _ in range(num_threads):
+            self._queue.put(call)
+
+    def _work(self) -> None:
+        while (call := self._queue.get()) is not None:
+            call.work()
+            del call  # or an idle thread keeps its memory
+
+
+class _Call:
+    """The items of one call. All but ``work`` and ``wait`` under the pool's lock."""
+
+    def __init__(self, pool: CallPool, task: Task, count: int, targets: Sequence[Memory] | None) -> None:
+        self._pool = pool
+        self._lock = pool._lock
+        self._task = task
+        self._count = count
+        self._targets = targets
+        self._next = 0
+        self._running: set[int] = set()
+        self._num_ended = 0
+        self._is_given_up = False
+        self._is_over = threading.Event()
+        self.outcomes = [Outcome.TIMED_OUT] * count
+        if not count:
+            self._is_over.set()
+
+    @property
+    def num_late(self) -> int:
+        """Items that run though the call was given up."""
+        return len(self._running) if self._is_given_up else 0
+
+    def late_ranges(self) -> list[tuple[int, int]]:
+        """(start, end) of memory that they may write to."""
+        if not self._is_given_up or self._targets is None:
+            return []
+        return [span for index in self._running for span in ranges_of(self._targets[index])]
+
+    def give_up(self) -> None:
+        """What has not ended is TIMED_OUT."""
+        self._is_given_up = True
+        if not self._running:
+            self._pool._calls.discard(self)
+        self._is_over.set()
+
+    def wait(self, ends_at_s: float, clock: Clock) -> None:
+        """Until all have ended, or it is given up: at ``ends_at_s`` at the latest."""
+        self._is_over.wait(max(0.0, ends_at_s - clock.now_s()))
+        with self._lock:
+            self.give_up()
+
+    def work(self) -> None:
+        """As many items as are left."""
+        while (index := self._take()) is not None:
+            outcome = Outcome.IO_ERROR
+            try:
+                outcome = self._task(index, lambda: self._is_given_up)
+            except Exception as error:  # whoever waits for this one must hear of it
+                limited_log.warning("task", "kvbm: shared directory: %s", error, exc_info=error)
+            self._end(index, outcome)
+
+    def _take(self) -> int | None:
+        with self._lock:
+            if self._is_given_up or self._next == self._count:
+                return None
+            index, self._next = self._next, self._next + 1
+            self._running.add(index)
+            return index
+
+    def _end(self, index: int, outcome: Outcome) -> None:
+        with self._lock:
+            self._running.discard(index)
+            self._num_ended += 1
+            if not self._is_given_up:
+                self.outcomes[index] = outcome
+                if self._num_ended == self._count:
+                    self._is_over.set()
+            elif not self._running:
+                self._pool._calls.discard(self)
+
+
+def ranges_of(memory: Memory) -> list[tuple[int, int]]:
+    """(start, end) addresses of its pieces; memory that cannot be written to has none."""
+    spans = []
+    for part in parts_of(memory):
+        if part.nbytes and not part.readonly:
+            start = ctypes.addressof(ctypes.c_char.from_buffer(part))
+            spans.append((start, start + part.nbytes))
+    return spans

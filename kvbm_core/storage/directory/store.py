@@ -1,0 +1,180 @@
+"""A shared directory as a BlockStore."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvbm_core.clock import Clock, SystemClock
+from kvbm_core.errors import Outcome
+from kvbm_core.storage.base import Memory, parts_of
+from kvbm_core.storage.directory.calls import FileCalls
+from kvbm_core.storage.directory.folder import Folder, Trust
+from kvbm_core.storage.directory.names import FINGERPRINT_BYTES, Meaning, is_fan, key_in
+from kvbm_core.storage.directory.pool import CallPool, IsGivenUp
+from kvbm_core.storage.directory.record_files import RecordFiles
+from kvbm_core.storage.directory.sweeper import Sweeper
+from kvbm_core.storage.disk.recovery import is_block_key
+from kvbm_core.types import BlockKey
+
+CLOSE_TIMEOUT_S = 2.0
+"""What is under way when the store is closed has so long; then it is given up."""
+LIST_DEADLINE_S = 10.0
+"""A folder that is not listed by then ends a scan."""
+
+
+@dataclass(frozen=True, slots=True)
+class DirectoryOptions:
+    """``max_bytes``: of the model's folder, all ranks and machines together; None: no limit.
+
+    ``num_threads``: as many for reads and as many for writes. ``is_direct``: past the page cache where that
+    works.
+    """
+
+    max_bytes: int | None = None
+    trust: Trust = Trust.USER
+    is_direct: bool = True
+    num_threads: int = 16
+
+
+class DirectoryStore:
+    """BlockStore in a directory that any number of engines on any number of machines use at once.
+
+    Safe to call from any thread. Nothing is locked: a block is named by its content, so writing it twice is
+    harmless, and a reader believes a record's own header and checksum alone. Every call ends by its deadline
+    also when the file system hangs, as a hard NFS mount does; a read that is TIMED_OUT may then still be
+    written into the caller's memory later: ``holds`` says so. With all threads hanging, calls are BUSY.
+
+    Making one does not touch the file system. ``path`` has to be there when a block is first put or got
+    (IO_ERROR until then); it is not made. ValueError for a fingerprint that is not 16 bytes.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        meaning: Meaning,
+        payload_bytes: int,
+        options: DirectoryOptions | None = None,
+        *,
+        clock: Clock | None = None,
+        calls: FileCalls | None = None,
+    ) -> None:
+        if len(meaning.fingerprint) != FINGERPRINT_BYTES:
+            raise ValueError(
+                f"a fingerprint of {len(meaning.fingerprint)} bytes; it takes {FINGERPRINT_BYTES}"
+            )
+        options = options or DirectoryOptions()
+        clock = clock or SystemClock()
+        self._payload_bytes = payload_bytes
+        self._calls = calls or FileCalls()
+        self._folder = Folder(path, meaning, options.trust, self._calls)
+        self._files = RecordFiles(
+            self._folder, meaning.fingerprint, payload_bytes, is_direct=options.is_direct
+        )
+        self._readers = CallPool("directory-read", options.num_threads, clock)
+        self._writers = CallPool("directory-write", options.num_threads, clock)
+        self.sweeper = Sweeper(self._folder.namespace, options.max_bytes, clock, self._calls)
+
+    def holds(self, target: Memory) -> bool:
+        """Whether a late read may still write into it."""
+        return self._readers.holds(target)
+
+    @property
+    def stuck_threads(self) -> int:
+        """Threads that hang in the file system."""
+        return self._readers.stuck_threads + self._writers.stuck_threads
+
+    def contains_many(self, keys: Sequence[BlockKey], *, deadline_s: float) -> list[Outcome]:
+        """See BlockStore. A block's bytes are not looked at."""
+
+        def look(index: int, is_given_up: IsGivenUp) -> Outcome:
+            opened = self._files.open_folder()
+            return self._files.has(keys[index]) if opened is Outcome.OK else opened
+
+        return self._readers.run(look, len(keys), deadline_s=deadline_s, is_small=True)
+
+    def put_many(
+        self, keys: Sequence[BlockKey], payloads: Sequence[Memory], *, deadline_s: float
+    ) -> list[Outcome]:
+        """See BlockStore. A block that is there already is not written again; room is made by the sweeper.
+
+        A late write does not become visible, so the memory of a TIMED_OUT one may be used again at once.
+        """
+        self._check(keys, payloads)
+
+        def put(index: int, is_given_up: IsGivenUp) -> Outcome:
+            opened = self._files.open_folder()
+            if opened is not Outcome.OK:
+                return opened
+            return self._files.write(keys[index], payloads[index], is_given_up)
+
+        outcomes = self._writers.run(put, len(keys), deadline_s=deadline_s)
+        self.sweeper.note_written(outcomes.count(Outcome.OK) * self._files.file_bytes)
+        return outcomes
+
+    def get_many(
+        self, keys: Sequence[BlockKey], targets: Sequence[Memory], *, deadline_s: float
+    ) -> list[Outcome]:
+        """See BlockStore. A block that does not verify is removed."""
+        self._check(keys, targets)
+        if any(part.readonly for target in targets for part in parts_of(target)):
+            raise ValueError("a target is read-only")
+
+        def get(index: int, is_given_up: IsGivenUp) -> Outcome:
+            opened = self._files.open_folder()
+            return self._files.read(keys[index], targets[index]) if opened is Outcome.OK else opened
+
+        return self._readers.run(get, len(keys), deadline_s=deadline_s, targets=targets)
+
+    def remove_many(self, keys: Sequence[BlockKey], *, deadline_s: float) -> list[Outcome]:
+        """See BlockStore."""
+
+        def remove(index: int, is_given_up: IsGivenUp) -> Outcome:
+            opened = self._files.open_folder()
+            return self._files.remove(keys[index]) if opened is Outcome.OK else opened
+
+        return self._writers.run(remove, len(keys), deadline_s=deadline_s, is_small=True)
+
+    def scan(self) -> Iterator[BlockKey]:
+        """See BlockStore. A folder that cannot be listed in time ends it."""
+        for fan in filter(is_fan, self._names_in(self._folder.shard)):
+            for name in self._names_in(self._folder.shard / fan):
+                key = key_in(name)
+                if key is not None:
+                    yield key
+
+    def close(self) -> None:
+        """See BlockStore. It takes some seconds at most; threads that hang in the file system are left."""
+        self.sweeper.stop()
+        for pool in (self._readers, self._writers):
+            pool.close(CLOSE_TIMEOUT_S)
+        self.sweeper.close(CLOSE_TIMEOUT_S)
+
+    # ---------------------------------------------------------------- inside
+
+    def _names_in(self, folder: Path) -> list[str]:
+        names: list[str] = []
+
+        def look(index: int, is_given_up: IsGivenUp) -> Outcome:
+            try:
+                names.extend(self._calls.listdir(folder))
+            except OSError:
+                return Outcome.MISS
+            return Outcome.OK
+
+        outcomes = self._readers.run(look, 1, deadline_s=LIST_DEADLINE_S)
+        return names if outcomes == [Outcome.OK] else []
+
+    def _check(self, keys: Sequence[BlockKey], buffers: Sequence[Memory]) -> None:
+        fits = len(keys) == len(buffers)
+        for parts in map(parts_of, buffers):
+            fits &= sum(part.nbytes for part in parts) == self._payload_bytes and all(
+                part.c_contiguous for part in parts
+            )
+        if not fits:
+            raise ValueError(
+                f"each key needs memory of exactly {self._payload_bytes} bytes, no piece of it with gaps"
+            )
+        if not all(map(is_block_key, keys)):
+            raise ValueError("a key is a SequenceHash and, but for group 0, the number of its group")

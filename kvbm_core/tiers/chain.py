@@ -1,0 +1,317 @@
+"""The chain of tiers: the host, and the tiers below it in the order of the search.
+
+The host is the hub: every block goes down from a host slot and comes up into one. Leader and local path are
+its two users. No bytes here; one thread at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import compress
+
+from kvbm_core.blocks.lease import Lease
+from kvbm_core.blocks.slot_tier import BlockTier, Protected, Reservation, protect_nothing
+from kvbm_core.clock import Clock
+from kvbm_core.errors import Outcome
+from kvbm_core.observe.labels import DropReason
+from kvbm_core.observe.metrics import Metrics
+from kvbm_core.tiers.groups import Residents
+from kvbm_core.tiers.jobs import JobTable
+from kvbm_core.tiers.lower import LowerTier, LowerTierMaker, Surroundings
+from kvbm_core.tiers.stack import TierStack
+from kvbm_core.transfer.plan import OrderKind, TierOrder
+from kvbm_core.types import BlockKey, Tier
+
+
+@dataclass(slots=True)
+class Below:
+    """Blocks that are held in one lower tier, and not in the host."""
+
+    tier: LowerTier
+    lease: Lease
+
+
+@dataclass(slots=True)
+class Held:
+    """``keys``, each with its host slot, held until they are released or their leases end.
+
+    ``lease`` holds those that are in the host. The others are held where they lie (``below``), and have slots
+    reserved to be fetched into.
+    """
+
+    keys: Sequence[BlockKey]
+    slots: Sequence[int]
+    lease: Lease | None = None
+    below: tuple[Below, ...] = ()
+    reservation: Reservation | None = None
+
+    def expires_at_s(self) -> float:
+        """When the first of its leases ends."""
+        ends_at_s = float("inf") if self.lease is None else self.lease.expires_at_s
+        for below in self.below:
+            ends_at_s = min(ends_at_s, below.lease.expires_at_s)
+        return ends_at_s
+
+    @property
+    def num_fetched(self) -> int:
+        """Blocks that come from lower tiers."""
+        return sum(len(below.lease.keys) for below in self.below)
+
+
+class TierChain:
+    """``send``: an order to every worker that stores. ``makers``: of the lower tiers, in the order of the
+    search. Times in seconds.
+    """
+
+    def __init__(
+        self,
+        host: BlockTier,
+        makers: Sequence[LowerTierMaker],
+        jobs: JobTable,
+        *,
+        send: Callable[[TierOrder], None],
+        clock: Clock,
+        metrics: Metrics,
+        lease_ttl_s: float = 30.0,
+    ) -> None:
+        self.host = host
+        around = Surroundings(host, jobs, send, clock, metrics, lease_ttl_s)
+        self.lower: tuple[LowerTier, ...] = tuple(make(around) for make in makers)
+        self._by_name = {tier.name: tier for tier in self.lower}
+        if len(self._by_name) < len(self.lower):
+            raise ValueError("two tiers of a chain have one name")
+        self.residents: Residents = TierStack((host, *self.lower)) if self.lower else host
+        self.seekers = tuple(tier for tier in self.lower if tier.seeks)
+        self._clock = clock
+        self._metrics = metrics
+        self._ttl_s = lease_ttl_s
+        self._evicted_seen = 0
+
+    def named(self, name: str) -> LowerTier | None:
+        """The lower tier of this name."""
+        return self._by_name.get(name)
+
+    def tier_of(self, name: str) -> Tier:
+        """What metrics count the lower tier of this name as."""
+        return self._by_name[name].tier
+
+    # ---------------------------------------------------------------- the way up
+
+    def hold(
+        self,
+        owner: str,
+        keys: Sequence[BlockKey],
+        protected: Protected = protect_nothing,
+        *,
+        all_or_none: bool = False,
+    ) -> Held | int:
+        """Holds all of ``keys``; or nothing, and says how many leading ones could be held instead.
+
+        ``all_or_none``: a part is of no use to the caller, and nothing is evicted for it. ``protected``: what
+        must not be evicted to make room.
+        """
+        lease = self.host.lease(owner, keys, self._ttl_s)
+        if lease is not None:
+            return Held(keys, lease.slots, lease)
+        if not self.lower:
+            return 0
+        here = [self.host.contains(key) for key in keys]
+        left = [key for key, is_here in zip(keys, here, strict=True) if not is_here]
+        held = Held(keys, ())
+        for tier in self.lower:
+            found = [key for key in left if tier.contains(key)]
+            below = tier.lease(owner, found, self._ttl_s) if found else None
+            if below is not None:
+                held.below += (Below(tier, below),)
+                left = [key for key in left if key not in set(found)] if len(found) < len(left) else []
+        if left:
+            self.release(held)
+            return keys.index(left[0])
+        # Before slots are made free for the rest.
+        held.lease = self.host.lease(owner, list(compress(keys, here)), self._ttl_s) if any(here) else None
+        fetched = [key for below in held.below for key in below.lease.keys]
+        if len(held.below) > 1:  # the head first, wherever it lies
+            order = {key: i for i, key in enumerate(keys)}
+            fetched.sort(key=order.__getitem__)
+        held.reservation = self.host.reserve(fetched, protected, all_or_none=all_or_none)
+        self.count_evictions()
+        slot_of = dict(zip(held.reservation.keys, held.reservation.slots, strict=True))
+        if held.lease is not None:
+            slot_of.update(zip(held.lease.keys, held.lease.slots, strict=True))
+        if len(held.reservation.keys) < len(fetched) or len(slot_of) < len(set(keys)):
+            self.release(held)
+            return self._could_hold(keys, slot_of, protected(keys))
+        held.slots = [slot_of[key] for key in keys]
+        return held
+
+    def _could_hold(
+        self, keys: Sequence[BlockKey], slot_of: Mapping[BlockKey, int], protected: Collection[BlockKey]
+    ) -> int:
+        """How many leading ``keys``, of which those in ``slot_of`` got slots: what comes last makes room for
+        what comes first. Nobody else makes room, and what somebody else brings up is not waited for.
+        """
+        new_keys = set(self.host.new_of(keys))
+        end = next((i for i, key in enumerate(keys) if key not in slot_of and key not in new_keys), len(keys))
+        num_short = sum(key not in slot_of for key in keys[:end])
+        spare = new_keys.union(key for key in self.host.evictable_of(keys) if key not in protected)
+        while num_short > 0:
+            end -= 1
+            num_short -= keys[end] in spare
+        return end
+
+    def is_good(self, held: Held) -> bool:
+        """Whether no lease has ended, and no block was forgotten since: such a one is not to be trusted any
+        more.
+        """
+        if held.lease is not None and not (
+            self.host.is_live(held.lease) and all(map(self.host.contains, held.lease.keys))
+        ):
+            return False
+        return all(below.tier.is_good(below.lease) for below in held.below)
+
+    def renew(self, held: Held) -> None:
+        """Its leases last for another while. One that has ended stays so: see ``is_good``."""
+        if held.lease is not None:
+            held.lease = self.host.renew(held.lease, self._ttl_s) or held.lease
+        for below in held.below:
+            below.lease = below.tier.renew(below.lease, self._ttl_s)
+
+    def renew_due(self, held: Iterable[Held]) -> None:
+        """A slot is not reused while a worker may still touch it: what moves is renewed in time."""
+        soon_s = self._clock.now_s() + self._ttl_s / 2
+        for one in held:
+            if one.expires_at_s() < soon_s:
+                self.renew(one)
+
+    def release(self, held: Held) -> None:
+        """Gives back what is held; slots that were to be fetched into are free again."""
+        if held.lease is not None:
+            self.host.release(held.lease)
+        for below in held.below:
+            below.tier.release(below.lease)
+        if held.reservation is not None:
+            self.host.abort(held.reservation)
+            held.reservation = None
+
+    def reads(self, held: Held, job_id: int) -> tuple[TierOrder, ...]:
+        """What lower tiers have to bring into the slots of ``held``, as a part of job ``job_id``."""
+        if held.reservation is None:
+            return ()
+        slot_of = dict(zip(held.reservation.keys, held.reservation.slots, strict=True))
+        return tuple(
+            TierOrder(
+                job_id,
+                below.tier.name,
+                OrderKind.FETCH,
+                below.lease.keys,
+                tuple([slot_of[key] for key in below.lease.keys]),
+                below.lease.slots,
+            )
+            for below in held.below
+        )
+
+    def loaded(self, held: Held, failed: Mapping[int, Outcome], *, forgets: bool = True) -> None:
+        """A load has ended: of the slots of ``held`` those in ``failed`` do not have their bytes. What came
+        from lower tiers stays in the host. ``held`` is released.
+
+        ``forgets``: what failed is never offered again; False if the load was given up.
+        """
+        lost: list[BlockKey] = []
+        if failed:
+            lost = [key for key, slot in zip(held.keys, held.slots, strict=True) if slot in failed]
+        if held.reservation is not None:
+            there, gone = held.reservation.split(lost and set(lost).intersection(held.reservation.keys))
+            held.reservation = None
+            self.host.abort(gone)
+            self.host.commit(there)
+        if lost and forgets:
+            self.host.forget(lost)
+        slot_of = dict(zip(held.keys, held.slots, strict=True)) if held.below else {}
+        for below in held.below:
+            ends = [(key, failed.get(slot_of[key], Outcome.OK)) for key in below.lease.keys]
+            below.tier.fetched(ends if forgets else [end for end in ends if end[1] is Outcome.OK])
+        self.release(held)
+
+    def used(self, keys: Sequence[BlockKey]) -> None:
+        """``keys``, which mean the same in other processes, were loaded."""
+        for tier in self.lower:
+            tier.hit(keys)
+
+    def wanted(self, keys: Sequence[BlockKey]) -> bool:
+        """``keys``, in order, can be held nowhere: True if a lower tier is looking for them or bringing them
+        up.
+        """
+        return any([tier.wanted(keys) for tier in self.seekers]) if keys else False
+
+    # ---------------------------------------------------------------- the way down
+
+    def reserve(self, keys: Sequence[BlockKey], protected: Protected) -> Reservation:
+        """Host slots for those of ``keys`` that are not there; see BlockTier.reserve."""
+        reservation = self.host.reserve(keys, protected)
+        self.count_evictions()
+        return reservation
+
+    def stored(self, reservation: Reservation, outcome: Outcome) -> bool:
+        """What was to be stored in the host has ended. True if it is there."""
+        if outcome is not Outcome.OK:
+            self.host.abort(reservation)
+            return False
+        if not self.host.commit(reservation):
+            self._metrics.dropped(DropReason.RESET, len(reservation.keys))
+            return False
+        self._metrics.offloaded_blocks(len(reservation.keys), Tier.DEVICE, Tier.HOST)
+        return True
+
+    def offer(self, keys: Sequence[BlockKey]) -> None:
+        """``keys``, which mean the same in other processes, are new in the host."""
+        for tier in self.lower:
+            tier.offer(keys)
+
+    @property
+    def storing_blocks(self) -> int:
+        """Blocks on their way to lower tiers, or waiting for that."""
+        return sum(tier.storing_blocks for tier in self.lower)
+
+    # ---------------------------------------------------------------- time, ends, state
+
+    @property
+    def live_leases(self) -> int:
+        """In all tiers."""
+        return self.host.live_leases + sum(tier.live_leases for tier in self.lower)
+
+    def mind(self, moving: Iterable[Held]) -> int:
+        """Time has passed; ``moving``: what workers may still touch. Returns how many other leases ended."""
+        # First: those of copies that are under way hold, however long nobody has called.
+        self.renew_due(moving)
+        for tier in self.lower:
+            tier.mind()
+        return self.host.expire_leases() + sum(tier.expire_leases() for tier in self.lower)
+
+    def forget(self, keys: Collection[BlockKey]) -> None:
+        """Makes ``keys`` a miss in the host."""
+        self.host.forget(list(keys))
+
+    def reset(self) -> None:
+        """Forgets every block; what is on its way will not be committed."""
+        self.host.reset()
+        for tier in self.lower:
+            tier.reset()
+
+    def count_evictions(self) -> None:
+        """Tells the metrics what has been evicted from the host since the last call."""
+        evicted = self.host.evicted_blocks_total
+        self._metrics.evicted(Tier.HOST, evicted - self._evicted_seen)
+        self._evicted_seen = evicted
+
+    def publish_usage(self) -> None:
+        """Tells the metrics how full each tier is."""
+        self._metrics.tier_usage(Tier.HOST, self.host.resident_blocks, self.host.capacity_blocks)
+        for tier in self.lower:
+            self._metrics.tier_usage(tier.tier, *tier.usage)
+
+    def check_integrity(self) -> None:
+        """Raises IntegrityError unless the books of all tiers agree."""
+        self.host.check_integrity()
+        for tier in self.lower:
+            tier.check_integrity()

@@ -1,0 +1,341 @@
+"""A lower tier by key: a store that others share and in which we do not allocate (directory, object store,
+peer).
+
+What it has is not known until it is asked, and a store that does not answer must cost nobody a request. So it
+promises nothing: what a request wants is looked for and brought into the host in the background, and the
+request finds it there when it asks again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from kvbm_core.blocks.lease import Lease
+from kvbm_core.blocks.slot_tier import Reservation, protect_nothing
+from kvbm_core.errors import IntegrityError, Outcome
+from kvbm_core.observe.labels import DropReason
+from kvbm_core.policy.admission import Admission, AdmissionPolicy, AdmissionState
+from kvbm_core.storage.disk.recovery import Found
+from kvbm_core.tiers.jobs import Job
+from kvbm_core.tiers.lower import USELESS, Feed, FeedOptions, LowerTierMaker, Surroundings
+from kvbm_core.transfer.plan import OrderKind, TierOrder
+from kvbm_core.types import BlockKey, Direction, Tier
+
+HOST_SHARE = 8
+"""At most one slot in so many of the host tier is being fetched into."""
+_UNBOUNDED = 1 << 40
+
+
+@dataclass(frozen=True, slots=True)
+class KeyedOptions:
+    """``present_s``, ``absent_s``: how long an answer is believed; ``trouble_s``: how long a key is not asked
+    for again that could not be answered. ``first_find_blocks``: looked for at first; each find doubles it, up
+    to ``most_find_blocks``.
+    """
+
+    feed: FeedOptions = field(default_factory=FeedOptions)
+    max_fetching_blocks: int = 1024
+    max_known_blocks: int = 1_000_000
+    present_s: float = 60.0
+    absent_s: float = 10.0
+    trouble_s: float = 1.0
+    first_find_blocks: int = 8
+    most_find_blocks: int = 256
+
+
+def keyed_tier(
+    name: str, tier: Tier, admission: AdmissionPolicy, options: KeyedOptions | None = None
+) -> LowerTierMaker:
+    """Makes a KeyedTier."""
+    return lambda around: KeyedTier(name, tier, admission, around, options or KeyedOptions())
+
+
+class _Known(NamedTuple):
+    is_present: bool
+    until_s: float
+
+
+class _FindJob(Job):
+    __slots__ = ("keys",)
+    keys: tuple[BlockKey, ...]
+
+    @property
+    def num_blocks(self) -> int:
+        return 0
+
+
+class FetchJob(Job):
+    """Host slots that are being fetched into."""
+
+    __slots__ = ("reservation",)
+    reservation: Reservation
+
+    @property
+    def num_blocks(self) -> int:
+        """See Job."""
+        return len(self.reservation.keys)
+
+
+class KeyedTier:
+    """LowerTier. Every rank stores its own shard under the block's key."""
+
+    def __init__(
+        self, name: str, tier: Tier, admission: AdmissionPolicy, around: Surroundings, options: KeyedOptions
+    ) -> None:
+        self.name = name
+        self.tier = tier
+        self.seeks = True
+        self._admission = admission
+        self._around = around
+        self._options = options
+        self._feed = Feed(name, tier, around, options.feed, begin=self._begin_store, end=self._end_store)
+        self._block_bytes = 0
+        self._known: dict[BlockKey, _Known] = {}
+        self._finding: set[BlockKey] = set()
+        self._fetching: dict[BlockKey, FetchJob] = {}
+        self._storing: set[BlockKey] = set()
+        self._is_fetch_failing = False
+
+    # ---------------------------------------------------------------- LowerTier: nothing is promised
+
+    @property
+    def is_usable(self) -> bool:
+        """See LowerTier."""
+        return self._feed.is_usable
+
+    @property
+    def storing_blocks(self) -> int:
+        """See LowerTier."""
+        return self._feed.storing_blocks + self._feed.waiting_blocks
+
+    @property
+    def fetching_blocks(self) -> int:
+        """Blocks on their way into the host."""
+        return len(self._fetching)
+
+    @property
+    def usage(self) -> tuple[int, int]:
+        """Not known: others use the store too."""
+        return 0, 0
+
+    @property
+    def live_leases(self) -> int:
+        """See LowerTier."""
+        return 0
+
+    def match_prefix(self, keys: Sequence[BlockKey]) -> int:
+        """See Residents."""
+        return 0
+
+    def contains(self, key: BlockKey) -> bool:
+        """See Residents."""
+        return False
+
+    def lease(self, owner: str, keys: Sequence[BlockKey], ttl_s: float) -> Lease | None:
+        """See LowerTier."""
+        return None
+
+    def renew(self, lease: Lease, ttl_s: float) -> Lease:
+        """See LowerTier."""
+        return lease
+
+    def is_good(self, lease: Lease) -> bool:
+        """See LowerTier."""
+        return False
+
+    def release(self, lease: Lease) -> None:
+        """See LowerTier."""
+
+    def expire_leases(self) -> int:
+        """See LowerTier."""
+        return 0
+
+    def take_in(self, rank: int, end: int, found: Sequence[Found]) -> None:
+        """See LowerTier."""
+
+    def expect(self, num_places: int, num_ranks: int) -> None:
+        """See LowerTier."""
+        self._feed.num_ranks = num_ranks
+
+    def set_block_bytes(self, block_bytes: int) -> None:
+        """See LowerTier."""
+        self._block_bytes = block_bytes
+
+    def fetched(self, outcomes: Sequence[tuple[BlockKey, Outcome]]) -> None:
+        """See LowerTier."""
+
+    def note_trouble(self, outcome: Outcome) -> None:
+        """See LowerTier."""
+
+    def turn_off(self, reason: str) -> None:
+        """See LowerTier."""
+        self._feed.turn_off(reason)
+
+    def mind(self) -> None:
+        """See LowerTier."""
+        self._feed.mind()
+
+    # ---------------------------------------------------------------- the way up
+
+    def wanted(self, keys: Sequence[BlockKey]) -> bool:
+        """See LowerTier. Looks for the first keys that are not known, and fetches those known to be there."""
+        if not self.is_usable:
+            return False
+        now_s, here, is_coming = self._around.clock.now_s(), list[BlockKey](), False
+        for i, key in enumerate(keys):
+            if key in self._fetching:
+                is_coming = True
+                continue
+            if key in self._finding:
+                is_coming = True
+                break
+            known = self._known.get(key)
+            if known is None or known.until_s <= now_s:
+                most = min(max(self._options.first_find_blocks, 2 * i), self._options.most_find_blocks)
+                self._find([key for key in keys[i : i + most] if self._is_unknown(key, now_s)])
+                is_coming = True
+                break
+            if not known.is_present:
+                break
+            here.append(key)
+        return bool(here and self._fetch(here)) or is_coming
+
+    def _is_unknown(self, key: BlockKey, now_s: float) -> bool:
+        known = self._known.get(key)
+        is_moving = key in self._finding or key in self._fetching
+        return not is_moving and (known is None or known.until_s <= now_s)
+
+    def _find(self, keys: Sequence[BlockKey]) -> None:
+        jobs = self._around.jobs
+        job_id = jobs.new_id()
+        job = _FindJob(job_id, self._ranks(), jobs.now_s(), on_end=lambda: self._found(job))
+        job.keys = tuple(dict.fromkeys(keys))
+        self._finding.update(job.keys)
+        jobs.add(job)
+        self._around.send(TierOrder(job_id, self.name, OrderKind.FIND, job.keys))
+
+    def _found(self, job: _FindJob) -> None:
+        self._finding.difference_update(job.keys)
+        failed = job.failures(range(len(job.keys)))
+        self._learn({key: failed.get(i, Outcome.OK) for i, key in enumerate(job.keys)})
+        trouble = _trouble_of(job, range(len(job.keys)))
+        if trouble is not Outcome.OK or not self._is_fetch_failing:
+            self._feed.judge(trouble)
+
+    def _fetch(self, keys: Sequence[BlockKey]) -> bool:
+        """False if there is no room for any of them."""
+        host, jobs = self._around.host, self._around.jobs
+        most = min(self._options.max_fetching_blocks, max(1, host.capacity_blocks // HOST_SHARE))
+        room = max(0, most - self.fetching_blocks)
+        reservation = host.reserve(keys[:room], protect_nothing)
+        if not reservation.keys:
+            return False
+        job_id = jobs.new_id()
+        job = FetchJob(job_id, self._ranks(), jobs.now_s(), on_end=lambda: self._fetch_ended(job))
+        job.on_late = lambda result: self._judge_fetch(result.outcome)
+        job.reservation = reservation
+        self._fetching.update(dict.fromkeys(reservation.keys, job))
+        jobs.add(job)
+        order = TierOrder(job_id, self.name, OrderKind.FETCH, reservation.keys, reservation.slots)
+        self._around.send(order)
+        return True
+
+    def _fetch_ended(self, job: FetchJob) -> None:
+        keys, slots = job.reservation.keys, job.reservation.slots
+        for key in keys:
+            del self._fetching[key]
+        failed = job.failures(slots)
+        outcome_of = {key: failed.get(slot, Outcome.OK) for key, slot in zip(keys, slots, strict=True)}
+        there, lost = job.reservation.split([keys[slots.index(slot)] for slot in failed])
+        host, metrics = self._around.host, self._around.metrics
+        host.abort(lost)
+        if host.commit(there):
+            metrics.onboarded_blocks(len(there.keys), self.tier, Tier.HOST)
+        else:
+            metrics.dropped(DropReason.RESET, len(there.keys))
+        num_bytes = sum(result.num_bytes for result in job.results)
+        metrics.tier_transfer(self.tier, Tier.HOST, num_bytes, max(r.seconds for r in job.results))
+        if failed:
+            metrics.failure(f"{Direction.ONBOARD}_{job.outcome}")
+            metrics.remote_failures(len(failed), is_write=False)
+        self._learn(outcome_of)
+        self._judge_fetch(_trouble_of(job, slots))
+
+    def _ranks(self) -> set[int]:
+        num_ranks = self._feed.num_ranks
+        return set(range(num_ranks)) if num_ranks else self._around.jobs.all_ranks()
+
+    def _learn(self, outcomes: Mapping[BlockKey, Outcome]) -> None:
+        now_s, options = self._around.clock.now_s(), self._options
+        for key, outcome in outcomes.items():
+            is_answer = outcome in USELESS and outcome is not Outcome.IO_ERROR
+            absent_s = options.absent_s if is_answer else options.trouble_s
+            is_present = outcome is Outcome.OK
+            self._known.pop(key, None)  # the newest answers are at the end
+            self._known[key] = _Known(is_present, now_s + (options.present_s if is_present else absent_s))
+        while len(self._known) > options.max_known_blocks:
+            del self._known[next(iter(self._known))]
+
+    def _judge_fetch(self, outcome: Outcome) -> None:
+        """A store that knows what it has and does not give it fails, however well it is asked."""
+        self._is_fetch_failing = outcome is not Outcome.OK
+        self._feed.judge(outcome)
+
+    # ---------------------------------------------------------------- the way down
+
+    def hit(self, keys: Sequence[BlockKey]) -> None:
+        """See LowerTier."""
+        self._admission.hit(keys)
+        self.offer(keys)
+
+    def offer(self, keys: Sequence[BlockKey]) -> None:
+        """See LowerTier."""
+        if self.is_usable:
+            state = AdmissionState(_UNBOUNDED, _UNBOUNDED, self._feed.storing_blocks)
+            decide, size = self._admission.decide, self._block_bytes
+            new_keys = [key for key in keys if not self._is_there(key)]
+            self._feed.put([key for key in new_keys if decide(key, size, state) is Admission.ADMIT])
+
+    def _is_there(self, key: BlockKey) -> bool:
+        known = self._known.get(key)
+        is_known = known is not None and known.is_present and known.until_s > self._around.clock.now_s()
+        return is_known or key in self._storing
+
+    def _begin_store(self, keys: Sequence[BlockKey]) -> tuple[Sequence[BlockKey], Sequence[int]]:
+        new_keys = [key for key in keys if not self._is_there(key)]
+        self._storing.update(new_keys)
+        return new_keys, ()
+
+    def _end_store(self, keys: Sequence[BlockKey], outcomes: Sequence[Outcome]) -> int:
+        self._storing.difference_update(keys)
+        stored = {k: o for k, o in zip(keys, outcomes, strict=True) if o is Outcome.OK}
+        self._around.metrics.remote_failures(len(keys) - len(stored), is_write=True)
+        self._learn(stored)
+        return len(stored)
+
+    # ---------------------------------------------------------------- ends
+
+    def forget(self, keys: Sequence[BlockKey]) -> None:
+        """See LowerTier: they are not believed to be there for a while."""
+        self._learn(dict.fromkeys(keys, Outcome.MISS))
+
+    def reset(self) -> None:
+        """See LowerTier: what is known and what waits. What others share stays in the store."""
+        self._feed.clear()
+        self._known.clear()
+
+    def check_integrity(self) -> None:
+        """See LowerTier."""
+        if len(self._storing) != self._feed.storing_blocks:
+            raise IntegrityError(f"the {self.name} tier stores blocks in no order in flight")
+        jobs = set(self._fetching.values())
+        if sum(job.num_blocks for job in jobs) != len(self._fetching):
+            raise IntegrityError(f"the {self.name} tier fetches blocks in no order in flight")
+
+
+def _trouble_of(job: Job, places: Sequence[int]) -> Outcome:
+    """The first outcome, on any rank, that is no answer; OK if all are."""
+    outcomes = (outcome for result in job.results for outcome in result.failures(places).values())
+    return next((o for o in outcomes if o not in {Outcome.MISS, Outcome.CORRUPT}), Outcome.OK)

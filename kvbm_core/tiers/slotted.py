@@ -1,0 +1,221 @@
+"""A lower tier with numbered slots: the leader says which block goes where. The disk is one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvbm_core.blocks.lease import Lease
+from kvbm_core.blocks.slot_tier import BlockTier, Reservation, protect_nothing
+from kvbm_core.errors import IntegrityError, Outcome
+from kvbm_core.observe.labels import DropReason
+from kvbm_core.policy.admission import Admission, AdmissionPolicy, AdmissionState
+from kvbm_core.policy.lru import LruPolicy
+from kvbm_core.storage.disk.recovery import Found, batches_of
+from kvbm_core.tiers.lower import FAILING, USELESS, Feed, FeedOptions, LowerTierMaker, Surroundings
+from kvbm_core.transfer.plan import OrderKind, TierOrder
+from kvbm_core.types import BlockKey, Tier
+
+
+def slotted_tier(
+    name: str, tier: Tier, admission: AdmissionPolicy, options: FeedOptions | None = None
+) -> LowerTierMaker:
+    """Makes a SlottedTier."""
+    return lambda around: SlottedTier(name, tier, admission, around, options or FeedOptions())
+
+
+class SlottedTier:
+    """LowerTier. A block is there once every rank has stored its shard in the same slot.
+
+    A block is offered when it has been committed to the host and when it is used there, and goes if
+    ``admission`` says so.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        tier: Tier,
+        admission: AdmissionPolicy,
+        around: Surroundings,
+        options: FeedOptions,
+    ) -> None:
+        self.name = name
+        self.tier = tier
+        self.seeks = False
+        self.slots = BlockTier(tier, LruPolicy(), around.clock)
+        self._around = around
+        self._admission = admission
+        self._feed = Feed(name, tier, around, options, begin=self._begin_store, end=self._end_store)
+        self._block_bytes = 0
+        self._expected_slots = 0
+        self._num_ranks = 1
+        self._storing: dict[BlockKey, Reservation] = {}
+        self._found: dict[int, dict[int, dict[tuple[int, BlockKey], int]]] = {}
+        self._evicted_seen = 0
+        self._is_forgotten = False
+
+    # ---------------------------------------------------------------- what is there
+
+    @property
+    def is_usable(self) -> bool:
+        """See LowerTier."""
+        return self._feed.is_usable
+
+    @property
+    def off_reason(self) -> str | None:
+        """Why it cannot be used in this process."""
+        return self._feed.off_reason
+
+    @property
+    def storing_blocks(self) -> int:
+        """See LowerTier."""
+        return self.slots.pending_blocks + self._feed.waiting_blocks
+
+    @property
+    def usage(self) -> tuple[int, int]:
+        """See LowerTier."""
+        return self.slots.resident_blocks, self.slots.capacity_blocks
+
+    @property
+    def live_leases(self) -> int:
+        """See LowerTier."""
+        return self.slots.live_leases
+
+    def match_prefix(self, keys: Sequence[BlockKey]) -> int:
+        """See Residents; nothing while the tier is off."""
+        return self.slots.match_prefix(keys) if self.is_usable else 0
+
+    def contains(self, key: BlockKey) -> bool:
+        """See Residents; nothing while the tier is off."""
+        return self.is_usable and self.slots.contains(key)
+
+    def lease(self, owner: str, keys: Sequence[BlockKey], ttl_s: float) -> Lease | None:
+        """See LowerTier."""
+        return self.slots.lease(owner, keys, ttl_s)
+
+    def renew(self, lease: Lease, ttl_s: float) -> Lease:
+        """See LowerTier."""
+        return self.slots.renew(lease, ttl_s) or lease
+
+    def is_good(self, lease: Lease) -> bool:
+        """See LowerTier."""
+        return self.slots.is_live(lease) and all(map(self.slots.contains, lease.keys))
+
+    def release(self, lease: Lease) -> None:
+        """See LowerTier."""
+        self.slots.release(lease)
+
+    def expire_leases(self) -> int:
+        """See LowerTier."""
+        return self.slots.expire_leases()
+
+    def wanted(self, keys: Sequence[BlockKey]) -> bool:
+        """What is here is promised at once, and what is not here will not come."""
+        return False
+
+    # ---------------------------------------------------------------- what workers say of it
+
+    def expect(self, num_places: int, num_ranks: int) -> None:
+        """See LowerTier."""
+        self._num_ranks = self._feed.num_ranks = num_ranks
+        if num_places > self._expected_slots:
+            self._expected_slots = num_places
+            self.slots.expect(num_places)
+
+    def set_block_bytes(self, block_bytes: int) -> None:
+        """See LowerTier."""
+        self._block_bytes = block_bytes
+
+    def take_in(self, rank: int, end: int, found: Sequence[Found]) -> None:
+        """See LowerTier. A block is there if every rank has it in the same slot."""
+        kept = [] if self._is_forgotten else found
+        if self._num_ranks == 1:
+            self.slots.restore(end, batches_of(kept))
+            return
+        of_rank = self._found.setdefault(end, {})
+        of_rank[rank] = {(record.slot, record.key): record.sequence for record in kept}
+        if len(of_rank) < self._num_ranks:
+            return
+        del self._found[end]
+        first, *others = of_rank.values()
+        common = [
+            Found(slot, key, sequence)
+            for (slot, key), sequence in first.items()
+            if all((slot, key) in other for other in others)
+        ]
+        self.slots.restore(end, batches_of(common))
+
+    def turn_off(self, reason: str) -> None:
+        """See LowerTier."""
+        self._feed.turn_off(reason)
+
+    # ---------------------------------------------------------------- the way down
+
+    def hit(self, keys: Sequence[BlockKey]) -> None:
+        """See LowerTier."""
+        self._admission.hit(keys)
+        self.offer(keys)
+
+    def offer(self, keys: Sequence[BlockKey]) -> None:
+        """See LowerTier."""
+        if not self.is_usable or not self.slots.capacity_blocks:
+            return
+        resident, capacity = self.usage
+        pending = self.slots.pending_blocks
+        state = AdmissionState(capacity, capacity - resident - pending, pending)
+        decide, size = self._admission.decide, self._block_bytes
+        new_keys = self.slots.new_of(keys)
+        self._feed.put([key for key in new_keys if decide(key, size, state) is Admission.ADMIT])
+
+    def _begin_store(self, keys: Sequence[BlockKey]) -> tuple[Sequence[BlockKey], Sequence[int]]:
+        new_keys = self.slots.new_of(keys)
+        reservation = self.slots.reserve(new_keys, protect_nothing)
+        metrics, evicted = self._around.metrics, self.slots.evicted_blocks_total
+        metrics.evicted(self.tier, evicted - self._evicted_seen)
+        self._evicted_seen = evicted
+        metrics.dropped(DropReason.NO_SPACE, len(new_keys) - len(reservation.keys))
+        self._storing.update(dict.fromkeys(reservation.keys, reservation))
+        return reservation.keys, reservation.slots
+
+    def _end_store(self, keys: Sequence[BlockKey], outcomes: Sequence[Outcome]) -> int:
+        reservation = next(iter([self._storing.pop(key) for key in keys]))
+        stored, lost = reservation.split(
+            [key for key, outcome in zip(keys, outcomes, strict=True) if outcome is not Outcome.OK]
+        )
+        self.slots.abort(lost)
+        return len(stored.keys) if self.slots.commit(stored) else 0
+
+    # ---------------------------------------------------------------- the way up, and ends
+
+    def fetched(self, outcomes: Sequence[tuple[BlockKey, Outcome]]) -> None:
+        """See LowerTier."""
+        if not outcomes:
+            return
+        self.forget([key for key, outcome in outcomes if outcome in USELESS])
+        bad = [outcome for _, outcome in outcomes if outcome is not Outcome.OK]
+        self._feed.judge(next((o for o in bad if o in FAILING), bad[0] if bad else Outcome.OK))
+
+    def note_trouble(self, outcome: Outcome) -> None:
+        """See LowerTier."""
+        self._feed.judge(outcome)
+
+    def mind(self) -> None:
+        """See LowerTier."""
+        self._feed.mind()
+
+    def forget(self, keys: Sequence[BlockKey]) -> None:
+        """See LowerTier."""
+        self.slots.forget(keys)
+
+    def reset(self) -> None:
+        """See LowerTier; for good, also on the disks. What is on its way will not be committed."""
+        self._feed.clear()
+        self.slots.reset()
+        # What is still to come of what the ranks found at the start is of the time before.
+        self._is_forgotten = True
+        self._around.send(TierOrder(0, self.name, OrderKind.FORGET, ()))
+
+    def check_integrity(self) -> None:
+        """See LowerTier: what is reserved is what is being stored."""
+        self.slots.check_integrity()
+        if not self.slots.pending_blocks == len(self._storing) == self._feed.storing_blocks:
+            raise IntegrityError(f"slots of the {self.name} are reserved for no order in flight")

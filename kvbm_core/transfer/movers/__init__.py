@@ -1,0 +1,1 @@
+"""Movers: one per kind of lower tier, on each rank."""

@@ -1,0 +1,51 @@
+"""A rank's side of one lower tier."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from kvbm_core.errors import Outcome
+from kvbm_core.storage.disk.recovery import Found
+from kvbm_core.transfer.plan import JobResult, TierOrder
+
+OnResult = Callable[[JobResult], None]
+"""Hears how an order ended, from any thread. Twice if the first result ``is_late``."""
+OnBlock = Callable[[int, Outcome], None]
+"""``on_block(i, outcome)``: block i of the order has ended, before the order has; once for each block."""
+
+
+class TierListener(Protocol):
+    """Hears of a rank's lower tiers, from any thread."""
+
+    def found(self, tier: str, end: int, found: list[Found]) -> None:
+        """Slots below ``end`` can be used; ``found``: what the newest of them hold."""
+
+    def refused(self, tier: str, reason: str) -> None:
+        """The rank serves without this tier; ``reason`` is one line."""
+
+
+class Mover(Protocol):
+    """Executes TierOrders between host slots and one lower tier. Safe to call from any thread; never raises
+    for what happens to an order.
+    """
+
+    def submit(
+        self,
+        order: TierOrder,
+        on_result: OnResult,
+        *,
+        deadline_s: float | None = None,
+        on_block: OnBlock | None = None,
+    ) -> None:
+        """Queues an order and returns at once. One that has not started ``deadline_s`` seconds from now is
+        TIMED_OUT. FORGET has no result.
+        """
+
+    def cancel(self, job_id: int) -> bool:
+        """True if it was a FETCH that had not begun; its result is then REJECTED."""
+
+    def close(self) -> None:
+        """Rejects what waits, gives what runs some seconds, ends all threads; idempotent. Memory that the
+        tier may still touch stays for good.
+        """

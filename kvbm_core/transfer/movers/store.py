@@ -1,0 +1,400 @@
+"""The mover of any BlockStore: puts and gets slab memory, with threads, deadlines and bounds."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+import numpy.typing as npt
+
+from kvbm_core.clock import Clock, SystemClock
+from kvbm_core.errors import Outcome
+from kvbm_core.storage.base import BlockStore, Memory
+from kvbm_core.storage.host_slab import HostSlab
+from kvbm_core.storage.late import LateMemory
+from kvbm_core.storage.numa import leave_bound_core
+from kvbm_core.transfer.movers.base import OnBlock, OnResult
+from kvbm_core.transfer.plan import JobResult, OrderKind, TierOrder, rejected
+
+NUM_THREADS = 4
+BATCH_BLOCKS = 8
+"""Blocks in one call of the store, and keys in one look-up of 32 times as many."""
+FIND_BLOCKS = 32 * BATCH_BLOCKS
+MAX_WAITING_CALLS = 1024
+GRACE_S = 1.0
+"""A store has to answer within its deadline; what is not back so much later is given up."""
+LOOK_S = 0.05
+CLOSE_TIMEOUT_S = 3.0
+
+log = logging.getLogger("kvbm")
+
+_KEPT: list[object] = []  # slab memory that a call which never ended may still touch
+
+
+@runtime_checkable
+class HoldsLate(Protocol):
+    """A store that may still read or write the caller's memory when a call has returned."""
+
+    def holds(self, target: Memory) -> bool:
+        """Whether it may."""
+
+
+@dataclass(eq=False)
+class _Order:
+    """``open_calls``: calls that have neither ended nor been given up. ``late``: addresses that calls which
+    were given up, or their store, may still touch.
+    """
+
+    order: TierOrder
+    on_result: OnResult
+    on_block: OnBlock | None
+    starts_by_s: float | None
+    submitted_s: float
+    started_s: float | None = None
+    open_calls: int = 0
+    failed: dict[int, Outcome] = field(default_factory=dict)
+    late: list[int] = field(default_factory=list)
+    is_cancelled: bool = False
+
+
+@dataclass(eq=False)
+class _Call:
+    """Blocks ``numbers`` of an order. ``given_up_at_s`` None: it has not begun."""
+
+    owner: _Order
+    numbers: range
+    given_up_at_s: float | None = None
+    token: int | None = None
+    is_over: bool = False
+
+    def is_overdue(self, now_s: float) -> bool:
+        """Whether it has waited too long to begin."""
+        return self.owner.starts_by_s is not None and self.owner.starts_by_s < now_s
+
+
+class StoreMover:
+    """Mover of a BlockStore, which it closes.
+
+    FETCH goes before FIND, and FIND before STORE. A call that the store does not end in time is given up: its
+    blocks are TIMED_OUT and late, and its thread is missing until the call returns. When all threads are
+    missing, orders wait for their deadline. FORGET is not the mover's affair: others use the store too.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        store: BlockStore,
+        host: HostSlab,
+        *,
+        late: LateMemory | None = None,
+        io_deadline_s: float = 10.0,
+        num_threads: int = NUM_THREADS,
+        clock: Clock | None = None,
+    ) -> None:
+        self._store = store
+        self._host = host
+        # A slab keeps its memory as long as somebody has an array of it.
+        self._memory: npt.NDArray[np.uint8] | None = host.array
+        self._base = host.address
+        self._late = late or LateMemory()
+        self._io_deadline_s = io_deadline_s
+        self._clock = clock or SystemClock()
+        self._changed = threading.Condition()
+        self._queues: dict[OrderKind, deque[_Call]] = {
+            kind: deque() for kind in (OrderKind.FETCH, OrderKind.FIND, OrderKind.STORE)
+        }
+        self._running: set[_Call] = set()
+        self._lingering: list[tuple[list[memoryview], int]] = []
+        """Slots that the store itself may still touch, and their tokens."""
+        self._is_closed = False
+        self._threads = [
+            threading.Thread(target=self._work, name=f"kvbm-{name}-{i}", daemon=True)
+            for i in range(num_threads)
+        ]
+        self._watcher = threading.Thread(target=self._watch, name=f"kvbm-{name}-watch", daemon=True)
+        for thread in (*self._threads, self._watcher):
+            thread.start()
+
+    # ---------------------------------------------------------------- Mover
+
+    def submit(
+        self,
+        order: TierOrder,
+        on_result: OnResult,
+        *,
+        deadline_s: float | None = None,
+        on_block: OnBlock | None = None,
+    ) -> None:
+        """See Mover."""
+        if order.kind is OrderKind.FORGET:
+            return
+        now_s = self._clock.now_s()
+        try:
+            order.check(self._host.ready_slots)
+        except ValueError as error:
+            on_result(rejected(order.job_id, str(error)))
+            return
+        size = FIND_BLOCKS if order.kind is OrderKind.FIND else BATCH_BLOCKS
+        numbers = [range(at, min(at + size, len(order.keys))) for at in range(0, len(order.keys), size)]
+        starts_by_s = None if deadline_s is None else now_s + deadline_s
+        owner = _Order(order, on_result, on_block, starts_by_s, now_s, open_calls=len(numbers))
+        with self._changed:
+            refusal: JobResult | None = None
+            if self._is_closed:
+                refusal = rejected(order.job_id, "the mover is closed")
+            elif len(self._queues[order.kind]) + len(numbers) > MAX_WAITING_CALLS:
+                refusal = rejected(order.job_id, f"{MAX_WAITING_CALLS} calls wait", Outcome.BUSY)
+            else:
+                self._queues[order.kind].extend(_Call(owner, part) for part in numbers)
+                self._changed.notify_all()
+        if refusal is not None:
+            on_result(refusal)
+        elif not numbers:
+            self._finish(owner)
+
+    def cancel(self, job_id: int) -> bool:
+        """See Mover."""
+        with self._changed:
+            calls = [call for call in self._queues[OrderKind.FETCH] if call.owner.order.job_id == job_id]
+            owners = {call.owner for call in calls if call.owner.started_s is None}
+            for owner in owners:
+                owner.is_cancelled = True
+            self._drop(lambda call: call.owner in owners)
+        for owner in owners:
+            self._tell(owner, Outcome.REJECTED, "cancelled", is_late=False)
+        return bool(owners)
+
+    def close(self) -> None:
+        """See Mover."""
+        with self._changed:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            waiting = self._drop(lambda call: True)
+            self._changed.notify_all()
+        for call in waiting:
+            self._end(call, [Outcome.REJECTED] * len(call.numbers))
+        ends_at_s = time.monotonic() + CLOSE_TIMEOUT_S
+        for thread in self._threads:
+            thread.join(max(0.0, ends_at_s - time.monotonic()))
+        with self._changed:
+            stuck = self._give_up(self._running)
+            self._changed.notify_all()
+        for call in stuck:
+            self._end(call, [Outcome.TIMED_OUT] * len(call.numbers))
+        self._watcher.join(CLOSE_TIMEOUT_S)
+        closer = threading.Thread(target=self._store.close, name="kvbm-store-close", daemon=True)
+        closer.start()
+        closer.join(CLOSE_TIMEOUT_S)
+        self._look_at_lingering()
+        if self._running or self._lingering:
+            _KEPT.append(self._memory)
+        self._memory = None
+
+    def _drop(self, is_meant: Callable[[_Call], bool]) -> list[_Call]:
+        """Takes calls out of the queues; under the lock."""
+        dropped: list[_Call] = []
+        for kind, queue in self._queues.items():
+            dropped += [call for call in queue if is_meant(call)]
+            self._queues[kind] = deque(call for call in queue if not is_meant(call))
+        return dropped
+
+    # ---------------------------------------------------------------- threads
+
+    def _work(self) -> None:
+        leave_bound_core()
+        while (call := self._next()) is not None:
+            if call.given_up_at_s is None:
+                self._end(call, [Outcome.TIMED_OUT] * len(call.numbers))
+                continue
+            try:
+                outcomes = self._ask(call)
+                if len(outcomes) != len(call.numbers):
+                    raise ValueError(f"{len(outcomes)} outcomes for {len(call.numbers)} keys")
+            except Exception as error:  # whatever happens to a call is its outcome, and the thread goes on
+                log.exception("kvbm: a store failed: %s", type(error).__name__)
+                outcomes = [Outcome.IO_ERROR] * len(call.numbers)
+            self._returned(call, outcomes)
+
+    def _next(self) -> _Call | None:
+        """The next call; with no ``given_up_at_s`` if it has waited too long to begin."""
+        with self._changed:
+            while True:
+                queue = next((queue for queue in self._queues.values() if queue), None)
+                if queue is not None:
+                    call = queue.popleft()
+                    now_s = self._clock.now_s()
+                    if call.is_overdue(now_s):
+                        return call
+                    if call.owner.started_s is None:
+                        call.owner.started_s = now_s
+                    call.given_up_at_s = now_s + self._io_deadline_s + GRACE_S
+                    self._running.add(call)
+                    self._changed.notify_all()
+                    return call
+                if self._is_closed:
+                    return None
+                self._changed.wait()
+
+    def _ask(self, call: _Call) -> list[Outcome]:
+        order, deadline_s = call.owner.order, self._io_deadline_s
+        keys = [order.keys[i] for i in call.numbers]
+        if order.kind is OrderKind.FIND:
+            return self._store.contains_many(keys, deadline_s=deadline_s)
+        memory = [self._slot(order.slots[i]) for i in call.numbers]
+        ask = self._store.put_many if order.kind is OrderKind.STORE else self._store.get_many
+        outcomes: list[Outcome] = []
+        try:
+            outcomes = ask(keys, memory, deadline_s=deadline_s)
+        finally:
+            if not outcomes or any(outcome is not Outcome.OK for outcome in outcomes):
+                self._keep_what_lingers(call, memory)
+        return outcomes
+
+    def _keep_what_lingers(self, call: _Call, memory: Sequence[memoryview]) -> None:
+        if not isinstance(self._store, HoldsLate):
+            return
+        slots, late = call.owner.order.slots, list[memoryview]()
+        addresses: list[int] = []
+        for i, target in zip(call.numbers, memory, strict=True):
+            if self._store.holds(target):
+                late.append(target)
+                addresses.append(self._address(slots[i]))
+        if late:
+            with self._changed:
+                call.owner.late += addresses
+                self._lingering.append((late, self._late.add(addresses)))
+                self._changed.notify_all()
+
+    def _slot(self, slot: int) -> memoryview:
+        if self._memory is None:
+            raise ValueError("the mover is closed")
+        size = self._host.slot_bytes
+        return self._memory[slot * size : (slot + 1) * size].data
+
+    def _address(self, slot: int) -> int:
+        return self._base + slot * self._host.slot_bytes
+
+    def _watch(self) -> None:
+        """Gives up what does not return, and what has waited too long."""
+        is_over = False
+        while not is_over:
+            with self._changed:
+                if not self._is_closed or self._running:
+                    self._changed.wait(self._pause_s())
+                now_s = self._clock.now_s()
+                stuck = self._give_up(c for c in self._running if (c.given_up_at_s or 0.0) < now_s)
+                overdue = self._drop(partial(_Call.is_overdue, now_s=now_s))
+                is_over = self._is_closed and all(call.token is not None for call in self._running)
+            for call in (*stuck, *overdue):
+                self._end(call, [Outcome.TIMED_OUT] * len(call.numbers))
+            self._look_at_lingering()
+
+    def _give_up(self, running: Iterable[_Call]) -> list[_Call]:
+        """Those of them that were not given up before; their memory is late from now on. Under the lock."""
+        stuck = [call for call in running if call.token is None]
+        for call in stuck:
+            slots = call.owner.order.slots
+            addresses = [self._address(slots[i]) for i in call.numbers] if slots else []
+            call.token = self._late.add(addresses)
+            call.owner.late += addresses
+        return stuck
+
+    def _pause_s(self) -> float | None:
+        """How long the watcher may sleep; None: until something changes."""
+        now_s = self._clock.now_s()
+        times = [call.given_up_at_s for call in self._running if call.token is None]
+        times += [call.owner.starts_by_s for queue in self._queues.values() for call in queue]
+        left = [at_s - now_s for at_s in times if at_s is not None]
+        if self._lingering:
+            left.append(LOOK_S)
+        return max(LOOK_S, min(left)) if left else None
+
+    def _look_at_lingering(self) -> None:
+        if not isinstance(self._store, HoldsLate):
+            return
+        for entry in list(self._lingering):
+            memory, token = entry
+            if not any(map(self._store.holds, memory)):
+                with self._changed:
+                    self._lingering.remove(entry)
+                self._late.end(token)
+
+    # ---------------------------------------------------------------- ends
+
+    def _returned(self, call: _Call, outcomes: Sequence[Outcome]) -> None:
+        with self._changed:
+            self._running.discard(call)
+            token = call.token
+            self._changed.notify_all()
+        if token is None:
+            self._end(call, outcomes)
+        else:
+            self._late.end(token)
+
+    def _end(self, call: _Call, outcomes: Sequence[Outcome]) -> None:
+        owner = call.owner
+        with self._changed:
+            if call.is_over or owner.is_cancelled:
+                return
+            call.is_over = True
+            places = owner.order.slots or range(len(owner.order.keys))
+            for i, outcome in zip(call.numbers, outcomes, strict=True):
+                if outcome is not Outcome.OK:
+                    owner.failed[places[i]] = outcome
+        if owner.on_block is not None:
+            self._tell_blocks(owner.on_block, call.numbers, outcomes)
+        with self._changed:  # not before: the order's result comes after all of its blocks
+            owner.open_calls -= 1
+            is_last = owner.open_calls == 0
+        if is_last:
+            self._finish(owner)
+
+    def _tell_blocks(self, on_block: OnBlock, numbers: range, outcomes: Sequence[Outcome]) -> None:
+        for i, outcome in zip(numbers, outcomes, strict=True):
+            try:
+                on_block(i, outcome)
+            except Exception:  # a bug of the listener must not end the thread that moves
+                log.exception("kvbm: listener failed on a block")
+
+    def _finish(self, owner: _Order) -> None:
+        outcome = next(iter(owner.failed.values()), Outcome.OK)
+        num_bad, num_all = len(owner.failed), len(owner.order.keys)
+        detail = f"{num_bad} of {num_all} blocks: {outcome} in tier {owner.order.tier}" if num_bad else ""
+        tell = partial(self._tell, owner, outcome, detail)
+        if owner.late:
+            tell(is_late=True)
+        self._tell_when_free(owner, tell)
+
+    def _tell_when_free(self, owner: _Order, tell: Callable[..., None]) -> None:
+        # Again each time: a call that comes back after all may leave its memory to the store.
+        if not self._late.when_free(owner.late, partial(self._tell_when_free, owner, tell)):
+            tell(is_late=False)
+
+    def _tell(self, owner: _Order, outcome: Outcome, detail: str, *, is_late: bool) -> None:
+        try:
+            owner.on_result(self._result_of(owner, outcome, detail, is_late=is_late))
+        except Exception:  # a bug of the listener must not end the thread that moves
+            log.exception("kvbm: listener failed on the result of job %d", owner.order.job_id)
+
+    def _result_of(self, owner: _Order, outcome: Outcome, detail: str, *, is_late: bool = False) -> JobResult:
+        order, now_s = owner.order, self._clock.now_s()
+        started_s = now_s if owner.started_s is None else owner.started_s
+        num_moved = 0 if order.kind is OrderKind.FIND else len(order.keys) - len(owner.failed)
+        return JobResult(
+            order.job_id,
+            outcome,
+            num_moved * self._host.slot_bytes if owner.started_s is not None else 0,
+            now_s - started_s,
+            started_s - owner.submitted_s,
+            detail,
+            is_late=is_late,
+            failed=tuple(owner.failed.items()),
+        )

@@ -1,0 +1,198 @@
+"""One rank's bytes: the host slab, the executor between it and the device, a mover per lower tier.
+
+Used by a worker, which the leader gives orders to, and by an engine's rank that looks after itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+from kvbm_core.errors import ConfigError
+from kvbm_core.storage.disk.block_file import SUFFIX
+from kvbm_core.storage.disk.record import whole_sectors
+from kvbm_core.storage.host_slab import HostSlab, available_memory_bytes
+from kvbm_core.storage.late import LateMemory
+from kvbm_core.storage.stores import StoreOptions, StoreSpec, open_store
+from kvbm_core.transfer.digests import SlotDigests
+from kvbm_core.transfer.executor import Copier, DeviceMemory, Executor
+from kvbm_core.transfer.factory import make_executor, slab_cpus, slab_preparation
+from kvbm_core.transfer.movers.base import Mover, OnResult, TierListener
+from kvbm_core.transfer.movers.disk_file import DiskMoverOptions, RankFile
+from kvbm_core.transfer.movers.store import StoreMover
+from kvbm_core.transfer.plan import JobResult, OrderKind, TierOrder, TierPlace, TransferPlan, rejected
+from kvbm_core.transfer.staged import StagedExecutor
+
+OnDone = Callable[[JobResult], None]
+
+
+@dataclass(frozen=True, slots=True)
+class RankOptions:
+    """``transfer_deadline_s``: what has not started by then is given up. ``verify``: compare bytes after an
+    onboard. ``near_memory``: host memory from the GPU's NUMA node. ``disk`` and ``store``: of lower tiers
+    with slots, and by key.
+    """
+
+    transfer_deadline_s: float = 60.0
+    max_concurrent_transfers: int = 4
+    max_batch_blocks: int = 16
+    verify: bool = False
+    near_memory: bool = True
+    disk: DiskMoverOptions = field(default_factory=DiskMoverOptions)
+    store: StoreOptions = field(default_factory=StoreOptions)
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """Rank ``rank`` of ``num_ranks`` that store. ``fingerprint``: what the bytes of its blocks mean."""
+
+    rank: int
+    num_ranks: int
+    fingerprint: str
+
+
+def slot_bytes_of(memory: DeviceMemory, *, has_lower: bool) -> int:
+    """Of a block of ``memory`` in the host tier."""
+    block_bytes = max(view.block_bytes for view in memory.views)
+    return whole_sectors(block_bytes) if has_lower else block_bytes
+
+
+class RankMemory:
+    """Safe to call from any thread. ``on_done`` gets the results of plans, ``listener`` the news of lower
+    tiers, ``on_ready(slots)`` the host slots that can be used, from any thread.
+
+    ConfigError if there is not enough memory, UnsupportedError if nothing copies from such device memory. A
+    lower tier that cannot be had is told to ``listener``; orders to it are REJECTED.
+    """
+
+    def __init__(
+        self,
+        memory: DeviceMemory,
+        num_slots: int,
+        options: RankOptions,
+        *,
+        places: Sequence[TierPlace],
+        shard: Shard,
+        listener: TierListener,
+        on_ready: Callable[[int], None],
+    ) -> None:
+        self._memory = memory
+        self._options = options
+        self._shard = shard
+        self._listener = listener
+        self._late = LateMemory()
+        self._movers: dict[str, Mover] = {}
+        self._files: list[RankFile] = []
+        self._forgotten: set[str] = set()
+        self._digests = SlotDigests() if options.verify else None
+        self._executor: Executor | None = None
+        slot_bytes = slot_bytes_of(memory, has_lower=bool(places))
+        needed, available = num_slots * slot_bytes, available_memory_bytes()
+        if needed > available:
+            need = f"rank {shard.rank} needs {needed / 1e9:.2f} GB, {available / 1e9:.2f} GB are free"
+            raise ConfigError("DYN_KVBM_CPU_CACHE_GB", f"{needed / 1e9:.2f}", f"{need}; set a smaller size")
+        self.slab = HostSlab(
+            num_slots,
+            slot_bytes,
+            prepare=slab_preparation(memory),
+            on_ready=on_ready,
+            cpus=slab_cpus(memory) if options.near_memory else (),
+        )
+        self._has_lower = bool(places)
+        self._places = places
+
+    def make_executor(self, on_done: OnDone) -> Executor:
+        """The executor of plans; once. Opens the lower tiers, so that their news come from now on."""
+        make_copier = self._make_copier
+        if self._has_lower:
+            block_bytes = self.slab.slot_bytes
+            staged = StagedExecutor(make_copier, self._movers, block_bytes, on_done, self._digests)
+            self._executor = staged
+            for place in self._places:
+                self._open(place)
+        else:
+            self._executor = make_copier(on_done)
+        return self._executor
+
+    def _make_copier(self, on_done: OnDone) -> Copier:
+        return make_executor(
+            self._memory,
+            self.slab,
+            max_concurrent=self._options.max_concurrent_transfers,
+            max_batch_blocks=self._options.max_batch_blocks,
+            on_done=on_done,
+            digests=self._digests,
+        )
+
+    def _open(self, place: TierPlace) -> None:
+        if not place.num_slots:
+            self._open_store(place)
+            return
+        shard = self._shard
+        file = RankFile(place.name, self._options.disk, self._listener)
+        path = Path(place.location) / f"rank-{shard.rank}-of-{shard.num_ranks}{SUFFIX}"
+        self._files.append(file)
+        if file.open(path, place.num_slots, self.slab.slot_bytes, shard.fingerprint):
+            self._join(place.name, file)
+        elif file.is_busy:
+            file.open_later(partial(self._join, place.name, file))
+
+    def _join(self, name: str, file: RankFile) -> None:
+        self._movers[name] = mover = file.start(self.slab, self._late)
+        if name in self._forgotten:
+            mover.submit(TierOrder(0, name, OrderKind.FORGET, ()), lambda result: None)
+        file.look()
+
+    def _open_store(self, place: TierPlace) -> None:
+        shard, options = self._shard, self._options.store
+        spec = StoreSpec(
+            place.location,
+            self.slab.slot_bytes,
+            shard.fingerprint,
+            f"{shard.rank}of{shard.num_ranks}",
+            place.model,
+            options,
+        )
+        try:
+            store = open_store(spec)
+        except (ConfigError, OSError) as error:
+            self._listener.refused(place.name, str(error.args[-1]))
+            return
+        self._movers[place.name] = StoreMover(
+            place.name, store, self.slab, late=self._late, io_deadline_s=options.deadline_s
+        )
+
+    # ---------------------------------------------------------------- work
+
+    def submit(self, order: TierOrder, on_result: OnResult) -> None:
+        """Starts an order to a lower tier that is not part of a plan."""
+        if order.kind is OrderKind.FORGET:
+            self._forgotten.add(order.tier)
+        mover = self._movers.get(order.tier)
+        if mover is None:
+            if order.kind is not OrderKind.FORGET:
+                on_result(rejected(order.job_id, f"there is no {order.tier} here"))
+            return
+        if self._digests is not None and order.kind is OrderKind.FETCH:
+            self._digests.forget(order.slots)
+        mover.submit(order, on_result, deadline_s=self._options.transfer_deadline_s)
+
+    def start(self, executor: Executor, plan: TransferPlan) -> None:
+        """Submits a plan with this rank's deadline."""
+        executor.submit(plan, deadline_s=self._options.transfer_deadline_s)
+
+    def close_lower(self) -> None:
+        """Ends what lower tiers do, before whoever shares their loads ends; idempotent."""
+        for file in self._files:  # first: one that is still waited for must not join any more
+            file.close()
+        for mover in self._movers.values():
+            mover.close()
+
+    def close(self) -> None:
+        """Rejects what waits, lets what runs end, gives memory and files back; idempotent."""
+        self.close_lower()
+        if self._executor is not None:
+            self._executor.close()
+        self.slab.close()

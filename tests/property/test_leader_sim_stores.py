@@ -1,0 +1,57 @@
+"""Small engines with three lower tiers at once, a disk and two stores that other engines use too: right bytes
+through everything.
+"""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+
+from kvbm_core.runtime.leader import LeaderOptions
+from kvbm_core.testing.leader_sim import SimShape
+from kvbm_core.testing.sim_store import StoreLeaderSim
+from kvbm_core.tiers.groups import GroupSpec
+from tests.property.test_leader_sim_disk import GROUPS, run
+
+SEEDS_EACH = 30
+
+
+def sim_of(groups: tuple[GroupSpec, ...], random: Random) -> StoreLeaderSim:
+    """Disk and host are small, so that blocks are often in a store only."""
+    shape = SimShape(
+        groups=groups,
+        num_slots=random.choice([4, 8, 16, 40]),
+        num_device_blocks=random.choice([30, 60]),
+        world_size=random.choice([1, 1, 2]),
+        failure_rate=random.choice([0.0, 0.05, 0.2]),
+        options=LeaderOptions(
+            lease_ttl_s=random.choice([0.5, 2.0]),
+            share_wait_s=random.choice([0.0, 1.0]),
+            fetch_wait_s=random.choice([0.0, 1.0, 5.0]),
+            share_loads=random.random() < 0.8,
+        ),
+    )
+    num_disk_slots = random.choice([4, 20])
+    return StoreLeaderSim(shape, random, num_disk_slots=num_disk_slots, uses_filter=random.random() < 0.3)
+
+
+@pytest.mark.parametrize("groups", GROUPS.values(), ids=GROUPS.keys())
+def test_bytes_stay_right_through_three_lower_tiers_and_restarts(
+    groups: tuple[GroupSpec, ...], seed: int
+) -> None:
+    fetched = stored = late_fetches = disk_loads = 0.0
+    for number in range(seed, seed + SEEDS_EACH):
+        random = Random(number)
+        sim = sim_of(groups, random)
+        try:
+            run(sim)
+        except Exception as error:
+            raise AssertionError(f"simulation {number}: {error}") from error
+        fetched += sim.moved("fetched")
+        stored += sim.moved("stored")
+        late_fetches += sim.late_fetches
+        disk_loads += sim.disk_loads
+    assert fetched > SEEDS_EACH and stored > SEEDS_EACH, "hardly anything was moved by key"
+    assert late_fetches > 0, "no fetch was late"
+    assert disk_loads > SEEDS_EACH // 6, "the disk was hardly used"

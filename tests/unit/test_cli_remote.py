@@ -1,0 +1,134 @@
+"""``kvbm remote``: what it counts, finds, removes and leaves, beside running stores."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from kvbm_core.cli.main import app
+from kvbm_core.errors import Outcome
+from kvbm_core.storage.disk.record import record_bytes
+from kvbm_core.testing.store_contract import key_of
+from tests.unit.directory_stores import MEANING, PAYLOAD_BYTES, files_below, get, opened, path_of, put
+
+KEYS = [key_of(number) for number in range(12)]
+OTHER = MEANING._replace(model="other/Model", rank=1, world=2)
+FILE_BYTES = record_bytes(PAYLOAD_BYTES)
+NAME, OTHER_NAME = MEANING.namespace_folder, OTHER.namespace_folder
+
+
+def kvbm(command: str, folder: Path, *more: str, **options: str) -> Result:
+    """``kvbm remote`` in this process."""
+    return CliRunner().invoke(app, ["remote", command, f"file://{folder}", *more], **options)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def share(tmp_path: Path) -> Path:
+    """A directory with blocks of two models, one of them used a day ago, and what is none of ours."""
+    folder = tmp_path / "a share"
+    folder.mkdir()
+    with opened(folder) as one, opened(folder, meaning=OTHER) as two:
+        put(one, KEYS[:8])
+        put(two, KEYS[8:])
+        one.sweeper.sweep()
+    path = path_of(folder, KEYS[0])
+    then_s = time.time() - 90_000
+    os.utime(path, (then_s, then_s))
+    (path.parent / f".{path.name}.{'a' * 16}").write_bytes(b"half")
+    (path.parent / "notes [1]").touch()
+    (folder / "kvbm9").mkdir()
+    (folder / "kvbm9" / path.name).touch()
+    return folder
+
+
+def test_ls_and_inspect_say_what_is_there(share: Path) -> None:
+    listed = kvbm("ls", share)
+    assert listed.exit_code == 0
+    assert NAME in listed.output and OTHER_NAME in listed.output and "all" in listed.output
+    inspected = kvbm("inspect", share)
+    assert inspected.exit_code == 0
+    assert "1 names are none of kvbm's" in inspected.output
+    assert f"last swept by {os.uname().nodename} {os.getpid()}" in inspected.output
+    for command in ("ls", "inspect"):
+        told = json.loads(kvbm(command, share, "--json").output)
+        ours, theirs = (told["namespaces"][name] for name in (NAME, OTHER_NAME))
+        assert (ours["blocks"], theirs["blocks"]) == (8, 4)
+        assert (ours["bytes"], theirs["bytes"]) == (8 * FILE_BYTES + 4, 4 * FILE_BYTES)
+        (shard,) = ours["shards"]
+        assert (shard["name"], shard["half_written"], shard["strange"]) == (MEANING.shard_folder, 1, 1)
+        assert shard["blocks_by_last_use"] == {"last_hour": 7, "last_day": 0, "last_week": 1, "older": 0}
+        assert ours["last_used_unix_s"] - ours["least_recently_used_unix_s"] > 80_000
+        assert theirs["swept_by"] is None
+
+
+def test_verify_finds_what_is_damaged_and_removes_it_if_told_to(share: Path) -> None:
+    sound = kvbm("verify", share)
+    assert (sound.exit_code, "all 12 blocks are good" in sound.output) == (0, True)
+    paths = [path_of(share, key) for key in KEYS[:8]]
+    with paths[0].open("r+b") as file:
+        file.seek(5000)
+        file.write(b"\0\1\2\3")
+    with paths[1].open("r+b") as file:
+        file.write(b"?")
+    os.truncate(paths[2], FILE_BYTES - 1)
+    paths[3].write_bytes(paths[4].read_bytes())
+    there = path_of(share, KEYS[5], OTHER)
+    there.parent.mkdir(exist_ok=True)
+    there.write_bytes(paths[5].read_bytes())
+    paths[6].unlink()
+    paths[6].symlink_to(paths[7])
+    bad = kvbm("verify", share)
+    assert bad.exit_code == 1
+    assert "5 of 13 blocks are damaged, 1 unreadable" in bad.output
+    for what in (
+        "the payload does not match its checksum",
+        "the header does not verify",
+        "its length is not what its header says",
+        "it is another block's",
+        "it belongs into another folder",
+    ):
+        assert bad.output.count(what) == 1, what
+    with opened(share) as store:
+        assert "5 damaged blocks removed" in kvbm("verify", share, "--remove-damaged").output
+        assert get(store, KEYS[:8]) == [Outcome.MISS] * 4 + [Outcome.OK] * 2 + [Outcome.MISS, Outcome.OK]
+    assert "0 of 8 blocks are damaged, 1 unreadable" in kvbm("verify", share).output
+
+
+def test_rm_removes_a_models_blocks_and_nothing_else(share: Path) -> None:
+    with opened(share) as one, opened(share, meaning=OTHER) as two:
+        assert kvbm("rm", share, NAME, input="n\n").exit_code == 1
+        assert get(one, KEYS[:8]) == [Outcome.OK] * 8
+        removed = kvbm("rm", share, NAME, "--yes")
+        assert removed.exit_code == 0 and "8 blocks removed" in removed.output
+        assert get(one, KEYS[:8]) == [Outcome.MISS] * 8
+        assert get(two, KEYS[8:]) == [Outcome.OK] * 4
+        assert put(one, KEYS[:2]) == [Outcome.OK] * 2, "an engine that runs goes on"
+        assert kvbm("rm", share, "--all", "--yes").exit_code == 0
+    left = {path.name for path in files_below(share)}
+    assert left == {"notes [1]", path_of(share, KEYS[0]).name}, "of which one is of another version"
+    assert (share / "kvbm9" / path_of(share, KEYS[0]).name).exists()
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [((), "name the models"), (("no-such-model",), "no no-such-model"), (("x", "--all"), "name")],
+)
+def test_rm_wants_to_know_what(share: Path, more: tuple[str, ...], said: str) -> None:
+    result = kvbm("rm", share, *more, "--yes")
+    assert result.exit_code == 2 and said in result.output and "\n" not in result.output.strip()
+    assert sum(path.suffix == ".kv" for path in files_below(share / "kvbm1")) == 12
+
+
+@pytest.mark.parametrize("command", ["ls", "inspect", "verify", "rm"])
+def test_a_directory_that_is_not_there_or_no_url_is_one_line(tmp_path: Path, command: str) -> None:
+    for folder, said in ((tmp_path / "none", "No such file"), (Path("relative"), "file:///mnt/kv")):
+        result = kvbm(command, folder, *(["--all"] if command == "rm" else []))
+        assert result.exit_code == 2 and said in result.output and "\n" not in result.output.strip()
+    if command != "rm":
+        empty = kvbm(command, tmp_path)
+        assert empty.exit_code == 0 and "no blocks below" in empty.output

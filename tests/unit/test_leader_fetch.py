@@ -1,0 +1,389 @@
+"""The leader over stores by key: a request waits a little for what comes, and never for what may not come."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pytest
+
+from kvbm_core.errors import Outcome
+from kvbm_core.policy.admission import AdmitAll
+from kvbm_core.runtime.handshake import RankReplaced
+from kvbm_core.runtime.leader import LeaderOptions
+from kvbm_core.testing.leader_bench import ONE_GROUP, BenchDisk, LeaderBench
+from kvbm_core.tiers.groups import GroupSpec
+from kvbm_core.tiers.keyed import KeyedOptions, KeyedTier, keyed_tier
+from kvbm_core.transfer.plan import JobResult, OrderKind, TierOrder
+from kvbm_core.types import BlockKey, Tier
+from tests.unit.disk_bench import OTHER, PROMPT, TABLE, leave_host, loading, stored
+
+WAIT_S = 1.0
+WINDOWED = (GroupSpec(0, 4), GroupSpec(1, 4, window_tokens=6))
+
+
+class Bench(LeaderBench):
+    """``has``: the keys of each store by its name, in the order of the search; the same on every rank."""
+
+    def __init__(
+        self,
+        num_slots: int = 64,
+        *,
+        names: Iterable[str] = ("near",),
+        wait_s: float = WAIT_S,
+        num_disk: int = 16,
+        groups: tuple[GroupSpec, ...] = ONE_GROUP,
+        world_size: int = 1,
+    ) -> None:
+        self.has: dict[str, set[BlockKey]] = {name: set() for name in names}
+        makers = tuple(
+            keyed_tier(name, Tier.REMOTE, AdmitAll(), KeyedOptions(first_find_blocks=16)) for name in self.has
+        )
+        options = LeaderOptions(5.0, fetch_wait_s=wait_s)
+        disk = BenchDisk(num_disk, more=makers)
+        super().__init__(num_slots, groups=groups, world_size=world_size, options=options, disk=disk)
+
+    def store_of(self, name: str = "near") -> KeyedTier:
+        tier = self.leader.chain.named(name)
+        assert isinstance(tier, KeyedTier)
+        return tier
+
+    def reply(self, *, ranks: Iterable[int] | None = None) -> list[TierOrder]:
+        """Disk and stores do what was ordered; returns that."""
+        orders = self.take_sent()
+        for order in orders:
+            self.leader.check_integrity()
+            for rank in range(self.world_size) if ranks is None else ranks:
+                self.leader.acknowledge(rank, [self._result(order)])
+        return orders
+
+    def _result(self, order: TierOrder) -> JobResult:
+        has = self.has.get(order.tier)
+        failed: list[tuple[int, Outcome]] = []
+        if has is not None and order.kind is OrderKind.STORE:
+            has.update(order.keys)
+        elif has is not None:
+            places = order.slots or range(len(order.keys))
+            failed = [
+                (place, Outcome.MISS) for place, key in zip(places, order.keys, strict=True) if key not in has
+            ]
+        outcome = failed[0][1] if failed else Outcome.OK
+        return JobResult(order.job_id, outcome, 100, 0.5, 0.25, failed=tuple(failed))
+
+
+def in_store(bench: Bench, blocks: Iterable[int], name: str = "near") -> None:
+    """Somebody else has put these blocks of PROMPT there."""
+    keys = bench.keys(PROMPT)
+    bench.has[name].update(keys[block] for block in blocks)
+
+
+def test_a_request_waits_for_what_comes_and_gets_it_from_the_host() -> None:
+    bench = Bench()
+    in_store(bench, range(5))
+    state = bench.open()
+    assert bench.match(state, PROMPT) is None
+    assert [order.kind for order in bench.reply()] == [OrderKind.FIND]
+    assert bench.match(state, PROMPT) is None
+    (fetch,) = bench.reply()
+    assert fetch.kind is OrderKind.FETCH and fetch.keys == tuple(bench.keys(PROMPT)[:4])
+    assert bench.match(state, PROMPT) == 16 and not bench.sent
+    plan = bench.leader.onboard(state, 16, TABLE)
+    assert plan is not None and plan.reads == ()
+    bench.answer(plan)
+    bench.leader.finish(state)
+    assert bench.metric("kvbm_onboard_blocks_o2d") == 4 and bench.metric("kvbm_onboard_blocks_h2d") == 4
+    bench.reply()
+    bench.assert_idle()
+
+
+def test_nothing_is_held_while_a_request_waits() -> None:
+    bench = Bench()
+    bench.store(PROMPT[:9])
+    bench.reply()
+    in_store(bench, range(5))
+    state = bench.open()
+    assert bench.match(state, PROMPT) is None and bench.leader.chain.live_leases == 0
+    bench.leader.finish(state)
+    bench.reply()
+    bench.assert_idle()
+
+
+def test_no_request_waits_longer_than_it_may() -> None:
+    bench = Bench()
+    bench.store(PROMPT[:9])
+    bench.reply()
+    in_store(bench, range(5))
+    state = bench.open()
+    assert bench.match(state, PROMPT) is None
+    bench.clock.advance(WAIT_S / 2)
+    bench.reply()
+    assert bench.match(state, PROMPT) is None  # found; it is being fetched, and does not come
+    bench.clock.advance(WAIT_S / 2)
+    assert bench.match(state, PROMPT) == 8  # what there is
+    assert bench.match(state, PROMPT) == 8
+    plan = bench.leader.onboard(state, 8, TABLE)
+    bench.answer(plan)
+    bench.leader.finish(state)
+    bench.reply()
+    assert bench.resident_blocks(PROMPT) == 4  # it came after all, for the next one
+    bench.assert_idle()
+
+
+def test_who_may_not_wait_at_all_gets_what_there_is_and_the_next_one_more() -> None:
+    bench = Bench(wait_s=0.0)
+    in_store(bench, range(5))
+    first = bench.open("first")
+    assert bench.match(first, PROMPT) == 0
+    bench.reply()
+    assert bench.match(first, PROMPT) == 0
+    bench.reply()
+    assert bench.match(first, PROMPT) == 16
+    bench.leader.finish(first)
+    bench.assert_idle()
+
+
+@pytest.mark.parametrize("blocks", [(), (1, 2, 3)])
+def test_what_is_not_there_is_not_waited_for(blocks: tuple[int, ...]) -> None:
+    bench = Bench()
+    in_store(bench, blocks)
+    state = bench.open()
+    assert bench.match(state, PROMPT) is None
+    bench.reply()
+    assert bench.match(state, PROMPT) == 0 and not bench.sent
+    bench.leader.finish(state)
+    bench.assert_idle()
+
+
+@pytest.mark.parametrize("outcome", [Outcome.IO_ERROR, Outcome.TIMED_OUT, Outcome.BUSY, Outcome.CORRUPT])
+def test_a_store_in_trouble_is_not_waited_for(outcome: Outcome) -> None:
+    bench = Bench()
+    bench.store(PROMPT[:9])
+    bench.reply()
+    in_store(bench, range(5))
+    state = bench.open()
+    assert bench.match(state, PROMPT) is None
+    bench.reply()
+    assert bench.match(state, PROMPT) is None
+    (fetch,) = bench.take_sent()
+    bench.say(fetch.job_id, outcome)
+    bench.leader.poll()
+    assert bench.match(state, PROMPT) == 8
+    bench.leader.finish(state)
+    bench.assert_idle()
+
+
+def test_a_store_that_is_off_or_left_alone_is_not_waited_for() -> None:
+    bench = Bench()
+    in_store(bench, range(5))
+    bench.store_of().turn_off("no such folder")
+    state = bench.open()
+    assert bench.match(state, PROMPT) == 0 and not bench.sent
+    bench.leader.finish(state)
+    bench.assert_idle()
+
+
+def test_a_prefix_may_lie_in_host_disk_and_two_stores() -> None:
+    bench = Bench(names=("near", "far"))
+    bench.store(PROMPT[:8])
+    bench.reply()
+    for name in bench.has:
+        bench.has[name].clear()
+        bench.store_of(name).reset()
+    leave_host(bench, [1])  # block 0 in the host, 1 on the disk, 2 far away, 3 near
+    in_store(bench, [2], "far")
+    in_store(bench, [3], "near")
+    state, asked = bench.open(), 0
+    while (matched := bench.match(state, PROMPT)) is None:
+        fetching = sum(bench.store_of(name).fetching_blocks for name in bench.has)
+        assert bench.tier.pending_blocks == fetching, "slots for the disk's blocks are held while one waits"
+        bench.clock.advance(0.1)
+        bench.reply()
+        asked += 1
+    assert matched == 16 and asked <= 5
+    plan = bench.leader.onboard(state, 16, TABLE)
+    keys = bench.keys(PROMPT)
+    assert plan is not None and [(read.tier, read.keys) for read in plan.reads] == [("disk", (keys[1],))]
+    bench.answer(plan)
+    bench.leader.finish(state)
+    bench.reply()
+    bench.assert_idle()
+
+
+def test_groups_are_fetched_in_the_order_of_the_prompt_and_of_a_window_only_what_is_needed() -> None:
+    bench = Bench(groups=WINDOWED)
+    keys = bench.keys(PROMPT)  # five of the first group, five of the second
+    bench.has["near"].update(keys)
+    state = bench.open()
+    assert bench.match(state, PROMPT) is None
+    (find,) = bench.reply()
+    assert find.keys == (keys[0], keys[5], keys[1], keys[6], keys[2], keys[7], keys[3], keys[8])
+    assert bench.match(state, PROMPT) is None
+    bench.reply()
+    assert bench.match(state, PROMPT) == 16
+    plan = bench.leader.onboard(state, 16, [TABLE[0], [0, 0, 21, 22, 23]])
+    bench.answer(plan)
+    bench.leader.finish(state)
+    bench.reply()
+    bench.assert_idle()
+
+
+def test_of_a_window_nothing_is_fetched_that_the_next_token_cannot_see() -> None:
+    bench = Bench(groups=WINDOWED)
+    prompt = list(range(100, 140))
+    bench.store(prompt[:16])
+    keys = bench.keys(prompt)  # ten of the first group, ten of the second
+    bench.reply()
+    bench.tier.forget(keys[10:11])  # out of the window by now
+    state = bench.open()
+    assert bench.leader.match(state, prompt, 0, 39) is None
+    (find,) = bench.take_sent()
+    assert keys[10] not in find.keys and find.keys == tuple(
+        keys[group * 10 + block] for block in range(4, 9) for group in (0, 1)
+    )
+    bench.leader.finish(state)
+
+
+def test_of_groups_that_have_only_a_part_there_is_no_endless_waiting() -> None:
+    bench = Bench(groups=WINDOWED)
+    keys = bench.keys(PROMPT)
+    bench.has["near"].update(keys[:5])  # nothing of the window
+    state = bench.open()
+    asked = 0
+    while bench.match(state, PROMPT) is None:
+        bench.reply()
+        asked += 1
+        assert asked < 10
+    assert bench.match(state, PROMPT) == 0
+    bench.leader.finish(state)
+    bench.reply()
+    bench.assert_idle()
+
+
+def test_what_was_fetched_and_used_is_offered_to_the_disk_and_not_to_where_it_came_from() -> None:
+    bench = Bench()
+    in_store(bench, range(5))
+    state = bench.open()
+    while bench.match(state, PROMPT) is None:
+        bench.reply()
+    bench.answer(bench.leader.onboard(state, 16, TABLE))
+    orders = bench.take_sent()
+    assert [(order.tier, order.kind, len(order.keys)) for order in orders] == [("disk", OrderKind.STORE, 4)]
+    bench.say(orders[0].job_id)
+    bench.leader.poll()
+    bench.leader.finish(state)
+    bench.assert_idle()
+
+
+def test_blocks_that_mean_nothing_elsewhere_are_neither_stored_nor_fetched() -> None:
+    """Their keys are of this process: nobody else can have them."""
+    bench = Bench()
+    state = bench.leader.open("r", bytes(32), None, is_lasting=False)  # type: ignore[arg-type]
+    bench.answer(bench.offload(state, OTHER))
+    bench.leader.finish(state)
+    assert not bench.sent
+    bench.assert_idle()
+
+
+def test_an_aborted_request_leaves_the_fetch_to_its_end() -> None:
+    bench = Bench()
+    in_store(bench, range(5))
+    state = bench.open()
+    assert bench.match(state, PROMPT) is None
+    bench.reply()
+    assert bench.match(state, PROMPT) is None
+    bench.leader.finish(state)
+    assert bench.leader.open_requests == 0 and bench.tier.pending_blocks == 4
+    bench.leader.check_integrity()
+    bench.reply()
+    assert bench.resident_blocks(PROMPT) == 4
+    bench.assert_idle()
+
+
+def test_a_reset_while_fetching() -> None:
+    bench = Bench()
+    in_store(bench, range(5))
+    state = bench.open()
+    assert bench.match(state, PROMPT) is None
+    bench.reply()
+    assert bench.match(state, PROMPT) is None
+    (fetch,) = bench.take_sent()
+    bench.leader.reset()
+    assert [order.tier for order in bench.take_sent()] == ["disk"]
+    bench.say(fetch.job_id)
+    bench.leader.poll()
+    assert bench.tier.resident_blocks == 0 == bench.tier.pending_blocks
+    bench.leader.finish(state)
+    bench.assert_idle()
+
+
+def test_a_rank_whose_process_is_replaced_answers_no_fetch_any_more() -> None:
+    bench = Bench(world_size=2)
+    in_store(bench, range(5))
+    state = bench.open()
+    assert bench.match(state, PROMPT) is None
+    bench.reply()
+    assert bench.match(state, PROMPT) is None
+    (fetch,) = bench.take_sent()
+    bench.say(fetch.job_id, ranks=[0])
+    bench.leader.poll()
+    assert bench.tier.pending_blocks == 4
+    bench.handshake.inbox.append(RankReplaced(1, fetch.job_id + 1))
+    bench.leader.poll()
+    assert bench.tier.pending_blocks == 0 == bench.tier.resident_blocks
+    assert bench.match(state, PROMPT) == 0  # the new process has no memory yet
+    bench.leader.finish(state)
+    bench.assert_idle()
+
+
+def test_a_load_that_does_not_find_room_for_the_disk_still_gets_what_stores_bring() -> None:
+    """The host is full of what others read: nothing comes, and nobody waits for it."""
+    bench = Bench(num_slots=8)
+    bench.store(OTHER)
+    bench.reply()
+    holder, state = bench.open("holder"), bench.open()
+    bench.has["near"].clear()
+    assert bench.match(holder, OTHER) == 16
+    bench.store(list(range(500, 516)), "filler")
+    bench.reply()
+    held = bench.open("filler too")
+    assert bench.match(held, list(range(500, 517))) == 16
+    in_store(bench, range(5))
+    assert bench.match(state, PROMPT) is None
+    bench.reply()
+    assert bench.match(state, PROMPT) == 0 and not bench.sent
+    for request in (holder, held, state):
+        bench.leader.finish(request)
+    bench.assert_idle()
+
+
+def test_two_requests_of_one_prompt_cause_one_fetch() -> None:
+    bench = Bench()
+    in_store(bench, range(5))
+    one, two = bench.open("one"), bench.open("two")
+    orders: list[TierOrder] = []
+    for _ in range(2):
+        assert bench.match(one, PROMPT) is None and bench.match(two, PROMPT) is None
+        orders += bench.reply()
+    assert [order.kind for order in orders] == [OrderKind.FIND, OrderKind.FETCH]
+    assert bench.match(one, PROMPT) == bench.match(two, PROMPT) == 16
+    for request in (one, two):
+        bench.leader.finish(request)
+    bench.assert_idle()
+
+
+def test_a_load_that_lost_a_block_keeps_what_came() -> None:
+    """Of the disk, too: one lost block costs what lies behind it, this time; the others stay in the host."""
+    bench = Bench(names=())
+    stored(bench)
+    leave_host(bench, range(5))
+    state, plan = loading(bench)
+    (reads,) = plan.reads
+    failed = ((reads.slots[1], Outcome.CORRUPT), (reads.slots[2], Outcome.TIMED_OUT))
+    bench.leader.acknowledge(0, [JobResult(plan.job_id, Outcome.CORRUPT, 50, 0.5, 0.25, failed=failed)])
+    keys = bench.keys(PROMPT)
+    assert [bench.tier.contains(key) for key in keys] == [True, False, False, True, False]
+    assert [bench.disk.contains(key) for key in keys] == [True, False, True, True, True]
+    assert bench.metric("kvbm_onboard_blocks_d2d") == 2
+    assert bench.metric('kvbm_failures_total{kind="onboard_corrupt"}') == 1
+    assert bench.match(state, PROMPT) == 4
+    bench.leader.finish(state)
+    bench.assert_idle()

@@ -1,0 +1,146 @@
+"""How long the ways of a block are, in calls, files and threads. `python -m tests.ways` prints them.
+
+A way is followed in this process, over a real channel, real files and real copies. Functions of kvbm count,
+but for numbers, words and time (observe, types, errors, clock) and what is for tests.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+LEFT_OUT = ("/observe/", "/testing/", "kvbm_core/types.py", "kvbm_core/errors.py", "kvbm_core/clock.py")
+WAIT_S = 20.0
+
+
+class Trace:
+    """Counts calls in all threads that begin after it was made, while it is on."""
+
+    def __init__(self) -> None:
+        self.is_on = False
+        self.calls: Counter[str] = Counter()
+        self.threads: set[int] = set()
+        threading.setprofile(self._note)
+        sys.setprofile(self._note)
+
+    def _note(self, frame: FrameType, event: str, _: Any) -> None:
+        if event != "call" or not self.is_on:
+            return
+        path = frame.f_code.co_filename
+        at = path.find("kvbm_core/")
+        if at < 0 or any(part in path for part in LEFT_OUT) or frame.f_code.co_name.startswith("<"):
+            return
+        self.calls[path[at:] + ":" + frame.f_code.co_name] += 1
+        self.threads.add(threading.get_ident())
+
+    @contextmanager
+    def way(self) -> Iterator[None]:
+        """On meanwhile."""
+        self.calls.clear()
+        self.threads.clear()
+        self.is_on = True
+        try:
+            yield
+        finally:
+            self.is_on = False
+
+    def wait(self, engine: Any, is_done: Callable[[], bool]) -> None:
+        """Lets the leader hear what there is to hear, until ``is_done``; looking costs nothing."""
+        pause = threading.Event()
+        for _ in range(int(WAIT_S / 0.002)):
+            sys.setprofile(None)
+            is_over, has_news = is_done(), bool(engine.handshake.inbox)
+            sys.setprofile(self._note)
+            if is_over:
+                return
+            if has_news:
+                engine.leader.poll()
+            else:
+                sys.setprofile(None)
+                pause.wait(0.002)
+                sys.setprofile(self._note)
+        raise TimeoutError("the way does not end")
+
+    def row(self, name: str) -> str:
+        """One line of the table."""
+        files = {call.rpartition(":")[0] for call in self.calls}
+        return f"| {name} | {sum(self.calls.values())} | {len(files)} | {len(self.threads)} |"
+
+
+def leader_ways(trace: Trace, folder: Path) -> Iterator[str]:
+    """Ten blocks of two groups on one rank, with a check of bytes after loads."""
+    from kvbm_core.testing.leader_bench import ROOT
+    from tests.unit.test_worker import PROMPT
+    from tests.unit.worker_disk_engine import ELSEWHERE, NUM_TOKENS, TABLES, DiskEngine
+
+    engine = DiskEngine(folder)
+    engine.wait_ready()
+    state = engine.leader.open("writer", ROOT, None, is_lasting=False)
+    engine.leader.offload(state, PROMPT, 0, NUM_TOKENS, TABLES)
+    engine.submit_offloads()
+    engine.settle()
+    with trace.way():
+        engine.leader.confirm(state)
+        trace.wait(engine, lambda: not engine.disk.storing_blocks)
+    yield trace.row("host to disk")
+    engine.leader.finish(state)
+    engine.close()
+    engine = DiskEngine(folder)
+    engine.wait_ready()
+    state = engine.leader.open("reader", ROOT, None)
+    with trace.way():
+        found = engine.leader.match(state, PROMPT, 0, NUM_TOKENS)
+        assert found == NUM_TOKENS
+        plan = engine.leader.onboard(state, found, ELSEWHERE)
+        assert plan is not None
+        engine.workers[0].submit(plan)
+        trace.wait(engine, lambda: not engine.leader.is_pending(plan.job_id))
+    yield trace.row("disk to host to device")
+    assert engine.on_devices() == engine.expected()
+    engine.leader.finish(state)
+    engine.close()
+
+
+def local_way(trace: Trace, folder: Path) -> Iterator[str]:
+    """Five blocks of one group, by key, in a process without a leader."""
+    from tests.unit.local_bench import KEYS, End, LocalBench
+
+    bench = LocalBench(folder, 8, 8)
+    bench.store(KEYS[:5])
+    bench.close()
+    bench = LocalBench(folder, 8, 8)
+    with trace.way():
+        assert bench.tiers.match("owner", KEYS[:5]) == 5
+        claim = bench.tiers.claim("owner", KEYS[:5])
+        assert claim is not None
+        end = End()
+        bench.tiers.load(claim, bench.blocks_for(KEYS[:5]), end)
+        end.wait()
+    yield trace.row("linker from disk")
+    assert bench.came(KEYS[:5])
+    bench.close()
+
+
+def rows() -> list[str]:
+    """The table's lines."""
+    trace = Trace()
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            for name in ("a", "b"):
+                (Path(folder) / name).mkdir()
+            ways = leader_ways(trace, Path(folder) / "a"), local_way(trace, Path(folder) / "b")
+            return [row for way in ways for row in way]
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)  # type: ignore[arg-type]
+
+
+if __name__ == "__main__":
+    print("| way | calls | files | threads |\n| --- | --- | --- | --- |", *rows(), sep="\n")
