@@ -197,6 +197,10 @@ class Executor:
         for layer in range(self.config.num_layers):
             self.model.write_layer([Work(request_id, core.sequence, core.slots, start, end)], layer)
 
+    def free_lost(self) -> None:
+        """Frees what this TensorRT-LLM never frees, or requests that find no room would wait for ever."""
+        self._ends.free_leaked()
+
     @property
     def blocks_in_use(self) -> int:
         """Blocks, of all layer groups, that a request or a transfer holds."""
