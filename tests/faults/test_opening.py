@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import logging
 import os
 import subprocess
 import sys
@@ -346,7 +347,8 @@ def test_space_that_cannot_be_reserved_is_written_or_the_file_is_sparse(
     for options in (FileOptions(is_direct=False, zero_fill=True), FileOptions(zero_fill=True)):
         caplog.clear()
         assert works(path, options, version=2)[1] is True
-        assert not caplog.text
+        # Of more, INFO too, depends on what ran before in this process, and on when a thread says it.
+        assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
         assert path.stat().st_size == GEOMETRY.file_bytes <= path.stat().st_blocks * 512
 
 

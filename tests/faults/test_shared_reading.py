@@ -33,6 +33,7 @@ ROOT = Path(__file__).parents[2]
 NUM_READS = int(os.environ.get("KVBM_FAULT_SHARED_READS") or tries(4000, nightly=20_000))
 READS_OF_A_PART = 500
 NUM_KILLS = 6
+NUM_SPOILED, FEWEST_READ_WHILE_SPOILED = 400, 200
 expected = lru_cache(maxsize=NUM_KEYS * NUM_VERSIONS)(payload_of)
 NUMBER_OF = {key_of(number): number for number in range(NUM_KEYS)}
 
@@ -176,17 +177,18 @@ def test_no_wrong_byte_whatever_the_log_says(tmp_path: Path, rng: Random) -> Non
     log = log_path(path)
     with writer_of(path, payload_bytes, is_direct=False, version=1, seed=rng.getrandbits(32)) as process:
         assert said(process)[0] == "put"
-        older = log.read_bytes()
-        for turn in range(400):
+        turn, older = 0, log.read_bytes()
+        # How much of it is found depends on how often the writer gets to run between two turns.
+        while turn < NUM_SPOILED or reading.counts[Outcome.OK] < FEWEST_READ_WHILE_SPOILED:
+            turn += 1
             spoil(log, older, rng)
             if turn % 50 == 0:
                 older = log.read_bytes() if log.exists() else older
             for _ in range(4):
                 reading.read(rng.randrange(1, 7))
         calls_until_stopped(process)
-    assert set(reading.counts) <= {Outcome.OK, Outcome.MISS}
-    assert reading.counts[Outcome.OK] > reading.num_asked // 10, reading.counts
     reading.store.close()
+    assert set(reading.counts) <= {Outcome.OK, Outcome.MISS}
 
 
 def spoil(log: Path, older: bytes, rng: Random) -> None:
