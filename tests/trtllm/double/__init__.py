@@ -34,6 +34,9 @@ What is what:
   ``step``, ``run_until_idle``; ``outputs``, ``finish_reasons``, ``errors``, ``calls``, ``blocks_in_use``.
 * ``calls``: every call with its values; see ``Call``.
 
+With ``KVBM_TRTLLM_SOURCE`` the connector's manager, its base classes and the V2 layout are TensorRT-LLM's own:
+see ``source``.
+
 Where the double is not the real executor: cancellations take effect in every iteration, while R waits for a
 batch; after a forward error the loop lives on with overlap too; without ``sleeps`` an idle ``step`` polls.
 Not there: pipeline parallelism, beams, draft tokens, several pools per V1 cache.
