@@ -215,6 +215,8 @@ class Onboarding:
             return
         if job.outcome is Outcome.OK:
             self._chain.loaded(share.held, {})
+            if share.state.is_lasting:
+                self._chain.used(share.keys)
         else:  # whoever audits forgets what is wrong; of anything else only what the lower tiers failed at
             for order in job.reads:
                 failed = {} if job.found_wrong else job.failures(order.slots)

@@ -234,7 +234,7 @@ class TierChain:
         self.release(held)
 
     def used(self, keys: Sequence[BlockKey]) -> None:
-        """``keys``, which mean the same in other processes, were loaded."""
+        """``keys``, which mean the same in other processes, were loaded, or found and audited."""
         for tier in self.lower:
             tier.hit(keys)
 

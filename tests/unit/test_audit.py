@@ -11,6 +11,7 @@ import pytest
 
 from kvbm_core.errors import Outcome
 from kvbm_core.layout.tensors import TensorInfo, view_of_tensors
+from kvbm_core.policy.frequency import FrequencyFilter
 from kvbm_core.runtime.audit import AuditSampler
 from kvbm_core.runtime.leader import MAX_DISTRUSTED_NAMESPACES, LeaderOptions
 from kvbm_core.runtime.request import RequestState
@@ -210,6 +211,17 @@ def test_what_is_on_the_disk_is_read_up_and_compared() -> None:
     bench.answer(plan)
     assert bench.resident_blocks(PROMPT) == 5
     bench.leader.finish(state)
+    bench.assert_idle()
+
+
+def test_an_audited_hit_counts_as_a_hit_for_a_place_on_the_disk() -> None:
+    bench = bench_of(BenchDisk(make_admission=FrequencyFilter))
+    bench.store(PROMPT)
+    assert bench.write_to_disk() == 0
+    state, plan = audited(bench)
+    bench.answer(plan)
+    bench.leader.finish(state)
+    assert bench.write_to_disk() == 4
     bench.assert_idle()
 
 
