@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import hashlib
 import itertools
+import mmap
 import os
 import re
 import stat
@@ -16,6 +18,8 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
+
+import numpy as np
 
 from kvbm_core.identity.hub import is_as_downloaded
 
@@ -100,7 +104,7 @@ _PART = re.compile(r"(.*-)\d{5}(-of-\d{5}\.[a-z]+)")
 MAX_FILES = 20_000
 READ_BYTES = 2 << 20
 """Few enough reads that they do not fight the engine's Python code for the interpreter's lock."""
-READS_AHEAD = 3
+READS_AHEAD = 4
 MAX_THREADS = 4
 RACY_NS = 2_000_000_000
 """A file that changed less than this ago may change again without another time stamp."""
@@ -374,18 +378,23 @@ class Digester:
 
 
 def _pieces(fd: int, size_bytes: int) -> Generator[memoryview, None, None]:
-    """What the file holds, each piece until the next is asked for. Another thread reads ahead: to fill the
-    page cache and to copy from it takes about as long as SHA-256. To be closed before ``fd``.
+    """What the file holds, each piece until the next is asked for; others are read ahead meanwhile. To be
+    closed before ``fd``.
+
+    What is not in memory is read past the page cache: to fill it takes as much of a core as SHA-256 does, and
+    pushes out what the engine has there.
     """
-    length = min(READ_BYTES, size_bytes + 1)  # a short piece is the last one
-    buffers = [memoryview(bytearray(length)) for _ in range(min(READS_AHEAD, size_bytes // length) + 1)]
-    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
-    reader = ThreadPoolExecutor(1, "kvbm-digest-read", initializer=yield_to_others)
+    length = min(READ_BYTES, -(-(size_bytes + 1) // mmap.PAGESIZE) * mmap.PAGESIZE)  # the last one is shorter
+    num_ahead = min(READS_AHEAD, size_bytes // length)
+    buffers = [memoryview(mmap.mmap(-1, length)) for _ in range(num_ahead + 1)]
+    direct_fd = None if _is_cached(fd, size_bytes) else _open_direct(fd)
+    num_threads = 1 if direct_fd is None else max(1, num_ahead)
+    readers = ThreadPoolExecutor(num_threads, "kvbm-digest-read", initializer=yield_to_others)
     try:
         reads: deque[tuple[memoryview, Future[int]]] = deque()
         for number in itertools.count():
             buffer = buffers[number % len(buffers)]
-            reads.append((buffer, reader.submit(_fill, fd, buffer, number * length)))
+            reads.append((buffer, readers.submit(_fill, fd, direct_fd, buffer, number * length)))
             if len(reads) < len(buffers):
                 continue
             done, read = reads.popleft()
@@ -395,15 +404,41 @@ def _pieces(fd: int, size_bytes: int) -> Generator[memoryview, None, None]:
             if filled < length:
                 return
     finally:
-        reader.shutdown(cancel_futures=True)
+        readers.shutdown(cancel_futures=True)
+        if direct_fd is not None:
+            os.close(direct_fd)
 
 
-def _fill(fd: int, buffer: memoryview, place: int) -> int:
-    """How many bytes there were from ``place`` on; some file systems give them in parts."""
+def _fill(fd: int, direct_fd: int | None, buffer: memoryview, place: int) -> int:
+    """How many bytes there were from ``place`` on. Some file systems give them in parts, or not directly."""
     filled = 0
+    if direct_fd is not None:
+        with contextlib.suppress(OSError):
+            filled = os.preadv(direct_fd, [buffer], place)
     while filled < len(buffer) and (got := os.preadv(fd, [buffer[filled:]], place + filled)):
         filled += got
     return filled
+
+
+def _open_direct(fd: int) -> int | None:
+    """The same file past the page cache, where its file system can."""
+    try:
+        return os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
+    except OSError:
+        return None
+
+
+def _is_cached(fd: int, size_bytes: int) -> bool:
+    """Whether most of the file is in the page cache, or nobody can tell. Reads nothing."""
+    try:
+        with mmap.mmap(fd, size_bytes, prot=mmap.PROT_READ) as mapping:
+            is_here = (ctypes.c_ubyte * -(-size_bytes // mmap.PAGESIZE))()
+            address = ctypes.c_void_p(np.frombuffer(mapping, np.uint8).ctypes.data)
+            if ctypes.CDLL(None, use_errno=True).mincore(address, ctypes.c_size_t(size_bytes), is_here):
+                return True
+    except (OSError, ValueError):
+        return True
+    return 2 * bytes(is_here).count(1) >= len(is_here)
 
 
 def signatures_of(path: Path, *, any_file: bool = False) -> tuple[tuple[str, Signature], ...]:

@@ -28,6 +28,8 @@ from kvbm_core.identity.digest import (
     Signature,
     StoppedError,
     UnreadableError,
+    _is_cached,
+    _open_direct,
     _pieces,
     signatures_of,
 )
@@ -263,8 +265,29 @@ def test_it_stops_within_one_read(model: Path) -> None:
     assert digester.read_bytes < digester.total_bytes
 
 
+def test_what_is_not_in_memory_is_read_past_the_page_cache(model: Path) -> None:
+    file = model / "model-1.safetensors"
+    expected = hashlib.sha256(file.read_bytes()).hexdigest()
+    with file.open("rb") as opened:
+        fd = opened.fileno()
+        assert _is_cached(fd, SIZE_BYTES)
+        os.fsync(fd)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        direct_fd = _open_direct(fd)
+        if direct_fd is None or _is_cached(fd, SIZE_BYTES):
+            pytest.skip("NOT RUN: the file system of the temporary folder has no reads past the page cache")
+        os.close(direct_fd)
+        digest = hashlib.sha256()
+        with closing(_pieces(fd, SIZE_BYTES)) as pieces:
+            for piece in pieces:
+                digest.update(piece)
+        assert digest.hexdigest() == expected
+        assert not _is_cached(fd, SIZE_BYTES)
+
+
+@pytest.mark.parametrize("is_cached", [True, False])
 def test_the_next_pieces_are_read_while_one_is_hashed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_cached: bool
 ) -> None:
     """And not into the same memory; reads may give less than was asked for."""
     sent = random.Random(7).randbytes(6 * READ_BYTES + 4097)
@@ -279,6 +302,7 @@ def test_the_next_pieces_are_read_while_one_is_hashed(
         return got
 
     monkeypatch.setattr(os, "preadv", in_parts)
+    monkeypatch.setattr("kvbm_core.identity.digest._is_cached", lambda fd, size_bytes: is_cached)
     fd, received = os.open(tmp_path / "x", os.O_RDONLY), b""
     try:
         with closing(_pieces(fd, len(sent))) as pieces:
