@@ -56,6 +56,7 @@ def measure(
         _forget(model)
         cold.append(_rate(FILES * file_bytes, lambda m=memory: Digester(m).content(model)))  # type: ignore[misc]
         core.append(_rate(FILES * file_bytes, lambda: [hashlib.sha256(block) for _ in range(FILES)]))
+        _read(model)
         warm.append(_rate(FILES * file_bytes, lambda: Digester(DigestMemory(None)).content(model)))
         second = Digester(memory)
         all_bytes = second.content(model) is not None and second.total_bytes == FILES * file_bytes
