@@ -37,7 +37,7 @@ TABLE = [[11, 12, 13, 14, 15]]
 @pytest.mark.parametrize("rate", [0.11, 0.4, 0.6, 0.75, 1.0])
 def test_large_rates_are_that_share(rate: float) -> None:
     sampler, hits = AuditSampler(rate, SEED), 20_000
-    assert sum(sampler.draws() for _ in range(hits)) == pytest.approx(rate * hits, rel=0.05)
+    assert sum(sampler.draws() for _ in range(hits)) == pytest.approx(rate * hits, rel=0.12)  # 5 sigma
 
 
 @pytest.mark.parametrize("rate", [0.001, 0.01, 0.1])

@@ -30,12 +30,11 @@ What is what:
   alone does only the import side.
 * ``ExecutorConfig``: V1 or V2 cache, overlap, chunks, CUDA graphs, attention windows, attention DP, sizes.
 * ``Executor``: ``submit``, ``cancel``, ``preempt``, ``fail_next_forward``, ``drop_next_batch``,
-``drop_device_cache``,
-  ``step``, ``run_until_idle``; ``outputs``, ``finish_reasons``, ``errors``, ``calls``, ``blocks_in_use``.
+  ``drop_device_cache``, ``step``, ``run_until_idle``; ``outputs``, ``finish_reasons``, ``errors``, ``calls``, ``blocks_in_use``.
 * ``calls``: every call with its values; see ``Call``.
 
-With ``KVBM_TRTLLM_SOURCE`` the connector's manager, its base classes and the V2 layout are TensorRT-LLM's own:
-see ``source``.
+With ``KVBM_TRTLLM_SOURCE`` the connector's manager, its base classes and the V2 layout are TensorRT-LLM's
+own: see ``source``.
 
 Where the double is not the real executor: cancellations take effect in every iteration, while R waits for a
 batch; after a forward error the loop lives on with overlap too; without ``sleeps`` an idle ``step`` polls.
