@@ -86,7 +86,7 @@ FIELDS: dict[str, set[str]] = {
     },
     "MultiModalConfig": {"mm_encoder_attn_dtype", "mm_encoder_fp8_scale_path"},
     "LoadConfig": {"download_dir", "load_format", "model_loader_extra_config"},
-    "CacheConfig": {"enable_prefix_caching"},
+    "CacheConfig": {"enable_prefix_caching", "cache_dtype"},
     "ParallelConfig": {
         "rank",
         "tensor_parallel_size",

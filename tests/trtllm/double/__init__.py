@@ -30,7 +30,8 @@ What is what:
   alone does only the import side.
 * ``ExecutorConfig``: V1 or V2 cache, overlap, chunks, CUDA graphs, attention windows, attention DP, sizes.
 * ``Executor``: ``submit``, ``cancel``, ``preempt``, ``fail_next_forward``, ``drop_next_batch``,
-  ``drop_device_cache``, ``step``, ``run_until_idle``; ``outputs``, ``finish_reasons``, ``errors``, ``calls``, ``blocks_in_use``.
+  ``drop_device_cache``, ``step``, ``run_until_idle``; ``outputs``, ``finish_reasons``, ``errors``, ``calls``,
+  ``blocks_in_use``.
 * ``calls``: every call with its values; see ``Call``.
 
 With ``KVBM_TRTLLM_SOURCE`` the connector's manager, its base classes and the V2 layout are TensorRT-LLM's
