@@ -12,10 +12,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from benchmarks.client import Answer, EngineClient
+from benchmarks.client import Answer
 from benchmarks.figures import LIMIT, Figure, Goal
-from benchmarks.serve.workload import UniquePrompts
-from benchmarks.server import VllmServer
+from benchmarks.serve.workload import Side, UniquePrompts
 
 PROMPT_TOKENS = 2000
 ANSWER_TOKENS = 64
@@ -26,13 +25,6 @@ GOAL = Goal(f"time of requests that return, KVBM_AUDIT_RATE={RATE:g}: added", "%
 CPU_GOAL = Goal(
     f"CPU time of requests that return, KVBM_AUDIT_RATE={RATE:g}: added", "%", 0.2, "lower", LIMIT
 )
-
-
-class Side(NamedTuple):
-    """A server, and a client of it."""
-
-    server: VllmServer
-    client: EngineClient
 
 
 class Served(NamedTuple):

@@ -12,6 +12,7 @@ import httpx
 from benchmarks.client import EngineClient
 from benchmarks.figures import Figure, Goal
 from benchmarks.serve import audit, throughput, ttft
+from benchmarks.serve.workload import Side
 from benchmarks.server import ServerError, ServerOptions, VllmServer
 from benchmarks.suite import CannotRun, Findings, Options
 from benchmarks.tiny_model import ensure_model
@@ -29,8 +30,12 @@ class ServePart:
     """TTFT and throughput on real servers, with kvbm and without."""
 
     name = "serve"
-    help = "TTFT of a host hit, throughput with nothing to reuse, what audits cost; vLLM servers"
-    goals: Sequence[Goal] = (ttft.GOAL, *(load.goal for load in throughput.LOADS), audit.GOAL, audit.CPU_GOAL)
+    help = "TTFT of a host hit, throughput and CPU time with nothing to reuse, cost of audits; vLLM servers"
+    goals: Sequence[Goal] = (
+        ttft.GOAL,
+        *(goal for load in throughput.LOADS for goal in (load.goal, load.cpu_goal)),
+        *(audit.GOAL, audit.CPU_GOAL),
+    )
 
     def run(self, options: Options) -> Findings:
         """See Part."""
@@ -89,11 +94,14 @@ async def _measure(
         figures, complaints = [ttft.figure(measured)], ttft.complaints(measured)
         for number, load in enumerate(throughput.LOADS, 1):
             loaded = await throughput.measure(
-                ours, plain, load, rounds=rounds, seed=options.seed + number, told=options.told
+                *(Side(with_kvbm, ours), Side(without, plain), load),
+                rounds=rounds,
+                seed=options.seed + number,
+                told=options.told,
             )
             options.told(f"{load.goal.name}: asking again what was answered otherwise")
             complaints += await throughput.ask_again_alone(ours, plain, load, loaded)
-            figures.append(throughput.figure(load, loaded, peer))
+            figures += throughput.figures(load, loaded, peer)
     return figures, complaints
 
 
@@ -106,8 +114,8 @@ async def _measure_audits(
         EngineClient(audited.base_url, model, audited.metrics_url) as other,
     ):
         turns = await audit.measure(
-            audit.Side(plain, ours),
-            audit.Side(audited, other),
+            Side(plain, ours),
+            Side(audited, other),
             options.choose(6, 20, 40),
             options.seed + 9,
             options.told,

@@ -1,4 +1,8 @@
-"""Tokens per second with nothing to reuse, with kvbm against without a connector."""
+"""Tokens per second, and CPU time per token, with nothing to reuse: with kvbm against without.
+
+CPU time of all of a server's processes depends less on what else the machine does than time does. A copy or a
+poll that takes a core which the engine needs is in both.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,7 @@ from itertools import chain
 
 from benchmarks.client import EngineClient
 from benchmarks.figures import BEST_PEER, Figure, Goal
-from benchmarks.serve.workload import UniquePrompts
+from benchmarks.serve.workload import Side, UniquePrompts
 
 WARM_UP_ROUNDS = 2
 MAX_ASKED_AGAIN = 32
@@ -32,6 +36,7 @@ class Load:
     """
 
     goal: Goal
+    cpu_goal: Goal
     batches: int
     prompt_tokens: int
     answer_tokens: int
@@ -47,26 +52,40 @@ class Load:
 
 
 LOADS = (
-    Load(Goal("throughput with nothing to reuse", "tokens/s", 0.97, "higher", BEST_PEER), 6, 512, 48, 8),
+    Load(
+        Goal("throughput with nothing to reuse", "tokens/s", 0.97, "higher", BEST_PEER),
+        Goal("CPU time per token with nothing to reuse", "ms", 1.02, "lower", BEST_PEER),
+        *(6, 512, 48, 8),
+    ),
     # As many as the device cache holds at once: none is preempted, and each step has 64 requests in it.
-    Load(Goal("throughput, 64 requests at once", "tokens/s", 0.97, "higher", BEST_PEER), 4, 64, 48, 64),
+    Load(
+        Goal("throughput, 64 requests at once", "tokens/s", 0.97, "higher", BEST_PEER),
+        Goal("CPU time per token, 64 requests at once", "ms", 1.02, "lower", BEST_PEER),
+        *(4, 64, 48, 64),
+    ),
 )
 
 
 @dataclass(frozen=True)
-class Round:
-    """The same prompts, new to both servers, on each in turn. Rates: tokens of prompt and answer per
-    second.
-    """
+class Pace:
+    """What one server needed. Tokens are those of prompts and answers."""
 
-    with_kvbm: float
-    without: float
+    tokens_per_s: float
+    cpu_ms_per_token: float
+
+
+@dataclass(frozen=True)
+class Round:
+    """The same prompts, new to both servers, on each in turn."""
+
+    with_kvbm: Pace
+    without: Pace
     differing: tuple[Prompt, ...]  # answered otherwise by the two
 
 
 async def measure(
-    with_kvbm: EngineClient,
-    without: EngineClient,
+    with_kvbm: Side,
+    without: Side,
     load: Load,
     *,
     rounds: int,
@@ -80,31 +99,27 @@ async def measure(
         batches = [
             [prompts.next(load.prompt_tokens) for _ in range(load.concurrency)] for _ in range(load.batches)
         ]
-        if number % 2:
-            rate, answers = await _rate(with_kvbm, load, batches)
-            plain_rate, plain_answers = await _rate(without, load, batches)
-        else:
-            plain_rate, plain_answers = await _rate(without, load, batches)
-            rate, answers = await _rate(with_kvbm, load, batches)
+        order = (with_kvbm, without) if number % 2 else (without, with_kvbm)
+        served = {side: await _serve(side, load, batches) for side in order}
+        (pace, answers), (plain_pace, plain_answers) = served[with_kvbm], served[without]
         asked = chain.from_iterable(batches)
         pairs = zip(asked, answers, plain_answers, strict=True)
         differing = tuple(prompt for prompt, ours, theirs in pairs if ours != theirs)
-        measured.append(Round(rate, plain_rate, differing))
+        measured.append(Round(pace, plain_pace, differing))
         told(f"{load.goal.name}: round {number + 1} of {rounds + WARM_UP_ROUNDS}")
     return measured[WARM_UP_ROUNDS:]
 
 
-async def _rate(
-    client: EngineClient, load: Load, batches: list[list[Prompt]]
-) -> tuple[float, list[tuple[int, ...]]]:
-    """Tokens per second, and the answers."""
+async def _serve(side: Side, load: Load, batches: list[list[Prompt]]) -> tuple[Pace, list[tuple[int, ...]]]:
+    """How fast, and the answers."""
     await asyncio.sleep(QUIET_S)
     answers: list[tuple[int, ...]] = []
-    started_s = time.perf_counter()
+    cpu_s, started_s = side.server.cpu_s(), time.perf_counter()
     for batch in batches:
-        answers += await client.complete_batch(batch, load.answer_tokens)
-    seconds = time.perf_counter() - started_s
-    return len(answers) * (load.prompt_tokens + load.answer_tokens) / seconds, answers
+        answers += await side.client.complete_batch(batch, load.answer_tokens)
+    seconds, cpu_s = time.perf_counter() - started_s, side.server.cpu_s() - cpu_s
+    tokens = len(answers) * (load.prompt_tokens + load.answer_tokens)
+    return Pace(tokens / seconds, 1000 * cpu_s / tokens), answers
 
 
 async def ask_again_alone(
@@ -126,7 +141,18 @@ async def ask_again_alone(
     return found
 
 
-def figure(load: Load, rounds: list[Round], peer: str) -> Figure:
-    """The row of the report."""
-    ours = tuple(a_round.with_kvbm for a_round in rounds)
-    return Figure(load.goal, ours, {peer: tuple(a_round.without for a_round in rounds)})
+def figures(load: Load, rounds: list[Round], peer: str) -> list[Figure]:
+    """The rows of the report."""
+    ours, theirs = [a_round.with_kvbm for a_round in rounds], [a_round.without for a_round in rounds]
+    return [
+        Figure(
+            load.goal,
+            tuple(pace.tokens_per_s for pace in ours),
+            {peer: tuple(pace.tokens_per_s for pace in theirs)},
+        ),
+        Figure(
+            load.cpu_goal,
+            tuple(pace.cpu_ms_per_token for pace in ours),
+            {peer: tuple(pace.cpu_ms_per_token for pace in theirs)},
+        ),
+    ]

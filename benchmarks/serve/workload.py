@@ -1,11 +1,22 @@
-"""Prompts that share nothing: every one is drawn from the seed and its own number."""
+"""What is asked of servers: prompts that share nothing, each drawn from the seed and its own number."""
 
 from __future__ import annotations
 
 import random
+from typing import NamedTuple
+
+from benchmarks.client import EngineClient
+from benchmarks.server import VllmServer
 
 FIRST_PRINTABLE_ID = 36  # of the tiny model's tokenizer; any ids below the size of the vocabulary would do
 LAST_PRINTABLE_ID = 129
+
+
+class Side(NamedTuple):
+    """A server, and a client of it."""
+
+    server: VllmServer
+    client: EngineClient
 
 
 class UniquePrompts:

@@ -301,6 +301,7 @@ class StoppableIo(ThreadIo):
 def test_close_in_the_middle_ends_it_within_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recovery, "CHECKED_CHUNK_BYTES", 8 * record_bytes(SMALL))
     monkeypatch.setattr(payload_check, "STEP_BYTES", 2 * record_bytes(SMALL))  # four reads a chunk
+    monkeypatch.setattr(recovery, "STOP_TIMEOUT_S", LONG_S)  # a busy machine is no stuck disk
     path, geometry = tmp_path / "x.blocks", Geometry(64, SMALL, FINGERPRINT)
     write(path, range(64), geometry=geometry)
     files = set(os.listdir("/proc/self/fd"))
