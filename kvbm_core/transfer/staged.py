@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
@@ -128,9 +128,9 @@ class StagedExecutor:
         if mover is None:
             on_result(rejected(read.order.job_id, f"there is no {read.order.tier} here"))
             return
-        on_block = partial(self._block_read, load, read)
+        on_blocks = partial(self._blocks_read, load, read)
         try:
-            mover.submit(read.order, on_result, deadline_s=load.deadline_s, on_block=on_block)
+            mover.submit(read.order, on_result, deadline_s=load.deadline_s, on_blocks=on_blocks)
         except ValueError as error:  # two orders to one tier
             on_result(rejected(read.order.job_id, str(error)))
 
@@ -230,29 +230,35 @@ class StagedExecutor:
         if load.is_cancelled:  # between the decision to copy and this
             self._copier.cancel(part.job_id)
 
-    def _block_read(self, load: _Load, read: _Read, number: int, outcome: Outcome) -> None:
-        chunk = read.chunk_of[number]
+    def _blocks_read(
+        self, load: _Load, read: _Read, numbers: Sequence[int], outcomes: Sequence[Outcome]
+    ) -> None:
+        read_chunks: list[int] = []
         with self._changed:
-            if number not in read.unheard:
+            for number, outcome in zip(numbers, outcomes, strict=True):
+                if number not in read.unheard:
+                    continue
+                read.unheard.discard(number)
+                chunk = read.chunk_of[number]
+                load.unread[chunk] -= 1
+                if not load.unread[chunk]:
+                    read_chunks.append(chunk)
+                if outcome is not Outcome.OK:
+                    load.failed.setdefault(read.order.slots[number], _of_read(load, outcome))
+            if load.is_cancelled or load.has_ended:
                 return
-            read.unheard.discard(number)
-            load.unread[chunk] -= 1
-            if outcome is not Outcome.OK:
-                load.failed.setdefault(read.order.slots[number], _of_read(load, outcome))
-            if load.unread[chunk] or load.is_cancelled or load.has_ended:
-                return
-            copies = _without(load.copies[chunk], load.failed)
-            part = self._part_of(load, copies) if copies.moves else None
-        if part is not None:
+            copies = [_without(load.copies[chunk], load.failed) for chunk in read_chunks]
+            parts = [self._part_of(load, part) for part in copies if part.moves]
+        for part in parts:
             self._submit_part(load, part)
 
     def _read_ended(self, load: _Load, read: _Read, result: JobResult) -> None:
         failures = result.failures(read.order.slots)
         with self._changed:
             unheard = sorted(read.unheard)
-        for number in unheard:
-            slot = read.order.slots[number]
-            self._block_read(load, read, number, failures.get(slot, Outcome.OK))
+        if unheard:
+            ended = [failures.get(read.order.slots[number], Outcome.OK) for number in unheard]
+            self._blocks_read(load, read, unheard, ended)
         with self._changed:
             read.is_over = not result.is_late
             if read.result is None:

@@ -15,7 +15,7 @@ from msgspec.structs import replace as changed
 
 from kvbm_core.errors import Outcome
 from kvbm_core.transfer import staged
-from kvbm_core.transfer.movers.base import OnBlock, OnResult
+from kvbm_core.transfer.movers.base import OnBlocks, OnResult
 from kvbm_core.transfer.plan import GroupMove, JobResult, OrderKind, TierOrder, TransferPlan, rejected
 from kvbm_core.transfer.staged import OnDone, StagedExecutor
 from kvbm_core.types import BlockKey, Direction
@@ -31,7 +31,7 @@ class Order:
 
     order: TierOrder
     on_result: OnResult
-    on_block: OnBlock
+    on_blocks: OnBlocks
     told: dict[int, Outcome] = field(default_factory=dict)
     has_begun: bool = False
     results: list[JobResult] = field(default_factory=list)
@@ -58,10 +58,10 @@ class TierByHand:
         on_result: OnResult,
         *,
         deadline_s: float | None = None,
-        on_block: OnBlock | None = None,
+        on_blocks: OnBlocks | None = None,
     ) -> None:
-        assert on_block is not None
-        self.orders.append(Order(order, on_result, on_block))
+        assert on_blocks is not None
+        self.orders.append(Order(order, on_result, on_blocks))
 
     def cancel(self, job_id: int) -> bool:
         for order in self.orders:
@@ -73,12 +73,13 @@ class TierByHand:
     def close(self) -> None:
         """Nothing to end."""
 
-    def tell(self, order: Order, number: int, outcome: Outcome) -> None:
+    def tell(self, order: Order, ended: dict[int, Outcome]) -> None:
         order.has_begun = True
-        order.told[number] = outcome
-        slot = order.order.slots[number]
-        self._world.host[slot] = self._world.content[slot] if outcome is Outcome.OK else GARBAGE
-        order.on_block(number, outcome)
+        order.told |= ended
+        for number, outcome in ended.items():
+            slot = order.order.slots[number]
+            self._world.host[slot] = self._world.content[slot] if outcome is Outcome.OK else GARBAGE
+        order.on_blocks(list(ended), list(ended.values()))
 
 
 class CopierByHand:
@@ -266,14 +267,15 @@ class World:
         self.copier.end(job_id, self.rng.choice((Outcome.OK, Outcome.OK, Outcome.OK, *FAILURES)))
 
     def read(self, order: Order) -> None:
-        """Another block has ended, or the order has, for now or for good."""
+        """More blocks have ended, or the order has, for now or for good."""
         rng, tier, slots = self.rng, self.tiers[order.order.tier], order.order.slots
         untold = [number for number in range(len(slots)) if number not in order.told]
         if order.results:  # it was late
             order.end(changed(order.results[0], is_late=False))
         elif untold and rng.random() < 0.8:
-            outcome = Outcome.OK if rng.random() < 0.8 else rng.choice(FAILURES)
-            tier.tell(order, rng.choice(untold), outcome)
+            ended = rng.sample(untold, rng.randrange(1, len(untold) + 1))
+            outcomes = [Outcome.OK if rng.random() < 0.8 else rng.choice(FAILURES) for _ in ended]
+            tier.tell(order, dict(zip(ended, outcomes, strict=True)))
         elif rng.random() < 0.1:  # of all, in a word
             order.end(JobResult(order.order.job_id, Outcome.IO_ERROR, 0, 0.0, 0.0, "all"))
         else:

@@ -22,7 +22,7 @@ from kvbm_core.storage.late import LateMemory
 from kvbm_core.testing.executor_bench import HELD_JOB, LONG_S, Listener
 from kvbm_core.testing.store_contract import key_of
 from kvbm_core.transfer.movers import disk as disk_module
-from kvbm_core.transfer.movers.base import OnBlock
+from kvbm_core.transfer.movers.base import OnBlocks
 from kvbm_core.transfer.movers.disk import DiskMover
 from kvbm_core.transfer.plan import JobResult, OrderKind, TierOrder
 from kvbm_core.types import BlockKey
@@ -88,10 +88,10 @@ class Bench:
         self.mover = DiskMover(self.file, self.host, late=self.late, io_deadline_s=io_deadline_s, clock=clock)
 
     def submit(
-        self, submitted: TierOrder, *, deadline_s: float | None = None, on_block: OnBlock | None = None
+        self, submitted: TierOrder, *, deadline_s: float | None = None, on_blocks: OnBlocks | None = None
     ) -> None:
         """Its result goes to the listener."""
-        self.mover.submit(submitted, self.listener, deadline_s=deadline_s, on_block=on_block)
+        self.mover.submit(submitted, self.listener, deadline_s=deadline_s, on_blocks=on_blocks)
 
     def forget(self) -> None:
         """An order that is not answered."""

@@ -175,13 +175,13 @@ def test_each_record_is_told_once_as_it_ends(tmp_path: Path) -> None:
     told: list[tuple[int, Outcome]] = []
     records = bench.records([3, 20, 4, 11], filled=True)
     outcomes = bench.lane.write(
-        records, deadline_s=LONG_S, on_done=lambda i, outcome: told.append((i, outcome))
+        records, deadline_s=LONG_S, on_ended=lambda *ended: told.extend(zip(*ended, strict=True))
     )
     assert sorted(told) == list(enumerate(outcomes)) == [(i, Outcome.OK) for i in range(4)]
     told.clear()
     strangers = [*records, Record(key_of(9), 9, bench.address(9))]
     outcomes = bench.lane.read(
-        strangers, deadline_s=LONG_S, on_done=lambda i, outcome: told.append((i, outcome))
+        strangers, deadline_s=LONG_S, on_ended=lambda *ended: told.extend(zip(*ended, strict=True))
     )
     assert outcomes == [Outcome.OK] * 4 + [Outcome.CORRUPT]
     assert sorted(told) == list(enumerate(outcomes))
@@ -241,7 +241,9 @@ def test_late_requests_keep_their_cells_and_addresses_until_they_end(tmp_path: P
     bench.io.is_stuck = True
     told: list[tuple[int, Outcome]] = []
     records = bench.records([1, 2, 10])
-    outcomes = bench.lane.read(records, deadline_s=3.0, on_done=lambda i, outcome: told.append((i, outcome)))
+    outcomes = bench.lane.read(
+        records, deadline_s=3.0, on_ended=lambda *ended: told.extend(zip(*ended, strict=True))
+    )
     assert outcomes == [Outcome.TIMED_OUT] * 3 and bench.clock.now_s() == 3.0
     assert sorted(told) == [(i, Outcome.TIMED_OUT) for i in range(3)]
     assert bench.lane.late_requests == 2 and len(bench.lane._free_cells) == MAX_RECORDS - 3

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import random
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -76,13 +77,13 @@ def test_each_block_is_told_before_its_job_ends(bench: Bench) -> None:
     told: list[tuple[int, Outcome]] = []
     threads: set[str] = set()
 
-    def on_block(number: int, outcome: Outcome) -> None:
-        told.append((number, outcome))
+    def on_blocks(numbers: Sequence[int], outcomes: Sequence[Outcome]) -> None:
+        told.extend(zip(numbers, outcomes, strict=True))
         threads.add(threading.current_thread().name)
         assert bench.listener.ids() == [1]
 
     keys = (key_of(4), key_of(9), key_of(6), key_of(99))  # another one is in 11
-    bench.submit(TierOrder(2, "disk", UP, keys, (3, 4, 5, 6), (4, 9, 6, 11)), on_block=on_block)
+    bench.submit(TierOrder(2, "disk", UP, keys, (3, 4, 5, 6), (4, 9, 6, 11)), on_blocks=on_blocks)
     assert bench.result(2).outcome is Outcome.MISS
     assert sorted(told) == [(0, Outcome.OK), (1, Outcome.OK), (2, Outcome.OK), (3, Outcome.MISS)]
     assert threads == {"kvbm-disk-reader"}
@@ -178,11 +179,11 @@ def test_a_failing_disk_is_an_outcome_and_the_mover_goes_on(
 
 
 def test_a_failing_listener_of_blocks_fails_its_job_alone(bench: Bench) -> None:
-    def fail(number: int, outcome: Outcome) -> None:
+    def fail(*ended: object) -> None:
         raise RuntimeError("no place for it")
 
     assert bench.run(order(1, DOWN, [0, 1], [0, 1])).outcome is Outcome.OK
-    bench.submit(order(2, UP, [2, 3], [0, 1]), on_block=fail)
+    bench.submit(order(2, UP, [2, 3], [0, 1]), on_blocks=fail)
     failed = bench.result(2)
     assert failed.outcome is Outcome.IO_ERROR and "no place for it" in failed.detail
     assert bench.run(order(3, UP, [2, 3], [0, 1])).outcome is Outcome.OK
@@ -243,10 +244,10 @@ def test_a_listener_that_fails_while_the_disk_still_reads_leaves_its_memory_late
         patch.setattr("kvbm_core.storage.disk.lane.MAX_REQUEST_RECORDS", 1)
         assert bench.run(order(1, DOWN, [0, 1], [4, 9])).outcome is Outcome.OK
 
-        def fail(number: int, outcome: Outcome) -> None:
+        def fail(*ended: object) -> None:
             raise RuntimeError("no place for it")
 
-        bench.submit(order(2, UP, [5, 6], [4, 9]), on_block=fail)
+        bench.submit(order(2, UP, [5, 6], [4, 9]), on_blocks=fail)
         failed = bench.result(2)
         assert (failed.outcome, failed.is_late) == (Outcome.IO_ERROR, True)
         assert bench.late.holds(bench.host.address + 6 * SLOT_BYTES)

@@ -63,7 +63,7 @@ def loaded(bench: Bench, rng: Random) -> tuple[Outcome, str, list[tuple[int, Out
     told: list[tuple[int, Outcome]] = []
     keys = tuple(key_of(slot) for slot in DISK_SLOTS)
     up = TierOrder(2, "disk", UP, keys, tuple(SLOTS), tuple(DISK_SLOTS))
-    bench.submit(up, on_block=lambda number, outcome: told.append((number, outcome)))
+    bench.submit(up, on_blocks=lambda *ended: told.extend(zip(*ended, strict=True)))
     result = bench.result(2)
     return result.outcome, result.detail, sorted(told), [bench.slot(slot) for slot in SLOTS] == contents
 
@@ -130,7 +130,7 @@ def test_a_second_try_is_within_the_deadline(tmp_path: Path, left_s: float) -> N
     with bench_on(tmp_path / "x.blocks", lambda fd: Slow(fd, choice, -errno.EIO), clock) as bench:
         assert bench.run(order(1, DOWN, [0], [9])).outcome is Outcome.OK
         told: list[Outcome] = []
-        bench.submit(order(2, UP, [1], [9]), on_block=lambda number, outcome: told.append(outcome))
+        bench.submit(order(2, UP, [1], [9]), on_blocks=lambda numbers, outcomes: told.extend(outcomes))
         result = bench.result(2)
         expected = Outcome.OK if left_s > 0 else Outcome.IO_ERROR
         assert (result.outcome, told, result.is_late) == (expected, [expected], False)

@@ -19,7 +19,7 @@ from msgspec.structs import replace as changed
 from kvbm_core.errors import Outcome
 from kvbm_core.testing.executor_bench import HELD_JOB, LONG_S, plan
 from kvbm_core.testing.store_contract import key_of
-from kvbm_core.transfer.movers.base import OnBlock, OnResult
+from kvbm_core.transfer.movers.base import OnBlocks, OnResult
 from kvbm_core.transfer.plan import GroupMove, JobResult, OrderKind, TierOrder, TransferPlan, rejected
 from kvbm_core.transfer.staged import OnDone, StagedExecutor
 from kvbm_core.types import Direction
@@ -130,7 +130,7 @@ class Tier:
 
     def __init__(self) -> None:
         self.orders: list[TierOrder] = []
-        self.on_block: list[OnBlock] = []
+        self.on_blocks: list[OnBlocks] = []
         self.on_result: list[OnResult] = []
 
     def submit(
@@ -139,11 +139,11 @@ class Tier:
         on_result: OnResult,
         *,
         deadline_s: float | None = None,
-        on_block: OnBlock | None = None,
+        on_blocks: OnBlocks | None = None,
     ) -> None:
-        assert on_block is not None
+        assert on_blocks is not None
         self.orders.append(order)
-        self.on_block.append(on_block)
+        self.on_blocks.append(on_blocks)
         self.on_result.append(on_result)
 
     def cancel(self, job_id: int) -> bool:
@@ -218,7 +218,7 @@ class ByHand:
 
     def read(self, outcome: Outcome = Outcome.OK) -> None:
         """The block is there, or is not."""
-        self.disk.on_block[0](0, outcome)
+        self.disk.on_blocks[0]([0], [outcome])
 
 
 @pytest.fixture
@@ -316,7 +316,7 @@ def test_a_load_from_two_tiers_waits_for_both() -> None:
     hand = ByHand()
     hand.load_from_both()
     hand.end_copy(0)
-    hand.remote.on_block[0](0, Outcome.OK)
+    hand.remote.on_blocks[0]([0], [Outcome.OK])
     hand.end_copy(1)
     hand.remote.end()
     assert hand.events == [] and not hand.executor.wait([LOAD], 0.0)
@@ -444,7 +444,7 @@ def test_all_copies_of_a_load_start_after_the_mark_of_its_submission() -> None:
     reader = threading.Thread(target=hand.read)
     reader.start()
     reader.join(LONG_S)
-    hand.disk.on_block[1](0, Outcome.OK)
+    hand.disk.on_blocks[1]([0], [Outcome.OK])
     assert hand.after == [1, 1, 2] and hand.marks == 2
 
 
@@ -555,7 +555,7 @@ def test_every_block_is_in_exactly_one_part_and_parts_have_numbers_of_their_own(
     hand = ByHand()
     moves = [GroupMove(0, (1, 2, 3), (1, 2, 3)), GroupMove(1, (4, 5), (4, 5))]
     hand.executor.submit(load_of(LOAD, moves, [(3, 9), (4, 8)]))
-    hand.disk.on_block[0](1, Outcome.OK)
+    hand.disk.on_blocks[0]([1], [Outcome.OK])
     hand.read()
     assert len({copy.job_id for copy in hand.copies}) == len(hand.copies) and all(
         c.job_id < 0 for c in hand.copies

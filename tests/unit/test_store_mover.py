@@ -22,7 +22,7 @@ from kvbm_core.testing.executor_bench import LONG_S, Listener, is_mapped
 from kvbm_core.testing.store_contract import content_of, key_of
 from kvbm_core.testing.toy_store import CLOSE, CONTAINS, GET, PUT, ToyBlocks, ToyFaults, ToyStore
 from kvbm_core.transfer.movers import store as module
-from kvbm_core.transfer.movers.base import OnBlock
+from kvbm_core.transfer.movers.base import OnBlocks
 from kvbm_core.transfer.movers.store import BATCH_BLOCKS, FIND_BLOCKS, GRACE_S, StoreMover
 from kvbm_core.transfer.plan import JobResult, OrderKind, TierOrder
 from kvbm_core.types import BlockKey
@@ -61,9 +61,9 @@ class Bench:
         )
 
     def submit(
-        self, submitted: TierOrder, *, deadline_s: float | None = None, on_block: OnBlock | None = None
+        self, submitted: TierOrder, *, deadline_s: float | None = None, on_blocks: OnBlocks | None = None
     ) -> None:
-        self.mover.submit(submitted, self.listener, deadline_s=deadline_s, on_block=on_block)
+        self.mover.submit(submitted, self.listener, deadline_s=deadline_s, on_blocks=on_blocks)
 
     def results(self, job_id: int) -> list[JobResult]:
         return [result for result in self.listener.results if result.job_id == job_id]
@@ -81,8 +81,8 @@ class Bench:
         assert first.is_late and not second.is_late
         return second
 
-    def run(self, submitted: TierOrder, *, on_block: OnBlock | None = None) -> JobResult:
-        self.submit(submitted, on_block=on_block)
+    def run(self, submitted: TierOrder, *, on_blocks: OnBlocks | None = None) -> JobResult:
+        self.submit(submitted, on_blocks=on_blocks)
         return self.result(submitted.job_id)
 
     def advance(self, seconds: float) -> None:
@@ -168,12 +168,12 @@ def test_one_lost_block_costs_no_other(bench: Bench) -> None:
     bench.put(*[number for number in range(12) if number not in (3, 9)])
     told: list[tuple[int, Outcome]] = []
 
-    def on_block(number: int, outcome: Outcome) -> None:
+    def on_blocks(numbers: Sequence[int], outcomes: Sequence[Outcome]) -> None:
         assert bench.listener.ids() == []
-        told.append((number, outcome))
+        told.extend(zip(numbers, outcomes, strict=True))
 
     slots = range(20, 32)
-    result = bench.run(order(1, FETCH, range(12), slots), on_block=on_block)
+    result = bench.run(order(1, FETCH, range(12), slots), on_blocks=on_blocks)
     assert result.failures(slots) == {23: Outcome.MISS, 29: Outcome.MISS}
     assert (result.num_bytes, result.is_late) == (10 * SLOT_BYTES, False)
     assert "2 of 12 blocks: miss" in result.detail
@@ -243,8 +243,8 @@ def test_failing_listeners_harm_nobody(bench: Bench) -> None:
         raise RuntimeError("listener")
 
     bench.put(1)
-    bench.mover.submit(order(1, FETCH, [1], [1]), fail, on_block=fail)
-    assert bench.run(order(2, FETCH, [1], [2]), on_block=fail).outcome is Outcome.OK
+    bench.mover.submit(order(1, FETCH, [1], [1]), fail, on_blocks=fail)
+    assert bench.run(order(2, FETCH, [1], [2]), on_blocks=fail).outcome is Outcome.OK
 
 
 def test_what_waits_is_bounded(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -393,7 +393,7 @@ def test_cancel_takes_back_a_fetch_that_has_not_begun(bench: Bench) -> None:
     told: list[int] = []
     bench.hang(FETCH, 1, [1], [1])
     many = range(2 * BATCH_BLOCKS)
-    bench.submit(order(2, FETCH, many, many), on_block=lambda number, outcome: told.append(number))
+    bench.submit(order(2, FETCH, many, many), on_blocks=lambda numbers, outcomes: told.extend(numbers))
     bench.submit(order(3, STORE, [3], [30]))
     assert bench.mover.cancel(2) and not bench.mover.cancel(2)
     assert not bench.mover.cancel(1) and not bench.mover.cancel(3) and not bench.mover.cancel(4)
@@ -523,10 +523,11 @@ class History:
         blocks: dict[int, Outcome] = {}
         submitted, told = order(job_id, kind, numbers, slots), self.told.setdefault(job_id, [])
 
-        def on_block(number: int, outcome: Outcome) -> None:
-            if number in blocks or told:
-                self.wrong.append(f"{job_id}: block {number} is told twice, or after its order")
-            blocks[number] = outcome
+        def on_blocks(numbers: Sequence[int], outcomes: Sequence[Outcome]) -> None:
+            for number, outcome in zip(numbers, outcomes, strict=True):
+                if number in blocks or told:
+                    self.wrong.append(f"{job_id}: block {number} is told twice, or after its order")
+                blocks[number] = outcome
 
         def on_result(result: JobResult) -> None:
             self._judge(submitted, result, blocks)
@@ -536,7 +537,7 @@ class History:
                     self.free.extend(slots)
                 self.lock.notify_all()
 
-        bench.mover.submit(submitted, on_result, on_block=on_block)
+        bench.mover.submit(submitted, on_result, on_blocks=on_blocks)
         if rng.random() < 0.1:
             bench.mover.cancel(job_id)
 

@@ -55,7 +55,8 @@ anything. If it does not, the disk is left alone: calls fail at once for so long
 All is well again as soon as the disk answers anything, or what it owes has ended.
 """
 
-OnDone = Callable[[int, Outcome], None]
+OnEnded = Callable[[Sequence[int], Sequence[Outcome]], None]
+"""``on_ended(indices, outcomes)``: how these records of a call ended. Each is told of once."""
 
 
 class Record(NamedTuple):
@@ -136,25 +137,24 @@ class Lane:
         records: Sequence[Record],
         *,
         deadline_s: float,
-        on_done: OnDone | None = None,
+        on_ended: OnEnded | None = None,
         bounced: Bounced | None = None,
     ) -> list[Outcome]:
-        """OK: the disk has taken the record (a crash may still lose it). ``on_done(i, outcome)`` as each one
-        ends.
+        """OK: the disk has taken the record (a crash may still lose it).
 
         ValueError, and nothing is done, for a key that no record holds.
         """
         if wrong := [len(record.key) for record in records if not 0 < len(record.key) <= MAX_KEY_BYTES]:
             raise ValueError(f"a key of {wrong[0]} bytes does not go into a record")
         self._next_sequence += 1
-        return _Move(self, records, deadline_s, on_done, bounced, is_write=True).run()
+        return _Move(self, records, deadline_s, on_ended, bounced, is_write=True).run()
 
     def read(
         self,
         records: Sequence[Record],
         *,
         deadline_s: float,
-        on_done: OnDone | None = None,
+        on_ended: OnEnded | None = None,
         bounced: Bounced | None = None,
     ) -> list[Outcome]:
         """OK: the memory holds what was written under this key; else it holds garbage.
@@ -162,7 +162,7 @@ class Lane:
         MISS: another block is in that slot, or none; INCOMPATIBLE: one of another meaning; CORRUPT: it does
         not verify.
         """
-        return _Move(self, records, deadline_s, on_done, bounced, is_write=False).run()
+        return _Move(self, records, deadline_s, on_ended, bounced, is_write=False).run()
 
     def headers(self, slots: Sequence[int], *, deadline_s: float) -> list[RecordHeader | None]:
         """What stands in these slots, of this life of the file; None for nothing, or nothing that could be
@@ -230,12 +230,14 @@ _KEPT: list[mmap.mmap] = []  # cells that the kernel may still write into
 class _Move:
     """One call of a lane."""
 
+    joins_neighbours = True
+
     def __init__(
         self,
         lane: Lane,
         records: Sequence[Record],
         deadline_s: float,
-        on_done: OnDone | None,
+        on_ended: OnEnded | None,
         bounced: Bounced | None = None,
         *,
         is_write: bool,
@@ -244,7 +246,7 @@ class _Move:
         self._records = list(records)
         self._bounced = bounced
         self._deadline_at_s = lane._clock.now_s() + deadline_s
-        self._on_done = on_done
+        self._on_ended = on_ended
         self._is_write = is_write
         self._outcomes: list[Outcome | None] = [None] * len(records)
         self._in_flight: dict[int, _Run] = {}
@@ -312,9 +314,7 @@ class _Move:
         return [header, *record.pieces] if record.pieces else [header, (record.address, lane._stored_bytes)]
 
     def _judge(self, index: int, cell: int) -> Outcome:
-        if self._is_write:
-            return Outcome.OK
-        record, header = self._records[index], self._header(index, cell)
+        record, header = self._records[index], unpack_record(self._lane._sectors[cell])
         if header is None:
             return Outcome.CORRUPT
         geometry = self._lane._file.geometry
@@ -344,9 +344,6 @@ class _Move:
             return pieces_digest(record.pieces)
         return payload_digest(self._lane._payload_type.from_address(record.address))
 
-    def _header(self, index: int, cell: int) -> RecordHeader | None:
-        return unpack_record(self._lane._sectors[cell])
-
     # ---------------------------------------------------------------- requests
 
     def _runs(self) -> list[list[int]]:
@@ -357,7 +354,7 @@ class _Move:
         for index in sorted(range(len(self._records)), key=lambda index: self._records[index].slot):
             slot, more = self._records[index].slot, 1 + (len(self._records[index].pieces) or 1)
             is_next = slot == last_slot + 1 and num_pieces + more <= MAX_REQUEST_PIECES
-            if runs and is_next and len(runs[-1]) < most and self._may_join():
+            if runs and is_next and len(runs[-1]) < most and self.joins_neighbours:
                 runs[-1].append(index)
                 num_pieces += more
             else:
@@ -365,9 +362,6 @@ class _Move:
                 num_pieces = more
             last_slot = slot
         return runs
-
-    def _may_join(self) -> bool:
-        return True
 
     def _start(self) -> None:
         lane = self._lane
@@ -406,13 +400,13 @@ class _Move:
         if not is_whole and len(run.indices) > 1:
             # One bad place shall not cost its neighbours: each by itself, once.
             self._waiting.extend([index] for index in run.indices)
-            for index in run.indices:
-                self._leave_place(index, Outcome.IO_ERROR)
+            self._leave_places(run.indices, [Outcome.IO_ERROR] * len(run.indices))
         else:
-            for index, cell in zip(run.indices, run.cells, strict=True):
-                outcome = self._judge(index, cell) if is_whole else self._failure(moved)
-                self._leave_place(index, outcome)
-                self._finish(index, outcome)
+            outcomes = [Outcome.OK if is_whole else self._failure(moved)] * len(run.indices)
+            if is_whole and not self._is_write:
+                outcomes = list(map(self._judge, run.indices, run.cells))
+            self._leave_places(run.indices, outcomes)
+            self._finish(run.indices, outcomes)
         self._lane._free_cells += run.cells
 
     def _failure(self, moved: int) -> Outcome:
@@ -421,14 +415,16 @@ class _Move:
         # The file ends before the record does: nothing was ever written there.
         return Outcome.MISS if moved >= 0 else Outcome.IO_ERROR
 
-    def _leave_place(self, index: int, outcome: Outcome) -> None:
+    def _leave_places(self, indices: Sequence[int], outcomes: Sequence[Outcome]) -> None:
         if self._bounced is not None:
-            self._bounced.end(index, self._records[index].address, outcome)
+            for index, outcome in zip(indices, outcomes, strict=True):
+                self._bounced.end(index, self._records[index].address, outcome)
 
-    def _finish(self, index: int, outcome: Outcome) -> None:
-        self._outcomes[index] = outcome
-        if self._on_done is not None:
-            self._on_done(index, outcome)
+    def _finish(self, indices: Sequence[int], outcomes: Sequence[Outcome]) -> None:
+        for index, outcome in zip(indices, outcomes, strict=True):
+            self._outcomes[index] = outcome
+        if self._on_ended is not None:
+            self._on_ended(indices, outcomes)
 
     def _give_up(self) -> None:
         lane = self._lane
@@ -445,13 +441,14 @@ class _Move:
         self._in_flight.clear()
         self._in_flight_records = 0
         self._waiting.clear()
-        for index, outcome in enumerate(self._outcomes):
-            if outcome is None:
-                self._finish(index, Outcome.TIMED_OUT)
+        if left := [index for index, outcome in enumerate(self._outcomes) if outcome is None]:
+            self._finish(left, [Outcome.TIMED_OUT] * len(left))
 
 
 class _HeaderRead(_Move):
     """Headers alone."""
+
+    joins_neighbours = False  # their payloads lie between them
 
     def __init__(self, lane: Lane, records: Sequence[Record], deadline_s: float) -> None:
         self.found: list[RecordHeader | None] = [None] * len(records)
@@ -463,11 +460,8 @@ class _HeaderRead(_Move):
     def _pieces(self, index: int, cell: int) -> list[tuple[int, int]]:
         return [(self._lane._cells_at + cell * SECTOR_BYTES, SECTOR_BYTES)]
 
-    def _may_join(self) -> bool:
-        return False  # their payloads lie between them
-
     def _judge(self, index: int, cell: int) -> Outcome:
-        header, geometry = self._header(index, cell), self._lane._file.geometry
+        header, geometry = unpack_record(self._lane._sectors[cell]), self._lane._file.geometry
         is_ours = (
             header is not None
             and header.life == self._lane._file.life

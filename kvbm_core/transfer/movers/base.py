@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from kvbm_core.errors import Outcome
@@ -11,8 +11,10 @@ from kvbm_core.transfer.plan import JobResult, TierOrder
 
 OnResult = Callable[[JobResult], None]
 """Hears how an order ended, from any thread. Twice if the first result ``is_late``."""
-OnBlock = Callable[[int, Outcome], None]
-"""``on_block(i, outcome)``: block i of the order has ended, before the order has; once for each block."""
+OnBlocks = Callable[[Sequence[int], Sequence[Outcome]], None]
+"""``on_blocks(numbers, outcomes)``: how these blocks of an order ended, before the order has. Each is told of
+once.
+"""
 
 
 class TierListener(Protocol):
@@ -36,7 +38,7 @@ class Mover(Protocol):
         on_result: OnResult,
         *,
         deadline_s: float | None = None,
-        on_block: OnBlock | None = None,
+        on_blocks: OnBlocks | None = None,
     ) -> None:
         """Queues an order and returns at once. One that has not started ``deadline_s`` seconds from now is
         TIMED_OUT. FORGET has no result.

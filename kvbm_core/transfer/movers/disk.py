@@ -19,7 +19,7 @@ from kvbm_core.storage.host_slab import HostSlab
 from kvbm_core.storage.late import LateMemory
 from kvbm_core.storage.numa import leave_bound_core
 from kvbm_core.transfer.jobs import Job, JobBoard
-from kvbm_core.transfer.movers.base import OnBlock, OnResult
+from kvbm_core.transfer.movers.base import OnBlocks, OnResult
 from kvbm_core.transfer.plan import OrderKind, TierOrder, rejected
 from kvbm_core.types import Direction
 
@@ -92,7 +92,7 @@ class DiskMover:
         on_result: OnResult,
         *,
         deadline_s: float | None = None,
-        on_block: OnBlock | None = None,
+        on_blocks: OnBlocks | None = None,
     ) -> None:
         """See Mover."""
         if order.kind is OrderKind.FORGET:
@@ -107,7 +107,7 @@ class DiskMover:
         except ValueError as error:
             board.refuse(order, Outcome.REJECTED, str(error), on_result)
             return
-        board.add(order, deadline_s, on_block if board is self._reads else self._num_resets, on_result)
+        board.add(order, deadline_s, on_blocks if board is self._reads else self._num_resets, on_result)
 
     def _forget_all(self) -> None:
         """Done by the writing thread, which rejects what was submitted before."""
@@ -172,7 +172,7 @@ class DiskMover:
             for key, slot, place in zip(order.keys, order.slots, order.places, strict=True)
         ]
         try:
-            read = partial(read_twice, lane, path=self._file.path, clock=self._clock, on_done=job.token)
+            read = partial(read_twice, lane, path=self._file.path, clock=self._clock, on_ended=job.token)
             move = read if order.kind is OrderKind.FETCH else lane.write
             outcomes = move(records, deadline_s=self._io_deadline_s)
         except Exception as error:  # whatever happens to a job is its outcome, and the thread goes on

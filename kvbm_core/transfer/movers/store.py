@@ -20,7 +20,7 @@ from kvbm_core.storage.base import BlockStore, Memory
 from kvbm_core.storage.host_slab import HostSlab
 from kvbm_core.storage.late import LateMemory
 from kvbm_core.storage.numa import leave_bound_core
-from kvbm_core.transfer.movers.base import OnBlock, OnResult
+from kvbm_core.transfer.movers.base import OnBlocks, OnResult
 from kvbm_core.transfer.plan import JobResult, OrderKind, TierOrder, rejected
 
 NUM_THREADS = 4
@@ -54,7 +54,7 @@ class _Order:
 
     order: TierOrder
     on_result: OnResult
-    on_block: OnBlock | None
+    on_blocks: OnBlocks | None
     starts_by_s: float | None
     submitted_s: float
     started_s: float | None = None
@@ -130,7 +130,7 @@ class StoreMover:
         on_result: OnResult,
         *,
         deadline_s: float | None = None,
-        on_block: OnBlock | None = None,
+        on_blocks: OnBlocks | None = None,
     ) -> None:
         """See Mover."""
         if order.kind is OrderKind.FORGET:
@@ -144,7 +144,7 @@ class StoreMover:
         size = FIND_BLOCKS if order.kind is OrderKind.FIND else BATCH_BLOCKS
         numbers = [range(at, min(at + size, len(order.keys))) for at in range(0, len(order.keys), size)]
         starts_by_s = None if deadline_s is None else now_s + deadline_s
-        owner = _Order(order, on_result, on_block, starts_by_s, now_s, open_calls=len(numbers))
+        owner = _Order(order, on_result, on_blocks, starts_by_s, now_s, open_calls=len(numbers))
         with self._changed:
             refusal: JobResult | None = None
             if self._is_closed:
@@ -349,20 +349,16 @@ class StoreMover:
             for i, outcome in zip(call.numbers, outcomes, strict=True):
                 if outcome is not Outcome.OK:
                     owner.failed[places[i]] = outcome
-        if owner.on_block is not None:
-            self._tell_blocks(owner.on_block, call.numbers, outcomes)
+        if owner.on_blocks is not None:
+            try:
+                owner.on_blocks(call.numbers, outcomes)
+            except Exception:  # a bug of the listener must not end the thread that moves
+                log.exception("kvbm: listener failed on blocks of job %d", owner.order.job_id)
         with self._changed:  # not before: the order's result comes after all of its blocks
             owner.open_calls -= 1
             is_last = owner.open_calls == 0
         if is_last:
             self._finish(owner)
-
-    def _tell_blocks(self, on_block: OnBlock, numbers: range, outcomes: Sequence[Outcome]) -> None:
-        for i, outcome in zip(numbers, outcomes, strict=True):
-            try:
-                on_block(i, outcome)
-            except Exception:  # a bug of the listener must not end the thread that moves
-                log.exception("kvbm: listener failed on a block")
 
     def _finish(self, owner: _Order) -> None:
         outcome = next(iter(owner.failed.values()), Outcome.OK)
