@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvbm_core.clock import Clock
-from kvbm_core.policy.admission import Admission, AdmissionPolicy, AdmissionState, AdmitAll
+from kvbm_core.policy.admission import AdmissionPolicy, AdmitAll
 from kvbm_core.policy.frequency import ADMITTED_FROM, MAX_ENTRIES, FrequencyFilter
 from kvbm_core.types import BlockKey
 
@@ -25,12 +25,13 @@ class HitsAlone(FrequencyFilter):
     theirs.
     """
 
-    def decide(self, key: BlockKey, size_bytes: int, state: AdmissionState) -> Admission:
-        """ADMIT, or LATER until there have been hits."""
+    def admit(self, keys: Sequence[BlockKey]) -> list[BlockKey]:
+        """Those that have been hit."""
         step = self._step()
-        count = max(1, self._count(key, step))
-        self._set(key, count, step)
-        return Admission.ADMIT if count >= ADMITTED_FROM else Admission.LATER
+        counts = [max(1, self._count(key, step)) for key in keys]
+        for key, count in zip(keys, counts, strict=True):
+            self._set(key, count, step)
+        return [key for key, count in zip(keys, counts, strict=True) if count >= ADMITTED_FROM]
 
 
 class RejectFirst:
@@ -44,11 +45,11 @@ class RejectFirst:
         self._max_entries = max_entries
         self._seen: dict[BlockKey, None] = {}
 
-    def decide(self, key: BlockKey, size_bytes: int, state: AdmissionState) -> Admission:
-        """ADMIT, or LATER the first time."""
-        is_known = key in self._seen
-        self.hit([key])
-        return Admission.ADMIT if is_known else Admission.LATER
+    def admit(self, keys: Sequence[BlockKey]) -> list[BlockKey]:
+        """Those that were offered or hit before."""
+        known = [key for key in keys if key in self._seen]
+        self.hit(keys)
+        return known
 
     def hit(self, keys: Sequence[BlockKey]) -> None:
         """See AdmissionPolicy."""

@@ -82,6 +82,10 @@ class NativeBlockRegistry:
         slots = np.empty(len(keys), np.int32)
         return slots[: self._index.slots_of(keys, slots)]
 
+    def resident_of(self, keys: Sequence[BlockKey]) -> list[BlockKey]:
+        """Those of ``keys`` that are resident, in order."""
+        return [key for key in self._index.keys_in(self.slots_of(keys)) if key is not None]
+
     def is_pending(self, key: BlockKey) -> bool:
         """Whether the block's bytes are on their way."""
         return self._index.is_pending(key)

@@ -134,6 +134,10 @@ class PyBlockRegistry:
         """Slots of those of ``keys`` that are resident."""
         return as_slots([slot for slot in map(self._resident.get, keys) if slot is not None])
 
+    def resident_of(self, keys: Sequence[BlockKey]) -> list[BlockKey]:
+        """Those of ``keys`` that are resident, in order."""
+        return [key for key in keys if key in self._resident]
+
     def is_pending(self, key: BlockKey) -> bool:
         """Whether the block's bytes are on their way."""
         return key in self._pending

@@ -136,6 +136,16 @@ class BlockTier:
         """Whether the block can be matched now."""
         return key in self._registry and key not in self._doomed
 
+    def resident_of(self, keys: Sequence[BlockKey]) -> list[BlockKey]:
+        """Those of ``keys`` that can be matched now, in order."""
+        resident = self._registry.resident_of(keys)
+        return [key for key in resident if key not in self._doomed] if self._doomed else resident
+
+    def absent_of(self, keys: Sequence[BlockKey]) -> list[BlockKey]:
+        """The others, in order."""
+        here = frozenset(self.resident_of(keys))
+        return [key for key in keys if key not in here]
+
     def keys(self) -> list[BlockKey]:
         """The blocks that can be matched, in no order. Cost grows with their number."""
         return list(filter(self.contains, self._registry.keys()))
@@ -146,7 +156,7 @@ class BlockTier:
 
     def evictable_of(self, keys: Sequence[BlockKey]) -> list[BlockKey]:
         """Those of ``keys`` that are in a slot and that nobody holds."""
-        return self._free_of([key for key in keys if key in self._registry])
+        return self._free_of(self._registry.resident_of(keys))
 
     def match_prefix(self, keys: Sequence[BlockKey]) -> int:
         """How many leading ``keys`` can be matched. Changes nothing (a probe is not a use)."""
@@ -238,7 +248,7 @@ class BlockTier:
 
     def forget(self, keys: Sequence[BlockKey]) -> None:
         """Makes resident ``keys`` a miss from now on (a load of them failed); unknown ones are ignored."""
-        present = [key for key in dict.fromkeys(keys) if self.contains(key)]
+        present = self.resident_of(list(dict.fromkeys(keys)))
         free = self._free_of(present)
         self._doomed.update(present)
         self._drop(free)
@@ -284,7 +294,7 @@ class BlockTier:
 
         victims = self._policy.evict(count_blocks, spare if protected else None)
         if victims is None and partly:
-            num_spared = len(self._free_of([key for key in protected if key in self._registry]))
+            num_spared = len(self._free_of(self._registry.resident_of(list(protected))))
             possible = min(count_blocks, self._policy.evictable_blocks - num_spared)
             victims = self._policy.evict(possible, spare) if possible > 0 else None
         if victims is not None and len(victims):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvbm_core.clock import Clock
-from kvbm_core.policy.admission import Admission, AdmissionState
 from kvbm_core.types import BlockKey
 
 ADMITTED_FROM = 2
@@ -35,13 +34,17 @@ class FrequencyFilter:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def decide(self, key: BlockKey, size_bytes: int, state: AdmissionState) -> Admission:
-        """ADMIT, or LATER until it has been hit, or offered again."""
+    def admit(self, keys: Sequence[BlockKey]) -> list[BlockKey]:
+        """Those that have been hit, or were offered before."""
         step = self._step()
-        count = self._count(key, step)
-        count = min(MAX_COUNT, 2 * count) if count > 0 else 1
-        self._set(key, count, step)
-        return Admission.ADMIT if count >= ADMITTED_FROM else Admission.LATER
+        admitted = []
+        for key in keys:
+            count = self._count(key, step)
+            count = min(MAX_COUNT, 2 * count) if count > 0 else 1
+            self._set(key, count, step)
+            if count >= ADMITTED_FROM:
+                admitted.append(key)
+        return admitted
 
     def hit(self, keys: Sequence[BlockKey]) -> None:
         """See AdmissionPolicy. A block that was never offered, or is forgotten, counts as offered."""

@@ -9,6 +9,7 @@ slots.
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
@@ -88,8 +89,8 @@ class RecencyLog:
         self._len -= len(slots)
         chunks = places >> self._chunk_bits
         if len(slots) <= FEW:
-            for chunk in chunks.tolist():
-                self._lose(chunk, 1)
+            for chunk, count in Counter(chunks.tolist()).items():
+                self._lose(chunk, count)
         else:
             chunks.sort()
             ends = [*(np.flatnonzero(chunks[1:] != chunks[:-1]) + 1).tolist(), len(chunks)]

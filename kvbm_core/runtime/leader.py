@@ -494,7 +494,6 @@ class Leader:
         self.layout_fingerprint = event.fingerprint
         self.block_bytes = event.block_bytes
         for tier in self.chain.lower:
-            tier.set_block_bytes(event.block_bytes)
             tier.expect(0, self._handshake.num_storing_ranks)
         host.grow(event.slots)
         if event.slots >= host.capacity_blocks:

@@ -129,8 +129,6 @@ class LocalTiers:
             metrics=metrics,
             lease_ttl_s=options.lease_ttl_s,
         )
-        for tier in self._chain.lower:
-            tier.set_block_bytes(self.block_bytes)
         for place in options.places:
             self._lower(place.name).expect(place.num_slots, 1)
         self._promises: dict[str, Claim] = {}
@@ -171,7 +169,7 @@ class LocalTiers:
             if claim is not None:
                 self._promises[owner] = claim
             if self._chain.seekers:
-                self._chain.wanted([key for key in keys[found:] if not self._chain.host.contains(key)])
+                self._chain.wanted(self._chain.host.absent_of(keys[found:]))
         self._take_turn()
         return found
 

@@ -124,7 +124,6 @@ class Onboarding:
         """What is needed to use more than ``prefix_tokens``, and is not in the host; a block that ends
         earlier comes first.
         """
-        host = self._chain.host
         ends: list[tuple[int, BlockKey]] = []
         for position, group in enumerate(self._groups):
             keys, size = state.keys(position), group.block_size_tokens
@@ -133,7 +132,7 @@ class Onboarding:
                     ends.append(((block + 1) * size, keys[block]))
         if len(self._groups) > 1:
             ends.sort(key=lambda end: end[0])
-        return [key for _, key in ends if not host.contains(key)]
+        return self._chain.host.absent_of([key for _, key in ends])
 
     def _hold(self, state: RequestState, blocks: tuple[range, ...]) -> Held | int:
         keys = [key for g, span in enumerate(blocks) for key in state.keys(g)[span.start : span.stop]]
@@ -153,7 +152,7 @@ class Onboarding:
         if not moves or not self._chain.is_good(held):
             self._chain.release(held)
             return None
-        self._chain.renew(held)
+        self._chain.renew_due([held])
         job = self._begin(Direction.ONBOARD, Share(0, state, tuple(held.keys), moves, held))
         (share,) = job.shares
         share.num_tokens = num_tokens

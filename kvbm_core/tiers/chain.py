@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import compress
 
 from kvbm_core.blocks.lease import Lease
 from kvbm_core.blocks.slot_tier import BlockTier, Protected, Reservation, protect_nothing
@@ -116,20 +115,19 @@ class TierChain:
             return Held(keys, lease.slots, lease)
         if not self.lower:
             return 0
-        here = [self.host.contains(key) for key in keys]
-        left = [key for key, is_here in zip(keys, here, strict=True) if not is_here]
-        held = Held(keys, ())
+        here = self.host.resident_of(keys)
+        left, held = _without(keys, here), Held(keys, ())
         for tier in self.lower:
-            found = [key for key in left if tier.contains(key)]
+            found = tier.resident_of(left)
             below = tier.lease(owner, found, self._ttl_s) if found else None
             if below is not None:
                 held.below += (Below(tier, below),)
-                left = [key for key in left if key not in set(found)] if len(found) < len(left) else []
+                left = _without(left, found)
         if left:
             self.release(held)
             return keys.index(left[0])
         # Before slots are made free for the rest.
-        held.lease = self.host.lease(owner, list(compress(keys, here)), self._ttl_s) if any(here) else None
+        held.lease = self.host.lease(owner, here, self._ttl_s) if here else None
         fetched = [key for below in held.below for key in below.lease.keys]
         if len(held.below) > 1:  # the head first, wherever it lies
             order = {key: i for i, key in enumerate(keys)}
@@ -165,7 +163,7 @@ class TierChain:
         more.
         """
         if held.lease is not None and not (
-            self.host.is_live(held.lease) and all(map(self.host.contains, held.lease.keys))
+            self.host.is_live(held.lease) and self.host.match_prefix(held.lease.keys) == len(held.lease.keys)
         ):
             return False
         return all(below.tier.is_good(below.lease) for below in held.below)
@@ -315,3 +313,8 @@ class TierChain:
         self.host.check_integrity()
         for tier in self.lower:
             tier.check_integrity()
+
+
+def _without(keys: Sequence[BlockKey], found: Sequence[BlockKey]) -> list[BlockKey]:
+    gone = frozenset(found)
+    return [key for key in keys if key not in gone]

@@ -107,19 +107,13 @@ def _longest_windowed(
     """The longest aligned length <= ``limit_tokens`` whose window is there. Walks down, each block asked
     once.
     """
-    known: dict[int, bool] = {}
     length = min(limit_tokens, len(keys) * group.block_size_tokens) // align * align
     while length > computed_tokens:
         blocks = needed_blocks(group, computed_tokens, length)
-        missing = None
-        for block in reversed(blocks):
-            if block not in known:
-                known[block] = residents.contains(keys[block])
-            if not known[block]:
-                missing = block
-                break
-        if missing is None:
+        found = residents.match_prefix(keys[blocks.start : blocks.stop][::-1])
+        if found == len(blocks):
             return length
         # No length whose window holds the missing block will do: end at or before its start.
+        missing = blocks.stop - 1 - found
         length = min(length - align, missing * group.block_size_tokens // align * align)
     return computed_tokens

@@ -16,7 +16,7 @@ from kvbm_core.blocks.lease import Lease
 from kvbm_core.blocks.slot_tier import Reservation, protect_nothing
 from kvbm_core.errors import IntegrityError, Outcome
 from kvbm_core.observe.labels import DropReason
-from kvbm_core.policy.admission import Admission, AdmissionPolicy, AdmissionState
+from kvbm_core.policy.admission import AdmissionPolicy
 from kvbm_core.storage.disk.recovery import Found
 from kvbm_core.tiers.jobs import Job
 from kvbm_core.tiers.lower import USELESS, Feed, FeedOptions, LowerTierMaker, Surroundings
@@ -25,7 +25,6 @@ from kvbm_core.types import BlockKey, Direction, Tier
 
 HOST_SHARE = 8
 """At most one slot in so many of the host tier is being fetched into."""
-_UNBOUNDED = 1 << 40
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +90,6 @@ class KeyedTier:
         self._around = around
         self._options = options
         self._feed = Feed(name, tier, around, options.feed, begin=self._begin_store, end=self._end_store)
-        self._block_bytes = 0
         self._known: dict[BlockKey, _Known] = {}
         self._finding: set[BlockKey] = set()
         self._fetching: dict[BlockKey, FetchJob] = {}
@@ -133,6 +131,10 @@ class KeyedTier:
         """See Residents."""
         return False
 
+    def resident_of(self, keys: Sequence[BlockKey]) -> list[BlockKey]:
+        """See LowerTier."""
+        return []
+
     def lease(self, owner: str, keys: Sequence[BlockKey], ttl_s: float) -> Lease | None:
         """See LowerTier."""
         return None
@@ -158,10 +160,6 @@ class KeyedTier:
     def expect(self, num_places: int, num_ranks: int) -> None:
         """See LowerTier."""
         self._feed.num_ranks = num_ranks
-
-    def set_block_bytes(self, block_bytes: int) -> None:
-        """See LowerTier."""
-        self._block_bytes = block_bytes
 
     def fetched(self, outcomes: Sequence[tuple[BlockKey, Outcome]]) -> None:
         """See LowerTier."""
@@ -293,10 +291,7 @@ class KeyedTier:
     def offer(self, keys: Sequence[BlockKey]) -> None:
         """See LowerTier."""
         if self.is_usable:
-            state = AdmissionState(_UNBOUNDED, _UNBOUNDED, self._feed.storing_blocks)
-            decide, size = self._admission.decide, self._block_bytes
-            new_keys = [key for key in keys if not self._is_there(key)]
-            self._feed.put([key for key in new_keys if decide(key, size, state) is Admission.ADMIT])
+            self._feed.put(self._admission.admit([key for key in keys if not self._is_there(key)]))
 
     def _is_there(self, key: BlockKey) -> bool:
         known = self._known.get(key)

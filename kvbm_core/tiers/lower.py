@@ -56,6 +56,9 @@ class LowerTier(Residents, Protocol):
     def usage(self) -> tuple[int, int]:
         """Blocks in use, and in all."""
 
+    def resident_of(self, keys: Sequence[BlockKey]) -> list[BlockKey]:
+        """Those of ``keys`` that are there, in order."""
+
     def lease(self, owner: str, keys: Sequence[BlockKey], ttl_s: float) -> Lease | None:
         """Holds ``keys`` in their places; None, and nothing is held, unless all of them are there."""
 
@@ -97,9 +100,6 @@ class LowerTier(Residents, Protocol):
 
     def expect(self, num_places: int, num_ranks: int) -> None:
         """So many places will be found, on so many ranks that store."""
-
-    def set_block_bytes(self, block_bytes: int) -> None:
-        """The size of a block, over all ranks."""
 
     def turn_off(self, reason: str) -> None:
         """It cannot be used in this process; the engine serves without it."""
@@ -199,9 +199,8 @@ class Feed:
             if room <= 0:
                 return
             batch = [self._waiting.popleft() for _ in range(min(STORE_BLOCKS, room, len(self._waiting)))]
-            batch = [key for key in dict.fromkeys(batch) if self._around.host.contains(key)]
-            if batch:
-                self._store(batch)
+            if resident := self._around.host.resident_of(list(dict.fromkeys(batch))):
+                self._store(resident)
 
     def _store(self, keys: Sequence[BlockKey]) -> None:
         around = self._around

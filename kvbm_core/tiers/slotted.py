@@ -8,7 +8,7 @@ from kvbm_core.blocks.lease import Lease
 from kvbm_core.blocks.slot_tier import BlockTier, Reservation, protect_nothing
 from kvbm_core.errors import IntegrityError, Outcome
 from kvbm_core.observe.labels import DropReason
-from kvbm_core.policy.admission import Admission, AdmissionPolicy, AdmissionState
+from kvbm_core.policy.admission import AdmissionPolicy
 from kvbm_core.policy.lru import LruPolicy
 from kvbm_core.storage.disk.recovery import Found, batches_of
 from kvbm_core.tiers.lower import FAILING, USELESS, Feed, FeedOptions, LowerTierMaker, Surroundings
@@ -45,7 +45,6 @@ class SlottedTier:
         self._around = around
         self._admission = admission
         self._feed = Feed(name, tier, around, options, begin=self._begin_store, end=self._end_store)
-        self._block_bytes = 0
         self._expected_slots = 0
         self._num_ranks = 1
         self._storing: dict[BlockKey, Reservation] = {}
@@ -88,6 +87,10 @@ class SlottedTier:
         """See Residents; nothing while the tier is off."""
         return self.is_usable and self.slots.contains(key)
 
+    def resident_of(self, keys: Sequence[BlockKey]) -> list[BlockKey]:
+        """See LowerTier; nothing while the tier is off."""
+        return self.slots.resident_of(keys) if self.is_usable else []
+
     def lease(self, owner: str, keys: Sequence[BlockKey], ttl_s: float) -> Lease | None:
         """See LowerTier."""
         return self.slots.lease(owner, keys, ttl_s)
@@ -98,7 +101,7 @@ class SlottedTier:
 
     def is_good(self, lease: Lease) -> bool:
         """See LowerTier."""
-        return self.slots.is_live(lease) and all(map(self.slots.contains, lease.keys))
+        return self.slots.is_live(lease) and self.slots.match_prefix(lease.keys) == len(lease.keys)
 
     def release(self, lease: Lease) -> None:
         """See LowerTier."""
@@ -120,10 +123,6 @@ class SlottedTier:
         if num_places > self._expected_slots:
             self._expected_slots = num_places
             self.slots.expect(num_places)
-
-    def set_block_bytes(self, block_bytes: int) -> None:
-        """See LowerTier."""
-        self._block_bytes = block_bytes
 
     def take_in(self, rank: int, end: int, found: Sequence[Found]) -> None:
         """See LowerTier. A block is there if every rank has it in the same slot."""
@@ -157,14 +156,8 @@ class SlottedTier:
 
     def offer(self, keys: Sequence[BlockKey]) -> None:
         """See LowerTier."""
-        if not self.is_usable or not self.slots.capacity_blocks:
-            return
-        resident, capacity = self.usage
-        pending = self.slots.pending_blocks
-        state = AdmissionState(capacity, capacity - resident - pending, pending)
-        decide, size = self._admission.decide, self._block_bytes
-        new_keys = self.slots.new_of(keys)
-        self._feed.put([key for key in new_keys if decide(key, size, state) is Admission.ADMIT])
+        if self.is_usable and self.slots.capacity_blocks:
+            self._feed.put(self._admission.admit(self.slots.new_of(keys)))
 
     def _begin_store(self, keys: Sequence[BlockKey]) -> tuple[Sequence[BlockKey], Sequence[int]]:
         new_keys = self.slots.new_of(keys)

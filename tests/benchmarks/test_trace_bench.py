@@ -20,12 +20,11 @@ from benchmarks.trace.policies import POLICIES, Policy, RejectFirst
 from benchmarks.trace.replay import Replay, Sizes, Tally, replay, reusable_tokens
 from benchmarks.trace.requests import BLOCK_TOKENS, Request, TraceError, read_trace
 from benchmarks.trace.study import Size, Study, study
-from kvbm_core.policy.admission import Admission, AdmissionState, AdmitAll
+from kvbm_core.policy.admission import AdmitAll
 from kvbm_core.types import BlockKey
 
 ROOT = Path(__file__).resolve().parents[2]
 BY_NAME = {policy.name: policy for policy in POLICIES}
-STATE = AdmissionState(1, 1)
 # Two blocks fit on the device, four in the host, eight on disk. Prompts, and the second at which they come.
 PROMPTS = (
     (0, (1, 2)),
@@ -167,15 +166,10 @@ def test_counts_that_the_product_does_not_confirm_are_no_result(
 def test_what_reject_first_remembers_is_bounded() -> None:
     policy = RejectFirst(max_entries=2)
     first, second, third = (BlockKey(bytes([number]) * 32) for number in range(3))
-    assert [policy.decide(key, 0, STATE) for key in (first, second, first, third)] == [
-        Admission.LATER,
-        Admission.LATER,
-        Admission.ADMIT,
-        Admission.LATER,
-    ]
-    assert policy.decide(second, 0, STATE) is Admission.LATER  # forgotten when the third came
+    assert [policy.admit([key]) for key in (first, second, first, third)] == [[], [], [first], []]
+    assert policy.admit([second]) == []  # forgotten when the third came
     policy.hit([first])
-    assert policy.decide(first, 0, STATE) is Admission.ADMIT
+    assert policy.admit([first]) == [first]
 
 
 # ---------------------------------------------------------------- a study
@@ -204,9 +198,9 @@ def test_a_study_has_every_policy_under_every_pair_of_sizes(tmp_path: Path) -> N
 class KeyDependent(AdmitAll):
     """Takes what a good policy must not know: what the bytes of a key happen to be."""
 
-    def decide(self, key: BlockKey, size_bytes: int, state: AdmissionState) -> Admission:
+    def admit(self, keys: Sequence[BlockKey]) -> list[BlockKey]:
         """A coin that the hash tossed."""
-        return Admission.ADMIT if key[0] % 2 else Admission.REJECT
+        return [key for key in keys if key[0] % 2]
 
 
 def test_counts_that_depend_on_keys_are_no_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -104,7 +104,7 @@ class RegistryAndItsTwin(RuleBasedStateMachine):
 
     @rule(keys=SOME_KEYS)
     def ask(self, keys: list[BlockKey]) -> None:
-        for name in ("new_of", "find", "slots_of"):
+        for name in ("new_of", "find", "slots_of", "resident_of"):
             self.both(name, keys)
 
     @rule(slots=SOME_SLOTS)

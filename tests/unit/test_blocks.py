@@ -19,7 +19,7 @@ from kvbm_core.blocks.registry import (
 from kvbm_core.clock import ManualClock
 from kvbm_core.errors import IntegrityError
 from kvbm_core.native import native
-from kvbm_core.policy.admission import Admission, AdmissionState, AdmitAll
+from kvbm_core.policy.admission import AdmitAll
 from kvbm_core.policy.recency import Slots, as_slots
 from kvbm_core.testing.policy_contract import sample_keys
 from kvbm_core.types import BlockKey, SequenceHash, block_key
@@ -371,5 +371,4 @@ def test_the_lease_check_sees_one_that_never_expires() -> None:
 
 
 def test_admit_all_takes_everything() -> None:
-    full = AdmissionState(capacity_blocks=1, free_blocks=0)
-    assert AdmitAll().decide(A, 1 << 20, full) is Admission.ADMIT
+    assert AdmitAll().admit((A, B)) == [A, B]

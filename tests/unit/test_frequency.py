@@ -8,11 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvbm_core.clock import ManualClock
-from kvbm_core.policy.admission import Admission, AdmissionState
 from kvbm_core.policy.frequency import ADMITTED_FROM, DECAY_S, MAX_COUNT, FrequencyFilter
 from kvbm_core.types import BlockKey
 
-STATE = AdmissionState(10, 5)
 KEYS = [BlockKey(bytes([number]) * 32) for number in range(6)]
 A, B, C, D, *_ = KEYS
 
@@ -23,10 +21,11 @@ class SweepingTwin:
     def __init__(self) -> None:
         self.counts: dict[BlockKey, int] = {}
 
-    def decide(self, key: BlockKey) -> Admission:
+    def admit(self, keys: list[BlockKey]) -> list[BlockKey]:
         """As FrequencyFilter."""
-        self.counts[key] = min(2 * self.counts[key], MAX_COUNT) if key in self.counts else 1
-        return Admission.ADMIT if self.counts[key] >= ADMITTED_FROM else Admission.LATER
+        for key in keys:
+            self.counts[key] = min(2 * self.counts[key], MAX_COUNT) if key in self.counts else 1
+        return [key for key in keys if self.counts[key] >= ADMITTED_FROM]
 
     def hit(self, keys: list[BlockKey]) -> None:
         """As FrequencyFilter."""
@@ -39,14 +38,12 @@ class SweepingTwin:
 
 
 def decide(filter_: FrequencyFilter, key: BlockKey) -> bool:
-    """Whether it is admitted; never rejected for good."""
-    answer = filter_.decide(key, 0, STATE)
-    assert answer in (Admission.ADMIT, Admission.LATER)
-    return answer is Admission.ADMIT
+    """Whether it is admitted."""
+    return filter_.admit([key]) == [key]
 
 
 STEPS = st.one_of(
-    st.tuples(st.just("decide"), st.sampled_from(KEYS)),
+    st.tuples(st.just("admit"), st.lists(st.sampled_from(KEYS), max_size=4, unique=True)),
     st.tuples(st.just("hit"), st.lists(st.sampled_from(KEYS), max_size=8)),
     st.tuples(st.just("pass"), st.sampled_from([0.5, DECAY_S / 2, DECAY_S, 3.5 * DECAY_S])),
 )
@@ -57,9 +54,9 @@ def test_it_is_the_twin_that_sweeps(steps: list[tuple[str, object]], start_s: fl
     clock, twin = ManualClock(start_s), SweepingTwin()
     filter_ = FrequencyFilter(clock)
     for what, argument in steps:
-        if what == "decide":
-            assert isinstance(argument, bytes)
-            assert filter_.decide(BlockKey(argument), 0, STATE) is twin.decide(BlockKey(argument))
+        if what == "admit":
+            assert isinstance(argument, list)
+            assert filter_.admit(argument) == twin.admit(argument)
         elif what == "hit":
             assert isinstance(argument, list)
             filter_.hit(argument)
@@ -71,7 +68,7 @@ def test_it_is_the_twin_that_sweeps(steps: list[tuple[str, object]], start_s: fl
             for _ in range(int(clock.now_s() // DECAY_S) - steps_before):
                 twin.sweep()
     for key in KEYS:
-        assert filter_.decide(key, 0, STATE) is twin.decide(key)
+        assert filter_.admit([key]) == twin.admit([key])
 
 
 def test_a_block_is_admitted_when_it_is_offered_again_or_was_hit() -> None:

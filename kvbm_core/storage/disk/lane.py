@@ -192,6 +192,11 @@ class Lane:
         """
         self._stops_at_s = min(self._stops_at_s, self._clock.now_s() + within_s)
 
+    def _digest(self, record: Record) -> bytes:
+        if record.pieces:
+            return pieces_digest(record.pieces)
+        return payload_digest(self._payload_type.from_address(record.address))
+
     def _is_left_alone(self) -> bool:
         self._reap(0.0)
         self._is_suspect &= bool(self._late)
@@ -303,46 +308,49 @@ class _Move:
     def _piece_bytes(self) -> int:
         return SECTOR_BYTES + self._lane._stored_bytes
 
-    def _pieces(self, index: int, cell: int) -> list[tuple[int, int]]:
+    def _pieces(self, run: _Run) -> list[tuple[int, int]]:
+        """(address, bytes) of each record's header and payload, ready to be moved."""
+        lane, records = self._lane, self._records
         if self._bounced is not None:
-            key, slot, _, _ = self._records[index]
-            self._records[index] = Record(key, slot, self._bounced.begin(index))
-        lane, record = self._lane, self._records[index]
+            for index in run.indices:
+                key, slot, _, _ = records[index]
+                records[index] = Record(key, slot, self._bounced.begin(index))
         if self._is_write:
-            self._fill_cell(record, cell)
-        header = (lane._cells_at + cell * SECTOR_BYTES, SECTOR_BYTES)
-        return [header, *record.pieces] if record.pieces else [header, (record.address, lane._stored_bytes)]
+            self._fill_cells(run)
+        pieces: list[tuple[int, int]] = []
+        for index, cell in zip(run.indices, run.cells, strict=True):
+            pieces.append((lane._cells_at + cell * SECTOR_BYTES, SECTOR_BYTES))
+            pieces += records[index].pieces or ((records[index].address, lane._stored_bytes),)
+        return pieces
 
-    def _judge(self, index: int, cell: int) -> Outcome:
-        record, header = self._records[index], unpack_record(self._lane._sectors[cell])
-        if header is None:
-            return Outcome.CORRUPT
-        geometry = self._lane._file.geometry
-        if (header.fingerprint, header.payload_bytes) != (geometry.fingerprint, geometry.payload_bytes):
-            return Outcome.INCOMPATIBLE
-        if (header.key, header.life, header.slot) != (record.key, self._lane._file.life, record.slot):
-            return Outcome.MISS
-        return Outcome.OK if self._digest(record) == header.digest else Outcome.CORRUPT
+    def _judge(self, run: _Run) -> list[Outcome]:
+        """How records that were read ended."""
+        lane, file = self._lane, self._lane._file
+        meaning = (file.geometry.fingerprint, file.geometry.payload_bytes)
+        outcomes: list[Outcome] = []
+        for index, cell in zip(run.indices, run.cells, strict=True):
+            record, header = self._records[index], unpack_record(lane._sectors[cell])
+            if header is None:
+                outcome = Outcome.CORRUPT
+            elif (header.fingerprint, header.payload_bytes) != meaning:
+                outcome = Outcome.INCOMPATIBLE
+            elif (header.key, header.life, header.slot) != (record.key, file.life, record.slot):
+                outcome = Outcome.MISS
+            else:
+                outcome = Outcome.OK if lane._digest(record) == header.digest else Outcome.CORRUPT
+            outcomes.append(outcome)
+        return outcomes
 
-    # ---------------------------------------------------------------- records
-
-    def _fill_cell(self, record: Record, cell: int) -> None:
-        lane, geometry = self._lane, self._lane._file.geometry
-        header = RecordHeader(
-            lane._file.life,
-            geometry.fingerprint,
-            record.slot,
-            lane._next_sequence,
-            geometry.payload_bytes,
-            record.key,
-            self._digest(record),
-        )
-        pack_record_into(lane._sectors[cell], header)
-
-    def _digest(self, record: Record) -> bytes:
-        if record.pieces:
-            return pieces_digest(record.pieces)
-        return payload_digest(self._lane._payload_type.from_address(record.address))
+    def _fill_cells(self, run: _Run) -> None:
+        """Headers of records that are to be written."""
+        lane, life, geometry = self._lane, self._lane._file.life, self._lane._file.geometry
+        for index, cell in zip(run.indices, run.cells, strict=True):
+            key, slot, _, _ = record = self._records[index]
+            digest = lane._digest(record)
+            header = RecordHeader(
+                *(life, geometry.fingerprint, slot, lane._next_sequence, geometry.payload_bytes, key, digest)
+            )
+            pack_record_into(lane._sectors[cell], header)
 
     # ---------------------------------------------------------------- requests
 
@@ -372,9 +380,10 @@ class _Move:
             indices = self._waiting.popleft()
             self._in_flight_records += len(indices)
             cells = [lane._free_cells.pop() for _ in indices]
-            pieces = [piece for pair in zip(indices, cells, strict=True) for piece in self._pieces(*pair)]
+            run = _Run(indices, cells)
+            pieces = self._pieces(run)
             offset_bytes = slot_offset_bytes(self._records[indices[0]].slot, lane._payload_bytes)
-            self._in_flight[lane._next_tag] = _Run(indices, cells)
+            self._in_flight[lane._next_tag] = run
             transfers.append(Transfer(lane._next_tag, offset_bytes, pieces))
             lane._next_tag += 1
             num_bytes += len(indices) * self._bytes_each
@@ -404,7 +413,7 @@ class _Move:
         else:
             outcomes = [Outcome.OK if is_whole else self._failure(moved)] * len(run.indices)
             if is_whole and not self._is_write:
-                outcomes = list(map(self._judge, run.indices, run.cells))
+                outcomes = self._judge(run)
             self._leave_places(run.indices, outcomes)
             self._finish(run.indices, outcomes)
         self._lane._free_cells += run.cells
@@ -457,16 +466,18 @@ class _HeaderRead(_Move):
     def _piece_bytes(self) -> int:
         return SECTOR_BYTES
 
-    def _pieces(self, index: int, cell: int) -> list[tuple[int, int]]:
-        return [(self._lane._cells_at + cell * SECTOR_BYTES, SECTOR_BYTES)]
+    def _pieces(self, run: _Run) -> list[tuple[int, int]]:
+        return [(self._lane._cells_at + cell * SECTOR_BYTES, SECTOR_BYTES) for cell in run.cells]
 
-    def _judge(self, index: int, cell: int) -> Outcome:
-        header, geometry = unpack_record(self._lane._sectors[cell]), self._lane._file.geometry
-        is_ours = (
-            header is not None
-            and header.life == self._lane._file.life
-            and header.slot == self._records[index].slot
-            and (header.fingerprint, header.payload_bytes) == (geometry.fingerprint, geometry.payload_bytes)
-        )
-        self.found[index] = header if is_ours else None
-        return Outcome.OK if is_ours else Outcome.MISS
+    def _judge(self, run: _Run) -> list[Outcome]:
+        lane, file = self._lane, self._lane._file
+        meaning = (file.geometry.fingerprint, file.geometry.payload_bytes)
+        for index, cell in zip(run.indices, run.cells, strict=True):
+            header = unpack_record(lane._sectors[cell])
+            if (
+                header is not None
+                and (header.life, header.slot) == (file.life, self._records[index].slot)
+                and (header.fingerprint, header.payload_bytes) == meaning
+            ):
+                self.found[index] = header
+        return [Outcome.MISS if self.found[index] is None else Outcome.OK for index in run.indices]
