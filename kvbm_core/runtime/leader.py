@@ -469,7 +469,7 @@ class Leader:
             tier = self.chain.named(chunk.tier)
             if tier is not None:
                 tier.expect(self._handshake.places_of(chunk.tier), num_ranks)
-                tier.take_in(chunk.rank, chunk.end, chunk.found)
+                self.chain.take_in(chunk.tier, chunk.rank, chunk.end, chunk.found)
             num_taken += max(EMPTY_BLOCKS, len(chunk.found))
 
     def publish_gauges(self) -> None:

@@ -168,7 +168,7 @@ class LocalTiers:
             found = 0 if claim is None else len(claim.keys)
             if claim is not None:
                 self._promises[owner] = claim
-            if self._chain.seekers:
+            if self._chain.keyed:
                 self._chain.wanted(self._chain.host.absent_of(keys[found:]))
         self._take_turn()
         return found
@@ -335,7 +335,7 @@ class LocalTiers:
 
     def found(self, tier: str, end: int, found: list[Found]) -> None:
         """See TierListener."""
-        self._hear(lambda: self._lower(tier).take_in(0, end, found))
+        self._hear(lambda: self._chain.take_in(tier, 0, end, found))
 
     def refused(self, tier: str, reason: str) -> None:
         """See TierListener."""
@@ -426,8 +426,7 @@ class LocalTiers:
         """Its device blocks are free, its host slots are not."""
         self._tell_load(job, result.outcome)
         if job.claim is not None:
-            for below in job.claim.held.below:
-                below.tier.note_trouble(result.outcome)
+            self._chain.note_late(job.claim.held, result.outcome)
 
     def _end_load(self, job: _Load) -> None:
         claim, (result,) = job.claim, job.results

@@ -109,7 +109,7 @@ class Onboarding:
 
     def _is_coming(self, state: RequestState, prefix_tokens: int, limit_tokens: int) -> bool:
         """Whether a lower tier is bringing up more than what can be held now, and there is time to wait."""
-        is_sought = state.is_lasting and self._chain.seekers
+        is_sought = state.is_lasting and self._chain.keyed
         if not is_sought or limit_tokens - prefix_tokens < self._align:
             return False
         if not self._chain.wanted(self._keys_beyond(state, prefix_tokens, limit_tokens)):
@@ -217,13 +217,7 @@ class Onboarding:
             if share.state.is_lasting:
                 self._chain.used(share.keys)
         else:  # whoever audits forgets what is wrong; of anything else only what the lower tiers failed at
-            for order in job.reads:
-                failed = {} if job.found_wrong else job.failures(order.slots)
-                ends = [(k, failed[s]) for k, s in zip(order.keys, order.slots, strict=True) if s in failed]
-                tier = self._chain.named(order.tier)
-                if tier is not None:
-                    tier.fetched(ends)
-            self._chain.release(share.held)
+            self._chain.gave_up(share.held, {} if job.found_wrong else job.failures(share.held.slots))
 
     def let_go(self, state: RequestState) -> None:
         """Ends the promise that the last match was."""
@@ -268,10 +262,9 @@ class Onboarding:
     def late(self, job: TransferJob, outcome: Outcome) -> None:
         """A rank has given the load up, and it is not over."""
         self.stop_sharing(job)
-        for order in job.reads:
-            tier = self._chain.named(order.tier)
-            if tier is not None:
-                tier.note_trouble(outcome)
+        for share in job.shares:
+            if share.held is not None:
+                self._chain.note_late(share.held, outcome)
 
     def _count(self, job: TransferJob, share: Share, slots: Sequence[int]) -> None:
         """``slots``: those whose blocks are on the device."""

@@ -15,9 +15,12 @@ from kvbm_core.clock import Clock
 from kvbm_core.errors import Outcome
 from kvbm_core.observe.labels import DropReason
 from kvbm_core.observe.metrics import Metrics
+from kvbm_core.storage.disk.recovery import Found
 from kvbm_core.tiers.groups import Residents
 from kvbm_core.tiers.jobs import JobTable
+from kvbm_core.tiers.keyed import KeyedTier
 from kvbm_core.tiers.lower import LowerTier, LowerTierMaker, Surroundings
+from kvbm_core.tiers.slotted import SlottedTier
 from kvbm_core.tiers.stack import TierStack
 from kvbm_core.transfer.plan import OrderKind, TierOrder
 from kvbm_core.types import BlockKey, Tier
@@ -27,7 +30,7 @@ from kvbm_core.types import BlockKey, Tier
 class Below:
     """Blocks that are held in one lower tier, and not in the host."""
 
-    tier: LowerTier
+    tier: SlottedTier
     lease: Lease
 
 
@@ -80,8 +83,9 @@ class TierChain:
         self._by_name = {tier.name: tier for tier in self.lower}
         if len(self._by_name) < len(self.lower):
             raise ValueError("two tiers of a chain have one name")
-        self.residents: Residents = TierStack((host, *self.lower)) if self.lower else host
-        self.seekers = tuple(tier for tier in self.lower if tier.seeks)
+        self.slotted = tuple(tier for tier in self.lower if isinstance(tier, SlottedTier))
+        self.keyed = tuple(tier for tier in self.lower if isinstance(tier, KeyedTier))
+        self.residents: Residents = TierStack((host, *self.slotted)) if self.slotted else host
         self._clock = clock
         self._metrics = metrics
         self._ttl_s = lease_ttl_s
@@ -90,6 +94,12 @@ class TierChain:
     def named(self, name: str) -> LowerTier | None:
         """The lower tier of this name."""
         return self._by_name.get(name)
+
+    def take_in(self, name: str, rank: int, end: int, found: Sequence[Found]) -> None:
+        """What ``rank`` found in the lower tier of this name; see SlottedTier."""
+        tier = self._by_name.get(name)
+        if isinstance(tier, SlottedTier):
+            tier.take_in(rank, end, found)
 
     def tier_of(self, name: str) -> Tier:
         """What metrics count the lower tier of this name as."""
@@ -113,13 +123,13 @@ class TierChain:
         lease = self.host.lease(owner, keys, self._ttl_s)
         if lease is not None:
             return Held(keys, lease.slots, lease)
-        if not self.lower:
+        if not self.slotted:
             return 0
         here = self.host.resident_of(keys)
         left, held = _without(keys, here), Held(keys, ())
-        for tier in self.lower:
+        for tier in self.slotted:
             found = tier.resident_of(left)
-            below = tier.lease(owner, found, self._ttl_s) if found else None
+            below = tier.slots.lease(owner, found, self._ttl_s) if found else None
             if below is not None:
                 held.below += (Below(tier, below),)
                 left = _without(left, found)
@@ -187,7 +197,7 @@ class TierChain:
         if held.lease is not None:
             self.host.release(held.lease)
         for below in held.below:
-            below.tier.release(below.lease)
+            below.tier.slots.release(below.lease)
         if held.reservation is not None:
             self.host.abort(held.reservation)
             held.reservation = None
@@ -231,6 +241,21 @@ class TierChain:
             below.tier.fetched(ends if forgets else [end for end in ends if end[1] is Outcome.OK])
         self.release(held)
 
+    def gave_up(self, held: Held, failed: Mapping[int, Outcome]) -> None:
+        """Nobody needs what ``held`` was for; what lower tiers were to bring into the slots in ``failed`` did
+        not come. ``held`` is released.
+        """
+        slot_of = dict(zip(held.keys, held.slots, strict=True)) if failed else {}
+        for below in held.below if failed else ():
+            ends = [(key, failed[slot_of[key]]) for key in below.lease.keys if slot_of[key] in failed]
+            below.tier.fetched(ends)
+        self.release(held)
+
+    def note_late(self, held: Held, outcome: Outcome) -> None:
+        """A rank has given up to fetch, and it is not over."""
+        for below in held.below:
+            below.tier.judge(outcome)
+
     def used(self, keys: Sequence[BlockKey]) -> None:
         """``keys``, which mean the same in other processes, were loaded, or found and audited."""
         for tier in self.lower:
@@ -240,7 +265,7 @@ class TierChain:
         """``keys``, in order, can be held nowhere: True if a lower tier is looking for them or bringing them
         up.
         """
-        return any([tier.wanted(keys) for tier in self.seekers]) if keys else False
+        return any([tier.wanted(keys) for tier in self.keyed]) if keys else False
 
     # ---------------------------------------------------------------- the way down
 
@@ -276,7 +301,7 @@ class TierChain:
     @property
     def live_leases(self) -> int:
         """In all tiers."""
-        return self.host.live_leases + sum(tier.live_leases for tier in self.lower)
+        return self.host.live_leases + sum(tier.slots.live_leases for tier in self.slotted)
 
     def mind(self, moving: Iterable[Held]) -> int:
         """Time has passed; ``moving``: what workers may still touch. Returns how many other leases ended."""
@@ -284,7 +309,7 @@ class TierChain:
         self.renew_due(moving)
         for tier in self.lower:
             tier.mind()
-        return self.host.expire_leases() + sum(tier.expire_leases() for tier in self.lower)
+        return self.host.expire_leases() + sum(tier.slots.expire_leases() for tier in self.slotted)
 
     def forget(self, keys: Collection[BlockKey]) -> None:
         """Makes ``keys`` a miss in the host."""

@@ -12,14 +12,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from kvbm_core.blocks.lease import Lease
 from kvbm_core.blocks.slot_tier import Reservation, protect_nothing
 from kvbm_core.errors import IntegrityError, Outcome
 from kvbm_core.observe.labels import DropReason
 from kvbm_core.policy.admission import AdmissionPolicy
-from kvbm_core.storage.disk.recovery import Found
 from kvbm_core.tiers.jobs import Job
-from kvbm_core.tiers.lower import USELESS, Feed, FeedOptions, LowerTierMaker, Surroundings
+from kvbm_core.tiers.lower import USELESS, LowerTier, LowerTierMaker, StoringOptions, Surroundings
 from kvbm_core.transfer.plan import OrderKind, TierOrder
 from kvbm_core.types import BlockKey, Direction, Tier
 
@@ -34,7 +32,7 @@ class KeyedOptions:
     to ``most_find_blocks``.
     """
 
-    feed: FeedOptions = field(default_factory=FeedOptions)
+    storing: StoringOptions = field(default_factory=StoringOptions)
     max_fetching_blocks: int = 1024
     max_known_blocks: int = 1_000_000
     present_s: float = 60.0
@@ -77,36 +75,19 @@ class FetchJob(Job):
         return len(self.reservation.keys)
 
 
-class KeyedTier:
-    """LowerTier. Every rank stores its own shard under the block's key."""
+class KeyedTier(LowerTier):
+    """Every rank stores its own shard under the block's key."""
 
     def __init__(
         self, name: str, tier: Tier, admission: AdmissionPolicy, around: Surroundings, options: KeyedOptions
     ) -> None:
-        self.name = name
-        self.tier = tier
-        self.seeks = True
-        self._admission = admission
-        self._around = around
-        self._options = options
-        self._feed = Feed(name, tier, around, options.feed, begin=self._begin_store, end=self._end_store)
+        super().__init__(name, tier, admission, around, options.storing)
+        self._keyed = options
         self._known: dict[BlockKey, _Known] = {}
         self._finding: set[BlockKey] = set()
         self._fetching: dict[BlockKey, FetchJob] = {}
         self._storing: set[BlockKey] = set()
         self._is_fetch_failing = False
-
-    # ---------------------------------------------------------------- LowerTier: nothing is promised
-
-    @property
-    def is_usable(self) -> bool:
-        """See LowerTier."""
-        return self._feed.is_usable
-
-    @property
-    def storing_blocks(self) -> int:
-        """See LowerTier."""
-        return self._feed.storing_blocks + self._feed.waiting_blocks
 
     @property
     def fetching_blocks(self) -> int:
@@ -118,67 +99,12 @@ class KeyedTier:
         """Not known: others use the store too."""
         return 0, 0
 
-    @property
-    def live_leases(self) -> int:
-        """See LowerTier."""
-        return 0
-
-    def match_prefix(self, keys: Sequence[BlockKey]) -> int:
-        """See Residents."""
-        return 0
-
-    def contains(self, key: BlockKey) -> bool:
-        """See Residents."""
-        return False
-
-    def resident_of(self, keys: Sequence[BlockKey]) -> list[BlockKey]:
-        """See LowerTier."""
-        return []
-
-    def lease(self, owner: str, keys: Sequence[BlockKey], ttl_s: float) -> Lease | None:
-        """See LowerTier."""
-        return None
-
-    def renew(self, lease: Lease, ttl_s: float) -> Lease:
-        """See LowerTier."""
-        return lease
-
-    def is_good(self, lease: Lease) -> bool:
-        """See LowerTier."""
-        return False
-
-    def release(self, lease: Lease) -> None:
-        """See LowerTier."""
-
-    def expire_leases(self) -> int:
-        """See LowerTier."""
-        return 0
-
-    def take_in(self, rank: int, end: int, found: Sequence[Found]) -> None:
-        """See LowerTier."""
-
-    def expect(self, num_places: int, num_ranks: int) -> None:
-        """See LowerTier."""
-        self._feed.num_ranks = num_ranks
-
-    def fetched(self, outcomes: Sequence[tuple[BlockKey, Outcome]]) -> None:
-        """See LowerTier."""
-
-    def note_trouble(self, outcome: Outcome) -> None:
-        """See LowerTier."""
-
-    def turn_off(self, reason: str) -> None:
-        """See LowerTier."""
-        self._feed.turn_off(reason)
-
-    def mind(self) -> None:
-        """See LowerTier."""
-        self._feed.mind()
-
     # ---------------------------------------------------------------- the way up
 
     def wanted(self, keys: Sequence[BlockKey]) -> bool:
-        """See LowerTier. Looks for the first keys that are not known, and fetches those known to be there."""
+        """``keys``, in order, are nowhere above. Looks for the first ones that are not known, and fetches
+        those known to be there. True if asking again soon is worth it.
+        """
         if not self.is_usable:
             return False
         now_s, here, is_coming = self._around.clock.now_s(), list[BlockKey](), False
@@ -191,7 +117,7 @@ class KeyedTier:
                 break
             known = self._known.get(key)
             if known is None or known.until_s <= now_s:
-                most = min(max(self._options.first_find_blocks, 2 * i), self._options.most_find_blocks)
+                most = min(max(self._keyed.first_find_blocks, 2 * i), self._keyed.most_find_blocks)
                 self._find([key for key in keys[i : i + most] if self._is_unknown(key, now_s)])
                 is_coming = True
                 break
@@ -220,12 +146,12 @@ class KeyedTier:
         self._learn({key: failed.get(i, Outcome.OK) for i, key in enumerate(job.keys)})
         trouble = _trouble_of(job, range(len(job.keys)))
         if trouble is not Outcome.OK or not self._is_fetch_failing:
-            self._feed.judge(trouble)
+            self.judge(trouble)
 
     def _fetch(self, keys: Sequence[BlockKey]) -> bool:
         """False if there is no room for any of them."""
         host, jobs = self._around.host, self._around.jobs
-        most = min(self._options.max_fetching_blocks, max(1, host.capacity_blocks // HOST_SHARE))
+        most = min(self._keyed.max_fetching_blocks, max(1, host.capacity_blocks // HOST_SHARE))
         room = max(0, most - self.fetching_blocks)
         reservation = host.reserve(keys[:room], protect_nothing)
         if not reservation.keys:
@@ -261,12 +187,8 @@ class KeyedTier:
         self._learn(outcome_of)
         self._judge_fetch(_trouble_of(job, slots))
 
-    def _ranks(self) -> set[int]:
-        num_ranks = self._feed.num_ranks
-        return set(range(num_ranks)) if num_ranks else self._around.jobs.all_ranks()
-
     def _learn(self, outcomes: Mapping[BlockKey, Outcome]) -> None:
-        now_s, options = self._around.clock.now_s(), self._options
+        now_s, options = self._around.clock.now_s(), self._keyed
         for key, outcome in outcomes.items():
             is_answer = outcome in USELESS and outcome is not Outcome.IO_ERROR
             absent_s = options.absent_s if is_answer else options.trouble_s
@@ -279,19 +201,12 @@ class KeyedTier:
     def _judge_fetch(self, outcome: Outcome) -> None:
         """A store that knows what it has and does not give it fails, however well it is asked."""
         self._is_fetch_failing = outcome is not Outcome.OK
-        self._feed.judge(outcome)
+        self.judge(outcome)
 
     # ---------------------------------------------------------------- the way down
 
-    def hit(self, keys: Sequence[BlockKey]) -> None:
-        """See LowerTier."""
-        self._admission.hit(keys)
-        self.offer(keys)
-
-    def offer(self, keys: Sequence[BlockKey]) -> None:
-        """See LowerTier."""
-        if self.is_usable:
-            self._feed.put(self._admission.admit([key for key in keys if not self._is_there(key)]))
+    def _new_of(self, keys: Sequence[BlockKey]) -> Sequence[BlockKey]:
+        return [key for key in keys if not self._is_there(key)]
 
     def _is_there(self, key: BlockKey) -> bool:
         known = self._known.get(key)
@@ -299,7 +214,7 @@ class KeyedTier:
         return is_known or key in self._storing
 
     def _begin_store(self, keys: Sequence[BlockKey]) -> tuple[Sequence[BlockKey], Sequence[int]]:
-        new_keys = [key for key in keys if not self._is_there(key)]
+        new_keys = self._new_of(keys)
         self._storing.update(new_keys)
         return new_keys, ()
 
@@ -317,13 +232,13 @@ class KeyedTier:
         self._learn(dict.fromkeys(keys, Outcome.MISS))
 
     def reset(self) -> None:
-        """See LowerTier: what is known and what waits. What others share stays in the store."""
-        self._feed.clear()
+        """See LowerTier. What others share stays in the store."""
+        super().reset()
         self._known.clear()
 
     def check_integrity(self) -> None:
         """See LowerTier."""
-        if len(self._storing) != self._feed.storing_blocks:
+        if len(self._storing) != self.ordered_blocks:
             raise IntegrityError(f"the {self.name} tier stores blocks in no order in flight")
         jobs = set(self._fetching.values())
         if sum(job.num_blocks for job in jobs) != len(self._fetching):

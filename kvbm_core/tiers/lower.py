@@ -1,12 +1,12 @@
-"""A tier below the host, as the chain sees it; and the way down to it."""
+"""A tier below the host: what the leader knows of it, and the way down to it."""
 
 from __future__ import annotations
 
 import logging
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from kvbm_core.blocks.lease import Lease
 from kvbm_core.blocks.slot_tier import BlockTier
@@ -14,9 +14,8 @@ from kvbm_core.clock import Clock
 from kvbm_core.errors import Outcome
 from kvbm_core.observe.labels import DropReason
 from kvbm_core.observe.metrics import Metrics
-from kvbm_core.storage.disk.recovery import Found
+from kvbm_core.policy.admission import AdmissionPolicy
 from kvbm_core.tiers.breaker import Breaker
-from kvbm_core.tiers.groups import Residents
 from kvbm_core.tiers.jobs import Job, JobTable
 from kvbm_core.transfer.plan import OrderKind, TierOrder
 from kvbm_core.types import BlockKey, Direction, Tier
@@ -28,93 +27,6 @@ USELESS = frozenset({Outcome.MISS, Outcome.CORRUPT, Outcome.INCOMPATIBLE, Outcom
 FAILING = frozenset({Outcome.IO_ERROR, Outcome.TIMED_OUT})
 
 log = logging.getLogger("kvbm")
-
-
-class LowerTier(Residents, Protocol):
-    """A tier below the host. On the leader's thread; never waits.
-
-    Residents: what can be promised now. A tier by key promises nothing; what it has is brought into the host
-    first (``wanted``).
-    """
-
-    name: str
-    """One word, unique in a chain; orders and log lines carry it."""
-    tier: Tier
-    """What metrics count it as."""
-    seeks: bool
-    """Whether it promises nothing, and looks for what is ``wanted``."""
-
-    @property
-    def is_usable(self) -> bool:
-        """Whether blocks can be stored and fetched now."""
-
-    @property
-    def storing_blocks(self) -> int:
-        """Blocks on their way to the tier, or waiting for that."""
-
-    @property
-    def usage(self) -> tuple[int, int]:
-        """Blocks in use, and in all."""
-
-    def resident_of(self, keys: Sequence[BlockKey]) -> list[BlockKey]:
-        """Those of ``keys`` that are there, in order."""
-
-    def lease(self, owner: str, keys: Sequence[BlockKey], ttl_s: float) -> Lease | None:
-        """Holds ``keys`` in their places; None, and nothing is held, unless all of them are there."""
-
-    def renew(self, lease: Lease, ttl_s: float) -> Lease:
-        """A new lease in place of ``lease``; the same one if that has ended."""
-
-    def is_good(self, lease: Lease) -> bool:
-        """Whether the lease has not ended, and none of its blocks was forgotten since."""
-
-    def release(self, lease: Lease) -> None:
-        """Ends a lease; one that has ended is left alone."""
-
-    def expire_leases(self) -> int:
-        """Ends the leases whose time is over; returns how many."""
-
-    @property
-    def live_leases(self) -> int:
-        """Leases that have not ended."""
-
-    def wanted(self, keys: Sequence[BlockKey]) -> bool:
-        """``keys``, in order, are nowhere above: True if they are being looked for, or brought into the host,
-        so that asking again soon is worth it.
-        """
-
-    def offer(self, keys: Sequence[BlockKey]) -> None:
-        """``keys`` are new in the host: those that the tier lacks and admits are stored."""
-
-    def hit(self, keys: Sequence[BlockKey]) -> None:
-        """``keys`` were loaded: they may have become worth a place here."""
-
-    def fetched(self, outcomes: Sequence[tuple[BlockKey, Outcome]]) -> None:
-        """How a fetch of leased blocks ended: useless ones are forgotten, a failing tier is left alone."""
-
-    def note_trouble(self, outcome: Outcome) -> None:
-        """A fetch was given up, and is not over."""
-
-    def take_in(self, rank: int, end: int, found: Sequence[Found]) -> None:
-        """What ``rank`` found in its places below ``end``."""
-
-    def expect(self, num_places: int, num_ranks: int) -> None:
-        """So many places will be found, on so many ranks that store."""
-
-    def turn_off(self, reason: str) -> None:
-        """It cannot be used in this process; the engine serves without it."""
-
-    def mind(self) -> None:
-        """Time has passed: what is pinned for orders under way stays pinned."""
-
-    def forget(self, keys: Sequence[BlockKey]) -> None:
-        """Makes ``keys`` a miss."""
-
-    def reset(self) -> None:
-        """Forgets every block."""
-
-    def check_integrity(self) -> None:
-        """Raises IntegrityError unless the books agree."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,73 +41,143 @@ class Surroundings:
     lease_ttl_s: float = 30.0
 
 
-LowerTierMaker = Callable[[Surroundings], LowerTier]
-
-
 @dataclass(frozen=True, slots=True)
-class FeedOptions:
-    """``max_storing_blocks``: on their way to the tier at once, and pinned in the host meanwhile; as many as
-    ``max_waiting_blocks`` wait their turn, not pinned. What comes beyond that is dropped and counted.
+class StoringOptions:
+    """``max_storing_blocks``: on their way to the tier at once, and leased in the host meanwhile; as many as
+    ``max_waiting_blocks`` wait their turn, not leased. What comes beyond that is dropped and counted.
     """
 
     max_storing_blocks: int = 1024
     max_waiting_blocks: int = 65_536
 
 
-class Feed:
-    """The way down from the host to one lower tier: what waits, what is under way, when to leave it alone.
+class LowerTier(ABC):
+    """One tier below the host. On the leader's thread; never waits.
 
-    ``begin(keys)``: those of ``keys`` that get a place, as (keys, places), places empty in a tier by key.
-    ``end(keys, outcomes)``: how each of these ended, on all ranks together.
+    It has numbered slots (SlottedTier) or is by key (KeyedTier). A block is offered when it has been
+    committed to the host and when it is used there, and is stored if ``admission`` says so. A tier that fails
+    again and again is left alone for a while. ``name``: one word, unique in a chain, which orders and log
+    lines carry. ``tier``: what metrics count it as.
     """
 
     def __init__(
         self,
         name: str,
         tier: Tier,
+        admission: AdmissionPolicy,
         around: Surroundings,
-        options: FeedOptions,
-        *,
-        begin: Callable[[Sequence[BlockKey]], tuple[Sequence[BlockKey], Sequence[int]]],
-        end: Callable[[Sequence[BlockKey], Sequence[Outcome]], int],
+        options: StoringOptions,
     ) -> None:
-        self._name = name
-        self._tier = tier
+        self.name = name
+        self.tier = tier
+        self._admission = admission
         self._around = around
         self._options = options
-        self._begin, self._end = begin, end
         self._breaker = Breaker(around.clock)
         self._waiting: deque[BlockKey] = deque()
         self._jobs: set[_StoreJob] = set()
-        self.num_ranks = 0  # of those that store; 0: all
+        self._num_ranks = 0  # of those that store; 0: all
         self.off_reason: str | None = None
+        """Why it cannot be used in this process."""
+
+    # ---------------------------------------------------------------- what each kind does otherwise
+
+    @property
+    @abstractmethod
+    def usage(self) -> tuple[int, int]:
+        """Blocks in use, and in all."""
+
+    @abstractmethod
+    def forget(self, keys: Sequence[BlockKey]) -> None:
+        """Makes ``keys`` a miss."""
+
+    @abstractmethod
+    def _new_of(self, keys: Sequence[BlockKey]) -> Sequence[BlockKey]:
+        """Those of ``keys`` that are neither here nor on their way."""
+
+    @abstractmethod
+    def _begin_store(self, keys: Sequence[BlockKey]) -> tuple[Sequence[BlockKey], Sequence[int]]:
+        """Those of ``keys`` that get a place, and the places; these are empty in a tier by key."""
+
+    @abstractmethod
+    def _end_store(self, keys: Sequence[BlockKey], outcomes: Sequence[Outcome]) -> int:
+        """How each of ``keys`` ended, on all ranks together. Answers how many are here now."""
+
+    # ---------------------------------------------------------------- state
 
     @property
     def is_usable(self) -> bool:
-        """See LowerTier."""
+        """Whether blocks can be stored and fetched now."""
         return self.off_reason is None and not self._breaker.is_open
 
     @property
-    def waiting_blocks(self) -> int:
-        """Blocks that wait for their turn."""
-        return len(self._waiting)
+    def storing_blocks(self) -> int:
+        """Blocks on their way to the tier, or waiting for that."""
+        return self.ordered_blocks + len(self._waiting)
 
     @property
-    def storing_blocks(self) -> int:
-        """Blocks in orders that some rank has not answered."""
+    def ordered_blocks(self) -> int:
+        """Blocks in orders to store that some rank has not answered."""
         return sum(len(job.order.keys) for job in self._jobs)
 
-    def put(self, keys: Sequence[BlockKey]) -> None:
-        """Stores ``keys`` as soon as there is room on the way."""
-        room = max(0, self._options.max_waiting_blocks - len(self._waiting))
-        self._waiting.extend(keys[:room])
-        self._around.metrics.dropped(DropReason.QUEUE_FULL, len(keys) - room)
-        self.send_waiting()
+    def expect(self, num_places: int, num_ranks: int) -> None:
+        """So many places will be found, on so many ranks that store."""
+        self._num_ranks = num_ranks
 
-    def send_waiting(self) -> None:
+    def judge(self, outcome: Outcome) -> None:
+        """How something that the tier was asked for ended, or that it was given up."""
+        if outcome is Outcome.OK:
+            self._breaker.succeeded()
+        elif outcome in FAILING and self._breaker.failed():
+            log.warning("kvbm: the %s fails (%s); it is left alone for a while", self.name, outcome)
+            self._around.metrics.dropped(DropReason.TRANSFER_FAILED, len(self._waiting))
+            self._waiting.clear()
+
+    def turn_off(self, reason: str) -> None:
+        """It cannot be used in this process; the engine serves without it."""
+        if self.off_reason is None:
+            log.error("kvbm: the %s tier is off, the engine serves without it: %s", self.name, reason)
+        self.off_reason = reason
+
+    def mind(self) -> None:
+        """Time has passed. A host slot is not reused while a worker may still read it."""
+        host, ttl_s = self._around.host, self._around.lease_ttl_s
+        now_s = self._around.clock.now_s()
+        for job in self._jobs:
+            if job.lease.expires_at_s - now_s < ttl_s / 2:
+                job.lease = host.renew(job.lease, ttl_s) or job.lease
+
+    def reset(self) -> None:
+        """Forgets every block; what waits is not stored."""
+        self._waiting.clear()
+
+    @abstractmethod
+    def check_integrity(self) -> None:
+        """Raises IntegrityError unless the books agree."""
+
+    # ---------------------------------------------------------------- the way down
+
+    def hit(self, keys: Sequence[BlockKey]) -> None:
+        """``keys`` were loaded: they may have become worth a place here."""
+        self._admission.hit(keys)
+        self.offer(keys)
+
+    def offer(self, keys: Sequence[BlockKey]) -> None:
+        """``keys`` are in the host: those that the tier lacks and admits are stored, as soon as there is room
+        on the way.
+        """
+        if not self.is_usable:
+            return
+        admitted = self._admission.admit(self._new_of(keys))
+        room = max(0, self._options.max_waiting_blocks - len(self._waiting))
+        self._waiting.extend(admitted[:room])
+        self._around.metrics.dropped(DropReason.QUEUE_FULL, len(admitted) - room)
+        self._send_waiting()
+
+    def _send_waiting(self) -> None:
         """Sends as many orders as may be under way; what has left the host meanwhile is left out."""
         while self._waiting and self.is_usable:
-            room = self._options.max_storing_blocks - self.storing_blocks
+            room = self._options.max_storing_blocks - self.ordered_blocks
             if room <= 0:
                 return
             batch = [self._waiting.popleft() for _ in range(min(STORE_BLOCKS, room, len(self._waiting)))]
@@ -204,23 +186,26 @@ class Feed:
 
     def _store(self, keys: Sequence[BlockKey]) -> None:
         around = self._around
-        placed, places = self._begin(keys)
+        placed, places = self._begin_store(keys)
         if not placed:
             return
-        lease = around.host.lease(self._name, placed, around.lease_ttl_s)
+        lease = around.host.lease(self.name, placed, around.lease_ttl_s)
         if lease is None:
-            self._end(placed, [Outcome.REJECTED] * len(placed))
+            self._end_store(placed, [Outcome.REJECTED] * len(placed))
             return
         job_id = around.jobs.new_id()
-        order = TierOrder(job_id, self._name, OrderKind.STORE, lease.keys, lease.slots, tuple(places))
-        ranks = set(range(self.num_ranks)) if self.num_ranks else around.jobs.all_ranks()
-        job = _StoreJob(job_id, ranks, around.jobs.now_s(), on_end=lambda: self._ended(job))
+        order = TierOrder(job_id, self.name, OrderKind.STORE, lease.keys, lease.slots, tuple(places))
+        job = _StoreJob(job_id, self._ranks(), around.jobs.now_s(), on_end=lambda: self._store_ended(job))
         job.on_late = lambda result: self.judge(result.outcome)
         job.order, job.lease = order, lease
         self._jobs.add(around.jobs.add(job))
         around.send(order)
 
-    def _ended(self, job: _StoreJob) -> None:
+    def _ranks(self) -> set[int]:
+        """Those that have to answer an order."""
+        return set(range(self._num_ranks)) if self._num_ranks else self._around.jobs.all_ranks()
+
+    def _store_ended(self, job: _StoreJob) -> None:
         self._jobs.discard(job)
         metrics, order = self._around.metrics, job.order
         self._around.host.release(job.lease)
@@ -231,41 +216,17 @@ class Feed:
         if num_ok:
             num_bytes = sum(result.num_bytes for result in job.results)
             seconds = max(result.seconds for result in job.results)
-            metrics.tier_transfer(Tier.HOST, self._tier, num_bytes, seconds)
-        num_kept = self._end(order.keys, outcomes)
-        metrics.offloaded_blocks(num_kept, Tier.HOST, self._tier)
+            metrics.tier_transfer(Tier.HOST, self.tier, num_bytes, seconds)
+        num_kept = self._end_store(order.keys, outcomes)
+        metrics.offloaded_blocks(num_kept, Tier.HOST, self.tier)
         metrics.dropped(DropReason.RESET, num_ok - num_kept)
         if num_ok < len(outcomes):
             metrics.failure(f"{Direction.OFFLOAD}_{job.outcome}")
             metrics.dropped(DropReason.TRANSFER_FAILED, len(outcomes) - num_ok)
-        self.send_waiting()
+        self._send_waiting()
 
-    def judge(self, outcome: Outcome) -> None:
-        """How something that the tier was asked for ended: a failing one is left alone for a while."""
-        if outcome is Outcome.OK:
-            self._breaker.succeeded()
-        elif outcome in FAILING and self._breaker.failed():
-            log.warning("kvbm: the %s fails (%s); it is left alone for a while", self._name, outcome)
-            self._around.metrics.dropped(DropReason.TRANSFER_FAILED, len(self._waiting))
-            self._waiting.clear()
 
-    def turn_off(self, reason: str) -> None:
-        """See LowerTier."""
-        if self.off_reason is None:
-            log.error("kvbm: the %s tier is off, the engine serves without it: %s", self._name, reason)
-        self.off_reason = reason
-
-    def mind(self) -> None:
-        """A host slot is not reused while a worker may still read it."""
-        host, ttl_s = self._around.host, self._around.lease_ttl_s
-        now_s = self._around.clock.now_s()
-        for job in self._jobs:
-            if job.lease.expires_at_s - now_s < ttl_s / 2:
-                job.lease = host.renew(job.lease, ttl_s) or job.lease
-
-    def clear(self) -> None:
-        """What waits is not stored."""
-        self._waiting.clear()
+LowerTierMaker = Callable[[Surroundings], LowerTier]
 
 
 class _StoreJob(Job):

@@ -11,23 +11,19 @@ from kvbm_core.observe.labels import DropReason
 from kvbm_core.policy.admission import AdmissionPolicy
 from kvbm_core.policy.lru import LruPolicy
 from kvbm_core.storage.disk.recovery import Found, batches_of
-from kvbm_core.tiers.lower import FAILING, USELESS, Feed, FeedOptions, LowerTierMaker, Surroundings
+from kvbm_core.tiers.lower import FAILING, USELESS, LowerTier, LowerTierMaker, StoringOptions, Surroundings
 from kvbm_core.transfer.plan import OrderKind, TierOrder
 from kvbm_core.types import BlockKey, Tier
 
 
-def slotted_tier(
-    name: str, tier: Tier, admission: AdmissionPolicy, options: FeedOptions | None = None
-) -> LowerTierMaker:
+def slotted_tier(name: str, tier: Tier, admission: AdmissionPolicy) -> LowerTierMaker:
     """Makes a SlottedTier."""
-    return lambda around: SlottedTier(name, tier, admission, around, options or FeedOptions())
+    return lambda around: SlottedTier(name, tier, admission, around)
 
 
-class SlottedTier:
-    """LowerTier. A block is there once every rank has stored its shard in the same slot.
-
-    A block is offered when it has been committed to the host and when it is used there, and goes if
-    ``admission`` says so.
+class SlottedTier(LowerTier):
+    """A block is there once every rank has stored its shard in the same slot. It is held where it lies until
+    it is fetched.
     """
 
     def __init__(
@@ -36,17 +32,11 @@ class SlottedTier:
         tier: Tier,
         admission: AdmissionPolicy,
         around: Surroundings,
-        options: FeedOptions,
+        options: StoringOptions | None = None,
     ) -> None:
-        self.name = name
-        self.tier = tier
-        self.seeks = False
+        super().__init__(name, tier, admission, around, options or StoringOptions())
         self.slots = BlockTier(tier, LruPolicy(), around.clock)
-        self._around = around
-        self._admission = admission
-        self._feed = Feed(name, tier, around, options, begin=self._begin_store, end=self._end_store)
         self._expected_slots = 0
-        self._num_ranks = 1
         self._storing: dict[BlockKey, Reservation] = {}
         self._found: dict[int, dict[int, dict[tuple[int, BlockKey], int]]] = {}
         self._evicted_seen = 0
@@ -55,29 +45,9 @@ class SlottedTier:
     # ---------------------------------------------------------------- what is there
 
     @property
-    def is_usable(self) -> bool:
-        """See LowerTier."""
-        return self._feed.is_usable
-
-    @property
-    def off_reason(self) -> str | None:
-        """Why it cannot be used in this process."""
-        return self._feed.off_reason
-
-    @property
-    def storing_blocks(self) -> int:
-        """See LowerTier."""
-        return self.slots.pending_blocks + self._feed.waiting_blocks
-
-    @property
     def usage(self) -> tuple[int, int]:
         """See LowerTier."""
         return self.slots.resident_blocks, self.slots.capacity_blocks
-
-    @property
-    def live_leases(self) -> int:
-        """See LowerTier."""
-        return self.slots.live_leases
 
     def match_prefix(self, keys: Sequence[BlockKey]) -> int:
         """See Residents; nothing while the tier is off."""
@@ -88,51 +58,37 @@ class SlottedTier:
         return self.is_usable and self.slots.contains(key)
 
     def resident_of(self, keys: Sequence[BlockKey]) -> list[BlockKey]:
-        """See LowerTier; nothing while the tier is off."""
+        """Those of ``keys`` that are there, in order; nothing while the tier is off."""
         return self.slots.resident_of(keys) if self.is_usable else []
 
-    def lease(self, owner: str, keys: Sequence[BlockKey], ttl_s: float) -> Lease | None:
-        """See LowerTier."""
-        return self.slots.lease(owner, keys, ttl_s)
-
     def renew(self, lease: Lease, ttl_s: float) -> Lease:
-        """See LowerTier."""
+        """A new lease in place of ``lease``; the same one if that has ended."""
         return self.slots.renew(lease, ttl_s) or lease
 
     def is_good(self, lease: Lease) -> bool:
-        """See LowerTier."""
+        """Whether the lease has not ended, and none of its blocks was forgotten since."""
         return self.slots.is_live(lease) and self.slots.match_prefix(lease.keys) == len(lease.keys)
-
-    def release(self, lease: Lease) -> None:
-        """See LowerTier."""
-        self.slots.release(lease)
-
-    def expire_leases(self) -> int:
-        """See LowerTier."""
-        return self.slots.expire_leases()
-
-    def wanted(self, keys: Sequence[BlockKey]) -> bool:
-        """What is here is promised at once, and what is not here will not come."""
-        return False
 
     # ---------------------------------------------------------------- what workers say of it
 
     def expect(self, num_places: int, num_ranks: int) -> None:
         """See LowerTier."""
-        self._num_ranks = self._feed.num_ranks = num_ranks
+        super().expect(num_places, num_ranks)
         if num_places > self._expected_slots:
             self._expected_slots = num_places
             self.slots.expect(num_places)
 
     def take_in(self, rank: int, end: int, found: Sequence[Found]) -> None:
-        """See LowerTier. A block is there if every rank has it in the same slot."""
+        """What ``rank`` found in its places below ``end``. A block is there if every rank has it in the same
+        slot.
+        """
         kept = [] if self._is_forgotten else found
-        if self._num_ranks == 1:
+        if len(self._ranks()) == 1:
             self.slots.restore(end, batches_of(kept))
             return
         of_rank = self._found.setdefault(end, {})
         of_rank[rank] = {(record.slot, record.key): record.sequence for record in kept}
-        if len(of_rank) < self._num_ranks:
+        if len(of_rank) < len(self._ranks()):
             return
         del self._found[end]
         first, *others = of_rank.values()
@@ -143,21 +99,10 @@ class SlottedTier:
         ]
         self.slots.restore(end, batches_of(common))
 
-    def turn_off(self, reason: str) -> None:
-        """See LowerTier."""
-        self._feed.turn_off(reason)
-
     # ---------------------------------------------------------------- the way down
 
-    def hit(self, keys: Sequence[BlockKey]) -> None:
-        """See LowerTier."""
-        self._admission.hit(keys)
-        self.offer(keys)
-
-    def offer(self, keys: Sequence[BlockKey]) -> None:
-        """See LowerTier."""
-        if self.is_usable and self.slots.capacity_blocks:
-            self._feed.put(self._admission.admit(self.slots.new_of(keys)))
+    def _new_of(self, keys: Sequence[BlockKey]) -> Sequence[BlockKey]:
+        return self.slots.new_of(keys) if self.slots.capacity_blocks else ()
 
     def _begin_store(self, keys: Sequence[BlockKey]) -> tuple[Sequence[BlockKey], Sequence[int]]:
         new_keys = self.slots.new_of(keys)
@@ -180,20 +125,11 @@ class SlottedTier:
     # ---------------------------------------------------------------- the way up, and ends
 
     def fetched(self, outcomes: Sequence[tuple[BlockKey, Outcome]]) -> None:
-        """See LowerTier."""
-        if not outcomes:
-            return
-        self.forget([key for key, outcome in outcomes if outcome in USELESS])
-        bad = [outcome for _, outcome in outcomes if outcome is not Outcome.OK]
-        self._feed.judge(next((o for o in bad if o in FAILING), bad[0] if bad else Outcome.OK))
-
-    def note_trouble(self, outcome: Outcome) -> None:
-        """See LowerTier."""
-        self._feed.judge(outcome)
-
-    def mind(self) -> None:
-        """See LowerTier."""
-        self._feed.mind()
+        """How a fetch of leased blocks ended: useless ones are forgotten, a failing tier is left alone."""
+        if outcomes:
+            self.forget([key for key, outcome in outcomes if outcome in USELESS])
+            bad = [outcome for _, outcome in outcomes if outcome is not Outcome.OK]
+            self.judge(next((o for o in bad if o in FAILING), bad[0] if bad else Outcome.OK))
 
     def forget(self, keys: Sequence[BlockKey]) -> None:
         """See LowerTier."""
@@ -201,7 +137,7 @@ class SlottedTier:
 
     def reset(self) -> None:
         """See LowerTier; for good, also on the disks. What is on its way will not be committed."""
-        self._feed.clear()
+        super().reset()
         self.slots.reset()
         # What is still to come of what the ranks found at the start is of the time before.
         self._is_forgotten = True
@@ -210,5 +146,5 @@ class SlottedTier:
     def check_integrity(self) -> None:
         """See LowerTier: what is reserved is what is being stored."""
         self.slots.check_integrity()
-        if not self.slots.pending_blocks == len(self._storing) == self._feed.storing_blocks:
+        if not self.slots.pending_blocks == len(self._storing) == self.ordered_blocks:
             raise IntegrityError(f"slots of the {self.name} are reserved for no order in flight")

@@ -270,13 +270,13 @@ def test_a_late_write_keeps_its_slots_until_the_kernel_is_done(
     bench = bench_of(1, 1, io_deadline_s=0.05)
     disk, is_given_up = bench.tiers._chain.named("disk"), threading.Event()
     assert isinstance(disk, SlottedTier)
-    judge = disk._feed.judge
+    judge = disk.judge
 
     def judged(outcome: Outcome) -> None:
         judge(outcome)
         is_given_up.set()
 
-    monkeypatch.setattr(disk._feed, "judge", judged)
+    monkeypatch.setattr(disk, "judge", judged)
     assert bench.begin_store(KEYS[:1]).wait() is Outcome.OK and is_given_up.wait(LONG_S)
     with bench.tiers._lock:
         assert disk.slots.pending_blocks == 1

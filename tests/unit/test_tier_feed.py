@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvbm_core.errors import Outcome
 from kvbm_core.policy.admission import AdmitAll
-from kvbm_core.tiers.lower import STORE_BLOCKS, FeedOptions
+from kvbm_core.tiers.lower import STORE_BLOCKS, StoringOptions
 from kvbm_core.tiers.slotted import SlottedTier
 from kvbm_core.types import BlockKey, Tier
 from tests.unit.tier_bench import TierBench
@@ -13,7 +13,7 @@ from tests.unit.tier_bench import TierBench
 class Bench(TierBench[SlottedTier]):
     """A tier of 300 slots below a host in which all of ``keys`` are."""
 
-    def __init__(self, keys: list[BlockKey], options: FeedOptions) -> None:
+    def __init__(self, keys: list[BlockKey], options: StoringOptions) -> None:
         super().__init__(
             lambda around: SlottedTier("disk", Tier.DISK, AdmitAll(), around, options), num_slots=len(keys)
         )
@@ -24,7 +24,7 @@ class Bench(TierBench[SlottedTier]):
 
 def test_long_prompts_go_in_several_orders_and_what_is_too_much_waits_or_is_dropped() -> None:
     keys = [BlockKey(bytes([number]) * 32) for number in range(200)]
-    bench = Bench(keys, FeedOptions(max_storing_blocks=STORE_BLOCKS + 5, max_waiting_blocks=150))
+    bench = Bench(keys, StoringOptions(max_storing_blocks=STORE_BLOCKS + 5, max_waiting_blocks=150))
     bench.tier.offer(keys)
     assert [len(order.keys) for order in bench.sent] == [STORE_BLOCKS, 5]
     assert bench.metrics.snapshot()['kvbm_dropped_blocks_total{reason="queue_full"}'] == 50
@@ -42,7 +42,7 @@ def test_long_prompts_go_in_several_orders_and_what_is_too_much_waits_or_is_drop
 
 def test_a_tier_that_fails_is_not_waited_for() -> None:
     keys = [BlockKey(bytes([number]) * 32) for number in range(20)]
-    bench = Bench(keys, FeedOptions(max_storing_blocks=2))
+    bench = Bench(keys, StoringOptions(max_storing_blocks=2))
     bench.tier.offer(keys)
     for number in range(3):
         bench.answer(bench.sent[number], Outcome.IO_ERROR)
@@ -53,7 +53,7 @@ def test_a_tier_that_fails_is_not_waited_for() -> None:
 
 def test_of_an_order_that_failed_in_part_the_rest_is_stored() -> None:
     keys = [BlockKey(bytes([number]) * 32) for number in range(5)]
-    bench = Bench(keys, FeedOptions())
+    bench = Bench(keys, StoringOptions())
     bench.tier.offer(keys)
     (order,) = bench.sent
     bench.answer(order, failed={2: Outcome.NO_SPACE})
@@ -71,7 +71,7 @@ def test_of_an_order_that_failed_in_part_the_rest_is_stored() -> None:
 
 def test_what_one_rank_could_not_store_is_not_there_and_the_rest_is() -> None:
     keys = [BlockKey(bytes([number]) * 32) for number in range(3)]
-    bench = Bench(keys, FeedOptions())
+    bench = Bench(keys, StoringOptions())
     bench.tier.expect(300, 2)
     bench.tier.offer(keys)
     (order,) = bench.sent
