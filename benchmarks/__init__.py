@@ -1,1 +1,1 @@
-"""Programs that drive a real engine: the demo, benchmarks, and what they share with the engine tests."""
+"""Programs that drive a real engine: the demo and benchmarks (tests.engines starts the engines)."""

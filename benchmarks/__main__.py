@@ -11,8 +11,8 @@ from pathlib import Path
 from benchmarks.console import report_console
 from benchmarks.parts import PARTS
 from benchmarks.report import Report
-from benchmarks.server import exit_on_sigterm
 from benchmarks.suite import Effort, Options, Part, run_part
+from tests.engines.process import exit_on_sigterm
 
 
 def main(argv: Sequence[str] | None = None, *, program: str = "python -m benchmarks", only: str = "") -> int:

@@ -11,7 +11,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from benchmarks.client import Answer, CacheCounts, EngineClient, Message
+from tests.engines.client import Answer, CacheCounts, EngineClient, Message
 
 ANSWER_TOKENS = 16
 OPENING_WORDS = 420

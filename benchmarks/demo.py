@@ -25,12 +25,13 @@ import httpx
 from rich.console import Console
 from rich.status import Status
 
-from benchmarks.client import Audits, EngineClient
 from benchmarks.console import report_console
 from benchmarks.conversation import Conversations, Turn
 from benchmarks.demo_report import compare, draw_plot, show
-from benchmarks.server import ServerError, ServerOptions, VllmServer, exit_on_sigterm, vllm_version
-from benchmarks.tiny_model import ensure_model
+from tests.engines.client import Audits, EngineClient
+from tests.engines.process import ServerError, exit_on_sigterm
+from tests.engines.tiny_model import ensure_model
+from tests.engines.vllm_server import ServerOptions, VllmServer, vllm_version
 
 BLOCK_TOKENS = 32
 DEVICE_TOKENS = 4096

@@ -11,9 +11,9 @@ from statistics import median
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.client import Audits
 from benchmarks.conversation import Turn
-from benchmarks.server import connector_config
+from tests.engines.client import Audits
+from tests.engines.vllm_server import connector_config
 
 
 class State(Enum):

@@ -7,7 +7,8 @@ import platform
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from benchmarks.server import ServerError, vllm_version
+from tests.engines.process import ServerError
+from tests.engines.vllm_server import vllm_version
 
 
 def machine_facts() -> dict[str, str]:

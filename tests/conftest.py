@@ -14,6 +14,8 @@ import pytest
 from hypothesis import settings
 
 from tests import effort
+from tests.engines.sglang.environment import PYTHON as SGLANG_PYTHON
+from tests.engines.tiny_model import build_model
 
 if TYPE_CHECKING:
     from xdist.workermanage import WorkerController
@@ -42,7 +44,6 @@ DEEPER = {
 SHARED_NOT_RUN = "kvbm_not_run"  # a worker's NOT_RUN_KEY, on its way to the process that started it
 NIGHTLY = "nightly"  # the marker of tests that `make test` leaves out, and their key in NOT_RUN_KEY
 TOLD = "told"  # the property of a test that `tell` adds to
-SGLANG_PYTHON = Path(os.environ.get("KVBM_SGLANG_PYTHON") or TESTS.parent / ".venv-sglang" / "bin" / "python")
 DYNAMO_PYTHON = Path(os.environ.get("KVBM_DYNAMO_PYTHON") or TESTS.parent / ".venv-dynamo" / "bin" / "python")
 
 SEED_KEY = pytest.StashKey[int]()
@@ -194,6 +195,12 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 def seed(request: pytest.FixtureRequest) -> int:
     """This run's seed, for tests that draw their own numbers."""
     return request.config.stash[SEED_KEY]
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Qwen3 with random weights: one KV cache group. Built once for real engines."""
+    return build_model(tmp_path_factory.mktemp("tiny") / "qwen3")
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ from unittest.mock import patch
 
 from kvbm_core import config
 from kvbm_core.config import Adapter, KvbmSettings
+from tests.engines.ports import free_port
 
 _CONFIG = str(Path(config.__file__).parent)
 # What a caller outside learns of settings without naming them.
@@ -36,13 +36,6 @@ class Seen:
 
     read: set[str] = field(default_factory=set)
     told: list[str] = field(default_factory=list)
-
-
-def free_port() -> int:
-    """Of loopback, now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def values(folder: str, metrics_port: int) -> dict[str, str]:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from benchmarks.client import Answer, EngineClient
+from tests.engines.client import Answer, EngineClient
 
 EXTERNAL_HITS = "vllm:external_prefix_cache_hits_total"
 SETTLE_S = 1.5  # an answer does not wait for its offloads, and peers do not say when theirs have ended

@@ -16,13 +16,14 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.client import EngineClient
 from benchmarks.gpu.chat import Load, Pair, Played, measure, percentile
 from benchmarks.gpu.rows import Cell, Goal, Result, Row
 from benchmarks.gpu.stages import Options, told_by
-from benchmarks.server import ServerError, ServerOptions, VllmServer, exit_on_sigterm
-from benchmarks.tiny_model import ensure_model
 from kvbm_core.storage.host_slab import available_memory_bytes
+from tests.engines.client import EngineClient
+from tests.engines.process import ServerError, exit_on_sigterm
+from tests.engines.tiny_model import ensure_model
+from tests.engines.vllm_server import ServerOptions, VllmServer
 
 OURS, OFFLOADING, NONE = "kvbm", "OffloadingConnector", "no connector"
 NEEDS_GPU = "only supported on CUDA"

@@ -12,9 +12,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from benchmarks.client import Answer
 from benchmarks.figures import LIMIT, Figure, Goal
 from benchmarks.serve.workload import Side, UniquePrompts
+from tests.engines.client import Answer
 
 PROMPT_TOKENS = 2000
 ANSWER_TOKENS = 64

@@ -9,20 +9,21 @@ from contextlib import ExitStack
 
 import httpx
 
-from benchmarks.client import EngineClient
 from benchmarks.figures import Figure, Goal
 from benchmarks.serve import audit, throughput, ttft
 from benchmarks.serve.workload import Side
-from benchmarks.server import ServerError, ServerOptions, VllmServer
 from benchmarks.suite import CannotRun, Findings, Options
-from benchmarks.tiny_model import ensure_model
+from tests.engines.client import EngineClient
+from tests.engines.process import ServerError
+from tests.engines.tiny_model import ensure_model
+from tests.engines.vllm_server import ServerOptions, VllmServer
 
 DEVICE_BLOCKS = 280  # of 32 tokens: room for two prompts of 4,000, or for 64 short requests at once
 HOST_CACHE_GB = 1.0
 EMPTY_CONNECTOR = (
     "--kv-transfer-config",
     '{"kv_connector":"EmptyConnector","kv_role":"kv_both",'
-    '"kv_connector_module_path":"benchmarks.serve.empty_connector"}',
+    '"kv_connector_module_path":"tests.engines.empty_connector"}',
 )
 
 

@@ -12,9 +12,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain
 
-from benchmarks.client import EngineClient
 from benchmarks.figures import BEST_PEER, Figure, Goal
 from benchmarks.serve.workload import Side, UniquePrompts
+from tests.engines.client import EngineClient
 
 WARM_UP_ROUNDS = 2
 MAX_ASKED_AGAIN = 32

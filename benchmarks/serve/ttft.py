@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from benchmarks.client import Answer, EngineClient
 from benchmarks.figures import Figure, Goal
 from benchmarks.serve.workload import UniquePrompts
+from tests.engines.client import Answer, EngineClient
 
 PROMPT_TOKENS = 4000
 ANSWER_TOKENS = 8

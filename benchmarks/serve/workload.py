@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from typing import NamedTuple
 
-from benchmarks.client import EngineClient
-from benchmarks.server import VllmServer
+from tests.engines.client import EngineClient
+from tests.engines.vllm_server import VllmServer
 
 FIRST_PRINTABLE_ID = 36  # of the tiny model's tokenizer; any ids below the size of the vocabulary would do
 LAST_PRINTABLE_ID = 129

@@ -11,18 +11,19 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.figures import LIMIT, Figure, Goal
-from benchmarks.sglang.engine import (
+from benchmarks.storage.place import disk_facts, working_folder
+from benchmarks.suite import CannotRun, Findings, Options, WrongAnswer
+from tests.engines import REPOSITORY
+from tests.engines.job import EngineFailed
+from tests.engines.sglang.engine import (
     HICACHE,
     NIXL,
     PAGE_TOKENS,
     WHOLE_PAGES,
-    EngineFailed,
     prompts_of,
     run_engine,
 )
-from benchmarks.sglang.environment import PYTHON, ROOT, is_installed, variables
-from benchmarks.storage.place import disk_facts, working_folder
-from benchmarks.suite import CannotRun, Findings, Options, WrongAnswer
+from tests.engines.sglang.environment import PYTHON, build_tiny_model, is_installed, variables
 
 PAGES_BYTES = (32 << 10, 128 << 10, 512 << 10, 2 << 20)
 PEERS = {"file": 3.0, "nixl": 1.5}
@@ -74,7 +75,7 @@ class SglangPart:
         with working_folder(options, 5 * total_bytes + ENGINES_BYTES) as folder:
             pages = _pages(folder, total_bytes, options)
             try:
-                model = _tiny_model(options)
+                model = build_tiny_model(options.output.absolute() / "tiny-qwen3-sglang")
                 engines = [_ttft(folder, model, options), *_exactness(folder, model, options)]
             except EngineFailed as error:
                 raise CannotRun(str(error).partition("\n")[0] + f"; see {folder}") from error
@@ -125,7 +126,7 @@ def _driven(folder: Path, job: dict[str, Any], options: Options) -> dict[str, An
     command = [str(PYTHON), "-m", "benchmarks.sglang.driver", str(job_file), str(result_file)]
     with log_file.open("w") as log:
         process = subprocess.Popen(
-            command, cwd=ROOT, env=variables(), stdout=subprocess.PIPE, stderr=log, text=True
+            command, cwd=REPOSITORY, env=variables(), stdout=subprocess.PIPE, stderr=log, text=True
         )
         assert process.stdout is not None  # noqa: S101 - for the type checker
         for line in process.stdout:
@@ -141,13 +142,6 @@ def _driven(folder: Path, job: dict[str, Any], options: Options) -> dict[str, An
 
 
 # ---------------------------------------------------------------- engine
-
-
-def _tiny_model(options: Options) -> Path:
-    folder = options.output / "tiny-qwen3-sglang"
-    command = [str(PYTHON), "-m", "benchmarks.tiny_model", str(folder.absolute())]
-    subprocess.run(command, cwd=ROOT, env=variables(), check=True, capture_output=True)
-    return folder.absolute()
 
 
 def _ttft(folder: Path, model: Path, options: Options) -> Figure:

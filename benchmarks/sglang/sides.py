@@ -17,8 +17,8 @@ from sglang.srt.managers.cache_controller import HiCacheController
 from sglang.srt.mem_cache.hicache_storage import STORAGE_BATCH_SIZE, HiCacheFile, HiCacheStorageConfig
 from sglang.srt.server_args import ServerArgs
 
-from benchmarks.sglang.engine import NIXL
 from kvbm_sglang.hicache import KvbmHiCache
+from tests.engines.sglang.engine import NIXL
 
 _libc = ctypes.CDLL(None, use_errno=True)
 

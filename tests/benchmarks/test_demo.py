@@ -8,10 +8,10 @@ import pytest
 
 pytest.importorskip("httpx")
 
-from benchmarks.client import Answer, Audits, CacheCounts, read_audits
 from benchmarks.conversation import Turn
 from benchmarks.demo_report import Comparison
 from kvbm_core.observe.metrics import Metrics
+from tests.engines.client import Answer, Audits, CacheCounts, read_audits
 
 EQUAL, NONE = Audits(40, 0, 1), Audits(0, 0, 3)
 

@@ -219,8 +219,8 @@ def test_servers_are_compared_and_one_that_fails_spoils_only_its_rows(
 
 @needs_httpx
 def test_a_chat_goes_on_from_the_answers() -> None:
-    from benchmarks.client import Answer
     from benchmarks.gpu.chat import EXTERNAL_HITS, Load, percentile, play
+    from tests.engines.client import Answer
 
     class Client:
         """Remembers what it is asked; an answer is the prompt's length, twice."""

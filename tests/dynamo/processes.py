@@ -15,8 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.server import HOST, REPOSITORY, ServerOptions, VllmServer, free_port
 from tests.conftest import DYNAMO_PYTHON
+from tests.engines import REPOSITORY
+from tests.engines.disaggregated import nixl_environment
+from tests.engines.ports import HOST
+from tests.engines.vllm_server import ServerOptions, VllmServer
 
 DEVICE_BLOCKS = 129  # of 32 tokens
 BLOCK_TOKENS = 32
@@ -28,7 +31,6 @@ ON_LOOPBACK = (
     "DYN_TCP_RESPONSE_STREAM_HOST",
     "DYN_TCP_RPC_HOST",
     "DYN_HTTP_RPC_HOST",
-    "VLLM_NIXL_SIDE_CHANNEL_HOST",
 )
 
 
@@ -51,11 +53,6 @@ class DynamoProcess(VllmServer):
         super().__init__(options, log_path)
         self.base_url = f"http://{HOST}:{low_port()}"
         self._arguments = arguments
-
-    @property
-    def port(self) -> str:
-        """Of ``base_url``."""
-        return self.base_url.rpartition(":")[2]
 
     def command(self) -> list[str]:
         return [str(DYNAMO_PYTHON), "-m", *self._arguments]
@@ -85,10 +82,10 @@ class Worker(DynamoProcess):
             *options.arguments,
         ]
 
-    def _environment(self, scratch: Path) -> dict[str, str]:
-        return super()._environment(scratch) | {
+    def environment(self, scratch: Path) -> dict[str, str]:
+        return super().environment(scratch) | {
             "DYN_SYSTEM_PORT": self.port,
-            "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()),
+            **nixl_environment(),
         }
 
 
@@ -109,7 +106,6 @@ def dynamo(
         **dict.fromkeys(ON_LOOPBACK, HOST),
         "DYN_DISCOVERY_BACKEND": "file",
         "DYN_FILE_KV": str(logs / "discovery"),
-        "UCX_NET_DEVICES": "lo",
         "PYTHONPATH": os.pathsep.join(
             [str(REPOSITORY), str(REPOSITORY / "compat"), *filter(None, [os.environ.get("PYTHONPATH")])]
         ),

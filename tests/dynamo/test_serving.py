@@ -11,9 +11,9 @@ from typing import Any
 import httpx
 import pytest
 
-from benchmarks.client import parse_metrics
-from benchmarks.server import CONNECTOR_MODULE
 from tests.dynamo.processes import BLOCK_TOKENS, DEVICE_BLOCKS, MODEL_NAME, Dynamo, dynamo
+from tests.engines.client import parse_metrics
+from tests.engines.disaggregated import CACHE, DECODE, PREFILL
 
 PROMPT_TOKENS = 1000
 FULL_BLOCKS = PROMPT_TOKENS // BLOCK_TOKENS
@@ -22,19 +22,6 @@ FILLERS = DEVICE_BLOCKS * BLOCK_TOKENS // PROMPT_TOKENS + 1  # prompts that make
 HOST_CACHE_GB = 0.2
 PATIENCE_S = 60.0
 POLL_S = 0.1
-CACHE = {
-    "kv_connector": "DynamoConnector",
-    "kv_role": "kv_both",
-    "kv_connector_module_path": CONNECTOR_MODULE,
-}
-NIXL = {"kv_connector": "NixlConnector", "kv_connector_module_path": "tests.e2e.patient_nixl"}
-PREFILL = {
-    "kv_connector": "PdConnector",
-    "kv_role": "kv_both",
-    "kv_connector_module_path": CONNECTOR_MODULE,
-    "kv_connector_extra_config": {"connectors": [CACHE, {"kv_role": "kv_producer", **NIXL}]},
-}
-DECODE = {"kv_role": "kv_consumer", **NIXL}
 
 pytestmark = pytest.mark.timeout(900)
 

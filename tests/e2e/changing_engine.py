@@ -4,22 +4,17 @@ python -m tests.e2e.changing_engine JOB.json RESULT.json
 JOB: {"model", "llm": keyword arguments of vllm.LLM, "connector": bool, "steps": [...]}. A step is one of
 {"generate": [[token, ...], ...], "lora": [name, number, path] or null, "salt": text or null};
 {"reset_device": true} empties vLLM's own prefix cache; {"reload": folder} reads the weights in place;
-{"add_lora": [name, number, path], "inplace": bool}; {"copy": [from, to]} overwrites a folder's files;
-{"wait_known": true} until it is known what the weights are. RESULT: {"answers": of each generate, the tokens
-and cached tokens of each prompt}.
+{"add_lora": [name, number, path], "inplace": bool}; {"copy": [from, to]} overwrites a folder's files. RESULT:
+{"answers": of each generate, the tokens and cached tokens of each prompt}.
 """
 
 from __future__ import annotations
 
-import json
-import os
 import shutil
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
-from tests.e2e.offline import CONNECTOR, CONNECTOR_MODULE, SETTLE_S
+from tests.e2e.offline import main, make_engine, settle
 
 MAX_TOKENS = 8
 
@@ -28,13 +23,7 @@ class Job:
     """One engine; ``do`` makes one step."""
 
     def __init__(self, job: dict[str, Any]) -> None:
-        from vllm import LLM
-
-        arguments = dict(job["llm"])
-        if job["connector"]:
-            arguments["kv_transfer_config"] = {**CONNECTOR, "kv_connector_module_path": CONNECTOR_MODULE}
-        self._llm = LLM(job["model"], enforce_eager=True, seed=0, **arguments)
-        self._connector = bool(job["connector"])
+        self._llm = make_engine(job)
         self.answers: list[list[dict[str, Any]]] = []
 
     def do(self, step: dict[str, Any]) -> None:
@@ -52,8 +41,6 @@ class Job:
             source, target = map(Path, step["copy"])
             for path in source.iterdir():
                 shutil.copy(path, target / path.name)
-        elif "wait_known" in step and self._connector:
-            self._wait_known()
 
     def _generate(self, step: dict[str, Any]) -> list[dict[str, Any]]:
         from vllm import SamplingParams
@@ -67,30 +54,12 @@ class Job:
             )
             for tokens in step["generate"]
         ]
-        self._settle()
+        leader = settle(self._llm)
+        assert not leader.pending_jobs and not leader.open_requests and not leader.chain.storing_blocks
         return [
             {"tokens": list(output.outputs[0].token_ids), "cached_tokens": output.num_cached_tokens}
             for (output,) in outputs
         ]
-
-    def _settle(self) -> None:
-        if not self._connector:
-            return
-        leader = self._part().hooks.leader
-        deadline_s = time.monotonic() + SETTLE_S
-        while time.monotonic() < deadline_s:
-            leader.poll()
-            is_storing = leader.chain.storing_blocks
-            if not leader.pending_jobs and not leader.open_requests and not is_storing:
-                return
-            self._llm.llm_engine.step()
-        raise AssertionError("the transfers did not end")
-
-    def _wait_known(self) -> None:
-        assert self._part().changes.weights.wait(SETTLE_S)
-
-    def _part(self) -> Any:
-        return self._llm.llm_engine.engine_core.engine_core.scheduler.connector.scheduler_side
 
 
 def _lora(names: list[Any], *, inplace: bool = False) -> Any:
@@ -100,17 +69,13 @@ def _lora(names: list[Any], *, inplace: bool = False) -> Any:
     return LoRARequest(lora_name=name, lora_int_id=number, lora_path=path, load_inplace=inplace)
 
 
-def main() -> None:
-    """Reads the job, does its steps, writes the result."""
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    job = json.loads(Path(sys.argv[1]).read_text())
+def run(job: dict[str, Any]) -> dict[str, Any]:
+    """Makes the job's steps."""
     engine = Job(job)
     for step in job["steps"]:
         engine.do(step)
-    Path(sys.argv[2]).write_text(json.dumps({"answers": engine.answers}))
+    return {"answers": engine.answers}
 
 
 if __name__ == "__main__":
-    main()
+    main(run)

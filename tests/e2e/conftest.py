@@ -1,4 +1,4 @@
-"""What the real-engine tests share: the tiny models, built once per run."""
+"""What the real-engine tests share: a tiny hybrid model, built once per run."""
 
 from __future__ import annotations
 
@@ -6,13 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.tiny_model import build_model
-
-
-@pytest.fixture(scope="session")
-def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny Qwen3 with random weights: one KV cache group."""
-    return build_model(tmp_path_factory.mktemp("tiny") / "qwen3")
+from tests.engines.tiny_model import build_model
 
 
 @pytest.fixture(scope="session")

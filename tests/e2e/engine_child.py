@@ -1,49 +1,32 @@
-"""Starts tests.e2e.offline in a fresh process and reads back what it and the byte ledger wrote."""
+"""Runs one real vLLM engine in a fresh process, and says what its result must be."""
 
 from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.engines import REPOSITORY
+from tests.engines.job import run_job
+
 TIMEOUT_S = 420
 
 
-def run_engine(folder: Path, job: dict[str, Any], **environment: str) -> dict[str, Any]:
-    """The result of one job; "bytes" is the ledger of each rank. Fails with the child's last lines if it
-    failed.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    job_file, result_file, log_file = folder / "job.json", folder / "result.json", folder / "log.txt"
-    job_file.write_text(json.dumps(job))
+def run_engine(
+    folder: Path, job: dict[str, Any], module: str = "tests.e2e.offline", **environment: str
+) -> dict[str, Any]:
+    """The result of one job of ``module``; "bytes" is the byte ledger of each rank."""
     env = {
         **os.environ,
         "DYN_KVBM_CPU_CACHE_GB": "0.5",
         "KVBM_TEST_BYTES_REPORT": str(folder / "bytes"),
-        "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
+        "PYTHONPATH": os.pathsep.join([str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])]),
         **environment,
     }
-    command = [sys.executable, "-m", "tests.e2e.offline", str(job_file), str(result_file)]
-    with log_file.open("w") as log:
-        # A session of its own: a job that kills itself takes its workers along, and nobody else.
-        done = subprocess.run(
-            command,
-            env=env,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            timeout=TIMEOUT_S,
-            check=False,
-            start_new_session=True,
-        )
-    assert result_file.is_file(), f"engine ended with {done.returncode}:\n{log_file.read_text()[-4000:]}"
-    result: dict[str, Any] = json.loads(result_file.read_text())
-    result["bytes"] = [json.loads(path.read_text()) for path in sorted(folder.glob("bytes.*"))]
-    result["log"] = log_file.read_text()
-    return result
+    result = run_job(sys.executable, module, job, folder, environment=env, timeout_s=TIMEOUT_S)
+    return result | {"bytes": [json.loads(path.read_text()) for path in sorted(folder.glob("bytes.*"))]}
 
 
 def answers(result: dict[str, Any], round_index: int) -> list[list[int]]:

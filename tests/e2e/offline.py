@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +24,7 @@ SETTLE_S = 20.0
 
 def run(job: dict[str, Any]) -> dict[str, Any]:
     """Serves the job's rounds one after the other."""
-    from vllm import LLM
-
-    arguments = dict(job["llm"])
-    if job["connector"]:
-        arguments["kv_transfer_config"] = {**CONNECTOR, "kv_connector_module_path": CONNECTOR_MODULE}
-    llm = LLM(job["model"], disable_log_stats=False, enforce_eager=True, seed=0, **arguments)
+    llm = make_engine(job)
     rounds: list[list[dict[str, Any]]] = []
     audited: list[dict[str, float]] = []
     for spec in job["rounds"]:
@@ -39,9 +35,19 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
             metrics = _leader_state(llm)["metrics"]
             audited.append({name: value for name, value in metrics.items() if "audited" in name})
     result: dict[str, Any] = {"rounds": rounds, "preemptions": _preemptions(llm), "audited": audited}
-    if job["connector"] and arguments.get("tensor_parallel_size", 1) == 1:
+    if job["connector"] and job["llm"].get("tensor_parallel_size", 1) == 1:
         result.update(_leader_state(llm))
     return result
+
+
+def make_engine(job: dict[str, Any]) -> Any:
+    """The job's vllm.LLM."""
+    from vllm import LLM
+
+    arguments = dict(job["llm"])
+    if job["connector"]:
+        arguments["kv_transfer_config"] = {**CONNECTOR, "kv_connector_module_path": CONNECTOR_MODULE}
+    return LLM(job["model"], disable_log_stats=False, enforce_eager=True, seed=0, **arguments)
 
 
 def _serve(llm: Any, spec: dict[str, Any]) -> list[dict[str, Any]]:
@@ -77,10 +83,9 @@ def _preemptions(llm: Any) -> int:
     return int(getattr(counters.get("vllm:num_preemptions"), "value", 0))
 
 
-def _leader_state(llm: Any) -> dict[str, Any]:
-    """The scheduler lives in this process (no engine-core process): its leader can be looked at."""
-    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
-    leader = scheduler.connector.scheduler_side.hooks.leader
+def settle(llm: Any) -> Any:
+    """Steps until nothing is under way, or SETTLE_S have passed; the leader."""
+    leader = llm.llm_engine.engine_core.engine_core.scheduler.connector.scheduler_side.hooks.leader
     deadline_s = time.monotonic() + SETTLE_S
     while time.monotonic() < deadline_s:
         leader.poll()
@@ -88,6 +93,12 @@ def _leader_state(llm: Any) -> dict[str, Any]:
         if not leader.pending_jobs and not leader.open_requests and not is_storing:
             break  # a last request's last blocks are sent with the next step, which a server makes itself
         llm.llm_engine.step()
+    return leader
+
+
+def _leader_state(llm: Any) -> dict[str, Any]:
+    """The scheduler lives in this process (no engine-core process): its leader can be looked at."""
+    leader = settle(llm)
     leader.check_integrity()
     return {
         "metrics": leader.metrics.snapshot(),
@@ -101,8 +112,8 @@ def _leader_state(llm: Any) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    """Reads the job, serves it, writes the result."""
+def main(run: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    """Reads the job, runs it, writes the result."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     job = json.loads(Path(sys.argv[1]).read_text())
@@ -116,4 +127,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(run)

@@ -5,11 +5,8 @@ cache.
 from __future__ import annotations
 
 import json
-import os
 import random
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.e2e.engine_child import ROOT, TIMEOUT_S
+from tests.e2e.engine_child import run_engine
 
 BLOCK = 32
 PROMPT_TOKENS = 300
@@ -56,22 +53,6 @@ def adapter(model: Path, to: Path, seed: int) -> Path:
     return to
 
 
-def run(folder: Path, job: dict[str, Any]) -> list[list[dict[str, Any]]]:
-    """The answers of each generation."""
-    files = folder / "job.json", folder / "result.json"
-    files[0].write_text(json.dumps(job))
-    env = {**os.environ, "DYN_KVBM_CPU_CACHE_GB": "0.3", "KVBM_TEST_BYTES_REPORT": str(folder / "bytes")}
-    env["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    with (folder / "log.txt").open("w") as log:
-        command = [sys.executable, "-m", "tests.e2e.changing_engine", *map(str, files)]
-        done = subprocess.run(
-            command, env=env, stdout=log, stderr=subprocess.STDOUT, timeout=TIMEOUT_S, check=False
-        )
-    assert files[1].is_file(), f"{done.returncode}:\n{(folder / 'log.txt').read_text()[-4000:]}"
-    answers: list[list[dict[str, Any]]] = json.loads(files[1].read_text())["answers"]
-    return answers
-
-
 def test_no_answer_is_of_weights_or_adapters_that_are_no_more(
     tiny_model: Path, tmp_path: Path, rng: random.Random
 ) -> None:
@@ -102,7 +83,8 @@ def test_no_answer_is_of_weights_or_adapters_that_are_no_more(
     ask_all("rolled back", lora=lora)
     llm = {"block_size": BLOCK, "max_model_len": 1024, "num_gpu_blocks_override": 200}
     llm |= {"enable_lora": True, "max_lora_rank": 8, "max_loras": 2}
-    answers = run(tmp_path, {"model": str(tiny_model), "llm": llm, "connector": True, "steps": steps})
+    job = {"model": str(tiny_model), "llm": llm, "connector": True, "steps": steps}
+    answers = run_engine(tmp_path / "engine", job, "tests.e2e.changing_engine")["answers"]
     rounds = [answers[start : start + 3] for start in range(0, len(answers), 3)]
     rights = []
     for right, cold, warm in rounds:

@@ -18,9 +18,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.client import Answer, EngineClient
-from benchmarks.server import ServerOptions, VllmServer
 from tests.effort import tries
+from tests.engines.client import Answer, EngineClient
+from tests.engines.vllm_server import ServerOptions, VllmServer
 
 CLIENTS = 16
 LOAD_S = tries(30, nightly=120)

@@ -17,8 +17,10 @@ from typing import Any
 import httpx
 import pytest
 
-from benchmarks.client import parse_metrics
-from benchmarks.server import CONNECTOR_MODULE, HOST, REPOSITORY, ServerOptions, VllmServer, free_port
+from tests.engines import REPOSITORY
+from tests.engines.client import parse_metrics
+from tests.engines.disaggregated import DECODE, PREFILL, nixl_environment
+from tests.engines.vllm_server import ServerOptions, VllmServer
 
 BLOCK_TOKENS = 32
 DEVICE_BLOCKS = 129
@@ -26,31 +28,9 @@ PROMPT_TOKENS = 1000
 TURN_TOKENS = 200
 ANSWER_TOKENS = 24
 PATIENCE_S = 30.0
-NIXL = {"kv_connector": "NixlConnector", "kv_connector_module_path": "tests.e2e.patient_nixl"}
-CACHE = {
-    "kv_connector": "DynamoConnector",
-    "kv_role": "kv_both",
-    "kv_connector_module_path": CONNECTOR_MODULE,
-}
-PREFILL = {
-    "kv_connector": "PdConnector",
-    "kv_role": "kv_both",
-    "kv_connector_module_path": CONNECTOR_MODULE,
-    "kv_connector_extra_config": {"connectors": [CACHE, {"kv_role": "kv_producer", **NIXL}]},
-}
-DECODE = {"kv_role": "kv_consumer", **NIXL}
 REMOTE_DECODE = {"do_remote_decode": True, "do_remote_prefill": False}
 
 pytestmark = pytest.mark.timeout(600)
-
-
-def nixl_environment() -> dict[str, str]:
-    """A side channel of its own for each server, and no traffic but on loopback."""
-    return {
-        "VLLM_NIXL_SIDE_CHANNEL_HOST": HOST,
-        "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()),
-        "UCX_NET_DEVICES": "lo",
-    }
 
 
 class PrefillAndDecode:

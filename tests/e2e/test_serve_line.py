@@ -12,8 +12,10 @@ from pathlib import Path
 import httpx
 import pytest
 
-from benchmarks.client import EngineClient, parse_metrics
-from benchmarks.server import HOST, ServerError, ServerOptions, VllmServer
+from tests.engines.client import EngineClient, parse_metrics
+from tests.engines.ports import HOST
+from tests.engines.process import ServerError
+from tests.engines.vllm_server import ServerOptions, VllmServer
 
 DEVICE_BLOCKS = 129  # of 32 tokens
 HOST_CACHE_GB = 0.2

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 
 import pytest
 
-from benchmarks.sglang.environment import PYTHON, ROOT, variables
+from tests.engines.sglang.environment import build_tiny_model
 from tests.sglang.worker import Worker
 
 
@@ -23,15 +22,12 @@ def sglang(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worker]:
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """A tiny model with random weights, by its kind (see benchmarks.tiny_model)."""
+    """A tiny model with random weights, by its kind (see tests.engines.tiny_model)."""
     folder = tmp_path_factory.mktemp("tiny")
 
     @cache
     def build(kind: str) -> Path:
-        command = [str(PYTHON), "-m", "benchmarks.tiny_model", str(folder / kind), "--kind", kind]
-        done = subprocess.run(command, cwd=ROOT, env=variables(), capture_output=True, text=True, timeout=120)
-        assert done.returncode == 0, done.stderr[-3000:]
-        return folder / kind
+        return build_tiny_model(folder / kind, kind)
 
     return build
 

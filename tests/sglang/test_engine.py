@@ -10,7 +10,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks.sglang.engine import (
+from kvbm_core.storage.disk.inspect import find_files
+from tests.effort import IS_NIGHTLY
+from tests.engines import REPOSITORY
+from tests.engines.sglang.engine import (
     HICACHE,
     PAGE_TOKENS,
     WHOLE_PAGES,
@@ -19,9 +22,6 @@ from benchmarks.sglang.engine import (
     run_engine,
     same_answers,
 )
-from benchmarks.sglang.environment import ROOT
-from kvbm_core.storage.disk.inspect import find_files
-from tests.effort import IS_NIGHTLY
 
 HIT = [WHOLE_PAGES * PAGE_TOKENS] * 3
 pytestmark = pytest.mark.timeout(900)  # engines start for half a minute each
@@ -65,7 +65,7 @@ def test_prompts_come_back(layout: str, io: str, tiny_model: Path, tmp_path: Pat
     place = {"hicache_mem_layout": layout, "hicache_io_backend": io}
     if layout == "page_head":  # and by the file that is there to be copied
         place["hicache_storage_backend_extra_config"] = (
-            f"@{ROOT / 'deploy' / 'launch' / 'sglang_hicache.yaml'}"
+            f"@{REPOSITORY / 'deploy' / 'launch' / 'sglang_hicache.yaml'}"
         )
     restarts = IS_NIGHTLY or layout == "page_first"
     assert_comes_back(tmp_path, tiny_model, seed, restarts=restarts, **place)

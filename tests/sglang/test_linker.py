@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks.sglang.engine import (
+from kvbm_core.storage.disk.inspect import find_files, identify
+from kvbm_core.storage.disk.record import slot_offset_bytes
+from tests.engines.sglang.engine import (
     LINKER,
     PAGE_TOKENS,
     WHOLE_PAGES,
@@ -19,8 +21,6 @@ from benchmarks.sglang.engine import (
     run_engine,
     same_answers,
 )
-from kvbm_core.storage.disk.inspect import find_files, identify
-from kvbm_core.storage.disk.record import slot_offset_bytes
 
 pytestmark = pytest.mark.timeout(900)  # engines start for half a minute each
 

@@ -1,4 +1,4 @@
-"""The soak of benchmarks.sglang.soak, short: a real SGLang server, clients at once, flushes, clears,
+"""The soak of tests.engines.sglang.soak, short: a real SGLang server, clients at once, flushes, clears,
 detachments.
 """
 
@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.sglang.soak import RULES, Options, soak_model
-from benchmarks.sglang.soak_prompts import ROUNDING, Answer, runner_up
+from tests.engines.sglang.soak import RULES, Options, soak_model
+from tests.engines.sglang.soak_prompts import ROUNDING, Answer, runner_up
 
 SEED = 0
 """One round of so many of these prompts, however fast the machine is. Those of its first half, some 480

@@ -15,7 +15,8 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from benchmarks.sglang.environment import PYTHON, ROOT, variables
+from tests.engines import REPOSITORY
+from tests.engines.sglang.environment import PYTHON, variables
 
 
 class Worker:
@@ -30,7 +31,7 @@ class Worker:
                 stdout=subprocess.PIPE,
                 stderr=file,
                 text=True,
-                cwd=ROOT,
+                cwd=REPOSITORY,
                 env=variables(),
             )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import pytest
 pytest.importorskip("torch", reason="NOT RUN: TensorRT-LLM's connector against its double; torch is missing")
 
 from tests.effort import IS_NIGHTLY
+from tests.engines.ports import free_port
 from tests.trtllm import scenarios_dp
 from tests.trtllm.double import NEWEST, DoubleFailure, source
 from tests.trtllm.harness import Kind
@@ -106,13 +106,6 @@ V2 = Kind(NEWEST, "v2", True, 2, True)
 def test_random_lives(kind: Kind, play: Play, seed: int) -> None:
     for turn in range(20 if ALL else 2):
         play(kind, scenarios_dp.random_life, kind, seed + turn, 150)
-
-
-def free_port() -> int:
-    """A port with some free ones behind it, most likely."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
 
 
 def test_metrics_and_endpoints_do_not_collide(play: Play) -> None:

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 import subprocess
 import sys
 import tempfile
@@ -25,6 +24,7 @@ yaml = pytest.importorskip(
 )
 
 from kvbm_core.errors import ConfigError, KvbmError, UnsupportedError  # noqa: E402
+from tests.engines.ports import free_port  # noqa: E402
 from tests.trtllm.double import NEWEST, RELEASED, ExecutorConfig, installed  # noqa: E402
 from tests.trtllm.harness import Kind, serve  # noqa: E402
 from tests.trtllm.mocks import api  # noqa: E402
@@ -164,14 +164,6 @@ def test_attention_dp_is_refused_where_connectors_have_one_leader(monkeypatch: p
         finally:
             if made is not None:
                 made.part.close()
-
-
-def free_port() -> int:
-    """One that nobody has at the moment."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port: int = found.getsockname()[1]
-        return port
 
 
 def test_metrics_are_served_by_the_leader(version: str) -> None:

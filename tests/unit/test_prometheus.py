@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import socket
 import subprocess
 import threading
 import urllib.parse
@@ -19,6 +18,7 @@ import pytest
 from kvbm_core.observe.metrics import Metrics
 from kvbm_core.observe.server import MetricsServer
 from kvbm_core.types import Tier
+from tests.engines.ports import free_port
 
 PROGRAM = os.environ.get("KVBM_PROMETHEUS") or shutil.which("prometheus")
 READY_S = 60.0
@@ -26,12 +26,6 @@ READY_S = 60.0
 pytestmark = pytest.mark.skipif(
     PROGRAM is None, reason="NOT RUN: a real Prometheus; apt-get install prometheus, or KVBM_PROMETHEUS"
 )
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @pytest.fixture

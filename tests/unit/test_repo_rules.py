@@ -11,7 +11,17 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-PRODUCT_FOLDERS = ("kvbm_core", "kvbm_vllm", "kvbm_sglang", "kvbm_trtllm", "compat", "benchmarks", "deploy")
+PRODUCT_FOLDERS = (
+    "kvbm_core",
+    "kvbm_vllm",
+    "kvbm_sglang",
+    "kvbm_trtllm",
+    "compat",
+    "benchmarks",
+    "tests/engines",
+    "deploy",
+)
+"""What users run, and the helpers of the demo and the benchmarks."""
 ALL_FOLDERS = (*PRODUCT_FOLDERS, "tests", "docs", ".ci")
 ADAPTERS = {"kvbm_vllm": "vllm", "kvbm_sglang": "sglang", "kvbm_trtllm": "tensorrt_llm"}
 """Each with its engine."""
@@ -297,6 +307,19 @@ def test_packages_know_only_what_is_below_them() -> None:
         for line, name in imported_names(path)
         if name.split(".")[0] in names or (folder in ADAPTERS and name.startswith("kvbm_core.testing"))
     ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_helpers_of_engines_belong_to_the_tests_and_stand_alone() -> None:
+    """Benchmarks and the demo import tests.engines; the tests import no benchmark but to test it."""
+    wrong = []
+    for path in python_files(("tests",)):
+        for line, name in imported_names(path):
+            is_helper = path.parts[1] == "engines"
+            if name.split(".")[0] == "benchmarks" and path.parts[1] != "benchmarks":
+                wrong.append(f"{path}:{line} imports {name}")
+            if is_helper and name.startswith("tests.") and not name.startswith("tests.engines."):
+                wrong.append(f"{path}:{line} imports {name}")
     assert not wrong, "\n".join(wrong)
 
 

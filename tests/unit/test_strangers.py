@@ -36,16 +36,11 @@ from kvbm_core.testing.executor_bench import two_group_memory
 from kvbm_core.testing.leader_bench import ROOT
 from kvbm_core.transfer.plan import JobResult
 from kvbm_core.transfer.rank import RankOptions
+from tests.engines.ports import free_port
 from tests.unit.test_worker import LONG_S, NUM_SLOTS, PROMPT, Engine, content
 
 DOWN, UP = [[1, 2, 3, 4, 5], [5, 4, 3, 2, 1]], [[7, 8, 9, 10, 11], [6, 7, 8, 9, 10]]
 SECRET, ANOTHER = b"of the first", b"of the second"
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @pytest.fixture(params=["ipc", "tcp"])

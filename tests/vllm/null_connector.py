@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmarks.serve.empty_connector import EmptyConnector
+from tests.engines.empty_connector import EmptyConnector
 
 
 class NullConnector(EmptyConnector):

@@ -20,6 +20,7 @@ from kvbm_core.errors import ConfigError, StuckCopyError, UnsupportedError
 from kvbm_core.types import Direction
 from kvbm_vllm import assembly, config, versions
 from kvbm_vllm.connector import DynamoConnector, PdConnector
+from tests.engines.ports import free_port
 from tests.vllm.engine_config import EngineSpec, make_kv_cache_configs, make_vllm_config
 from tests.vllm.kvbm_engine import KvbmEngine
 
@@ -236,12 +237,6 @@ def test_pd_connector_takes_a_cache_and_nixl(children: list[str], tmp_path: Path
 # ---------------------------------------------------------------- two engines on one machine
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 class _Second(KvbmEngine):
     """One that may fail to start; ``close`` ends what had been made of it by then, as its process would."""
 
@@ -257,7 +252,7 @@ def test_a_second_engine_with_the_same_port_fails_and_the_first_goes_on_untouche
 ) -> None:
     monkeypatch.setattr(_Second, "made", [], raising=False)
     (tmp_path / "second").mkdir()
-    extra = {"leader_zmq_ack_port": _free_port()}
+    extra = {"leader_zmq_ack_port": free_port()}
     with KvbmEngine(tmp_path, extra=extra) as first:
         answer = first.ask("a", range(50), 8)
         with pytest.raises(ConfigError) as error:
@@ -280,7 +275,7 @@ def test_a_second_engine_with_the_same_port_fails_and_the_first_goes_on_untouche
 def test_engines_with_one_engine_id_do_not_meet(tmp_path: Path, by_port: bool) -> None:
     (tmp_path / "second").mkdir()
     named = {**EngineSpec().connector, "engine_id": "the same"}
-    extras = [{"leader_zmq_ack_port": _free_port()} if by_port else {} for _ in range(2)]
+    extras = [{"leader_zmq_ack_port": free_port()} if by_port else {} for _ in range(2)]
     with (
         KvbmEngine(tmp_path, connector=named, extra=extras[0]) as first,
         KvbmEngine(tmp_path / "second", connector=named, extra=extras[1]) as second,
@@ -330,7 +325,7 @@ def test_health_says_whether_the_tier_is_in_service(tmp_path: Path) -> None:
         connection.close()
         return said
 
-    port = _free_port()
+    port = free_port()
     with KvbmEngine(tmp_path, extra={"metrics": True, "metrics_port": port}) as engine:
         assert health(port) == (200, "ok\n")
         engine.ranks[0].connector.worker_side.worker.refuse("its memory is gone")

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import subprocess
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-PYTHON = Path(os.environ.get("KVBM_SGLANG_PYTHON") or ROOT / ".venv-sglang" / "bin" / "python")
+from tests.engines import REPOSITORY
+
+PYTHON = Path(os.environ.get("KVBM_SGLANG_PYTHON") or REPOSITORY / ".venv-sglang" / "bin" / "python")
 
 
 def is_installed() -> bool:
@@ -21,8 +23,17 @@ def variables(**more: str) -> dict[str, str]:
     return {
         **kept,
         "PATH": path,
-        "PYTHONPATH": str(ROOT),
+        "PYTHONPATH": str(REPOSITORY),
         "SGLANG_USE_CPU_ENGINE": "1",
         "HF_HUB_OFFLINE": "1",
         **more,
     }
+
+
+def build_tiny_model(folder: Path, kind: str = "qwen3") -> Path:
+    """``folder`` with a model of tests.engines.tiny_model; RuntimeError with the last lines if it fails."""
+    command = [str(PYTHON), "-m", "tests.engines.tiny_model", str(folder.absolute()), "--kind", kind]
+    done = subprocess.run(command, env=variables(), capture_output=True, text=True, timeout=120, check=False)
+    if done.returncode != 0:
+        raise RuntimeError(f"no tiny model was built:\n{done.stderr[-3000:]}")
+    return folder

@@ -1,9 +1,9 @@
 """One SGLang engine in a process of its own: prompts, flushes and waits, as a job says. Runs in SGLang's
 environment.
 
-    python -m benchmarks.sglang.engine_job JOB.json RESULT.json
+    python -m tests.engines.sglang.engine_job JOB.json RESULT.json
 
-A job: {"engine": arguments of sglang.Engine, "only_new_rows": see benchmarks.sglang.attention, "prompts":
+A job: {"engine": arguments of sglang.Engine, "only_new_rows": see tests.engines.sglang.attention, "prompts":
 [[token, ...], ...], "answer_tokens": n, "disk": folder, "steps": [...]}. Steps: "ask" (all prompts, one after
 the other), {"ask": [their numbers]}, "together" (all at the same time), "flush" (all tiers of SGLang's own),
 "new_weights" (the same ones, loaded again), {"stored": n} (wait for n records of kvbm's), {"files": n} (for n
@@ -55,7 +55,7 @@ def _engine(job: dict[str, Any]) -> Any:
 
     if not job["only_new_rows"]:
         return Engine(**job["engine"])
-    from benchmarks.sglang.attention import run_scheduler
+    from tests.engines.sglang.attention import run_scheduler
 
     kind = type("Engine", (Engine,), {"run_scheduler_process_func": staticmethod(run_scheduler)})
     return kind(**job["engine"])

@@ -13,8 +13,8 @@ from typing import Any
 
 import httpx
 
-from benchmarks.sglang.engine import HICACHE, PAGE_TOKENS
-from benchmarks.sglang.soak_server import ADMIN_KEY
+from tests.engines.sglang.engine import HICACHE, PAGE_TOKENS
+from tests.engines.sglang.soak_server import ADMIN_KEY
 
 ANSWER_TOKENS = 8
 PREFIXES_TOKENS = (128, 256, 384, 512)

@@ -16,7 +16,7 @@ __all__ = ["NixlConnector"]
 DELAY_US = 1000
 
 
-class _PatientConfig(_api.nixlBind.nixlAgentConfig):  # type: ignore[misc, name-defined]
+class _PatientConfig(_api.nixlBind.nixlAgentConfig):
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, DELAY_US if name == "pthrDelay" else value)
 

@@ -7,26 +7,19 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import signal
-import subprocess
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import httpx
 
-from benchmarks.client import parse_metrics
-from benchmarks.server import HOST, ServerError, free_port
-from benchmarks.sglang.engine import ENGINE, HICACHE
-from benchmarks.sglang.environment import PYTHON, ROOT, variables
+from tests.engines.client import parse_metrics
+from tests.engines.ports import HOST, free_port
+from tests.engines.process import START_TIMEOUT_S, Progress, Server
+from tests.engines.sglang.engine import ENGINE, HICACHE
+from tests.engines.sglang.environment import PYTHON, variables
 
-START_TIMEOUT_S = 240.0
-STOP_TIMEOUT_S = 20.0
 ANSWER_TIMEOUT_S = 60.0
-POLL_S = 0.2
 ADMIN_KEY = "soak"
 # Both of SGLang's own tiers together hold fewer pages than the prompts have.
 SMALL: dict[str, Any] = {"max_total_tokens": 4096, "hicache_ratio": 1.5, "log_level_http": "warning"}
@@ -60,29 +53,24 @@ class Counts:
 NOTHING = Counts(0, 0, 0, 0, {})
 
 
-class SoakServer:
-    """One ``sglang.launch_server`` on loopback; a context manager. ServerError if it does not start."""
+class SoakServer(Server):
+    """One ``sglang.launch_server``."""
+
+    name = "sglang.launch_server"
 
     def __init__(self, model: Path, folder: Path, disk_cache_gb: float) -> None:
-        self.base_url = f"http://{HOST}:{free_port()}"
-        self.log_path = folder / "server.log"
+        super().__init__(folder / "server.log")
         self._model = model
         self._disk_cache_gb = disk_cache_gb
         self._disk = folder / "disk"
         self._metrics_port = free_port()
-        self._process: subprocess.Popen[bytes] | None = None
         self._log_seen_bytes = 0
 
-    def __enter__(self) -> SoakServer:
-        return self
+    def start(self, timeout_s: float = START_TIMEOUT_S, progress: Progress | None = None) -> None:
+        super().start(timeout_s, progress)
+        self.new_errors()  # SGLang logs one of its own before the first prompt
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.stop()
-
-    def start(self, told: Callable[[str], None]) -> None:
-        """Returns when it answers. ``told`` hears how long that takes."""
+    def environment(self, scratch: Path) -> dict[str, str]:
         # One thread computes: several wait for each other by spinning, which on a busy machine takes most of
         # the time. oneDNN would keep a kernel for each of the last 1,024 shapes that it has seen; that is not
         # kvbm's memory.
@@ -92,39 +80,7 @@ class SoakServer:
             "DYN_KVBM_DISK_CACHE_DIR": str(self._disk.absolute()),
             "DYN_KVBM_DISK_CACHE_GB": str(self._disk_cache_gb),
         }
-        with self.log_path.open("wb") as log:
-            self._process = subprocess.Popen(
-                self._command(),
-                cwd=ROOT,
-                env=variables(**torch, **metrics, **disk),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-        started_s = time.monotonic()
-        while not self._is_healthy():
-            seconds = time.monotonic() - started_s
-            if self._process.poll() is not None or seconds > START_TIMEOUT_S:
-                tail = self.log_path.read_text(errors="replace")[-3000:]
-                raise ServerError(
-                    f"the SGLang server did not start in {seconds:.0f} s; {self.log_path}:\n{tail}"
-                )
-            told(f"starting SGLang's server: {seconds:.0f} s")
-            time.sleep(POLL_S)
-        self.new_errors()  # SGLang logs one of its own before the first prompt
-
-    def stop(self) -> None:
-        """Ends all its processes, kindly and then not. Idempotent."""
-        process, self._process = self._process, None
-        if process is None:
-            return
-        process.send_signal(signal.SIGTERM)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(STOP_TIMEOUT_S)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        return variables(**torch, **metrics, **disk)
 
     def usage(self) -> Usage:
         """At this moment."""
@@ -158,7 +114,7 @@ class SoakServer:
         self._log_seen_bytes += len(text)
         return LOGGED_ERRORS.findall(text.decode(errors="replace"))
 
-    def _command(self) -> list[str]:
+    def command(self) -> list[str]:
         settings = {
             **ENGINE,
             **HICACHE,
@@ -166,27 +122,19 @@ class SoakServer:
             "model_path": self._model.absolute(),
             "admin_api_key": ADMIN_KEY,
         }
-        settings |= {"host": HOST, "port": self.base_url.rpartition(":")[2], "enable_cache_report": True}
+        settings |= {"host": HOST, "port": self.port, "enable_cache_report": True}
         command = [str(PYTHON), "-m", "sglang.launch_server"]
         for name, value in settings.items():
             command += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
         return command
 
-    def _is_healthy(self) -> bool:
-        try:
-            return bool(httpx.get(f"{self.base_url}/health", trust_env=False).status_code == httpx.codes.OK)
-        except httpx.TransportError:
-            return False
-
     def _scheduler_processes(self) -> list[int]:
-        assert self._process is not None  # noqa: S101 - for the type checker
-        group = self._process.pid
         found = []
-        for entry in Path("/proc").glob("[0-9]*"):
+        for pid in self.processes():
             with contextlib.suppress(OSError):  # it has just ended
-                if (entry / "cmdline").read_bytes().startswith(b"sglang::scheduler"):
-                    found.append(int(entry.name))
-        return [pid for pid in found if os.getpgid(pid) == group]
+                if Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"sglang::scheduler"):
+                    found.append(pid)
+        return found
 
 
 def _fields(status: str) -> list[tuple[str, str]]:

@@ -1,18 +1,13 @@
-"""Starts benchmarks.sglang.engine_job in a fresh process of SGLang's environment and reads back what it
-wrote.
-"""
+"""Runs tests.engines.sglang.engine_job in a fresh process of SGLang's environment."""
 
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-from itertools import count
 from pathlib import Path
 from typing import Any
 
-from benchmarks.sglang.environment import PYTHON, ROOT, variables
+from tests.engines.job import run_job
+from tests.engines.sglang.environment import PYTHON, variables
 
 TIMEOUT_S = 240
 PAGE_TOKENS = 16
@@ -59,7 +54,6 @@ LINKER: dict[str, Any] = {
         "linker_extra_config": {},
     },
 }
-_number = count()
 
 
 def prompts_of(seed: int, how_many: int = 3, num_tokens: int = PROMPT_TOKENS) -> list[list[int]]:
@@ -68,10 +62,6 @@ def prompts_of(seed: int, how_many: int = 3, num_tokens: int = PROMPT_TOKENS) ->
     return [
         [(start + 1 + place * step) % 250 + 3 for place in range(num_tokens)] for start in range(how_many)
     ]
-
-
-class EngineFailed(Exception):
-    """It ended without a result; the message has the last lines of its log."""
 
 
 def run_engine(
@@ -87,16 +77,12 @@ def run_engine(
     """The result of one engine; "log" is what it wrote. Its files are in ``folder``, its blocks in
     ``folder/disk``.
 
-    ``only_new_rows``: see benchmarks.sglang.attention; answers from a cache may differ in the last bits then.
+    ``only_new_rows``: see tests.engines.sglang.attention; answers from a cache may differ in the last bits
+    then.
     """
-    number = next(_number)
-    job_file, result_file, log_file = (
-        folder / f"{name}-{number}" for name in ("job.json", "result.json", "log.txt")
-    )
     disk = folder / "disk"
     job = {"engine": {**ENGINE, **engine}, "prompts": prompts, "answer_tokens": answer_tokens}
     job |= {"disk": str(disk), "only_new_rows": only_new_rows, "steps": steps}
-    job_file.write_text(json.dumps(job))
     ranks = engine.get("tp_size", 1) * engine.get("pp_size", 1)
     more = {"SGLANG_CPU_OMP_THREADS_BIND": "|".join(map(str, range(ranks)))} if ranks > 1 else {}
     own = {"DYN_KVBM_DISK_CACHE_DIR": str(disk), "DYN_KVBM_DISK_CACHE_GB": "0.2"}
@@ -106,22 +92,8 @@ def run_engine(
     }
     # One thread computes: on few cores several wait for each other by spinning.
     env = variables(**{**own, **peers, **more, "OMP_NUM_THREADS": "1", **(environment or {})})
-    command = [str(PYTHON), "-m", "benchmarks.sglang.engine_job", str(job_file), str(result_file)]
-    with log_file.open("w") as log:
-        process = subprocess.Popen(
-            command, cwd=ROOT, env=env, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
-        )
-        try:
-            process.wait(TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-    log_text = log_file.read_text(errors="replace")
-    if not result_file.is_file():
-        raise EngineFailed(f"the engine ended with {process.returncode}:\n{log_text[-4000:]}")
-    result: dict[str, Any] = json.loads(result_file.read_text())
-    result["log"] = log_text
-    return result
+    module = "tests.engines.sglang.engine_job"
+    return run_job(PYTHON, module, job, folder, environment=env, timeout_s=TIMEOUT_S)
 
 
 def same_answers(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> bool:

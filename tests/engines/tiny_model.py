@@ -1,6 +1,6 @@
 """A language model small enough for any CPU, built on the spot from a seed: nothing is downloaded.
 
-    python -m benchmarks.tiny_model OUT [--kind qwen3|gemma3|deepseek]
+    python -m tests.engines.tiny_model OUT [--kind qwen3|gemma3|deepseek]
 
 The weights are random, so the answers are gibberish; but they depend on the whole prompt, which is what a
 cache must preserve. The tokenizer knows bytes and no merges, and the model can only choose printable ASCII:

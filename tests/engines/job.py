@@ -1,0 +1,56 @@
+"""One engine in a process of its own: it is given a job as JSON and leaves its result as JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+from collections.abc import Mapping
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+_number = count()
+
+
+class EngineFailed(Exception):
+    """It ended without a result; the message has the last lines of its log."""
+
+
+def run_job(
+    python: str | Path,
+    module: str,
+    job: Mapping[str, Any],
+    folder: Path,
+    *,
+    environment: Mapping[str, str],
+    timeout_s: float,
+) -> dict[str, Any]:
+    """The result of ``python -m module JOB.json RESULT.json``; its "log" is what it wrote. The files are in
+    ``folder``, and several jobs may share one.
+
+    It has a session of its own: a job that kills itself takes its workers along, and nobody else.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    number = next(_number)
+    job_file, result_file, log_file = (
+        folder / f"{name}-{number}.{suffix}"
+        for name, suffix in (("job", "json"), ("result", "json"), ("log", "txt"))
+    )
+    job_file.write_text(json.dumps(job))
+    command = [str(python), "-m", module, str(job_file), str(result_file)]
+    with log_file.open("w") as log:
+        process = subprocess.Popen(
+            command, env=dict(environment), stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    log_text = log_file.read_text(errors="replace")
+    if not result_file.is_file():
+        raise EngineFailed(f"the engine ended with {process.returncode}:\n{log_text[-4000:]}")
+    result: dict[str, Any] = json.loads(result_file.read_text())
+    return result | {"log": log_text}

@@ -1,0 +1,1 @@
+"""Real SGLang on a CPU, in an environment of its own."""
