@@ -1,25 +1,18 @@
-"""The benchmark for GPUs, on a machine that has none: its stages tried dry, its judgement with made-up
-figures.
-"""
+"""The benchmark for GPUs, without one: its judgement of made-up figures, and its eye for wrong bytes."""
 
 from __future__ import annotations
 
 import asyncio
 import importlib.util
-import io
 import json
-import subprocess
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks.gpu import report, stages
-from benchmarks.gpu.__main__ import load_stage, main
-from benchmarks.gpu.rows import Cell, Goal, Result, Row
-from benchmarks.gpu.stages import Options, complete, run_here
+from benchmarks.gpu.rows import Cell, Goal, Row
+from benchmarks.gpu.stages import Options
 
 needs_torch = pytest.mark.skipif(
     importlib.util.find_spec("torch") is None, reason="NOT RUN: copies; torch is missing"
@@ -47,70 +40,6 @@ def test_a_row_judges_the_median_of_pairs(row: Row, verdict: str) -> None:
     assert Row.read(json.loads(json.dumps(row.plain()))) == row
     dry = row.cells(is_dry=True)[-1]
     assert dry == (verdict if verdict.startswith("failed") else "dry run")
-
-
-class Breaking:
-    """A stage that raises after its first row."""
-
-    name, help, share = "breaking", "", 0.1
-
-    def goals(self, options: Options) -> Sequence[Goal]:
-        return (SHARE, Goal("second", ""))
-
-    def run(self, options: Options) -> Iterator[Result]:
-        yield Row(SHARE, (1.0,), (1.0,))
-        yield Cell("table", {"a": "1"})
-        raise MemoryError("no more memory\nand a long story")
-
-
-def test_what_a_stage_found_before_it_failed_is_kept(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    stage, options, sink = Breaking(), Options(tmp_path), io.StringIO()
-    assert not run_here(stage, options, sink)
-    assert "MemoryError" in capsys.readouterr().err
-    path = stages.result_path(options, stage.name)
-    path.write_text(sink.getvalue() + '{"row": {"go')  # killed while it wrote
-    results = complete(stage.goals(options), *stages._read(path), "")
-    assert results[:2] == [Row(SHARE, (1.0,), (1.0,)), Cell("table", {"a": "1"})]
-    assert [row.verdict for row in results[2:] if isinstance(row, Row)] == [
-        "failed: MemoryError: no more memory"
-    ]
-
-
-def test_a_stage_that_hangs_or_dies_is_a_reason_and_nothing_of_it_runs_on() -> None:
-    hanging = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
-    assert stages._wait(hanging, 0.05) == "out of time after 0 s"
-    assert hanging.poll() is not None
-    assert hanging.stdin is not None
-    hanging.stdin.close()
-    dying = subprocess.Popen([sys.executable, "-c", "import os; os.abort()"], stderr=subprocess.DEVNULL)
-    assert stages._wait(dying, 30.0) == "ended by signal 6"
-    (row,) = complete([SHARE], [], None, "ended by signal 6")
-    assert isinstance(row, Row) and row.verdict == "failed: ended by signal 6"
-
-
-@pytest.mark.nightly("the benchmark for GPUs, tried dry: 40 s, changes with benchmarks/gpu alone")
-@needs_torch
-def test_a_dry_run_brings_out_every_row(tmp_path: Path) -> None:
-    assert main(["--dry-run", "--output", str(tmp_path), "--only", "checks,copies,pinned,ways,layers"]) == 0
-    raw = json.loads((tmp_path / "gpu.json").read_text())
-    assert raw["dry_run"] and raw["closing"].endswith(report.DRY)
-    options = Options(tmp_path, is_dry=True)
-    for name in ("checks", "copies", "pinned", "ways", "layers"):
-        goals = [goal.name for goal in load_stage(name).goals(options)]
-        assert sorted(row["goal"]["name"] for row in raw["rows"][name]) == sorted(goals), name
-    (failing,) = [row for row in raw["rows"]["checks"] if "fail" in row["goal"]["name"]]
-    assert failing["ours"] == [0.0], failing
-    ways = [cell["values"] for cell in raw["tables"]["ways"]]
-    layers = [cell["values"] for cell in raw["tables"]["layers"]]
-    for cells in (ways, layers):
-        assert cells and not [values for values in cells if "failed" in values]
-    assert any(values["way"].startswith("triton") for values in ways) == (
-        importlib.util.find_spec("triton") is not None
-    )
-    text = (tmp_path / "gpu.md").read_text()
-    assert "| dry run |" in text and "| met |" not in text
 
 
 @needs_torch

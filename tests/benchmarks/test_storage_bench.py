@@ -1,6 +1,4 @@
-"""What the benchmark of the disk times is what it says, and it notices wrong answers, failures and a lack of
-room.
-"""
+"""The benchmark of the disk moves every block once, and notices wrong answers and failures."""
 
 from __future__ import annotations
 
@@ -18,20 +16,17 @@ pytest.importorskip("httpx")
 pytest.importorskip("matplotlib")
 
 from benchmarks.leader.index import PROMPT_BLOCKS
-from benchmarks.storage import fio_side, kvbm_side, lookup, part, throughput
+from benchmarks.storage import kvbm_side, lookup, throughput
 from benchmarks.storage.blocks import Blocks
 from benchmarks.storage.fio_side import FioSide
-from benchmarks.storage.kvbm_side import KvbmSide, WithoutChecksum, as_prompts, scattered
-from benchmarks.storage.part import StoragePart
+from benchmarks.storage.kvbm_side import KvbmSide, as_prompts, scattered
 from benchmarks.storage.sides import Rates
-from benchmarks.suite import Effort, Options, WrongAnswer
+from benchmarks.suite import WrongAnswer
 from kvbm_core.blocks.slot_tier import BlockTier
 from kvbm_core.errors import Outcome
-from kvbm_core.storage.disk import lane
 from kvbm_core.storage.disk.aio_io import make_file_io
 from kvbm_core.storage.disk.block_file import BlockFile, Geometry
 from kvbm_core.storage.disk.lane import Lane, Record
-from kvbm_core.storage.disk.record import payload_digest
 from kvbm_core.types import BlockKey
 
 NUM_BLOCKS, BLOCK_BYTES = 24, 8192
@@ -102,14 +97,6 @@ def make_side(tmp_path: Path, seed: int) -> Iterator[MakeSide]:
     blocks.close()
 
 
-def test_a_turn_gives_rates(make_side: MakeSide, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kvbm_side, "BATCH_BYTES", 4 * BLOCK_BYTES)
-    side = make_side(KvbmSide)
-    for _ in range(3):
-        rates = side.turn()
-        assert min(rates) > 0
-
-
 @pytest.mark.parametrize("call", ["read", "write"])
 def test_a_lane_that_only_says_ok_is_noticed(
     call: str, make_side: MakeSide, monkeypatch: pytest.MonkeyPatch
@@ -144,26 +131,6 @@ def test_an_outcome_that_is_not_ok_is_noticed(make_side: MakeSide, monkeypatch: 
     monkeypatch.setattr(kvbm_side, "DEADLINE_S", -1.0)
     with pytest.raises(WrongAnswer, match="timed_out"):
         side.turn()
-
-
-def test_without_checksum_means_that_no_payload_is_digested(
-    make_side: MakeSide, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    digested: list[int] = []
-    digest = payload_digest
-
-    def counting(payload: memoryview) -> bytes:
-        digested.append(len(payload))
-        return digest(payload)
-
-    monkeypatch.setattr(lane, "payload_digest", counting)
-    make_side(KvbmSide).turn()
-    assert digested == [BLOCK_BYTES] * (2 * NUM_BLOCKS)
-    digested.clear()
-    make_side(WithoutChecksum).turn()
-    assert not digested
-    make_side(KvbmSide).turn()  # and it is back afterwards
-    assert len(digested) == 2 * NUM_BLOCKS
 
 
 # ---------------------------------------------------------------- fio
@@ -227,12 +194,6 @@ def test_vllms_tier_moves_blocks_and_leaves_no_file(
 RESIDENT = 2 * PROMPT_BLOCKS
 
 
-def test_lookups_are_measured() -> None:
-    figures = lookup.measure(3, 1, RESIDENT)
-    assert [figure.goal for figure in figures] == list(lookup.GOALS)
-    assert all(len(figure.ours) == 3 and min(figure.ours) > 0 for figure in figures)
-
-
 def test_a_lookup_that_finds_too_little_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(BlockTier, "match_prefix", lambda self, keys: len(keys) - 1)
     with pytest.raises(WrongAnswer, match="found 8191 of 8192"):
@@ -251,25 +212,3 @@ def test_a_lookup_that_reads_a_file_is_noticed(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr(BlockTier, "match_prefix", look)
     with pytest.raises(WrongAnswer, match="did I/O"):
         lookup.measure(1, 1, RESIDENT)
-
-
-# ---------------------------------------------------------------- the part
-
-
-@pytest.mark.nightly("the whole part, small: 16 s, changes with benchmarks/storage alone")
-def test_the_part_runs_without_peers_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(part, "QUICK_BYTES", 8 << 20)
-    monkeypatch.setattr(fio_side, "_program", str)
-    monkeypatch.setattr(throughput, "vllm_problem", lambda: "vLLM is not installed")
-    monkeypatch.setattr(lookup, "measure", partial(lookup.measure, num_resident=RESIDENT))
-    told: list[str] = []
-    found = StoragePart().run(Options(effort=Effort.QUICK, output=tmp_path, told=told.append))
-    assert [figure.goal for figure in found.figures] == list(StoragePart().goals)
-    verdicts = {figure.goal.name: (figure.verdict == "not run", figure.note) for figure in found.figures}
-    assert verdicts["read, 4 MiB, scattered"] == (True, fio_side.MISSING)
-    assert verdicts["write, 128 KiB, against a file per block"] == (True, "vLLM is not installed")
-    assert all(figure.is_measured for figure in found.figures if "checksums" in figure.goal.name)
-    assert "vLLM is not installed" in found.settings["peers left out"]
-    assert found.settings["kvbm's I/O"].startswith(("AioIo", "ThreadIo"))
-    assert any("4 MiB" in text for text in told)
-    assert list(tmp_path.iterdir()) == []
