@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from kvbm_core.clock import Clock, ManualClock
 from kvbm_core.errors import Outcome
@@ -24,19 +25,24 @@ from kvbm_core.testing.executor_bench import (
     plan,
     two_group_memory,
 )
+from kvbm_core.transfer import jobs
 from kvbm_core.transfer.digests import SlotDigests
 from kvbm_core.transfer.executor import Copier, DeviceMemory, Executor
 from kvbm_core.transfer.executors.cuda import CopyLimits, CudaExecutor
 from kvbm_core.transfer.executors.cuda_runtime import CudaApi
 from kvbm_core.transfer.executors.memcpy import MemcpyExecutor
 from kvbm_core.transfer.factory import make_executor
-from kvbm_core.transfer.jobs import MAX_QUEUED_JOBS
 from kvbm_core.transfer.plan import GroupMove, JobResult, TransferPlan
 from kvbm_core.types import Direction
+
+if TYPE_CHECKING:
+    import pytest
 
 OnDone = Callable[[JobResult], None]
 Prepare = Callable[[int, int], Callable[[], None] | None]
 """See HostSlab."""
+FEW_JOBS = 64
+"""In place of MAX_QUEUED_JOBS: on CUDA's double each job is looked at twice, and thousands take seconds."""
 
 
 @dataclass(frozen=True)
@@ -318,7 +324,7 @@ class ExecutorContract:
 
     def overfill(self, bench: Bench, num_queued: int) -> None:
         """Submits ten jobs more than there is room for."""
-        for number in range(MAX_QUEUED_JOBS - num_queued + 10):
+        for number in range(jobs.MAX_QUEUED_JOBS - num_queued + 10):
             bench.executor.submit(plan(HELD_JOB + 1 + number, Direction.OFFLOAD, [1], [1]))
 
     def test_a_job_id_in_flight_is_not_taken_again(self) -> None:
@@ -330,20 +336,21 @@ class ExecutorContract:
                 return
             raise AssertionError("a job id in flight was accepted again")
 
-    def test_the_queue_is_bounded(self) -> None:
+    def test_the_queue_is_bounded(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(jobs, "MAX_QUEUED_JOBS", FEW_JOBS)
         listener = Listener()
         with self.bench(on_done=listener) as bench:
             with self.held(bench, listener):
                 self.overfill(bench, num_queued=1)
             assert bench.executor.drain(LONG_S)
             outcomes = [result.outcome for result in listener.results]
-            assert (outcomes.count(Outcome.OK), outcomes.count(Outcome.BUSY)) == (MAX_QUEUED_JOBS, 10)
+            assert (outcomes.count(Outcome.OK), outcomes.count(Outcome.BUSY)) == (FEW_JOBS, 10)
         if self.keeps_results:  # what was not polled counts too
             with self.bench() as bench:
                 self.overfill(bench, num_queued=0)
                 assert bench.executor.drain(LONG_S)
                 outcomes = [result.outcome for result in bench.poll()]
-                assert (outcomes.count(Outcome.OK), outcomes.count(Outcome.BUSY)) == (MAX_QUEUED_JOBS, 10)
+                assert (outcomes.count(Outcome.OK), outcomes.count(Outcome.BUSY)) == (FEW_JOBS, 10)
                 assert self.finish(bench, plan(1, Direction.OFFLOAD, [1], [1])).outcome is Outcome.OK
 
     def test_a_failing_listener_harms_nobody(self) -> None:
