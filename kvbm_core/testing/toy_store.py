@@ -285,6 +285,24 @@ def forget_all() -> None:
     OPENED.clear()
 
 
+def land_all() -> None:
+    """Late writes of all stores that were opened by URL land now."""
+    for store in OPENED:
+        store.land()
+
+
+def lose(name: str, key: BlockKey, shard: str = "") -> bool:
+    """The stores called ``name`` lose a block, on ranks whose shard begins with ``shard``. False if they do
+    not have it.
+    """
+    blocks = _SHARED[name]
+    with blocks.lock:
+        found = [own for own in blocks.blocks if own[2] == key and own[1].startswith(shard)]
+        for own in found:
+            del blocks.blocks[own]
+    return bool(found)
+
+
 def _open(spec: StoreSpec) -> ToyStore:
     url, given = urlsplit(spec.url), dict[str, Any]()
     types = {known.name: int if known.name == "seed" else float for known in fields(ToyFaults)}

@@ -109,7 +109,10 @@ class KeyedTier(LowerTier):
             return False
         now_s, here, is_coming = self._around.clock.now_s(), list[BlockKey](), False
         for i, key in enumerate(keys):
-            if key in self._fetching:
+            fetching = self._fetching.get(key)
+            if fetching is not None:
+                if fetching.late_ranks:  # nobody knows when it will be over
+                    break
                 is_coming = True
                 continue
             if key in self._finding:

@@ -208,6 +208,19 @@ def test_a_late_fetch_keeps_its_slots_until_nobody_writes_them() -> None:
     bench.assert_idle()
 
 
+def test_what_is_late_is_not_waited_for() -> None:
+    bench = Bench()
+    bench.find(KEYS[:4])
+    fetch = bench.fetch(KEYS[:2])
+    assert bench.tier.wanted(KEYS[:4]), "the rest is fetched beside it"
+    other = bench.only(OrderKind.FETCH)
+    bench.answer(fetch, Outcome.TIMED_OUT, is_late=True)
+    assert not bench.tier.wanted(KEYS[:4]) and not bench.sent
+    for order in (fetch, other):
+        bench.answer(order)
+    bench.assert_idle()
+
+
 @pytest.mark.parametrize("is_late", [True, False])
 def test_a_store_that_knows_its_blocks_and_gives_none_is_left_alone(is_late: bool) -> None:
     """A shared directory may answer a look-up from memory, and hang with each read."""

@@ -12,6 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.v1.outputs import KVConnectorOutput
 
 from kvbm_core.runtime.leader import Leader
+from kvbm_core.testing import toy_store
 from kvbm_core.testing.gate import Gate
 from kvbm_core.tiers.slotted import SlottedTier
 from kvbm_core.transfer.executor import Executor
@@ -32,6 +33,7 @@ class KvbmEngine(Engine):
         *,
         host_blocks: int = 256,
         disk_blocks: int = 0,
+        store: str | None = None,
         extra: dict[str, Any] | None = None,
         **spec: Any,
     ) -> None:
@@ -43,6 +45,9 @@ class KvbmEngine(Engine):
                 "disk_cache_override_num_blocks": disk_blocks,
                 "disk_cache_dir": str(folder / "disk"),
             }
+        if store is not None:
+            toy_store.register()
+            settings = {"remote_url": store, "remote_cache_gb": 0, "remote_wait_s": PATIENCE_S, **settings}
         super().__init__(EngineSpec(extra_config=settings, **spec), folder)
         assert isinstance(self.connector, DynamoConnector)
         self.hooks = self.connector.scheduler_side.hooks
@@ -104,7 +109,12 @@ class KvbmEngine(Engine):
     def settle(self) -> None:
         """Until no copy is under way any more, in the leader's eyes too."""
         leader = self.leader
-        self.wait_for(lambda: leader.pending_jobs == 0 and leader.chain.storing_blocks == 0)
+
+        def is_quiet() -> bool:
+            toy_store.land_all()
+            return leader.pending_jobs == 0 and leader.chain.storing_blocks == 0
+
+        self.wait_for(is_quiet)
 
     def hold(self, direction: Direction) -> None:
         """Holds back copies on all ranks."""

@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 
 from kvbm_core.errors import Outcome
+from kvbm_core.testing import toy_store
 from kvbm_core.types import Direction
 from tests.vllm.harness import adapter, media
 from tests.vllm.kvbm_engine import KvbmEngine
 
+STORE = "toy://soak?latency_ms=1&fails=0.02&loses=0.05&spoils=0.02&is_late=0.01"
 SPECS: dict[str, dict[str, Any]] = {
     "plain": {"num_blocks": 40, "host_blocks": 60},
     "async": {"num_blocks": 40, "host_blocks": 60, "async_scheduling": True},
@@ -37,6 +39,21 @@ SPECS: dict[str, dict[str, Any]] = {
         "extra": {"disable_disk_offload_filter": False},
     },
     "disk, hybrid": {"num_blocks": 80, "host_blocks": 40, "disk_blocks": 400, "windows": (None, 8)},
+    "disk, store, two ranks": {
+        "num_blocks": 40,
+        "host_blocks": 25,
+        "disk_blocks": 30,
+        "store": STORE,
+        "ranks": 2,
+        "extra": {"remote_wait_s": 0.2},
+    },
+    "store, hybrid": {
+        "num_blocks": 80,
+        "host_blocks": 40,
+        "store": STORE,
+        "windows": (None, 8),
+        "extra": {"remote_wait_s": 0.2},
+    },
 }
 STEPS = 300
 
@@ -84,6 +101,9 @@ def disturb(engine: KvbmEngine, rng: random.Random, alive: list[str]) -> None:
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS.keys())
 def test_soak(spec: dict[str, Any], tmp_path: Path, rng: random.Random) -> None:
+    if "store" in spec:
+        toy_store.forget_all()
+        spec = {**spec, "store": f"{spec['store']}&seed={rng.randrange(1000)}"}
     with KvbmEngine(tmp_path, lora=True, max_model_len=100, max_batched_tokens=48, **spec) as engine:
         answers: dict[tuple[Any, ...], list[int]] = {}
         asked: dict[str, tuple[Any, ...]] = {}

@@ -1,0 +1,132 @@
+"""A store by key, which a test adds, below host and disk under vLLM's own scheduler: every byte is checked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvbm_core.testing import toy_store
+from tests.vllm.kvbm_engine import KvbmEngine, specs_to_try
+from tests.vllm.test_scheduler_disk import ALL, FROM_DISK, keys_of, push_out
+
+every_kind = pytest.mark.parametrize("spec", specs_to_try().values(), ids=specs_to_try().keys())
+FROM_STORE = "kvbm_onboard_blocks_o2d"
+TO_STORE = "kvbm_offload_blocks_d2o"
+STORE = "toy://blocks?seed=1"
+TIGHT: dict[str, Any] = {"host_blocks": 30, "disk_blocks": 40, "store": STORE}
+"""Host and disk lose what other prompts push out; the store does not."""
+FAULTS = {
+    "slow": "latency_ms=5",
+    "fails": "fails=0.02",
+    "loses": "loses=0.2",
+    "spoils": "spoils=0.2",
+    "writes late": "is_late=0.2",
+    "raises": "raises=0.3",
+    "all": "latency_ms=1&fails=0.05&loses=0.05&spoils=0.05&is_late=0.05&raises=0.05",
+}
+NOT_LEFT_ALONE = ("slow", "loses", "spoils")
+
+
+@pytest.fixture(autouse=True)
+def _empty_stores() -> Iterator[None]:
+    toy_store.forget_all()
+    yield
+    toy_store.forget_all()
+
+
+@every_kind
+def test_what_host_and_disk_have_lost_comes_back_from_the_store(spec: dict[str, Any], tmp_path: Path) -> None:
+    with KvbmEngine(tmp_path, **{**TIGHT, **spec}) as engine:
+        block = engine.spec.block_size_tokens
+        first = engine.ask("a", ALL, 8)
+        engine.forget_device()
+        push_out(engine)
+        assert engine.metric(TO_STORE) > 0
+        before = engine.metric(FROM_STORE)
+        assert engine.ask("b", ALL, 8) == first
+        assert engine.external_tokens("b") == 49 // block * block
+        from_store = engine.metric(FROM_STORE)
+        assert from_store > before
+        engine.forget_device()
+        assert engine.ask("c", ALL, 8) == first
+        assert engine.metric(FROM_STORE) == from_store, "what came from the store was not kept in the host"
+        engine.assert_clean()
+
+
+@every_kind
+def test_another_engine_finds_what_the_first_one_stored(spec: dict[str, Any], tmp_path: Path) -> None:
+    shape = {"host_blocks": 60, "store": STORE, **spec}
+    with KvbmEngine(tmp_path, **shape) as engine:
+        first = engine.ask("a", ALL, 8)
+        engine.settle()
+        stored = engine.metric(TO_STORE)
+    with KvbmEngine(tmp_path, **shape, disk_blocks=40) as engine:
+        block = engine.spec.block_size_tokens
+        assert engine.ask("b", ALL, 8) == first
+        assert engine.external_tokens("b") == 49 // block * block
+        engine.settle()
+        assert engine.metric(FROM_STORE) > 0
+        assert engine.metric(FROM_STORE) + engine.metric(TO_STORE) <= stored, "what came back is stored again"
+        engine.assert_clean()
+
+
+@pytest.mark.parametrize("lost", [0, 5, 11])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_of_a_prefix_that_lost_a_block_what_lies_before_it_comes_back(
+    lost: int, ranks: int, tmp_path: Path
+) -> None:
+    with KvbmEngine(tmp_path, host_blocks=60, store=STORE, ranks=ranks) as engine:
+        engine.add("a", ALL, 8)
+        engine.step()
+        keys = keys_of(engine, "a")
+        engine.run()
+        first = engine.record.outputs["a"]
+        engine.settle()
+    # Of one rank of two: what is not there on all of them is not there.
+    assert toy_store.lose("blocks", keys[lost], f"{ranks - 1}of")
+    with KvbmEngine(tmp_path, host_blocks=60, store=STORE, ranks=ranks) as engine:
+        block = engine.spec.block_size_tokens
+        assert engine.ask("b", ALL, 8) == first
+        assert engine.external_tokens("b") == lost * block
+        assert engine.record.computed_tokens == 50 - lost * block + 7
+        assert engine.metric(FROM_STORE) == lost
+        engine.settle()
+    with KvbmEngine(tmp_path, host_blocks=60, store=STORE, ranks=ranks) as engine:
+        assert engine.ask("c", ALL, 8) == first
+        assert engine.external_tokens("c") == 48
+        engine.assert_clean()
+
+
+@pytest.mark.parametrize("faults", FAULTS.values(), ids=FAULTS.keys())
+def test_faults_of_a_store_cost_hits_and_nothing_else(faults: str, tmp_path: Path, seed: int) -> None:
+    """Each of two ranks has faults of its own."""
+    shape = {**TIGHT, "store": f"toy://blocks?seed={seed}&{faults}", "ranks": 2}
+    with KvbmEngine(tmp_path, **shape, extra={"remote_wait_s": 1.0}) as engine:
+        prompts = [range(start, start + 50) for start in range(0, 400, 100)]
+        answers = [engine.ask(f"first {prompt.start}", prompt, 4) for prompt in prompts]
+        for turn in range(2):
+            engine.forget_device()
+            push_out(engine)
+            for prompt, answer in zip(prompts, answers, strict=True):
+                assert engine.ask(f"{turn} {prompt.start}", prompt, 4) == answer
+                engine.forget_device()
+        # A store that fails, or is late, again and again is left alone, by luck from its first call on.
+        assert engine.metric(FROM_STORE) > 0 or faults not in {FAULTS[name] for name in NOT_LEFT_ALONE}
+        engine.assert_clean()
+
+
+def test_a_store_that_hangs_costs_a_bounded_wait(tmp_path: Path) -> None:
+    with KvbmEngine(tmp_path, host_blocks=60, store=STORE) as engine:
+        first = engine.ask("a", ALL, 8)
+        engine.settle()
+    short = {"remote_wait_s": 0.2, "remote_deadline_s": 0.2}
+    with KvbmEngine(tmp_path, host_blocks=60, disk_blocks=40, store=STORE, extra=short) as engine:
+        store = toy_store.OPENED[-1]
+        store.hold(toy_store.CONTAINS, toy_store.GET, toy_store.PUT)
+        assert engine.ask("b", ALL, 8) == first
+        assert engine.external_tokens("b") == 0 and engine.metric(FROM_DISK) == 0
+        store.let_go()
+        engine.assert_clean()
