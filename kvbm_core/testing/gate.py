@@ -46,6 +46,11 @@ class Gate:
         """The next jobs of this direction move nothing and end like this."""
         self._failures[direction] += [outcome] * times
 
+    def fail_no_more(self) -> None:
+        """Takes ``fail_next`` back."""
+        for failures in self._failures.values():
+            failures.clear()
+
     @property
     def held(self) -> int:
         """Jobs waiting at the gate."""

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 from kvbm_core.clock import ManualClock
 from kvbm_core.errors import Outcome
+from kvbm_core.testing import toy_store
 from kvbm_core.testing.gate import Gate
 from kvbm_core.tiers.slotted import SlottedTier
 from kvbm_core.transfer.executor import Executor as TransferExecutor
@@ -265,7 +266,11 @@ class Serving:
         def is_quiet() -> bool:
             return not self.leader.pending_jobs and not self.leader.chain.storing_blocks
 
-        self.step_until(lambda: self.from_leader(is_quiet))
+        def is_quiet_here() -> bool:
+            toy_store.land_all()
+            return bool(self.from_leader(is_quiet))
+
+        self.step_until(is_quiet_here)
 
     def forget_device(self) -> None:
         """Empties the device's own cache; what comes back after this came from kvbm."""

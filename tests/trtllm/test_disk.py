@@ -15,6 +15,7 @@ import pytest
 
 from kvbm_core.storage.disk.io import Transfer
 from kvbm_core.storage.disk.record import slot_offset_bytes, whole_sectors
+from kvbm_core.testing import toy_store
 from kvbm_core.transfer.movers import disk as disk_mover
 from kvbm_core.types import Direction
 
@@ -50,22 +51,34 @@ def folder(tmp_path: Path) -> Path:
 
 @contextmanager
 def serve_with_disk(
-    rank: int, kind: Kind, folder: Path, *, is_filtered: bool = False, checks: bool = True, **options: Any
+    rank: int,
+    kind: Kind,
+    folder: Path,
+    *,
+    is_filtered: bool = False,
+    checks: bool = True,
+    host_blocks: int = HOST_BLOCKS,
+    disk_blocks: int = DISK_BLOCKS,
+    store: str | None = None,
+    **options: Any,
 ) -> Iterator[Serving]:
-    """Both tiers; what has been found on disk is taken in."""
+    """Both tiers, and below them the store behind that URL; what has been found on disk is taken in."""
     env = {
-        "DYN_KVBM_DISK_CACHE_OVERRIDE_NUM_BLOCKS": str(DISK_BLOCKS),
+        "DYN_KVBM_DISK_CACHE_OVERRIDE_NUM_BLOCKS": str(disk_blocks),
         "DYN_KVBM_DISK_CACHE_DIR": str(folder / "disk"),
         "DYN_KVBM_DISABLE_DISK_OFFLOAD_FILTER": str(not is_filtered).lower(),
     }
     if not checks:  # under TensorRT-LLM it does unless told otherwise
         env["KVBM_DISK_CHECK_AT_START"] = "false"
+    if store is not None:
+        toy_store.register()
+        env |= {"KVBM_REMOTE_URL": store, "KVBM_REMOTE_CACHE_GB": "0"}
     with serve(
-        rank, kind, host_blocks=HOST_BLOCKS, env=env, model=str(folder / "model"), **options
+        rank, kind, host_blocks=host_blocks, env=env, model=str(folder / "model"), **options
     ) as serving:
         serving.may_fail = True  # blocks that find no room in so small a host
         serving.step_until(
-            lambda: serving.from_leader(lambda: serving.disk.slots.capacity_blocks == DISK_BLOCKS)
+            lambda: serving.from_leader(lambda: serving.disk.slots.capacity_blocks == disk_blocks)
         )
         yield serving
 

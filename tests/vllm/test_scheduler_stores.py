@@ -1,4 +1,6 @@
-"""A store by key, which a test adds, below host and disk under vLLM's own scheduler: every byte is checked."""
+"""A store by key that only tests have, below host and disk under vLLM's own scheduler: every byte is
+checked.
+"""
 
 from __future__ import annotations
 

@@ -1,0 +1,127 @@
+"""A store by key that only tests have, below host and disk under TensorRT-LLM: each rank has its own blocks
+there. The double checks every byte that a forward pass reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvbm_core.testing import toy_store
+from kvbm_core.types import BlockKey, Direction
+
+pytest.importorskip("torch", reason="NOT RUN: TensorRT-LLM's connector against its double; torch is missing")
+
+from tests.trtllm.harness import Kind, Serving, kinds
+from tests.trtllm.test_disk import ALL_KINDS, CAP, PROMPT, folder, push_out, serve_with_disk
+
+__all__ = ["folder"]
+
+Play = Callable[..., list[Any]]
+FROM_STORE = "kvbm_onboard_blocks_o2d"
+TO_STORE = "kvbm_offload_blocks_d2o"
+HOST_BLOCKS, DISK_BLOCKS = 80, 40
+FAULTS = "latency_ms=1&fails=0.02&loses=0.05&spoils=0.05&is_late=0.01"
+
+
+@contextmanager
+def serve_with_store(
+    rank: int, kind: Kind, folder: Path, faults: str = "", *, is_new: bool = False, **options: Any
+) -> Iterator[Serving]:
+    """All three tiers; host and disk are so small that other prompts push out what they have."""
+    if is_new:
+        toy_store.forget_all()
+    shape = {"host_blocks": HOST_BLOCKS, "disk_blocks": DISK_BLOCKS, **options}
+    with serve_with_disk(rank, kind, folder, store=f"toy://blocks?{faults}", **shape) as serving:
+        yield serving
+
+
+def fetch(serving: Serving, num_blocks: int) -> None:
+    """Has so many blocks of the prompt, and no more, brought into the host from the store alone.
+
+    TensorRT-LLM cannot be told to ask again: a first request has them looked for, later ones have them
+    fetched, and all compute them. What they compute fails to be stored, so that it must come from the store.
+    """
+    wanted = serving.metric(FROM_STORE) + num_blocks
+    for _ in range(8):
+        serving.fails_here(Direction.OFFLOAD, times=20)
+        serving.ask(PROMPT, 1)
+        serving.forget_device()
+    serving.gate.fail_no_more()
+    assert serving.metric(FROM_STORE) == wanted
+
+
+def fill(rank: int, kind: Kind, folder: Path) -> list[BlockKey]:
+    """A job: one prompt is stored; the names of its blocks."""
+    with serve_with_store(rank, kind, folder, is_new=True) as serving:
+        request = serving.submit(PROMPT)
+        serving.executor.step()
+        keys = serving.from_leader(lambda: list(serving.leader.request(str(request)).keys(0)))
+        serving.forget_device()
+        assert serving.metric(TO_STORE) >= CAP // 4
+        return list(keys)
+
+
+def find(rank: int, kind: Kind, folder: Path, lost: int) -> None:
+    """A job: an engine whose disk is empty has what lies before the block ``lost``."""
+    with serve_with_store(rank, kind, folder) as serving:
+        fetch(serving, lost)
+        serving.expect_match(serving.ask(PROMPT), (4 * lost, lost > 0))
+
+
+def lose(rank: int, kind: Kind, key: BlockKey) -> None:
+    """A job: the last rank's store loses a block."""
+    assert rank < kind.ranks - 1 or toy_store.lose("blocks", key)
+
+
+@pytest.mark.parametrize("kind", ALL_KINDS, ids=str)
+@pytest.mark.parametrize("lost", [CAP // 4, 5])
+def test_another_engine_finds_what_the_first_one_stored(
+    lost: int, kind: Kind, folder: Path, play: Play
+) -> None:
+    keys = play(kind, fill, kind, folder)[0]
+    if lost < CAP // 4:
+        play(kind, lose, kind, keys[lost])
+    for path in (folder / "disk").rglob("*.blocks"):
+        path.unlink()
+    play(kind, find, kind, folder, lost)
+
+
+def comes_back(rank: int, kind: Kind, folder: Path) -> None:
+    """A job: what host and disk have lost comes back from the store, and stays in the host."""
+    with serve_with_store(rank, kind, folder, is_new=True, host_blocks=30) as serving:
+        serving.ask(PROMPT)
+        serving.forget_device()
+        push_out(serving)
+        fetch(serving, CAP // 4)
+        serving.expect_match(serving.ask(PROMPT), (CAP, True))
+
+
+@pytest.mark.parametrize("kind", ALL_KINDS, ids=str)
+def test_what_host_and_disk_have_lost_comes_back_from_the_store(kind: Kind, folder: Path, play: Play) -> None:
+    play(kind, comes_back, kind, folder)
+
+
+def go_through_faults(rank: int, kind: Kind, folder: Path, seed: int) -> float:
+    """A job: prompts from three tiers at once; the store is slow, loses blocks, fails and writes late."""
+    faults = f"seed={seed}&{FAULTS}"
+    with serve_with_store(
+        rank, kind, folder, faults, is_new=True, host_blocks=30, chunk_tokens=16
+    ) as serving:
+        for turn in range(4):
+            requests = [serving.submit(range(100 * i, 100 * i + 20 + 6 * turn), 5) for i in range(8)]
+            serving.executor.run_until_idle()
+            assert {serving.reason(request) for request in requests} == {"length"}
+            serving.forget_device()
+        return serving.metric(FROM_STORE)
+
+
+@pytest.mark.parametrize("kind", ALL_KINDS, ids=str)
+def test_faults_of_a_store_cost_hits_and_nothing_else(
+    kind: Kind, folder: Path, play: Play, seed: int
+) -> None:
+    play(kind, go_through_faults, kind, folder, seed)
