@@ -5,7 +5,9 @@ end.
 from __future__ import annotations
 
 import random
+import tempfile
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvbm_core.errors import Outcome
+from kvbm_core.testing import toy_store
 from kvbm_core.types import Direction
 
 pytest.importorskip("torch", reason="NOT RUN: TensorRT-LLM's connector against its double; torch is missing")
@@ -29,6 +32,7 @@ IDENTITIES: tuple[dict[str, Any], ...] = (
     {"cache_salt": "me"},
     {"multimodal": [[7] * 8]},
 )
+FAULTS = "latency_ms=1&fails=0.02&loses=0.05&spoils=0.05&is_late=0.01"
 WINDOWS: dict[str, Any] = {"attention_windows": (None, 8), "num_layers": 2}
 MAX_ALIVE = 12
 NUM_BLOCKS, MOST_BLOCKS = 40, 16
@@ -43,15 +47,26 @@ class Engine(RuleBasedStateMachine):
     kind: Kind
 
     @initialize(
-        chunk=st.sampled_from([None, 8]), windows=st.booleans(), keeps=st.booleans(), each=st.booleans()
+        chunk=st.sampled_from([None, 8]),
+        windows=st.booleans(),
+        keeps=st.booleans(),
+        each=st.booleans(),
+        store=st.none() | st.integers(0, 1000),
     )
-    def start(self, chunk: int | None, windows: bool, keeps: bool, each: bool) -> None:
+    def start(self, chunk: int | None, windows: bool, keeps: bool, each: bool, store: int | None) -> None:
         self.stack = ExitStack()
         self.stack.enter_context(World(self.kind.version))
         options: dict[str, Any] = WINDOWS if windows and self.kind.is_v2 else {}
         if keeps:
             options = {**options, "executor_class": KeepingExecutor}
         env = {"KVBM_DECODE_RUN_TOKENS": "0" if each else "128"}
+        if store is not None:
+            toy_store.register()
+            toy_store.forget_all()
+            env |= {"KVBM_REMOTE_URL": f"toy://random?seed={store}&{FAULTS}", "KVBM_REMOTE_CACHE_GB": "0"}
+            model = Path(self.stack.enter_context(tempfile.TemporaryDirectory()))
+            (model / "model.safetensors").write_bytes(bytes(1024))
+            options = {**options, "model": str(model)}
         self.serving: Serving = self.stack.enter_context(
             serve(0, self.kind, host_blocks=14, env=env, num_blocks=NUM_BLOCKS, chunk_tokens=chunk, **options)
         )

@@ -16,8 +16,9 @@ from kvbm_core.types import BlockKey, Direction
 
 pytest.importorskip("torch", reason="NOT RUN: TensorRT-LLM's connector against its double; torch is missing")
 
-from tests.trtllm.harness import Kind, Serving, kinds
+from tests.trtllm.harness import Kind, Serving
 from tests.trtllm.test_disk import ALL_KINDS, CAP, PROMPT, folder, push_out, serve_with_disk
+from tests.trtllm.test_random import FAULTS
 
 __all__ = ["folder"]
 
@@ -25,7 +26,6 @@ Play = Callable[..., list[Any]]
 FROM_STORE = "kvbm_onboard_blocks_o2d"
 TO_STORE = "kvbm_offload_blocks_d2o"
 HOST_BLOCKS, DISK_BLOCKS = 80, 40
-FAULTS = "latency_ms=1&fails=0.02&loses=0.05&spoils=0.05&is_late=0.01"
 
 
 @contextmanager
