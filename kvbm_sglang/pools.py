@@ -17,10 +17,9 @@ from kvbm_core.config import KvbmSettings
 from kvbm_core.errors import ConfigError, LayoutError, Outcome
 from kvbm_core.observe.labels import FailureKind
 from kvbm_core.runtime.assembly import rank_options
-from kvbm_core.storage.disk.allocate import DirectoryBusyError, DiskError
+from kvbm_core.storage.disk.allocate import DirectoryBusyError, DiskError, FileOptions
 from kvbm_core.storage.disk.folder import DiskFolder, claimed_folder
 from kvbm_core.storage.disk.record import record_bytes
-from kvbm_core.transfer.movers.disk_file import DiskMoverOptions
 from kvbm_core.types import Direction
 from kvbm_sglang.engine_settings import code_of, describe_engine, effective, find_server_args, tell
 from kvbm_sglang.identity import KV, engine_claim, is_replicated, model_of, namespace_of, reads_along
@@ -238,7 +237,7 @@ class Pools:
         return PageStore(self._folder.path, pages, namespace, num_slots, self._options, shares=shares)
 
 
-def _disk_options(settings: KvbmSettings) -> DiskMoverOptions:
+def _disk_options(settings: KvbmSettings) -> FileOptions:
     deadline_s = min(settings.disk_deadline_s, DEADLINE_S)
     if settings.is_set("disk_deadline_s") and settings.disk_deadline_s > DEADLINE_S:
         line = "kvbm: KVBM_DISK_DEADLINE_S=%g: SGLang gives its threads little time to end; %g is used"

@@ -9,11 +9,11 @@ from pathlib import Path
 import torch
 
 from kvbm_core.errors import Outcome
+from kvbm_core.storage.disk.allocate import FileOptions
 from kvbm_core.storage.disk.block_file import SUFFIX, Geometry
 from kvbm_core.storage.disk.reader import DiskReader
 from kvbm_core.storage.disk.store import DiskStore
 from kvbm_core.tokens.namespace import KeyNamespace
-from kvbm_core.transfer.movers.disk_file import DiskMoverOptions
 from kvbm_sglang.identity import page_keys
 from kvbm_sglang.pages import Pages
 
@@ -35,7 +35,7 @@ class PageStore:
         pages: Pages,
         namespace: KeyNamespace,
         num_slots: int,
-        options: DiskMoverOptions,
+        options: FileOptions,
         *,
         shares: bool,
     ) -> None:
@@ -47,11 +47,9 @@ class PageStore:
         self._store = DiskStore(
             path,
             Geometry(num_slots, pages.page_bytes, meaning),
-            options.file,
+            options,
             reads_straight=False,  # SGLang takes a page back as soon as a read has failed, late or not
             shares=shares,
-            io=options.io,
-            check_at_start=options.check_at_start,
         )
         self._store.wait_recovered(START_WAIT_S)
 
@@ -104,7 +102,7 @@ class FollowedPages:
         find_folder: Callable[[], Path | None],
         pages: Pages,
         namespace: KeyNamespace,
-        options: DiskMoverOptions,
+        options: FileOptions,
     ) -> None:
         self._root = namespace.root()
         self._namespace = namespace
@@ -148,9 +146,7 @@ class FollowedPages:
         if self._reader is None and (folder := self._find_folder()) is not None:
             path, meaning = _place_of(folder, self._namespace)
             geometry = Geometry(1, self._pages.page_bytes, meaning)
-            self._reader = DiskReader(
-                path, geometry, self._options.file, reads_straight=False, io=self._options.io
-            )
+            self._reader = DiskReader(path, geometry, self._options, reads_straight=False)
         return self._reader
 
 

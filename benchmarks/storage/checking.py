@@ -15,6 +15,7 @@ from benchmarks.figures import Figure, Goal
 from benchmarks.suite import expect
 from benchmarks.timing import timed
 from kvbm_core.errors import Outcome
+from kvbm_core.storage.disk.allocate import FileOptions
 from kvbm_core.storage.disk.block_file import BlockFile, Geometry
 from kvbm_core.storage.disk.inspect import identify
 from kvbm_core.storage.disk.recovery import Found, Recovery
@@ -27,6 +28,7 @@ VERIFY = "kvbm disk verify"
 ALONE = "alone"
 LOAD_BYTES = 16 << 20
 FINGERPRINT = b"benchmark of a c"
+CHECKED = FileOptions(check_at_start=True)
 DEADLINE_S = 600.0
 LEAST_BYTES = 4 * LOAD_BYTES
 """In a file."""
@@ -64,8 +66,8 @@ def measure(
 def checked_gb_s(path: Path, geometry: Geometry) -> float:
     """GB/s of blocks' bytes, from opening the file to knowing which of them are good."""
     with (
-        closing(BlockFile(path, geometry)) as file,
-        closing(Recovery(file, _nobody, checks=True)) as it,
+        closing(BlockFile(path, geometry, CHECKED)) as file,
+        closing(Recovery(file, _nobody)) as it,
     ):
         seconds, is_over = timed(lambda: it.wait(DEADLINE_S))
         expect(
@@ -130,8 +132,8 @@ def _while_checked(path: Path, geometry: Geometry, load: Load) -> list[float]:
     beside_ms: list[float] = []
     while len(beside_ms) < LOADS:
         with (
-            closing(BlockFile(path, geometry)) as file,
-            closing(Recovery(file, _nobody, checks=True)) as recovery,
+            closing(BlockFile(path, geometry, CHECKED)) as file,
+            closing(Recovery(file, _nobody)) as recovery,
         ):
             while not recovery.wait(0.0):
                 beside_ms.append(load.once_ms())

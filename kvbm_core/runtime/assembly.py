@@ -30,7 +30,6 @@ from kvbm_core.storage.stores import StoreOptions
 from kvbm_core.tiers.keyed import keyed_tier
 from kvbm_core.tiers.lower import LowerTierMaker
 from kvbm_core.tiers.slotted import slotted_tier
-from kvbm_core.transfer.movers.disk_file import DiskMoverOptions
 from kvbm_core.transfer.plan import TierOrder, TierPlace
 from kvbm_core.transfer.rank import RankOptions
 from kvbm_core.types import Tier
@@ -178,9 +177,8 @@ def rank_options(
     """
     if settings.disk_check_at_start is not None:
         check_at_start = settings.disk_check_at_start
-    disk = DiskMoverOptions(
-        FileOptions.of(settings), deadline_s or settings.disk_deadline_s, settings.disk_io, check_at_start
-    )
+    deadline_s = deadline_s or settings.disk_deadline_s
+    disk = FileOptions.of(settings, io_deadline_s=deadline_s, check_at_start=check_at_start)
     return RankOptions(
         transfer_deadline_s=settings.transfer_deadline_s,
         max_concurrent_transfers=settings.max_concurrent_transfers,

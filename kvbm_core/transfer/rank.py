@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from kvbm_core.errors import ConfigError
+from kvbm_core.storage.disk.allocate import FileOptions
 from kvbm_core.storage.disk.block_file import SUFFIX
 from kvbm_core.storage.disk.record import whole_sectors
 from kvbm_core.storage.host_slab import HostSlab, available_memory_bytes
@@ -20,7 +21,7 @@ from kvbm_core.transfer.digests import SlotDigests
 from kvbm_core.transfer.executor import Copier, DeviceMemory, Executor
 from kvbm_core.transfer.factory import make_executor, slab_cpus, slab_preparation
 from kvbm_core.transfer.movers.base import Mover, OnResult, TierListener
-from kvbm_core.transfer.movers.disk_file import DiskMoverOptions, RankFile
+from kvbm_core.transfer.movers.disk_file import RankFile
 from kvbm_core.transfer.movers.store import StoreMover
 from kvbm_core.transfer.plan import JobResult, OrderKind, TierOrder, TierPlace, TransferPlan, rejected
 from kvbm_core.transfer.staged import StagedExecutor
@@ -40,7 +41,7 @@ class RankOptions:
     max_batch_blocks: int = 16
     verify: bool = False
     near_memory: bool = True
-    disk: DiskMoverOptions = field(default_factory=DiskMoverOptions)
+    disk: FileOptions = field(default_factory=FileOptions)
     store: StoreOptions = field(default_factory=StoreOptions)
 
 

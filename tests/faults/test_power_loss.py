@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import NamedTuple
@@ -183,7 +184,8 @@ def readable(file: BlockFile, disk: TornDisk, found: list[Found]) -> list[Found]
 def found_on(file: BlockFile, disk: TornDisk, *, checks: bool) -> list[Found]:
     """What a restart finds."""
     found: list[Found] = []
-    looking = Recovery(file, lambda end, new: found.extend(new), make_io=lambda: TornIo(disk), checks=checks)
+    file.options = replace(file.options, check_at_start=checks)
+    looking = Recovery(file, lambda end, new: found.extend(new), make_io=lambda: TornIo(disk))
     assert looking.wait(LONG_S)
     looking.close()
     assert looking.failure is None

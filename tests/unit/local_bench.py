@@ -21,7 +21,6 @@ from kvbm_core.testing.store_contract import key_of
 from kvbm_core.tiers.keyed import keyed_tier
 from kvbm_core.tiers.slotted import slotted_tier
 from kvbm_core.transfer.executor import DeviceMemory
-from kvbm_core.transfer.movers.disk_file import DiskMoverOptions
 from kvbm_core.transfer.plan import TierPlace
 from kvbm_core.transfer.rank import RankOptions
 from kvbm_core.types import BlockKey, Tier
@@ -78,7 +77,7 @@ class LocalBench:
     ) -> None:
         self.folder, self.device = folder, device_memory()
         self.metrics = Metrics()
-        memory = RankOptions(disk=DiskMoverOptions(BUFFERED, io_deadline_s))
+        memory = RankOptions(disk=replace(BUFFERED, io_deadline_s=io_deadline_s))
         options = LocalOptions(num_slots, fingerprint="layout", memory=memory)
         if disk_slots:
             lower = (slotted_tier("disk", Tier.DISK, AdmitAll()),)

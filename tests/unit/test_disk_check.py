@@ -9,6 +9,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import NamedTuple
@@ -30,13 +31,14 @@ from kvbm_core.storage.host_slab import HostSlab
 from kvbm_core.storage.late import LateMemory
 from kvbm_core.testing.file_io_contract import why_no_nixl
 from kvbm_core.testing.store_contract import LONG_S
-from kvbm_core.transfer.movers.disk_file import DiskMoverOptions, RankFile
+from kvbm_core.transfer.movers.disk_file import RankFile
 from tests.faults.doubles import BUFFERED, FailingIo
 from tests.unit.block_files import key, write
 from tests.unit.test_worker_disk import Ends
 
 SMALL = 6000
 FINGERPRINT = b"checked recovery"
+CHECKED = replace(BUFFERED, check_at_start=True)
 NO_NIXL = why_no_nixl()
 
 
@@ -60,9 +62,9 @@ def look(
     make_io: Callable[[int], FileIo] | None = None,
 ) -> Looked:
     """Opens the file as an engine does, and waits until all that is in it has been found."""
-    file, chunks = BlockFile(path, geometry, options), []
+    file, chunks = BlockFile(path, geometry, replace(options, check_at_start=checks)), []
     made = None if make_io is None else lambda: make_io(file.fd)
-    looking = Recovery(file, lambda end, found: chunks.append((end, found)), make_io=made, checks=checks)
+    looking = Recovery(file, lambda end, found: chunks.append((end, found)), make_io=made)
     assert looking.wait(LONG_S)
     looking.close()
     file.close()
@@ -256,7 +258,7 @@ def test_chunks_are_small_and_the_same_on_all_ranks(tmp_path: Path, monkeypatch:
 def test_records_of_a_life_that_ends_meanwhile_are_not_called_bad(tmp_path: Path) -> None:
     path, geometry = tmp_path / "x.blocks", Geometry(8, SMALL, FINGERPRINT)
     write(path, range(8), geometry=geometry)
-    file = BlockFile(path, geometry, BUFFERED)
+    file = BlockFile(path, geometry, CHECKED)
 
     class Resetting(ThreadIo):
         """The engine forgets all when the headers have been read."""
@@ -268,7 +270,7 @@ def test_records_of_a_life_that_ends_meanwhile_are_not_called_bad(tmp_path: Path
 
     chunks: list[tuple[int, list[Found]]] = []
     looking = Recovery(
-        file, lambda end, found: chunks.append((end, found)), make_io=lambda: Resetting(file.fd), checks=True
+        file, lambda end, found: chunks.append((end, found)), make_io=lambda: Resetting(file.fd)
     )
     assert looking.wait(LONG_S)
     looking.close()
@@ -305,11 +307,9 @@ def test_close_in_the_middle_ends_it_within_a_step(tmp_path: Path, monkeypatch: 
     path, geometry = tmp_path / "x.blocks", Geometry(64, SMALL, FINGERPRINT)
     write(path, range(64), geometry=geometry)
     files = set(os.listdir("/proc/self/fd"))
-    file, chunks = BlockFile(path, geometry, BUFFERED), []
+    file, chunks = BlockFile(path, geometry, CHECKED), []
     io = StoppableIo(file.fd, 6)
-    looking = Recovery(
-        file, lambda end, found: chunks.append((end, len(found))), make_io=lambda: io, checks=True
-    )
+    looking = Recovery(file, lambda end, found: chunks.append((end, len(found))), make_io=lambda: io)
     assert io.is_there.wait(LONG_S)
     closer = threading.Thread(target=looking.close)
     closer.start()
@@ -333,7 +333,7 @@ def test_a_worker_offers_what_its_options_say(tmp_path: Path, checks: bool) -> N
     path = tmp_path / "rank.blocks"
     ends, host = Ends(), HostSlab(2, SECTOR_BYTES)
     assert host.wait_ready(LONG_S)
-    options = DiskMoverOptions(BUFFERED, check_at_start=checks)
+    options = replace(BUFFERED, check_at_start=checks)
     first = RankFile("disk", options, ends)
     assert first.open(path, 8, SECTOR_BYTES, "layout")
     assert first._file is not None

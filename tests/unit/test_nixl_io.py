@@ -10,6 +10,7 @@ import resource
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ from kvbm_core.testing.file_io_contract import (
     why_no_nixl,
 )
 from kvbm_core.testing.store_contract import key_of
-from kvbm_core.transfer.movers.disk_file import DiskMoverOptions, RankFile
+from kvbm_core.transfer.movers.disk_file import RankFile
 from tests.faults.doubles import BUFFERED
 from tests.unit.test_worker_disk import Ends, OneFile
 
@@ -285,7 +286,7 @@ def test_records_go_through_a_lane(tmp_path: Path) -> None:
 
 @needs_nixl
 def test_a_workers_disk_by_nixl_is_found_again(tmp_path: Path) -> None:
-    options, found = DiskMoverOptions(BUFFERED, LONG_S, "nixl-posix"), list[int]()
+    options, found = replace(BUFFERED, io_deadline_s=LONG_S, io="nixl-posix"), list[int]()
     for disk_slot in (3, 1):
         before = set(nixl_io._OPEN)
         one = OneFile(tmp_path, options)
@@ -306,7 +307,7 @@ def test_a_kind_that_cannot_be_had_is_told_to_the_leader(
 ) -> None:
     monkeypatch.setitem(sys.modules, "nixl", None)
     ends = Ends()
-    disk = RankFile("disk", DiskMoverOptions(BUFFERED, io="nixl-gds"), ends)
+    disk = RankFile("disk", replace(BUFFERED, io="nixl-gds"), ends)
     with caplog.at_level(logging.ERROR, "kvbm"):
         assert not disk.open(tmp_path / "rank.blocks", 4, SECTOR_BYTES, "layout")
     (reason,) = ends.reasons

@@ -16,7 +16,6 @@ from kvbm_core.errors import LayoutError, Outcome  # noqa: E402
 from kvbm_core.identity.fields import Description  # noqa: E402
 from kvbm_core.identity.roots import Stamp  # noqa: E402
 from kvbm_core.storage.disk.allocate import FileOptions  # noqa: E402
-from kvbm_core.transfer.movers.disk_file import DiskMoverOptions  # noqa: E402
 from kvbm_sglang.identity import KV, namespace_of, page_keys  # noqa: E402
 from kvbm_sglang.pages import Pages  # noqa: E402
 from kvbm_sglang.store import PageStore  # noqa: E402
@@ -72,9 +71,7 @@ def indices_of(*pages: int) -> Any:
 def store_of(folder: Path, pool: Pool, config: Any = CONFIG, num_slots: int = 16) -> PageStore:
     pages = Pages(pool)
     namespace = namespace_of(config, pool, KV, pages.piece_bytes, "a-model", engine=ENGINE, weights=WEIGHTS)
-    store = PageStore(
-        folder, pages, namespace, num_slots, DiskMoverOptions(FileOptions(is_direct=False)), shares=False
-    )
+    store = PageStore(folder, pages, namespace, num_slots, FileOptions(is_direct=False), shares=False)
     assert store._store.wait_recovered(30.0)
     return store
 

@@ -23,7 +23,7 @@ from kvbm_core.testing.leader_bench import ROOT
 from kvbm_core.transfer import rank as rank_module
 from kvbm_core.transfer.movers import disk as disk_module
 from kvbm_core.transfer.movers import disk_file as module
-from kvbm_core.transfer.movers.disk_file import DiskMoverOptions, RankFile
+from kvbm_core.transfer.movers.disk_file import RankFile
 from kvbm_core.transfer.plan import JobResult, OrderKind, TierOrder, TransferPlan
 from kvbm_core.types import BlockKey, Direction
 from tests.faults.doubles import BUFFERED
@@ -177,7 +177,7 @@ class OneFile:
     """A RankFile by itself: of 4 slots, whose slab has 2."""
 
     def __init__(
-        self, folder: Path, options: DiskMoverOptions, slot_bytes: int = SECTOR_BYTES, meaning: str = "layout"
+        self, folder: Path, options: FileOptions, slot_bytes: int = SECTOR_BYTES, meaning: str = "layout"
     ) -> None:
         self.ends, self.host, self.late = Ends(), HostSlab(2, slot_bytes), LateMemory()
         assert self.host.wait_ready(LONG_S)
@@ -203,7 +203,7 @@ def test_a_file_that_is_given_up_later_is_taken_then(tmp_path: Path) -> None:
     path = tmp_path / "rank-1-of-2.blocks"
     holder, is_open = BlockFile(path, Geometry(4, SECTOR_BYTES, bytes(16)), BUFFERED), threading.Event()
     ends = Ends()
-    disk = RankFile("disk", DiskMoverOptions(BUFFERED), ends)
+    disk = RankFile("disk", BUFFERED, ends)
     assert not disk.open(path, 4, SECTOR_BYTES, "layout") and disk.is_busy
     disk.open_later(is_open.set)
     holder.close()
@@ -220,7 +220,7 @@ def test_the_end_does_not_wait_for_a_file_that_hangs_while_it_is_opened(
 ) -> None:
     geometry = Geometry(4, SECTOR_BYTES, bytes(16))
     holder = BlockFile(tmp_path / "rank-1-of-2.blocks", geometry, BUFFERED)
-    disk = RankFile("disk", DiskMoverOptions(BUFFERED), Ends())
+    disk = RankFile("disk", BUFFERED, Ends())
     path = tmp_path / "rank-1-of-2.blocks"
     assert not disk.open(path, 4, SECTOR_BYTES, "layout") and disk.is_busy
     holder.close()
@@ -245,7 +245,7 @@ def test_the_end_does_not_wait_for_a_file_that_hangs_while_it_is_opened(
 
 
 def test_nothing_works_before_its_turn(tmp_path: Path) -> None:
-    disk = RankFile("disk", DiskMoverOptions(BUFFERED), Ends())
+    disk = RankFile("disk", BUFFERED, Ends())
     host = HostSlab(1, SECTOR_BYTES)
     with pytest.raises(ValueError, match="not open"):
         disk.start(host, LateMemory())
@@ -259,7 +259,7 @@ def test_nothing_works_before_its_turn(tmp_path: Path) -> None:
 def test_a_file_of_another_meaning_is_begun_anew(tmp_path: Path, changed: str) -> None:
     def life(fingerprint: str, size: int) -> int:
         """How many blocks it finds; leaves one."""
-        one = OneFile(tmp_path, DiskMoverOptions(BUFFERED), size, fingerprint)
+        one = OneFile(tmp_path, BUFFERED, size, fingerprint)
         end, found = one.ends.wait_found()
         one.store(3)
         (result,) = one.ends.wait_results()
@@ -275,7 +275,7 @@ def test_a_file_of_another_meaning_is_begun_anew(tmp_path: Path, changed: str) -
 def test_what_is_written_after_a_restart_is_newer(tmp_path: Path) -> None:
     """So that the least recent is evicted first, whenever it was written."""
     for disk_slot in (3, 1, 2):  # a life each
-        one = OneFile(tmp_path, DiskMoverOptions(BUFFERED))
+        one = OneFile(tmp_path, BUFFERED)
         _, found = one.ends.wait_found()
         one.store(disk_slot)
         one.ends.wait_results()
@@ -356,7 +356,7 @@ def test_a_late_store_is_answered_at_once_and_again_when_its_slots_are_free(
         return GatedIo(fd, lambda transfer, is_write: is_write, None, gate)
 
     monkeypatch.setattr(disk_module, "make_file_io", make_file_io)
-    one = OneFile(tmp_path, DiskMoverOptions(BUFFERED, 0.05))
+    one = OneFile(tmp_path, replace(BUFFERED, io_deadline_s=0.05))
     try:
         one.store(3)
         (first,) = one.ends.wait_results()

@@ -5,6 +5,7 @@ files.
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 from kvbm_core.blocks.slot_tier import BlockTier
@@ -23,7 +24,6 @@ from kvbm_core.storage.disk.record import whole_sectors
 from kvbm_core.testing.executor_bench import two_group_memory
 from kvbm_core.testing.leader_bench import ROOT
 from kvbm_core.tiers.slotted import SlottedTier, slotted_tier
-from kvbm_core.transfer.movers.disk_file import DiskMoverOptions
 from kvbm_core.transfer.plan import OrderKind, TierOrder, TierPlace, TransferPlan
 from kvbm_core.transfer.rank import RankOptions
 from kvbm_core.types import BlockKey, Tier
@@ -74,7 +74,7 @@ class DiskEngine(Engine):
         self.channel = LeaderChannel(self.endpoint, self._on_message)  # type: ignore[arg-type]
         self._shard_of = [0 if replicates else rank for rank in range(ranks)]
         self.memories = [two_group_memory(seed=shard + 1) for shard in self._shard_of]
-        disk_options = DiskMoverOptions(options, io_deadline_s)
+        disk_options = replace(options, io_deadline_s=io_deadline_s)
         memory_options = RankOptions(verify=True, disk=disk_options)
         worker_options = WorkerOptions(memory_options, replicates=replicates)
         self.workers = [Worker(rank, ranks, self.endpoint, worker_options) for rank in range(ranks)]

@@ -20,6 +20,7 @@ ZEROS_BYTES = 16 << 20
 STAT_BLOCK_BYTES = 512
 FALLOC_FL_KEEP_SIZE, FALLOC_FL_PUNCH_HOLE = 1, 2
 SETTING = "DYN_KVBM_DISK_CACHE_DIR"
+AUTO = "auto"
 
 log = logging.getLogger("kvbm")
 
@@ -38,19 +39,27 @@ class FileOptions:
     it.
 
     ``zero_fill``: where space cannot be reserved, it is written full of zeros; else the file stays sparse.
+    ``io``: see ``chosen_file_io``. ``io_deadline_s``: a read or write that takes longer is given up.
+    ``check_at_start``: what is on the disk is offered once all of its bytes have been read and checked.
     """
 
     is_direct: bool = True
     opens_direct: bool = False
     zero_fill: bool = False
+    io: str = AUTO
+    io_deadline_s: float = 10.0
+    check_at_start: bool = False
 
     @staticmethod
-    def of(settings: KvbmSettings) -> FileOptions:
-        """As the settings have it."""
+    def of(settings: KvbmSettings, *, io_deadline_s: float, check_at_start: bool) -> FileOptions:
+        """As the settings have the rest."""
         return FileOptions(
             is_direct=not settings.disk_disable_o_direct,
             opens_direct=settings.disk_allocator_type == "open-direct",
             zero_fill=settings.disk_zerofill_fallback,
+            io=settings.disk_io,
+            io_deadline_s=io_deadline_s,
+            check_at_start=check_at_start,
         )
 
 

@@ -69,12 +69,12 @@ class BlockFile:
 
     def __init__(self, path: Path, geometry: Geometry, options: FileOptions | None = None) -> None:
         self.geometry = geometry
+        self.options = options or FileOptions()
         self.was_empty = True
-        options = options or FileOptions()
-        self._open: OpenFile = open_file(path, options)
+        self._open: OpenFile = open_file(path, self.options)
         try:
             self.life = self._take_up()
-            reserve(self._open, geometry.file_bytes, options)
+            reserve(self._open, geometry.file_bytes, self.options)
             self._write_header()
         except BaseException as error:
             self._open.close()
@@ -148,9 +148,10 @@ class BlockFileView(BlockFile):
 
     def __init__(self, path: Path, geometry: Geometry, options: FileOptions | None = None) -> None:
         self.geometry = geometry
+        self.options = options or FileOptions()
         self.was_empty = False
         self.life = bytes(LIFE_BYTES)
-        self._open = open_to_read(path, options or FileOptions())
+        self._open = open_to_read(path, self.options)
 
 
 def _read_sector(fd: int) -> bytes:

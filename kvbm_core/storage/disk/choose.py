@@ -5,12 +5,11 @@ from __future__ import annotations
 import errno
 
 from kvbm_core.storage.disk.aio_io import AioIo, make_file_io
-from kvbm_core.storage.disk.allocate import DiskError
+from kvbm_core.storage.disk.allocate import AUTO, DiskError
 from kvbm_core.storage.disk.io import FileIo, ThreadIo
 from kvbm_core.storage.disk.nixl_io import NixlIo
 
 SETTING = "KVBM_DISK_IO"
-AUTO = "auto"
 _PLUGINS = {"nixl-posix": "POSIX", "nixl-gds": "GDS", "nixl-gds-mt": "GDS_MT"}
 
 

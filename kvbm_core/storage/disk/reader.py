@@ -13,7 +13,6 @@ from kvbm_core.errors import Outcome
 from kvbm_core.storage.base import Memory
 from kvbm_core.storage.disk.allocate import FileOptions
 from kvbm_core.storage.disk.block_file import BlockFileView, Geometry
-from kvbm_core.storage.disk.choose import AUTO
 from kvbm_core.storage.disk.side import Side
 from kvbm_core.storage.disk.slot_log import LogFollower, LogHeader
 from kvbm_core.storage.disk.store import CLOSE_TIMEOUT_S, STOP_TIMEOUT_S, check_blocks, check_targets
@@ -31,7 +30,7 @@ class DiskReader:
     found from then on; what it removed, until the slot is used again. All checks are those of a DiskStore's
     reads, but a block that does not pass them is a MISS here: that the writer is just putting another one in
     its slot looks the same. ``geometry``: as the writer has it, where ``num_slots`` does not matter.
-    ``reads_straight`` and ``io``: see DiskStore.
+    ``reads_straight``: see DiskStore.
     """
 
     def __init__(
@@ -42,14 +41,12 @@ class DiskReader:
         *,
         clock: Clock | None = None,
         reads_straight: bool = True,
-        io: str = AUTO,
     ) -> None:
         self._path = path
         self._geometry = geometry
         self._options = options
         self._clock = clock or SystemClock()
         self._reads_straight = reads_straight
-        self._io = io
         self._books = threading.Lock()
         self._log = LogFollower(path, geometry)
         self._followed: LogHeader | None = None
@@ -188,7 +185,7 @@ class DiskReader:
             view = BlockFileView(self._path, self._geometry, self._options)
             try:
                 is_straight = self._reads_straight
-                side = Side(view, self._clock, is_write=False, is_straight=is_straight, io=self._io)
+                side = Side(view, self._clock, is_write=False, is_straight=is_straight)
             except BaseException:
                 view.close()
                 raise

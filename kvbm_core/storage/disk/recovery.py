@@ -6,13 +6,16 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import groupby
 from typing import NamedTuple
 
 from kvbm_core.clock import Clock, SystemClock
 from kvbm_core.errors import Outcome
 from kvbm_core.storage.disk.aio_io import make_file_io
+from kvbm_core.storage.disk.allocate import AUTO
 from kvbm_core.storage.disk.block_file import BlockFile
+from kvbm_core.storage.disk.choose import chosen_file_io
 from kvbm_core.storage.disk.io import FileIo
 from kvbm_core.storage.disk.lane import Lane
 from kvbm_core.storage.disk.payload_check import PayloadCheck
@@ -67,10 +70,10 @@ class Recovery:
 
     ``on_chunk`` is called in that thread, slots in ascending order, the last time with ``end`` = all slots,
     also if the disk fails in between: what could not be read is simply not there. The ends of chunks follow
-    from the geometry and ``checks`` alone: all ranks of an engine have the same. ``make_io``: how it reads;
-    as is best for the file unless given. ``checks``: what is behind the headers is read too, and only records
-    that verify are found. That takes as long as reading all of them does, at most
-    PayloadCheck.IN_FLIGHT_BYTES at a time.
+    from the geometry and ``check_at_start`` alone: all ranks of an engine have the same. Where the file's
+    options say ``check_at_start``, what is behind the headers is read too, and only records that verify are
+    found. That takes as long as reading all of them does, at most PayloadCheck.IN_FLIGHT_BYTES at a time.
+    ``make_io``: how it reads; as is best for the file, or as its options say, unless given.
     """
 
     def __init__(
@@ -79,14 +82,11 @@ class Recovery:
         on_chunk: OnChunk,
         clock: Clock | None = None,
         make_io: Callable[[], FileIo] | None = None,
-        *,
-        checks: bool = False,
     ) -> None:
         self._file = file
         self._on_chunk = on_chunk
         self._clock = clock or SystemClock()
         self._make_io = make_io or self._make_best_io
-        self._checks = checks
         self._stopping = threading.Event()
         self._lane: Lane | None = None
         self._is_left_behind = False
@@ -132,7 +132,9 @@ class Recovery:
         self._tell(self._clock.now_s() - started_s)
 
     def _make_best_io(self) -> FileIo:
-        return make_file_io(self._file.fd, is_direct=self._file.is_direct, depth=SCAN_DEPTH)
+        io = self._file.options.io
+        make = make_file_io if io == AUTO else partial(chosen_file_io, kind=io)
+        return make(self._file.fd, is_direct=self._file.is_direct, depth=SCAN_DEPTH)
 
     def _tell(self, took_s: float) -> None:
         path, num_bad = self._file.path, self.damaged_blocks + self.unreadable_blocks
@@ -161,7 +163,7 @@ class Recovery:
         num_slots = self._file.geometry.num_slots
         io = self._make_io()
         self._lane = lane = Lane(self._file, io, clock=self._clock)
-        check = PayloadCheck(self._file, lane, io) if self._checks else None
+        check = PayloadCheck(self._file, lane, io) if self._file.options.check_at_start else None
         try:
             for start in range(0, num_slots, CHUNK_SLOTS):
                 if self._stopping.is_set():

@@ -11,9 +11,10 @@ from kvbm_core.clock import Clock
 from kvbm_core.errors import Outcome
 from kvbm_core.storage.base import Memory, parts_of
 from kvbm_core.storage.disk.aio_io import make_file_io
+from kvbm_core.storage.disk.allocate import AUTO
 from kvbm_core.storage.disk.block_file import BlockFile
 from kvbm_core.storage.disk.bounce import Bounce, Bounced
-from kvbm_core.storage.disk.choose import AUTO, chosen_file_io
+from kvbm_core.storage.disk.choose import chosen_file_io
 from kvbm_core.storage.disk.lane import MAX_RECORD_PIECES, Lane, Record
 from kvbm_core.storage.disk.read_twice import read_twice
 from kvbm_core.storage.disk.record import SECTOR_BYTES
@@ -23,8 +24,8 @@ from kvbm_core.types import BlockKey
 class Side:
     """A lane, and places for blocks whose memory is not made of whole sectors. Hold ``lock`` to use it.
 
-    ``is_straight`` False: all blocks pass through those places. ``io``: see ``chosen_file_io``; DiskError for
-    one that cannot be had.
+    ``is_straight`` False: all blocks pass through those places. DiskError if the file's options name a way of
+    I/O that cannot be had.
     """
 
     def __init__(
@@ -35,9 +36,9 @@ class Side:
         is_write: bool,
         first_sequence: int = 0,
         is_straight: bool = True,
-        io: str = AUTO,
     ) -> None:
         self.lock = threading.Lock()
+        io = file.options.io
         make_io = make_file_io if io == AUTO else partial(chosen_file_io, kind=io)
         file_io = make_io(file.fd, is_direct=file.is_direct)
         self.lane = Lane(file, file_io, first_sequence=first_sequence, clock=clock)

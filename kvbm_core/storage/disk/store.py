@@ -7,7 +7,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from functools import partial
 from itertools import chain
 from pathlib import Path
 
@@ -15,13 +14,11 @@ from kvbm_core.blocks.lease import Lease
 from kvbm_core.blocks.slot_tier import BlockTier, Reservation
 from kvbm_core.clock import Clock, SystemClock
 from kvbm_core.errors import Outcome
-from kvbm_core.policy.base import EvictionPolicy
 from kvbm_core.policy.lru import LruPolicy
 from kvbm_core.storage.base import Memory, parts_of
 from kvbm_core.storage.disk.allocate import FileOptions
 from kvbm_core.storage.disk.block_file import BlockFile, Geometry
-from kvbm_core.storage.disk.choose import AUTO, chosen_file_io
-from kvbm_core.storage.disk.recovery import SCAN_DEPTH, Found, Recovery, batches_of, is_block_key
+from kvbm_core.storage.disk.recovery import Found, Recovery, batches_of, is_block_key
 from kvbm_core.storage.disk.side import Side
 from kvbm_core.storage.disk.slot_log import SlotLog, withdraw_log
 from kvbm_core.types import BlockKey, Tier
@@ -59,10 +56,9 @@ class DiskStore:
     read that is TIMED_OUT may still be written into the caller's memory of that kind later: ``holds`` says
     so. For callers who cannot wait for that, ``reads_straight`` False lets all reads pass through memory of
     the store's own. ``shares``: other processes on this machine may read along, each with a DiskReader on the
-    same path. ``io``: see ``chosen_file_io``. ``check_at_start``: what an earlier process left is found once
-    all of it has been read and checked.
+    same path.
 
-    DiskError, one line, if the file or ``io`` cannot be had.
+    DiskError, one line, if the file cannot be had, or the way of I/O that ``options`` names.
     """
 
     def __init__(
@@ -71,27 +67,20 @@ class DiskStore:
         geometry: Geometry,
         options: FileOptions | None = None,
         *,
-        policy: EvictionPolicy | None = None,
         clock: Clock | None = None,
         reads_straight: bool = True,
         shares: bool = False,
-        io: str = AUTO,
-        check_at_start: bool = False,
     ) -> None:
         self._clock = clock = clock or SystemClock()
         self._file = BlockFile(path, geometry, options)
         self._log = self._begin_log(shares)
         self._books = threading.Lock()
-        self._tier = BlockTier(Tier.DISK, policy or LruPolicy(), clock)
-        self._writer, self._reader = self._make_sides(io, reads_straight)
+        self._tier = BlockTier(Tier.DISK, LruPolicy(), clock)
+        self._writer, self._reader = self._make_sides(reads_straight)
         self._closed = False
         self._was_cleared = False
         self._late: list[Reservation] = []  # of writes that were given up and may still land in their slots
-        make_io = None
-        if io != AUTO:
-            read_by = partial(chosen_file_io, kind=io, depth=SCAN_DEPTH)
-            make_io = partial(read_by, self._file.fd, is_direct=self._file.is_direct)
-        self._recovery = Recovery(self._file, self._take_in, clock, make_io, checks=check_at_start)
+        self._recovery = Recovery(self._file, self._take_in, clock)
 
     @property
     def resident_blocks(self) -> int:
@@ -258,11 +247,11 @@ class DiskStore:
             self._file.close()
             raise
 
-    def _make_sides(self, io: str, reads_straight: bool) -> tuple[Side, Side]:
+    def _make_sides(self, reads_straight: bool) -> tuple[Side, Side]:
         writer: Side | None = None
         try:
-            writer = Side(self._file, self._clock, is_write=True, first_sequence=time.time_ns(), io=io)
-            return writer, Side(self._file, self._clock, is_write=False, is_straight=reads_straight, io=io)
+            writer = Side(self._file, self._clock, is_write=True, first_sequence=time.time_ns())
+            return writer, Side(self._file, self._clock, is_write=False, is_straight=reads_straight)
         except BaseException:
             if writer is not None:
                 writer.close(CLOSE_TIMEOUT_S)

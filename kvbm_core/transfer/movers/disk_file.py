@@ -7,15 +7,13 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 
-from kvbm_core.storage.disk.allocate import DirectoryBusyError, DiskError, FileOptions
+from kvbm_core.storage.disk.allocate import AUTO, DirectoryBusyError, DiskError, FileOptions
 from kvbm_core.storage.disk.block_file import BlockFile, Geometry
-from kvbm_core.storage.disk.choose import AUTO, chosen_file_io
+from kvbm_core.storage.disk.choose import chosen_file_io
 from kvbm_core.storage.disk.io import FileIo
-from kvbm_core.storage.disk.recovery import SCAN_DEPTH, Found, Recovery
+from kvbm_core.storage.disk.recovery import Found, Recovery
 from kvbm_core.storage.host_slab import HostSlab
 from kvbm_core.storage.late import LateMemory
 from kvbm_core.transfer.movers.base import TierListener
@@ -28,19 +26,6 @@ CLOSE_TIMEOUT_S = 5.0
 log = logging.getLogger("kvbm")
 
 
-@dataclass(frozen=True, slots=True)
-class DiskMoverOptions:
-    """``io_deadline_s``: a read or write that takes longer is given up. ``io``: see ``chosen_file_io``.
-
-    ``check_at_start``: what is on the disk is offered once all of its bytes have been read and checked.
-    """
-
-    file: FileOptions = field(default_factory=FileOptions)
-    io_deadline_s: float = 10.0
-    io: str = AUTO
-    check_at_start: bool = False
-
-
 class RankFile:
     """``open``, then ``start``, by one thread; the rest is safe from any thread. ``name``: of the tier.
 
@@ -48,7 +33,7 @@ class RankFile:
     ``open_later`` when that has given it up.
     """
 
-    def __init__(self, name: str, options: DiskMoverOptions, listener: TierListener) -> None:
+    def __init__(self, name: str, options: FileOptions, listener: TierListener) -> None:
         self._name = name
         self._options = options
         self._listener = listener
@@ -106,7 +91,7 @@ class RankFile:
         path, geometry = self._place
         file: BlockFile | None = None
         try:
-            file = BlockFile(path, geometry, self._options.file)
+            file = BlockFile(path, geometry, self._options)
             self._ios = self._make_ios(file)
         except DirectoryBusyError:
             return False
@@ -162,12 +147,7 @@ class RankFile:
         """Begins to look at what is in the file; the listener hears of it."""
         if self._file is None:
             raise ValueError("the file is not open")
-        make_io = None
-        if self._options.io != AUTO:
-            read_by = partial(chosen_file_io, kind=self._options.io, depth=SCAN_DEPTH)
-            make_io = partial(read_by, self._file.fd, is_direct=self._file.is_direct)
-        checks = self._options.check_at_start
-        self._recovery = Recovery(self._file, self._tell_found, make_io=make_io, checks=checks)
+        self._recovery = Recovery(self._file, self._tell_found)
 
     def _stop_looking(self) -> bool:
         return self._recovery is None or self._recovery.close()
