@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Protocol, TypeVar
+from typing import Annotated
 
 import typer
 from rich.progress import DownloadColumn, MofNCompleteColumn, TimeRemainingColumn, TransferSpeedColumn
@@ -19,33 +19,21 @@ from kvbm_core.cli.disk_report import (
     BAD_KINDS,
     Checked,
     Looked,
-    ages_table,
     as_json,
-    damage_lines,
+    damage,
+    file_name,
     files_table,
+    is_bad,
     notes,
     verify_table,
 )
+from kvbm_core.cli.report import BAD_USAGE_EXIT, DAMAGED_EXIT, ages_table, verdict
 from kvbm_core.clock import SystemClock
 from kvbm_core.storage.disk.allocate import SETTING, DiskError
 from kvbm_core.storage.disk.block_file import SUFFIX
-from kvbm_core.storage.disk.inspect import Contents, Identity, Kind, OnProgress, find_files, identify, scan
+from kvbm_core.storage.disk.inspect import Contents, Identity, Kind, find_files, identify, scan
 from kvbm_core.storage.disk.record import record_bytes
-from kvbm_core.storage.disk.verify import Findings, erase, held_for_erasing, occupied_slots, verify
-
-DAMAGED_EXIT = 1
-BAD_USAGE_EXIT = 2
-
-Out = TypeVar("Out")
-Out_co = TypeVar("Out_co", covariant=True)
-
-
-class SlotsTask(Protocol[Out_co]):
-    """What is done with the headers of one file."""
-
-    def __call__(self, identity: Identity, *, on_slots: OnProgress) -> Out_co:
-        """``on_slots(count)`` as it goes; OSError if the file does not open."""
-
+from kvbm_core.storage.disk.verify import Findings, erase, held_for_erasing, verify
 
 disk_app = typer.Typer(
     no_args_is_help=True,
@@ -88,18 +76,17 @@ def inspect_command(
     """
     now_ns = time.time_ns()
     identities = _identities(directory, "inspect")
-    looked = []
-    for identity, contents in _over_slots(identities, partial(scan, now_ns=now_ns)):
-        looked.append(Looked(identity, contents or Contents()))
+    looked = _look(identities, now_ns)
     if as_json_text:
         typer.echo(json.dumps(as_json(directory, looked), indent=2))
         return
     _nothing_there(directory, identities)
     console = table_console()
-    if any(one.identity.kind is Kind.BLOCKS for one in looked):
+    if any(identity.kind is Kind.BLOCKS for identity, _ in looked):
         console.print(files_table(directory, looked, now_ns))
-    if any(one.contents.used for one in looked):
-        console.print(ages_table(directory, looked))
+    if any(contents.used for _, contents in looked):
+        rows = [(file_name(directory, identity.path), contents) for identity, contents in looked]
+        console.print(ages_table("used slots by age", "file", rows))
     for line in notes(directory, looked):
         typer.echo(line)
 
@@ -136,44 +123,45 @@ def verify_command(
         checked = _check(identities)
         erased = _erase(checked, held) if erase_damaged else 0
     took_s = clock.now_s() - started_s
-    if any(one.identity.kind is Kind.BLOCKS for one in checked):
+    if any(identity.kind is Kind.BLOCKS for identity, _ in checked):
         table_console().print(verify_table(directory, checked, took_s))
-    for line in (*damage_lines(directory, checked), *notes(directory, [one.looked() for one in checked])):
+    about_files = notes(directory, [(identity, Contents()) for identity, _ in checked])
+    about_records = _verdict(checked, erased if erase_damaged else None)
+    for line in (*damage(directory, checked), *about_files, *about_records):
         typer.echo(line)
-    typer.echo(_verdict(checked, erased if erase_damaged else None))
-    raise typer.Exit(DAMAGED_EXIT if any(one.is_bad for one in checked) else 0)
+    raise typer.Exit(DAMAGED_EXIT if any(map(is_bad, checked)) else 0)
 
 
-def _over_slots(identities: Sequence[Identity], task: SlotsTask[Out]) -> list[tuple[Identity, Out | None]]:
-    """``task`` of each file, with a bar; a file that went away in between is said to be unreadable."""
-    done: list[tuple[Identity, Out | None]] = []
+def _look(identities: Sequence[Identity], now_ns: int) -> list[Looked]:
+    """Reads all headers, with a bar; a file that went away in between is said to be unreadable."""
+    looked: list[Looked] = []
     with progress_bar(MofNCompleteColumn(), TimeRemainingColumn()) as progress:
         bar = progress.add_task("headers", total=sum(identity.reachable_slots for identity in identities))
         for identity in identities:
             try:
-                done.append((identity, task(identity, on_slots=partial(progress.advance, bar))))
+                contents = scan(identity, now_ns=now_ns, on_slots=partial(progress.advance, bar))
+                looked.append((identity, contents))
             except OSError as error:
-                done.append((_lost(identity, error), None))
-    return done
+                looked.append((_lost(identity, error), Contents()))
+    return looked
 
 
 def _check(identities: Sequence[Identity]) -> list[Checked]:
     """First all headers, so that it is known how much there is to read."""
-    checked = []
-    listed = _over_slots(identities, occupied_slots)
+    checked: list[Checked] = []
+    looked = _look(identities, time.time_ns())
     with progress_bar(DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()) as progress:
         total_bytes = sum(
-            len(slots) * record_bytes(identity.header.payload_bytes)
-            for identity, slots in listed
-            if identity.header is not None and slots is not None
+            contents.occupied * record_bytes(identity.header.payload_bytes)
+            for identity, contents in looked
+            if identity.header is not None
         )
         bar = progress.add_task("records", total=total_bytes)
-        for identity, slots in listed:
+        for identity, _ in looked:
             try:
-                findings = verify(identity, slots or (), on_bytes=partial(progress.advance, bar))
-                checked.append(Checked(identity, findings))
+                checked.append((identity, verify(identity, on_bytes=partial(progress.advance, bar))))
             except OSError as error:
-                checked.append(Checked(_lost(identity, error), Findings()))
+                checked.append((_lost(identity, error), Findings()))
     return checked
 
 
@@ -194,37 +182,30 @@ def _held(identities: Sequence[Identity], held: dict[Path, int], stack: ExitStac
 
 def _erase(checked: Sequence[Checked], held: dict[Path, int]) -> int:
     erased = 0
-    for one in checked:
-        if one.identity.header is not None and one.findings.damaged:
+    for identity, findings in checked:
+        if identity.header is not None and findings.damaged:
             try:
-                erased += erase(held[one.identity.path], one.identity.header, one.findings.damaged)
+                erased += erase(held[identity.path], identity.header, findings.damaged)
             except OSError as error:
                 fail(
-                    f"kvbm disk verify: {one.identity.path}: {error.strerror}: not all damaged "
+                    f"kvbm disk verify: {identity.path}: {error.strerror}: not all damaged "
                     "records were erased",
                     BAD_USAGE_EXIT,
                 )
     return erased
 
 
-def _verdict(checked: Sequence[Checked], erased: int | None) -> str:
-    records = sum(one.findings.records for one in checked)
-    damaged = sum(len(one.findings.damaged) for one in checked)
-    unreadable = sum(one.findings.unreadable for one in checked)
-    lines = []
-    if damaged or unreadable:
-        lines.append(
-            f"{damaged:,} of {records:,} records are damaged, {unreadable:,} unreadable: misses for an engine"
-        )
+def _verdict(checked: Sequence[Checked], erased: int | None) -> Iterator[str]:
+    good = sum(findings.good for _, findings in checked)
+    damaged = sum(len(findings.damaged) for _, findings in checked)
+    unreadable = sum(findings.unreadable for _, findings in checked)
+    yield verdict("records", good, damaged, unreadable)
     if damaged and erased is None:
-        lines.append("--erase-damaged frees the slots of the damaged ones, while no engine runs")
+        yield "--erase-damaged frees the slots of the damaged ones, while no engine runs"
     if damaged and erased is not None:
-        lines.append(f"{erased:,} damaged records erased; their slots are free")
-    if not lines:
-        lines.append(f"all {records:,} records are good" if records else "no records")
-    if closed := sum(one.identity.kind in BAD_KINDS for one in checked):
-        lines.append(f"{closed:,} files or folders could not be checked")
-    return "\n".join(lines)
+        yield f"{erased:,} damaged records erased; their slots are free"
+    if closed := sum(identity.kind in BAD_KINDS for identity, _ in checked):
+        yield f"{closed:,} files or folders could not be checked"
 
 
 def _identities(directory: Path, command: str) -> list[Identity]:

@@ -13,15 +13,8 @@ import typer
 from rich.progress import DownloadColumn, MofNCompleteColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from kvbm_core.cli.console import fail, progress_bar, table_console
-from kvbm_core.cli.remote_report import (
-    as_json,
-    by_namespace,
-    damage_lines,
-    namespaces_table,
-    notes,
-    shards_table,
-    uses_table,
-)
+from kvbm_core.cli.remote_report import as_json, namespaces_table, notes, shards_table, uses_table
+from kvbm_core.cli.report import BAD_USAGE_EXIT, DAMAGED_EXIT, damage_lines, shown, verdict
 from kvbm_core.cli.status import format_bytes
 from kvbm_core.config.remote_url import read_remote_url, remote_directory
 from kvbm_core.storage.directory.look import (
@@ -36,8 +29,6 @@ from kvbm_core.storage.directory.look import (
 )
 from kvbm_core.storage.directory.names import TOP
 
-DAMAGED_EXIT = 1
-BAD_USAGE_EXIT = 2
 FANS = 4096
 
 remote_app = typer.Typer(
@@ -68,13 +59,8 @@ def ls_command(url: Url, as_json_text: AsJson = False) -> None:
 
     Exit status: 0; 2 if the directory is not there or cannot be read.
     """
-    directory = _directory(url, "ls")
-    shards, sweepers = _counted(directory, "ls")
-    if as_json_text:
-        typer.echo(json.dumps(as_json(directory, shards, sweepers), indent=2))
-        return
-    _nothing_there(directory, shards)
-    table_console().print(namespaces_table(directory, by_namespace(shards), time.time_ns()))
+    directory, shards, _ = _counted(url, "ls", as_json_text=as_json_text)
+    table_console().print(namespaces_table(directory, shards, time.time_ns()))
 
 
 @remote_app.command("inspect")
@@ -85,16 +71,11 @@ def inspect_command(url: Url, as_json_text: AsJson = False) -> None:
 
     Exit status: 0; 2 if the directory is not there or cannot be read.
     """
-    directory = _directory(url, "inspect")
-    shards, sweepers = _counted(directory, "inspect")
-    if as_json_text:
-        typer.echo(json.dumps(as_json(directory, shards, sweepers), indent=2))
-        return
-    _nothing_there(directory, shards)
+    directory, shards, sweepers = _counted(url, "inspect", as_json_text=as_json_text)
     console = table_console()
     console.print(shards_table(directory, shards, time.time_ns()))
-    if any(shard.blocks for shard in shards):
-        console.print(uses_table(by_namespace(shards)))
+    if any(shard.contents.used for shard in shards):
+        console.print(uses_table(shards))
     for line in notes(shards, sweepers):
         typer.echo(line)
 
@@ -113,9 +94,7 @@ def verify_command(
     Exit status: 0 if all are good; 1 if any is damaged (removed by this run or not) or cannot be read; 2 if
     the directory is not there or cannot be read.
     """
-    directory = _directory(url, "verify")
-    shards, _ = _counted(directory, "verify")
-    _nothing_there(directory, shards)
+    directory, shards, _ = _counted(url, "verify")
     good, bad = 0, list[Checked]()
     with progress_bar(DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()) as progress:
         bar = progress.add_task("blocks", total=sum(shard.num_bytes for shard in shards))
@@ -126,9 +105,15 @@ def verify_command(
                     bad.append(checked)
                 else:
                     good += not checked.is_gone
-    for line in damage_lines(directory, bad):
+    unreadable = sum(checked.is_unreadable for checked in bad)
+    lines = (
+        f"{'unreadable' if checked.is_unreadable else 'damaged'}: "
+        f"{shown(checked.path.relative_to(directory))}: {checked.what}"
+        for checked in bad
+    )
+    for line in damage_lines(lines, len(bad)):
         typer.echo(line)
-    typer.echo(_verdict(good, bad))
+    typer.echo(verdict("blocks", good, len(bad) - unreadable, unreadable))
     if remove_damaged:
         typer.echo(f"{_removed(bad):,} damaged blocks removed")
     raise typer.Exit(DAMAGED_EXIT if bad else 0)
@@ -186,8 +171,14 @@ def _shards(directory: Path, command: str) -> list[tuple[str, str]]:
         fail(f"kvbm remote {command}: {directory}: {error.strerror}", BAD_USAGE_EXIT)
 
 
-def _counted(directory: Path, command: str) -> tuple[list[Shard], dict[str, str]]:
-    """All ranks' folders, with a bar, and who sweeps which model's."""
+def _counted(
+    url: str, command: str, *, as_json_text: bool = False
+) -> tuple[Path, list[Shard], dict[str, str]]:
+    """The directory, all ranks' folders in it, counted with a bar, and who sweeps which model's.
+
+    Ends the command here when it has said all: with ``as_json_text``, or that there is nothing.
+    """
+    directory = _directory(url, command)
     there = _shards(directory, command)
     now_ns = time.time_ns()
     counted = []
@@ -196,22 +187,14 @@ def _counted(directory: Path, command: str) -> tuple[list[Shard], dict[str, str]
         for number, (namespace, shard) in enumerate(there, 1):
             counted.append(count(directory, namespace, shard, now_ns, partial(progress.advance, bar)))
             progress.update(bar, completed=number * FANS)
-    return counted, {namespace: sweeping(directory, namespace) for namespace, _ in there}
-
-
-def _nothing_there(directory: Path, shards: Sequence[Shard]) -> None:
-    if not shards:
+    sweepers = {namespace: sweeping(directory, namespace) for namespace, _ in there}
+    if as_json_text:
+        typer.echo(json.dumps(as_json(directory, counted, sweepers), indent=2))
+    elif not counted:
         typer.echo(f"no blocks below {directory} ({TOP}/)")
+    if as_json_text or not counted:
         raise typer.Exit
-
-
-def _verdict(good: int, bad: Sequence[Checked]) -> str:
-    if not bad:
-        return f"all {good:,} blocks are good" if good else "no blocks"
-    unreadable = sum(checked.is_unreadable for checked in bad)
-    damaged = len(bad) - unreadable
-    total = good + len(bad)
-    return f"{damaged:,} of {total:,} blocks are damaged, {unreadable:,} unreadable: misses for an engine"
+    return directory, counted, sweepers
 
 
 def _removed(bad: Sequence[Checked]) -> int:

@@ -18,7 +18,7 @@ from kvbm_core.storage.disk.record import slot_offset_bytes
 GEOMETRY = Geometry(40, 256 << 10, checking.FINGERPRINT)
 
 
-@pytest.mark.parametrize("measure", [checking.checked_gb_s, checking.verified_gb_s])
+@pytest.mark.parametrize("measure", [checking.checked_gb_s, checking.read_gb_s])
 def test_a_damaged_block_is_noticed(tmp_path: Path, rng: random.Random, measure: object) -> None:
     assert callable(measure)
     with checking.filled(tmp_path / "a.blocks", GEOMETRY, rng) as (path, keys):

@@ -102,7 +102,7 @@ class InMemory:
 
     def found(self) -> RecordHeader | None:
         """As the scan at start sees slot 1."""
-        return self.lane.headers([1], deadline_s=LONG_S)[0]
+        return self.lane.headers([1], deadline_s=LONG_S)[0].header
 
     def close(self) -> None:
         """Releases the file."""

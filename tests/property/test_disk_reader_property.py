@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvbm_core.errors import Outcome
-from kvbm_core.storage.disk import recovery
+from kvbm_core.storage.disk import scan
 from kvbm_core.storage.disk.allocate import FileOptions
 from kvbm_core.storage.disk.block_file import Geometry
 from kvbm_core.storage.disk.reader import DiskReader
@@ -45,7 +45,7 @@ class ReaderMachine(RuleBasedStateMachine):
         super().__init__()
         self.patch = pytest.MonkeyPatch()
         self.patch.setattr(
-            recovery, "CHUNK_SLOTS", 2
+            scan, "CHUNK_SLOTS", 2
         )  # of two records of a key the writer takes the first chunk's
         self.folder = tempfile.TemporaryDirectory(prefix="kvbm-reader-property-")
         self.path = Path(self.folder.name, "property.blocks")

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import mmap
+import errno
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from random import Random
 
 import pytest
 
-from kvbm_core.storage.disk import inspect, verify
+from kvbm_core.storage.disk import inspect, scan, verify
+from kvbm_core.storage.disk.io import Transfer
 from kvbm_core.storage.disk.record import SECTOR_BYTES, record_bytes, slot_offset_bytes
 from kvbm_core.storage.disk.store import DiskStore
+from tests.faults.doubles import FailingIo
 from tests.unit.block_files import (
     GEOMETRY,
     PAYLOAD_BYTES,
@@ -30,10 +31,7 @@ from tests.unit.test_cli import on_one_line, run
 
 def verified(path: Path, on_bytes: inspect.OnProgress = lambda _: None) -> verify.Findings:
     """The findings of one file."""
-    identity = inspect.identify(path)
-    return verify.verify(
-        identity, verify.occupied_slots(identity, on_slots=lambda _: None), on_bytes=on_bytes
-    )
+    return verify.verify(inspect.identify(path), on_bytes=on_bytes)
 
 
 def test_verify_of_good_records(tmp_path: Path, path: Path) -> None:
@@ -84,10 +82,11 @@ def test_verify_finds_every_flipped_bit(tmp_path: Path, path: Path, rng: Random)
         flip(path, slot, byte, bit)
 
 
-def test_records_larger_than_the_buffer_are_read_in_pieces(
+def test_records_larger_than_the_memory_are_read_one_by_one(
     tmp_path: Path, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(verify, "READ_BYTES", SECTOR_BYTES)
+    monkeypatch.setattr(scan, "IN_FLIGHT_BYTES", SECTOR_BYTES)
+    monkeypatch.setattr(scan, "STEP_BYTES", SECTOR_BYTES)
     write(path, range(5))
     assert run("disk", "verify", str(tmp_path)).exit_code == 0
     flip(path, 3, SECTOR_BYTES + 5000)
@@ -109,55 +108,36 @@ def test_at_most_twenty_lines_of_damage(tmp_path: Path, path: Path) -> None:
     assert "and 14 more" in lines
 
 
+def ends_with_an_error(offset: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reads of this place in a file fail, by whatever way it is read."""
+
+    def is_bad(transfer: Transfer, is_write: bool) -> bool:
+        return transfer.offset_bytes <= offset < transfer.offset_bytes + transfer.num_bytes
+
+    monkeypatch.setattr(inspect, "make_file_io", lambda fd, **_: FailingIo(fd, is_bad, -errno.EIO))
+
+
 def test_a_place_that_cannot_be_read_costs_one_record(
     tmp_path: Path, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write(path, range(10))
-    bad = slot_offset_bytes(6, PAYLOAD_BYTES) + SECTOR_BYTES
-    real = os.preadv
-
-    def preadv(fd: int, buffers: Sequence[memoryview | mmap.mmap], offset: int) -> int:
-        if offset <= bad < offset + sum(len(buffer) for buffer in buffers):
-            raise OSError(5, "Input/output error")
-        return real(fd, buffers, offset)
-
-    monkeypatch.setattr(os, "preadv", preadv)
+    ends_with_an_error(slot_offset_bytes(6, PAYLOAD_BYTES) + SECTOR_BYTES, monkeypatch)
     result = run("disk", "verify", str(tmp_path))
     assert result.exit_code == 1
-    assert (
-        "unreadable: kvbm/model-0/rank-0-of-1.blocks slot 6 key unknown: Input/output error" in result.stdout
-    )
+    name = f"kvbm/model-0/rank-0-of-1.blocks slot 6 key {key(6).hex()[:12]}…"
+    assert f"unreadable: {name}: it cannot be read" in result.stdout
     assert "rank-0-of-1.blocks no 10 9 0 1" in on_one_line(result.stdout)
-
-
-def test_reads_that_fall_short_are_continued(
-    tmp_path: Path, path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write(path, range(10))
-    real = os.preadv
-
-    def preadv(fd: int, buffers: Sequence[memoryview | mmap.mmap], offset: int) -> int:
-        return real(fd, [memoryview(buffers[0])[:SECTOR_BYTES]], offset)
-
-    monkeypatch.setattr(os, "preadv", preadv)
-    assert run("disk", "verify", str(tmp_path)).stdout.endswith("all 10 records are good\n")
 
 
 def test_headers_that_cannot_be_read_are_counted(
     tmp_path: Path, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write(path, range(10))
-    real = os.pread
-
-    def pread(fd: int, count: int, offset: int) -> bytes:
-        if offset == slot_offset_bytes(6, PAYLOAD_BYTES):
-            raise OSError(5, "Input/output error")
-        return real(fd, count, offset)
-
-    monkeypatch.setattr(os, "pread", pread)
+    ends_with_an_error(slot_offset_bytes(6, PAYLOAD_BYTES), monkeypatch)
     found = only_file(tmp_path)
     assert (found["used_slots"], found["unreadable_headers"]) == (9, 1)
     assert "headers that cannot be read: 1" in run("disk", "inspect", str(tmp_path)).stdout
+    assert "slot 6 key unknown: it cannot be read" in run("disk", "verify", str(tmp_path)).stdout
 
 
 def test_a_record_written_meanwhile_is_read_again(path: Path) -> None:

@@ -208,11 +208,11 @@ def file_of(engine: DiskEngine) -> RankFile:
 def let_go(recovery: Recovery, gate: threading.Event) -> None:
     """What was left behind ends after all."""
     gate.set()
-    assert recovery._lane is not None and recovery._lane.close(LONG_S)
+    assert recovery._scan is not None and recovery._scan.close(LONG_S)
 
 
 def is_reading(recovery: Recovery) -> bool:
-    return recovery._lane is not None and recovery._lane._io.in_flight > 0
+    return recovery._scan is not None and recovery._scan._io.in_flight > 0
 
 
 def test_an_engine_on_a_dead_disk_ends_within_seconds(

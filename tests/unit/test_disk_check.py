@@ -1,6 +1,4 @@
-"""Recovery that reads what it finds: against what ``kvbm disk verify`` says of the same file; chunks;
-close.
-"""
+"""Recovery that reads what it finds, and ``kvbm disk verify``: against a plain reader; chunks; close."""
 
 from __future__ import annotations
 
@@ -15,18 +13,19 @@ from random import Random
 from typing import NamedTuple
 
 import pytest
+import xxhash
 
 from kvbm_core.config.settings import KvbmSettings
 from kvbm_core.runtime.assembly import worker_options
-from kvbm_core.storage.disk import payload_check, recovery
+from kvbm_core.storage.disk import recovery, scan
 from kvbm_core.storage.disk.allocate import FileOptions
 from kvbm_core.storage.disk.block_file import BlockFile, Geometry
 from kvbm_core.storage.disk.inspect import identify
 from kvbm_core.storage.disk.io import FileIo, ThreadIo, Transfer
 from kvbm_core.storage.disk.nixl_io import NixlIo
-from kvbm_core.storage.disk.record import SECTOR_BYTES, record_bytes, slot_offset_bytes
+from kvbm_core.storage.disk.record import SECTOR_BYTES, record_bytes, slot_offset_bytes, unpack_record
 from kvbm_core.storage.disk.recovery import Found, Recovery
-from kvbm_core.storage.disk.verify import occupied_slots, verify
+from kvbm_core.storage.disk.verify import verify
 from kvbm_core.storage.host_slab import HostSlab
 from kvbm_core.storage.late import LateMemory
 from kvbm_core.testing.file_io_contract import why_no_nixl
@@ -82,13 +81,18 @@ def flip(path: Path, geometry: Geometry, slot: int, byte: int) -> None:
         file.write(bytes([old ^ 16]))
 
 
-def good_slots(path: Path) -> list[int]:
-    """What a reader that knows nothing of Lane and Recovery says is good."""
-    identity = identify(path)
-    occupied = occupied_slots(identity, on_slots=lambda count: None)
-    findings = verify(identity, occupied, on_bytes=lambda count: None)
-    assert not findings.unreadable
-    return sorted(set(occupied) - set(findings.damaged))
+def good_slots(path: Path, geometry: Geometry) -> list[int]:
+    """What a reader that knows nothing of Lane, RecordScan and Recovery says is good: all bits are looked at,
+    and nothing but flips of them was done to this file.
+    """
+    data, good = path.read_bytes(), []
+    for slot in range(geometry.num_slots):
+        at = slot_offset_bytes(slot, geometry.payload_bytes)
+        header = unpack_record(data[at : at + SECTOR_BYTES])
+        payload = data[at + SECTOR_BYTES : at + SECTOR_BYTES + geometry.payload_bytes]
+        if header is not None and xxhash.xxh3_128_digest(payload) == header.digest:
+            good.append(slot)
+    return good
 
 
 def reads_of(slots: Sequence[int], geometry: Geometry) -> Callable[[Transfer, bool], bool]:
@@ -125,10 +129,12 @@ def test_it_finds_what_verify_calls_good(
             rng.randrange(SECTOR_BYTES, all_bytes),
         )
         flip(path, geometry, slot, rng.choice(places))
-    expected = good_slots(path)
+    expected = good_slots(path, geometry)
     assert 0 < len(expected) < len(written)
     found = look(path, geometry, options=options)
     assert found.slots == expected
+    findings = verify(identify(path), on_bytes=lambda count: None)
+    assert (findings.good, sorted(findings.damaged)) == (len(expected), sorted(set(written) - set(expected)))
     records = [record for _, chunk in found.chunks for record in chunk]
     assert [record.key for record in records] == [key(slot) for slot in expected]
     by_header = look(path, geometry, options=options, checks=False)
@@ -186,7 +192,7 @@ def test_by_nixl_too(tmp_path: Path) -> None:
             super().register(address, nbytes, unit_bytes)
 
     assert look(path, geometry, make_io=Told).slots == sorted(set(range(40)) - {30})
-    assert payload_check.IN_FLIGHT_BYTES in regions, "the memory that is read into is registered once"
+    assert scan.IN_FLIGHT_BYTES in regions, "the memory that is read into is registered once"
 
 
 # ---------------------------------------------------------------- chunks, and what is read
@@ -233,13 +239,13 @@ def test_free_slots_cost_their_header_and_memory_stays_bounded(
 
     assert len(look(path, geometry, make_io=make_io).slots) == written
     assert ios[0].read_bytes == 3 * written * SECTOR_BYTES + written * record_bytes(payload_bytes)
-    assert 0 < ios[0].most_bytes <= max(payload_check.IN_FLIGHT_BYTES, payload_bytes)
+    assert 0 < ios[0].most_bytes <= max(scan.IN_FLIGHT_BYTES, payload_bytes)
 
 
 def test_chunks_are_small_and_the_same_on_all_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The leader takes a chunk in when all ranks have told of it."""
     geometry = Geometry(50, SMALL, FINGERPRINT)
-    monkeypatch.setattr(recovery, "CHUNK_SLOTS", 16)
+    monkeypatch.setattr(scan, "CHUNK_SLOTS", 16)
     monkeypatch.setattr(recovery, "CHECKED_CHUNK_BYTES", 6 * record_bytes(SMALL) + 100)
     ends = [6, 12, 16, 22, 28, 32, 38, 44, 48, 50]
     contents: list[Sequence[int]] = [range(50), [1, 2, 49], range(20, 30)]
@@ -302,7 +308,7 @@ class StoppableIo(ThreadIo):
 
 def test_close_in_the_middle_ends_it_within_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recovery, "CHECKED_CHUNK_BYTES", 8 * record_bytes(SMALL))
-    monkeypatch.setattr(payload_check, "STEP_BYTES", 2 * record_bytes(SMALL))  # four reads a chunk
+    monkeypatch.setattr(scan, "STEP_BYTES", 2 * record_bytes(SMALL))  # four reads a chunk
     monkeypatch.setattr(recovery, "STOP_TIMEOUT_S", LONG_S)  # a busy machine is no stuck disk
     path, geometry = tmp_path / "x.blocks", Geometry(64, SMALL, FINGERPRINT)
     write(path, range(64), geometry=geometry)

@@ -25,7 +25,7 @@ from kvbm_core.storage.disk.lane import (
     Lane,
     Record,
 )
-from kvbm_core.storage.disk.record import SECTOR_BYTES, record_bytes, slot_offset_bytes
+from kvbm_core.storage.disk.record import FREE, SECTOR_BYTES, UNREADABLE, record_bytes, slot_offset_bytes
 from kvbm_core.storage.disk.side import Side
 from kvbm_core.testing.store_contract import LONG_S, buffers, content_of, key_of
 from kvbm_core.testing.torn_disk import TornDisk, TornIo
@@ -193,15 +193,11 @@ def test_sequences_grow_from_call_to_call(tmp_path: Path) -> None:
     bench.write([0, 5, 1])
     bench.write([3])
     bench.write([1, 6])
-    found = bench.lane.headers(range(8), deadline_s=LONG_S)
+    found = [each.header for each in bench.lane.headers(range(8), deadline_s=LONG_S)]
     assert [header and header.sequence for header in found] == [101, 103, None, 102, None, 101, 103, None]
     assert [header and header.key for header in found if header] == [key_of(slot) for slot in (0, 1, 3, 5, 6)]
-    assert [bool(header) for header in bench.lane.headers([6, 2, 0, 6], deadline_s=LONG_S)] == [
-        True,
-        False,
-        True,
-        True,
-    ]
+    some = bench.lane.headers([6, 2, 0, 6], deadline_s=LONG_S)
+    assert [each is not FREE for each in some] == [True, False, True, True]
     close(bench)
 
 
@@ -217,7 +213,7 @@ def test_a_new_life_makes_all_records_misses(tmp_path: Path) -> None:
     bench.write([0, 1, 2])
     bench.file.begin_new_life()
     assert bench.lane.read(bench.records([0, 1, 2]), deadline_s=LONG_S) == [Outcome.MISS] * 3
-    assert bench.lane.headers(range(3), deadline_s=LONG_S) == [None] * 3
+    assert bench.lane.headers(range(3), deadline_s=LONG_S) == [FREE] * 3
     close(bench)
 
 
@@ -266,7 +262,7 @@ def test_a_lane_without_free_cells_waits_for_late_requests(tmp_path: Path) -> No
         assert outcomes == [Outcome.TIMED_OUT] * (MAX_RECORDS + 2)
         bench.clock.advance(FIRST_PAUSE_S)  # until then nothing is tried
     assert not bench.lane._free_cells, "the second time nothing was even started"
-    assert bench.lane.headers([0], deadline_s=1.0) == [None]
+    assert bench.lane.headers([0], deadline_s=1.0) == [UNREADABLE]
     assert bench.clock.now_s() == pytest.approx(3.0 + 2 * FIRST_PAUSE_S)
     bench.io.is_stuck = False
     bench.check_read(range(MAX_RECORDS + 2))

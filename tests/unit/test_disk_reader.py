@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvbm_core.errors import Outcome
-from kvbm_core.storage.disk import recovery, side
+from kvbm_core.storage.disk import scan, side
 from kvbm_core.storage.disk.allocate import FileOptions
 from kvbm_core.storage.disk.block_file import BlockFile, BlockFileView, Geometry
 from kvbm_core.storage.disk.reader import DiskReader
@@ -156,7 +156,7 @@ def test_of_two_records_of_a_block_the_one_counts_that_the_writer_took(
         first.remove_many([key], deadline_s=LONG_S)
     put(first, [KEYS[3]])  # where key 0 was; what is in the last slot is free now
     first.close()
-    monkeypatch.setattr(recovery, "CHUNK_SLOTS", 2)
+    monkeypatch.setattr(scan, "CHUNK_SLOTS", 2)
     second, reader = writer_of(path), DiskReader(path, GEOMETRY, BUFFERED)
     assert set(reader.scan()) == set(second.scan()) == set(KEYS[1:4])
     put(second, KEYS[4:5])

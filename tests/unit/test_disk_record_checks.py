@@ -63,7 +63,7 @@ def test_a_record_is_what_its_header_says_in_all_fields(tmp_path: Path, what: st
     assert reader.transfer([(KEY, SLOT)], [target], deadline_s=LONG_S) == [expected]
     found = reader.lane.headers([SLOT], deadline_s=LONG_S)
     is_found = what in {"nothing", "key", "digest"}  # a search looks at headers alone, and asks for no key
-    assert [header is not None for header in found] == [is_found]
+    assert [each.header is not None for each in found] == [is_found]
     for side in (writer, reader):
         assert side.close(LONG_S)
     file.close()
@@ -82,7 +82,10 @@ def test_a_record_in_another_slot_than_its_own_is_not_loaded(tmp_path: Path) -> 
     (target,) = buffers(1, PAYLOAD_BYTES)
     assert reader.transfer([(KEY, 0)], [target], deadline_s=LONG_S) == [Outcome.OK]
     assert reader.transfer([(KEY, 3)], [target], deadline_s=LONG_S) == [Outcome.MISS]
-    assert [found is not None for found in reader.lane.headers([0, 3], deadline_s=LONG_S)] == [True, False]
+    assert [found.header is not None for found in reader.lane.headers([0, 3], deadline_s=LONG_S)] == [
+        True,
+        False,
+    ]
     for side in (writer, reader):
         assert side.close(LONG_S)
     file.close()

@@ -36,7 +36,8 @@ from kvbm_core.runtime.messages import (
     encode,
 )
 from kvbm_core.storage.disk.allocate import DiskError
-from kvbm_core.storage.disk.recovery import CHUNK_SLOTS, Found
+from kvbm_core.storage.disk.recovery import Found
+from kvbm_core.storage.disk.scan import CHUNK_SLOTS
 from kvbm_core.transfer.plan import Fetched, JobResult, OrderKind, TierOrder, TierPlace
 from kvbm_core.types import BlockKey
 

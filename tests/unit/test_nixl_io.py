@@ -278,7 +278,7 @@ def test_records_go_through_a_lane(tmp_path: Path) -> None:
     ]
     assert memory[: 5 * size].tobytes() == CONTENT[: 5 * size]
     found = lane.headers(range(8), deadline_s=LONG_S)
-    assert [header is not None for header in found] == [slot in slots for slot in range(8)]
+    assert [each.header is not None for each in found] == [slot in slots for slot in range(8)]
     assert len(io._spans) == 1, "the lane's headers"
     assert lane.close(LONG_S)
     file.close()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,11 +27,12 @@ from kvbm_core.storage.directory.names import (
 )
 from kvbm_core.storage.directory.record_files import NOT_THERE
 from kvbm_core.storage.directory.sweeper import LOCK
-from kvbm_core.storage.disk.inspect import Contents, OnProgress, in_threads, reading
+from kvbm_core.storage.disk.inspect import Contents, OnProgress, reading
 from kvbm_core.storage.disk.record import SECTOR_BYTES, record_bytes, unpack_record
 
 VERIFY_THREADS = 8
 """A server that is far away answers several at once as fast as one."""
+VERIFIED_TOGETHER = 4096
 READ_BYTES = 4 << 20
 MAX_LOCK_BYTES = 256
 
@@ -48,11 +50,6 @@ class Shard:
     temporary: int = 0
     strange: int = 0
     unreadable: int = 0
-
-    @property
-    def blocks(self) -> int:
-        """Files that have the name of a block."""
-        return self.contents.used
 
 
 class Checked(NamedTuple):
@@ -91,7 +88,9 @@ def files_in(directory: Path, namespace: str, shard: str) -> Iterator[Path]:
 
 def verify(paths: Sequence[Path]) -> Iterator[Checked]:
     """Reads every file and checks its header and its payload, many at a time."""
-    return in_threads(_check, paths, VERIFY_THREADS)
+    with ThreadPoolExecutor(VERIFY_THREADS, thread_name_prefix="kvbm-directory-verify") as pool:
+        for start in range(0, len(paths), VERIFIED_TOGETHER):
+            yield from pool.map(_check, paths[start : start + VERIFIED_TOGETHER])
 
 
 def remove_namespace(directory: Path, namespace: str, on_files: OnProgress) -> tuple[int, int]:

@@ -93,6 +93,13 @@ class BlockFile:
         return self._open.path
 
     @property
+    def header(self) -> FileHeader:
+        """As it stands in the file's first sector."""
+        return FileHeader(
+            self.life, self.geometry.fingerprint, self.geometry.payload_bytes, self.geometry.num_slots
+        )
+
+    @property
     def is_direct(self) -> bool:
         """Whether it is read and written past the page cache."""
         return self._open.is_direct
@@ -130,11 +137,8 @@ class BlockFile:
         return secrets.token_bytes(LIFE_BYTES)
 
     def _write_header(self) -> None:
-        header = FileHeader(
-            self.life, self.geometry.fingerprint, self.geometry.payload_bytes, self.geometry.num_slots
-        )
         with mmap.mmap(-1, SECTOR_BYTES) as sector:  # page-aligned, as direct writes want it
-            sector[:] = pack_file(header)
+            sector[:] = pack_file(self.header)
             written = os.pwritev(self.fd, [sector], 0)
         if written != SECTOR_BYTES:
             raise DiskError(f"kvbm: {self.path}: the file's header could not be written")

@@ -173,10 +173,10 @@ def _try_to_lock(file: ProcessFile) -> bool:
 
 def _is_held_by_ending_process(file: ProcessFile) -> bool:
     """Whether who has it was killed and does not run any more, as far as can be seen from here."""
-    holder = find_holder(file.fd)
-    if holder is None or holder.pid is None:
+    _, pid = find_holder(file.fd)
+    if pid is None:
         return False
-    process = Path("/proc") / str(holder.pid)
+    process = Path("/proc") / str(pid)
     try:
         state, *fields = (process / "stat").read_text(encoding="utf-8").rpartition(")")[2].split()
         lines = (process / "status").read_text(encoding="utf-8").splitlines()

@@ -15,9 +15,14 @@ from kvbm_core.storage.disk.block_file import BlockFile
 from kvbm_core.storage.disk.bounce import Bounced
 from kvbm_core.storage.disk.io import FileIo, TakesMemory, Transfer
 from kvbm_core.storage.disk.record import (
+    FREE,
     MAX_KEY_BYTES,
     SECTOR_BYTES,
+    UNREADABLE,
     RecordHeader,
+    SlotHeader,
+    judge_record,
+    judge_slot,
     pack_record_into,
     payload_digest,
     pieces_digest,
@@ -164,10 +169,8 @@ class Lane:
         """
         return _Move(self, records, deadline_s, on_ended, bounced, is_write=False).run()
 
-    def headers(self, slots: Sequence[int], *, deadline_s: float) -> list[RecordHeader | None]:
-        """What stands in these slots, of this life of the file; None for nothing, or nothing that could be
-        read.
-        """
+    def headers(self, slots: Sequence[int], *, deadline_s: float) -> list[SlotHeader]:
+        """What stands in these slots, of this life of the file."""
         move = _HeaderRead(self, [Record(BlockKey(b""), slot, 0) for slot in slots], deadline_s)
         move.run()
         return move.found
@@ -325,19 +328,12 @@ class _Move:
 
     def _judge(self, run: _Run) -> list[Outcome]:
         """How records that were read ended."""
-        lane, file = self._lane, self._lane._file
-        meaning = (file.geometry.fingerprint, file.geometry.payload_bytes)
-        outcomes: list[Outcome] = []
+        lane, outcomes = self._lane, list[Outcome]()
         for index, cell in zip(run.indices, run.cells, strict=True):
             record, header = self._records[index], unpack_record(lane._sectors[cell])
-            if header is None:
+            outcome = judge_record(header, record.key, record.slot, lane._file.header)
+            if header is not None and outcome is Outcome.OK and lane._digest(record) != header.digest:
                 outcome = Outcome.CORRUPT
-            elif (header.fingerprint, header.payload_bytes) != meaning:
-                outcome = Outcome.INCOMPATIBLE
-            elif (header.key, header.life, header.slot) != (record.key, file.life, record.slot):
-                outcome = Outcome.MISS
-            else:
-                outcome = Outcome.OK if lane._digest(record) == header.digest else Outcome.CORRUPT
             outcomes.append(outcome)
         return outcomes
 
@@ -460,7 +456,7 @@ class _HeaderRead(_Move):
     joins_neighbours = False  # their payloads lie between them
 
     def __init__(self, lane: Lane, records: Sequence[Record], deadline_s: float) -> None:
-        self.found: list[RecordHeader | None] = [None] * len(records)
+        self.found = [FREE] * len(records)
         super().__init__(lane, records, deadline_s, None, is_write=False)
 
     def _piece_bytes(self) -> int:
@@ -470,14 +466,14 @@ class _HeaderRead(_Move):
         return [(self._lane._cells_at + cell * SECTOR_BYTES, SECTOR_BYTES) for cell in run.cells]
 
     def _judge(self, run: _Run) -> list[Outcome]:
-        lane, file = self._lane, self._lane._file
-        meaning = (file.geometry.fingerprint, file.geometry.payload_bytes)
+        lane = self._lane
         for index, cell in zip(run.indices, run.cells, strict=True):
-            header = unpack_record(lane._sectors[cell])
-            if (
-                header is not None
-                and (header.life, header.slot) == (file.life, self._records[index].slot)
-                and (header.fingerprint, header.payload_bytes) == meaning
-            ):
-                self.found[index] = header
-        return [Outcome.MISS if self.found[index] is None else Outcome.OK for index in run.indices]
+            slot = self._records[index].slot
+            self.found[index] = judge_slot(lane._sectors[cell], slot, lane._file.header)
+        return [Outcome.OK] * len(run.indices)
+
+    def _finish(self, indices: Sequence[int], outcomes: Sequence[Outcome]) -> None:
+        super()._finish(indices, outcomes)
+        for index, outcome in zip(indices, outcomes, strict=True):
+            if outcome in (Outcome.IO_ERROR, Outcome.TIMED_OUT):
+                self.found[index] = UNREADABLE

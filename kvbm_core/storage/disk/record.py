@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import xxhash
 
+from kvbm_core.errors import Outcome
 from kvbm_core.types import BlockKey
 
 FORMAT_VERSION = 1
@@ -24,6 +25,7 @@ FIRST_SLOT_BYTES = 1 << 20  # whole huge pages and flash pages before the first 
 MAX_KEY_BYTES = 40
 DIGEST_BYTES = 16
 BODY_BYTES = SECTOR_BYTES - DIGEST_BYTES
+LIFE_FIELD = slice(16, 32)
 
 _FILE_MAGIC = b"KVBMFILE"
 _RECORD_MAGIC = b"KVBMBLOK"
@@ -57,6 +59,21 @@ class RecordHeader(NamedTuple):
     payload_bytes: int
     key: BlockKey
     digest: bytes
+
+
+class SlotHeader(NamedTuple):
+    """What stands in a slot: a record's ``header``; or ``flaw``, which says what is wrong with what stands
+    there, and its ``key`` if that can be known; or nothing: the slot is free.
+    """
+
+    header: RecordHeader | None = None
+    flaw: str = ""
+    key: bytes = b""
+
+
+FREE = SlotHeader()
+DAMAGED = SlotHeader(flaw="the header does not verify")
+UNREADABLE = SlotHeader(flaw="it cannot be read")
 
 
 def whole_sectors(num_bytes: int) -> int:
@@ -146,6 +163,40 @@ def unpack_record(sector: bytes | memoryview) -> RecordHeader | None:
         return None
     key_bytes, (life, fingerprint, slot, sequence, payload_bytes, key, digest) = fields[2], fields[3:]
     return RecordHeader(life, fingerprint, slot, sequence, payload_bytes, BlockKey(key[:key_bytes]), digest)
+
+
+def judge_slot(sector: bytes | memoryview, slot: int, file: FileHeader) -> SlotHeader:
+    """What the first sector of ``slot`` says.
+
+    A slot may hold what an earlier life, or another geometry, left there. That is free. A damaged header
+    counts if its life is ours but for a few bits.
+    """
+    header = unpack_record(sector)
+    if header is None:
+        life = bytes(sector[LIFE_FIELD])
+        alike = sum(ours == theirs for ours, theirs in zip(file.life, life, strict=True)) if any(life) else 0
+        return DAMAGED if alike >= len(life) // 2 else FREE
+    if header.life != file.life:
+        return FREE
+    if header.slot != slot:
+        return SlotHeader(flaw=f"it belongs into slot {header.slot}", key=header.key)
+    if (header.fingerprint, header.payload_bytes) != (file.fingerprint, file.payload_bytes):
+        return SlotHeader(flaw="it is of another geometry than the file", key=header.key)
+    return SlotHeader(header)
+
+
+def judge_record(header: RecordHeader | None, key: BlockKey, slot: int, file: FileHeader) -> Outcome:
+    """Whether a record's header is that of this block in this slot: OK if its bytes match its digest, which
+    is not looked at here. CORRUPT: it does not verify; INCOMPATIBLE: its bytes mean something else; MISS: it
+    is another block's.
+    """
+    if header is None:
+        return Outcome.CORRUPT
+    if (header.fingerprint, header.payload_bytes) != (file.fingerprint, file.payload_bytes):
+        return Outcome.INCOMPATIBLE
+    if (header.key, header.life, header.slot) != (key, file.life, slot):
+        return Outcome.MISS
+    return Outcome.OK
 
 
 def _sealed(fields: bytes) -> bytes:

@@ -17,22 +17,17 @@ from kvbm_core.storage.disk.allocate import AUTO
 from kvbm_core.storage.disk.block_file import BlockFile
 from kvbm_core.storage.disk.choose import chosen_file_io
 from kvbm_core.storage.disk.io import FileIo
-from kvbm_core.storage.disk.lane import Lane
-from kvbm_core.storage.disk.payload_check import PayloadCheck
-from kvbm_core.storage.disk.record import RecordHeader, record_bytes
+from kvbm_core.storage.disk.record import RecordHeader, SlotHeader
+from kvbm_core.storage.disk.scan import SCAN_DEPTH, RecordScan
 from kvbm_core.storage.numa import leave_bound_core
 from kvbm_core.types import SEQUENCE_HASH_BYTES, BlockKey
 
-CHUNK_SLOTS = 4096
-"""Read together."""
 REPORT_SLOTS = 256
 """Told together: whoever takes them in does so in well under a millisecond."""
 CHECKED_CHUNK_BYTES = 256 << 20
 """Whoever wants to write waits for the first chunk: a fraction of a second, also where all of it is read."""
-CHUNK_DEADLINE_S = 60.0
 STOP_TIMEOUT_S = 1.0
 """What a disk that is asked for something has for it when the search is to end."""
-SCAN_DEPTH = 128
 
 log = logging.getLogger("kvbm")
 
@@ -72,7 +67,7 @@ class Recovery:
     also if the disk fails in between: what could not be read is simply not there. The ends of chunks follow
     from the geometry and ``check_at_start`` alone: all ranks of an engine have the same. Where the file's
     options say ``check_at_start``, what is behind the headers is read too, and only records that verify are
-    found. That takes as long as reading all of them does, at most PayloadCheck.IN_FLIGHT_BYTES at a time.
+    found. That takes as long as reading all of them does, at most scan.IN_FLIGHT_BYTES at a time.
     ``make_io``: how it reads; as is best for the file, or as its options say, unless given.
     """
 
@@ -88,7 +83,7 @@ class Recovery:
         self._clock = clock or SystemClock()
         self._make_io = make_io or self._make_best_io
         self._stopping = threading.Event()
-        self._lane: Lane | None = None
+        self._scan: RecordScan | None = None
         self._is_left_behind = False
         self._done = threading.Event()
         self.found_blocks = 0
@@ -110,8 +105,8 @@ class Recovery:
         False if something may still be read by the file's number: the file has to stay open.
         """
         self._stopping.set()
-        if self._lane is not None:
-            self._lane.stop(STOP_TIMEOUT_S)
+        if self._scan is not None:
+            self._scan.stop(STOP_TIMEOUT_S)
         self._thread.join(3 * STOP_TIMEOUT_S)
         return not (self._thread.is_alive() or self._is_left_behind)
 
@@ -122,7 +117,7 @@ class Recovery:
             if self._file.was_empty:
                 self._on_chunk(self._file.geometry.num_slots, [])
             else:
-                self._scan()
+                self._look_through()
         except Exception as error:  # the cache begins empty; the reason must not get lost
             self.failure = f"{type(error).__name__}: {error}"
             log.warning("kvbm: %s: what is in it could not be read: %s", self._file.path, self.failure)
@@ -159,45 +154,40 @@ class Recovery:
         elif self.found_blocks:
             log.info("kvbm: %s: %d blocks found in %.1f s", path, self.found_blocks, took_s)
 
-    def _scan(self) -> None:
-        num_slots = self._file.geometry.num_slots
-        io = self._make_io()
-        self._lane = lane = Lane(self._file, io, clock=self._clock)
-        check = PayloadCheck(self._file, lane, io) if self._file.options.check_at_start else None
+    def _look_through(self) -> None:
+        self._scan = scan = RecordScan(self._file, self._make_io(), self._clock)
         try:
-            for start in range(0, num_slots, CHUNK_SLOTS):
+            for slots, found in scan.chunks():
                 if self._stopping.is_set():
                     return
-                slots = range(start, min(start + CHUNK_SLOTS, num_slots))
-                headers = lane.headers(slots, deadline_s=CHUNK_DEADLINE_S)
-                self._take_chunk(check, slots, headers)
+                self._take_chunk(scan, slots, found)
         finally:
-            if not lane.close(STOP_TIMEOUT_S):
-                self._is_left_behind = True
-                if check is not None:
-                    check.keep_memory()
+            self._is_left_behind = not scan.close(STOP_TIMEOUT_S)
 
-    def _take_chunk(
-        self, check: PayloadCheck | None, slots: range, headers: Sequence[RecordHeader | None]
-    ) -> None:
-        """Reports those of ``headers``, of ``slots``, that are good, a few at a time."""
-        most = REPORT_SLOTS
-        if check is not None:
-            most = min(most, max(1, CHECKED_CHUNK_BYTES // record_bytes(self._file.geometry.payload_bytes)))
+    def _take_chunk(self, scan: RecordScan, slots: range, found: Sequence[SlotHeader]) -> None:
+        """Reports those that are good, a few at a time."""
+        checks, most = self._file.options.check_at_start, REPORT_SLOTS
+        if checks:
+            most = min(most, max(1, CHECKED_CHUNK_BYTES // scan.record_bytes))
         for at in range(0, len(slots), most):
-            there = [header for header in headers[at : at + most] if header is not None]
-            if check is not None:
-                there = self._checked(check, there)
+            there = [each.header for each in found[at : at + most] if each.header is not None]
+            if checks:
+                there = self._checked(scan, there)
             if self._stopping.is_set():
                 return
             self._report(slots[at : at + most].stop, there)
             time.sleep(0)  # whoever waits for what this thread holds, the interpreter too, has its turn
 
-    def _checked(self, check: PayloadCheck, headers: Sequence[RecordHeader]) -> list[RecordHeader]:
-        good = check.good_of(headers, self._stopping.is_set)
-        self.damaged_blocks = check.outcomes[Outcome.CORRUPT]
-        self.unreadable_blocks = check.outcomes[Outcome.IO_ERROR] + check.outcomes[Outcome.TIMED_OUT]
-        self.read_bytes = check.read_bytes
+    def _checked(self, scan: RecordScan, headers: Sequence[RecordHeader]) -> list[RecordHeader]:
+        good = []
+        for header, outcome in scan.check(headers):
+            self.read_bytes += scan.record_bytes
+            self.damaged_blocks += outcome is Outcome.CORRUPT
+            self.unreadable_blocks += outcome in (Outcome.IO_ERROR, Outcome.TIMED_OUT)
+            if outcome is Outcome.OK:
+                good.append(header)
+            if self._stopping.is_set():
+                break
         return good
 
     def _report(self, end: int, headers: Sequence[RecordHeader]) -> None:
