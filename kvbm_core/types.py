@@ -25,6 +25,11 @@ def block_key(sequence_hash: SequenceHash, group: int) -> BlockKey:
     return BlockKey(sequence_hash + group.to_bytes(1, "big") if group else sequence_hash)
 
 
+def is_block_key(key: bytes) -> bool:
+    """Whether a registry takes it; a record may hold another one."""
+    return len(key) == SEQUENCE_HASH_BYTES or (len(key) == SEQUENCE_HASH_BYTES + 1 and key[-1] != 0)
+
+
 def group_of(key: BlockKey) -> int:
     """The KV cache group in a key."""
     return key[SEQUENCE_HASH_BYTES] if len(key) > SEQUENCE_HASH_BYTES else 0

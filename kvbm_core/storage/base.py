@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 from kvbm_core.errors import Outcome
-from kvbm_core.types import BlockKey
+from kvbm_core.types import BlockKey, is_block_key
 
 Memory = memoryview | Sequence[memoryview]
 """A block's bytes in memory: one piece, or several that make it up in this order (its layers; its keys and
@@ -17,6 +17,25 @@ values).
 def parts_of(memory: Memory) -> Sequence[memoryview]:
     """The pieces in order."""
     return (memory,) if isinstance(memory, memoryview) else memory
+
+
+def check_blocks(keys: Sequence[BlockKey], buffers: Sequence[Memory], payload_bytes: int) -> None:
+    """ValueError unless each key is a block's and has memory of that size, none of it with gaps."""
+    fits = len(keys) == len(buffers)
+    for parts in map(parts_of, buffers):
+        fits &= sum(part.nbytes for part in parts) == payload_bytes and all(
+            part.c_contiguous for part in parts
+        )
+    if not fits:
+        raise ValueError(f"each key needs memory of exactly {payload_bytes} bytes, no piece of it with gaps")
+    if not all(map(is_block_key, keys)):
+        raise ValueError("a key is a SequenceHash and, but for group 0, the number of its group")
+
+
+def check_targets(targets: Sequence[Memory]) -> None:
+    """ValueError if one of them cannot be written to."""
+    if any(part.readonly for target in targets for part in parts_of(target)):
+        raise ValueError("a target is read-only")
 
 
 class BlockStore(Protocol):

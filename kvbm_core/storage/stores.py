@@ -41,14 +41,13 @@ StoreMaker = Callable[[StoreSpec], BlockStore]
 
 
 def _open_directory(spec: StoreSpec) -> BlockStore:
-    from kvbm_core.storage.directory.folder import Trust
     from kvbm_core.storage.directory.names import FINGERPRINT_BYTES, Meaning
     from kvbm_core.storage.directory.store import DirectoryOptions, DirectoryStore
 
     rank, _, num_ranks = spec.shard.partition("of")
     fingerprint = hashlib.sha256(f"{spec.meaning}/{spec.payload_bytes}".encode()).digest()[:FINGERPRINT_BYTES]
     meaning = Meaning(spec.model, spec.model.encode(), fingerprint, int(rank), int(num_ranks))
-    options = DirectoryOptions(spec.options.max_bytes, Trust(spec.options.trust))
+    options = DirectoryOptions(spec.options.max_bytes, trusts_group=spec.options.trust == "group")
     return DirectoryStore(remote_directory(spec.url), meaning, spec.payload_bytes, options)
 
 

@@ -12,7 +12,6 @@ import pytest
 
 from kvbm_core.errors import Outcome
 from kvbm_core.storage.base import BlockStore, Memory, parts_of
-from kvbm_core.storage.directory.folder import Trust
 from kvbm_core.storage.directory.names import Meaning
 from kvbm_core.storage.directory.store import DirectoryOptions, DirectoryStore
 from kvbm_core.storage.disk.record import record_bytes
@@ -26,14 +25,14 @@ class TestDirect(BlockStoreContract):
     """Past the page cache."""
 
     is_direct = True
-    trust = Trust.USER
+    trusts_group = False
     store_class = DirectoryStore
 
     @contextmanager
     def stores(self) -> Iterator[BlockStore]:
         with tempfile.TemporaryDirectory(prefix="kvbm-store-") as folder:
             limit_bytes = NUM_BLOCKS * record_bytes(self.payload_bytes)
-            options = DirectoryOptions(limit_bytes, self.trust, self.is_direct, num_threads=4)
+            options = DirectoryOptions(limit_bytes, self.trusts_group, self.is_direct, num_threads=4)
             yield self.store_class(Path(folder), MEANING, self.payload_bytes, options)
 
     def settle(self, store: BlockStore) -> None:
@@ -53,7 +52,7 @@ class TestBuffered(TestDirect):
 
 
 class TestGroup(TestBuffered):
-    trust = Trust.GROUP
+    trusts_group = True
 
 
 class TestOddSize(TestDirect):

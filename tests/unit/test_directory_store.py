@@ -18,7 +18,6 @@ import pytest
 from kvbm_core.clock import Clock
 from kvbm_core.errors import Outcome
 from kvbm_core.storage.directory import store as store_module
-from kvbm_core.storage.directory.folder import Trust
 from kvbm_core.storage.directory.names import FINGERPRINT_BYTES, Meaning, file_name, key_in
 from kvbm_core.storage.directory.pool import _Call
 from kvbm_core.storage.directory.store import DirectoryOptions, DirectoryStore
@@ -285,15 +284,15 @@ def test_folders_that_others_can_write_to_are_refused(
     with opened(tmp_path) as store:
         put(store, KEYS[:1])
     top = tmp_path / "kvbm1"
-    for mode, trust, is_used in (
-        (0o770, Trust.USER, False),
-        (0o2770, Trust.GROUP, True),
-        (0o702, Trust.USER, False),
-        (0o772, Trust.GROUP, False),
-        (0o755, Trust.USER, True),
+    for mode, trusts_group, is_used in (
+        (0o770, False, False),
+        (0o2770, True, True),
+        (0o702, False, False),
+        (0o772, True, False),
+        (0o755, False, True),
     ):
         top.chmod(mode)
-        with opened(tmp_path, DirectoryOptions(trust=trust)) as store:
+        with opened(tmp_path, DirectoryOptions(trusts_group=trusts_group)) as store:
             outcomes = store.contains_many(KEYS[:1], deadline_s=LONG_S)
             assert outcomes == [OK if is_used else Outcome.IO_ERROR], oct(mode)
             assert put(store, KEYS[1:2]) == [OK if is_used else Outcome.IO_ERROR]
@@ -307,8 +306,8 @@ def test_a_folder_of_another_user_is_refused_until_it_is_ours(tmp_path: Path) ->
     with opened(tmp_path, calls=calls) as store:
         put(store, KEYS[:1])
     calls.lstat = lambda at: _owned(plain(at), uid=os.geteuid() + 1, gid=-2)  # type: ignore[method-assign]
-    for trust in Trust:
-        with opened(tmp_path, DirectoryOptions(trust=trust), calls=calls) as store:
+    for trusts_group in (False, True):
+        with opened(tmp_path, DirectoryOptions(trusts_group=trusts_group), calls=calls) as store:
             assert get(store, KEYS[:1]) == put(store, KEYS[:1]) == [Outcome.IO_ERROR]
     with opened(tmp_path, calls=calls) as store:
         assert get(store, KEYS[:1]) == [Outcome.IO_ERROR]
@@ -317,16 +316,16 @@ def test_a_folder_of_another_user_is_refused_until_it_is_ours(tmp_path: Path) ->
 
 
 def test_a_file_of_another_user_is_read_only_where_the_group_is_trusted(tmp_path: Path) -> None:
-    for trust, other_gid, outcome in (
-        (Trust.USER, os.getegid(), MISS),
-        (Trust.GROUP, os.getegid(), OK),
-        (Trust.GROUP, os.getegid() + 1, MISS),
+    for trusts_group, other_gid, outcome in (
+        (False, os.getegid(), MISS),
+        (True, os.getegid(), OK),
+        (True, os.getegid() + 1, MISS),
     ):
-        folder = tmp_path / f"{trust}-{other_gid}"
+        folder = tmp_path / f"{trusts_group}-{other_gid}"
         folder.mkdir()
         calls = FaultyCalls()
         plain = calls.fstat
-        with opened(folder, DirectoryOptions(trust=trust), calls=calls) as store:
+        with opened(folder, DirectoryOptions(trusts_group=trusts_group), calls=calls) as store:
             assert put(store, KEYS[:1]) == get(store, KEYS[:1]) == [OK]
             uid = os.geteuid() + 1
             calls.fstat = lambda fd: _owned(plain(fd), uid=uid, gid=other_gid)  # type: ignore[method-assign]  # noqa: B023
@@ -335,7 +334,7 @@ def test_a_file_of_another_user_is_read_only_where_the_group_is_trusted(tmp_path
             assert path.exists(), "another's file is not ours to remove"
             calls.fstat = plain  # type: ignore[method-assign]
             mode = stat.S_IMODE(path.stat().st_mode)
-            assert mode == (0o660 if trust is Trust.GROUP else 0o600)
+            assert mode == (0o660 if trusts_group else 0o600)
             path.chmod(0o666)
             assert get(store, KEYS[:1]) == [MISS], "anybody can have written to it"
             assert put(store, KEYS[:1]) == get(store, KEYS[:1]) == [OK], "a new one takes its place"

@@ -58,9 +58,7 @@ def test_the_blocks_used_longest_ago_go_of_all_ranks_together(tmp_path: Path) ->
         left = {number for number in range(20) if paths[number].exists()}
         assert left == set(oldest_first[11:]), "down to nine tenths of the limit"
         assert (swept.blocks, swept.removed_blocks, swept.left_bytes) == (20, 11, 9 * FILE_BYTES)
-        assert store.sweeper.removed_blocks_total == 11
         assert store.sweeper.removed_bytes_total == 11 * FILE_BYTES
-        assert store.sweeper.stored_bytes == 9 * FILE_BYTES
         assert store.sweeper.sweep().removed_blocks == 0, "within its limit nothing goes"
         for rank, keys in ((store, KEYS[:10]), (second, KEYS[10:])):
             assert get(rank, keys) == [OK if KEYS.index(key) in left else MISS for key in keys]
@@ -135,7 +133,6 @@ def test_what_dead_writers_left_is_removed_when_it_is_old(tmp_path: Path) -> Non
             used_ago(file, age_s)
         assert store.sweeper.sweep().removed_temporary == 2
         assert files_below(tmp_path) == sorted([path, new, namespace / LOCK])
-        assert store.sweeper.removed_temporary_total == 2
 
 
 # ---------------------------------------------------------------- who, and when
@@ -243,7 +240,7 @@ def test_its_thread_sweeps_by_itself_and_ends(tmp_path: Path, monkeypatch: pytes
     with opened(tmp_path, limit(4)) as store:
         put(store, KEYS[:12])
         end_s = time.monotonic() + LONG_S
-        while store.sweeper.removed_blocks_total < 9:
+        while sum(path.suffix == ".kv" for path in files_below(tmp_path)) > 3:
             assert time.monotonic() < end_s
             time.sleep(0.001)
     assert threading.active_count() == before

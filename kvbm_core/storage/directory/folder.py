@@ -8,44 +8,28 @@ import os
 import secrets
 import stat
 from contextlib import suppress
-from enum import Enum
 from pathlib import Path
 
-from kvbm_core.errors import KvbmError
 from kvbm_core.storage.directory.calls import FileCalls
 from kvbm_core.storage.directory.names import TOP, Meaning, temporary_name
 from kvbm_core.storage.disk.record import SECTOR_BYTES
 
 
-class Trust(str, Enum):
-    """Whose files are read: this user's alone, or those of all members of the folder's group."""
-
-    USER = "user"
-    GROUP = "group"
-
-    def __str__(self) -> str:
-        return self.value
-
-
-class DirectoryRefusedError(KvbmError):
-    """The directory cannot be used as it is: one line that says what to do."""
-
-
 class Folder:
     """``path``/kvbm1/namespace/shard. Any thread; nothing here ends before the file system answers.
 
-    Whoever can write into these folders can have an engine load KV of their making. Under Trust.USER they
-    belong to this user (or root) and nobody else can write there; under Trust.GROUP the group may. ``path``
+    Whoever can write into these folders can have an engine load KV of their making. They belong to this user
+    (or root) and nobody else can write there, unless ``trusts_group``: then the folder's group may. ``path``
     itself may be anybody's. It is never made: where it is a mount that is not there, nothing may be written
     below.
     """
 
-    def __init__(self, path: Path, meaning: Meaning, trust: Trust, calls: FileCalls) -> None:
+    def __init__(self, path: Path, meaning: Meaning, calls: FileCalls, *, trusts_group: bool) -> None:
         self.path = path
         self.namespace = path / TOP / meaning.namespace_folder
         self.shard = self.namespace / meaning.shard_folder
         self.life = meaning.life
-        self.trust = trust
+        self.trusts_group = trusts_group
         self.calls = calls
         self.takes_direct = False
         """Whether files can be opened with O_DIRECT; known once it is open."""
@@ -59,10 +43,12 @@ class Folder:
         return self._device is not None
 
     def open(self) -> None:
-        """Makes what is missing and looks whose it is. OSError, or DirectoryRefusedError."""
+        """Makes what is missing and looks whose it is. OSError, whose text says what to do if somebody else
+        can write there.
+        """
         device = self.calls.stat(self.path).st_dev
         for folder in (self.namespace.parent, self.namespace, self.shard):
-            self._make(folder)
+            self.make(folder)
         self._probe()
         for folder in (self.namespace.parent, self.namespace, self.shard):
             self._check(folder)
@@ -77,37 +63,9 @@ class Folder:
             raise OSError(errno.ENODEV, "another file system is mounted there now", str(self.path))
         self.open()
 
-    def make_fan(self, folder: Path) -> None:
-        """A folder of files below the shard's. FileNotFoundError if that is missing."""
-        self._make(folder)
-
-    def accepts(self, status: os.stat_result) -> bool:
-        """Whether a file of ours, or of someone trusted."""
-        mode = status.st_mode
-        is_ours = status.st_uid == self._uid
-        if self.trust is Trust.GROUP:
-            is_trusted = (is_ours or status.st_gid == self._gid) and not mode & stat.S_IWOTH
-        else:
-            is_trusted = is_ours and not mode & (stat.S_IWGRP | stat.S_IWOTH)
-        return stat.S_ISREG(mode) and is_trusted
-
-    def create(self, path: Path, *, is_direct: bool) -> int:
-        """A new file, open for writing. OSError; FileNotFoundError if its folder is missing."""
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        fd = self.calls.open(path, flags | (os.O_DIRECT if is_direct else 0), self._file_mode)
-        if self.trust is Trust.GROUP:  # whatever the umask: a hit by another user renews its time
-            with suppress(OSError):
-                self.calls.fchmod(fd, self._file_mode)
-        return fd
-
-    # ---------------------------------------------------------------- inside
-
-    @property
-    def _file_mode(self) -> int:
-        return 0o660 if self.trust is Trust.GROUP else 0o600
-
-    def _make(self, folder: Path) -> None:
-        mode = 0o2770 if self.trust is Trust.GROUP else 0o700
+    def make(self, folder: Path) -> None:
+        """``folder``, if it is not there. FileNotFoundError if the one above it is missing."""
+        mode = 0o2770 if self.trusts_group else 0o700
         try:
             self.calls.lstat(folder)
             return
@@ -117,9 +75,34 @@ class Folder:
             self.calls.mkdir(folder, mode)
         except FileExistsError:
             return
-        if self.trust is Trust.GROUP:  # whatever the umask
+        if self.trusts_group:  # whatever the umask
             with suppress(OSError):
                 self.calls.chmod(folder, mode)
+
+    def accepts(self, status: os.stat_result) -> bool:
+        """Whether a file of ours, or of someone trusted."""
+        mode = status.st_mode
+        is_ours = status.st_uid == self._uid
+        if self.trusts_group:
+            is_trusted = (is_ours or status.st_gid == self._gid) and not mode & stat.S_IWOTH
+        else:
+            is_trusted = is_ours and not mode & (stat.S_IWGRP | stat.S_IWOTH)
+        return stat.S_ISREG(mode) and is_trusted
+
+    def create(self, path: Path, *, is_direct: bool) -> int:
+        """A new file, open for writing. OSError; FileNotFoundError if its folder is missing."""
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        fd = self.calls.open(path, flags | (os.O_DIRECT if is_direct else 0), self._file_mode)
+        if self.trusts_group:  # whatever the umask: a hit by another user renews its time
+            with suppress(OSError):
+                self.calls.fchmod(fd, self._file_mode)
+        return fd
+
+    # ---------------------------------------------------------------- inside
+
+    @property
+    def _file_mode(self) -> int:
+        return 0o660 if self.trusts_group else 0o600
 
     def _probe(self) -> None:
         """Learns from a file of our own what this share takes us for (root is often nobody there), and
@@ -157,16 +140,18 @@ class Folder:
     def _check(self, folder: Path) -> None:
         status = self.calls.lstat(folder)
         if not stat.S_ISDIR(status.st_mode):
-            raise DirectoryRefusedError(f"{folder} is no folder; remove it")
-        is_fellow = self.trust is Trust.GROUP and status.st_gid in {os.getegid(), *os.getgroups()}
+            raise OSError(errno.EPERM, f"{folder} is no folder; remove it")
+        is_fellow = self.trusts_group and status.st_gid in {os.getegid(), *os.getgroups()}
         if status.st_uid not in {self._uid, 0} and not is_fellow:
-            raise DirectoryRefusedError(
+            raise OSError(
+                errno.EPERM,
                 f"{folder} belongs to another user (uid {status.st_uid}); name a directory of your own, or "
-                "share it with a group (docs/remote.md)"
+                "share it with a group (docs/remote.md)",
             )
-        others = stat.S_IWOTH if self.trust is Trust.GROUP else stat.S_IWGRP | stat.S_IWOTH
+        others = stat.S_IWOTH if self.trusts_group else stat.S_IWGRP | stat.S_IWOTH
         if status.st_mode & others:
-            raise DirectoryRefusedError(
+            raise OSError(
+                errno.EPERM,
                 f"others can write to {folder} (mode {stat.S_IMODE(status.st_mode):o}); chmod go-w it if you "
-                "trust what is in it, or share it with a group (docs/remote.md)"
+                "trust what is in it, or share it with a group (docs/remote.md)",
             )

@@ -18,11 +18,13 @@ import xxhash
 from kvbm_core.errors import Outcome
 from kvbm_core.observe.log import RateLimitedLogger
 from kvbm_core.storage.base import Memory, parts_of
-from kvbm_core.storage.directory.folder import DirectoryRefusedError, Folder
+from kvbm_core.storage.directory.folder import Folder
 from kvbm_core.storage.directory.names import fan_folder, file_name, temporary_name
 from kvbm_core.storage.disk.record import (
     SECTOR_BYTES,
+    FileHeader,
     RecordHeader,
+    judge_record,
     pack_record_into,
     record_bytes,
     unpack_record,
@@ -60,7 +62,7 @@ class RecordFiles:
     def __init__(self, folder: Folder, fingerprint: bytes, payload_bytes: int, *, is_direct: bool) -> None:
         self._folder = folder
         self._calls = folder.calls
-        self._fingerprint = fingerprint
+        self._header = FileHeader(folder.life, fingerprint, payload_bytes, 1)
         self._payload_bytes = payload_bytes
         self._padding = bytes(record_bytes(payload_bytes) - SECTOR_BYTES - payload_bytes)
         self._is_direct = is_direct
@@ -139,8 +141,6 @@ class RecordFiles:
             return Outcome.OK
         except OSError as error:
             limited_log.warning(("open", error.errno), "kvbm: %s: %s", self._folder.path, error.strerror)
-        except DirectoryRefusedError as error:
-            limited_log.warning("refused", "kvbm: %s", error)
         return Outcome.IO_ERROR
 
     # ---------------------------------------------------------------- reading
@@ -163,12 +163,9 @@ class RecordFiles:
         if not is_direct:
             self._give_back_pages(fd)
         header = unpack_record(sector)
-        if header is None:
-            return Outcome.CORRUPT
-        if (header.fingerprint, header.payload_bytes) != (self._fingerprint, self._payload_bytes):
-            return Outcome.INCOMPATIBLE
-        if (header.key, header.life, header.slot) != (key, self._folder.life, 0):
-            return Outcome.MISS
+        outcome = judge_record(header, key, 0, self._header)
+        if header is None or outcome is not Outcome.OK:
+            return outcome
         return Outcome.OK if _digest(pieces) == header.digest else Outcome.CORRUPT
 
     def _open(self, path: Path, *, is_direct: bool) -> tuple[int, bool]:
@@ -201,7 +198,7 @@ class RecordFiles:
         return True
 
     def _create(self, temporary: Path, *, is_direct: bool) -> int:
-        for make_missing in (self._folder.make_fan, self._restore):
+        for make_missing in (self._folder.make, self._restore):
             try:
                 return self._folder.create(temporary, is_direct=is_direct)
             except FileNotFoundError:
@@ -210,19 +207,16 @@ class RecordFiles:
         return self._folder.create(temporary, is_direct=is_direct)
 
     def _restore(self, fan: Path) -> None:
-        try:
-            self._folder.restore()
-        except DirectoryRefusedError as error:
-            raise OSError(errno.EPERM, str(error), str(fan)) from error
-        self._folder.make_fan(fan)
+        self._folder.restore()
+        self._folder.make(fan)
 
     def _write(self, fd: int, key: BlockKey, pieces: Sequence[memoryview], *, is_direct: bool) -> None:
         """Writes all of it and closes ``fd``: only then has a server that is full said so."""
         try:
             sector = self._sector()
             header = RecordHeader(
-                self._folder.life,
-                self._fingerprint,
+                self._header.life,
+                self._header.fingerprint,
                 0,
                 time.time_ns(),
                 self._payload_bytes,

@@ -8,14 +8,13 @@ from pathlib import Path
 
 from kvbm_core.clock import Clock, SystemClock
 from kvbm_core.errors import Outcome
-from kvbm_core.storage.base import Memory, parts_of
+from kvbm_core.storage.base import Memory, check_blocks, check_targets
 from kvbm_core.storage.directory.calls import FileCalls
-from kvbm_core.storage.directory.folder import Folder, Trust
+from kvbm_core.storage.directory.folder import Folder
 from kvbm_core.storage.directory.names import FINGERPRINT_BYTES, Meaning, is_fan, key_in
-from kvbm_core.storage.directory.pool import CallPool, IsGivenUp
+from kvbm_core.storage.directory.pool import CallPool, IsGivenUp, Task
 from kvbm_core.storage.directory.record_files import RecordFiles
 from kvbm_core.storage.directory.sweeper import Sweeper
-from kvbm_core.storage.disk.recovery import is_block_key
 from kvbm_core.types import BlockKey
 
 CLOSE_TIMEOUT_S = 2.0
@@ -27,13 +26,14 @@ LIST_DEADLINE_S = 10.0
 @dataclass(frozen=True, slots=True)
 class DirectoryOptions:
     """``max_bytes``: of the model's folder, all ranks and machines together; None: no limit.
+    ``trusts_group``: blocks of all members of the folder's group are read, not this user's alone.
 
     ``num_threads``: as many for reads and as many for writes. ``is_direct``: past the page cache where that
     works.
     """
 
     max_bytes: int | None = None
-    trust: Trust = Trust.USER
+    trusts_group: bool = False
     is_direct: bool = True
     num_threads: int = 16
 
@@ -68,7 +68,7 @@ class DirectoryStore:
         clock = clock or SystemClock()
         self._payload_bytes = payload_bytes
         self._calls = calls or FileCalls()
-        self._folder = Folder(path, meaning, options.trust, self._calls)
+        self._folder = Folder(path, meaning, self._calls, trusts_group=options.trusts_group)
         self._files = RecordFiles(
             self._folder, meaning.fingerprint, payload_bytes, is_direct=options.is_direct
         )
@@ -87,12 +87,9 @@ class DirectoryStore:
 
     def contains_many(self, keys: Sequence[BlockKey], *, deadline_s: float) -> list[Outcome]:
         """See BlockStore. A block's bytes are not looked at."""
-
-        def look(index: int, is_given_up: IsGivenUp) -> Outcome:
-            opened = self._files.open_folder()
-            return self._files.has(keys[index]) if opened is Outcome.OK else opened
-
-        return self._readers.run(look, len(keys), deadline_s=deadline_s, is_small=True)
+        return self._readers.run(
+            self._task(lambda i, _: self._files.has(keys[i])), len(keys), deadline_s=deadline_s, is_small=True
+        )
 
     def put_many(
         self, keys: Sequence[BlockKey], payloads: Sequence[Memory], *, deadline_s: float
@@ -101,14 +98,8 @@ class DirectoryStore:
 
         A late write does not become visible, so the memory of a TIMED_OUT one may be used again at once.
         """
-        self._check(keys, payloads)
-
-        def put(index: int, is_given_up: IsGivenUp) -> Outcome:
-            opened = self._files.open_folder()
-            if opened is not Outcome.OK:
-                return opened
-            return self._files.write(keys[index], payloads[index], is_given_up)
-
+        check_blocks(keys, payloads, self._payload_bytes)
+        put = self._task(lambda i, is_given_up: self._files.write(keys[i], payloads[i], is_given_up))
         outcomes = self._writers.run(put, len(keys), deadline_s=deadline_s)
         self.sweeper.note_written(outcomes.count(Outcome.OK) * self._files.file_bytes)
         return outcomes
@@ -117,24 +108,19 @@ class DirectoryStore:
         self, keys: Sequence[BlockKey], targets: Sequence[Memory], *, deadline_s: float
     ) -> list[Outcome]:
         """See BlockStore. A block that does not verify is removed."""
-        self._check(keys, targets)
-        if any(part.readonly for target in targets for part in parts_of(target)):
-            raise ValueError("a target is read-only")
-
-        def get(index: int, is_given_up: IsGivenUp) -> Outcome:
-            opened = self._files.open_folder()
-            return self._files.read(keys[index], targets[index]) if opened is Outcome.OK else opened
-
+        check_blocks(keys, targets, self._payload_bytes)
+        check_targets(targets)
+        get = self._task(lambda i, _: self._files.read(keys[i], targets[i]))
         return self._readers.run(get, len(keys), deadline_s=deadline_s, targets=targets)
 
     def remove_many(self, keys: Sequence[BlockKey], *, deadline_s: float) -> list[Outcome]:
         """See BlockStore."""
-
-        def remove(index: int, is_given_up: IsGivenUp) -> Outcome:
-            opened = self._files.open_folder()
-            return self._files.remove(keys[index]) if opened is Outcome.OK else opened
-
-        return self._writers.run(remove, len(keys), deadline_s=deadline_s, is_small=True)
+        return self._writers.run(
+            self._task(lambda i, _: self._files.remove(keys[i])),
+            len(keys),
+            deadline_s=deadline_s,
+            is_small=True,
+        )
 
     def scan(self) -> Iterator[BlockKey]:
         """See BlockStore. A folder that cannot be listed in time ends it."""
@@ -153,6 +139,15 @@ class DirectoryStore:
 
     # ---------------------------------------------------------------- inside
 
+    def _task(self, act: Task) -> Task:
+        """``act``, once the folder is there and can be trusted."""
+
+        def act_in_folder(index: int, is_given_up: IsGivenUp) -> Outcome:
+            opened = self._files.open_folder()
+            return act(index, is_given_up) if opened is Outcome.OK else opened
+
+        return act_in_folder
+
     def _names_in(self, folder: Path) -> list[str]:
         names: list[str] = []
 
@@ -165,16 +160,3 @@ class DirectoryStore:
 
         outcomes = self._readers.run(look, 1, deadline_s=LIST_DEADLINE_S)
         return names if outcomes == [Outcome.OK] else []
-
-    def _check(self, keys: Sequence[BlockKey], buffers: Sequence[Memory]) -> None:
-        fits = len(keys) == len(buffers)
-        for parts in map(parts_of, buffers):
-            fits &= sum(part.nbytes for part in parts) == self._payload_bytes and all(
-                part.c_contiguous for part in parts
-            )
-        if not fits:
-            raise ValueError(
-                f"each key needs memory of exactly {self._payload_bytes} bytes, no piece of it with gaps"
-            )
-        if not all(map(is_block_key, keys)):
-            raise ValueError("a key is a SequenceHash and, but for group 0, the number of its group")

@@ -85,11 +85,6 @@ class Sweeper:
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._stopping = threading.Event()
-        self.removed_blocks_total = 0
-        self.removed_bytes_total = 0
-        self.removed_temporary_total = 0
-        self.stored_bytes: int | None = None
-        """Bytes in the folder after the last sweep of this instance."""
 
     def note_written(self, num_bytes: int) -> None:
         """This instance has put so much. Any thread."""
@@ -140,7 +135,6 @@ class Sweeper:
             grown_bytes = max(0, swept.num_bytes - self._last[1])
             self._growth_bytes_s = grown_bytes / (now_s - self._last[0])
         self._last = now_s, swept.left_bytes
-        self.stored_bytes = swept.left_bytes
         with self._lock:
             self._written_bytes = 0
 
@@ -248,7 +242,6 @@ class Sweeper:
                 swept.bytes_by_age[_age_step(status)] += status.st_size
             elif self._file_system_s - status.st_mtime > TEMPORARY_S and self._remove(folder / name):
                 swept.removed_temporary += 1
-                self.removed_temporary_total += 1
 
     def _make_room(self, swept: Swept, share: float) -> None:
         """Removes the oldest, down to the low mark; a block that has been used meanwhile stays."""
@@ -273,8 +266,6 @@ class Sweeper:
                 if self._remove(fan / name):
                     swept.removed_blocks += 1
                     swept.removed_bytes += status.st_size
-                    self.removed_blocks_total += 1
-                    self.removed_bytes_total += status.st_size
             if swept.removed_bytes >= excess_bytes:
                 return
 

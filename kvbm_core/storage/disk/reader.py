@@ -10,12 +10,12 @@ from typing import NamedTuple
 
 from kvbm_core.clock import Clock, SystemClock
 from kvbm_core.errors import Outcome
-from kvbm_core.storage.base import Memory
+from kvbm_core.storage.base import Memory, check_blocks, check_targets
 from kvbm_core.storage.disk.allocate import FileOptions
 from kvbm_core.storage.disk.block_file import BlockFileView, Geometry
 from kvbm_core.storage.disk.side import Side
 from kvbm_core.storage.disk.slot_log import LogFollower, LogHeader
-from kvbm_core.storage.disk.store import CLOSE_TIMEOUT_S, STOP_TIMEOUT_S, check_blocks, check_targets
+from kvbm_core.storage.disk.store import CLOSE_TIMEOUT_S, STOP_TIMEOUT_S
 from kvbm_core.types import BlockKey
 
 SCAN_DEADLINE_S = 10.0

@@ -20,7 +20,7 @@ from kvbm_core.storage.disk.io import FileIo
 from kvbm_core.storage.disk.record import RecordHeader, SlotHeader
 from kvbm_core.storage.disk.scan import SCAN_DEPTH, RecordScan
 from kvbm_core.storage.numa import leave_bound_core
-from kvbm_core.types import SEQUENCE_HASH_BYTES, BlockKey
+from kvbm_core.types import BlockKey, is_block_key
 
 REPORT_SLOTS = 256
 """Told together: whoever takes them in does so in well under a millisecond."""
@@ -44,11 +44,6 @@ OnChunk = Callable[[int, list[Found]], None]
 """``on_chunk(end, found)``: all slots below ``end`` have been looked at, ``found`` are those of the newest
 chunk.
 """
-
-
-def is_block_key(key: bytes) -> bool:
-    """Whether a registry takes it; a record may hold another one."""
-    return len(key) == SEQUENCE_HASH_BYTES or (len(key) == SEQUENCE_HASH_BYTES + 1 and key[-1] != 0)
 
 
 def batches_of(found: Sequence[Found]) -> list[list[tuple[BlockKey, int]]]:

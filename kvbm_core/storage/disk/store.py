@@ -15,10 +15,10 @@ from kvbm_core.blocks.slot_tier import BlockTier, Reservation
 from kvbm_core.clock import Clock, SystemClock
 from kvbm_core.errors import Outcome
 from kvbm_core.policy.lru import LruPolicy
-from kvbm_core.storage.base import Memory, parts_of
+from kvbm_core.storage.base import Memory, check_blocks, check_targets
 from kvbm_core.storage.disk.allocate import FileOptions
 from kvbm_core.storage.disk.block_file import BlockFile, Geometry
-from kvbm_core.storage.disk.recovery import Found, Recovery, batches_of, is_block_key
+from kvbm_core.storage.disk.recovery import Found, Recovery, batches_of
 from kvbm_core.storage.disk.side import Side
 from kvbm_core.storage.disk.slot_log import SlotLog, withdraw_log
 from kvbm_core.types import BlockKey, Tier
@@ -27,25 +27,6 @@ STOP_TIMEOUT_S = 2.0
 CLOSE_TIMEOUT_S = 1.0
 """At the end a disk has so long for what is under way, and each direction so long after that."""
 OWNER = "disk store"
-
-
-def check_blocks(keys: Sequence[BlockKey], buffers: Sequence[Memory], payload_bytes: int) -> None:
-    """ValueError unless each key is a block's and has memory of that size, none of it with gaps."""
-    fits = len(keys) == len(buffers)
-    for parts in map(parts_of, buffers):
-        fits &= sum(part.nbytes for part in parts) == payload_bytes and all(
-            part.c_contiguous for part in parts
-        )
-    if not fits:
-        raise ValueError(f"each key needs memory of exactly {payload_bytes} bytes, no piece of it with gaps")
-    if not all(map(is_block_key, keys)):
-        raise ValueError("a key is a SequenceHash and, but for group 0, the number of its group")
-
-
-def check_targets(targets: Sequence[Memory]) -> None:
-    """ValueError if one of them cannot be written to."""
-    if any(part.readonly for target in targets for part in parts_of(target)):
-        raise ValueError("a target is read-only")
 
 
 class DiskStore:
