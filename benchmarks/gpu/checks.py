@@ -27,7 +27,7 @@ NATIVE = Goal("native module of the CPU's loops", "built")
 
 
 class Breakable:
-    """A CudaApi that can be told to refuse copies; all else is the real one's."""
+    """A CudaRuntime that can be told to refuse copies; all else is the real one's."""
 
     def __init__(self, api: Any) -> None:
         self._api = api
@@ -37,7 +37,7 @@ class Breakable:
         return getattr(self._api, name)
 
     def copy(self, copies: Any, stream: Any) -> None:
-        """See CudaApi."""
+        """See CudaRuntime."""
         if self.is_broken:
             raise CudaError("CUDA error 1 (asked for by a check)")
         self._api.copy(copies, stream)

@@ -15,7 +15,7 @@ from kvbm_core.storage.numa import cpus_near
 from kvbm_core.testing.cuda_double import CudaDouble
 from kvbm_core.transfer.executor import DeviceMemory, Executor
 from kvbm_core.transfer.executors.cuda import CudaExecutor
-from kvbm_core.transfer.executors.cuda_runtime import Copies, CudaApi, CudaError, CudaRuntime, ways_to_copy
+from kvbm_core.transfer.executors.cuda_runtime import Copies, CudaError, CudaRuntime, ways_to_copy
 from kvbm_core.transfer.factory import make_executor
 from kvbm_core.transfer.pieces import CopyArrays
 
@@ -30,7 +30,7 @@ CopyWay = Callable[[Copies, Any], None]
 class Device(Protocol):
     """What the stages need of a GPU."""
 
-    api: CudaApi
+    api: CudaRuntime
     torch_device: torch.device
     pin: Callable[[int, int], Callable[[], None] | None] | None
     near_cpus: frozenset[int]
@@ -81,7 +81,7 @@ class Gpu:
             raise RuntimeError("no CUDA device (--dry-run tries the script on the CPU)")
         self.torch_device = torch.device("cuda", 0)
         self._runtime = CudaRuntime(0)
-        self.api: CudaApi = self._runtime
+        self.api: CudaRuntime = self._runtime
         self.pin: Callable[[int, int], Callable[[], None] | None] | None = self._runtime.pin
         self.near_cpus = cpus_near(self._runtime.pci_address())
         self._runtime.bind_thread()
@@ -185,7 +185,7 @@ class DryGpu:
     def __init__(self) -> None:
         self.torch_device = torch.device("cpu")
         self._double = CudaDouble()
-        self.api: CudaApi = self._double
+        self.api: CudaRuntime = self._double
         self.pin: Callable[[int, int], Callable[[], None] | None] | None = None
         self.near_cpus: frozenset[int] = frozenset()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -146,6 +146,20 @@ def pair_segments(src: BlockView, dst: BlockView) -> tuple[tuple[Segment, Segmen
         if b.nbytes > nbytes:
             right.append(_tail(b, nbytes))
     return tuple(pairs)
+
+
+def evenly_spaced(rows: Sequence[tuple[Segment, ...]]) -> tuple[int, tuple[int, ...]]:
+    """How many of the first rows are alike but for their offsets, which advance by even steps in each column,
+    and these steps, in bytes (0 for a single row).
+    """
+    count, steps = 1, (0,) * len(rows[0])
+    for before, row in pairwise(rows):
+        own = tuple(b.offset_bytes - a.offset_bytes for a, b in zip(before, row, strict=True))
+        moved = tuple(replace(a, offset_bytes=b.offset_bytes) for a, b in zip(before, row, strict=True))
+        if moved != row or (count > 1 and own != steps):
+            break
+        count, steps = count + 1, own
+    return count, steps
 
 
 def _head(segment: Segment, nbytes: int) -> Segment:

@@ -1,4 +1,4 @@
-"""A double of CudaApi for machines without a GPU."""
+"""A double of CudaRuntime for machines without a GPU."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvbm_core.transfer.executors.cuda_runtime import Copies, CudaError
+from kvbm_core.transfer.executors.cuda_runtime import Copies, CudaError, CudaRuntime
 
 
 @dataclass(eq=False)
@@ -31,8 +31,8 @@ class DoubleEvent:
     was_asked: bool = False
 
 
-class CudaDouble:
-    """CudaApi that copies ordinary memory with memmove, and does everything as late as CUDA may.
+class CudaDouble(CudaRuntime):
+    """CudaRuntime that copies ordinary memory with memmove, and does everything as late as CUDA may.
 
     It is a double because no GPU was at hand when the executor was written. A stream does its work in order,
     and only when somebody needs it: the second time that an event behind it is looked at, when another
@@ -68,21 +68,21 @@ class CudaDouble:
         return stream
 
     def record_on_current_stream(self) -> DoubleEvent:
-        """See CudaApi."""
+        """See CudaRuntime."""
         return self.record(getattr(self._current, "stream", self.default))
 
     def record(self, stream: DoubleStream) -> DoubleEvent:
-        """See CudaApi."""
+        """See CudaRuntime."""
         event = DoubleEvent(stream)
         self._push(stream, "record", event)
         return event
 
     def wait_event(self, stream: DoubleStream, event: DoubleEvent) -> None:
-        """See CudaApi."""
+        """See CudaRuntime."""
         self._push(stream, "wait", event)
 
     def is_done(self, event: DoubleEvent) -> bool:
-        """See CudaApi. The first look at an event comes too early."""
+        """See CudaRuntime. The first look at an event comes too early."""
         with self._changed:
             if event.was_asked:
                 self._run_to(event)
@@ -92,7 +92,7 @@ class CudaDouble:
             return event.happened
 
     def copy(self, copies: Copies, stream: DoubleStream) -> None:
-        """See CudaApi; every batch is kept in ``batches``."""
+        """See CudaRuntime; every batch is kept in ``batches``."""
         if self.refuse_copies:
             raise CudaError("CUDA error 1 (double)")
         with self._changed:

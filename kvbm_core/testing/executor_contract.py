@@ -29,7 +29,7 @@ from kvbm_core.transfer import jobs
 from kvbm_core.transfer.digests import SlotDigests
 from kvbm_core.transfer.executor import Copier, DeviceMemory, Executor
 from kvbm_core.transfer.executors.cuda import CopyLimits, CudaExecutor
-from kvbm_core.transfer.executors.cuda_runtime import CudaApi
+from kvbm_core.transfer.executors.cuda_runtime import CudaRuntime
 from kvbm_core.transfer.executors.memcpy import MemcpyExecutor
 from kvbm_core.transfer.factory import make_executor
 from kvbm_core.transfer.plan import GroupMove, JobResult, TransferPlan
@@ -66,7 +66,7 @@ class Setup:
             clock=self.clock,
         )
 
-    def cuda_copier(self, api: CudaApi, on_done: OnDone | None, max_concurrent: int = 1) -> CudaExecutor:
+    def cuda_copier(self, api: CudaRuntime, on_done: OnDone | None, max_concurrent: int = 1) -> CudaExecutor:
         """The executor for GPUs, by another than CUDA's own interface, four blocks a batch."""
         return CudaExecutor(
             self.device,

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import logging
 import threading
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from kvbm_core.clock import Clock, SystemClock
+from kvbm_core.clock import Clock
 from kvbm_core.errors import Outcome
 from kvbm_core.transfer.plan import JobResult, OrderKind, TierOrder, TransferPlan
 from kvbm_core.types import Direction
@@ -199,41 +198,3 @@ def _goes_up(plan: TransferPlan | TierOrder) -> bool:
     if isinstance(plan, TierOrder):
         return plan.kind is OrderKind.FETCH
     return plan.direction is Direction.ONBOARD
-
-
-class BoardExecutor(ABC):
-    """What executors with one board and one thread have in common; see Executor for the rules.
-
-    ``_thread`` is to be started when all that it uses is there.
-    """
-
-    def __init__(
-        self, thread_name: str, on_done: Callable[[JobResult], None] | None, clock: Clock | None
-    ) -> None:
-        self._board: JobBoard[TransferPlan] = JobBoard(clock or SystemClock(), on_done)
-        self._thread = threading.Thread(target=self._work, name=thread_name, daemon=True)
-
-    @abstractmethod
-    def _work(self) -> None:
-        """Copies until the board is closed."""
-
-    def poll(self) -> list[JobResult]:
-        """See Executor."""
-        return self._board.poll()
-
-    def cancel(self, job_id: int) -> bool:
-        """See Executor."""
-        return self._board.cancel(job_id)
-
-    def wait(self, job_ids: Collection[int], timeout_s: float) -> bool:
-        """See Executor."""
-        return self._board.wait(job_ids, timeout_s)
-
-    def drain(self, timeout_s: float) -> bool:
-        """See Executor."""
-        return self._board.wait(None, timeout_s)
-
-    def close(self) -> None:
-        """See Executor."""
-        self._board.close()
-        self._thread.join()

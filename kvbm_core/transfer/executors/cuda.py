@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from kvbm_core.clock import Clock
 from kvbm_core.errors import Outcome
 from kvbm_core.layout.view import pair_segments
 from kvbm_core.storage.host_slab import HostSlab
-from kvbm_core.transfer.compare import is_other
-from kvbm_core.transfer.digests import SlotDigests, device_blocks_of, gather
-from kvbm_core.transfer.executor import DeviceMemory, StreamMark, detail_of, refusal_of
-from kvbm_core.transfer.executors.cuda_runtime import CudaApi
-from kvbm_core.transfer.jobs import BoardExecutor, Job, OnDone
+from kvbm_core.transfer.digests import SlotDigests, device_blocks_of
+from kvbm_core.transfer.executor import DeviceMemory, StreamMark
+from kvbm_core.transfer.executors.base import BoardExecutor, Content
+from kvbm_core.transfer.executors.cuda_runtime import CudaRuntime
+from kvbm_core.transfer.jobs import Job, OnDone
 from kvbm_core.transfer.pieces import PieceTable
-from kvbm_core.transfer.plan import JobResult, TransferPlan
+from kvbm_core.transfer.plan import TransferPlan
 from kvbm_core.types import Direction
 
 POLL_INTERVAL_S = 0.0005
@@ -33,7 +32,7 @@ class _Flight:
     job: Job[TransferPlan]
     num_bytes: int = 0
     event: Any = None
-    readback: list[tuple[int, int, npt.NDArray[np.uint8]]] = field(default_factory=list)
+    readback: list[Content] = field(default_factory=list)
     failure: str = ""
 
 
@@ -59,19 +58,18 @@ class CudaExecutor(BoardExecutor):
         self,
         device: DeviceMemory,
         host: HostSlab,
-        api: CudaApi,
+        api: CudaRuntime,
         *,
         limits: CopyLimits = USUAL_LIMITS,
-        on_done: Callable[[JobResult], None] | None = None,
+        on_done: OnDone | None = None,
         digests: SlotDigests | None = None,
         clock: Clock | None = None,
     ) -> None:
         if min(limits) < 1:
             raise ValueError(str(limits))
-        super().__init__("kvbm-cuda", on_done, clock)
-        self._device, self._host, self._api = device, host, api
+        super().__init__("kvbm-cuda", device, host, on_done=on_done, digests=digests, clock=clock)
+        self._api = api
         self._limits = limits
-        self._digests = digests
         self._bases = [api.address_of(storage) for storage in device.storages]
         self._tables = [
             PieceTable(
@@ -89,26 +87,6 @@ class CudaExecutor(BoardExecutor):
     def mark(self) -> StreamMark:
         """See Executor."""
         return self._api.record_on_current_stream()
-
-    def submit(
-        self,
-        plan: TransferPlan,
-        *,
-        deadline_s: float | None = None,
-        after: StreamMark = None,
-        on_done: OnDone | None = None,
-    ) -> None:
-        """See Executor."""
-        refusal = refusal_of(plan, self._device, self._host)
-        if refusal is None:
-            try:
-                event = self.mark() if after is None else after
-            except Exception as error:  # whatever happens to a job is its outcome
-                refusal = (Outcome.IO_ERROR, f"{type(error).__name__}: {error}")
-        if refusal is None:
-            self._board.add(plan, deadline_s, event, on_done)
-        else:
-            self._board.refuse(plan, *refusal, on_done)
 
     def _work(self) -> None:
         self._api.bind_thread()
@@ -174,31 +152,8 @@ class CudaExecutor(BoardExecutor):
                 return False
         except Exception as error:
             flight.failure = flight.failure or f"{type(error).__name__}: {error}"
-        wrong = [] if flight.failure else self._wrong_slots(flight)
         if flight.failure:
             self._board.end(flight.job, Outcome.IO_ERROR, flight.failure)
-        elif wrong:
-            self._board.end(flight.job, Outcome.CORRUPT, detail_of(flight.job.plan, wrong))
         else:
-            self._board.end(flight.job, Outcome.OK, num_bytes=flight.num_bytes)
+            self._finish(flight.job, flight.num_bytes, flight.readback)
         return True
-
-    def _wrong_slots(self, flight: _Flight) -> list[int]:
-        """Notes what was offloaded; the slots whose content is not what was offloaded to them, or computed
-        again.
-        """
-        if flight.job.plan.compares:
-            return [
-                slot for group, slot, computed in flight.readback if self._is_other(group, slot, computed)
-            ]
-        if self._digests is None:
-            return []
-        if flight.job.plan.direction is Direction.OFFLOAD:
-            for _, slot, content in flight.readback:
-                self._digests.record(slot, content)
-            return []
-        return [slot for _, slot, content in flight.readback if not self._digests.matches(slot, content)]
-
-    def _is_other(self, group: int, slot: int, computed: npt.NDArray[np.uint8]) -> bool:
-        stored = gather(self._host.view(computed.nbytes), [self._host.array], slot)
-        return is_other(stored, computed, self._device.dtype_of(group))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import logging
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 logger = logging.getLogger(__name__)
 
@@ -23,36 +23,9 @@ class CudaError(RuntimeError):
     """A CUDA call that failed, with its number."""
 
 
-class CudaApi(Protocol):
-    """What CudaExecutor calls. Streams and events are opaque; nothing here waits for the GPU."""
-
-    def bind_thread(self) -> None:
-        """Makes the calling thread use this device."""
-
-    def address_of(self, storage: Any) -> int:
-        """Where a device storage begins."""
-
-    def create_stream(self, *, high_priority: bool) -> Any:
-        """A stream of our own that does not synchronise with the default stream."""
-
-    def record_on_current_stream(self) -> Any:
-        """An event after everything that the calling thread's current stream was given so far."""
-
-    def record(self, stream: Any) -> Any:
-        """An event after everything that ``stream`` was given so far."""
-
-    def wait_event(self, stream: Any, event: Any) -> None:
-        """What ``stream`` is given from now on starts after ``event``; the CPU does not wait."""
-
-    def is_done(self, event: Any) -> bool:
-        """Whether the event has happened. CudaError if something before it failed."""
-
-    def copy(self, copies: Copies, stream: Any) -> None:
-        """Queues the copies on ``stream``."""
-
-
 class CudaRuntime:
-    """CudaApi on a real GPU: streams and events through torch, so that they are the engine's own kind.
+    """What CudaExecutor calls: streams and events through torch, so that they are the engine's own kind. They
+    are opaque to it, and nothing here waits for the GPU.
 
     Copies go, in one call per batch, through cuda-python (cudaMemcpyBatchAsync, CUDA 12.8), else one call
     each through cuda-python or through the runtime library that torch has loaded, whichever works first.
@@ -66,38 +39,38 @@ class CudaRuntime:
         self._ways: list[Callable[[Copies, int], int]] | None = None
 
     def bind_thread(self) -> None:
-        """See CudaApi."""
+        """Makes the calling thread use this device."""
         self._torch.cuda.set_device(self._device)
         _allow_calls_during_capture()
 
     def address_of(self, storage: Any) -> int:
-        """See CudaApi."""
+        """Where a device storage begins."""
         return int(storage.data_ptr())
 
     def create_stream(self, *, high_priority: bool) -> Any:
-        """See CudaApi."""
+        """A stream of our own that does not synchronise with the default stream."""
         return self._torch.cuda.Stream(device=self._device, priority=-1 if high_priority else 0)
 
     def record_on_current_stream(self) -> Any:
-        """See CudaApi."""
+        """An event after everything that the calling thread's current stream was given so far."""
         return self.record(self._torch.cuda.current_stream(self._device))
 
     def record(self, stream: Any) -> Any:
-        """See CudaApi."""
+        """An event after everything that ``stream`` was given so far."""
         event = self._torch.cuda.Event(enable_timing=False)
         event.record(stream)
         return event
 
     def wait_event(self, stream: Any, event: Any) -> None:
-        """See CudaApi."""
+        """What ``stream`` is given from now on starts after ``event``; the CPU does not wait."""
         stream.wait_event(event)
 
     def is_done(self, event: Any) -> bool:
-        """See CudaApi."""
+        """Whether the event has happened. CudaError if something before it failed."""
         return bool(event.query())
 
     def copy(self, copies: Copies, stream: Any) -> None:
-        """See CudaApi."""
+        """Queues the copies on ``stream``."""
         if not copies[0]:
             return
         if self._ways is None:

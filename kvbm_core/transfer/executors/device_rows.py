@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from kvbm_core.layout.view import BlockView, Segment
+from kvbm_core.layout.view import BlockView, evenly_spaced
 from kvbm_core.storage.numa import leave_bound_core
 from kvbm_core.transfer.executor import DeviceMemory
 from kvbm_core.transfer.executors.cuda_runtime import CudaRuntime
@@ -124,10 +124,12 @@ class DeviceRows:
 
     def _lanes_of(self, view: BlockView, storages: Sequence[Any]) -> list[_Lane]:
         word, lanes, content_bytes = self._word_bytes, [], 0
-        segments = list(view.coalesced().segments)
+        segments = [(segment,) for segment in view.coalesced().segments]
         while segments:
-            first, count = segments[0], _equally_spaced(segments)
-            step_bytes = segments[1].offset_bytes - first.offset_bytes if count > 1 else 0
+            count, (step_bytes,) = evenly_spaced(segments)
+            if step_bytes < 0:  # torch has no steps backwards
+                count, step_bytes = 1, 0
+            (first,) = segments[0]
             pieces = self._torch.as_strided(
                 storages[first.storage],
                 (count, view.num_blocks, first.nbytes // word),
@@ -155,17 +157,3 @@ def _is_aligned(view: BlockView) -> bool:
         for segment in view.segments
         for number in (segment.offset_bytes, segment.block_stride_bytes, segment.nbytes)
     )
-
-
-def _equally_spaced(segments: Sequence[Segment]) -> int:
-    """How many of the first segments are alike but for their offsets, which advance evenly and upwards."""
-    first, count = segments[0], 1
-    for segment in segments[1:]:
-        alike = (segment.storage, segment.block_stride_bytes, segment.nbytes) == (
-            (first.storage, first.block_stride_bytes, first.nbytes)
-        )
-        step_bytes = segments[1].offset_bytes - first.offset_bytes
-        if not alike or step_bytes <= 0 or segment.offset_bytes != first.offset_bytes + count * step_bytes:
-            break
-        count += 1
-    return count

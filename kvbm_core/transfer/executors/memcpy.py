@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 
 import numpy as np
 
 from kvbm_core.clock import Clock
 from kvbm_core.errors import Outcome
-from kvbm_core.layout.view import Segment, pair_segments
+from kvbm_core.layout.view import Segment, evenly_spaced, pair_segments
 from kvbm_core.native import Bytes, Ids, Native, native
 from kvbm_core.storage.host_slab import HostSlab
 from kvbm_core.storage.huge_pages import HugePages
 from kvbm_core.storage.numa import leave_bound_core
 from kvbm_core.transfer.coalesce import runs_both_ways
-from kvbm_core.transfer.compare import is_other
 from kvbm_core.transfer.digests import SlotDigests, device_blocks_of, gather
-from kvbm_core.transfer.executor import DeviceMemory, StreamMark, detail_of, refusal_of
-from kvbm_core.transfer.jobs import BoardExecutor, Job, OnDone
-from kvbm_core.transfer.plan import JobResult, TransferPlan
+from kvbm_core.transfer.executor import DeviceMemory, StreamMark
+from kvbm_core.transfer.executors.base import BoardExecutor, Content
+from kvbm_core.transfer.jobs import Job, OnDone
+from kvbm_core.transfer.plan import TransferPlan
 from kvbm_core.types import Direction
 
 Lanes = Sequence[tuple[Bytes, Bytes]]
@@ -78,38 +77,20 @@ class MemcpyExecutor(BoardExecutor):
         host: HostSlab,
         *,
         max_batch_blocks: int = 16,
-        on_done: Callable[[JobResult], None] | None = None,
+        on_done: OnDone | None = None,
         digests: SlotDigests | None = None,
         clock: Clock | None = None,
     ) -> None:
         if max_batch_blocks < 1:
             raise ValueError(f"max_batch_blocks={max_batch_blocks}")
-        super().__init__("kvbm-memcpy", on_done, clock)
-        self._device = device
-        self._host = host
+        super().__init__("kvbm-memcpy", device, host, on_done=on_done, digests=digests, clock=clock)
         self._max_batch_blocks = max_batch_blocks
-        self._digests = digests
         self._lanes = [_lanes(device, host, group) for group in range(len(device.views))]
         self._thread.start()
 
     def mark(self) -> StreamMark:
         """None: on a CPU all that came before has been done."""
         return None
-
-    def submit(
-        self,
-        plan: TransferPlan,
-        *,
-        deadline_s: float | None = None,
-        after: StreamMark = None,
-        on_done: OnDone | None = None,
-    ) -> None:
-        """Queues a plan; see Executor."""
-        refusal = refusal_of(plan, self._device, self._host)
-        if refusal is None:
-            self._board.add(plan, deadline_s, on_done=on_done)
-        else:
-            self._board.refuse(plan, *refusal, on_done)
 
     def close(self) -> None:
         """See Executor."""
@@ -131,14 +112,9 @@ class MemcpyExecutor(BoardExecutor):
     def _execute(self, job: Job[TransferPlan]) -> None:
         try:
             num_bytes = 0 if job.plan.compares else self._move(job.plan)
-            wrong = self._audit(job.plan) if job.plan.compares else self._verify(job.plan)
+            self._finish(job, num_bytes, self._contents(job.plan))
         except Exception as error:  # whatever happens to a job is its outcome, and the thread goes on
             self._board.end(job, Outcome.IO_ERROR, f"{type(error).__name__}: {error}")
-            return
-        if wrong:
-            self._board.end(job, Outcome.CORRUPT, detail_of(job.plan, wrong))
-        else:
-            self._board.end(job, Outcome.OK, num_bytes=num_bytes)
 
     def _move(self, plan: TransferPlan) -> int:
         is_offload = plan.direction is Direction.OFFLOAD
@@ -167,29 +143,12 @@ class MemcpyExecutor(BoardExecutor):
         else:
             copy_lanes([(lane.device, lane.host) for lane in lanes], device_blocks, slots)
 
-    def _audit(self, plan: TransferPlan) -> list[int]:
-        """The slots whose content is not what has been computed."""
-        wrong: list[int] = []
+    def _contents(self, plan: TransferPlan) -> Iterator[Content]:
+        """Of its device blocks; an audit, which is in nobody's way, lets onboards pass."""
         for group, device_block, slot in device_blocks_of(plan):
-            view = self._device.views[group]
-            computed = gather(view, self._device.storages, device_block)
-            stored = gather(self._host.view(view.block_bytes), [self._host.array], slot)
-            if is_other(stored, computed, self._device.dtype_of(group)):
-                wrong.append(slot)
-            self._let_onboards_pass()
-        return wrong
-
-    def _verify(self, plan: TransferPlan) -> list[int]:
-        """Notes what was offloaded; the slots whose content is not what was offloaded to them."""
-        wrong: list[int] = []
-        if self._digests is not None:
-            for group, device_block, slot in device_blocks_of(plan):
-                content = gather(self._device.views[group], self._device.storages, device_block)
-                if plan.direction is Direction.OFFLOAD:
-                    self._digests.record(slot, content)
-                elif not self._digests.matches(slot, content):
-                    wrong.append(slot)
-        return wrong
+            yield group, slot, gather(self._device.views[group], self._device.storages, device_block)
+            if plan.compares:
+                self._let_onboards_pass()
 
 
 def _lanes(device: DeviceMemory, host: HostSlab, group: int) -> list[_Lane]:
@@ -202,35 +161,17 @@ def _lanes(device: DeviceMemory, host: HostSlab, group: int) -> list[_Lane]:
     pairs = list(pair_segments(view, host.view(view.block_bytes)))
     lanes: list[_Lane] = []
     while pairs:
-        count = _equally_spaced(pairs)
-        (first_device, first_host), bundle = pairs[0], pairs[:count]
+        count, (device_step, host_step) = evenly_spaced(pairs)
+        on_device, on_host = pairs[0]
         del pairs[:count]
-        device_step = bundle[1][0].offset_bytes - first_device.offset_bytes if count > 1 else 0
-        host_step = bundle[1][1].offset_bytes - first_host.offset_bytes if count > 1 else 0
-        storage = device.storages[first_device.storage]
+        storage = device.storages[on_device.storage]
         lanes.append(
             _Lane(
-                _pieces(storage, first_device, count, device_step, view.num_blocks),
-                _pieces(host.array, first_host, count, host_step, host.num_slots),
+                _pieces(storage, on_device, count, device_step, view.num_blocks),
+                _pieces(host.array, on_host, count, host_step, host.num_slots),
             )
         )
     return lanes
-
-
-def _equally_spaced(pairs: list[tuple[Segment, Segment]]) -> int:
-    """How many of the first pairs are alike but for their offsets, which advance evenly on both sides."""
-    count = 1
-    steps: tuple[int, int] | None = None
-    for (a, b), (c, d) in pairwise(pairs):
-        alike = (a.storage, a.nbytes, a.block_stride_bytes, b.storage) == (
-            (c.storage, c.nbytes, c.block_stride_bytes, d.storage)
-        )
-        step = (c.offset_bytes - a.offset_bytes, d.offset_bytes - b.offset_bytes)
-        if not alike or (steps is not None and step != steps):
-            break
-        steps = step
-        count += 1
-    return count
 
 
 def _pieces(storage: Bytes, segment: Segment, count: int, step_bytes: int, num_blocks: int) -> Bytes:
