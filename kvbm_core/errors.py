@@ -53,4 +53,4 @@ class StuckCopyError(KvbmError, RuntimeError):
 
 
 class IntegrityError(KvbmError, AssertionError):
-    """An internal invariant does not hold (raised by check_integrity only)."""
+    """An internal invariant does not hold: a bug."""

@@ -20,9 +20,9 @@ class StepPlans:
     have to be over before the iteration's forward pass. ``offloads``: reads of what this iteration computes.
     ``fences``: jobs whose device blocks belong to somebody else from now on: what has not begun is cancelled,
     what runs is waited for. ``awaited``: loads of blocks that another request found on the device: they must
-    be complete. ``fence_all``: all. ``left``: offloads of blocks that may be somebody else's from now on:
-    fences, after a short wait. ``lost``: asynchronous loads that will not be made. ``broken``: scheduled
-    requests whose load failed: this forward pass must not come to an end.
+    be complete. ``fence_all``: all. ``unkept``: offloads of blocks that may be somebody else's from now on:
+    fences, after a short wait. ``not_loaded``: requests that are parked for a load that will not be made.
+    ``refused``: scheduled requests of that status: this forward pass must not come to an end.
     """
 
     onboards: list[tuple[str, TransferPlan]] = field(default_factory=list)
@@ -30,16 +30,16 @@ class StepPlans:
     offloads: list[TransferPlan] = field(default_factory=list)
     fences: list[int] = field(default_factory=list)
     awaited: list[int] = field(default_factory=list)
-    left: list[int] = field(default_factory=list)
+    unkept: list[int] = field(default_factory=list)
     fence_all: bool = False
-    lost: list[str] = field(default_factory=list)
-    broken: list[str] = field(default_factory=list)
+    not_loaded: list[str] = field(default_factory=list)
+    refused: list[str] = field(default_factory=list)
 
     @property
     def is_quiet(self) -> bool:
         """Whether nothing of ours begins."""
-        is_loading = self.onboards or self.prompt_loads or self.lost or self.broken
-        is_fencing = self.fences or self.left or self.fence_all
+        is_loading = self.onboards or self.prompt_loads or self.not_loaded or self.refused
+        is_fencing = self.fences or self.unkept or self.fence_all
         return not (is_loading or self.offloads or is_fencing or self.awaited)
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from kvbm_core.runtime.request import RequestState
 from kvbm_core.tiers.groups import GroupSpec
 from kvbm_trtllm.contract import BAD_PAGE
+from kvbm_trtllm.states import REQUEST_TABLE, RequestEvent, RequestStatus, after
 
 SILENT_AFTER_S = 60.0
 Given = tuple[int, Sequence[Sequence[int]]]
@@ -24,25 +25,20 @@ class Followed:
     """One request. ``state`` is None if it is not cached.
 
     ``tokens``: those known, prompt and answer. ``tables``: device blocks by layer group. ``computed_tokens``:
-    on the device when it was queried; ``matched_tokens``: promised to it beyond that. ``is_loading``: parked
-    by TensorRT-LLM until all ranks have reported its load. ``is_broken``: the device blocks that it takes for
-    its prefix hold something else; its forward pass must not come to an end. ``is_refused``: workers have
-    been told so. ``is_reported``: it has been scheduled since it was queried. ``kept_tokens``: offload ends
-    there, by retention priority. ``added_tokens``: what the next report's ``computed_position`` leaves out.
+    on the device when it was queried; ``matched_tokens``: promised to it beyond that; ``is_async``: and that
+    it waits parked for them. ``status`` is moved on by Requests alone. ``kept_tokens``: offload ends there,
+    by retention priority. ``added_tokens``: what the next report's ``computed_position`` leaves out.
     """
 
     number: int
     state: RequestState | None
     tokens: list[int]
     num_prompt_tokens: int
+    status: RequestStatus = RequestStatus.WAITING
     tables: list[list[int]] = field(default_factory=list)
     computed_tokens: int = 0
     matched_tokens: int = 0
     is_async: bool = False
-    is_loading: bool = False
-    is_broken: bool = False
-    is_refused: bool = False
-    is_reported: bool = False
     added_tokens: int = 0
     kept_tokens: int | None = None
     heard_at_s: float = 0.0
@@ -112,10 +108,14 @@ class DeviceBlocks:
 
 
 class Requests:
-    """Followed requests by their number. The leader's thread only."""
+    """Followed requests by their number. The leader's thread only.
+
+    ``broken``: numbers of those whose blocks hold something else than they were promised, refused or not yet.
+    """
 
     def __init__(self) -> None:
         self._by_number: dict[int, Followed] = {}
+        self.broken: set[int] = set()
 
     def __len__(self) -> int:
         return len(self._by_number)
@@ -130,14 +130,20 @@ class Requests:
     def add(self, followed: Followed) -> None:
         """Follows a request, instead of an earlier one of the same number."""
         self._by_number[followed.number] = followed
+        self.broken.discard(followed.number)
 
     def pop(self, number: int) -> Followed | None:
         """Follows it no more."""
+        self.broken.discard(number)
         return self._by_number.pop(number, None)
 
-    def broken(self) -> list[Followed]:
-        """Those whose blocks hold something else than they were promised."""
-        return [followed for followed in self._by_number.values() if followed.is_broken]
+    def move(self, followed: Followed, event: RequestEvent) -> None:
+        """Something has happened to a request. IntegrityError, a bug, if it cannot; nothing changes then."""
+        followed.status = after(REQUEST_TABLE, followed.status, event)
+        if followed.status in {RequestStatus.BROKEN, RequestStatus.REFUSED}:
+            self.broken.add(followed.number)
+        else:
+            self.broken.discard(followed.number)
 
     def offloads_but_of(self, running: Container[int]) -> set[int]:
         """Offloads of those that are not among ``running``."""
@@ -151,14 +157,13 @@ class Requests:
     def silent(self, now_s: float) -> list[Followed]:
         """Those of which nothing has been heard for SILENT_AFTER_S; call it now and then.
 
-        A request that waits for its load is not silent: TensorRT-LLM has parked it. One that must not run is
-        not forgotten before it was about to: one that waits parked comes back, whenever that is.
+        A request that waits for its load is not silent: TensorRT-LLM has parked it. A broken one is not
+        forgotten before it has been refused: one that waits parked comes back, whenever that is.
         """
         found = []
         for followed in self._by_number.values():
             heard = len(followed.tokens) + sum(map(len, followed.tables))
-            comes_back = followed.is_async and followed.is_broken and not followed.is_refused
-            is_waiting = followed.is_loading or comes_back
+            is_waiting = followed.status in {RequestStatus.LOADING, RequestStatus.BROKEN}
             if heard != followed.heard_tokens or is_waiting:
                 followed.heard_tokens, followed.heard_at_s = heard, now_s
             elif now_s - followed.heard_at_s > SILENT_AFTER_S:

@@ -32,6 +32,7 @@ from kvbm_trtllm.follow import Follower
 from kvbm_trtllm.identity import adapter_of
 from kvbm_trtllm.metadata import QUIET, StepPlans, encode
 from kvbm_trtllm.requests import DeviceBlocks, Followed, Given, Requests
+from kvbm_trtllm.states import RequestEvent, RequestStatus
 
 NO_MATCH = (0, False)
 SWEEP_STEPS = 512
@@ -116,8 +117,6 @@ class SchedulerSide:
         self._plans = StepPlans()
         # Blocks that were given to somebody in this iteration, by group.
         self._overwritten: list[list[int]] = [[] for _ in leader.groups]
-        # Requests that must not run.
-        self._broken: set[int] = set()
         # Loads that workers wait for before a forward pass.
         self._awaited: set[int] = set()
         # Plans made for this iteration, to be taken back if its metadata cannot be built.
@@ -218,7 +217,7 @@ class SchedulerSide:
             self._take_over(given)
         self._refuse_again(output.cached_requests)
         if self.leader.pending_jobs:
-            self._fence_left(output)
+            self._fence_unkept(output)
         self._fence_overwritten()
         self._planned += self._follower.offload_due()
         offload = self.leader.take_offloads()
@@ -252,7 +251,7 @@ class SchedulerSide:
         # Each token of the answer says that all before it are computed. Without one the request was ended in
         # its prompt (1.1 says that too), and what is computed of it has been reported before.
         has_answer = len(tokens) > followed.num_prompt_tokens
-        if has_answer and not followed.is_broken and not followed.is_loading and all(tables):
+        if has_answer and followed.status is RequestStatus.RUNNING and all(tables):
             self._follower.offload(followed, tokens, len(tokens) - 1, len(tokens) - 1, tables)
         offload = self.leader.take_offloads()
         load = followed.state.onboard_job
@@ -263,11 +262,9 @@ class SchedulerSide:
         """Every rank has answered; called by the leader."""
         name = share.state.request_id
         followed = self._requests.get(int(name))
-        if followed is not None and followed.state is share.state:
-            followed.is_loading = False
-            if outcome is not Outcome.OK:
-                self._mark_broken(followed)
         is_done = outcome is Outcome.OK
+        if followed is not None and followed.state is share.state:
+            self._move(followed, RequestEvent.LOADED if is_done else RequestEvent.FAILED)
         for move in () if is_done else share.moves:
             self._blocks.taint(move.group, move.device_blocks, int(name))
         if not is_done or share.job_id in self._awaited:
@@ -306,6 +303,9 @@ class SchedulerSide:
             state.foreign_tokens = followed.computed_tokens
             state.restart_offload()
         self._requests.add(followed)
+        if former is not None:  # what is refused stays so
+            followed.status = former.status
+            self._move(followed, RequestEvent.AGAIN)
         self._take_over([(number, self._split(followed)[1])])
         return followed
 
@@ -336,24 +336,24 @@ class SchedulerSide:
             self._lose_match(followed)
         self._close(followed)
 
-    def _fence_left(self, output: Any) -> None:
+    def _fence_unkept(self, output: Any) -> None:
         """Offloads of blocks that may be taken without a word in this iteration."""
         if may_run_dummy(output):
             # All: a cancelled request that lost one block to somebody is forgotten, and its other blocks are
             # free.
-            self._plans.left += self.leader.offloads()
+            self._plans.unkept += self.leader.offloads()
         elif self._options.pads_graphs:
-            self._plans.left += self._left_behind(output)
+            self._plans.unkept += self._unkept_in(output)
 
-    def _left_behind(self, output: Any) -> set[int]:
+    def _unkept_in(self, output: Any) -> set[int]:
         """Offloads of requests that do not run any more, and were not said to have finished: cancelled
         ones.
         """
-        self._unkept = left = {job for job in self._unkept if self.leader.is_pending(job)}
+        self._unkept = unkept = {job for job in self._unkept if self.leader.is_pending(job)}
         if len(self._requests) > len(output.new_requests) + len(output.cached_requests):
             running = {data.request_id for data in (*output.new_requests, *output.cached_requests)}
-            left = left | self._requests.offloads_but_of(running)
-        return left
+            unkept = unkept | self._requests.offloads_but_of(running)
+        return unkept
 
     def _take_over(self, given: Sequence[Given]) -> None:
         """These blocks are overwritten from now on: whoever used them has to stop first."""
@@ -391,8 +391,8 @@ class SchedulerSide:
             followed.added_tokens = num_tokens
         if plan is not None:
             self._planned.append(plan.job_id)
-            followed.is_loading = followed.is_async
             if followed.is_async:
+                self._move(followed, RequestEvent.LOAD)
                 self._plans.onboards.append((followed.name, plan))
             else:
                 self._plans.prompt_loads.append(plan)
@@ -401,14 +401,14 @@ class SchedulerSide:
         if state is not None:
             self.leader.decline(state)
         if followed.is_async:  # it waits, even for nothing
-            self._plans.lost.append(followed.name)
+            self._plans.not_loaded.append(followed.name)
         if num_tokens:
             self._break(followed, num_tokens)
             self.leader.metrics.failure(FailureKind.OTHER)
 
     def _break(self, followed: Followed, num_tokens: int) -> None:
         """Nothing fills the blocks of the ``num_tokens`` that it was promised."""
-        self._mark_broken(followed)
+        self._move(followed, RequestEvent.FAILED)
         last_token = followed.computed_tokens + num_tokens
         for group, table in zip(self.leader.groups, followed.tables, strict=True):
             size = group.block_size_tokens
@@ -417,14 +417,12 @@ class SchedulerSide:
 
     def _hear_first(self, data: Any) -> None:
         followed = self._requests.get(int(data.request_id))
-        if followed is None or followed.is_reported:
+        if followed is None or followed.status in {RequestStatus.RUNNING, RequestStatus.REFUSED}:
             followed = self._begin_again(followed, data)
-        followed.is_reported = True
-        followed.is_loading = False  # it is scheduled: all ranks have said so, whenever we hear of it
         self._check_found(followed)
-        if followed.is_broken:
-            followed.is_refused = True
-            self._plans.broken.append(followed.name)
+        self._move(followed, RequestEvent.SCHEDULED)
+        if followed.status is RequestStatus.REFUSED:
+            self._plans.refused.append(followed.name)
             self._close(followed)
         fresh = self._follower.hear_first(followed, data)
         self._take_over([(followed.number, fresh)])
@@ -437,21 +435,26 @@ class SchedulerSide:
         # A part of a block was copied from nobody knows where.
         is_doubtful = followed.computed_tokens % self._block_tokens and self._blocks.num_tainted
         if is_doubtful or self._blocks.are_tainted(found):
-            self._mark_broken(followed)
+            self._move(followed, RequestEvent.FAILED)
         if self.leader.pending_jobs:
             writers = self.leader.writers_of(dict(enumerate(found)))
             self._plans.awaited += writers
             self._awaited |= writers
 
-    def _mark_broken(self, followed: Followed) -> None:
-        followed.is_broken = True
-        self._broken.add(followed.number)
+    @guarded("request_status", lambda self, followed, event: None)
+    def _move(self, followed: Followed, event: RequestEvent) -> None:
+        """A bug here is counted, and the callback goes on: a request is broken from any state."""
+        self._requests.move(followed, event)
 
     def _refuse_again(self, reports: Sequence[Any]) -> None:
         """The batch in which they were refused has not run, and comes again."""
-        if self._broken:
-            again = [data.request_id for data in reports if data.request_id in self._broken]
-            self._plans.broken += map(str, again)
+        broken = self._requests.broken
+        for data in reports if broken else ():
+            followed = self._requests.get(data.request_id) if data.request_id in broken else None
+            if followed is not None:
+                if followed.status is RequestStatus.BROKEN:  # its first report came to nothing here
+                    self._move(followed, RequestEvent.SCHEDULED)
+                self._plans.refused.append(followed.name)
 
     def _close(self, followed: Followed | None) -> None:
         """Nothing of it is cached from now on; what moves for it ends by itself."""
@@ -463,7 +466,6 @@ class SchedulerSide:
         followed = self._requests.pop(number)
         if followed is not None:
             self._follower.forget(number)
-            self._broken.discard(number)
         return followed
 
     def _finish(self, number: int, jobs: tuple[int, ...], plan: Any) -> bool:
@@ -496,13 +498,15 @@ class SchedulerSide:
     def _lose_match(self, followed: Followed) -> None:
         self._break(followed, followed.matched_tokens)
         if followed.is_async and all(name != followed.name for name, _ in self._plans.onboards):
-            self._plans.lost.append(followed.name)
+            self._plans.not_loaded.append(followed.name)
 
     def _fallback_metadata(self) -> bytes:
         plans, self._plans = self._plans, StepPlans()
         planned, self._planned = self._planned, []
         for job_id in planned:
             self.leader.abandon(job_id)  # which breaks the requests of loads
-        lost = [*plans.lost, *(name for name, _ in plans.onboards)]
-        broken = {*plans.broken, *(followed.name for followed in self._requests.broken())}
-        return encode(StepPlans(fence_all=True, awaited=plans.awaited, lost=lost, broken=sorted(broken)))
+        not_loaded = [*plans.not_loaded, *(name for name, _ in plans.onboards)]
+        refused = sorted({*plans.refused, *map(str, self._requests.broken)})
+        return encode(
+            StepPlans(fence_all=True, awaited=plans.awaited, not_loaded=not_loaded, refused=refused)
+        )

@@ -19,6 +19,7 @@ from kvbm_core.runtime.messages import Finish, LoadEnded, Note
 from kvbm_core.runtime.worker import FENCE_TIMEOUT_S, Worker
 from kvbm_trtllm.layout import WHOLE, KvMemory, Ranks, layout_memory, pool_memory
 from kvbm_trtllm.metadata import StepPlans, decode
+from kvbm_trtllm.states import LOAD_TABLE, LoadEvent, LoadStatus, after
 
 if TYPE_CHECKING:
     import torch
@@ -29,7 +30,7 @@ log = logging.getLogger("kvbm")
 
 POLL_S = 0.0002
 """How often rank 0, which waits for a load, looks whether the others have answered the leader."""
-LEFT_WAIT_S = 0.2
+UNKEPT_WAIT_S = 0.2
 """Copies of blocks that may be a dummy request's now get so much time to end: all ranks wait meanwhile."""
 
 
@@ -76,12 +77,11 @@ class WorkerSide:
         self._unsent_offloads: set[int] = set()
         self._is_started = True
         self._is_dropped = False
-        self._broken: list[str] = []
-        # Loads that were not reported: job -> request; then requests by how their load went.
+        self._refused: list[str] = []
+        # Loads of parked requests: of which request each job is, and how far each request's load is.
         self._loads: dict[int, str] = {}
+        self._load_statuses: dict[str, LoadStatus] = {}
         self._prompt_loads: set[int] = set()
-        self._loaded: set[str] = set()
-        self._failed: set[str] = set()
         # What TensorRT-LLM waits for, and the jobs of finished requests.
         self._loading: set[str] = set()
         self._saving: set[str] = set()
@@ -149,7 +149,7 @@ class WorkerSide:
         """The plans of this iteration, of which those that were promised are kept until they are reported."""
         self._abandon_offloads()
         if not self._is_dropped:  # else its requests come again
-            self._broken = []
+            self._refused = []
         self._is_dropped = False
         self._prompt_loads = set()
         self._plans = plans = decode(metadata)
@@ -157,10 +157,13 @@ class WorkerSide:
         if plans is None:
             return
         self._unsent_offloads = {plan.job_id for plan in plans.offloads}
-        self._broken += plans.broken
-        self._loads.update((plan.job_id, name) for name, plan in plans.onboards)
-        self._loaded.update(plans.lost)
+        self._refused += plans.refused
         self._prompt_loads = {plan.job_id for plan in plans.prompt_loads}
+        for name, plan in plans.onboards:
+            self._loads[plan.job_id] = name
+            self._move(name, LoadEvent.BEGIN)
+        for name in {*plans.not_loaded}:  # one may be named twice
+            self._move(name, LoadEvent.NOT_MADE)
 
     @guarded("start_load_kv", lambda self: self._fail_unsubmitted())
     def start_load(self) -> None:
@@ -178,9 +181,9 @@ class WorkerSide:
             self.worker.fence_all()
         elif plans.fences:
             self.worker.fence({*plans.fences})  # one may be named twice
-        if plans.left:
-            self.worker.wait(plans.left, LEFT_WAIT_S)
-            self.worker.fence(plans.left)
+        if plans.unkept:
+            self.worker.wait(plans.unkept, UNKEPT_WAIT_S)
+            self.worker.fence(plans.unkept)
         for _, plan in plans.onboards:
             self.worker.submit(plan)
         for plan in plans.prompt_loads:
@@ -191,11 +194,11 @@ class WorkerSide:
 
     def before_layer(self) -> None:
         """LoadFailedError, once, if this forward pass must not come to an end."""
-        broken, self._broken = self._broken, []
-        if broken:
+        refused, self._refused = self._refused, []
+        if refused:
             self._abandon_offloads()
             raise LoadFailedError(
-                f"kvbm: blocks that were promised to request {', '.join(broken)} could not be "
+                f"kvbm: blocks that were promised to request {', '.join(refused)} could not be "
                 "loaded; TensorRT-LLM "
                 "cannot compute them instead, and ends what runs with an error: send it again"
             )
@@ -229,7 +232,7 @@ class WorkerSide:
             leader.poll()
         if not self._is_started:  # the batch could not run
             self._is_dropped = True
-            self._broken = []  # these the leader names again
+            self._refused = []  # these the leader names again
             self.start_load()
         self._abandon_offloads()  # this iteration computed nothing, or did not come to its end
         self._take_results()
@@ -258,17 +261,15 @@ class WorkerSide:
             self.worker.wait_note(POLL_S)
             self._hear()
         verdicts, self._verdicts = self._verdicts, {}
-        self._broken += [f"of load {job_id}" for job_id, is_done in verdicts.items() if not is_done]
+        self._refused += [f"of load {job_id}" for job_id, is_done in verdicts.items() if not is_done]
 
     def _take_results(self) -> None:
         for result in self.worker.take():
             name, is_done = self._loads.pop(result.job_id, None), result.outcome is Outcome.OK
             if self._is_alone and result.job_id in self._verdicts:  # as the leader will say
                 self._verdicts[result.job_id] = is_done
-            if name is not None and is_done:
-                self._loaded.add(name)
-            elif name is not None:
-                self._failed.add(name)
+            if name is not None:
+                self._move(name, LoadEvent.LOADED if is_done else LoadEvent.FAILED)
 
     def _hear(self) -> None:
         """What the leader has said; it says something when it has heard from all ranks."""
@@ -295,10 +296,9 @@ class WorkerSide:
             if isinstance(note, Finish):
                 if note.request_id in self._saving:  # else it was said twice, and has been answered
                     self._finishing[note.request_id] = note.job_ids
-            elif note.request_id in self._failed:
+            elif self._load_statuses.get(note.request_id) is LoadStatus.FAILED:
                 # The leader will keep the request from its forward pass; only now may it be scheduled.
-                self._failed.discard(note.request_id)
-                self._loaded.add(note.request_id)
+                self._move(note.request_id, LoadEvent.TOLD)
 
     def _is_saved(self, name: str) -> bool:
         jobs = self._finishing.get(name)
@@ -308,10 +308,19 @@ class WorkerSide:
         return True
 
     def _is_loaded(self, name: str) -> bool:
-        if name not in self._loaded:
-            return False
-        self._loaded.discard(name)
-        return True
+        is_over = self._load_statuses.get(name) is LoadStatus.OVER
+        if is_over:
+            self._move(name, LoadEvent.REPORTED)
+        return is_over
+
+    @guarded("load_status", lambda self, name, event: None)
+    def _move(self, name: str, event: LoadEvent) -> None:
+        """A bug here is counted, and the callback goes on with what else it has."""
+        status = after(LOAD_TABLE, self._load_statuses.get(name, LoadStatus.NONE), event)
+        if status is LoadStatus.NONE:
+            del self._load_statuses[name]
+        else:
+            self._load_statuses[name] = status
 
     @staticmethod
     def _take(waiting: set[str], is_over: Callable[[str], bool]) -> list[int]:
@@ -332,7 +341,7 @@ class WorkerSide:
             self.worker.reject(job_id)
         plans = self._plans
         if plans is not None and (plans.prompt_loads or plans.awaited):
-            self._broken.append("whose load has not begun")
+            self._refused.append("whose load has not begun")
 
 
 def _nothing() -> tuple[list[int], list[int]]:

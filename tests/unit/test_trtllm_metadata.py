@@ -40,10 +40,10 @@ def random_step(rng: random.Random) -> StepPlans:
         offloads=[random_plan(rng) for _ in range(rng.randint(0, 2))],
         fences=rng.sample(range(1000), rng.randint(0, 3)),
         awaited=rng.sample(range(1000), rng.randint(0, 3)),
-        left=rng.sample(range(1000), rng.randint(0, 3)),
+        unkept=rng.sample(range(1000), rng.randint(0, 3)),
         fence_all=rng.random() < 0.5,
-        lost=names[: rng.randint(0, 2)],
-        broken=names[: rng.randint(0, 2)],
+        not_loaded=names[: rng.randint(0, 2)],
+        refused=names[: rng.randint(0, 2)],
     )
 
 
@@ -63,10 +63,10 @@ def test_every_field_arrives_alone() -> None:
         "offloads": [plan],
         "fences": [1],
         "awaited": [2],
-        "left": [5],
+        "unkept": [5],
         "fence_all": True,
-        "lost": ["3"],
-        "broken": ["4"],
+        "not_loaded": ["3"],
+        "refused": ["4"],
     }
     assert set(values) == {field.name for field in fields(StepPlans)}
     for name, value in values.items():
