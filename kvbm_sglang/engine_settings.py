@@ -9,8 +9,7 @@ import importlib
 import logging
 import os
 import sys
-from collections.abc import Iterable, Mapping
-from functools import cache
+from collections.abc import Mapping
 from importlib import metadata
 from types import SimpleNamespace
 from typing import Any
@@ -129,16 +128,7 @@ def describe_engine(
     ]
     if storage_config is not None:
         parts.append(describe(storage_config, HICACHE, "hicache."))
-    return _joined(parts)
-
-
-def _joined(parts: Iterable[Description]) -> Description:
-    parts = list(parts)
-    return Description(
-        tuple(sorted(pair for part in parts for pair in part.pairs)),
-        tuple(sorted(name for part in parts for name in part.unknown)),
-        tuple(sorted(name for part in parts for name in part.process_only)),
-    )
+    return Description.joined(parts)
 
 
 def _describe_arguments(server_args: Any) -> Description:
@@ -168,14 +158,10 @@ def describe_environment(environ: Mapping[str, str]) -> Description:
 
 def _describe_software() -> Description:
     """Versions and the platform: models' code and formats of quantized numbers change with them."""
-    pairs = [("sglang", str(getattr(sys.modules.get("sglang"), "__version__", "")))]
-    unknown: list[str] = []
-    for name, read in (("platform", _platform), ("plugins", _plugins), ("transformers", _transformers)):
-        try:
-            pairs.append((name, read()))
-        except Exception:  # a driver or a package that answers otherwise: in doubt, this process alone
-            unknown.append(name)
-    return Description(tuple(pairs), tuple(unknown), ())
+    version = str(getattr(sys.modules.get("sglang"), "__version__", ""))
+    return environment.describe_software(
+        ("sglang", version), platform=_platform, plugins=_plugins, transformers=_transformers
+    )
 
 
 def _platform() -> str:
@@ -190,34 +176,9 @@ def _platform() -> str:
     return f"cuda {torch.cuda.get_device_capability()}"
 
 
-@cache
 def _plugins() -> str:
-    """Packages that may replace models or layers, with their versions."""
-    points = [point for group in PLUGIN_GROUPS for point in metadata.entry_points(group=group)]
-    found = {
-        f"{point.name}={point.value}=={'' if point.dist is None else point.dist.version}" for point in points
-    }
-    return " ".join(sorted(found))
+    return environment.plugins(*PLUGIN_GROUPS)
 
 
 def _transformers() -> str:
     return metadata.version("transformers")
-
-
-def tell(description: Description, what: str) -> None:
-    """One line if pages keep to this process: which field, and what to do. ``what``: what does not happen."""
-    for name, text in description.pairs:
-        log.debug("kvbm: in the name of a page: %s = %s", name, text)
-    if description.process_only:
-        log.warning(
-            "kvbm: %s, because it would mean nothing after a restart: %s",
-            what,
-            "; ".join(description.process_only),
-        )
-    if description.unknown:
-        log.warning(
-            "kvbm: %s, because this version does not know whether these settings of SGLang change what K and "
-            "V are: %s. Install a kvbm that knows this SGLang, or an SGLang that docs/identity.md lists",
-            what,
-            ", ".join(description.unknown),
-        )

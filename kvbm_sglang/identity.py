@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 from kvbm_core.identity.fields import Description
 from kvbm_core.identity.roots import Stamp
-from kvbm_core.tokens.hashing import encode_fields
 from kvbm_core.tokens.namespace import KeyNamespace
 from kvbm_core.types import BlockKey, SequenceHash, block_key
 from kvbm_sglang.config_tables import (
@@ -99,7 +98,7 @@ def namespace_of(
         extra=(
             ("engine", "sglang"),
             ("pool", name),
-            ("settings", _digest_of(engine)),
+            ("settings", engine.digest),
             ("weights", weights.text),
         ),
     )
@@ -169,13 +168,9 @@ def device_namespace_of(
         extra=(
             ("engine", "sglang"),
             ("pool", "device"),
-            ("settings", _digest_of(engine)),
+            ("settings", engine.digest),
         ),
     )
-
-
-def _digest_of(engine: Description) -> str:
-    return hashlib.sha256(encode_fields(*(text for pair in engine.pairs for text in pair))).hexdigest()
 
 
 def page_keys(root: SequenceHash, keys: list[str]) -> list[BlockKey]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from kvbm_core.clock import SystemClock
 from kvbm_core.config import KvbmSettings
 from kvbm_core.errors import ConfigError, UnsupportedError
-from kvbm_core.identity.fields import Description
+from kvbm_core.identity.fields import NOT_ON_DISK, Description
 from kvbm_core.identity.roots import NO_ADAPTER, Root, Roots
 from kvbm_core.identity.weights import WEIGHTS_WAIT_S, WeightsIdentity
 from kvbm_core.observe.labels import FailureKind
@@ -24,7 +24,6 @@ from kvbm_core.tokens.namespace import KeyNamespace
 from kvbm_core.transfer.plan import TierPlace
 from kvbm_core.transfer.rank import slot_bytes_of
 from kvbm_sglang.device_pool import DevicePages
-from kvbm_sglang.engine_settings import tell
 from kvbm_sglang.identity import device_namespace_of
 from kvbm_sglang.linker_tiers import LinkerTiers, PageRoots
 from kvbm_sglang.load_counter import LoadCounter
@@ -74,7 +73,7 @@ def assemble(
     namespace = device_namespace_of(model, pages.layout, pages.page_tokens, ranks.shard, engine)
     places, folder = list[TierPlace](), None
     if settings.has_lower_tier:
-        tell(engine, "nothing is kept on disk (the host tier works as always)")
+        engine.tell("SGLang", NOT_ON_DISK)
         if engine.is_lasting:
             weights.start()
             places, folder = _places_of(pages, settings, namespace, ranks.num_ranks, metrics)

@@ -21,7 +21,7 @@ from kvbm_core.storage.disk.allocate import DirectoryBusyError, DiskError, FileO
 from kvbm_core.storage.disk.folder import DiskFolder, claimed_folder
 from kvbm_core.storage.disk.record import record_bytes
 from kvbm_core.types import Direction
-from kvbm_sglang.engine_settings import code_of, describe_engine, effective, find_server_args, tell
+from kvbm_sglang.engine_settings import code_of, describe_engine, effective, find_server_args
 from kvbm_sglang.identity import KV, engine_claim, is_replicated, model_of, namespace_of, reads_along
 from kvbm_sglang.pages import Pages
 from kvbm_sglang.stats import Stats
@@ -65,7 +65,7 @@ class Pools:
         self._bytes_per_host_byte = 0.0
         server_args = find_server_args()
         self._engine = describe_engine(server_args, config)
-        tell(self._engine, "nothing is cached")
+        self._engine.tell("SGLang", "nothing is cached")
         arguments = effective(server_args)
         self._model = model_of(config, arguments)
         self._weights = weights_identity(arguments, self._model, code_of(server_args))

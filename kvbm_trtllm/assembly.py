@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from kvbm_core.blocks.slot_tier import BlockTier
 from kvbm_core.clock import SystemClock
 from kvbm_core.config import Adapter, SettingSource
+from kvbm_core.identity.fields import NOT_ON_DISK
 from kvbm_core.identity.roots import Roots
 from kvbm_core.identity.weights import WEIGHTS_WAIT_S
 from kvbm_core.observe.guard import GuardState
@@ -43,7 +44,7 @@ from kvbm_trtllm.config import (
     world_size_of,
 )
 from kvbm_trtllm.contract import BAD_PAGE
-from kvbm_trtllm.identity import describe_engine, namespace_of, tell, weights_identity
+from kvbm_trtllm.identity import describe_engine, namespace_of, weights_identity
 from kvbm_trtllm.layout import Ranks
 from kvbm_trtllm.meeting import data_parallel_rank_of, meet, name_of_engine, rank_of
 from kvbm_trtllm.scheduler import Options, SchedulerSide
@@ -73,7 +74,7 @@ class LeaderPart:
         self._llm_args = llm_args
         self._description = describe_engine(llm_args)
         if settings.has_lower_tier:
-            tell(self._description)
+            self._description.tell("TensorRT-LLM", NOT_ON_DISK)
         self._settings = settings
         self._clock = SystemClock()
         self._world_size = world_size_of(llm_args)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import logging
 import os
 import sys
 from collections.abc import Mapping
@@ -14,7 +12,6 @@ from kvbm_core.identity import environment
 from kvbm_core.identity.fields import Description, describe
 from kvbm_core.identity.roots import NO_ADAPTER, Stamp, process_stamp
 from kvbm_core.identity.weights import Source, WeightsIdentity, process_began_ns
-from kvbm_core.tokens.hashing import encode_fields
 from kvbm_core.tokens.namespace import KeyNamespace
 from kvbm_trtllm.config_tables import (
     ENVIRONMENT,
@@ -34,11 +31,8 @@ __all__ = [
     "adapter_of",
     "describe_engine",
     "namespace_of",
-    "tell",
     "weights_identity",
 ]
-
-log = logging.getLogger("kvbm")
 
 
 def describe_engine(llm_args: Any, environ: Mapping[str, str] = os.environ) -> Description:
@@ -50,11 +44,7 @@ def describe_engine(llm_args: Any, environ: Mapping[str, str] = os.environ) -> D
     quantization = getattr(llm_args, "quant_config", None)
     if quantization is not None:
         parts.append(describe(quantization, QUANTIZATION, "quant_config."))
-    return Description(
-        tuple(sorted(pair for part in parts for pair in part.pairs)),
-        tuple(sorted(name for part in parts for name in part.unknown)),
-        tuple(sorted(name for part in parts for name in part.process_only)),
-    )
+    return Description.joined(parts)
 
 
 def describe_environment(environ: Mapping[str, str]) -> Description:
@@ -66,14 +56,8 @@ def describe_environment(environ: Mapping[str, str]) -> Description:
 
 def _describe_software() -> Description:
     """Versions and the device: kernels, formats of numbers and models' configurations change with them."""
-    pairs = [("version", str(getattr(sys.modules.get("tensorrt_llm"), "__version__", "")))]
-    unknown: list[str] = []
-    for name, read in (("platform", _platform), ("transformers", _transformers)):
-        try:
-            pairs.append((name, read()))
-        except Exception:  # a driver or a package that answers otherwise: in doubt, this process alone
-            unknown.append(name)
-    return Description(tuple(pairs), tuple(unknown), ())
+    version = str(getattr(sys.modules.get("tensorrt_llm"), "__version__", ""))
+    return environment.describe_software(("version", version), platform=_platform, transformers=_transformers)
 
 
 def _platform() -> str:
@@ -91,28 +75,8 @@ def _transformers() -> str:
 
 def namespace_of(description: Description, block_size_tokens: int) -> KeyNamespace:
     """What all requests of one engine share; the layout is added when it is known."""
-    pairs = encode_fields(*(text for pair in description.pairs for text in pair))
-    digest = hashlib.sha256(pairs).hexdigest()
-    return KeyNamespace(
-        "tensorrt-llm", block_size_tokens=block_size_tokens, extra=(("configuration", digest),)
-    )
-
-
-def tell(description: Description) -> None:
-    """One line if blocks keep to this process: which field, and what to do."""
-    if description.process_only:
-        log.warning(
-            "kvbm: nothing is kept on disk, because it would mean nothing after a restart: %s. The host tier "
-            "works as always",
-            "; ".join(description.process_only),
-        )
-    if description.unknown:
-        log.warning(
-            "kvbm: nothing is kept on disk, because this version does not know whether these settings of "
-            "TensorRT-LLM change what K and V are: %s. The host tier works as always. Install a kvbm that "
-            "knows this TensorRT-LLM",
-            ", ".join(description.unknown),
-        )
+    extra = (("configuration", description.digest),)
+    return KeyNamespace("tensorrt-llm", block_size_tokens=block_size_tokens, extra=extra)
 
 
 def weights_identity(llm_args: Any, began_ns: int | None = None) -> WeightsIdentity:

@@ -10,6 +10,7 @@ from kvbm_core.blocks.slot_tier import BlockTier
 from kvbm_core.clock import SystemClock
 from kvbm_core.config import Adapter, KvbmSettings
 from kvbm_core.identity.adapters import AdapterIdentities
+from kvbm_core.identity.fields import NOT_ON_DISK
 from kvbm_core.identity.roots import Roots
 from kvbm_core.identity.weights import WEIGHTS_WAIT_S
 from kvbm_core.observe.guard import GuardState
@@ -45,7 +46,7 @@ from kvbm_vllm.config import (
     world_size_of,
 )
 from kvbm_vllm.events import EventFeed
-from kvbm_vllm.identity import describe_engine, namespace_of, tell
+from kvbm_vllm.identity import describe_engine, namespace_of
 from kvbm_vllm.scheduler import SchedulerSide
 from kvbm_vllm.stats import StatsReporter
 from kvbm_vllm.versions import Capabilities, probe
@@ -90,7 +91,7 @@ def build_scheduler_side(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
     world_size = world_size_of(vllm_config)
     description = describe_engine(vllm_config)
     if settings.has_lower_tier:
-        tell(description)
+        description.tell("vLLM", NOT_ON_DISK)
     changes = _changes(vllm_config, has_disk=settings.has_lower_tier)
     is_replicated = _tell_if_replicated(vllm_config, kv_cache_config, settings)
     _check_memory(settings, kv_cache_config, 1 if is_replicated else world_size)

@@ -5,9 +5,7 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-import logging
 import os
 import sys
 from collections.abc import Mapping
@@ -19,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 from kvbm_core.identity import environment
 from kvbm_core.identity.effective import file_digest
 from kvbm_core.identity.fields import Description, describe
-from kvbm_core.tokens.hashing import encode_fields
 from kvbm_core.tokens.namespace import KeyNamespace
 from kvbm_vllm.config_tables import (
     ENVIRONMENT,
@@ -41,10 +38,7 @@ __all__ = [
     "TABLES",
     "describe_engine",
     "namespace_of",
-    "tell",
 ]
-
-log = logging.getLogger("kvbm")
 
 PLUGIN_GROUPS = ("vllm.general_plugins", "vllm.platform_plugins")
 
@@ -57,11 +51,7 @@ def describe_engine(vllm_config: VllmConfig, environ: Mapping[str, str] = os.env
         _describe_software(),
         _describe_code(vllm_config),
     )
-    return Description(
-        tuple(sorted(pair for part in parts for pair in part.pairs)),
-        tuple(sorted(name for part in parts for name in part.unknown)),
-        tuple(sorted(name for part in parts for name in part.process_only)),
-    )
+    return Description.joined(parts)
 
 
 def describe_environment(environ: Mapping[str, str]) -> Description:
@@ -75,15 +65,11 @@ def _describe_software() -> Description:
     """Versions and the platform: models' code, formats of quantized numbers and image processing change with
     them.
     """
-    pairs = [("vllm", installed_version())]
-    unknown: list[str] = []
-    for name, read in (("platform", _platform), ("plugins", _plugins), ("transformers", _transformers)):
-        try:
-            pairs.append((name, read()))
-        except Exception:  # a driver or a package that answers otherwise: in doubt, this process alone
-            unknown.append(name)
+    found = environment.describe_software(
+        ("vllm", installed_version()), platform=_platform, plugins=_plugins, transformers=_transformers
+    )
     editable = tuple(f"plugin {name}: it is installed editable" for name in _editable_plugins())
-    return Description(tuple(pairs), tuple(unknown), editable)
+    return found._replace(process_only=editable)
 
 
 def _describe_code(vllm_config: VllmConfig) -> Description:
@@ -158,14 +144,8 @@ def _platform() -> str:
     return f"{current_platform.device_name} {current_platform.fp8_dtype()} {capability and tuple(capability)}"
 
 
-@cache
 def _plugins() -> str:
-    """Packages that may replace models or layers, with their versions."""
-    points = [point for group in PLUGIN_GROUPS for point in metadata.entry_points(group=group)]
-    found = {
-        f"{point.name}={point.value}=={'' if point.dist is None else point.dist.version}" for point in points
-    }
-    return " ".join(sorted(found))
+    return environment.plugins(*PLUGIN_GROUPS)
 
 
 @cache
@@ -189,27 +169,5 @@ def _transformers() -> str:
 
 def namespace_of(description: Description, block_size_tokens: int) -> KeyNamespace:
     """What all requests of one engine share; the layout is added when it is known."""
-    pairs = encode_fields(*(text for pair in description.pairs for text in pair))
-    digest = hashlib.sha256(pairs).hexdigest()
-    return KeyNamespace("vllm", block_size_tokens=block_size_tokens, extra=(("configuration", digest),))
-
-
-def tell(description: Description) -> None:
-    """One line if blocks keep to this process: which field, and what to do. What is in the key, for who wants
-    to know why two engines do not share blocks.
-    """
-    for name, text in description.pairs:
-        log.debug("kvbm: in the name of a block: %s = %s", name, text)
-    if description.process_only:
-        log.warning(
-            "kvbm: nothing is kept on disk, because it would mean nothing after a restart: %s. The host tier "
-            "works as always",
-            "; ".join(description.process_only),
-        )
-    if description.unknown:
-        log.warning(
-            "kvbm: nothing is kept on disk, because this version does not know whether these settings of "
-            "vLLM change what K and V are: %s. The host tier works as always. Install a kvbm that knows "
-            "this vLLM, or a vLLM that docs/identity.md lists",
-            ", ".join(description.unknown),
-        )
+    extra = (("configuration", description.digest),)
+    return KeyNamespace("vllm", block_size_tokens=block_size_tokens, extra=extra)

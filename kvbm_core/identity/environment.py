@@ -1,11 +1,13 @@
-"""Environment variables in the name of a block: the engine's own, and those of libraries."""
+"""What is around the engine, in the name of a block: environment variables, versions, plugins."""
 
 from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
+from functools import cache
+from importlib import metadata
 
 from kvbm_core.identity.fields import Description
 
@@ -61,6 +63,29 @@ def describe_environment(
         if (reason := _reason(name, process_only)) is not None and environ[name].lower() not in _OFF
     )
     return Description(tuple((name, _digest(environ[name])) for name in names), (), only_here)
+
+
+def describe_software(version: tuple[str, str], **read: Callable[[], str]) -> Description:
+    """The engine's version (name, text), and what else is installed, by name. What cannot be read is unknown:
+    of a driver or a package that answers otherwise.
+    """
+    pairs, unknown = [version], list[str]()
+    for name, read_one in read.items():
+        try:
+            pairs.append((name, read_one()))
+        except Exception:
+            unknown.append(name)
+    return Description(tuple(pairs), tuple(unknown), ())
+
+
+@cache
+def plugins(*groups: str) -> str:
+    """Packages with entry points in ``groups``, which may replace models or layers, with their versions."""
+    points = [point for group in groups for point in metadata.entry_points(group=group)]
+    found = {
+        f"{point.name}={point.value}=={'' if point.dist is None else point.dist.version}" for point in points
+    }
+    return " ".join(sorted(found))
 
 
 def _reason(name: str, reasons: Mapping[str, str]) -> str | None:

@@ -8,13 +8,22 @@ computed them.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import logging
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from enum import Enum
 from fractions import Fraction
 from pathlib import PurePath
 from typing import Any, NamedTuple
+
+from kvbm_core.tokens.hashing import encode_fields
+
+log = logging.getLogger("kvbm")
+
+NOT_ON_DISK = "nothing is kept on disk (the host tier works as always)"
+"""For ``Description.tell``."""
 
 MAX_DEPTH = 16
 _SCALARS = (bool, int, float, str, bytes, type(None))
@@ -84,6 +93,40 @@ class Description(NamedTuple):
     def is_lasting(self) -> bool:
         """Whether another process that has the same pairs computes the same bytes."""
         return not self.unknown and not self.process_only
+
+    @property
+    def digest(self) -> str:
+        """Of its pairs."""
+        return hashlib.sha256(encode_fields(*(text for pair in self.pairs for text in pair))).hexdigest()
+
+    @classmethod
+    def joined(cls, parts: Iterable[Description]) -> Description:
+        """What all of them say."""
+        parts = tuple(parts)
+        return cls(
+            tuple(sorted(pair for part in parts for pair in part.pairs)),
+            tuple(sorted(name for part in parts for name in part.unknown)),
+            tuple(sorted(name for part in parts for name in part.process_only)),
+        )
+
+    def tell(self, engine: str, what: str) -> None:
+        """One line if blocks keep to this process: which field, and what to do. ``what``: what does not
+        happen. For who wants to know why two engines do not share blocks: what is in the key.
+        """
+        for name, text in self.pairs:
+            log.debug("kvbm: in the name of a block: %s = %s", name, text)
+        if self.process_only:
+            reasons = "; ".join(self.process_only)
+            log.warning("kvbm: %s, because it would mean nothing after a restart: %s", what, reasons)
+        if self.unknown:
+            log.warning(
+                "kvbm: %s, because this version does not know whether these settings of %s change what K and "
+                "V are: %s. Install a kvbm that knows this %s, or a version that docs/identity.md lists",
+                what,
+                engine,
+                ", ".join(self.unknown),
+                engine,
+            )
 
 
 def describe(config: object, table: ConfigTable, prefix: str = "") -> Description:

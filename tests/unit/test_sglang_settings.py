@@ -13,7 +13,7 @@ import pytest
 
 from kvbm_core.identity.fields import InKey, Irrelevant
 from kvbm_sglang.config_tables import HICACHE, SERVER_ARGS
-from kvbm_sglang.engine_settings import code_of, describe_engine, describe_environment, effective, tell
+from kvbm_sglang.engine_settings import code_of, describe_engine, describe_environment, effective
 from kvbm_sglang.weights import weight_sources, weights_identity
 
 
@@ -136,9 +136,9 @@ def test_orders_that_change_weights_make_a_generation(monkeypatch: pytest.Monkey
 
 def test_what_keeps_the_disk_off_is_said_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "kvbm"):
-        tell(described(), "nothing is cached")
+        described().tell("SGLang", "nothing is cached")
         assert not caplog.records
-        tell(described(enable_lora=True, load_format="dummy"), "nothing is cached")
+        described(enable_lora=True, load_format="dummy").tell("SGLang", "nothing is cached")
     (line,) = [record.getMessage() for record in caplog.records]
     assert line.startswith("kvbm: nothing is cached") and "enable_lora" in line and "load_format" in line
 

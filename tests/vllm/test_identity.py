@@ -31,7 +31,7 @@ from kvbm_core.identity.fields import Irrelevant
 from kvbm_core.identity.weights import WeightsIdentity
 from kvbm_vllm import config_tables, engine_calls, identity
 from kvbm_vllm.changes import EngineChanges
-from kvbm_vllm.identity import describe_engine, describe_environment, tell
+from kvbm_vllm.identity import describe_engine, describe_environment
 from kvbm_vllm.keys import has_lasting_names
 from kvbm_vllm.weights import weight_sources, weights_identity
 from tests.effort import tries
@@ -193,7 +193,7 @@ def test_what_is_said_of_made_up_weights(engines: Engines, caplog: pytest.LogCap
     config, _ = engines.config(arguments(load_format="dummy"))
     description = describe_engine(config)
     assert not description.is_lasting and not description.unknown
-    tell(description)
+    description.tell("vLLM", "nothing is kept on disk")
     assert "load_config.load_format" in caplog.text and "\n" not in caplog.messages[0]
 
 
