@@ -2,36 +2,24 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from kvbm_core.blocks.slot_tier import BlockTier
-from kvbm_core.clock import SystemClock
 from kvbm_core.config import Adapter, SettingSource
 from kvbm_core.identity.fields import NOT_ON_DISK
 from kvbm_core.identity.roots import Roots
-from kvbm_core.identity.weights import WEIGHTS_WAIT_S
 from kvbm_core.observe.guard import GuardState
-from kvbm_core.observe.log import CacheStatsLog, setup_logging
+from kvbm_core.observe.log import setup_logging
 from kvbm_core.observe.readiness import Readiness
-from kvbm_core.policy.lru import LruPolicy
 from kvbm_core.runtime.assembly import (
-    LowerTiers,
+    LeaderProcess,
     announce,
-    checked_host_slots,
-    make_handshake,
+    leader_options,
     metrics_of,
-    metrics_server,
-    open_channel,
-    watch_options,
     worker_options,
 )
-from kvbm_core.runtime.leader import Leader, LeaderOptions, LeaderParts
-from kvbm_core.runtime.messages import Message
 from kvbm_core.runtime.transfer_jobs import Share
 from kvbm_core.runtime.worker import Worker
 from kvbm_core.tiers.groups import GroupSpec
-from kvbm_core.types import Tier
 from kvbm_trtllm.config import (
     block_tokens_of,
     check_supported,
@@ -76,26 +64,22 @@ class LeaderPart:
         if settings.has_lower_tier:
             self._description.tell("TensorRT-LLM", NOT_ON_DISK)
         self._settings = settings
-        self._clock = SystemClock()
-        self._world_size = world_size_of(llm_args)
         self._weights = weights_identity(llm_args)
         self.metrics = metrics_of(settings, SchedulerSide)
-        model = str(getattr(llm_args, "model", ""))
-        self._lower = LowerTiers(settings, self._world_size, self._clock, model)
-        size_tier = partial(checked_host_slots, settings, share_here=share_here_of(llm_args))
-        self._handshake = make_handshake(settings, self._world_size, self._lower, self.metrics, size_tier)
-        endpoint = endpoint_of(meeting.engine_id, settings, data_parallel_rank_of(llm_args))
-        self._channel = open_channel(endpoint, self._handshake, self._lower, self.metrics)
-        self._stats_log = CacheStatsLog(
-            self.metrics, settings.cache_stats_log_interval_s, meeting.engine_id[-8:]
+        self._process = LeaderProcess(
+            settings,
+            self.metrics,
+            endpoint_of(meeting.engine_id, settings, data_parallel_rank_of(llm_args)),
+            world_size=world_size_of(llm_args),
+            model=str(getattr(llm_args, "model", "")),
+            engine_name=meeting.engine_id[-8:],
+            share_here=share_here_of(llm_args),
         )
         self._groups: tuple[GroupSpec, ...] = (GroupSpec(0, block_tokens_of(llm_args)),)
         self._is_told = False
         self._make_callbacks()
-        self._channel.poll_with(self._poll_if_quiet)
-        self._server = metrics_server(
-            settings, self.metrics, data_parallel_rank_of(llm_args), self._readiness
-        )
+        self._process.channel.poll_with(self._poll_if_quiet)
+        self._process.serve_metrics(data_parallel_rank_of(llm_args), self._readiness)
         if settings.has_lower_tier:
             self._weights.start()
         meeting.leader = self
@@ -108,39 +92,24 @@ class LeaderPart:
 
     def wait(self) -> None:
         """See meeting.LeaderPart."""
-        self._handshake.wait(self._settings.start_wait_s)
-        self._weights.wait(WEIGHTS_WAIT_S)
+        self._process.wait(self._weights)
         self.callbacks.catch_up()
 
     def poll(self) -> None:
         """See meeting.LeaderPart."""
         self.callbacks.poll()
-        self._stats_log.tick()
+        self._process.tick()
 
     def close(self) -> None:
         """Ends threads and sockets. May be called twice."""
         self._weights.close()
-        self._channel.close()
-        if self._server is not None:
-            self._server.close()
-        self._lower.close()
+        self._process.close()
 
     def _make_callbacks(self) -> None:
         settings = self._settings
-        tier = BlockTier(Tier.HOST, LruPolicy(), self._clock)
         # Nobody can be told to ask again, so that loads under way are not waited for.
-        options = LeaderOptions(
-            settings.lease_ttl_s, 0.0, share_loads=False, null_block=BAD_PAGE, watch=watch_options(settings)
-        )
-        leader = Leader(
-            self._groups,
-            tier,
-            self._handshake,
-            clock=self._clock,
-            metrics=self.metrics,
-            options=options,
-            parts=LeaderParts(self._lower.makers(), self._lower.send, on_onboard_end=self._on_onboard_end),
-        )
+        options = leader_options(settings, share_loads=False, null_block=BAD_PAGE)
+        leader = self._process.make_leader(self._groups, options, on_onboard_end=self._on_onboard_end)
         self.callbacks = SchedulerSide(
             leader,
             Roots(
@@ -148,8 +117,8 @@ class LeaderPart:
                 self._weights.stamp,
                 is_lasting=self._description.is_lasting,
             ),
-            self._clock,
-            self._send,
+            self._process.clock,
+            self._process.send,
             guard_state=GuardState(self.metrics),
             options=Options(
                 sync_onboard_bytes=settings.sync_onboard_bytes,
@@ -169,10 +138,6 @@ class LeaderPart:
 
     def _on_onboard_end(self, share: Share, outcome: Outcome) -> None:
         self.callbacks.on_onboard_end(share, outcome)
-
-    def _send(self, message: Message) -> None:
-        for peer in self._handshake.peers():
-            self._channel.send(peer, message)
 
 
 def build_worker_side(llm_args: Any, *, waits_at_register: bool) -> WorkerSide:

@@ -11,7 +11,7 @@ from typing import Any
 from kvbm_core.config import KvbmSettings
 from kvbm_core.errors import UnsupportedError
 from kvbm_core.identity.hub import folder_of
-from kvbm_core.runtime.endpoint import Endpoint, ipc_endpoint, tcp_endpoint
+from kvbm_core.runtime.endpoint import Endpoint, engine_endpoint
 
 
 def read_settings() -> KvbmSettings:
@@ -146,12 +146,7 @@ def _model_config_of(llm_args: Any) -> dict[str, Any] | None:
 
 
 def endpoint_of(engine_id: str, settings: KvbmSettings, data_parallel_rank: int) -> Endpoint:
-    """Where this engine's leader and workers meet: ipc, unless host or port was set by the user.
-
-    The name, which is made anew for each engine and told to its ranks alone, is their secret too. Engines of
-    one data-parallel group take neighbouring ports.
+    """Where this engine's leader and workers meet. The name, which is made anew for each engine and told to
+    its ranks alone, is their secret too.
     """
-    if settings.is_set("leader_zmq_host") or settings.is_set("leader_zmq_ack_port"):
-        port = settings.leader_zmq_ack_port + data_parallel_rank
-        return tcp_endpoint(settings.leader_zmq_host, port, engine_id.encode())
-    return ipc_endpoint(engine_id, engine_id.encode())
+    return engine_endpoint(settings, engine_id, engine_id.encode(), data_parallel_rank)

@@ -6,33 +6,22 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvbm_core.blocks.slot_tier import BlockTier
-from kvbm_core.clock import SystemClock
 from kvbm_core.config import Adapter, KvbmSettings
 from kvbm_core.identity.adapters import AdapterIdentities
 from kvbm_core.identity.fields import NOT_ON_DISK
 from kvbm_core.identity.roots import Roots
-from kvbm_core.identity.weights import WEIGHTS_WAIT_S
 from kvbm_core.observe.guard import GuardState
-from kvbm_core.observe.log import CacheStatsLog, setup_logging
-from kvbm_core.observe.server import MetricsServer
-from kvbm_core.policy.lru import LruPolicy
+from kvbm_core.observe.log import setup_logging
 from kvbm_core.runtime.assembly import (
-    LowerTiers,
+    LeaderProcess,
     announce,
-    make_handshake,
+    leader_options,
     metrics_of,
-    metrics_server,
-    open_channel,
-    watch_options,
     worker_options,
 )
-from kvbm_core.runtime.channel import LeaderChannel
-from kvbm_core.runtime.leader import Leader, LeaderOptions, LeaderParts
 from kvbm_core.runtime.worker import Worker
 from kvbm_core.storage.host_slab import available_memory_bytes
 from kvbm_core.tiers.groups import GroupSpec, base_block_tokens
-from kvbm_core.types import Tier
 from kvbm_vllm import engine_calls
 from kvbm_vllm.changes import EngineChanges
 from kvbm_vllm.config import (
@@ -66,19 +55,13 @@ class SchedulerAssembly:
 
     hooks: SchedulerSide
     stats: StatsReporter
-    stats_log: CacheStatsLog
-    channel: LeaderChannel
-    server: MetricsServer | None
-    lower: LowerTiers
+    process: LeaderProcess
     changes: EngineChanges
 
     def close(self) -> None:
         """Ends threads and sockets. May be called twice."""
         self.changes.close()
-        self.channel.close()
-        if self.server is not None:
-            self.server.close()
-        self.lower.close()
+        self.process.close()
 
 
 def build_scheduler_side(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> SchedulerAssembly:
@@ -96,27 +79,27 @@ def build_scheduler_side(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
     is_replicated = _tell_if_replicated(vllm_config, kv_cache_config, settings)
     _check_memory(settings, kv_cache_config, 1 if is_replicated else world_size)
     _set_failure_policy(vllm_config, settings)
-    metrics, clock = metrics_of(settings, SchedulerSide), SystemClock()
+    metrics = metrics_of(settings, SchedulerSide)
     events = _event_feed(vllm_config, settings, groups, capabilities)
-    tier = BlockTier(Tier.HOST, LruPolicy(), clock, on_evict=events.on_evict)
-    lower = LowerTiers(settings, world_size, clock, str(vllm_config.model_config.model))
-    handshake = make_handshake(settings, world_size, lower, metrics)
-    options = LeaderOptions(
-        settings.lease_ttl_s,
-        settings.share_wait_s,
-        bool(vllm_config.cache_config.enable_prefix_caching),
-        settings.remote_wait_s,
-        watch=watch_options(settings),
+    transfer = vllm_config.kv_transfer_config
+    process = LeaderProcess(
+        settings,
+        metrics,
+        endpoint_of(vllm_config, settings),
+        world_size=world_size,
+        model=str(vllm_config.model_config.model),
+        engine_name=str(transfer.engine_id)[:8] if transfer else "0",
+    )
+    options = leader_options(
+        settings,
+        share_loads=bool(vllm_config.cache_config.enable_prefix_caching),
+        fetch_wait_s=settings.remote_wait_s,
         audit_rate=settings.audit_rate,
     )
-    parts = LeaderParts(lower.makers(), lower.send, on_offload_end=events.on_end)
-    leader = Leader(groups, tier, handshake, clock=clock, metrics=metrics, options=options, parts=parts)
-    channel = open_channel(endpoint_of(vllm_config, settings), handshake, lower, metrics)
-    # So that the first request is cached too; without an answer the engine serves and the tier joins later.
+    leader = process.make_leader(groups, options, on_evict=events.on_evict, on_offload_end=events.on_end)
     if settings.has_lower_tier and description.is_lasting:
         changes.weights.start()
-    handshake.wait(settings.start_wait_s)
-    changes.weights.wait(WEIGHTS_WAIT_S)
+    process.wait(changes.weights)
     leader.catch_up()
     hooks = SchedulerSide(
         leader,
@@ -131,10 +114,8 @@ def build_scheduler_side(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
         decode_run_tokens=settings.decode_run_tokens,
         guard_state=GuardState(metrics),
     )
-    engine = str(vllm_config.kv_transfer_config.engine_id)[:8] if vllm_config.kv_transfer_config else "0"
-    stats_log = CacheStatsLog(metrics, settings.cache_stats_log_interval_s, engine)
-    server = metrics_server(settings, metrics, data_parallel_rank_of(vllm_config), leader.readiness)
-    return SchedulerAssembly(hooks, StatsReporter(metrics, clock), stats_log, channel, server, lower, changes)
+    process.serve_metrics(data_parallel_rank_of(vllm_config), leader.readiness)
+    return SchedulerAssembly(hooks, StatsReporter(metrics, process.clock), process, changes)
 
 
 def build_worker_side(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> WorkerSide:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from kvbm_core.config import KvbmSettings
 from kvbm_core.errors import UnsupportedError
-from kvbm_core.runtime.endpoint import Endpoint, SecretFile, ipc_endpoint, tcp_endpoint
+from kvbm_core.runtime.endpoint import Endpoint, SecretFile, engine_endpoint
 from kvbm_core.tiers.groups import GroupSpec
 from kvbm_core.types import MAX_GROUPS
 from kvbm_vllm.versions import Capabilities
@@ -33,17 +33,12 @@ def read_settings(vllm_config: VllmConfig) -> KvbmSettings:
 
 
 def endpoint_of(vllm_config: VllmConfig, settings: KvbmSettings) -> Endpoint:
-    """Where this engine's leader and workers meet: ipc, unless host or port was set by the user.
-
-    They are made apart and know of each other what is in the configuration alone: it names the file with
-    their secret. Engines of one data-parallel group take neighbouring ports.
+    """Where this engine's leader and workers meet. They are made apart and know of each other what is in the
+    configuration alone: it names the file with their secret.
     """
     name = _name_of(vllm_config)
     holder = SecretFile(name)
-    if settings.is_set("leader_zmq_host") or settings.is_set("leader_zmq_ack_port"):
-        port = settings.leader_zmq_ack_port + data_parallel_rank_of(vllm_config)
-        return tcp_endpoint(settings.leader_zmq_host, port, holder.secret, holder)
-    return ipc_endpoint(name, holder.secret, holder)
+    return engine_endpoint(settings, name, holder.secret, data_parallel_rank_of(vllm_config), holder)
 
 
 def _name_of(vllm_config: VllmConfig) -> str:

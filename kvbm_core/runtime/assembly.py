@@ -1,38 +1,49 @@
-"""What every adapter puts together in the same way from the settings: lower tiers, options, channel."""
+"""What every adapter puts together in the same way from the settings: the leader's process, lower tiers,
+options.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from kvbm_core.clock import Clock
+from kvbm_core.blocks.slot_tier import BlockTier
+from kvbm_core.clock import Clock, SystemClock
 from kvbm_core.config import Adapter, KvbmSettings
+from kvbm_core.errors import Outcome
+from kvbm_core.identity.weights import WEIGHTS_WAIT_S, WeightsIdentity
 from kvbm_core.observe.guard import seams_of
 from kvbm_core.observe.labels import FailureKind
-from kvbm_core.observe.log import setup_logging
+from kvbm_core.observe.log import CacheStatsLog, setup_logging
 from kvbm_core.observe.metrics import Metrics
 from kvbm_core.observe.readiness import Readiness, always_ready
 from kvbm_core.observe.server import MetricsServer
 from kvbm_core.policy.admission import AdmissionPolicy, AdmitAll
 from kvbm_core.policy.frequency import FrequencyFilter
+from kvbm_core.policy.lru import LruPolicy
 from kvbm_core.runtime.channel import LeaderChannel
 from kvbm_core.runtime.endpoint import Endpoint
 from kvbm_core.runtime.handshake import Handshake, PlanTier
-from kvbm_core.runtime.messages import Move
+from kvbm_core.runtime.leader import Leader, LeaderOptions, LeaderParts
+from kvbm_core.runtime.messages import Message, Move
+from kvbm_core.runtime.offload import OnShareEnd
 from kvbm_core.runtime.rank_watch import WatchOptions
+from kvbm_core.runtime.request import NULL_BLOCK
+from kvbm_core.runtime.transfer_jobs import Share
 from kvbm_core.runtime.worker import LOAD_GRACE_S, WorkerOptions
 from kvbm_core.storage.disk.allocate import FileOptions
 from kvbm_core.storage.disk.folder import DiskFolder
 from kvbm_core.storage.disk.record import SECTOR_BYTES
 from kvbm_core.storage.host_slab import available_memory_bytes, taken_by_siblings_bytes
 from kvbm_core.storage.stores import StoreOptions
+from kvbm_core.tiers.groups import GroupSpec
 from kvbm_core.tiers.keyed import keyed_tier
 from kvbm_core.tiers.lower import LowerTierMaker
 from kvbm_core.tiers.slotted import slotted_tier
 from kvbm_core.transfer.plan import TierOrder, TierPlace
 from kvbm_core.transfer.rank import RankOptions
-from kvbm_core.types import Tier
+from kvbm_core.types import BlockKey, Tier
 
 log = logging.getLogger("kvbm")
 
@@ -42,19 +53,17 @@ DISK, REMOTE = "disk", "remote"
 
 
 class LowerTiers:
-    """The tiers below the host in the leader's process: which there are, where, and how their orders leave.
+    """The tiers below the host in the leader's process: which there are, and where.
 
-    ``identity``: see DiskFolder.
+    ``model``: see DiskFolder's ``identity``.
     """
 
-    def __init__(self, settings: KvbmSettings, num_ranks: int, clock: Clock, identity: str) -> None:
+    def __init__(self, settings: KvbmSettings, num_ranks: int, clock: Clock, model: str) -> None:
         self._settings = settings
         self._num_ranks = num_ranks
         self._clock = clock
-        self._identity = identity
+        self._model = model
         self._folder: DiskFolder | None = None
-        self._channel: LeaderChannel | None = None
-        self._handshake: Handshake | None = None
 
     def makers(self) -> tuple[LowerTierMaker, ...]:
         """For the leader, in the order of the search."""
@@ -66,30 +75,127 @@ class LowerTiers:
         if self._settings.has_disk_tier:
             plans[DISK] = self._plan_disk
         if self._settings.remote_url is not None:
-            place = TierPlace(REMOTE, self._settings.remote_url, model=self._identity)
+            place = TierPlace(REMOTE, self._settings.remote_url, model=self._model)
             plans[REMOTE] = lambda block_bytes, fingerprint: place
         return plans
 
-    def connect(self, channel: LeaderChannel, handshake: Handshake) -> None:
-        """Orders go to these workers from now on; before, nobody is there to take one."""
-        self._channel, self._handshake = channel, handshake
-
-    def send(self, order: TierOrder) -> None:
-        """To every worker that stores."""
-        if self._channel is not None and self._handshake is not None:
-            message = Move(order)
-            for peer in self._handshake.storing_peers():
-                self._channel.send(peer, message)
-
     def _plan_disk(self, block_bytes: int, fingerprint: str) -> TierPlace:
         slots = self._settings.disk_tier_slots(block_bytes + self._num_ranks * SECTOR_BYTES)
-        self._folder = DiskFolder(Path(self._settings.disk_cache_dir), fingerprint, identity=self._identity)
+        self._folder = DiskFolder(Path(self._settings.disk_cache_dir), fingerprint, identity=self._model)
         return TierPlace(DISK, str(self._folder.path), slots)
 
     def close(self) -> None:
         """Gives the disk's folder up."""
         if self._folder is not None:
             self._folder.close()
+
+
+class LeaderProcess:
+    """What stands around the leader of one engine: handshake, channel, lower tiers, log line, metrics page.
+
+    ``endpoint``: where its workers come. ``model``: see LowerTiers. ``engine_name``: in the log line.
+    ``share_here``: what the ranks on this machine have together, in the size of one leader's tier: more than
+    1 where several have a leader each, who may have begun to take their memory; None if there is known to be
+    enough. ConfigError, one line, if the endpoint cannot be had.
+    """
+
+    def __init__(
+        self,
+        settings: KvbmSettings,
+        metrics: Metrics,
+        endpoint: Endpoint,
+        *,
+        world_size: int,
+        model: str,
+        engine_name: str,
+        share_here: float | None = None,
+    ) -> None:
+        self.clock = SystemClock()
+        self._settings = settings
+        self._metrics = metrics
+        self._share_here = share_here
+        self._lower = LowerTiers(settings, world_size, self.clock, model)
+        self._stats_log = CacheStatsLog(metrics, settings.cache_stats_log_interval_s, engine_name)
+        self._handshake = Handshake(
+            world_size,
+            self._host_slots,
+            self._lower.plans(),
+            init_timeout_s=settings.leader_worker_init_timeout_s,
+            on_overdue=lambda: metrics.failure(FailureKind.HANDSHAKE),
+        )
+        self.channel = LeaderChannel(
+            endpoint,
+            self._handshake.on_message,
+            on_bad_frames=lambda: metrics.failure(FailureKind.BAD_MESSAGE),
+            on_tick=self._handshake.on_tick,
+        )
+        self._handshake.connect(self.channel.send)
+        self._server: MetricsServer | None = None
+
+    def _host_slots(self, block_bytes: int) -> int:
+        """For Handshake. ConfigError, one line, if there is too little memory here."""
+        slots = self._settings.host_tier_slots(block_bytes)
+        if self._share_here is not None:
+            room_bytes = available_memory_bytes()
+            if self._share_here > 1:
+                room_bytes += taken_by_siblings_bytes()
+            self._settings.check_memory(int(slots * block_bytes * self._share_here), room_bytes)
+        return slots
+
+    def make_leader(
+        self,
+        groups: tuple[GroupSpec, ...],
+        options: LeaderOptions,
+        *,
+        on_evict: Callable[[Sequence[BlockKey]], None] | None = None,
+        on_offload_end: OnShareEnd = lambda share, committed: None,
+        on_onboard_end: Callable[[Share, Outcome], None] = lambda share, outcome: None,
+    ) -> Leader:
+        """The leader, with an empty host tier. One that was made before is not used any more."""
+        parts = LeaderParts(self._lower.makers(), self._send_order, on_offload_end, on_onboard_end)
+        host = BlockTier(Tier.HOST, LruPolicy(), self.clock, on_evict=on_evict)
+        return Leader(
+            groups,
+            host,
+            self._handshake,
+            clock=self.clock,
+            metrics=self._metrics,
+            options=options,
+            parts=parts,
+        )
+
+    def wait(self, weights: WeightsIdentity) -> None:
+        """At start, so that the first request is cached too: until the first slots can be used and
+        the weights are known, or time is up. Without an answer the engine serves, and the tier joins later.
+        """
+        self._handshake.wait(self._settings.start_wait_s)
+        weights.wait(WEIGHTS_WAIT_S)
+
+    def send(self, message: Message) -> None:
+        """To every worker."""
+        for peer in self._handshake.peers():
+            self.channel.send(peer, message)
+
+    def _send_order(self, order: TierOrder) -> None:
+        """To every worker that stores."""
+        message = Move(order)
+        for peer in self._handshake.storing_peers():
+            self.channel.send(peer, message)
+
+    def serve_metrics(self, rank: int, readiness: Callable[[], Readiness]) -> None:
+        """See ``metrics_server``."""
+        self._server = metrics_server(self._settings, self._metrics, rank, readiness)
+
+    def tick(self) -> None:
+        """Writes the log line when it is time; in each of the engine's steps."""
+        self._stats_log.tick()
+
+    def close(self) -> None:
+        """Ends threads and sockets. May be called twice."""
+        self.channel.close()
+        if self._server is not None:
+            self._server.close()
+        self._lower.close()
 
 
 def lower_makers(settings: KvbmSettings, clock: Clock) -> dict[str, LowerTierMaker]:
@@ -114,57 +220,24 @@ def disk_admission(settings: KvbmSettings, clock: Clock) -> AdmissionPolicy:
     return AdmitAll() if settings.disable_disk_offload_filter else FrequencyFilter(clock)
 
 
-def make_handshake(
+def leader_options(
     settings: KvbmSettings,
-    world_size: int,
-    lower: LowerTiers,
-    metrics: Metrics,
-    size_tier: Callable[[int], int] | None = None,
-) -> Handshake:
-    """How the leader learns its workers, and who says when they do not come. ``size_tier``: see Handshake; as
-    the settings have it unless given.
-    """
-    return Handshake(
-        world_size,
-        size_tier or settings.host_tier_slots,
-        lower.plans(),
-        init_timeout_s=settings.leader_worker_init_timeout_s,
-        on_overdue=lambda: metrics.failure(FailureKind.HANDSHAKE),
+    *,
+    share_loads: bool,
+    fetch_wait_s: float = 0.0,
+    null_block: int = NULL_BLOCK,
+    audit_rate: float = 0.0,
+) -> LeaderOptions:
+    """A leader's options. A worker ends its jobs itself, in time; the leader's patience ends after that."""
+    return LeaderOptions(
+        settings.lease_ttl_s,
+        settings.share_wait_s,
+        share_loads,
+        fetch_wait_s,
+        null_block,
+        WatchOptions(job_deadline_s=settings.transfer_deadline_s + LOAD_GRACE_S),
+        audit_rate,
     )
-
-
-def open_channel(
-    endpoint: Endpoint, handshake: Handshake, lower: LowerTiers, metrics: Metrics
-) -> LeaderChannel:
-    """The leader's channel, and its two users connected to it. ConfigError, one line, if it cannot be."""
-    channel = LeaderChannel(
-        endpoint,
-        handshake.on_message,
-        on_bad_frames=lambda: metrics.failure(FailureKind.BAD_MESSAGE),
-        on_tick=handshake.on_tick,
-    )
-    handshake.connect(channel.send)
-    lower.connect(channel, handshake)
-    return channel
-
-
-def watch_options(settings: KvbmSettings) -> WatchOptions:
-    """A worker ends its jobs itself, in time; the leader's patience ends after that."""
-    return WatchOptions(job_deadline_s=settings.transfer_deadline_s + LOAD_GRACE_S)
-
-
-def checked_host_slots(settings: KvbmSettings, block_bytes: int, share_here: float = 1.0) -> int:
-    """Slots of the host tier, for ``Handshake``. ConfigError, one line, if there is too little memory here.
-
-    ``share_here``: what the ranks on this machine have together, in the size of one leader's tier: more than
-    1 where several have a leader each, who may have begun to take their memory.
-    """
-    slots = settings.host_tier_slots(block_bytes)
-    room_bytes = available_memory_bytes()
-    if share_here > 1:
-        room_bytes += taken_by_siblings_bytes()
-    settings.check_memory(int(slots * block_bytes * share_here), room_bytes)
-    return slots
 
 
 def rank_options(

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 
+from kvbm_core.config import KvbmSettings
 from kvbm_core.errors import ConfigError
 
 log = logging.getLogger("kvbm")
@@ -47,6 +48,22 @@ class Endpoint:
         """The channel is closed. May be called twice."""
         if self.holder is not None:
             self.holder.close()
+
+
+def engine_endpoint(
+    settings: KvbmSettings,
+    name: str,
+    secret: bytes,
+    data_parallel_rank: int,
+    holder: SecretFile | None = None,
+) -> Endpoint:
+    """Where leader and workers of the engine called ``name`` meet: ipc, unless host or port was set by the
+    user. Engines of one data-parallel group take neighbouring ports.
+    """
+    if settings.is_set("leader_zmq_host") or settings.is_set("leader_zmq_ack_port"):
+        port = settings.leader_zmq_ack_port + data_parallel_rank
+        return tcp_endpoint(settings.leader_zmq_host, port, secret, holder)
+    return ipc_endpoint(name, secret, holder)
 
 
 def ipc_endpoint(name: str, secret: bytes, holder: SecretFile | None = None) -> Endpoint:

@@ -297,7 +297,7 @@ def has_its_own_folder(rank: int, kind: Kind, directory: str) -> list[str]:
         with serve(rank, kind, host_blocks=30, env=env, model=f"{directory}/model") as serving:
             serving.may_fail = True  # blocks that find no room in so small a host
             serving.step_until(lambda: _disk_blocks(serving)[0] == 200)
-            folders.append(str(serving.executor.leader.part._lower._folder.path))
+            folders.append(str(serving.executor.leader.part._process._lower._folder.path))
             stored = _disk_blocks(serving)[1]
             assert (stored > 0) == (life > 0), "what an earlier life has left is found again"
             prompts = [range(s, s + 60) for s in range(1000 * rank, 1000 * rank + 800, 100)]

@@ -258,7 +258,7 @@ def test_a_second_engine_with_the_same_port_fails_and_the_first_goes_on_untouche
         with pytest.raises(ConfigError) as error:
             _Second(tmp_path / "second", extra=extra)
         _one_line(error, "DYN_KVBM_LEADER_ZMQ_ACK_PORT", str(extra["leader_zmq_ack_port"]), "of its own")
-        channel = first.connector.scheduler_side.channel
+        channel = first.connector.scheduler_side.process.channel
         first.wait_for(lambda: channel.refused_connections_total > 0)  # its worker had said hello by then
         for connector in _Second.made:
             connector.shutdown()
