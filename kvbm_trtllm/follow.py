@@ -8,7 +8,6 @@ fill no block; those cost an extended list and nothing else.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from random import Random
 from typing import Any
 
 from kvbm_core.runtime.due import STRIDE, DueRequests
@@ -40,12 +39,8 @@ class Follower:
         self._min_priority = min_priority
         self._block_tokens = alignment_tokens(leader.groups)
         self._num_groups = len(leader.groups)
-        has_window = any(group.window_tokens is not None for group in leader.groups)
-        # What a window leaves behind would be gone before a whole run is stored.
-        run_blocks = 0 if has_window else max(0, decode_run_tokens // self._block_tokens - 1)
-        self._decode_wait_blocks = run_blocks
-        self._random = Random(0)  # noqa: S311 - spreads work, decides nothing
-        self._due = DueRequests[int](max(STRIDE, min(self._block_tokens, MAX_STRIDE)))
+        stride = max(STRIDE, min(self._block_tokens, MAX_STRIDE))
+        self._due = DueRequests[int](leader.groups, decode_run_tokens, stride)
         self._tokens: dict[int, list[int]] = {}
         # To be looked at in this iteration: request, position before it, tokens that it computes.
         self._now: list[tuple[Followed, int, int]] = []
@@ -181,20 +176,16 @@ class Follower:
         # it.
         window_end = computed + 1 if num_scheduled == 1 else computed
         job_id = self.offload(followed, followed.tokens, window_end, stored, followed.tables)
-        wait_tokens = state.next_full_tokens - computed - num_scheduled
-        may_wait = bool(self._decode_wait_blocks) and stored >= followed.num_prompt_tokens
-        if may_wait:
-            is_first_run = computed < followed.num_prompt_tokens
-            # Requests that began together would all store their runs at once: their first runs are of any
-            # length.
-            blocks = (
-                self._random.randint(0, self._decode_wait_blocks)
-                if is_first_run
-                else self._decode_wait_blocks
-            )
-            wait_tokens += blocks * self._block_tokens
+        if followed.kept_tokens is not None and stored >= followed.kept_tokens:
+            return job_id  # the rest of it is not kept
         if computed + num_scheduled < followed.num_prompt_tokens:
-            wait_tokens = 1  # the next chunk
-        if followed.kept_tokens is None or stored < followed.kept_tokens:
-            self._due.look_again(followed.number, wait_tokens, may_wait=may_wait)
+            self._due.look_again(followed.number, 1)  # the next chunk
+        else:
+            self._due.look_when_full(
+                followed.number,
+                state.next_full_tokens,
+                computed_tokens=computed,
+                num_scheduled=num_scheduled,
+                num_prompt_tokens=followed.num_prompt_tokens,
+            )
         return job_id

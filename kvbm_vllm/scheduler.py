@@ -7,7 +7,6 @@ learns its targets. What a request has on the device is followed in tables.py.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from random import Random
 from typing import TYPE_CHECKING
 
 from kvbm_core.identity.roots import Roots, Stamp
@@ -17,7 +16,6 @@ from kvbm_core.observe.log import RateLimitedLogger
 from kvbm_core.runtime.due import DueRequests
 from kvbm_core.runtime.leader import Leader
 from kvbm_core.runtime.request import RequestState
-from kvbm_core.tiers.groups import GroupSpec, alignment_tokens
 from kvbm_core.transfer.plan import TransferPlan
 from kvbm_vllm.changes import DeviceCache, EngineChanges
 from kvbm_vllm.events import EventFeed
@@ -39,18 +37,6 @@ _NO_MATCH: tuple[int | None, bool] = (0, False)
 _NO_EVENTS: Iterable[KVCacheEvent] = ()
 # Ends with all of its tokens' KV written; an aborted request may still have a step in flight.
 _COMPLETE = frozenset({"FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED"})
-
-
-def decode_wait_tokens(groups: tuple[GroupSpec, ...], run_tokens: int) -> int:
-    """Tokens to wait for beyond the next full block, so that what decoding fills is stored in runs of
-    ``run_tokens``.
-
-    None where blocks leave a window: they would be gone before they are stored.
-    """
-    block_tokens = alignment_tokens(groups)
-    if any(group.window_tokens is not None for group in groups):
-        return 0
-    return max(0, run_tokens // block_tokens - 1) * block_tokens
 
 
 class SchedulerSide:
@@ -78,11 +64,8 @@ class SchedulerSide:
         self._events = events
         self._hold_back_tokens = hold_back_tokens
         self._pins = DevicePins(leader.groups)
-        self._due = DueRequests[str]()
-        self._block_tokens = alignment_tokens(leader.groups)
+        self._due = DueRequests[str](leader.groups, decode_run_tokens)
         self._log = RateLimitedLogger()
-        self._random = Random(0)  # noqa: S311 - spreads work, decides nothing
-        self._decode_wait_tokens = decode_wait_tokens(leader.groups, decode_run_tokens)
         # Whether what the workers said has been taken in this step.
         self._has_polled = False
         self._requests: dict[str, Request] = {}
@@ -383,19 +366,14 @@ class SchedulerSide:
         if stored > request.num_prompt_tokens:
             stored = max(request.num_prompt_tokens, stored - self._hold_back_tokens)
         job_id = self.leader.offload(state, request.all_token_ids, computed, stored, tables)
-        wait_tokens = state.next_full_tokens - computed - num_scheduled
-        may_wait = bool(self._decode_wait_tokens) and stored >= request.num_prompt_tokens
-        if may_wait:
-            is_decoding = computed >= request.num_prompt_tokens
-            wait_tokens += self._decode_wait_tokens if is_decoding else self._first_wait_tokens()
-        self._due.look_again(request_id, wait_tokens, may_wait=may_wait)
+        self._due.look_when_full(
+            request_id,
+            state.next_full_tokens,
+            computed_tokens=computed,
+            num_scheduled=num_scheduled,
+            num_prompt_tokens=request.num_prompt_tokens,
+        )
         self._note(job_id, request)
-
-    def _first_wait_tokens(self) -> int:
-        # Requests that began together would all store their runs in one step: their first runs are of any
-        # length.
-        num_blocks = self._decode_wait_tokens // self._block_tokens
-        return self._random.randint(0, num_blocks) * self._block_tokens
 
     def _offload_rest(self, state: RequestState, request: Request, tables: Tables) -> None:
         computed = min(request.num_computed_tokens, request.num_tokens - 1)

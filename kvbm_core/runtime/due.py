@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
+from random import Random
 from typing import Generic, TypeVar
+
+from kvbm_core.tiers.groups import GroupSpec, alignment_tokens
 
 STRIDE = 16
 RequestId = TypeVar("RequestId", bound=Hashable)
@@ -16,9 +19,16 @@ class DueRequests(Generic[RequestId]):
 
     Cost of a step: those due, plus one comparison per scheduled request in steps that are not one token each.
     The scheduler's thread only.
+
+    What decoding fills is stored in runs of ``run_tokens``; but block by block where blocks leave a window,
+    which would be gone before a whole run is full.
     """
 
-    def __init__(self, stride: int = STRIDE) -> None:
+    def __init__(self, groups: Sequence[GroupSpec], run_tokens: int, stride: int = STRIDE) -> None:
+        self._block_tokens = alignment_tokens(groups)
+        has_window = any(group.window_tokens is not None for group in groups)
+        self._wait_blocks = 0 if has_window else max(0, run_tokens // self._block_tokens - 1)
+        self._random = Random(0)  # noqa: S311 - spreads work, decides nothing
         self._stride = stride
         self._step = 0
         self._due_step: dict[RequestId, int] = {}
@@ -73,6 +83,28 @@ class DueRequests(Generic[RequestId]):
             step = -(-step // self._stride) * self._stride
         self._due_step[request_id] = step
         self._calendar.setdefault(step, []).append(request_id)
+
+    def look_when_full(
+        self,
+        request_id: RequestId,
+        next_full_tokens: int,
+        *,
+        computed_tokens: int,
+        num_scheduled: int,
+        num_prompt_tokens: int,
+    ) -> None:
+        """``request_id`` is of interest when it has ``next_full_tokens``, or in its answer a run's worth
+        later. This step computes ``num_scheduled`` of its tokens, beyond ``computed_tokens``.
+        """
+        wait_tokens = next_full_tokens - computed_tokens - num_scheduled
+        may_wait = self._wait_blocks > 0 and computed_tokens + num_scheduled >= num_prompt_tokens
+        if may_wait:
+            # Requests that began together would all store their runs in one step: their first runs are of
+            # any length.
+            is_first = computed_tokens < num_prompt_tokens
+            blocks = self._random.randint(0, self._wait_blocks) if is_first else self._wait_blocks
+            wait_tokens += blocks * self._block_tokens
+        self.look_again(request_id, wait_tokens, may_wait=may_wait)
 
     def forget(self, request_id: RequestId) -> None:
         """The request is over, or does not run any more."""

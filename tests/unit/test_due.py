@@ -1,86 +1,63 @@
-"""The calendar of steps against its naive twin: look at every request in every step."""
+"""When a request is looked at: in the step in which a block is full, and in its answer run by run."""
 
 from __future__ import annotations
 
-from hypothesis import given
-from hypothesis import strategies as st
+import pytest
 
-from kvbm_core.runtime.due import STRIDE, DueRequests
+from kvbm_core.runtime.due import DueRequests
+from kvbm_core.tiers.groups import GroupSpec
 
-
-def test_a_request_is_looked_at_when_it_has_got_its_tokens() -> None:
-    due = DueRequests()
-    due.look_again("a", 3)
-    assert [due.next_step({"a": 1}, 1) for _ in range(4)] == [[], [], ["a"], []]
-    assert len(due) == 0
+BLOCK = 16
+FULL = (GroupSpec(0, BLOCK),)
+WINDOW = (GroupSpec(0, BLOCK), GroupSpec(1, BLOCK, window_tokens=64))
 
 
-def test_several_tokens_in_one_step_are_a_reason_to_look() -> None:
-    due = DueRequests()
-    due.look_again("a", 30)
-    due.look_again("b", 30)
-    assert due.next_step({"a": 1, "b": 8}, 9) == ["b"]
-    assert due.next_step({"a": 1, "unknown": 8}, 9) == ["unknown"]
+def steps_until_due(due: DueRequests[str], request: str = "a") -> int:
+    """How many steps of one token each pass before ``request`` is due."""
+    for step in range(1, 1000):
+        if request in due.next_step({request: 1}, 1):
+            return step
+    raise AssertionError("never due")
 
 
-def test_one_that_does_not_run_in_its_step_is_looked_at_when_it_does() -> None:
-    due = DueRequests()
-    due.look_again("a", 1)
-    assert due.next_step({}, 0) == due.next_step({"b": 1}, 1) == []
-    assert due.next_step({"a": 1}, 1) == ["a"]
+def look(due: DueRequests[str], computed: int, num_scheduled: int, prompt: int, request: str = "a") -> None:
+    """As after a step; the next block is full at the next whole one."""
+    known = computed + num_scheduled
+    due.look_when_full(
+        request,
+        (known // BLOCK + 1) * BLOCK,
+        computed_tokens=computed,
+        num_scheduled=num_scheduled,
+        num_prompt_tokens=prompt,
+    )
 
 
-def test_what_is_forgotten_or_asked_for_again_is_not_looked_at_twice() -> None:
-    due = DueRequests()
-    due.look_again("a", 1)
-    due.forget("a")
-    due.forget("never known")
-    due.look_again("b", 1)
-    due.look_again("b", 2)
-    assert due.next_step({"a": 1, "b": 1}, 2) == []
-    assert due.next_step({"a": 1, "b": 1}, 2) == ["b"]
+@pytest.mark.parametrize(("groups", "run_tokens"), [(FULL, 0), (FULL, BLOCK), (WINDOW, 256)])
+def test_without_runs_each_block_is_due_in_its_step(groups: tuple[GroupSpec, ...], run_tokens: int) -> None:
+    due = DueRequests[str](groups, run_tokens)
+    look(due, computed=40, num_scheduled=1, prompt=20)
+    assert steps_until_due(due) == 48 - 41
 
 
-STEPS = st.lists(st.dictionaries(st.sampled_from("abcde"), st.sampled_from([1, 1, 1, 2, 7])), max_size=60)
+def test_a_prompt_that_is_not_through_is_not_held_back() -> None:
+    due = DueRequests[str](FULL, 256)
+    look(due, computed=0, num_scheduled=40, prompt=100)
+    assert steps_until_due(due) == 8
 
 
-@given(steps=STEPS, block=st.integers(1, 6))
-def test_no_full_block_is_missed(steps: list[dict[str, int]], block: int) -> None:
-    """Whoever fills a block in a step is looked at in that step, and not much more often than that."""
-    due = DueRequests()
-    length: dict[str, int] = {}
-    for scheduled in steps:
-        found = due.next_step(scheduled, sum(scheduled.values()))
-        assert len(set(found)) == len(found)
-        found += [
-            key for key in scheduled if key not in length and key not in found
-        ]  # new ones are always looked at
-        full = set()
-        for key, tokens in scheduled.items():
-            before = length.get(key, 0)
-            length[key] = before + tokens
-            if before // block != length[key] // block:
-                full.add(key)
-        assert full <= set(found) <= set(scheduled)
-        for key in found:
-            due.look_again(key, block - length[key] % block)
-    assert len(due) == len(length)
+def test_what_decoding_fills_waits_for_a_run() -> None:
+    due = DueRequests[str](FULL, 256, stride=1)
+    look(due, computed=100, num_scheduled=1, prompt=20)
+    assert steps_until_due(due) == 112 - 101 + 256 - BLOCK
 
 
-def test_those_that_may_wait_are_looked_at_together() -> None:
-    due = DueRequests()
-    for tokens, name in enumerate("abcdefgh", start=1):
-        due.look_again(name, tokens, may_wait=True)
-    due.look_again("exact", 3)
-    running = dict.fromkeys([*"abcdefgh", "exact"], 1)
-    steps = [due.next_step(running, len(running)) for _ in range(STRIDE)]
-    assert steps == [[], [], ["exact"], *([[]] * (STRIDE - 4)), list("abcdefgh")]
-
-
-def test_a_step_passes_quietly_only_if_nobody_is_due_in_it() -> None:
-    due = DueRequests[int]()
-    due.look_again(7, 2)
-    assert due.passes_quietly()
-    assert not due.passes_quietly() and not due.passes_quietly(), "nothing has begun"
-    assert due.next_step({7: 1}, 1) == [7]
-    assert due.passes_quietly()
+def test_requests_that_begin_together_do_not_store_together() -> None:
+    due = DueRequests[str](FULL, 256, stride=1)
+    names = [str(number) for number in range(64)]
+    for name in names:
+        look(due, computed=0, num_scheduled=32, prompt=32, request=name)
+    steps: dict[str, int] = {}
+    for step in range(1, 300):
+        steps |= dict.fromkeys(due.next_step(dict.fromkeys(names, 1), len(names)), step)
+    assert set(steps) == set(names)
+    assert len(set(steps.values())) > 8 and max(steps.values()) <= 256
