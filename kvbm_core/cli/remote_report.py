@@ -17,8 +17,8 @@ from kvbm_core.storage.disk.inspect import Contents
 def namespaces_table(directory: Path, shards: Sequence[Shard], now_ns: int) -> Table:
     """One row per model, and a sum if there are several."""
     table = Table("model", title=Text(f"blocks below {shown(directory)}"))
-    for name in ("folders", "blocks", "size", "last used", "least recently"):
-        table.add_column(name, justify="right", no_wrap=True)
+    for column in ("folders", "blocks", "size", "last used", "least recently"):
+        table.add_column(column, justify="right", no_wrap=True)
     models = by_namespace(shards)
     for number, (namespace, own) in enumerate(models.items(), 1):
         name = Text(namespace, overflow="fold")
