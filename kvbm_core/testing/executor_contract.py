@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any
 
 from kvbm_core.clock import Clock, ManualClock
 from kvbm_core.errors import Outcome
@@ -34,9 +34,6 @@ from kvbm_core.transfer.executors.memcpy import MemcpyExecutor
 from kvbm_core.transfer.factory import make_executor
 from kvbm_core.transfer.plan import GroupMove, JobResult, TransferPlan
 from kvbm_core.types import Direction
-
-if TYPE_CHECKING:
-    import pytest
 
 OnDone = Callable[[JobResult], None]
 Prepare = Callable[[int, int], Callable[[], None] | None]
@@ -336,7 +333,7 @@ class ExecutorContract:
                 return
             raise AssertionError("a job id in flight was accepted again")
 
-    def test_the_queue_is_bounded(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_the_queue_is_bounded(self, monkeypatch: Any) -> None:
         monkeypatch.setattr(jobs, "MAX_QUEUED_JOBS", FEW_JOBS)
         listener = Listener()
         with self.bench(on_done=listener) as bench:
