@@ -28,7 +28,6 @@ from kvbm_core.runtime.handshake import Handshake, PlanTier
 from kvbm_core.runtime.leader import Leader, LeaderOptions, LeaderParts
 from kvbm_core.runtime.messages import Message, Move
 from kvbm_core.runtime.offload import OnShareEnd
-from kvbm_core.runtime.rank_watch import WatchOptions
 from kvbm_core.runtime.request import NULL_BLOCK
 from kvbm_core.runtime.transfer_jobs import Share
 from kvbm_core.runtime.worker import LOAD_GRACE_S, WorkerOptions
@@ -235,7 +234,7 @@ def leader_options(
         share_loads,
         fetch_wait_s,
         null_block,
-        WatchOptions(job_deadline_s=settings.transfer_deadline_s + LOAD_GRACE_S),
+        settings.transfer_deadline_s + LOAD_GRACE_S,
         audit_rate,
     )
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 from kvbm_core.blocks.slot_tier import BlockTier
@@ -22,8 +22,8 @@ from kvbm_core.observe.readiness import Readiness
 from kvbm_core.runtime.audit import AuditedPrefix, AuditSampler
 from kvbm_core.runtime.handshake import Disabled, Handshake, RankAnswer, RankReplaced, SlotsReady, TierOff
 from kvbm_core.runtime.offload import Offloading, OnShareEnd
-from kvbm_core.runtime.onboard import Onboarding, WaitOptions
-from kvbm_core.runtime.rank_watch import RankWatch, WatchOptions
+from kvbm_core.runtime.onboard import Onboarding
+from kvbm_core.runtime.rank_watch import RankWatch
 from kvbm_core.runtime.request import NULL_BLOCK, BlockTable, RequestState
 from kvbm_core.runtime.transfer_jobs import Share, TransferJob, readers_of, writers_of
 from kvbm_core.storage.disk.recovery import REPORT_SLOTS
@@ -51,6 +51,8 @@ class LeaderOptions:
     blocks. ``fetch_wait_s``: wait so long, at most, for what a lower tier is bringing up.
 
     ``null_block``: the number that stands in the engine's block tables where it keeps no block.
+    ``job_deadline_s``: what a rank has not answered by then is stuck, and what never came is not waited for;
+    more than a worker gives its jobs.
     ``audit_rate``: the share of hits that are computed again and compared, 0 to 1; ``audit_seed``: see
     AuditSampler.
     """
@@ -60,7 +62,7 @@ class LeaderOptions:
     share_loads: bool = True
     fetch_wait_s: float = 0.0
     null_block: int = NULL_BLOCK
-    watch: WatchOptions = field(default_factory=WatchOptions)
+    job_deadline_s: float = 120.0
     audit_rate: float = 0.0
     audit_seed: int | None = None
 
@@ -110,7 +112,7 @@ class Leader:
             metrics=metrics,
             lease_ttl_s=options.lease_ttl_s,
         )
-        self._ranks = RankWatch(handshake, clock, metrics, options.watch)
+        self._ranks = RankWatch(handshake, clock, metrics, options.job_deadline_s)
         # Whether a rank's new process is still getting the memory that its old one had.
         self._is_refilling = False
         handshake.next_job_id = lambda: self._jobs.next_id
@@ -120,7 +122,6 @@ class Leader:
         self._audits: list[TransferJob] = []
         self._distrusted: set[SequenceHash] = set()
         self._on_onboard_end = parts.on_onboard_end
-        null_block = options.null_block
         self._offloading = Offloading(
             groups,
             self.chain,
@@ -128,17 +129,15 @@ class Leader:
             self._start,
             metrics=metrics,
             on_share_end=parts.on_offload_end,
-            null_block=null_block,
+            null_block=options.null_block,
         )
-        waits = WaitOptions(options.share_wait_s if options.share_loads else 0.0, options.fetch_wait_s)
         self._onboarding = Onboarding(
             groups,
             self.chain,
             self._start,
             clock=clock,
             metrics=metrics,
-            waits=waits,
-            null_block=null_block,
+            options=options,
         )
 
     def _start(self, direction: Direction) -> TransferJob:

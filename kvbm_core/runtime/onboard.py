@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from kvbm_core.clock import Clock
 from kvbm_core.errors import IntegrityError, Outcome
 from kvbm_core.observe.metrics import Metrics
 from kvbm_core.runtime.audit import AuditedPrefix
 from kvbm_core.runtime.offload import Start
-from kvbm_core.runtime.request import NULL_BLOCK, BlockTable, Match, RequestState
+from kvbm_core.runtime.request import BlockTable, Match, RequestState
 from kvbm_core.runtime.transfer_jobs import Share, TransferJob
 from kvbm_core.tiers.chain import Held, TierChain
 from kvbm_core.tiers.groups import (
@@ -23,15 +23,8 @@ from kvbm_core.tiers.groups import (
 from kvbm_core.transfer.plan import GroupMove, TransferPlan
 from kvbm_core.types import BlockKey, Direction, Tier
 
-
-@dataclass(frozen=True, slots=True)
-class WaitOptions:
-    """How long a request is held back, in seconds: while another one loads its prefix, and while lower tiers
-    bring it up. 0: not at all.
-    """
-
-    share_wait_s: float = 1.0
-    fetch_wait_s: float = 0.0
+if TYPE_CHECKING:
+    from kvbm_core.runtime.leader import LeaderOptions
 
 
 class Onboarding:
@@ -45,11 +38,10 @@ class Onboarding:
         *,
         clock: Clock,
         metrics: Metrics,
-        waits: WaitOptions,
-        null_block: int = NULL_BLOCK,
+        options: LeaderOptions,
     ) -> None:
         self._groups = groups
-        self._null_block = null_block
+        self._null_block = options.null_block
         self._chain = chain
         self._start = start
         # Where a prefix may lie; then the host alone, for when there is no room to bring blocks up.
@@ -58,7 +50,8 @@ class Onboarding:
             self._searched += (chain.host,)
         self._clock = clock
         self._metrics = metrics
-        self._waits = waits
+        self._share_wait_s = options.share_wait_s if options.share_loads else 0.0
+        self._fetch_wait_s = options.fetch_wait_s
         self._align = alignment_tokens(groups)
         self._loading: dict[BlockKey, int] = {}
         self._jobs: dict[int, TransferJob] = {}
@@ -118,7 +111,7 @@ class Onboarding:
         now_s = self._clock.now_s()
         if state.fetch_wanted_since_s is None:
             state.fetch_wanted_since_s = now_s
-        return now_s - state.fetch_wanted_since_s < self._waits.fetch_wait_s
+        return now_s - state.fetch_wanted_since_s < self._fetch_wait_s
 
     def _keys_beyond(self, state: RequestState, prefix_tokens: int, limit_tokens: int) -> list[BlockKey]:
         """What is needed to use more than ``prefix_tokens``, and is not in the host; a block that ends
@@ -331,4 +324,4 @@ class Onboarding:
         now_s = self._clock.now_s()
         if state.deferred_since_s is None:
             state.deferred_since_s = now_s
-        return now_s - state.deferred_since_s < self._waits.share_wait_s
+        return now_s - state.deferred_since_s < self._share_wait_s

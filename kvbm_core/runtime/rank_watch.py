@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 
 from kvbm_core.clock import Clock
 from kvbm_core.observe.labels import FailureKind
@@ -17,16 +16,8 @@ from kvbm_core.tiers.jobs import Job
 log = logging.getLogger("kvbm")
 
 LOOK_EVERY_S = 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class WatchOptions:
-    """``ask_after_s``: a job that has not been answered for so long is asked for. ``job_deadline_s``: what
-    still runs then is stuck, and what never came is not waited for; more than a worker gives its jobs.
-    """
-
-    ask_after_s: float = 5.0
-    job_deadline_s: float = 120.0
+ASK_AFTER_S = 5.0
+"""A job that has not been answered for so long is asked for."""
 
 
 class RankWatch:
@@ -38,12 +29,12 @@ class RankWatch:
     that it may still touch stay reserved as long as that takes; nothing new is begun meanwhile.
     """
 
-    def __init__(self, handshake: Handshake, clock: Clock, metrics: Metrics, options: WatchOptions) -> None:
+    def __init__(self, handshake: Handshake, clock: Clock, metrics: Metrics, job_deadline_s: float) -> None:
         self.away: frozenset[int] = frozenset()
         self._handshake = handshake
         self._clock = clock
         self._metrics = metrics
-        self._options = options
+        self._job_deadline_s = job_deadline_s
         self._looked_at_s = -math.inf
         # Of ranks that were asked and have not been heard since: when first, and when last.
         self._asked_first_s: dict[int, float] = {}
@@ -64,7 +55,7 @@ class RankWatch:
         overdue: dict[int, list[tuple[int, float]]] = {}
         for job in jobs:
             age_s = now_s - job.started_at_s
-            if age_s >= self._options.ask_after_s:
+            if age_s >= ASK_AFTER_S:
                 for rank in job.waiting_ranks - job.late_ranks:
                     overdue.setdefault(rank, []).append((job.job_id, age_s))
         for rank in [rank for rank in self._asked_first_s if self._was_heard(rank)]:
@@ -79,11 +70,11 @@ class RankWatch:
 
     def _is_away(self, rank: int, missing: list[tuple[int, float]], now_s: float) -> bool:
         oldest_s = max(age_s for _, age_s in missing)
-        is_past_deadline = oldest_s >= self._options.job_deadline_s
+        is_past_deadline = oldest_s >= self._job_deadline_s
         asked_s = now_s - self._asked_last_s.get(rank, -math.inf)
         # After a pause of the engine everything is old, and the first answer to an Ask settles it.
         is_stuck = is_past_deadline and LOOK_EVERY_S <= asked_s < oldest_s
-        if asked_s >= self._options.ask_after_s and self._handshake.tell(
+        if asked_s >= ASK_AFTER_S and self._handshake.tell(
             rank, Ask([job_id for job_id, _ in missing], is_last=is_past_deadline)
         ):
             self._asked_last_s[rank] = now_s

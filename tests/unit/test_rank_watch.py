@@ -11,21 +11,21 @@ from kvbm_core.observe.readiness import Readiness
 from kvbm_core.runtime.handshake import ANSWER_WITHIN_S, RankReplaced, SlotsReady
 from kvbm_core.runtime.leader import LeaderOptions
 from kvbm_core.runtime.messages import PROTOCOL_VERSION, Ask, Hello, Here, Message, Ready
-from kvbm_core.runtime.rank_watch import LOOK_EVERY_S, WatchOptions
+from kvbm_core.runtime.rank_watch import ASK_AFTER_S, LOOK_EVERY_S
 from kvbm_core.runtime.transfer_jobs import TransferJob
 from kvbm_core.testing.leader_bench import BenchDisk, LeaderBench
 from kvbm_core.transfer.plan import JobResult, TransferPlan
 
 PROMPT = list(range(100, 120))  # five blocks
 TABLE = [[11, 12, 13, 14, 15]]
-WATCH = WatchOptions(ask_after_s=5.0, job_deadline_s=120.0)
+JOB_DEADLINE_S = 120.0
 
 
 class Ranks:
     """A leader and two ranks; those in ``silent`` hear nothing, and answer neither Asks nor jobs."""
 
     def __init__(self, num_slots: int = 64, disk: BenchDisk | None = None) -> None:
-        options = LeaderOptions(share_wait_s=1.0, watch=WATCH)
+        options = LeaderOptions(share_wait_s=1.0, job_deadline_s=JOB_DEADLINE_S)
         self.bench = LeaderBench(num_slots, world_size=2, options=options, disk=disk)
         self.silent: set[int] = set()
         self.asked: list[tuple[int, Ask]] = []
@@ -315,7 +315,7 @@ def test_the_time_a_silent_rank_has_is_what_its_process_may_take_to_answer() -> 
     plan = bench.offload(bench.open("r"), PROMPT)
     assert plan is not None
     ranks.silent = {0, 1}
-    ranks.pass_time(WATCH.ask_after_s + ANSWER_WITHIN_S - LOOK_EVERY_S)
+    ranks.pass_time(ASK_AFTER_S + ANSWER_WITHIN_S - LOOK_EVERY_S)
     assert ranks.is_in_service
     ranks.pass_time(2 * LOOK_EVERY_S)
     assert not ranks.is_in_service
