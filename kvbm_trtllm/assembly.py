@@ -15,7 +15,7 @@ from kvbm_core.runtime.assembly import (
     announce,
     leader_options,
     metrics_of,
-    worker_options,
+    rank_options,
 )
 from kvbm_core.runtime.transfer_jobs import Share
 from kvbm_core.runtime.worker import Worker
@@ -151,15 +151,16 @@ def build_worker_side(llm_args: Any, *, waits_at_register: bool) -> WorkerSide:
     replicates = settings.nccl_mla_mode and world_size > 1
     # A load that is given up costs a whole batch here, and one that takes long nobody but its own request.
     is_default = settings.source("disk_deadline_s") is SettingSource.DEFAULT
-    options = worker_options(
+    options = rank_options(
         settings,
-        engine_carries_acks=False,
-        replicates=replicates,
-        disk_deadline_s=PATIENT_DISK_DEADLINE_S if is_default else None,
-        check_disk_at_start=True,  # a damaged record is found now, not by a load
+        deadline_s=PATIENT_DISK_DEADLINE_S if is_default else None,
+        check_at_start=True,  # a damaged record is found now, not by a load
+    )
+    worker = Worker(
+        rank, world_size, endpoint, options, replicates=replicates, max_ctas=settings.nccl_max_ctas
     )
     return WorkerSide(
-        Worker(rank, world_size, endpoint, options),
+        worker,
         Ranks(rank, world_size),
         EngineFacts(
             block_tokens_of(llm_args),

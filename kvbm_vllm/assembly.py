@@ -17,7 +17,7 @@ from kvbm_core.runtime.assembly import (
     announce,
     leader_options,
     metrics_of,
-    worker_options,
+    rank_options,
 )
 from kvbm_core.runtime.worker import Worker
 from kvbm_core.storage.host_slab import available_memory_bytes
@@ -123,9 +123,16 @@ def build_worker_side(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -
     settings = read_settings(vllm_config)
     setup_logging(settings.log_level)
     is_replicated = replicates(vllm_config, kv_cache_config, settings)
-    options = worker_options(settings, engine_carries_acks=True, replicates=is_replicated)
     rank, world_size = rank_of(vllm_config), world_size_of(vllm_config)
-    worker = Worker(rank, world_size, endpoint_of(vllm_config, settings), options)
+    worker = Worker(
+        rank,
+        world_size,
+        endpoint_of(vllm_config, settings),
+        rank_options(settings),
+        engine_carries_acks=True,
+        replicates=is_replicated,
+        max_ctas=settings.nccl_max_ctas,
+    )
     return WorkerSide(
         worker,
         kv_cache_config,

@@ -30,7 +30,7 @@ from kvbm_core.runtime.messages import Message, Move
 from kvbm_core.runtime.offload import OnShareEnd
 from kvbm_core.runtime.request import NULL_BLOCK
 from kvbm_core.runtime.transfer_jobs import Share
-from kvbm_core.runtime.worker import LOAD_GRACE_S, WorkerOptions
+from kvbm_core.runtime.worker import LOAD_GRACE_S
 from kvbm_core.storage.disk.allocate import FileOptions
 from kvbm_core.storage.disk.folder import DiskFolder
 from kvbm_core.storage.disk.record import SECTOR_BYTES
@@ -259,23 +259,6 @@ def rank_options(
         near_memory=not settings.disable_numa,
         disk=disk,
         store=StoreOptions(settings.remote_max_bytes, settings.remote_trust, settings.remote_deadline_s),
-    )
-
-
-def worker_options(
-    settings: KvbmSettings,
-    *,
-    engine_carries_acks: bool,
-    replicates: bool = False,
-    disk_deadline_s: float | None = None,
-    check_disk_at_start: bool = False,
-) -> WorkerOptions:
-    """A worker's options. ``disk_deadline_s`` and ``check_disk_at_start``: see ``rank_options``."""
-    return WorkerOptions(
-        memory=rank_options(settings, deadline_s=disk_deadline_s, check_at_start=check_disk_at_start),
-        engine_carries_acks=engine_carries_acks,
-        replicates=replicates,
-        max_ctas=settings.nccl_max_ctas,
     )
 
 

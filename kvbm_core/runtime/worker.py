@@ -11,7 +11,6 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
@@ -50,21 +49,6 @@ LOAD_GRACE_S = 60.0
 """What a load may take once it has started; other ranks that wait for it give up after that."""
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerOptions:
-    """``engine_carries_acks``: the adapter takes results to the leader with what the engine sends there in
-    each step anyway (``take_results``); else they go over the channel.
-
-    ``replicates``: every rank has the same KV. Rank 0 stores it; the others have neither slots nor lower
-    tiers and get what they load from rank 0, as fast as NCCL with ``max_ctas`` is (None: its own choice).
-    """
-
-    memory: RankOptions = field(default_factory=RankOptions)
-    engine_carries_acks: bool = False
-    replicates: bool = False
-    max_ctas: int | None = None
-
-
 class _Listener:
     """Tells the leader what this rank's lower tiers say."""
 
@@ -88,17 +72,34 @@ class _Listener:
 class Worker:
     """Called from the engine's worker thread; ``take`` and callbacks are safe against the executor's
     threads.
+
+    ``engine_carries_acks``: the adapter takes results to the leader with what the engine sends there in each
+    step anyway (``take_results``); else they go over the channel. ``replicates``: every rank has the same KV.
+    Rank 0 stores it; the others have neither slots nor lower tiers and get what they load from rank 0, as
+    fast as NCCL with ``max_ctas`` is (None: its own choice).
     """
 
-    def __init__(self, rank: int, world_size: int, endpoint: Endpoint, options: WorkerOptions) -> None:
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        endpoint: Endpoint,
+        options: RankOptions,
+        *,
+        engine_carries_acks: bool = False,
+        replicates: bool = False,
+        max_ctas: int | None = None,
+    ) -> None:
         self.rank = rank
         self._world_size = world_size
         self._options = options
+        self._engine_carries_acks = engine_carries_acks
+        self._max_ctas = max_ctas
         self._device: DeviceMemory | None = None
         self._fingerprint = ""
         self._memory: RankMemory | None = None
         self._executor: Executor | None = None
-        self._replicates = options.replicates and world_size > 1
+        self._replicates = replicates and world_size > 1
         self._point: MeetingPoint | None = None
         self._is_refused = False
         self._is_closed = False
@@ -224,7 +225,7 @@ class Worker:
         memory = RankMemory(
             device,
             message.num_slots,
-            self._options.memory,
+            self._options,
             places=message.tiers,
             shard=Shard(self.rank, 1 if self._replicates else self._world_size, self._fingerprint),
             listener=_Listener(self.rank, self._channel),
@@ -251,7 +252,7 @@ class Worker:
     def _make_broadcast(
         self, message: Configure, memory: DeviceMemory, make_loader: Callable[[OnDone], Executor] | None
     ) -> Executor:
-        address, max_ctas = message.broadcast_address, self._options.max_ctas
+        address, max_ctas = message.broadcast_address, self._max_ctas
         return BroadcastExecutor(
             memory,
             Group(self.rank, self._world_size, address, self._point, max_ctas=max_ctas),
@@ -259,7 +260,7 @@ class Worker:
             make_loader=make_loader,
             # Nobody is to ask for loads any more that can only fail.
             on_broken=lambda reason: self._channel.send(Refused(self.rank, reason)),
-            load_timeout_s=self._options.memory.transfer_deadline_s + LOAD_GRACE_S,
+            load_timeout_s=self._options.transfer_deadline_s + LOAD_GRACE_S,
         )
 
     def _slots_ready(self, slots: int) -> None:
@@ -285,7 +286,7 @@ class Worker:
             self._finished(rejected(plan.job_id, "no executor"))
             return
         try:
-            executor.submit(plan, deadline_s=self._options.memory.transfer_deadline_s)
+            executor.submit(plan, deadline_s=self._options.transfer_deadline_s)
         except Exception as error:
             log.exception("kvbm: worker %d: job %d could not be submitted", self.rank, plan.job_id)
             self._finished(rejected(plan.job_id, str(error), Outcome.IO_ERROR))
@@ -448,7 +449,7 @@ class Worker:
             )
 
     def _acknowledge(self) -> None:
-        results = [] if self._options.engine_carries_acks else self.take_results()
+        results = [] if self._engine_carries_acks else self.take_results()
         if results:
             self._channel.send(Results(self.rank, results))
 

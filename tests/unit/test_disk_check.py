@@ -16,7 +16,7 @@ import pytest
 import xxhash
 
 from kvbm_core.config.settings import KvbmSettings
-from kvbm_core.runtime.assembly import worker_options
+from kvbm_core.runtime.assembly import rank_options
 from kvbm_core.storage.disk import recovery, scan
 from kvbm_core.storage.disk.allocate import FileOptions
 from kvbm_core.storage.disk.block_file import BlockFile, Geometry
@@ -368,6 +368,6 @@ def test_the_setting_wins_over_the_adapter(
         monkeypatch.setenv("KVBM_DISK_CHECK_AT_START", setting)
     settings = KvbmSettings.from_env()
     assert settings.disk_check_at_start is unset
-    options = worker_options(settings, engine_carries_acks=True, check_disk_at_start=adapter)
-    assert options.memory.disk.check_at_start is (adapter if unset is None else unset)
-    assert worker_options(settings, engine_carries_acks=True).memory.disk.check_at_start is bool(unset)
+    options = rank_options(settings, check_at_start=adapter)
+    assert options.disk.check_at_start is (adapter if unset is None else unset)
+    assert rank_options(settings).disk.check_at_start is bool(unset)

@@ -31,7 +31,7 @@ from kvbm_core.runtime.messages import (
     TierRefused,
     encode,
 )
-from kvbm_core.runtime.worker import Worker, WorkerOptions
+from kvbm_core.runtime.worker import Worker
 from kvbm_core.testing.executor_bench import two_group_memory
 from kvbm_core.testing.leader_bench import ROOT
 from kvbm_core.transfer.plan import JobResult
@@ -109,7 +109,7 @@ def test_a_second_engine_at_the_same_address_fails_in_one_line_and_the_first_goe
     with serving(tmp_path, address(SECRET)) as first:
         before = state_of(first)
         # As in vLLM: its worker is there, and says hello, before its own leader.
-        worker = Worker(0, 1, address(ANOTHER), WorkerOptions())
+        worker = Worker(0, 1, address(ANOTHER), RankOptions())
         with closing(worker):
             worker.register(two_group_memory(), "layout0")
             worker.refuse("no memory")
@@ -130,7 +130,7 @@ def test_a_second_process_of_the_same_engine_and_rank_is_refused_and_the_first_g
 ) -> None:
     with serving(tmp_path, address(SECRET)) as engine:
         quick_hellos(monkeypatch)
-        worker = Worker(0, 1, address(SECRET), WorkerOptions())
+        worker = Worker(0, 1, address(SECRET), RankOptions())
         with closing(worker):
             worker.register(two_group_memory(), "layout0")
             engine.wait_for_tick(lambda: worker._is_refused)
@@ -156,7 +156,7 @@ def test_a_worker_that_is_started_anew_gets_its_rank_back(
         assert serve(engine, "a")
         quick_hellos(monkeypatch)
         engine.workers[1].close()
-        engine.workers[1] = worker = Worker(1, 2, address(SECRET), WorkerOptions(RankOptions(verify=True)))
+        engine.workers[1] = worker = Worker(1, 2, address(SECRET), RankOptions(verify=True))
         worker.register(engine.memories[1], "layout1")
         engine.wait_for_tick(lambda: 1 in engine.handshake._challenged_at_s)
         assert serve_half(engine)  # nobody knows yet that it is dead

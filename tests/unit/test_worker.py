@@ -25,7 +25,7 @@ from kvbm_core.runtime.handshake import Disabled, Handshake, RankAnswer, SlotsRe
 from kvbm_core.runtime.leader import Leader, LeaderOptions, LeaderParts
 from kvbm_core.runtime.messages import Ask, Configure, Hello, Here, Message, Ready, Results
 from kvbm_core.runtime.transfer_jobs import TransferJob
-from kvbm_core.runtime.worker import Worker, WorkerOptions
+from kvbm_core.runtime.worker import Worker
 from kvbm_core.storage.host_slab import HostSlab
 from kvbm_core.testing.executor_bench import two_group_memory
 from kvbm_core.testing.leader_bench import ROOT
@@ -118,10 +118,7 @@ class Engine:
         self.handshake.connect(self.channel.send)
         self.memories = [two_group_memory(seed=rank + 1) for rank in range(ranks)]
         self.gates: dict[int, Gate] = {}
-        self.workers = [
-            Worker(rank, ranks, self.endpoint, WorkerOptions(RankOptions(verify=True)))
-            for rank in range(ranks)
-        ]
+        self.workers = [Worker(rank, ranks, self.endpoint, RankOptions(verify=True)) for rank in range(ranks)]
         for worker, memory in zip(self.workers, self.memories, strict=True):
             worker.wrap_executor(self._wrapper(worker))
             if register:
@@ -248,7 +245,7 @@ def test_bytes_go_down_and_come_back_elsewhere(tmp_path: Path, ranks: int) -> No
 
 def test_the_leader_may_come_after_the_workers_and_until_then_nothing_is_ready(tmp_path: Path) -> None:
     endpoint = Endpoint(f"ipc://{tmp_path}/s.sock", tmp_path / "s.sock", secret=b"s")
-    worker = Worker(0, 1, endpoint, WorkerOptions())
+    worker = Worker(0, 1, endpoint, RankOptions())
     try:
         worker.register(two_group_memory(), "layout")
         worker.submit(offload_of(1))
@@ -474,7 +471,7 @@ class Asking:
         self._peer = b""
         self.configure = Configure(NUM_SLOTS, first_job_id=100)
         self.channel = LeaderChannel(endpoint, self._take)
-        self.worker = Worker(0, 1, endpoint, WorkerOptions(**options))  # type: ignore[arg-type]
+        self.worker = Worker(0, 1, endpoint, RankOptions(), **options)  # type: ignore[arg-type]
         self.gate: Gate | None = None
         self.worker.wrap_executor(self._wrap)
         self.worker.register(two_group_memory(), "layout")

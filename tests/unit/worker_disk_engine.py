@@ -18,7 +18,7 @@ from kvbm_core.runtime.endpoint import Endpoint
 from kvbm_core.runtime.handshake import Handshake
 from kvbm_core.runtime.leader import Leader, LeaderOptions, LeaderParts
 from kvbm_core.runtime.messages import Move
-from kvbm_core.runtime.worker import Worker, WorkerOptions
+from kvbm_core.runtime.worker import Worker
 from kvbm_core.storage.disk.allocate import FileOptions
 from kvbm_core.storage.disk.record import whole_sectors
 from kvbm_core.testing.executor_bench import two_group_memory
@@ -76,8 +76,9 @@ class DiskEngine(Engine):
         self.memories = [two_group_memory(seed=shard + 1) for shard in self._shard_of]
         disk_options = replace(options, io_deadline_s=io_deadline_s)
         memory_options = RankOptions(verify=True, disk=disk_options)
-        worker_options = WorkerOptions(memory_options, replicates=replicates)
-        self.workers = [Worker(rank, ranks, self.endpoint, worker_options) for rank in range(ranks)]
+        self.workers = [
+            Worker(rank, ranks, self.endpoint, memory_options, replicates=replicates) for rank in range(ranks)
+        ]
         for worker, memory in zip(self.workers, self.memories, strict=True):
             worker.register(memory, f"layout{self._shard_of[worker.rank]}")
 
