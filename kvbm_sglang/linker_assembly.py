@@ -11,7 +11,6 @@ from kvbm_core.clock import SystemClock
 from kvbm_core.config import KvbmSettings
 from kvbm_core.errors import ConfigError, UnsupportedError
 from kvbm_core.identity.fields import NOT_ON_DISK, Description
-from kvbm_core.identity.roots import NO_ADAPTER, Root, Roots
 from kvbm_core.identity.weights import WEIGHTS_WAIT_S, WeightsIdentity
 from kvbm_core.observe.labels import FailureKind
 from kvbm_core.observe.metrics import Metrics
@@ -103,7 +102,7 @@ def assemble(
 
     if places:
         weights.wait(WEIGHTS_WAIT_S)
-    roots = _EngineRoots(namespace, weights, is_lasting=engine.is_lasting)
+    roots = PageRoots(namespace, weights, is_lasting=engine.is_lasting)
     return LinkerTiers(tiers, pages, roots, counter=counter, metrics=metrics, on_close=on_close)
 
 
@@ -120,23 +119,6 @@ def _options_of(
         lease_ttl_s=settings.lease_ttl_s,
         memory=rank_options(settings),
     )
-
-
-class _EngineRoots(PageRoots):
-    def __init__(self, namespace: KeyNamespace, weights: WeightsIdentity, *, is_lasting: bool) -> None:
-        self._roots = Roots(namespace, weights.stamp, is_lasting=is_lasting)
-        self._layout = namespace.layout
-        self._weights = weights
-
-    @property
-    def generation(self) -> int:
-        return self._weights.generation
-
-    def now(self) -> Root:
-        return self._roots.of(NO_ADAPTER, None, self._layout)
-
-    def weights_changed(self) -> None:
-        self._weights.changed("SGLang has new weights")
 
 
 def _places_of(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import threading
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,10 +16,12 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from kvbm_core.errors import LayoutError, Outcome, StuckCopyError
-from kvbm_core.identity.roots import Root
+from kvbm_core.identity.roots import NO_ADAPTER, Root, Roots
+from kvbm_core.identity.weights import WeightsIdentity
 from kvbm_core.observe.labels import DropReason, FailureKind
 from kvbm_core.observe.metrics import Metrics
 from kvbm_core.runtime.local import Claim, LocalTiers
+from kvbm_core.tokens.namespace import KeyNamespace
 from kvbm_core.types import BlockKey
 from kvbm_sglang.device_pool import DevicePages
 from kvbm_sglang.identity import page_keys
@@ -39,23 +40,28 @@ WaitReady = Callable[[], None]
 """Waits until the device pages may be read, or written."""
 
 
-class PageRoots(ABC):
+class PageRoots:
     """The root of pages' keys. It changes when it is known which weights these are, and when they change.
     Asked from the scheduler's thread alone.
     """
 
+    def __init__(self, namespace: KeyNamespace, weights: WeightsIdentity, *, is_lasting: bool) -> None:
+        self._roots = Roots(namespace, weights.stamp, is_lasting=is_lasting)
+        self._layout = namespace.layout
+        self._weights = weights
+
     @property
-    @abstractmethod
     def generation(self) -> int:
         """How often the weights have changed: what was found with those before is not to be loaded."""
+        return self._weights.generation
 
-    @abstractmethod
     def now(self) -> Root:
         """For pages that are computed or looked up now."""
+        return self._roots.of(NO_ADAPTER, None, self._layout)
 
-    @abstractmethod
     def weights_changed(self) -> None:
         """What was stored before is not to be found from now on."""
+        self._weights.changed("SGLang has new weights")
 
 
 class _Query(NamedTuple):
