@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from kvbm_core.clock import SystemClock
 from kvbm_core.config import KvbmSettings
@@ -14,12 +13,9 @@ from kvbm_core.identity.fields import NOT_ON_DISK, Description
 from kvbm_core.identity.weights import WEIGHTS_WAIT_S, WeightsIdentity
 from kvbm_core.observe.labels import FailureKind
 from kvbm_core.observe.metrics import Metrics
-from kvbm_core.runtime.assembly import DISK, REMOTE, lower_makers, rank_options
+from kvbm_core.runtime.assembly import LowerTiers, lower_makers, rank_options
 from kvbm_core.runtime.local import LocalOptions, LocalTiers
-from kvbm_core.storage.disk.folder import DiskFolder
-from kvbm_core.storage.disk.record import record_bytes
 from kvbm_core.storage.host_slab import available_memory_bytes, taken_by_siblings_bytes
-from kvbm_core.tokens.namespace import KeyNamespace
 from kvbm_core.transfer.plan import TierPlace
 from kvbm_core.transfer.rank import slot_bytes_of
 from kvbm_sglang.device_pool import DevicePages
@@ -70,15 +66,15 @@ def assemble(
         return LinkerTiers(None, None, None, counter=counter, metrics=metrics, on_close=weights.close)
     num_slots = settings.host_tier_slots(pages.page_bytes * ranks.num_ranks)
     namespace = device_namespace_of(model, pages.layout, pages.page_tokens, ranks.shard, engine)
-    places, folder = list[TierPlace](), None
+    fingerprint = namespace.root().hex()  # the keys tell the weights apart
+    lower = LowerTiers(settings, ranks.num_ranks, SystemClock(), model)
+    places: list[TierPlace] = []
     if settings.has_lower_tier:
         engine.tell("SGLang", NOT_ON_DISK)
         if engine.is_lasting:
             weights.start()
-            places, folder = _places_of(pages, settings, namespace, ranks.num_ranks, metrics)
-    if settings.remote_url is not None and engine.is_lasting:
-        places.append(TierPlace(REMOTE, settings.remote_url, model=model))
-    fingerprint = namespace.root().hex()  # the keys tell the weights apart
+            block_bytes = slot_bytes_of(pages.memory, has_lower=True) * ranks.num_ranks
+            places = _places_of(lower, block_bytes, fingerprint, metrics)
     options = _options_of(settings, num_slots, places, fingerprint)
     try:
         share_bytes = num_slots * slot_bytes_of(pages.memory, has_lower=bool(places))
@@ -89,16 +85,14 @@ def assemble(
         log.error("%s; nothing is cached", error)
         metrics.failure(FailureKind.OTHER)
         weights.close()
-        if folder is not None:
-            folder.close()
+        lower.close()
         return LinkerTiers(None, None, None, counter=counter, metrics=metrics)
     line = "kvbm: linker: host tier of %d pages, %.2f GB; pages of %d bytes"
     log.info(line, num_slots, num_slots * pages.page_bytes / 1e9, pages.page_bytes)
 
     def on_close() -> None:
         weights.close()
-        if folder is not None:
-            folder.close()
+        lower.close()
 
     if places:
         weights.wait(WEIGHTS_WAIT_S)
@@ -121,18 +115,13 @@ def _options_of(
     )
 
 
-def _places_of(
-    pages: DevicePages, settings: KvbmSettings, namespace: KeyNamespace, num_ranks: int, metrics: Metrics
-) -> tuple[list[TierPlace], DiskFolder | None]:
-    if not settings.has_disk_tier:
-        return [], None
-    each = record_bytes(slot_bytes_of(pages.memory, has_lower=True))
-    num_slots = settings.disk_tier_slots(each * num_ranks)
-    fingerprint = namespace.root().hex()  # the keys tell the weights apart
-    try:
-        folder = DiskFolder(Path(settings.disk_cache_dir), fingerprint)
-    except ConfigError as error:
-        log.error("%s; nothing is kept on disk", error)
-        metrics.failure(FailureKind.OTHER)
-        return [], None
-    return [TierPlace(DISK, str(folder.path), num_slots)], folder
+def _places_of(lower: LowerTiers, block_bytes: int, fingerprint: str, metrics: Metrics) -> list[TierPlace]:
+    """Those that can be had. ``block_bytes``: of all ranks together."""
+    places: list[TierPlace] = []
+    for name, plan in lower.plans().items():
+        try:
+            places.append(plan(block_bytes, fingerprint))
+        except ConfigError as error:
+            log.error("%s; the linker serves without its %s tier", error, name)
+            metrics.failure(FailureKind.OTHER)
+    return places
