@@ -266,8 +266,8 @@ class WorkerSide:
     def _take_results(self) -> None:
         for result in self.worker.take():
             name, is_done = self._loads.pop(result.job_id, None), result.outcome is Outcome.OK
-            if self._is_alone and result.job_id in self._verdicts:  # as the leader will say
-                self._verdicts[result.job_id] = is_done
+            if self._is_alone and is_done and result.job_id in self._verdicts:  # as the leader will say
+                self._verdicts[result.job_id] = True  # a failure it has to know before the batch comes again
             if name is not None:
                 self._move(name, LoadEvent.LOADED if is_done else LoadEvent.FAILED)
 
