@@ -1,0 +1,367 @@
+"""A disk over a store that machines share, as one BlockStore: for whoever has no leader and no host slots."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from kvbm_core.clock import Clock, SystemClock
+from kvbm_core.errors import Outcome
+from kvbm_core.observe.labels import DropReason
+from kvbm_core.observe.metrics import Metrics
+from kvbm_core.policy.admission import Admission, AdmissionPolicy, AdmissionState
+from kvbm_core.storage.base import BlockStore, Memory, parts_of
+from kvbm_core.storage.host_slab import HostSlab
+from kvbm_core.tiers.breaker import Breaker
+from kvbm_core.tiers.lower import FAILING
+from kvbm_core.transfer.movers.store import StoreMover
+from kvbm_core.transfer.plan import JobResult, OrderKind, TierOrder
+from kvbm_core.types import BlockKey, Direction, Tier
+
+BUFFER_BYTES = 64 << 20
+MIN_BUFFERS, MAX_BUFFERS = 16, 1024
+"""Memory between the two stores: so many bytes, but so many blocks at least and at most."""
+READY_WAIT_S = 10.0
+MAX_KNOWN_BLOCKS = 100_000
+KNOWN_S = 60.0
+"""What is in the remote store is not put there again for so long."""
+
+log = logging.getLogger("kvbm")
+
+
+class Answers(NamedTuple):
+    """One outcome per key, and the numbers of those keys whose block is, or came, from the remote store."""
+
+    outcomes: list[Outcome]
+    remote: set[int]
+
+
+@dataclass(eq=False)
+class _Order:
+    """``is_over``: nobody touches its buffers any more. ``is_left``: nobody here needs them any more."""
+
+    order: TierOrder
+    is_left: bool
+    is_over: bool = False
+    result: JobResult | None = None
+
+    def outcomes(self) -> list[Outcome]:
+        """One per key; TIMED_OUT if there is no answer yet."""
+        places = self.order.slots or range(len(self.order.keys))
+        if self.result is None:
+            return [Outcome.TIMED_OUT] * len(places)
+        failed = self.result.failures(places)
+        return [failed.get(place, Outcome.OK) for place in places]
+
+
+class StoreChain:
+    """BlockStore over ``disk`` and ``remote``, which it closes. Safe to call from any thread.
+
+    The disk is asked first, and its outcome counts. What is put goes to the remote store too, in the
+    background, if ``admission`` lets it; and so does what is found on the disk. What comes from the remote
+    store is put on the disk. The remote store sees buffers of the chain's own, never the caller's memory. So
+    one that fails, hangs or goes on writing costs misses, and no call takes longer than its own deadline;
+    one that fails again and again is left alone for a while. ``io_deadline_s``: of its calls.
+    """
+
+    def __init__(
+        self,
+        disk: BlockStore,
+        remote: BlockStore,
+        payload_bytes: int,
+        admission: AdmissionPolicy,
+        metrics: Metrics,
+        *,
+        io_deadline_s: float,
+        clock: Clock | None = None,
+    ) -> None:
+        self._disk, self._remote = disk, remote
+        self._payload_bytes = payload_bytes
+        self._admission = admission
+        self._metrics = metrics
+        self._io_deadline_s = io_deadline_s
+        self._clock = clock = clock or SystemClock()
+        num_buffers = min(max(BUFFER_BYTES // payload_bytes, MIN_BUFFERS), MAX_BUFFERS)
+        self._slab = HostSlab(num_buffers, payload_bytes)
+        self._slab.wait_ready(READY_WAIT_S)
+        self._mover = StoreMover("remote", remote, self._slab, io_deadline_s=io_deadline_s, clock=clock)
+        self._to_disk = ThreadPoolExecutor(1, "kvbm-remote-to-disk")
+        self._changed = threading.Condition()
+        self._breaker = Breaker(clock)
+        self._free = list(range(self._slab.ready_slots))
+        self._known: dict[BlockKey, float] = {}
+        self._is_fetch_failing = False
+        self._last_id = 0
+        self._is_closed = False
+
+    # ---------------------------------------------------------------- BlockStore
+
+    def contains_many(self, keys: Sequence[BlockKey], *, deadline_s: float) -> list[Outcome]:
+        """See BlockStore."""
+        return self.find(keys, deadline_s=deadline_s).outcomes
+
+    def put_many(
+        self, keys: Sequence[BlockKey], payloads: Sequence[Memory], *, deadline_s: float
+    ) -> list[Outcome]:
+        """See BlockStore. Waits, within the deadline, for buffers, not for the remote store."""
+        ends_at_s = self._clock.now_s() + deadline_s
+        outcomes = self._disk.put_many(keys, payloads, deadline_s=deadline_s)
+        kept = [i for i, outcome in enumerate(outcomes) if outcome is not Outcome.REJECTED]
+        self._offer([keys[i] for i in kept], [payloads[i] for i in kept], ends_at_s)
+        return outcomes
+
+    def get_many(
+        self, keys: Sequence[BlockKey], targets: Sequence[Memory], *, deadline_s: float
+    ) -> list[Outcome]:
+        """See BlockStore."""
+        return self.fetch(keys, targets, deadline_s=deadline_s).outcomes
+
+    def remove_many(self, keys: Sequence[BlockKey], *, deadline_s: float) -> list[Outcome]:
+        """See BlockStore. Waits for what is on its way between the stores."""
+        ends_at_s = self._clock.now_s() + deadline_s
+        self.settle(deadline_s)
+        with self._changed:
+            for key in keys:
+                self._known.pop(key, None)
+        outcomes = self._disk.remove_many(keys, deadline_s=ends_at_s - self._clock.now_s())
+        if not self._is_closed:
+            removed = self._remote.remove_many(keys, deadline_s=ends_at_s - self._clock.now_s())
+            outcomes = [
+                here if below is Outcome.MISS else below
+                for here, below in zip(outcomes, removed, strict=True)
+            ]
+        return outcomes
+
+    def scan(self) -> Iterator[BlockKey]:
+        """See BlockStore."""
+        on_disk = set(self._disk.scan())
+        yield from on_disk
+        yield from (key for key in self._remote.scan() if key not in on_disk)
+
+    def close(self) -> None:
+        """See BlockStore. It takes some seconds at most."""
+        with self._changed:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            self._changed.notify_all()
+        self._mover.close()
+        self._to_disk.shutdown()
+        self._disk.close()
+        self._slab.close()
+
+    # ---------------------------------------------------------------- where blocks are
+
+    def find(self, keys: Sequence[BlockKey], *, deadline_s: float) -> Answers:
+        """As ``contains_many``."""
+        ends_at_s = self._clock.now_s() + deadline_s
+        outcomes = self._disk.contains_many(keys, deadline_s=deadline_s)
+        sought = self._not_here(outcomes)
+        if not sought:
+            return Answers(outcomes, set())
+        order = self._begin(OrderKind.FIND, [keys[i] for i in sought], (), ends_at_s)
+        found = {
+            i for i, outcome in zip(sought, self._wait(order, ends_at_s), strict=True) if _is_ok(outcome)
+        }
+        return Answers([Outcome.OK if i in found else o for i, o in enumerate(outcomes)], found)
+
+    def fetch(self, keys: Sequence[BlockKey], targets: Sequence[Memory], *, deadline_s: float) -> Answers:
+        """As ``get_many``."""
+        ends_at_s = self._clock.now_s() + deadline_s
+        outcomes = self._disk.get_many(keys, targets, deadline_s=deadline_s)
+        here = [i for i, outcome in enumerate(outcomes) if _is_ok(outcome)]
+        with self._changed:
+            self._admission.hit([keys[i] for i in here])
+        self._offer([keys[i] for i in here], [targets[i] for i in here], None)
+        sought, begun, came = deque(self._not_here(outcomes)), deque[tuple[list[int], _Order]](), set[int]()
+        while sought or begun:
+            buffers = self._take(len(sought), None if begun else ends_at_s) if sought else []
+            if buffers:
+                numbers = [sought.popleft() for _ in buffers]
+                order = self._begin(OrderKind.FETCH, [keys[i] for i in numbers], buffers, ends_at_s)
+                begun.append((numbers, order))
+            elif begun:
+                numbers, order = begun.popleft()
+                came |= self._bring(order, numbers, targets, ends_at_s)
+            else:
+                break
+        with self._changed:
+            self._admission.hit([keys[i] for i in sorted(came)])
+        return Answers([Outcome.OK if i in came else o for i, o in enumerate(outcomes)], came)
+
+    def settle(self, timeout_s: float) -> bool:
+        """Waits until nothing is on its way between the stores; False if time ran out."""
+        with self._changed:
+            return self._changed.wait_for(lambda: len(self._free) == self._slab.ready_slots, timeout_s)
+
+    def _not_here(self, outcomes: Sequence[Outcome]) -> list[int]:
+        """What to ask the remote store for, if it is to be asked."""
+        with self._changed:
+            if self._is_closed or self._breaker.is_open:
+                return []
+        return [i for i, outcome in enumerate(outcomes) if not _is_ok(outcome)]
+
+    # ---------------------------------------------------------------- up
+
+    def _bring(
+        self, order: _Order, numbers: Sequence[int], targets: Sequence[Memory], ends_at_s: float
+    ) -> set[int]:
+        """Waits for a fetch and copies what came: its numbers."""
+        ends = list(zip(numbers, order.order.slots, self._wait(order, ends_at_s), strict=True))
+        for number, buffer, outcome in ends:
+            if _is_ok(outcome):
+                at = 0
+                for part in parts_of(targets[number]):
+                    np.frombuffer(part, np.uint8)[:] = self._buffer(buffer)[at : at + part.nbytes]
+                    at += part.nbytes
+        came = {number for number, _, outcome in ends if _is_ok(outcome)}
+        try:
+            self._to_disk.submit(self._keep, order)
+        except RuntimeError:  # closed meanwhile
+            self._leave(order)
+        return came
+
+    def _keep(self, order: _Order) -> None:
+        """Puts on the disk what a fetch has brought."""
+        outcomes, slots = order.outcomes(), order.order.slots
+        came = [i for i, outcome in enumerate(outcomes) if _is_ok(outcome)]
+        try:
+            memory = [self._buffer(slots[i]).data for i in came]
+            self._disk.put_many([order.order.keys[i] for i in came], memory, deadline_s=self._io_deadline_s)
+        finally:
+            self._leave(order)
+
+    # ---------------------------------------------------------------- down
+
+    def _offer(self, keys: Sequence[BlockKey], payloads: Sequence[Memory], ends_at_s: float | None) -> None:
+        """Those that are admitted are put into the remote store. ``ends_at_s``: how long buffers are waited
+        for; None: not at all.
+        """
+        todo = self._admitted(dict(zip(keys, payloads, strict=True)))
+        while todo:
+            buffers = self._take(len(todo), ends_at_s, is_put=True)
+            if not buffers:
+                self._metrics.dropped(DropReason.QUEUE_FULL, len(todo))
+                return
+            batch, todo = todo[: len(buffers)], todo[len(buffers) :]
+            for (_, payload), buffer in zip(batch, buffers, strict=True):
+                at = 0
+                for part in parts_of(payload):
+                    self._buffer(buffer)[at : at + part.nbytes] = np.frombuffer(part, np.uint8)
+                    at += part.nbytes
+            self._begin(OrderKind.STORE, [key for key, _ in batch], buffers, None)
+
+    def _admitted(self, blocks: dict[BlockKey, Memory]) -> list[tuple[BlockKey, Memory]]:
+        with self._changed:
+            if self._is_closed or self._breaker.is_open:
+                return []
+            now_s, size = self._clock.now_s(), self._payload_bytes
+            state = AdmissionState(1 << 40, 1 << 40, self._slab.ready_slots - len(self._free))
+            return [
+                (key, payload)
+                for key, payload in blocks.items()
+                if self._known.get(key, now_s) <= now_s
+                and self._admission.decide(key, size, state) is Admission.ADMIT
+            ]
+
+    # ---------------------------------------------------------------- buffers
+
+    def _buffer(self, slot: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+        return self._slab.array[slot * self._payload_bytes : (slot + 1) * self._payload_bytes]
+
+    def _take(self, count: int, ends_at_s: float | None, *, is_put: bool = False) -> list[int]:
+        """So many buffers at most; none if none came in time. Puts leave half of them to reads."""
+        spared = self._slab.ready_slots // 2 if is_put else 0
+        with self._changed:
+            if ends_at_s is not None:
+                self._changed.wait_for(
+                    lambda: len(self._free) > spared or self._is_closed or self._breaker.is_open,
+                    max(0.0, ends_at_s - self._clock.now_s()),
+                )
+            if self._is_closed or self._breaker.is_open:
+                return []
+            return [self._free.pop() for _ in range(min(count, max(0, len(self._free) - spared)))]
+
+    def _leave(self, order: _Order) -> None:
+        with self._changed:
+            order.is_left = True
+            self._give_back(order)
+
+    def _give_back(self, order: _Order) -> None:
+        if order.is_left and order.is_over:
+            self._free += order.order.slots
+            self._changed.notify_all()
+
+    # ---------------------------------------------------------------- orders
+
+    def _begin(
+        self, kind: OrderKind, keys: Sequence[BlockKey], buffers: Sequence[int], ends_at_s: float | None
+    ) -> _Order:
+        with self._changed:
+            self._last_id += 1
+            tier_order = TierOrder(self._last_id, "remote", kind, tuple(keys), tuple(buffers))
+        order = _Order(tier_order, is_left=kind is not OrderKind.FETCH)
+        deadline_s = self._io_deadline_s if ends_at_s is None else ends_at_s - self._clock.now_s()
+        self._mover.submit(tier_order, lambda result: self._answered(order, result), deadline_s=deadline_s)
+        return order
+
+    def _wait(self, order: _Order, ends_at_s: float) -> list[Outcome]:
+        with self._changed:
+            timeout_s = max(0.0, ends_at_s - self._clock.now_s())
+            self._changed.wait_for(lambda: order.result is not None, timeout_s)
+            return order.outcomes()
+
+    def _answered(self, order: _Order, result: JobResult) -> None:
+        """In a thread of the mover's; of one that is late, once more when it is over."""
+        with self._changed:
+            is_first, order.is_over = order.result is None, not result.is_late
+            if is_first:
+                order.result = result
+                self._learn(order)
+            self._give_back(order)
+            self._changed.notify_all()
+        if is_first:
+            self._count(order, result)
+
+    def _learn(self, order: _Order) -> None:
+        kind, outcomes = order.order.kind, order.outcomes()
+        until_s = self._clock.now_s() + KNOWN_S
+        for key, outcome in zip(order.order.keys, outcomes, strict=True):
+            self._known.pop(key, None)
+            if _is_ok(outcome):
+                self._known[key] = until_s
+        while len(self._known) > MAX_KNOWN_BLOCKS:
+            del self._known[next(iter(self._known))]
+        trouble = next((outcome for outcome in outcomes if outcome in FAILING), None)
+        if kind is OrderKind.FETCH:
+            self._is_fetch_failing = trouble is not None
+        if trouble is not None and self._breaker.failed():
+            log.warning("kvbm: the remote store fails (%s); it is left alone for a while", trouble)
+        # One that knows what it has and does not give it fails, however well it is asked.
+        if trouble is None and not (kind is OrderKind.FIND and self._is_fetch_failing):
+            self._breaker.succeeded()
+
+    def _count(self, order: _Order, result: JobResult) -> None:
+        metrics, kind = self._metrics, order.order.kind
+        if kind is OrderKind.FIND:
+            return
+        outcomes, is_write = order.outcomes(), kind is OrderKind.STORE
+        num_ok = outcomes.count(Outcome.OK)
+        source, target = (Tier.HOST, Tier.REMOTE) if is_write else (Tier.REMOTE, Tier.HOST)
+        (metrics.offloaded_blocks if is_write else metrics.onboarded_blocks)(num_ok, source, target)
+        metrics.tier_transfer(source, target, result.num_bytes, result.seconds)
+        if num_ok < len(outcomes):
+            direction = Direction.OFFLOAD if is_write else Direction.ONBOARD
+            metrics.failure(f"{direction}_{result.outcome}")
+            metrics.remote_failures(len(outcomes) - num_ok, is_write=is_write)
+
+
+def _is_ok(outcome: Outcome) -> bool:
+    return outcome is Outcome.OK
