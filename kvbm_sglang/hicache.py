@@ -19,6 +19,7 @@ from kvbm_core.identity.weights import WEIGHTS_WAIT_S
 from kvbm_core.observe.guard import GuardState, guarded, seams_of
 from kvbm_core.observe.metrics import Metrics
 from kvbm_core.runtime.assembly import announce, metrics_server
+from kvbm_core.types import Tier
 from kvbm_sglang.hits import leading, lengths_with_all, lengths_with_tail, pages_of_groups
 from kvbm_sglang.identity import KV, rank_of
 from kvbm_sglang.pools import Pools
@@ -50,7 +51,8 @@ _NOT_OURS = (
 
 
 class KvbmHiCache(HiCacheStorage):
-    """Pages of SGLang's host pools on a local disk, found again after a restart. Every hook is guarded.
+    """Pages of SGLang's host pools on a local disk, found again after a restart, and in a store that machines
+    share. Every hook is guarded.
 
     SGLang calls it from four threads at once. ConfigError, one line, for settings that cannot be used.
     """
@@ -100,8 +102,9 @@ class KvbmHiCache(HiCacheStorage):
 
     @guarded("batch_exists", lambda self, keys, extra_info=None: 0)
     def batch_exists(self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None) -> int:
-        hits = leading(self._pools.contains(KV, keys))
-        self._stats.queried(self._pools.page_tokens(KV), hits, len(keys))
+        found = self._pools.find(KV, keys)
+        hits = leading(_is_there(found))
+        self._stats.queried(self._pools.page_tokens(KV), found[:hits], len(keys))
         return hits
 
     def batch_get_v1(
@@ -125,7 +128,8 @@ class KvbmHiCache(HiCacheStorage):
         pool_transfers: list[PoolTransfer] | None = None,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> PoolTransferResult:
-        lengths = lengths_with_all(self._pools.contains(KV, keys))
+        found = self._pools.find(KV, keys)
+        lengths = lengths_with_all(_is_there(found))
         hits = {KV: len(lengths)}
         for transfer in pool_transfers or []:
             name = _name_of(transfer.name)
@@ -140,7 +144,7 @@ class KvbmHiCache(HiCacheStorage):
         )
         if hasattr(result, "restorable_prefix_pages"):  # 0.5.19 and newer
             result.restorable_prefix_pages = lengths
-        self._stats.queried(self._pools.page_tokens(KV), result.kv_hit_pages, len(keys))
+        self._stats.queried(self._pools.page_tokens(KV), found[: result.kv_hit_pages], len(keys))
         return result
 
     def batch_get_v2(
@@ -193,11 +197,11 @@ class KvbmHiCache(HiCacheStorage):
         """Prefix lengths that this pool allows; a number, its own verdict, where it does not limit them."""
         policy = _name_of(transfer.hit_policy)
         if policy == "all_pages":
-            return lengths_with_all(self._pools.contains(name, keys))
+            return lengths_with_all(_is_there(self._pools.find(name, keys)))
         if policy == "trailing_pages":
-            return lengths_with_tail(self._pools.contains(name, keys), len(transfer.keys or ()))
+            return lengths_with_tail(_is_there(self._pools.find(name, keys)), len(transfer.keys or ()))
         if policy == "block_groups":
-            found = self._pools.contains(name, list(transfer.keys or []))
+            found = _is_there(self._pools.find(name, list(transfer.keys or [])))
             return pages_of_groups(found, transfer.group_pages, transfer.block_pages)
         log.warning(
             "kvbm: pool %s has a hit policy that is not known: %s; its prompts are not served", name, policy
@@ -211,6 +215,10 @@ class KvbmHiCache(HiCacheStorage):
     @guarded("batch_set", lambda self, pool, keys, host_indices: [False] * len(keys))
     def _put(self, pool: str, keys: list[str], host_indices: torch.Tensor) -> list[bool]:
         return self._pools.put(pool, keys, host_indices)
+
+
+def _is_there(found: Sequence[Tier | None]) -> list[bool]:
+    return [tier is not None for tier in found]
 
 
 def _name_of(value: Any) -> str:

@@ -42,6 +42,7 @@ __all__ = [
     "page_keys",
     "rank_of",
     "reads_along",
+    "shard_of",
 ]
 
 KV = "kv"
@@ -144,6 +145,15 @@ def rank_of(config: HiCacheStorageConfig) -> int:
             getattr(config, f"{what}_rank", 0) or 0
         )
     return rank
+
+
+def shard_of(config: HiCacheStorageConfig, name: str) -> str:
+    """Which part of a pool's pages this rank has, as "0of2". Replicas of an engine have the same parts."""
+    rank, size = 0, 1
+    for what in ("pp", "attn_cp", *(() if is_replicated(config, name) else ("tp",))):
+        width = int(getattr(config, f"{what}_size", 1) or 1)
+        rank, size = rank * width + int(getattr(config, f"{what}_rank", 0) or 0), size * width
+    return f"{rank}of{size}"
 
 
 def device_namespace_of(

@@ -235,7 +235,9 @@ class LinkerTiers:
         if outcome is Outcome.OK and self._pages is not None and load.claim is not None:
             num_pages = len(load.claim.keys)
             self._metrics.matched_tokens(num_pages * self._pages.page_tokens)
-            self._metrics.request_hits(num_pages - load.num_read, load.num_read, load.num_queried)
+            num_brought = load.claim.held.num_brought
+            num_hosted = num_pages - load.num_read - num_brought
+            self._metrics.request_hits(num_hosted, load.num_read, load.num_queried, num_brought)
         with self._changed:
             self._loading.discard(load)
             self._changed.notify_all()

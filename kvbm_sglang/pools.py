@@ -1,5 +1,5 @@
-"""SGLang's host pools of one rank, each with a file of its own on the disk; opened when all of them are
-known.
+"""SGLang's host pools of one rank, each with a file of its own on the disk, and a place in what machines
+share; opened when all of them are known.
 """
 
 from __future__ import annotations
@@ -7,25 +7,38 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from kvbm_core.clock import SystemClock
 from kvbm_core.config import KvbmSettings
 from kvbm_core.errors import ConfigError, LayoutError, Outcome
 from kvbm_core.observe.labels import FailureKind
-from kvbm_core.runtime.assembly import rank_options
-from kvbm_core.storage.disk.allocate import DirectoryBusyError, DiskError, FileOptions
+from kvbm_core.runtime.assembly import rank_options, remote_admission
+from kvbm_core.runtime.store_chain import Answers, StoreChain
+from kvbm_core.storage.base import BlockStore
+from kvbm_core.storage.disk.allocate import DirectoryBusyError, DiskError
 from kvbm_core.storage.disk.folder import DiskFolder, claimed_folder
 from kvbm_core.storage.disk.record import record_bytes
-from kvbm_core.types import Direction
+from kvbm_core.storage.stores import StoreSpec, open_store
+from kvbm_core.tokens.namespace import KeyNamespace
+from kvbm_core.types import Direction, Tier
 from kvbm_sglang.engine_settings import code_of, describe_engine, effective, find_server_args
-from kvbm_sglang.identity import KV, engine_claim, is_replicated, model_of, namespace_of, reads_along
+from kvbm_sglang.identity import (
+    KV,
+    engine_claim,
+    is_replicated,
+    model_of,
+    namespace_of,
+    reads_along,
+    shard_of,
+)
 from kvbm_sglang.pages import Pages
 from kvbm_sglang.stats import Stats
-from kvbm_sglang.store import DEADLINE_S, FollowedPages, PageStore
+from kvbm_sglang.store import DEADLINE_S, FollowedFile, OwnFile, PagesOnDisk, PageStore, meaning_of
 from kvbm_sglang.weights import weights_identity
 
 if TYPE_CHECKING:
@@ -51,7 +64,8 @@ class Pools:
     def __init__(self, config: HiCacheStorageConfig, settings: KvbmSettings, stats: Stats) -> None:
         if not settings.has_disk_tier:
             raise ConfigError(SIZE, settings.disk_cache_gb, "set it to the size of the disk tier, per rank")
-        self._options = _disk_options(settings)
+        self._options = rank_options(settings, deadline_s=_deadline_s(settings, "disk_deadline_s"))
+        self._remote_deadline_s = _deadline_s(settings, "remote_deadline_s")
         self._config = config
         self._settings = settings
         self._stats = stats
@@ -60,7 +74,7 @@ class Pools:
         self._busy: set[str] = set()
         self._next_try_s = 0.0
         self._pages: dict[str, Pages] = {}
-        self._stores: dict[str, PageStore | FollowedPages] = {}
+        self._stores: dict[str, PageStore] = {}
         self._folder: DiskFolder | None = None
         self._bytes_per_host_byte = 0.0
         server_args = find_server_args()
@@ -95,10 +109,10 @@ class Pools:
         """Tokens of a page; 0 for a pool that is not kept."""
         return self._pages[name].page_tokens if name in self._stores else 0
 
-    def contains(self, name: str, keys: list[str]) -> list[bool]:
-        """Which pages are there; no I/O. Without KV nothing is."""
+    def find(self, name: str, keys: list[str]) -> Sequence[Tier | None]:
+        """Where each of the pages is. Without KV none is there."""
         store = self._store(name)
-        return [False] * len(keys) if store is None else store.contains(keys)
+        return [None] * len(keys) if store is None else store.find(keys)
 
     def put(self, name: str, keys: list[str], host_indices: torch.Tensor) -> list[bool]:
         """Keeps these pages."""
@@ -106,7 +120,8 @@ class Pools:
         if store is None or not keys:
             return [False] * len(keys)
         started_s = time.perf_counter()
-        return self._ended(Direction.OFFLOAD, name, store.put(keys, host_indices), started_s)
+        answers = Answers(store.put(keys, host_indices), set())
+        return self._ended(Direction.OFFLOAD, name, answers, started_s)
 
     def get(self, name: str, keys: list[str], host_indices: torch.Tensor) -> list[bool]:
         """Fills these pages; one that is not True holds garbage."""
@@ -139,23 +154,19 @@ class Pools:
     def _is_lasting(self) -> bool:
         return self._engine.is_lasting and self._weights.stamp().is_lasting
 
-    def _store(self, name: str) -> PageStore | FollowedPages | None:
+    def _store(self, name: str) -> PageStore | None:
         if not self._is_lasting():
             return None
         self.open()
         return self._stores.get(name) if KV in self._stores else None
 
-    def _ended(
-        self, direction: Direction, name: str, outcomes: list[Outcome], started_s: float
-    ) -> list[bool]:
+    def _ended(self, direction: Direction, name: str, answers: Answers, started_s: float) -> list[bool]:
         seconds = time.perf_counter() - started_s
-        self._stats.moved(direction, outcomes, self._pages[name].page_bytes, seconds)
-        stores = list(self._stores.values())
-        used, capacity = (
-            sum(store.resident_pages for store in stores),
-            sum(store.num_slots for store in stores),
-        )
-        self._stats.disk_tier(used, capacity, sum(store.evicted_pages for store in stores))
+        outcomes, page_bytes = answers.outcomes, self._pages[name].page_bytes
+        self._stats.moved(direction, outcomes, page_bytes, seconds, len(answers.remote))
+        disks = [store.disk for store in list(self._stores.values())]
+        used, capacity = sum(disk.resident_blocks for disk in disks), sum(disk.num_slots for disk in disks)
+        self._stats.disk_tier(used, capacity, sum(disk.evicted_blocks_total for disk in disks))
         return [outcome is Outcome.OK for outcome in outcomes]
 
     def _open_waiting(self) -> None:
@@ -209,7 +220,7 @@ class Pools:
         log.error("%s; pool %s: %s", error, name, what)
         self._stats.metrics.failure(FailureKind.LAYOUT)
 
-    def _open(self, name: str, pages: Pages, pool: Any) -> PageStore | FollowedPages:
+    def _open(self, name: str, pages: Pages, pool: Any) -> PageStore:
         settings, config = self._settings, self._config
         weights = self._weights.stamp()
         if not weights.is_lasting:
@@ -217,11 +228,32 @@ class Pools:
         namespace = namespace_of(
             config, pool, name, pages.piece_bytes, self._model, engine=self._engine, weights=weights
         )
+        remote = self._open_remote(name, pages, namespace)
+        try:
+            disk = self._open_disk(name, pages, namespace)
+        except BaseException:
+            if remote is not None:
+                remote.close()
+            raise
+        chain = None
+        if remote is not None:
+            chain = StoreChain(
+                disk,
+                remote,
+                pages.page_bytes,
+                remote_admission(settings, SystemClock()),
+                self._stats.metrics,
+                io_deadline_s=self._remote_deadline_s,
+            )
+        return PageStore(disk, chain, pages, namespace, self._options.disk.io_deadline_s)
+
+    def _open_disk(self, name: str, pages: Pages, namespace: KeyNamespace) -> PagesOnDisk:
+        settings, config, options = self._settings, self._config, self._options.disk
         directory, claim = Path(settings.disk_cache_dir), engine_claim(config)
         fingerprint = namespace.without_weights().root().hex()
         if reads_along(config, name):
-            return FollowedPages(
-                lambda: claimed_folder(directory, fingerprint, claim), pages, namespace, self._options
+            return FollowedFile(
+                lambda: claimed_folder(directory, fingerprint, claim), namespace, pages.page_bytes, options
             )
         if self._folder is None:
             self._folder = DiskFolder(directory, fingerprint, claim)
@@ -234,12 +266,27 @@ class Pools:
         log.info(
             "kvbm: pool %s: %d pages of %d bytes in %s", name, num_slots, pages.page_bytes, self._folder.path
         )
-        return PageStore(self._folder.path, pages, namespace, num_slots, self._options, shares=shares)
+        return OwnFile(self._folder.path, namespace, pages.page_bytes, num_slots, options, shares=shares)
+
+    def _open_remote(self, name: str, pages: Pages, namespace: KeyNamespace) -> BlockStore | None:
+        url = self._settings.remote_url
+        if url is None:
+            return None
+        shard, meaning = shard_of(self._config, name), meaning_of(namespace).hex()
+        try:
+            return open_store(
+                StoreSpec(url, pages.page_bytes, meaning, shard, self._model, self._options.store)
+            )
+        except (ConfigError, OSError) as error:
+            log.error("%s; pool %s is kept on this machine alone", error.args[-1], name)
+            self._stats.metrics.failure(FailureKind.OTHER)
+            return None
 
 
-def _disk_options(settings: KvbmSettings) -> FileOptions:
-    deadline_s = min(settings.disk_deadline_s, DEADLINE_S)
-    if settings.is_set("disk_deadline_s") and settings.disk_deadline_s > DEADLINE_S:
-        line = "kvbm: KVBM_DISK_DEADLINE_S=%g: SGLang gives its threads little time to end; %g is used"
-        log.warning(line, settings.disk_deadline_s, DEADLINE_S)
-    return rank_options(settings, deadline_s=deadline_s).disk
+def _deadline_s(settings: KvbmSettings, name: str) -> float:
+    """A setting of seconds, as far as SGLang gives its threads time."""
+    given_s = float(getattr(settings, name))
+    if settings.is_set(name) and given_s > DEADLINE_S:
+        line = "kvbm: %s=%g: SGLang gives its threads little time to end; %g is used"
+        log.warning(line, settings.env_names()[name], given_s, DEADLINE_S)
+    return min(given_s, DEADLINE_S)

@@ -1,4 +1,4 @@
-"""What moved between SGLang's host pools and the disk: in kvbm's metrics, and for SGLang's own."""
+"""What moved between SGLang's host pools and the stores below: in kvbm's metrics, and for SGLang's own."""
 
 from __future__ import annotations
 
@@ -32,23 +32,29 @@ class Stats:
         self._batches: dict[Direction, list[Batch]] = {direction: [] for direction in Direction}
 
     def moved(
-        self, direction: Direction, outcomes: Sequence[Outcome], page_bytes: int, seconds: float
+        self,
+        direction: Direction,
+        outcomes: Sequence[Outcome],
+        page_bytes: int,
+        seconds: float,
+        remote_pages: int = 0,
     ) -> None:
-        """A call has ended."""
+        """A call has ended. ``remote_pages``: come from the remote store, which counts what it moves."""
         metrics, pages = self.metrics, outcomes.count(Outcome.OK)
         for outcome in set(outcomes) - {Outcome.OK, Outcome.MISS}:
             metrics.failure(f"{direction}_{outcome}", outcomes.count(outcome))
         if not pages:
             return
+        disk_pages = pages - remote_pages
         if direction is Direction.OFFLOAD:
             source, target = Tier.HOST, Tier.DISK
-            metrics.offloaded_blocks(pages, source, target)
+            metrics.offloaded_blocks(disk_pages, source, target)
         else:
             source, target = Tier.DISK, Tier.HOST
-            metrics.onboarded_blocks(pages, Tier.DISK, Tier.DEVICE)
+            metrics.onboarded_blocks(disk_pages, Tier.DISK, Tier.DEVICE)
         metrics.bytes_moved(direction, pages * page_bytes)
         metrics.transfer_seconds(direction, seconds)
-        metrics.tier_transfer(source, target, pages * page_bytes, seconds)
+        metrics.tier_transfer(source, target, disk_pages * page_bytes, seconds * disk_pages / pages)
         if self._keeps_batches:
             batch = Batch(pages, pages * page_bytes / max(seconds, 1e-9) / 1e9)
             with self._lock:
@@ -63,10 +69,11 @@ class Stats:
             new, self._evicted_seen = evicted_pages - self._evicted_seen, evicted_pages
         self.metrics.evicted(Tier.DISK, new)
 
-    def queried(self, page_tokens: int, hit_pages: int, queried_pages: int) -> None:
-        """A prefix was looked for."""
-        self.metrics.matched_tokens(hit_pages * page_tokens)
-        self.metrics.request_hits(0, hit_pages, queried_pages)
+    def queried(self, page_tokens: int, hits: Sequence[Tier | None], queried_pages: int) -> None:
+        """A prefix was looked for; ``hits``: where each page of what was found is."""
+        self.metrics.matched_tokens(len(hits) * page_tokens)
+        remote_pages = hits.count(Tier.REMOTE)
+        self.metrics.request_hits(0, len(hits) - remote_pages, queried_pages, remote_pages)
 
     def take(self) -> dict[Direction, list[Batch]] | None:
         """The batches since the last call; None for none, which is cheap."""

@@ -1,19 +1,25 @@
-"""A host pool's pages on disk: keys in the pool's namespace, and who writes them."""
+"""A host pool's pages on disk, and in a store that machines share: keys in the pool's namespace, and who
+writes them.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
 from kvbm_core.errors import Outcome
+from kvbm_core.runtime.store_chain import Answers, StoreChain
+from kvbm_core.storage.base import BlockStore, Memory
 from kvbm_core.storage.disk.allocate import FileOptions
 from kvbm_core.storage.disk.block_file import SUFFIX, Geometry
 from kvbm_core.storage.disk.reader import DiskReader
 from kvbm_core.storage.disk.store import DiskStore
 from kvbm_core.tokens.namespace import KeyNamespace
+from kvbm_core.types import BlockKey, Tier
 from kvbm_sglang.identity import page_keys
 from kvbm_sglang.pages import Pages
 
@@ -22,115 +28,102 @@ DEADLINE_S = 4.0
 """Of a call, at most: SGLang gives its storage threads 10 s to end."""
 
 
-class PageStore:
-    """Pages by SGLang's keys, ``num_slots`` at most. Safe to call from any thread; a call ends within
-    the options' deadline, DEADLINE_S at most.
+class PagesOnDisk(BlockStore, Protocol):
+    """A rank's pages on its machine."""
 
-    ``shares``: other ranks read along. DiskError, one line, if the folder cannot hold it.
+    num_slots: int
+
+    @property
+    def resident_blocks(self) -> int:
+        """Pages that can be got."""
+
+    @property
+    def evicted_blocks_total(self) -> int:
+        """Pages that made room for others, so far."""
+
+    def clear(self) -> None:
+        """Forgets everything, for good."""
+
+
+class OwnFile(DiskStore):
+    """Pages that this rank writes, ``num_slots`` at most. ``shares``: other ranks read along.
+
+    DiskError, one line, if the folder cannot hold it.
     """
 
     def __init__(
         self,
         folder: Path,
-        pages: Pages,
         namespace: KeyNamespace,
+        page_bytes: int,
         num_slots: int,
         options: FileOptions,
         *,
         shares: bool,
     ) -> None:
-        self._root = namespace.root()
         self.num_slots = num_slots
-        self._deadline_s = options.io_deadline_s
-        self._pages = pages
         path, meaning = _place_of(folder, namespace)
-        self._store = DiskStore(
+        super().__init__(
             path,
-            Geometry(num_slots, pages.page_bytes, meaning),
+            Geometry(num_slots, page_bytes, meaning),
             options,
             reads_straight=False,  # SGLang takes a page back as soon as a read has failed, late or not
             shares=shares,
         )
-        self._store.wait_recovered(START_WAIT_S)
-
-    @property
-    def resident_pages(self) -> int:
-        """Pages that can be got."""
-        return self._store.resident_blocks
-
-    @property
-    def evicted_pages(self) -> int:
-        """Pages that made room for others, so far."""
-        return self._store.evicted_blocks_total
-
-    def contains(self, keys: list[str]) -> list[bool]:
-        """Which of them are there; no I/O."""
-        found = self._store.contains_many(page_keys(self._root, keys), deadline_s=self._deadline_s)
-        return [outcome is Outcome.OK for outcome in found]
-
-    def put(self, keys: list[str], host_indices: torch.Tensor) -> list[Outcome]:
-        """Keeps these pages."""
-        memory = self._pages.memory_of(host_indices, len(keys))
-        return self._store.put_many(page_keys(self._root, keys), memory, deadline_s=self._deadline_s)
-
-    def get(self, keys: list[str], host_indices: torch.Tensor) -> list[Outcome]:
-        """Fills these pages; one whose outcome is not OK holds garbage."""
-        memory = self._pages.memory_of(host_indices, len(keys))
-        return self._store.get_many(page_keys(self._root, keys), memory, deadline_s=self._deadline_s)
-
-    def clear(self) -> None:
-        """Forgets everything, for good."""
-        self._store.clear()
-
-    def close(self) -> None:
-        """Idempotent."""
-        self._store.close()
+        self.wait_recovered(START_WAIT_S)
 
 
-class FollowedPages:
-    """Pages that another rank writes, with the same methods; until its folder is there nothing is found.
+class FollowedFile:
+    """Pages that another rank writes; until its folder is there nothing is found.
 
     ``find_folder``: where that rank writes, None while that is not known.
     """
 
     num_slots = 0  # the writer counts them
-    resident_pages = 0
-    evicted_pages = 0
+    resident_blocks = 0
+    evicted_blocks_total = 0
 
     def __init__(
         self,
         find_folder: Callable[[], Path | None],
-        pages: Pages,
         namespace: KeyNamespace,
+        page_bytes: int,
         options: FileOptions,
     ) -> None:
-        self._root = namespace.root()
-        self._namespace = namespace
-        self._pages = pages
         self._find_folder = find_folder
+        self._namespace = namespace
+        self._page_bytes = page_bytes
         self._options = options
-        self._deadline_s = options.io_deadline_s
         self._reader: DiskReader | None = None
 
-    def contains(self, keys: list[str]) -> list[bool]:
-        """See PageStore."""
+    def contains_many(self, keys: Sequence[BlockKey], *, deadline_s: float) -> list[Outcome]:
+        """See BlockStore."""
         reader = self._found_reader()
-        if reader is None:
-            return [False] * len(keys)
-        found = reader.contains_many(page_keys(self._root, keys), deadline_s=self._deadline_s)
-        return [outcome is Outcome.OK for outcome in found]
+        missing = [Outcome.MISS] * len(keys)
+        return missing if reader is None else reader.contains_many(keys, deadline_s=deadline_s)
 
-    def put(self, keys: list[str], host_indices: torch.Tensor) -> list[Outcome]:
+    def put_many(
+        self, keys: Sequence[BlockKey], payloads: Sequence[Memory], *, deadline_s: float
+    ) -> list[Outcome]:
         """REJECTED: SGLang lets one rank write."""
         return [Outcome.REJECTED] * len(keys)
 
-    def get(self, keys: list[str], host_indices: torch.Tensor) -> list[Outcome]:
-        """See PageStore."""
+    def get_many(
+        self, keys: Sequence[BlockKey], targets: Sequence[Memory], *, deadline_s: float
+    ) -> list[Outcome]:
+        """See BlockStore."""
         reader = self._found_reader()
-        if reader is None:
-            return [Outcome.MISS] * len(keys)
-        memory = self._pages.memory_of(host_indices, len(keys))
-        return reader.get_many(page_keys(self._root, keys), memory, deadline_s=self._deadline_s)
+        missing = [Outcome.MISS] * len(keys)
+        return missing if reader is None else reader.get_many(keys, targets, deadline_s=deadline_s)
+
+    def remove_many(self, keys: Sequence[BlockKey], *, deadline_s: float) -> list[Outcome]:
+        """REJECTED, as ``put_many``."""
+        return [Outcome.REJECTED] * len(keys)
+
+    def scan(self) -> Iterator[BlockKey]:
+        """See BlockStore."""
+        reader = self._found_reader()
+        return iter(()) if reader is None else reader.scan()
 
     def clear(self) -> None:
         """Nothing: the writer clears, and this follows."""
@@ -145,12 +138,72 @@ class FollowedPages:
         # Asked for by one thread first, SGLang's query; two readers would only be one too many.
         if self._reader is None and (folder := self._find_folder()) is not None:
             path, meaning = _place_of(folder, self._namespace)
-            geometry = Geometry(1, self._pages.page_bytes, meaning)
+            geometry = Geometry(1, self._page_bytes, meaning)
             self._reader = DiskReader(path, geometry, self._options, reads_straight=False)
         return self._reader
 
 
+class PageStore:
+    """A pool's pages by SGLang's keys: ``disk``, and the remote store of ``chain`` if there is one. Safe to
+    call from any thread; a call ends within ``deadline_s``.
+    """
+
+    def __init__(
+        self,
+        disk: PagesOnDisk,
+        chain: StoreChain | None,
+        pages: Pages,
+        namespace: KeyNamespace,
+        deadline_s: float,
+    ) -> None:
+        self.disk = disk
+        self._chain = chain
+        self._pages = pages
+        self._root = namespace.root()
+        self._deadline_s = deadline_s
+
+    def find(self, keys: list[str]) -> list[Tier | None]:
+        """Where each of them is. No I/O of the disk."""
+        named = page_keys(self._root, keys)
+        if self._chain is None:
+            found = Answers(self.disk.contains_many(named, deadline_s=self._deadline_s), set())
+        else:
+            found = self._chain.find(named, deadline_s=self._deadline_s)
+        return [
+            None if outcome is not Outcome.OK else Tier.REMOTE if i in found.remote else Tier.DISK
+            for i, outcome in enumerate(found.outcomes)
+        ]
+
+    def put(self, keys: list[str], host_indices: torch.Tensor) -> list[Outcome]:
+        """Keeps these pages."""
+        memory = self._pages.memory_of(host_indices, len(keys))
+        store: BlockStore = self._chain or self.disk
+        return store.put_many(page_keys(self._root, keys), memory, deadline_s=self._deadline_s)
+
+    def get(self, keys: list[str], host_indices: torch.Tensor) -> Answers:
+        """Fills these pages; one whose outcome is not OK holds garbage."""
+        memory = self._pages.memory_of(host_indices, len(keys))
+        named = page_keys(self._root, keys)
+        if self._chain is None:
+            return Answers(self.disk.get_many(named, memory, deadline_s=self._deadline_s), set())
+        return self._chain.fetch(named, memory, deadline_s=self._deadline_s)
+
+    def clear(self) -> None:
+        """Forgets everything on the disk, for good. What machines share stays."""
+        self.disk.clear()
+
+    def close(self) -> None:
+        """Idempotent."""
+        store: BlockStore = self._chain or self.disk
+        store.close()
+
+
+def meaning_of(namespace: KeyNamespace) -> bytes:
+    """What the bytes of a pool's pages mean; their keys tell the weights apart."""
+    return hashlib.sha256(b"file" + namespace.without_weights().root()).digest()[:16]
+
+
 def _place_of(folder: Path, namespace: KeyNamespace) -> tuple[Path, bytes]:
-    """File and fingerprint of a pool's pages; their keys tell the weights apart."""
-    meaning = hashlib.sha256(b"file" + namespace.without_weights().root()).digest()[:16]
+    """File and fingerprint of a pool's pages."""
+    meaning = meaning_of(namespace)
     return folder / f"{dict(namespace.extra)['pool']}-{meaning.hex()}{SUFFIX}", meaning

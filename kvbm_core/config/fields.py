@@ -125,31 +125,26 @@ class SettingFields(BaseSettings):
         "KVBM_REMOTE_URL",
         None,
         "Where blocks are kept for all machines: file:// and a directory that they share.",
-        only=_WITH_HOST_TIER,
     )
     remote_cache_gb: r.GigabytesOrZero = _setting(
         "KVBM_REMOTE_CACHE_GB",
         None,
         "Size of each model's folder there, in gigabytes (1e9 bytes), over all machines; 0 = no limit.",
-        only=_WITH_HOST_TIER,
     )
     remote_filter: r.RemoteFilter = _setting(
         "KVBM_REMOTE_FILTER",
         "auto",
         "Which blocks are kept there: all, hit (what was used again) or auto (all in a directory).",
-        only=_WITH_HOST_TIER,
     )
     remote_trust: r.RemoteTrust = _setting(
         "KVBM_REMOTE_TRUST",
         "user",
         "Whose blocks are read from a directory: this user's, or those of all of its group (group).",
-        only=_WITH_HOST_TIER,
     )
     remote_deadline_s: r.Seconds = _setting(
         "KVBM_REMOTE_DEADLINE_S",
         5.0,
         "A read or write there that takes longer is given up.",
-        only=_WITH_HOST_TIER,
     )
     remote_wait_s: r.SecondsOrZero = _setting(
         "KVBM_REMOTE_WAIT_S",

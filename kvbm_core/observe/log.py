@@ -110,7 +110,7 @@ class CacheStatsLog:
         self._clock = clock or SystemClock()
         self._logger = logger or get_logger()
         self._next_s = self._clock.now_s() + interval_s
-        self._last = HitWindow(0, 0, 0)
+        self._last = HitWindow(0, 0, 0, 0)
 
     def tick(self) -> bool:
         """Logs the line if the interval is over and a number has changed. True if it was logged."""
@@ -122,7 +122,7 @@ class CacheStatsLog:
         if window == self._last:
             return False
         self._last = window
-        host, disk, queried = window
+        host, disk, _, queried = window
         self._logger.info(
             "KVBM [%s] Cache Hit Rates - Host: %.1f%% (%d/%d), Disk: %.1f%% (%d/%d)",
             self._worker, 100 * window.rate(host), host, queried, 100 * window.rate(disk), disk, queried,

@@ -152,6 +152,7 @@ class HitWindow(NamedTuple):
 
     host_hit_blocks: int
     disk_hit_blocks: int
+    object_hit_blocks: int
     queried_blocks: int
 
     def rate(self, hit_blocks: int) -> float:
@@ -159,7 +160,7 @@ class HitWindow(NamedTuple):
         return hit_blocks / self.queried_blocks if self.queried_blocks else 0.0
 
 
-_NO_HITS = HitWindow(0, 0, 0)
+_NO_HITS = HitWindow(0, 0, 0, 0)
 
 
 class Metrics(Collector):
@@ -229,22 +230,20 @@ class Metrics(Collector):
         if name is not None:
             self._add(name, n_blocks)
 
-    def request_hits(self, host_hit_blocks: int, disk_hit_blocks: int, queried_blocks: int) -> None:
-        """One finished request, for the hit rates over the last requests."""
+    def request_hits(
+        self, host_hit_blocks: int, disk_hit_blocks: int, queried_blocks: int, object_hit_blocks: int = 0
+    ) -> None:
+        """One finished request, for the hit rates over the last requests. ``object_hit_blocks``: brought from
+        the remote tier, and used for the first time.
+        """
         if not self.has_host_tier:
             host_hit_blocks, disk_hit_blocks = 0, host_hit_blocks + disk_hit_blocks
-        entry = HitWindow(host_hit_blocks, disk_hit_blocks, queried_blocks)
+        new = HitWindow(host_hit_blocks, disk_hit_blocks, object_hit_blocks, queried_blocks)
         with self._lock:
-            gone_host, gone_disk, gone_queried = (
-                self._window[0] if len(self._window) == self._window.maxlen else _NO_HITS
-            )
-            self._window.append(entry)
-            host, disk, queried = self._window_sum
-            self._window_sum = HitWindow(
-                host + host_hit_blocks - gone_host,
-                disk + disk_hit_blocks - gone_disk,
-                queried + queried_blocks - gone_queried,
-            )
+            gone = self._window[0] if len(self._window) == self._window.maxlen else _NO_HITS
+            self._window.append(new)
+            sums = zip(self._window_sum, new, gone, strict=True)
+            self._window_sum = HitWindow(*(before + come - left for before, come, left in sums))
 
     def hit_window(self) -> HitWindow:
         """The sums behind the hit rates."""
@@ -362,7 +361,7 @@ def _hit_rates(window: HitWindow) -> list[Metric]:
     rates = (
         ("host", window.rate(window.host_hit_blocks)),
         ("disk", window.rate(window.disk_hit_blocks)),
-        ("object", 0.0),
+        ("object", window.rate(window.object_hit_blocks)),
     )
     metrics = []
     for tier, rate in rates:

@@ -203,8 +203,7 @@ def lower_makers(settings: KvbmSettings, clock: Clock) -> dict[str, LowerTierMak
     if settings.has_disk_tier:
         makers[DISK] = slotted_tier(DISK, Tier.DISK, disk_admission(settings, clock))
     if settings.has_remote_tier:
-        admission = FrequencyFilter(clock) if settings.remote_filter == "hit" else AdmitAll()
-        makers[REMOTE] = keyed_tier(REMOTE, Tier.REMOTE, admission)
+        makers[REMOTE] = keyed_tier(REMOTE, Tier.REMOTE, remote_admission(settings, clock))
     return makers
 
 
@@ -217,6 +216,11 @@ def disk_admission(settings: KvbmSettings, clock: Clock) -> AdmissionPolicy:
         )
         return AdmitAll()
     return AdmitAll() if settings.disable_disk_offload_filter else FrequencyFilter(clock)
+
+
+def remote_admission(settings: KvbmSettings, clock: Clock) -> AdmissionPolicy:
+    """Which blocks go to what machines share."""
+    return FrequencyFilter(clock) if settings.remote_filter == "hit" else AdmitAll()
 
 
 def leader_options(

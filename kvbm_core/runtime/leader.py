@@ -336,7 +336,9 @@ class Leader:
         self._give_up_audit(state)
         if not state.offload_jobs:  # else the end of the last of them does it
             self.chain.host.touch(state.chain_keys())
-        self.metrics.request_hits(state.host_hit_blocks, state.disk_hit_blocks, state.queried_blocks)
+        self.metrics.request_hits(
+            state.host_hit_blocks, state.disk_hit_blocks, state.queried_blocks, state.object_hit_blocks
+        )
         self._drop_if_idle(state)
         return tuple(sorted(state.offload_jobs))
 
@@ -352,7 +354,7 @@ class Leader:
     def confirm(self, state: RequestState) -> None:
         """Of a request that was opened as not lasting: its keys mean the same in other processes too."""
         state.is_lasting = True
-        is_hit = state.host_hit_blocks or state.disk_hit_blocks
+        is_hit = state.host_hit_blocks or state.disk_hit_blocks or state.object_hit_blocks
         (self.chain.used if is_hit else self.chain.offer)(state.chain_keys())
 
     def disown(self, state: RequestState) -> None:

@@ -155,8 +155,11 @@ class Onboarding:
         state.onboard_job = job.job_id
         state.deferred_since_s = state.fetch_wanted_since_s = None
         fetched_tokens = num_tokens * held.num_fetched // max(1, len(held.keys))
-        state.host_hit_blocks = max(state.host_hit_blocks, (num_tokens - fetched_tokens) // self._align)
+        brought_tokens = num_tokens * held.num_brought // max(1, len(held.keys))
+        host_tokens = num_tokens - fetched_tokens - brought_tokens
+        state.host_hit_blocks = max(state.host_hit_blocks, host_tokens // self._align)
         state.disk_hit_blocks = max(state.disk_hit_blocks, fetched_tokens // self._align)
+        state.object_hit_blocks = max(state.object_hit_blocks, brought_tokens // self._align)
         return job.plan()
 
     def audit(
@@ -231,7 +234,7 @@ class Onboarding:
             # Never offered again: the engine recomputes, and the blocks are written anew, those too that it
             # had computed and we had taken for stored before this news came.
             state.restart_offload()
-            state.host_hit_blocks = state.disk_hit_blocks = 0
+            state.host_hit_blocks = state.disk_hit_blocks = state.object_hit_blocks = 0
         if held is not None:
             self._chain.loaded(held, failed)
         if not failed and state.is_lasting:

@@ -59,6 +59,7 @@ class RequestState:
     queried_blocks: int = 0
     host_hit_blocks: int = 0
     disk_hit_blocks: int = 0
+    object_hit_blocks: int = 0
     is_finished: bool = False
     is_lasting: bool = True
     audited: AuditedPrefix | None = None

@@ -16,7 +16,7 @@ from kvbm_core.clock import Clock, SystemClock
 from kvbm_core.errors import Outcome
 from kvbm_core.observe.labels import DropReason
 from kvbm_core.observe.metrics import Metrics
-from kvbm_core.policy.admission import Admission, AdmissionPolicy, AdmissionState
+from kvbm_core.policy.admission import AdmissionPolicy
 from kvbm_core.storage.base import BlockStore, Memory, parts_of
 from kvbm_core.storage.host_slab import HostSlab
 from kvbm_core.tiers.breaker import Breaker
@@ -262,14 +262,9 @@ class StoreChain:
         with self._changed:
             if self._is_closed or self._breaker.is_open:
                 return []
-            now_s, size = self._clock.now_s(), self._payload_bytes
-            state = AdmissionState(1 << 40, 1 << 40, self._slab.ready_slots - len(self._free))
-            return [
-                (key, payload)
-                for key, payload in blocks.items()
-                if self._known.get(key, now_s) <= now_s
-                and self._admission.decide(key, size, state) is Admission.ADMIT
-            ]
+            now_s = self._clock.now_s()
+            admitted = self._admission.admit([key for key in blocks if self._known.get(key, now_s) <= now_s])
+        return [(key, blocks[key]) for key in admitted]
 
     # ---------------------------------------------------------------- buffers
 

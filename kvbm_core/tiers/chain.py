@@ -47,6 +47,8 @@ class Held:
     lease: Lease | None = None
     below: tuple[Below, ...] = ()
     reservation: Reservation | None = None
+    num_brought: int = 0
+    """Of a load: blocks in the host that a tier by key has brought there, and nobody loaded before."""
 
     def expires_at_s(self) -> float:
         """When the first of its leases ends."""
@@ -203,7 +205,8 @@ class TierChain:
             held.reservation = None
 
     def reads(self, held: Held, job_id: int) -> tuple[TierOrder, ...]:
-        """What lower tiers have to bring into the slots of ``held``, as a part of job ``job_id``."""
+        """``held`` is loaded: what lower tiers have to bring into its slots, as a part of job ``job_id``."""
+        held.num_brought = sum(tier.brought(held.keys) for tier in self.keyed)
         if held.reservation is None:
             return ()
         slot_of = dict(zip(held.reservation.keys, held.reservation.slots, strict=True))

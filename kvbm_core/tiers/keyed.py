@@ -87,6 +87,8 @@ class KeyedTier(LowerTier):
         self._finding: set[BlockKey] = set()
         self._fetching: dict[BlockKey, FetchJob] = {}
         self._storing: set[BlockKey] = set()
+        self._unused: set[BlockKey] = set()
+        """Brought into the host, and not loaded since."""
         self._is_fetch_failing = False
 
     @property
@@ -128,6 +130,12 @@ class KeyedTier(LowerTier):
                 break
             here.append(key)
         return bool(here and self._fetch(here)) or is_coming
+
+    def brought(self, keys: Sequence[BlockKey]) -> int:
+        """How many of ``keys``, which are being loaded now for the first time, it brought into the host."""
+        used = self._unused.intersection(keys) if self._unused else ()
+        self._unused.difference_update(used)
+        return len(used)
 
     def _is_unknown(self, key: BlockKey, now_s: float) -> bool:
         known = self._known.get(key)
@@ -180,6 +188,9 @@ class KeyedTier(LowerTier):
         host.abort(lost)
         if host.commit(there):
             metrics.onboarded_blocks(len(there.keys), self.tier, Tier.HOST)
+            if len(self._unused) > host.capacity_blocks:
+                self._unused = set(filter(host.contains, self._unused))
+            self._unused.update(there.keys)
         else:
             metrics.dropped(DropReason.RESET, len(there.keys))
         num_bytes = sum(result.num_bytes for result in job.results)
@@ -238,6 +249,7 @@ class KeyedTier(LowerTier):
         """See LowerTier. What others share stays in the store."""
         super().reset()
         self._known.clear()
+        self._unused.clear()
 
     def check_integrity(self) -> None:
         """See LowerTier."""

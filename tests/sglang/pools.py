@@ -31,9 +31,10 @@ from kvbm_core.storage.disk.allocate import FileOptions, open_file
 from kvbm_core.storage.disk.inspect import find_files
 from kvbm_core.storage.disk.io import ThreadIo
 from kvbm_core.storage.disk.record import slot_offset_bytes, unpack_file, unpack_record
+from kvbm_core.testing import toy_store
 from kvbm_sglang.hicache import KvbmHiCache
 from kvbm_sglang.linker import KvbmLinker
-from kvbm_sglang.store import DEADLINE_S, PageStore
+from kvbm_sglang.store import DEADLINE_S, OwnFile
 from tests import settings_walk
 from tests.began import begins_now
 
@@ -144,7 +145,7 @@ def backend(
             store.register_mem_host_pool_v2(pool, name)
         store.on_host_pools_registered()
         for opened in store._pools._stores.values():
-            assert not isinstance(opened, PageStore) or opened._store.wait_recovered(RECOVERED_S)
+            assert not isinstance(opened.disk, OwnFile) or opened.disk.wait_recovered(RECOVERED_S)
         yield store
         guarded = [
             series
@@ -351,6 +352,51 @@ def ranks_of_one_writer(folder: str, seed: int) -> None:
         other = patch("kvbm_sglang.pools.engine_claim", lambda config: "another engine")
         with other, backend(folder, {"kv": pools[1]}, model_name=model, tp_rank=1, **mla) as stranger:
             assert stranger.batch_exists(keys) == 0
+
+
+def shared(folder: str, kind: str, url: str, seed: int) -> dict[str, float]:
+    """A second machine, whose disk is empty, has what the first one stored; later it has it on its disk.
+
+    Of latents all ranks of the second one read what one rank of the first one wrote.
+    """
+    toy_store.register()
+    keys, pages = keys_of(8), list(range(8))
+    disks = [Path(folder, f"disk{number}") for number in range(2)]
+    for place in (*disks, Path(folder, "share")):
+        place.mkdir()
+    pool = make_pool(kind, "page_first", seed)
+    before = content(pool, pages)
+    remote = {"extra": {"KVBM_REMOTE_URL": url.format(folder), "KVBM_REMOTE_CACHE_GB": 0}}
+    with _stamped(folder) as model:
+        engine: dict[str, Any] = {"model_name": model, "is_mla_model": kind == "mla", "tp_size": 2}
+        with backend(str(disks[0]), {"kv": pool}, **engine, **remote) as store:
+            assert store.batch_set_v1(keys, indices(pages)) == [True] * 8
+            assert _settled(store)
+            assert store.clear() and store.batch_exists(keys) == 8, "what machines share was cleared"
+        with backend(str(disks[1]), {"kv": pool}, **engine, **remote) as store:
+            fill(pool, seed + 1)
+            assert store.batch_exists([*keys[:5], *keys_of(1, "other"), *keys[5:]]) == 5
+            assert store.batch_exists_v2(keys).kv_hit_pages == 8
+            assert store.batch_get_v1(keys, indices(pages)) == [True] * 8
+            assert content(pool, pages) == before
+            assert _settled(store)
+            numbers = store.guard_state.metrics.snapshot()
+        with backend(str(disks[1]), {"kv": pool}, tp_rank=1, **engine, **remote) as other:
+            fill(pool, seed + 1)
+            assert other.batch_exists(keys) == (8 if kind == "mla" else 0)
+            assert other.batch_get_v1(keys, indices(pages)) == [kind == "mla"] * 8
+            assert (content(pool, pages) == before) is (kind == "mla")
+        with backend(str(disks[1]), {"kv": pool}, **engine) as store:
+            fill(pool, seed + 1)
+            assert store.batch_get_v1(keys, indices(pages)) == [True] * 8
+            assert content(pool, pages) == before
+    return {name: n for name, n in numbers.items() if n}
+
+
+def _settled(store: KvbmHiCache) -> bool:
+    """Waits until nothing is on its way to or from the remote store."""
+    chain = store._pools._stores["kv"]._chain
+    return chain is not None and chain.settle(RECOVERED_S)
 
 
 def damaged(folder: str, how: str, seed: int) -> dict[str, Any]:
@@ -570,12 +616,12 @@ def settings_of_hicache(folder: str, seed: int) -> list[str]:
                 store.on_host_pools_registered()
                 assert all(store.batch_set_v1(keys_of(4), indices([0, 1, 2, 3])))
                 kept = store._pools._stores["kv"]
-                assert isinstance(kept, PageStore)
+                assert isinstance(kept.disk, OwnFile) and kept._chain is not None
                 if in_blocks:
-                    assert kept.num_slots == 32
+                    assert kept.disk.num_slots == 32
                 assert kept._deadline_s == DEADLINE_S, "30 s are more than SGLang gives"
-                assert isinstance(kept._store._writer.lane._io, ThreadIo)
-                assert isinstance(kept._store._reader.lane._io, ThreadIo)
+                assert isinstance(kept.disk._writer.lane._io, ThreadIo)
+                assert isinstance(kept.disk._reader.lane._io, ThreadIo)
                 assert any("KVBM_DISK_DEADLINE_S=30" in line for line in seen.told)
             finally:
                 store.close()

@@ -111,6 +111,27 @@ def test_statistics(sglang: Worker, tmp_path: Path, seed: int) -> None:
     assert numbers['kvbm_tier_blocks{tier="disk",state="used"}'] == 8
 
 
+@pytest.mark.parametrize("url", ["file://{}/share", "toy://pools"])
+@pytest.mark.parametrize("kind", ["mha", "mla"])
+def test_pages_of_another_machine_are_found(
+    sglang: Worker, kind: str, url: str, tmp_path: Path, seed: int
+) -> None:
+    numbers = sglang.run(
+        f"{SCENES}:shared",
+        folder=str(tmp_path),
+        kind=kind,
+        url=url.replace("pools", f"{kind}{seed}"),
+        seed=seed,
+    )
+    assert numbers["kvbm_onboard_blocks_o2d"] == 8 and "kvbm_onboard_blocks_d2d" not in numbers
+    assert "kvbm_offload_blocks_d2o" not in numbers, "what came from there is put there again"
+    page_bytes = 16 * 4 * (2 * 2 * 64 if kind == "mha" else 512 + 64) * 2
+    assert numbers['kvbm_tier_transfer_bytes_total{from="remote",to="host"}'] == 8 * page_bytes
+    assert "kvbm_disk_cache_hit_rate" not in numbers
+    assert numbers["kvbm_object_cache_hit_rate"] == 13 / 17
+    assert numbers["kvbm_matched_tokens"] == 13 * 16
+
+
 def test_a_wrong_setting_is_one_line(sglang: Worker, tmp_path: Path) -> None:
     def refused(**extra: object) -> str:
         line: str = sglang.run(f"{SCENES}:refused", extra={"DYN_KVBM_DISK_CACHE_DIR": str(tmp_path), **extra})

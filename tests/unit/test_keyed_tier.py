@@ -208,6 +208,16 @@ def test_a_late_fetch_keeps_its_slots_until_nobody_writes_them() -> None:
     bench.assert_idle()
 
 
+def test_what_was_brought_counts_for_who_loads_it_first() -> None:
+    bench = Bench()
+    bench.find(KEYS[:4])
+    bench.answer(bench.fetch(KEYS[:4]), failed={})
+    bench.in_host(KEYS[10:12])
+    assert bench.tier.brought([*KEYS[:2], *KEYS[10:12]]) == 2
+    assert bench.tier.brought(KEYS[:4]) == 2 and not bench.tier.brought(KEYS[:4])
+    bench.assert_idle()
+
+
 def test_what_is_late_is_not_waited_for() -> None:
     bench = Bench()
     bench.find(KEYS[:4])

@@ -278,17 +278,17 @@ def test_nothing_counts_backwards() -> None:
 
 
 @given(
-    st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9), st.integers(0, 30)), max_size=40),
+    st.lists(st.tuples(*[st.integers(0, 9)] * 3, st.integers(0, 30)), max_size=40),
     st.integers(1, 10),
 )
-def test_hit_rates_are_those_of_the_last_requests(requests: list[tuple[int, int, int]], window: int) -> None:
+def test_hit_rates_are_those_of_the_last_requests(requests: list[tuple[int, ...]], window: int) -> None:
     metrics = Metrics(window_requests=window)
-    for host, disk, more in requests:
-        metrics.request_hits(host, disk, host + disk + more)
+    for host, disk, remote, more in requests:
+        metrics.request_hits(host, disk, host + disk + remote + more, remote)
     last = requests[-window:]
     queried = sum(sum(request) for request in last)
     values = metrics.snapshot()
-    for position, tier in enumerate(("host", "disk")):
+    for position, tier in enumerate(("host", "disk", "object")):
         expected = Fraction(sum(request[position] for request in last), queried) if queried else Fraction(0)
         assert values[f"kvbm_{tier}_cache_hit_rate"] == pytest.approx(float(expected))
 
@@ -329,7 +329,7 @@ def test_no_count_is_lost_between_threads() -> None:
     values = metrics.snapshot()
     assert values["kvbm_offload_blocks_d2h"] == 8000
     assert values['kvbm_transfer_seconds_count{direction="offload"}'] == 8000
-    assert metrics.hit_window() == (10, 0, 20)
+    assert metrics.hit_window() == (10, 0, 0, 20)
 
 
 def test_two_instances_share_nothing() -> None:

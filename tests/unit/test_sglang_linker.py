@@ -182,7 +182,7 @@ def test_the_page_counts_each_request_once(bench_of: Callable[..., Bench]) -> No
     assert bench.load("r", *KEYS[:3])
     counted = bench.metrics.snapshot()
     assert counted["kvbm_matched_tokens"] == 3 * PAGE_TOKENS
-    assert bench.metrics.hit_window() == (3, 0, 8)
+    assert bench.metrics.hit_window() == (3, 0, 0, 8)
     assert counted["kvbm_host_cache_hit_rate"] == 3 / 8
 
 

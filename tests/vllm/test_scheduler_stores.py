@@ -71,6 +71,12 @@ def test_another_engine_finds_what_the_first_one_stored(spec: dict[str, Any], tm
         assert engine.external_tokens("b") == 49 // block * block
         engine.settle()
         assert engine.metric(FROM_STORE) > 0
+        rates = [engine.metric(f"kvbm_{tier}_cache_hit_rate") for tier in ("host", "disk", "object")]
+        assert rates == [0.0, 0.0, 1.0]
+        engine.forget_device()
+        assert engine.ask("c", ALL, 8) == first
+        assert engine.metric("kvbm_object_cache_hit_rate") == engine.metric("kvbm_host_cache_hit_rate") == 0.5
+        engine.settle()
         assert engine.metric(FROM_STORE) + engine.metric(TO_STORE) <= stored, "what came back is stored again"
         engine.assert_clean()
 

@@ -7,7 +7,7 @@ A job: {"engine": arguments of sglang.Engine, "only_new_rows": see tests.engines
 [[token, ...], ...], "answer_tokens": n, "disk": folder, "steps": [...]}. Steps: "ask" (all prompts, one after
 the other), {"ask": [their numbers]}, "together" (all at the same time), "flush" (all tiers of SGLang's own),
 "new_weights" (the same ones, loaded again), {"stored": n} (wait for n records of kvbm's), {"files": n} (for n
-files of SGLang's own backends).
+files of SGLang's own backends), {"shared": n} (for n blocks in kvbm's shared directory in that folder).
 """
 
 from __future__ import annotations
@@ -92,13 +92,17 @@ def _answer(meta: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _wait(folder: Path, stored: int = 0, files: int = 0) -> None:
+def _wait(folder: Path, stored: int = 0, files: int = 0, shared: int = 0) -> None:
     """Until so much is on the disk; SGLang backs pages up behind its answers."""
     ends_at_s = time.monotonic() + TIMEOUT_S
-    while _stored(folder) < stored or sum(path.is_file() for path in folder.rglob("*")) < files:
+    while (
+        _stored(folder) < stored
+        or sum(path.is_file() for path in folder.rglob("*")) < files
+        or sum(1 for _ in folder.rglob("*.kv")) < shared
+    ):
         if time.monotonic() > ends_at_s:
             raise TimeoutError(
-                f"{_stored(folder)} pages were stored in {TIMEOUT_S:.0f} s, not {stored or files}"
+                f"{_stored(folder)} pages were stored in {TIMEOUT_S:.0f} s, not {stored or files or shared}"
             )
         time.sleep(0.05)
 
