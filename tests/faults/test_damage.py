@@ -13,7 +13,8 @@ from random import Random
 import pytest
 
 from kvbm_core.errors import Outcome
-from kvbm_core.storage.disk.block_file import BlockFile, ForeignFormatError, Geometry
+from kvbm_core.storage.disk.allocate import DiskError
+from kvbm_core.storage.disk.block_file import BlockFile, Geometry
 from kvbm_core.storage.disk.lane import Lane, Record
 from kvbm_core.storage.disk.record import (
     FIRST_SLOT_BYTES,
@@ -185,7 +186,7 @@ def test_flipped_bits_in_a_real_files_header_cost_the_cache_or_are_told(path: Pa
         )  # of version 1 it would leave 0: none of ours
         damage(path, at, bytes([whole[at] ^ 1 << bit]))
         if at in VERSION_FIELD:
-            with pytest.raises(ForeignFormatError, match="is of format"):
+            with pytest.raises(DiskError, match="is of format"):
                 DiskStore(path, GEOMETRY, BUFFERED)
         else:
             assert reopened(path) == [Outcome.MISS] * NUM_SLOTS, f"byte {at}"
@@ -347,8 +348,6 @@ def test_a_file_of_another_version_is_left_as_it_is(path: Path, version: int) ->
     damage(path, VERSION_FIELD.start, version.to_bytes(2, "little"))
     content, changed_ns = path.read_bytes(), path.stat().st_mtime_ns
     for geometry in (GEOMETRY, Geometry(1, 1, bytes(16)), Geometry(50, 100_000, bytes(16))):
-        with pytest.raises(
-            ForeignFormatError, match=f"is of format {version}, this kvbm writes {FORMAT_VERSION}"
-        ):
+        with pytest.raises(DiskError, match=f"is of format {version}, this kvbm writes {FORMAT_VERSION}"):
             DiskStore(path, geometry)
     assert path.read_bytes() == content and path.stat().st_mtime_ns == changed_ns

@@ -17,7 +17,7 @@ import pytest
 from kvbm_core.errors import Outcome
 from kvbm_core.storage.disk import allocate
 from kvbm_core.storage.disk.allocate import DirectoryBusyError, DiskError, FileOptions
-from kvbm_core.storage.disk.block_file import BlockFile, ForeignFormatError, Geometry
+from kvbm_core.storage.disk.block_file import BlockFile, Geometry
 from kvbm_core.storage.disk.store import DiskStore
 from kvbm_core.testing.store_contract import LONG_S
 from tests.faults.versions import put_versions, read_all
@@ -175,7 +175,7 @@ def test_a_foreign_file_is_closed_again(path: Path) -> None:
         file.seek(8)
         file.write(b"\x02\x00")
     for _ in range(2):
-        with pytest.raises(ForeignFormatError):
+        with pytest.raises(DiskError, match="is of format"):
             DiskStore(path, GEOMETRY)
 
 

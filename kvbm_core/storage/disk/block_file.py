@@ -35,10 +35,6 @@ SUFFIX = ".blocks"
 log = logging.getLogger("kvbm")
 
 
-class ForeignFormatError(DiskError):
-    """The file was written by another version of kvbm; it is left as it is."""
-
-
 @dataclass(frozen=True, slots=True)
 class Geometry:
     """What the slots are for: ``num_slots`` blocks of ``payload_bytes``; ``fingerprint``: 16 bytes, what they
@@ -63,8 +59,8 @@ class BlockFile:
     """An open block file. Opening one that fits takes up what is in it; another one of this version is begun
     anew.
 
-    Raises DiskError (one line) if the directory cannot hold it, DirectoryBusyError if another process has it,
-    ForeignFormatError if another version of kvbm wrote it. One thread only.
+    Raises DiskError (one line) if the directory cannot hold it, or another version of kvbm wrote it, and
+    DirectoryBusyError if another process has it. One thread only.
     """
 
     def __init__(self, path: Path, geometry: Geometry, options: FileOptions | None = None) -> None:
@@ -125,7 +121,7 @@ class BlockFile:
         sector = _read_sector(self.fd)
         version = foreign_version(sector) if sector else None
         if version is not None:
-            raise ForeignFormatError(
+            raise DiskError(
                 f"kvbm: {self.path} is of format {version}, this kvbm writes {FORMAT_VERSION}; it "
                 "is left as it is"
             )

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import logging
 import mmap
 from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import compress
 from typing import NamedTuple
 
 from kvbm_core.clock import Clock, SystemClock
@@ -59,6 +61,10 @@ LONGEST_PAUSE_S = 60.0
 anything. If it does not, the disk is left alone: calls fail at once for so long, twice as long each time.
 All is well again as soon as the disk answers anything, or what it owes has ended.
 """
+
+MAY_PASS = frozenset({Outcome.IO_ERROR, Outcome.CORRUPT})
+
+log = logging.getLogger("kvbm")
 
 OnEnded = Callable[[Sequence[int], Sequence[Outcome]], None]
 """``on_ended(indices, outcomes)``: how these records of a call ended. Each is told of once."""
@@ -165,9 +171,33 @@ class Lane:
         """OK: the memory holds what was written under this key; else it holds garbage.
 
         MISS: another block is in that slot, or none; INCOMPATIBLE: one of another meaning; CORRUPT: it does
-        not verify.
+        not verify. What fails, or does not verify, is read once more within the same time: some errors have
+        passed by then, of a bus, a driver or a page. ``on_ended`` hears of each record's last try alone.
         """
-        return _Move(self, records, deadline_s, on_ended, bounced, is_write=False).run()
+        ends_at_s = self._clock.now_s() + deadline_s
+        failed: list[int] = []
+
+        def on_first(indices: Sequence[int], ended: Sequence[Outcome]) -> None:
+            if not MAY_PASS.isdisjoint(ended):
+                failed.extend(compress(indices, [outcome in MAY_PASS for outcome in ended]))
+                is_over = [outcome not in MAY_PASS for outcome in ended]
+                indices, ended = list(compress(indices, is_over)), list(compress(ended, is_over))
+            if on_ended is not None and indices:
+                on_ended(indices, ended)
+
+        outcomes = _Move(self, records, deadline_s, on_first, bounced, is_write=False).run()
+        left_s = ends_at_s - self._clock.now_s()
+        if failed and left_s > 0:  # without time a request would be in flight, and late, at once
+            part = None if bounced is None else bounced.part(failed)
+            again = _Move(self, [records[i] for i in failed], left_s, None, part, is_write=False).run()
+            if num_good := again.count(Outcome.OK):  # what stays bad is told by whoever asked
+                line = "kvbm: %s: %d of %d blocks read again, %d are good now"
+                log.warning(line, self._file.path, len(failed), len(records), num_good)
+            for index, outcome in zip(failed, again, strict=True):
+                outcomes[index] = outcome
+        if failed and on_ended is not None:
+            on_ended(failed, [outcomes[index] for index in failed])
+        return outcomes
 
     def headers(self, slots: Sequence[int], *, deadline_s: float) -> list[SlotHeader]:
         """What stands in these slots, of this life of the file."""
@@ -328,10 +358,10 @@ class _Move:
 
     def _judge(self, run: _Run) -> list[Outcome]:
         """How records that were read ended."""
-        lane, outcomes = self._lane, list[Outcome]()
+        lane, file, outcomes = self._lane, self._lane._file.header, list[Outcome]()
         for index, cell in zip(run.indices, run.cells, strict=True):
             record, header = self._records[index], unpack_record(lane._sectors[cell])
-            outcome = judge_record(header, record.key, record.slot, lane._file.header)
+            outcome = judge_record(header, record.key, record.slot, file)
             if header is not None and outcome is Outcome.OK and lane._digest(record) != header.digest:
                 outcome = Outcome.CORRUPT
             outcomes.append(outcome)
@@ -466,10 +496,9 @@ class _HeaderRead(_Move):
         return [(self._lane._cells_at + cell * SECTOR_BYTES, SECTOR_BYTES) for cell in run.cells]
 
     def _judge(self, run: _Run) -> list[Outcome]:
-        lane = self._lane
+        lane, file = self._lane, self._lane._file.header
         for index, cell in zip(run.indices, run.cells, strict=True):
-            slot = self._records[index].slot
-            self.found[index] = judge_slot(lane._sectors[cell], slot, lane._file.header)
+            self.found[index] = judge_slot(lane._sectors[cell], self._records[index].slot, file)
         return [Outcome.OK] * len(run.indices)
 
     def _finish(self, indices: Sequence[int], outcomes: Sequence[Outcome]) -> None:

@@ -16,7 +16,6 @@ from kvbm_core.storage.disk.block_file import BlockFile
 from kvbm_core.storage.disk.bounce import Bounce, Bounced
 from kvbm_core.storage.disk.choose import chosen_file_io
 from kvbm_core.storage.disk.lane import MAX_RECORD_PIECES, Lane, Record
-from kvbm_core.storage.disk.read_twice import read_twice
 from kvbm_core.storage.disk.record import SECTOR_BYTES
 from kvbm_core.types import BlockKey
 
@@ -42,7 +41,6 @@ class Side:
         make_io = make_file_io if io == AUTO else partial(chosen_file_io, kind=io)
         file_io = make_io(file.fd, is_direct=file.is_direct)
         self.lane = Lane(file, file_io, first_sequence=first_sequence, clock=clock)
-        self._read = partial(read_twice, self.lane, path=file.path, clock=clock)
         self._clock = clock
         self._is_write = is_write
         self._is_straight = is_straight
@@ -101,7 +99,7 @@ class Side:
     ) -> None:
         if records:
             left_s = deadline_at_s - self._clock.now_s()
-            move = self.lane.write if self._is_write else self._read
+            move = self.lane.write if self._is_write else self.lane.read
             moved = move(list(records.values()), deadline_s=left_s, bounced=bounced)
             for i, outcome in zip(records, moved, strict=True):
                 outcomes[i] = outcome

@@ -14,7 +14,6 @@ from kvbm_core.storage.disk.aio_io import make_file_io
 from kvbm_core.storage.disk.block_file import BlockFile
 from kvbm_core.storage.disk.io import FileIo, TakesMemory
 from kvbm_core.storage.disk.lane import Lane, Record
-from kvbm_core.storage.disk.read_twice import read_twice
 from kvbm_core.storage.host_slab import HostSlab
 from kvbm_core.storage.late import LateMemory
 from kvbm_core.storage.numa import leave_bound_core
@@ -58,7 +57,6 @@ class DiskMover:
             raise ValueError(f"slots of {host.slot_bytes} bytes, records of {file.geometry.payload_bytes}")
         clock = clock or SystemClock()
         self._file = file
-        self._clock = clock
         self._host = host
         self._memory: object = host.array  # a slab keeps its memory as long as somebody has an array of it
         self._late = late or LateMemory()
@@ -172,9 +170,10 @@ class DiskMover:
             for key, slot, place in zip(order.keys, order.slots, order.places, strict=True)
         ]
         try:
-            read = partial(read_twice, lane, path=self._file.path, clock=self._clock, on_ended=job.token)
-            move = read if order.kind is OrderKind.FETCH else lane.write
-            outcomes = move(records, deadline_s=self._io_deadline_s)
+            if order.kind is OrderKind.FETCH:
+                outcomes = lane.read(records, deadline_s=self._io_deadline_s, on_ended=job.token)
+            else:
+                outcomes = lane.write(records, deadline_s=self._io_deadline_s)
         except Exception as error:  # whatever happens to a job is its outcome, and the thread goes on
             log.exception("kvbm: disk job %d", order.job_id)
             end = partial(board.end, job, Outcome.IO_ERROR, f"{type(error).__name__}: {error}")
