@@ -144,9 +144,9 @@ def version() -> None:
 
     Exit status 1 if they would load NVIDIA's, or nothing.
     """
-    owner = owner_of_guide_names()
-    typer.echo(f"kvbm {__version__}\n{owner.line}")
-    if not owner.is_ours:
+    is_ours, line = owner_of_guide_names()
+    typer.echo(f"kvbm {__version__}\n{line}")
+    if not is_ours:
         raise typer.Exit(1)
 
 

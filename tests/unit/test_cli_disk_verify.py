@@ -9,11 +9,11 @@ from random import Random
 
 import pytest
 
-from kvbm_core.storage.disk import inspect, scan, verify
+from kvbm_core.storage.disk import files, inspect, scan, verify
 from kvbm_core.storage.disk.io import Transfer
 from kvbm_core.storage.disk.record import SECTOR_BYTES, record_bytes, slot_offset_bytes
 from kvbm_core.storage.disk.store import DiskStore
-from tests.faults.doubles import FailingIo
+from tests.faults.doubles import FailingIo, HeldIo
 from tests.unit.block_files import (
     GEOMETRY,
     PAYLOAD_BYTES,
@@ -138,6 +138,27 @@ def test_headers_that_cannot_be_read_are_counted(
     assert (found["used_slots"], found["unreadable_headers"]) == (9, 1)
     assert "headers that cannot be read: 1" in run("disk", "inspect", str(tmp_path)).stdout
     assert "slot 6 key unknown: it cannot be read" in run("disk", "verify", str(tmp_path)).stdout
+
+
+def test_a_disk_that_does_not_answer_ends_the_command(
+    tmp_path: Path, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ios: list[HeldIo] = []
+
+    def make_io(fd: int, **_: object) -> HeldIo:
+        ios.append(HeldIo(fd, lambda transfer, _: len(transfer.pieces) > 1))  # all but headers alone
+        return ios[-1]
+
+    monkeypatch.setattr(inspect, "make_file_io", make_io)
+    monkeypatch.setattr(scan, "DEADLINE_S", 0.01)
+    write(path, range(10))
+    result = run("disk", "verify", str(tmp_path))
+    assert result.exit_code == 1
+    assert "rank-0-of-1.blocks no 10 0 0 10" in on_one_line(result.stdout)
+    (left,) = [file for file in files._files if file.path == path]
+    ios[-1].let_go()
+    assert ios[-1].close(WAIT_S)
+    left.close()
 
 
 def test_a_record_written_meanwhile_is_read_again(path: Path) -> None:

@@ -152,6 +152,8 @@ class Recovery:
     def _look_through(self) -> None:
         self._scan = scan = RecordScan(self._file, self._make_io(), self._clock)
         try:
+            if self._stopping.is_set():  # since before ``close`` could have stopped the scan
+                return
             for slots, found in scan.chunks():
                 if self._stopping.is_set():
                     return
