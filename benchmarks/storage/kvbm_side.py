@@ -1,5 +1,5 @@
-"""kvbm's block file and lanes, used as a worker uses them: a batch of blocks at a time, straight from the
-slab.
+"""kvbm's block file and its record I/O, used as a worker uses them: a batch of blocks at a time, straight
+from the slab.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from benchmarks.storage.blocks import Blocks
 from benchmarks.storage.sides import Rates
 from benchmarks.suite import expect
 from kvbm_core.errors import Outcome
-from kvbm_core.storage.disk import lane
+from kvbm_core.storage.disk import record_io
 from kvbm_core.storage.disk.block_file import BlockFile
 from kvbm_core.storage.disk.io import FileIo
-from kvbm_core.storage.disk.lane import Lane, Record
 from kvbm_core.storage.disk.record import DIGEST_BYTES
+from kvbm_core.storage.disk.record_io import Record, RecordIo
 
 BATCH_BYTES = 64 << 20
 DEADLINE_S = 60.0
@@ -53,8 +53,8 @@ def _cut(blocks: Sequence[int], batch_blocks: int) -> Batches:
 
 
 class KvbmSide:
-    """A Side with two lanes of its own on ``file``, where block i is in slot i. After WrongAnswer only to be
-    closed.
+    """A Side with record I/O of its own, both ways, on ``file``, where block i is in slot i. After
+    WrongAnswer only to be closed.
     """
 
     def __init__(
@@ -72,8 +72,8 @@ class KvbmSide:
         self._blocks = blocks
         self._order = order
         self._draw = random.Random(f"{name} {seed}")
-        self._writer = Lane(file, make_io(), first_sequence=1)
-        self._reader = Lane(file, make_io())
+        self._writer = RecordIo(file, make_io(), first_sequence=1)
+        self._reader = RecordIo(file, make_io())
 
     def turn(self) -> Rates:
         """See Side."""
@@ -83,7 +83,7 @@ class KvbmSide:
 
     def close(self) -> None:
         """See Side."""
-        ended = [lane.close(CLOSE_TIMEOUT_S) for lane in (self._writer, self._reader)]
+        ended = [record_io.close(CLOSE_TIMEOUT_S) for record_io in (self._writer, self._reader)]
         expect(all(ended), f"{self.name}: requests did not end")
 
     def _batches(self, address_of: Callable[[int], int]) -> list[list[Record]]:
@@ -113,5 +113,5 @@ class WithoutChecksum(KvbmSide):
 
     def turn(self) -> Rates:
         """See Side."""
-        with patch.object(lane, "payload_digest", lambda payload: bytes(DIGEST_BYTES)):
+        with patch.object(record_io, "payload_digest", lambda payload: bytes(DIGEST_BYTES)):
             return super().turn()

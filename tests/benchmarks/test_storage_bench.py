@@ -26,7 +26,7 @@ from kvbm_core.blocks.slot_tier import BlockTier
 from kvbm_core.errors import Outcome
 from kvbm_core.storage.disk.aio_io import make_file_io
 from kvbm_core.storage.disk.block_file import BlockFile, Geometry
-from kvbm_core.storage.disk.lane import Lane, Record
+from kvbm_core.storage.disk.record_io import Record, RecordIo
 from kvbm_core.types import BlockKey
 
 NUM_BLOCKS, BLOCK_BYTES = 24, 8192
@@ -104,24 +104,24 @@ def test_a_lane_that_only_says_ok_is_noticed(
     side = make_side(KvbmSide)
     side.turn()
 
-    def lie(self: Lane, records: Sequence[Record], **kwargs: object) -> list[Outcome]:
+    def lie(self: RecordIo, records: Sequence[Record], **kwargs: object) -> list[Outcome]:
         return [Outcome.OK] * len(records)
 
-    monkeypatch.setattr(Lane, call, lie)
+    monkeypatch.setattr(RecordIo, call, lie)
     with pytest.raises(WrongAnswer, match="wrong bytes"):
         side.turn()
 
 
 def test_one_wrong_bit_is_noticed(make_side: MakeSide, monkeypatch: pytest.MonkeyPatch) -> None:
-    side, read = make_side(KvbmSide), Lane.read
+    side, read = make_side(KvbmSide), RecordIo.read
     before = int(side._blocks.slab.array[-1])
 
-    def flip(self: Lane, records: Sequence[Record], *, deadline_s: float) -> list[Outcome]:
+    def flip(self: RecordIo, records: Sequence[Record], *, deadline_s: float) -> list[Outcome]:
         outcomes = read(self, records, deadline_s=deadline_s)
         side._blocks.slab.array[-1] = before ^ 1  # however many batches there are
         return outcomes
 
-    monkeypatch.setattr(Lane, "read", flip)
+    monkeypatch.setattr(RecordIo, "read", flip)
     with pytest.raises(WrongAnswer, match="wrong bytes"):
         side.turn()
 

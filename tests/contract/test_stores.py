@@ -12,7 +12,7 @@ import pytest
 
 from kvbm_core.errors import Outcome
 from kvbm_core.storage.base import BlockStore, Memory, parts_of
-from kvbm_core.storage.disk import side
+from kvbm_core.storage.disk import block_io
 from kvbm_core.storage.disk.aio_io import AioIo
 from kvbm_core.storage.disk.allocate import FileOptions
 from kvbm_core.storage.disk.block_file import Geometry
@@ -38,7 +38,7 @@ class DiskStoreContract(BlockStoreContract):
     def make_io(self, fd: int) -> FileIo:
         """The way of I/O."""
 
-    def io_of_side(self, fd: int, *, is_direct: bool) -> FileIo:
+    def io_of_blocks(self, fd: int, *, is_direct: bool) -> FileIo:
         """In place of ``make_file_io``."""
         assert is_direct is self.is_direct
         return self.make_io(fd)
@@ -49,7 +49,7 @@ class DiskStoreContract(BlockStoreContract):
             tempfile.TemporaryDirectory(prefix="kvbm-store-") as folder,
             pytest.MonkeyPatch.context() as patch,
         ):
-            patch.setattr(side, "make_file_io", self.io_of_side)
+            patch.setattr(block_io, "make_file_io", self.io_of_blocks)
             geometry = Geometry(NUM_BLOCKS, self.payload_bytes, b"contract".ljust(16))
             options = FileOptions(is_direct=self.is_direct)
             path = Path(folder, "store.blocks")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvbm_core.clock import Clock, ManualClock
-from kvbm_core.storage.disk import recovery, side
+from kvbm_core.storage.disk import block_io, recovery
 from kvbm_core.storage.disk.allocate import FileOptions
 from kvbm_core.storage.disk.block_file import Geometry
 from kvbm_core.storage.disk.io import FileIo, ThreadIo, Transfer
@@ -127,15 +127,15 @@ def store_on(
     clock: Clock | None = None,
     scans: bool = False,
 ) -> Iterator[DiskStore]:
-    """A buffered DiskStore whose sides, or with ``scans`` whose recovery, work by ``make_io``. Closed
-    afterwards.
+    """A buffered DiskStore whose reads and writes, or with ``scans`` whose recovery, work by ``make_io``.
+    Closed afterwards.
     """
 
     def made(fd: int, *, is_direct: bool, depth: int = 0) -> FileIo:
         return make_io(fd)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(recovery if scans else side, "make_file_io", made)
+        patch.setattr(recovery if scans else block_io, "make_file_io", made)
         store = DiskStore(path, geometry, BUFFERED, clock=clock)
         try:
             yield store

@@ -15,7 +15,6 @@ import pytest
 from kvbm_core.errors import Outcome
 from kvbm_core.storage.disk.allocate import DiskError
 from kvbm_core.storage.disk.block_file import BlockFile, Geometry
-from kvbm_core.storage.disk.lane import Lane, Record
 from kvbm_core.storage.disk.record import (
     FIRST_SLOT_BYTES,
     FORMAT_VERSION,
@@ -28,6 +27,7 @@ from kvbm_core.storage.disk.record import (
     unpack_file,
     unpack_record,
 )
+from kvbm_core.storage.disk.record_io import Record, RecordIo
 from kvbm_core.storage.disk.store import DiskStore
 from kvbm_core.testing.file_io_contract import memory_of
 from kvbm_core.testing.store_contract import LONG_S, key_of
@@ -88,26 +88,26 @@ def reopened(path: Path, geometry: Geometry = GEOMETRY) -> list[Outcome]:
 
 
 class InMemory:
-    """One record read by a lane, from a disk that is a bytearray."""
+    """One record read by a RecordIo, from a disk that is a bytearray."""
 
     def __init__(self, path: Path) -> None:
         self.disk = TornDisk(path.read_bytes())
         self.file = BlockFile(path, GEOMETRY, BUFFERED)
-        self.lane = Lane(self.file, TornIo(self.disk))
+        self.record_io = RecordIo(self.file, TornIo(self.disk))
         self.memory = memory_of(PAYLOAD_BYTES).data
         self._record = Record(key_of(1), 1, memory_of_address(self.memory))
 
     def read(self) -> Outcome:
         """Of key 1 in slot 1."""
-        return self.lane.read([self._record], deadline_s=LONG_S)[0]
+        return self.record_io.read([self._record], deadline_s=LONG_S)[0]
 
     def found(self) -> RecordHeader | None:
         """As the scan at start sees slot 1."""
-        return self.lane.headers([1], deadline_s=LONG_S)[0].header
+        return self.record_io.headers([1], deadline_s=LONG_S)[0].header
 
     def close(self) -> None:
         """Releases the file."""
-        assert self.lane.close(LONG_S)
+        assert self.record_io.close(LONG_S)
         self.file.close()
 
 

@@ -19,13 +19,13 @@ from typing import NamedTuple
 import pytest
 
 from kvbm_core.errors import Outcome
-from kvbm_core.storage.disk import recovery, side
+from kvbm_core.storage.disk import block_io, recovery
 from kvbm_core.storage.disk.aio_io import make_file_io
 from kvbm_core.storage.disk.allocate import FileOptions
 from kvbm_core.storage.disk.block_file import BlockFile, Geometry
 from kvbm_core.storage.disk.io import FileIo
-from kvbm_core.storage.disk.lane import Lane, Record
 from kvbm_core.storage.disk.record import SECTOR_BYTES, whole_sectors
+from kvbm_core.storage.disk.record_io import Record, RecordIo
 from kvbm_core.storage.disk.recovery import Found, Recovery
 from kvbm_core.storage.disk.store import DiskStore
 from kvbm_core.testing.file_io_contract import memory_of
@@ -84,7 +84,7 @@ def on_disk(disk: TornDisk) -> Iterator[None]:
         disk.sync()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(side, "make_file_io", make_io)
+        patch.setattr(block_io, "make_file_io", make_io)
         patch.setattr(recovery, "make_file_io", make_io)
         patch.setattr(BlockFile, "_write_header", recorded_header)
         patch.setattr(BlockFile, "begin_new_life", recorded_life)
@@ -126,7 +126,7 @@ def check_state(
     disk = TornDisk(state)
     with on_disk(disk), pytest.MonkeyPatch.context() as patch:
         if from_file:
-            patch.setattr(side, "make_file_io", make_file_io)
+            patch.setattr(block_io, "make_file_io", make_file_io)
             patch.setattr(recovery, "make_file_io", make_file_io)
         store = DiskStore(path, history.geometry, BUFFERED)
         try:
@@ -174,10 +174,10 @@ def test_no_loss_of_power_costs_a_byte(tmp_path: Path, rng: Random, tell: Callab
 
 def readable(file: BlockFile, disk: TornDisk, found: list[Found]) -> list[Found]:
     """Those that a load would get, each read by itself and by nothing that recovery uses of its own."""
-    lane, memory = Lane(file, TornIo(disk)), memory_of(whole_sectors(file.geometry.payload_bytes))
+    record_io, memory = RecordIo(file, TornIo(disk)), memory_of(whole_sectors(file.geometry.payload_bytes))
     records = [Record(each.key, each.slot, memory.ctypes.data) for each in found]
-    good = [lane.read([record], deadline_s=LONG_S) == [Outcome.OK] for record in records]
-    assert lane.close(LONG_S)
+    good = [record_io.read([record], deadline_s=LONG_S) == [Outcome.OK] for record in records]
+    assert record_io.close(LONG_S)
     return [each for each, is_good in zip(found, good, strict=True) if is_good]
 
 
@@ -245,9 +245,9 @@ def test_a_store_without_checksums_would_be_caught(
     tmp_path: Path, rng: Random, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The states are bad enough: with payloads that are not checked, wrong bytes come out."""
-    from kvbm_core.storage.disk import lane
+    from kvbm_core.storage.disk import record_io
 
-    monkeypatch.setattr(lane, "payload_digest", lambda payload: bytes(16))
+    monkeypatch.setattr(record_io, "payload_digest", lambda payload: bytes(16))
     history = make_history(tmp_path / "history.blocks", 8192, rng)
     with pytest.raises(AssertionError, match="wrong bytes"):
         for _ in range(300):

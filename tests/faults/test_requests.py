@@ -20,8 +20,8 @@ from kvbm_core.storage.disk import bounce
 from kvbm_core.storage.disk.allocate import DirectoryBusyError
 from kvbm_core.storage.disk.block_file import Geometry
 from kvbm_core.storage.disk.io import FileIo, Transfer
-from kvbm_core.storage.disk.lane import Lane
 from kvbm_core.storage.disk.record import SECTOR_BYTES, slot_offset_bytes
+from kvbm_core.storage.disk.record_io import RecordIo
 from kvbm_core.storage.disk.recovery import Found
 from kvbm_core.storage.disk.store import DiskStore
 from kvbm_core.testing.store_contract import LONG_S, buffers, key_of
@@ -199,11 +199,11 @@ def stuck_reads(payload_bytes: int) -> Iterator[Stuck]:
     assert not any(io.held for io in stuck.ios)
 
 
-def until_none_is_late(lane: Lane) -> None:
+def until_none_is_late(record_io: RecordIo) -> None:
     """Collects what was let go."""
     end_s = time.monotonic() + LONG_S
-    while lane.late_requests:
-        assert not lane.holds(0) and time.monotonic() < end_s
+    while record_io.late_requests:
+        assert not record_io.holds(0) and time.monotonic() < end_s
 
 
 def get_into(store: DiskStore, numbers: list[int], targets: list[memoryview]) -> list[Outcome]:
@@ -231,7 +231,7 @@ def test_a_read_that_does_not_end_is_timed_out_at_the_deadline(
         assert store.holds(targets[0]) is is_straight
         targets[0][:] = b"x" * payload_bytes
         stuck_reads.let_go()
-        until_none_is_late(store._reader.lane)
+        until_none_is_late(store._reader.record_io)
         assert not store.holds(targets[0])
         late = payload_of(1, 1, payload_bytes) if is_straight else b"x" * payload_bytes
         assert targets[0] == late, "it was written after all, or not at all"
@@ -251,7 +251,7 @@ def test_places_for_copies_are_not_used_while_a_late_read_may_write_there(
         assert get_into(store, [0, 2], buffers(2, ODD)) == [Outcome.BUSY] * 2, "no place is left"
         assert put_versions(store, {0: 1}, ODD) == [Outcome.OK], "writes have places of their own"
         stuck.let_go()
-        until_none_is_late(store._reader.lane)
+        until_none_is_late(store._reader.record_io)
         assert get_into(store, [0, 1, 2, 3], buffers(4, ODD)).count(Outcome.OK) >= 3
 
 
@@ -270,7 +270,7 @@ def test_a_write_that_does_not_end_keeps_its_slot_until_it_does(path: Path, payl
             assert put_versions(store, {number: 1}, payload_bytes) == [Outcome.OK]
             assert store.resident_blocks == 1, "the other slot is waiting for the late write"
         stuck.let_go()
-        until_none_is_late(store._writer.lane)
+        until_none_is_late(store._writer.record_io)
         assert put_versions(store, {3: 1}, payload_bytes) == [Outcome.OK]
         assert read_all(store, 4, payload_bytes)[1] == [None, None, 1, 1], "and then it is free"
 

@@ -620,8 +620,8 @@ def settings_of_hicache(folder: str, seed: int) -> list[str]:
                 if in_blocks:
                     assert kept.disk.num_slots == 32
                 assert kept._deadline_s == DEADLINE_S, "30 s are more than SGLang gives"
-                assert isinstance(kept.disk._writer.lane._io, ThreadIo)
-                assert isinstance(kept.disk._reader.lane._io, ThreadIo)
+                assert isinstance(kept.disk._writer.record_io._io, ThreadIo)
+                assert isinstance(kept.disk._reader.record_io._io, ThreadIo)
                 assert any("KVBM_DISK_DEADLINE_S=30" in line for line in seen.told)
             finally:
                 store.close()

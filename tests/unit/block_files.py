@@ -19,8 +19,8 @@ import pytest
 from kvbm_core.clock import SystemClock
 from kvbm_core.errors import Outcome
 from kvbm_core.storage.disk.block_file import BlockFile, Geometry
+from kvbm_core.storage.disk.block_io import BlockIo
 from kvbm_core.storage.disk.record import slot_offset_bytes
-from kvbm_core.storage.disk.side import Side
 from kvbm_core.types import BlockKey
 from tests.unit.test_cli import Ran, run
 
@@ -54,11 +54,11 @@ def write(path: Path, slots: Sequence[int], *, age_ns: int = 0, geometry: Geomet
     ago.
     """
     file = BlockFile(path, geometry)
-    side = Side(file, SystemClock(), is_write=True, first_sequence=time.time_ns() - age_ns)
+    block_io = BlockIo(file, SystemClock(), is_write=True, first_sequence=time.time_ns() - age_ns)
     payloads = [memoryview(bytearray(os.urandom(geometry.payload_bytes))) for _ in slots]
-    outcomes = side.transfer([(key(slot), slot) for slot in slots], payloads, deadline_s=WAIT_S)
+    outcomes = block_io.transfer([(key(slot), slot) for slot in slots], payloads, deadline_s=WAIT_S)
     assert outcomes == [Outcome.OK] * len(slots)
-    assert side.close(WAIT_S)
+    assert block_io.close(WAIT_S)
     file.close()
 
 

@@ -14,8 +14,8 @@ from kvbm_core.errors import Outcome
 from kvbm_core.storage.disk import recovery as recovery_module
 from kvbm_core.storage.disk import store as disk_store
 from kvbm_core.storage.disk.block_file import BlockFile, Geometry
-from kvbm_core.storage.disk.lane import FIRST_PAUSE_S, PROBE_S
 from kvbm_core.storage.disk.record import slot_offset_bytes
+from kvbm_core.storage.disk.record_io import FIRST_PAUSE_S, PROBE_S
 from kvbm_core.storage.disk.recovery import Recovery
 from kvbm_core.storage.disk.store import DiskStore
 from kvbm_core.testing.executor_bench import LONG_S, is_mapped
@@ -137,7 +137,7 @@ def test_the_end_of_a_mover_does_not_wait_for_a_dead_disk(
         address = bench.host.address
         bench.submit(order(1, UP, [0], [0]))
         bench.submit(order(2, DOWN, [1], [1]))
-        while not all(lane._io.in_flight for lane in bench.mover._lanes):
+        while not all(record_io._io.in_flight for record_io in bench.mover._record_ios):
             threading.Event().wait(0.001)
         began_s = time.monotonic()
         bench.mover.close()
@@ -278,11 +278,11 @@ def test_a_call_that_hangs_gives_up_when_its_store_ends(tmp_path: Path) -> None:
 
     class EndsMeanwhile(GatedIo):
         def collect(self, timeout_s: float) -> list[tuple[int, int]]:
-            lane = store._reader.lane
-            if self is lane._io and not ends:
+            record_io = store._reader.record_io
+            if self is record_io._io and not ends:
                 ends.append(threading.Thread(target=store.close))
                 ends[0].start()
-                while lane._stops_at_s == float("inf"):
+                while record_io._stops_at_s == float("inf"):
                     threading.Event().wait(0.001)
             return super().collect(timeout_s)
 

@@ -82,8 +82,8 @@ def flip(path: Path, geometry: Geometry, slot: int, byte: int) -> None:
 
 
 def good_slots(path: Path, geometry: Geometry) -> list[int]:
-    """What a reader that knows nothing of Lane, RecordScan and Recovery says is good: all bits are looked at,
-    and nothing but flips of them was done to this file.
+    """What a reader that knows nothing of RecordIo, RecordScan and Recovery says is good: all bits are looked
+    at, and nothing but flips of them was done to this file.
     """
     data, good = path.read_bytes(), []
     for slot in range(geometry.num_slots):

@@ -241,7 +241,7 @@ def test_a_listener_that_fails_while_the_disk_still_reads_leaves_its_memory_late
         pytest.MonkeyPatch.context() as patch,
         bench_on(path, lambda fd: GatedIo(fd, touches(9, is_write=False), clock, gate), clock) as bench,
     ):
-        patch.setattr("kvbm_core.storage.disk.lane.MAX_REQUEST_RECORDS", 1)
+        patch.setattr("kvbm_core.storage.disk.record_io.MAX_REQUEST_RECORDS", 1)
         assert bench.run(order(1, DOWN, [0, 1], [4, 9])).outcome is Outcome.OK
 
         def fail(*ended: object) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvbm_core.errors import Outcome
-from kvbm_core.storage.disk import scan, side
+from kvbm_core.storage.disk import block_io, scan
 from kvbm_core.storage.disk.allocate import FileOptions
 from kvbm_core.storage.disk.block_file import BlockFile, BlockFileView, Geometry
 from kvbm_core.storage.disk.reader import DiskReader
@@ -255,7 +255,7 @@ def test_a_file_that_cannot_be_opened_is_an_error_of_its_own(
             patch.setattr(reader, "_options", FileOptions(is_direct=name != "_open"))
             assert get(reader, KEYS[:3]) == [Outcome.IO_ERROR] * 2 + [MISS]
     with monkeypatch.context() as patch:
-        patch.setattr(side, "make_file_io", fails)
+        patch.setattr(block_io, "make_file_io", fails)
         assert get(reader, KEYS[:3]) == [Outcome.IO_ERROR] * 2 + [MISS]
     assert open_files() == before
     assert get(reader, KEYS[:3]) == [OK, OK, MISS], "nothing was forgotten for that"

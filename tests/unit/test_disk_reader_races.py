@@ -12,7 +12,7 @@ import pytest
 
 from kvbm_core.clock import ManualClock
 from kvbm_core.errors import Outcome
-from kvbm_core.storage.disk import side
+from kvbm_core.storage.disk import block_io
 from kvbm_core.storage.disk.reader import DiskReader
 from kvbm_core.storage.disk.record import SECTOR_BYTES, slot_offset_bytes
 from kvbm_core.storage.disk.store import DiskStore
@@ -90,7 +90,7 @@ def test_a_late_read_holds_its_memory_also_after_its_file_was_left(
     late, other = buffers(2, PAYLOAD_BYTES)
     reader = DiskReader(path, GEOMETRY, BUFFERED, clock=clock)
     with monkeypatch.context() as patch:
-        patch.setattr(side, "make_file_io", make)
+        patch.setattr(block_io, "make_file_io", make)
         assert not reader.holds(late)
         assert reader.get_many(KEYS[:1], [late], deadline_s=1.0) == [Outcome.TIMED_OUT]
     assert reader.holds(late) and not reader.holds(other)
@@ -144,7 +144,7 @@ def test_what_changes_while_it_is_read_is_a_miss_and_what_is_newer_is_not_forgot
 
     put(writer, KEYS[:4])
     with monkeypatch.context() as patch:
-        patch.setattr(side, "make_file_io", lambda fd, *, is_direct: MeanwhileIo(fd, before, after))
+        patch.setattr(block_io, "make_file_io", lambda fd, *, is_direct: MeanwhileIo(fd, before, after))
         assert get(reader, KEYS[:4]) == [MISS] * 4
     held, gone = (KEYS[:4], KEYS[4:8]) if comes_back else (KEYS[4:8], KEYS[:4])
     assert get(reader, held) == [OK] * 4 and get(reader, gone) == [MISS] * 4
@@ -160,7 +160,7 @@ def test_a_record_that_is_half_written_over_is_a_miss(
 
     put(writer, KEYS[:4])
     with monkeypatch.context() as patch:
-        patch.setattr(side, "make_file_io", lambda fd, *, is_direct: MeanwhileIo(fd, tear, lambda: None))
+        patch.setattr(block_io, "make_file_io", lambda fd, *, is_direct: MeanwhileIo(fd, tear, lambda: None))
         assert get(reader, KEYS[:4]) == [OK, MISS, OK, OK]
     assert contained(reader, KEYS[:4]) == [OK, MISS, OK, OK]
 
@@ -175,7 +175,7 @@ def test_what_the_disk_did_not_take_is_not_told(
 
     second_at = slot_offset_bytes(1, PAYLOAD_BYTES)
     with monkeypatch.context() as patch:
-        patch.setattr(side, "make_file_io", make)
+        patch.setattr(block_io, "make_file_io", make)
         writer = writer_of(path)
     outcomes = [
         writer.put_many([key], [memoryview(content_of(key, PAYLOAD_BYTES))], deadline_s=LONG_S)[0]

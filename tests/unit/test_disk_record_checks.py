@@ -13,6 +13,7 @@ from kvbm_core.clock import ManualClock, SystemClock
 from kvbm_core.errors import Outcome
 from kvbm_core.runtime.handshake import RankAnswer
 from kvbm_core.storage.disk.block_file import BlockFile, Geometry
+from kvbm_core.storage.disk.block_io import BlockIo
 from kvbm_core.storage.disk.record import (
     SECTOR_BYTES,
     RecordHeader,
@@ -21,7 +22,6 @@ from kvbm_core.storage.disk.record import (
     slot_offset_bytes,
     unpack_record,
 )
-from kvbm_core.storage.disk.side import Side
 from kvbm_core.testing.leader_bench import BenchDisk
 from kvbm_core.testing.store_contract import LONG_S, buffers, content_of, key_of
 from kvbm_core.transfer.plan import JobResult
@@ -48,7 +48,7 @@ def test_a_record_is_what_its_header_says_in_all_fields(tmp_path: Path, what: st
     """The header itself verifies: such a record was written so, by whatever wrote it."""
     change, expected = CHANGES[what]
     file = BlockFile(tmp_path / "x.blocks", GEOMETRY, BUFFERED)
-    writer, reader = (Side(file, SystemClock(), is_write=is_write) for is_write in (True, False))
+    writer, reader = (BlockIo(file, SystemClock(), is_write=is_write) for is_write in (True, False))
     (source,) = buffers(1, PAYLOAD_BYTES)
     source[:] = content_of(KEY, PAYLOAD_BYTES)
     assert writer.transfer([(KEY, SLOT)], [source], deadline_s=LONG_S) == [Outcome.OK]
@@ -61,18 +61,18 @@ def test_a_record_is_what_its_header_says_in_all_fields(tmp_path: Path, what: st
         raw.write(pack_record(change(header)))
     (target,) = buffers(1, PAYLOAD_BYTES)
     assert reader.transfer([(KEY, SLOT)], [target], deadline_s=LONG_S) == [expected]
-    found = reader.lane.headers([SLOT], deadline_s=LONG_S)
+    found = reader.record_io.headers([SLOT], deadline_s=LONG_S)
     is_found = what in {"nothing", "key", "digest"}  # a search looks at headers alone, and asks for no key
     assert [each.header is not None for each in found] == [is_found]
-    for side in (writer, reader):
-        assert side.close(LONG_S)
+    for block_io in (writer, reader):
+        assert block_io.close(LONG_S)
     file.close()
 
 
 def test_a_record_in_another_slot_than_its_own_is_not_loaded(tmp_path: Path) -> None:
     """As after a copy of a part of the file to another place in it."""
     file = BlockFile(tmp_path / "x.blocks", GEOMETRY, BUFFERED)
-    writer, reader = (Side(file, SystemClock(), is_write=is_write) for is_write in (True, False))
+    writer, reader = (BlockIo(file, SystemClock(), is_write=is_write) for is_write in (True, False))
     assert writer.transfer([(KEY, 0)], buffers(1, PAYLOAD_BYTES), deadline_s=LONG_S) == [Outcome.OK]
     with file.path.open("r+b") as raw:
         raw.seek(slot_offset_bytes(0, PAYLOAD_BYTES))
@@ -82,12 +82,12 @@ def test_a_record_in_another_slot_than_its_own_is_not_loaded(tmp_path: Path) -> 
     (target,) = buffers(1, PAYLOAD_BYTES)
     assert reader.transfer([(KEY, 0)], [target], deadline_s=LONG_S) == [Outcome.OK]
     assert reader.transfer([(KEY, 3)], [target], deadline_s=LONG_S) == [Outcome.MISS]
-    assert [found.header is not None for found in reader.lane.headers([0, 3], deadline_s=LONG_S)] == [
+    assert [found.header is not None for found in reader.record_io.headers([0, 3], deadline_s=LONG_S)] == [
         True,
         False,
     ]
-    for side in (writer, reader):
-        assert side.close(LONG_S)
+    for block_io in (writer, reader):
+        assert block_io.close(LONG_S)
     file.close()
 
 

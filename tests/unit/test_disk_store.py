@@ -58,10 +58,10 @@ def test_a_late_write_keeps_its_slot_until_it_has_ended(tmp_path: Path) -> None:
         assert put(store, 2) == [Outcome.NO_SPACE]
         for io in ios:
             io.let_go()
-        lane, ends_at_s = store._writer.lane, time.monotonic() + DEADLINE_S
-        while lane.late_requests:
+        record_io, ends_at_s = store._writer.record_io, time.monotonic() + DEADLINE_S
+        while record_io.late_requests:
             assert time.monotonic() < ends_at_s
-            lane.holds(0)  # looks what has ended
+            record_io.holds(0)  # looks what has ended
         assert put(store, 2) == [Outcome.OK]
         target = bytearray(PAYLOAD_BYTES)
         assert store.get_many([key_of(2)], [memoryview(target)], deadline_s=DEADLINE_S) == [Outcome.OK]

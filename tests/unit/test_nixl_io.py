@@ -25,9 +25,9 @@ from kvbm_core.storage.disk.allocate import DiskError
 from kvbm_core.storage.disk.block_file import BlockFile, Geometry
 from kvbm_core.storage.disk.choose import chosen_file_io
 from kvbm_core.storage.disk.io import FileIo, ThreadIo, Transfer
-from kvbm_core.storage.disk.lane import Lane, Record
 from kvbm_core.storage.disk.nixl_io import NixlIo
 from kvbm_core.storage.disk.record import SECTOR_BYTES
+from kvbm_core.storage.disk.record_io import Record, RecordIo
 from kvbm_core.testing.file_io_contract import (
     LONG_S,
     finish,
@@ -262,25 +262,27 @@ def test_each_value_of_the_setting_is_one_that_can_be_chosen(
 
 
 @needs_nixl
-def test_records_go_through_a_lane(tmp_path: Path) -> None:
+def test_records_are_read_and_written(tmp_path: Path) -> None:
     file = BlockFile(tmp_path / "x.blocks", Geometry(8, 2 * SECTOR_BYTES, bytes(16)))
     io = NixlIo(file.fd)
-    lane, memory = Lane(file, io, clock=SystemClock()), memory_of(len(CONTENT))
+    record_io, memory = RecordIo(file, io, clock=SystemClock()), memory_of(len(CONTENT))
     size = 2 * SECTOR_BYTES
     memory[: 5 * size] = list(CONTENT[: 5 * size])
     slots = (1, 2, 3, 6, 0)
     records = [Record(key_of(slot), slot, memory.ctypes.data + n * size) for n, slot in enumerate(slots)]
-    assert lane.write(records, deadline_s=LONG_S) == [Outcome.OK] * 5
+    assert record_io.write(records, deadline_s=LONG_S) == [Outcome.OK] * 5
     memory[:] = 0
-    assert lane.read([*records, Record(key_of(4), 4, memory.ctypes.data + 5 * size)], deadline_s=LONG_S) == [
+    assert record_io.read(
+        [*records, Record(key_of(4), 4, memory.ctypes.data + 5 * size)], deadline_s=LONG_S
+    ) == [
         *[Outcome.OK] * 5,
         Outcome.CORRUPT,
     ]
     assert memory[: 5 * size].tobytes() == CONTENT[: 5 * size]
-    found = lane.headers(range(8), deadline_s=LONG_S)
+    found = record_io.headers(range(8), deadline_s=LONG_S)
     assert [each.header is not None for each in found] == [slot in slots for slot in range(8)]
-    assert len(io._spans) == 1, "the lane's headers"
-    assert lane.close(LONG_S)
+    assert len(io._spans) == 1, "the records' headers"
+    assert record_io.close(LONG_S)
     file.close()
 
 

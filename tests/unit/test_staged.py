@@ -245,7 +245,7 @@ def held_reads(path: Path, gate: threading.Event, *, only: int) -> Iterator[Benc
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(disk_module, "make_file_io", make_file_io)
-        patch.setattr("kvbm_core.storage.disk.lane.MAX_REQUEST_RECORDS", 1)
+        patch.setattr("kvbm_core.storage.disk.record_io.MAX_REQUEST_RECORDS", 1)
         made = Bench(path)
         try:
             yield made

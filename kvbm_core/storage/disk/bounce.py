@@ -1,5 +1,5 @@
-"""Places for blocks whose own memory the disk cannot use: one is taken when a block's turn comes, then given
-back.
+"""Bounce buffers: places for blocks whose own memory the disk cannot use. One is taken when a block's turn
+comes, then given back.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ BOUNCE_BYTES = 64 << 20
 """Twice the reads in flight, and more: while some are checked and copied the disk has others."""
 
 
-class Bounce:
+class BounceBuffers:
     """Places of one direction, each for a block of ``payload_bytes``. One thread only, but for ``num_free``.
 
     As many as go into ``most_bytes`` (BOUNCE_BYTES), but one at least.
@@ -77,17 +77,19 @@ class Bounce:
             _KEPT.append(self._memory)
 
 
-class Bounced:
+class BouncedBlocks:
     """The blocks of one call that pass through ``bounce``: written from ``buffers``, or read into them."""
 
-    def __init__(self, bounce: Bounce, buffers: Sequence[Memory], *, is_write: bool) -> None:
+    def __init__(self, bounce: BounceBuffers, buffers: Sequence[Memory], *, is_write: bool) -> None:
         self.bounce = bounce
         self._buffers = buffers
         self._is_write = is_write
 
-    def part(self, indices: Sequence[int]) -> Bounced:
+    def part(self, indices: Sequence[int]) -> BouncedBlocks:
         """The same for a call of these blocks alone."""
-        return Bounced(self.bounce, [self._buffers[index] for index in indices], is_write=self._is_write)
+        return BouncedBlocks(
+            self.bounce, [self._buffers[index] for index in indices], is_write=self._is_write
+        )
 
     def begin(self, index: int) -> int:
         """The place of block ``index``, with its bytes if it is to be written."""

@@ -13,7 +13,7 @@ from kvbm_core.errors import Outcome
 from kvbm_core.storage.base import Memory, check_blocks, check_targets
 from kvbm_core.storage.disk.allocate import FileOptions
 from kvbm_core.storage.disk.block_file import BlockFileView, Geometry
-from kvbm_core.storage.disk.side import Side
+from kvbm_core.storage.disk.block_io import BlockIo
 from kvbm_core.storage.disk.slot_log import LogFollower, LogHeader
 from kvbm_core.storage.disk.store import CLOSE_TIMEOUT_S, STOP_TIMEOUT_S
 from kvbm_core.types import BlockKey
@@ -52,7 +52,7 @@ class DiskReader:
         self._followed: LogHeader | None = None
         self._places = _Places()
         self._closed = False
-        self._reading = threading.Lock()  # in place of the locks of all sides
+        self._reading = threading.Lock()  # in place of the locks of all of them
         self._opened: _Opened | None = None
         self._opened_for: LogHeader | None = None
         self._left: list[_Opened] = []
@@ -61,8 +61,8 @@ class DiskReader:
         """Whether a late read may still write into it."""
         with self._reading:
             files = self._files()
-            pieces = files[0].side.pieces_of(target) if files else ()
-            return bool(pieces) and any(file.side.lane.holds(pieces[0][0]) for file in files)
+            pieces = files[0].block_io.pieces_of(target) if files else ()
+            return bool(pieces) and any(file.block_io.record_io.holds(pieces[0][0]) for file in files)
 
     def contains_many(self, keys: Sequence[BlockKey], *, deadline_s: float) -> list[Outcome]:
         """See BlockStore; no I/O but for what the writer has appended to its log."""
@@ -126,7 +126,7 @@ class DiskReader:
         """See BlockStore; as DiskStore's, some seconds at most."""
         opened = self._opened
         if opened is not None:
-            opened.side.lane.stop(STOP_TIMEOUT_S)
+            opened.block_io.record_io.stop(STOP_TIMEOUT_S)
         with self._reading, self._books:
             self._closed = True
             self._log.close()
@@ -173,7 +173,7 @@ class DiskReader:
         except OSError:
             return [Outcome.IO_ERROR] * len(blocks)
         opened.view.life = header.life
-        return opened.side.transfer(blocks, targets, deadline_s=deadline_at_s - self._clock.now_s())
+        return opened.block_io.transfer(blocks, targets, deadline_s=deadline_at_s - self._clock.now_s())
 
     def _open_for(self, header: LogHeader) -> _Opened:
         """The file that this log is of. A writer that makes a new one begins a new log after it."""
@@ -185,11 +185,11 @@ class DiskReader:
             view = BlockFileView(self._path, self._geometry, self._options)
             try:
                 is_straight = self._reads_straight
-                side = Side(view, self._clock, is_write=False, is_straight=is_straight)
+                block_io = BlockIo(view, self._clock, is_write=False, is_straight=is_straight)
             except BaseException:
                 view.close()
                 raise
-            self._opened = _Opened(view, side)
+            self._opened = _Opened(view, block_io)
         self._opened_for = header
         return self._opened
 
@@ -200,8 +200,8 @@ class DiskReader:
         """Closes them all, but those that a late read still needs."""
         files, self._opened, self._left = self._files(), None, []
         for file in files:
-            file.side.lane.holds(0)  # looks what has ended
-            if file.side.lane.late_requests:
+            file.block_io.record_io.reap()
+            if file.block_io.record_io.late_requests:
                 self._left.append(file)
             else:
                 file.close()
@@ -209,10 +209,10 @@ class DiskReader:
 
 class _Opened(NamedTuple):
     view: BlockFileView
-    side: Side
+    block_io: BlockIo
 
     def close(self) -> None:
-        if self.side.close(CLOSE_TIMEOUT_S):
+        if self.block_io.close(CLOSE_TIMEOUT_S):
             self.view.close()
 
 

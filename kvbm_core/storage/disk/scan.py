@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 from kvbm_core.clock import Clock
 from kvbm_core.errors import Outcome
 from kvbm_core.storage.disk.block_file import BlockFile
-from kvbm_core.storage.disk.bounce import Bounce, Bounced
+from kvbm_core.storage.disk.bounce import BounceBuffers, BouncedBlocks
 from kvbm_core.storage.disk.io import FileIo, TakesMemory
-from kvbm_core.storage.disk.lane import Lane, Record
 from kvbm_core.storage.disk.record import RecordHeader, SlotHeader, record_bytes
+from kvbm_core.storage.disk.record_io import Record, RecordIo
 
 CHUNK_SLOTS = 4096
 """Whose headers are read together."""
@@ -32,11 +32,11 @@ class RecordScan:
 
     def __init__(self, file: BlockFile, io: FileIo, clock: Clock | None = None) -> None:
         self._io = io
-        self._lane = Lane(file, io, clock=clock)
+        self._lane = RecordIo(file, io, clock=clock)
         self._num_slots = file.geometry.num_slots
         self._payload_bytes = file.geometry.payload_bytes
         self.record_bytes = record_bytes(self._payload_bytes)
-        self._bounce: Bounce | None = None
+        self._bounce: BounceBuffers | None = None
 
     def chunks(self) -> Iterator[tuple[range, list[SlotHeader]]]:
         """All slots in ascending order, CHUNK_SLOTS at a time, and what stands in them."""
@@ -49,16 +49,16 @@ class RecordScan:
         return self._lane.headers(slots, deadline_s=DEADLINE_S)
 
     def check(self, headers: Sequence[RecordHeader]) -> Iterator[tuple[RecordHeader, Outcome]]:
-        """Reads these records whole, a few at a time; see Lane.read for the outcomes."""
+        """Reads these records whole, a few at a time; see RecordIo.read for the outcomes."""
         if self._bounce is None:
-            self._bounce = Bounce(self._payload_bytes, IN_FLIGHT_BYTES)
+            self._bounce = BounceBuffers(self._payload_bytes, IN_FLIGHT_BYTES)
             if isinstance(self._io, TakesMemory):
                 self._bounce.register(self._io)
         step_records = max(1, STEP_BYTES // self.record_bytes)
         for start in range(0, len(headers), step_records):
             step = headers[start : start + step_records]
             records = [Record(header.key, header.slot, 0) for header in step]
-            nowhere = Bounced(self._bounce, [NOWHERE] * len(step), is_write=False)
+            nowhere = BouncedBlocks(self._bounce, [NOWHERE] * len(step), is_write=False)
             outcomes = self._lane.read(records, deadline_s=DEADLINE_S, bounced=nowhere)
             yield from zip(step, outcomes, strict=True)
 

@@ -18,8 +18,8 @@ from kvbm_core.policy.lru import LruPolicy
 from kvbm_core.storage.base import Memory, check_blocks, check_targets
 from kvbm_core.storage.disk.allocate import FileOptions
 from kvbm_core.storage.disk.block_file import BlockFile, Geometry
+from kvbm_core.storage.disk.block_io import BlockIo
 from kvbm_core.storage.disk.recovery import Found, Recovery, batches_of
-from kvbm_core.storage.disk.side import Side
 from kvbm_core.storage.disk.slot_log import SlotLog, withdraw_log
 from kvbm_core.types import BlockKey, Tier
 
@@ -57,7 +57,7 @@ class DiskStore:
         self._log = self._begin_log(shares)
         self._books = threading.Lock()
         self._tier = BlockTier(Tier.DISK, LruPolicy(), clock)
-        self._writer, self._reader = self._make_sides(reads_straight)
+        self._writer, self._reader = self._open_both_ways(reads_straight)
         self._closed = False
         self._was_cleared = False
         self._late: list[Reservation] = []  # of writes that were given up and may still land in their slots
@@ -82,7 +82,7 @@ class DiskStore:
         """Whether a late read may still write into it."""
         pieces = self._reader.pieces_of(target)
         with self._reader.lock:
-            return bool(pieces) and self._reader.lane.holds(pieces[0][0])
+            return bool(pieces) and self._reader.record_io.holds(pieces[0][0])
 
     def contains_many(self, keys: Sequence[BlockKey], *, deadline_s: float) -> list[Outcome]:
         """See BlockStore; no I/O."""
@@ -191,15 +191,15 @@ class DiskStore:
     def close(self) -> None:
         """See BlockStore. It takes some seconds at most: what the disk does not end keeps file and memory."""
         is_over = self._recovery.close()
-        for side in (self._writer, self._reader):
-            side.lane.stop(STOP_TIMEOUT_S)
+        for one in (self._writer, self._reader):
+            one.record_io.stop(STOP_TIMEOUT_S)
         with self._writer.lock, self._reader.lock, self._books:
             if not self._closed:
                 self._closed = True
                 if self._log is not None:
                     self._log.close()
                     self._log = None
-                ended = [side.close(CLOSE_TIMEOUT_S) for side in (self._writer, self._reader)]
+                ended = [one.close(CLOSE_TIMEOUT_S) for one in (self._writer, self._reader)]
                 if is_over and all(ended):
                     self._file.close()
 
@@ -228,11 +228,11 @@ class DiskStore:
             self._file.close()
             raise
 
-    def _make_sides(self, reads_straight: bool) -> tuple[Side, Side]:
-        writer: Side | None = None
+    def _open_both_ways(self, reads_straight: bool) -> tuple[BlockIo, BlockIo]:
+        writer: BlockIo | None = None
         try:
-            writer = Side(self._file, self._clock, is_write=True, first_sequence=time.time_ns())
-            return writer, Side(self._file, self._clock, is_write=False, is_straight=reads_straight)
+            writer = BlockIo(self._file, self._clock, is_write=True, first_sequence=time.time_ns())
+            return writer, BlockIo(self._file, self._clock, is_write=False, is_straight=reads_straight)
         except BaseException:
             if writer is not None:
                 writer.close(CLOSE_TIMEOUT_S)
@@ -271,7 +271,7 @@ class DiskStore:
         """Those of late writes, once all these have ended: until then one may land on top of a newer
         block.
         """
-        self._writer.lane.holds(0)  # looks what has ended
-        if not self._writer.lane.late_requests:
+        self._writer.record_io.reap()
+        if not self._writer.record_io.late_requests:
             while self._late:
                 self._tier.abort(self._late.pop())

@@ -13,7 +13,7 @@ from kvbm_core.errors import Outcome
 from kvbm_core.storage.disk.aio_io import make_file_io
 from kvbm_core.storage.disk.block_file import BlockFile
 from kvbm_core.storage.disk.io import FileIo, TakesMemory
-from kvbm_core.storage.disk.lane import Lane, Record
+from kvbm_core.storage.disk.record_io import Record, RecordIo
 from kvbm_core.storage.host_slab import HostSlab
 from kvbm_core.storage.late import LateMemory
 from kvbm_core.storage.numa import leave_bound_core
@@ -68,17 +68,19 @@ class DiskMover:
         for io in ios:
             if isinstance(io, TakesMemory):
                 io.register(host.address, host.num_slots * host.slot_bytes, host.slot_bytes)
-        self._lanes = [
-            Lane(file, io, first_sequence=first_sequence, clock=clock, late=self._late) for io in ios
+        self._record_ios = [
+            RecordIo(file, io, first_sequence=first_sequence, clock=clock, late=self._late) for io in ios
         ]
         self._reads: JobBoard[TierOrder] = JobBoard(clock, None)
         self._writes: JobBoard[TierOrder] = JobBoard(clock, None)
         self._new_life = threading.Event()
         self._num_resets = 0
         self._threads = [
-            threading.Thread(target=partial(self._work, board, lane), name=f"kvbm-disk-{name}", daemon=True)
-            for name, board, lane in zip(
-                ("reader", "writer"), (self._reads, self._writes), self._lanes, strict=True
+            threading.Thread(
+                target=partial(self._work, board, record_io), name=f"kvbm-disk-{name}", daemon=True
+            )
+            for name, board, record_io in zip(
+                ("reader", "writer"), (self._reads, self._writes), self._record_ios, strict=True
             )
         ]
         for thread in self._threads:
@@ -125,8 +127,8 @@ class DiskMover:
         """See Mover. What the disk does not end keeps the file and the slab's memory for good."""
         for board in (self._reads, self._writes):
             board.close()
-        for lane in self._lanes:
-            lane.stop(STOP_TIMEOUT_S)
+        for record_io in self._record_ios:
+            record_io.stop(STOP_TIMEOUT_S)
         is_over = self.stop_others()
         ends_at_s = time.monotonic() + 2 * STOP_TIMEOUT_S
         for thread in self._threads:
@@ -134,25 +136,27 @@ class DiskMover:
         if any(thread.is_alive() for thread in self._threads):  # in the kernel, for a reset
             _KEPT.append(self)
             return
-        self._lanes = [lane for lane in self._lanes if not lane.close(CLOSE_TIMEOUT_S)]
-        if self._lanes or not is_over:  # neither file nor memory may become somebody else's
+        self._record_ios = [
+            record_io for record_io in self._record_ios if not record_io.close(CLOSE_TIMEOUT_S)
+        ]
+        if self._record_ios or not is_over:  # neither file nor memory may become somebody else's
             _KEPT.append(self)
             return
         self._file.close()
         self._memory = None
 
-    def _work(self, board: JobBoard[TierOrder], lane: Lane) -> None:
+    def _work(self, board: JobBoard[TierOrder], record_io: RecordIo) -> None:
         leave_bound_core()
         while not board.is_closed:
-            job = board.take(timeout_s=LOOK_FOR_LATE_S if lane.late_requests else None)
+            job = board.take(timeout_s=LOOK_FOR_LATE_S if record_io.late_requests else None)
             if board is self._writes and self._new_life.is_set():
                 self._begin_new_life()
             if job is not None and board is self._writes and job.token != self._num_resets:
                 board.end(job, Outcome.REJECTED, "a reset came before it could be written")
             elif job is not None:
-                self._execute(job, board, lane)
-            if lane.late_requests:
-                lane.look()
+                self._execute(job, board, record_io)
+            if record_io.late_requests:
+                record_io.reap()
         if board is self._writes and self._new_life.is_set():
             self._begin_new_life()
 
@@ -163,7 +167,7 @@ class DiskMover:
         except OSError as error:  # in this process nothing of before is found again; a restart might
             log.error("kvbm: %s: a reset could not be written down: %s", self._file.path, error)
 
-    def _execute(self, job: Job[TierOrder], board: JobBoard[TierOrder], lane: Lane) -> None:
+    def _execute(self, job: Job[TierOrder], board: JobBoard[TierOrder], record_io: RecordIo) -> None:
         order, size = job.plan, self._host.slot_bytes
         records = [
             Record(key, place, self._host.address + slot * size)
@@ -171,13 +175,13 @@ class DiskMover:
         ]
         try:
             if order.kind is OrderKind.FETCH:
-                outcomes = lane.read(records, deadline_s=self._io_deadline_s, on_ended=job.token)
+                outcomes = record_io.read(records, deadline_s=self._io_deadline_s, on_ended=job.token)
             else:
-                outcomes = lane.write(records, deadline_s=self._io_deadline_s)
+                outcomes = record_io.write(records, deadline_s=self._io_deadline_s)
         except Exception as error:  # whatever happens to a job is its outcome, and the thread goes on
             log.exception("kvbm: disk job %d", order.job_id)
             end = partial(board.end, job, Outcome.IO_ERROR, f"{type(error).__name__}: {error}")
-            self._end_when_free(end, records, lane)
+            self._end_when_free(end, records, record_io)
             return
         bad = [(s, o) for s, o in zip(order.slots, outcomes, strict=True) if o is not Outcome.OK]
         num_bytes = (len(records) - len(bad)) * size
@@ -186,10 +190,12 @@ class DiskMover:
             return
         detail = f"{len(bad)} of {len(records)} blocks: {bad[0][1]} in {self._file.path}"
         end = partial(board.end, job, bad[0][1], detail, num_bytes=num_bytes, failed=tuple(bad))
-        self._end_when_free(end, records, lane)
+        self._end_when_free(end, records, record_io)
 
-    def _end_when_free(self, end: Callable[..., None], records: Sequence[Record], lane: Lane) -> None:
-        late = [record.address for record in records if lane.holds(record.address)]
+    def _end_when_free(
+        self, end: Callable[..., None], records: Sequence[Record], record_io: RecordIo
+    ) -> None:
+        late = [record.address for record in records if record_io.holds(record.address)]
         if not late:
             end()
             return

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from kvbm_core.clock import Clock, SystemClock
 from kvbm_core.errors import Outcome
 from kvbm_core.storage.disk.block_file import BlockFile
-from kvbm_core.storage.disk.bounce import Bounced
+from kvbm_core.storage.disk.bounce import BouncedBlocks
 from kvbm_core.storage.disk.io import FileIo, TakesMemory, Transfer
 from kvbm_core.storage.disk.record import (
     FREE,
@@ -95,12 +95,12 @@ class _Late(NamedTuple):
 
     run: _Run
     token: int
-    bounced: Bounced | None
+    bounced: BouncedBlocks | None
     addresses: frozenset[int]
 
 
-class Lane:
-    """Reads or writes records of one file. One thread only; a file may have one lane for each direction.
+class RecordIo:
+    """Reads or writes records of one file. One thread only; a file may have one for each direction.
 
     Memory at ``Record.address``: whole sectors from a sector's boundary on, ``record_bytes - SECTOR_BYTES``
     of them; so is each of several pieces, which together have as many bytes. Or the records' addresses are 0,
@@ -149,7 +149,7 @@ class Lane:
         *,
         deadline_s: float,
         on_ended: OnEnded | None = None,
-        bounced: Bounced | None = None,
+        bounced: BouncedBlocks | None = None,
     ) -> list[Outcome]:
         """OK: the disk has taken the record (a crash may still lose it).
 
@@ -166,7 +166,7 @@ class Lane:
         *,
         deadline_s: float,
         on_ended: OnEnded | None = None,
-        bounced: Bounced | None = None,
+        bounced: BouncedBlocks | None = None,
     ) -> list[Outcome]:
         """OK: the memory holds what was written under this key; else it holds garbage.
 
@@ -207,12 +207,14 @@ class Lane:
 
     def holds(self, address: int) -> bool:
         """Whether a late request may still read from, or write to, this address of a record."""
-        self._reap(0.0)
+        self.reap()
         return self._late_memory.holds(address)
 
-    def look(self) -> None:
+    def reap(self) -> None:
         """Notes which of the requests that were given up have ended."""
-        self._reap(0.0)
+        if self._late and self._io.in_flight:
+            for tag, _ in self._io.collect(0.0):
+                self._forget_late(tag)
 
     @property
     def late_requests(self) -> int:
@@ -231,7 +233,7 @@ class Lane:
         return payload_digest(self._payload_type.from_address(record.address))
 
     def _is_left_alone(self) -> bool:
-        self._reap(0.0)
+        self.reap()
         self._is_suspect &= bool(self._late)
         return self._is_suspect and self._clock.now_s() < self._quiet_until_s
 
@@ -248,11 +250,6 @@ class Lane:
             self._forget_late(tag)
         return True
 
-    def _reap(self, timeout_s: float) -> None:
-        if self._late and self._io.in_flight:
-            for tag, _ in self._io.collect(timeout_s):
-                self._forget_late(tag)
-
     def _forget_late(self, tag: int) -> None:
         run, token, bounced, addresses = self._late.pop(tag)
         self._free_cells += run.cells
@@ -266,24 +263,24 @@ _KEPT: list[mmap.mmap] = []  # cells that the kernel may still write into
 
 
 class _Move:
-    """One call of a lane."""
+    """One call of a RecordIo."""
 
     joins_neighbours = True
 
     def __init__(
         self,
-        lane: Lane,
+        owner: RecordIo,
         records: Sequence[Record],
         deadline_s: float,
         on_ended: OnEnded | None,
-        bounced: Bounced | None = None,
+        bounced: BouncedBlocks | None = None,
         *,
         is_write: bool,
     ) -> None:
-        self._lane = lane
+        self._lane = owner
         self._records = list(records)
         self._bounced = bounced
-        self._deadline_at_s = lane._clock.now_s() + deadline_s
+        self._deadline_at_s = owner._clock.now_s() + deadline_s
         self._on_ended = on_ended
         self._is_write = is_write
         self._outcomes: list[Outcome | None] = [None] * len(records)
@@ -301,7 +298,7 @@ class _Move:
             self._most_in_flight_bytes = min(self._most_in_flight_bytes, half_bytes)
 
     def run(self) -> list[Outcome]:
-        """Until all have ended, time is over, or the lane is to stop."""
+        """Until all have ended, time is over, or it is to stop."""
         self._began_at_s = self._lane._clock.now_s()
         try:
             if not self._lane._is_left_alone():
@@ -311,16 +308,16 @@ class _Move:
         return [outcome or Outcome.TIMED_OUT for outcome in self._outcomes]
 
     def _move(self) -> None:
-        lane = self._lane
+        owner = self._lane
         while self._waiting or self._in_flight:
-            ends_at_s = min(self._deadline_at_s, lane._stops_at_s)
-            if lane._is_suspect and not self._num_ended:
+            ends_at_s = min(self._deadline_at_s, owner._stops_at_s)
+            if owner._is_suspect and not self._num_ended:
                 ends_at_s = min(ends_at_s, self._began_at_s + PROBE_S)
-            left_s = ends_at_s - lane._clock.now_s()
+            left_s = ends_at_s - owner._clock.now_s()
             if left_s <= 0:
                 return
             self._start()
-            ended = [(self._take_out(tag), moved) for tag, moved in lane._io.collect(min(left_s, LOOK_S))]
+            ended = [(self._take_out(tag), moved) for tag, moved in owner._io.collect(min(left_s, LOOK_S))]
             self._start()  # first: the disk is not to wait for checksums
             for run, moved in ended:
                 if run is not None:
@@ -343,7 +340,7 @@ class _Move:
 
     def _pieces(self, run: _Run) -> list[tuple[int, int]]:
         """(address, bytes) of each record's header and payload, ready to be moved."""
-        lane, records = self._lane, self._records
+        owner, records = self._lane, self._records
         if self._bounced is not None:
             for index in run.indices:
                 key, slot, _, _ = records[index]
@@ -352,31 +349,39 @@ class _Move:
             self._fill_cells(run)
         pieces: list[tuple[int, int]] = []
         for index, cell in zip(run.indices, run.cells, strict=True):
-            pieces.append((lane._cells_at + cell * SECTOR_BYTES, SECTOR_BYTES))
-            pieces += records[index].pieces or ((records[index].address, lane._stored_bytes),)
+            pieces.append((owner._cells_at + cell * SECTOR_BYTES, SECTOR_BYTES))
+            pieces += records[index].pieces or ((records[index].address, owner._stored_bytes),)
         return pieces
 
     def _judge(self, run: _Run) -> list[Outcome]:
         """How records that were read ended."""
-        lane, file, outcomes = self._lane, self._lane._file.header, list[Outcome]()
+        owner, file, outcomes = self._lane, self._lane._file.header, list[Outcome]()
         for index, cell in zip(run.indices, run.cells, strict=True):
-            record, header = self._records[index], unpack_record(lane._sectors[cell])
+            record, header = self._records[index], unpack_record(owner._sectors[cell])
             outcome = judge_record(header, record.key, record.slot, file)
-            if header is not None and outcome is Outcome.OK and lane._digest(record) != header.digest:
+            if header is not None and outcome is Outcome.OK and owner._digest(record) != header.digest:
                 outcome = Outcome.CORRUPT
             outcomes.append(outcome)
         return outcomes
 
     def _fill_cells(self, run: _Run) -> None:
         """Headers of records that are to be written."""
-        lane, life, geometry = self._lane, self._lane._file.life, self._lane._file.geometry
+        owner, life, geometry = self._lane, self._lane._file.life, self._lane._file.geometry
         for index, cell in zip(run.indices, run.cells, strict=True):
             key, slot, _, _ = record = self._records[index]
-            digest = lane._digest(record)
+            digest = owner._digest(record)
             header = RecordHeader(
-                *(life, geometry.fingerprint, slot, lane._next_sequence, geometry.payload_bytes, key, digest)
+                *(
+                    life,
+                    geometry.fingerprint,
+                    slot,
+                    owner._next_sequence,
+                    geometry.payload_bytes,
+                    key,
+                    digest,
+                )
             )
-            pack_record_into(lane._sectors[cell], header)
+            pack_record_into(owner._sectors[cell], header)
 
     # ---------------------------------------------------------------- requests
 
@@ -398,26 +403,26 @@ class _Move:
         return runs
 
     def _start(self) -> None:
-        lane = self._lane
+        owner = self._lane
         most = max(1, self._most_in_flight_bytes // self._bytes_each)
         transfers: list[Transfer] = []
         num_bytes = 0
         while self._waiting and self._in_flight_records < most and self._has_room():
             indices = self._waiting.popleft()
             self._in_flight_records += len(indices)
-            cells = [lane._free_cells.pop() for _ in indices]
+            cells = [owner._free_cells.pop() for _ in indices]
             run = _Run(indices, cells)
             pieces = self._pieces(run)
-            offset_bytes = slot_offset_bytes(self._records[indices[0]].slot, lane._payload_bytes)
-            self._in_flight[lane._next_tag] = run
-            transfers.append(Transfer(lane._next_tag, offset_bytes, pieces))
-            lane._next_tag += 1
+            offset_bytes = slot_offset_bytes(self._records[indices[0]].slot, owner._payload_bytes)
+            self._in_flight[owner._next_tag] = run
+            transfers.append(Transfer(owner._next_tag, offset_bytes, pieces))
+            owner._next_tag += 1
             num_bytes += len(indices) * self._bytes_each
             if num_bytes >= SUBMITTED_BYTES:
-                lane._io.submit(transfers, is_write=self._is_write)
+                owner._io.submit(transfers, is_write=self._is_write)
                 transfers, num_bytes = [], 0
         if transfers:
-            lane._io.submit(transfers, is_write=self._is_write)
+            owner._io.submit(transfers, is_write=self._is_write)
 
     def _has_room(self) -> bool:
         """Whether the first of those that wait has cells, and places; if there are some, but too few, it is
@@ -462,17 +467,17 @@ class _Move:
             self._on_ended(indices, outcomes)
 
     def _give_up(self) -> None:
-        lane = self._lane
+        owner = self._lane
         if self._num_ended:
-            lane._pause_s, lane._is_suspect = FIRST_PAUSE_S, False
-        elif self._in_flight and lane._clock.now_s() - self._began_at_s >= SILENT_S:
-            if lane._is_suspect:
-                lane._leave_alone()
-            lane._is_suspect = True
+            owner._pause_s, owner._is_suspect = FIRST_PAUSE_S, False
+        elif self._in_flight and owner._clock.now_s() - self._began_at_s >= SILENT_S:
+            if owner._is_suspect:
+                owner._leave_alone()
+            owner._is_suspect = True
         for tag, run in self._in_flight.items():
             addresses = frozenset(self._records[index].address for index in run.indices)
-            token = lane._late_memory.add(addresses)
-            lane._late[tag] = _Late(run, token, self._bounced, addresses)
+            token = owner._late_memory.add(addresses)
+            owner._late[tag] = _Late(run, token, self._bounced, addresses)
         self._in_flight.clear()
         self._in_flight_records = 0
         self._waiting.clear()
@@ -485,9 +490,9 @@ class _HeaderRead(_Move):
 
     joins_neighbours = False  # their payloads lie between them
 
-    def __init__(self, lane: Lane, records: Sequence[Record], deadline_s: float) -> None:
+    def __init__(self, owner: RecordIo, records: Sequence[Record], deadline_s: float) -> None:
         self.found = [FREE] * len(records)
-        super().__init__(lane, records, deadline_s, None, is_write=False)
+        super().__init__(owner, records, deadline_s, None, is_write=False)
 
     def _piece_bytes(self) -> int:
         return SECTOR_BYTES
@@ -496,9 +501,9 @@ class _HeaderRead(_Move):
         return [(self._lane._cells_at + cell * SECTOR_BYTES, SECTOR_BYTES) for cell in run.cells]
 
     def _judge(self, run: _Run) -> list[Outcome]:
-        lane, file = self._lane, self._lane._file.header
+        owner, file = self._lane, self._lane._file.header
         for index, cell in zip(run.indices, run.cells, strict=True):
-            self.found[index] = judge_slot(lane._sectors[cell], self._records[index].slot, file)
+            self.found[index] = judge_slot(owner._sectors[cell], self._records[index].slot, file)
         return [Outcome.OK] * len(run.indices)
 
     def _finish(self, indices: Sequence[int], outcomes: Sequence[Outcome]) -> None:

@@ -1,5 +1,5 @@
-"""A lane: what travels together, what is called when, and that nothing of it is used up; and a side's
-memory.
+"""Record I/O: what travels together, what is called when, and that nothing of it is used up; and the memory
+of a block.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from kvbm_core.clock import ManualClock, SystemClock
 from kvbm_core.errors import Outcome
 from kvbm_core.storage.disk.allocate import FileOptions
 from kvbm_core.storage.disk.block_file import BlockFile, Geometry
+from kvbm_core.storage.disk.block_io import BlockIo
 from kvbm_core.storage.disk.io import Transfer
-from kvbm_core.storage.disk.lane import (
+from kvbm_core.storage.disk.record import FREE, SECTOR_BYTES, UNREADABLE, record_bytes, slot_offset_bytes
+from kvbm_core.storage.disk.record_io import (
     FIRST_PAUSE_S,
     MAX_RECORDS,
     MAX_REQUEST_RECORDS,
     READS_IN_FLIGHT_BYTES,
     REQUEST_BYTES,
     WRITES_IN_FLIGHT_BYTES,
-    Lane,
     Record,
+    RecordIo,
 )
-from kvbm_core.storage.disk.record import FREE, SECTOR_BYTES, UNREADABLE, record_bytes, slot_offset_bytes
-from kvbm_core.storage.disk.side import Side
 from kvbm_core.testing.store_contract import LONG_S, buffers, content_of, key_of
 from kvbm_core.testing.torn_disk import TornDisk, TornIo
 from kvbm_core.types import BlockKey
@@ -67,15 +67,15 @@ class NotingIo(TornIo):
 
 
 class Bench:
-    """A lane of a file of ``num_slots`` blocks, and memory for as many."""
+    """A RecordIo of a file of ``num_slots`` blocks, and memory for as many."""
 
     def __init__(self, folder: Path, num_slots: int, payload_bytes: int) -> None:
-        geometry = Geometry(num_slots, payload_bytes, b"lane".ljust(16))
-        self.file = BlockFile(folder / "lane.blocks", geometry, FileOptions(is_direct=False))
+        geometry = Geometry(num_slots, payload_bytes, b"records".ljust(16))
+        self.file = BlockFile(folder / "records.blocks", geometry, FileOptions(is_direct=False))
         self.clock = ManualClock()
         self.disk = TornDisk(bytes(geometry.file_bytes))
         self.io = NotingIo(self.disk, self.clock)
-        self.lane = Lane(self.file, self.io, first_sequence=100, clock=self.clock)
+        self.record_io = RecordIo(self.file, self.io, first_sequence=100, clock=self.clock)
         self.payload_bytes = payload_bytes
         self.memory = buffers(num_slots, record_bytes(payload_bytes) - SECTOR_BYTES)
 
@@ -92,20 +92,20 @@ class Bench:
 
     def write(self, slots: Sequence[int]) -> None:
         """All of it is taken."""
-        assert self.lane.write(self.records(slots, filled=True), deadline_s=LONG_S) == [Outcome.OK] * len(
-            slots
-        )
+        assert self.record_io.write(self.records(slots, filled=True), deadline_s=LONG_S) == [
+            Outcome.OK
+        ] * len(slots)
 
     def check_read(self, slots: Sequence[int]) -> None:
         """All of it comes back, byte by byte, in the order of the records."""
-        assert self.lane.read(self.records(slots), deadline_s=LONG_S) == [Outcome.OK] * len(slots)
+        assert self.record_io.read(self.records(slots), deadline_s=LONG_S) == [Outcome.OK] * len(slots)
         for slot in slots:
             assert self.memory[slot][: self.payload_bytes] == content_of(key_of(slot), self.payload_bytes)
 
     def nothing_is_used_up(self) -> None:
         """All cells are free, and nothing is in flight."""
-        assert sorted(self.lane._free_cells) == list(range(MAX_RECORDS))
-        assert self.io.in_flight == self.lane.late_requests == 0
+        assert sorted(self.record_io._free_cells) == list(range(MAX_RECORDS))
+        assert self.io.in_flight == self.record_io.late_requests == 0
 
 
 def bench_of(tmp_path: Path, num_slots: int, payload_bytes: int = 8192) -> Bench:
@@ -116,7 +116,7 @@ def bench_of(tmp_path: Path, num_slots: int, payload_bytes: int = 8192) -> Bench
 def close(bench: Bench) -> None:
     """Nothing stays behind."""
     bench.nothing_is_used_up()
-    assert bench.lane.close(LONG_S)
+    assert bench.record_io.close(LONG_S)
     bench.file.close()
 
 
@@ -143,7 +143,7 @@ def test_a_block_asked_for_twice_is_read_twice(tmp_path: Path) -> None:
         Record(key_of(1), 1, target),
         Record(key_of(2), 2, bench.address(2)),
     ]
-    assert bench.lane.read(twice, deadline_s=LONG_S) == [Outcome.OK] * 3
+    assert bench.record_io.read(twice, deadline_s=LONG_S) == [Outcome.OK] * 3
     assert bench.memory[0][:8192] == bench.memory[3][:8192] == content_of(key_of(1), 8192)
     assert bench.memory[2][:8192] == content_of(key_of(2), 8192)
     close(bench)
@@ -174,13 +174,13 @@ def test_each_record_is_told_once_as_it_ends(tmp_path: Path) -> None:
     bench = bench_of(tmp_path, 30)
     told: list[tuple[int, Outcome]] = []
     records = bench.records([3, 20, 4, 11], filled=True)
-    outcomes = bench.lane.write(
+    outcomes = bench.record_io.write(
         records, deadline_s=LONG_S, on_ended=lambda *ended: told.extend(zip(*ended, strict=True))
     )
     assert sorted(told) == list(enumerate(outcomes)) == [(i, Outcome.OK) for i in range(4)]
     told.clear()
     strangers = [*records, Record(key_of(9), 9, bench.address(9))]
-    outcomes = bench.lane.read(
+    outcomes = bench.record_io.read(
         strangers, deadline_s=LONG_S, on_ended=lambda *ended: told.extend(zip(*ended, strict=True))
     )
     assert outcomes == [Outcome.OK] * 4 + [Outcome.CORRUPT]
@@ -193,18 +193,18 @@ def test_sequences_grow_from_call_to_call(tmp_path: Path) -> None:
     bench.write([0, 5, 1])
     bench.write([3])
     bench.write([1, 6])
-    found = [each.header for each in bench.lane.headers(range(8), deadline_s=LONG_S)]
+    found = [each.header for each in bench.record_io.headers(range(8), deadline_s=LONG_S)]
     assert [header and header.sequence for header in found] == [101, 103, None, 102, None, 101, 103, None]
     assert [header and header.key for header in found if header] == [key_of(slot) for slot in (0, 1, 3, 5, 6)]
-    some = bench.lane.headers([6, 2, 0, 6], deadline_s=LONG_S)
+    some = bench.record_io.headers([6, 2, 0, 6], deadline_s=LONG_S)
     assert [each is not FREE for each in some] == [True, False, True, True]
     close(bench)
 
 
 def test_nothing_to_do_is_done(tmp_path: Path) -> None:
     bench = bench_of(tmp_path, 1)
-    assert bench.lane.read([], deadline_s=0) == bench.lane.write([], deadline_s=0) == []
-    assert bench.lane.headers([], deadline_s=0) == [] and not bench.io.calls
+    assert bench.record_io.read([], deadline_s=0) == bench.record_io.write([], deadline_s=0) == []
+    assert bench.record_io.headers([], deadline_s=0) == [] and not bench.io.calls
     close(bench)
 
 
@@ -212,8 +212,8 @@ def test_a_new_life_makes_all_records_misses(tmp_path: Path) -> None:
     bench = bench_of(tmp_path, 3)
     bench.write([0, 1, 2])
     bench.file.begin_new_life()
-    assert bench.lane.read(bench.records([0, 1, 2]), deadline_s=LONG_S) == [Outcome.MISS] * 3
-    assert bench.lane.headers(range(3), deadline_s=LONG_S) == [FREE] * 3
+    assert bench.record_io.read(bench.records([0, 1, 2]), deadline_s=LONG_S) == [Outcome.MISS] * 3
+    assert bench.record_io.headers(range(3), deadline_s=LONG_S) == [FREE] * 3
     close(bench)
 
 
@@ -222,7 +222,9 @@ def test_a_key_that_fits_no_record_is_refused_before_anything_is_done(tmp_path: 
     records = bench.records(range(0, 12, 2), filled=True)
     for wrong in (b"", bytes(41)):
         with pytest.raises(ValueError, match="a key of"):
-            bench.lane.write([*records, Record(BlockKey(wrong), 11, bench.address(11))], deadline_s=LONG_S)
+            bench.record_io.write(
+                [*records, Record(BlockKey(wrong), 11, bench.address(11))], deadline_s=LONG_S
+            )
         assert not bench.io.calls
         bench.nothing_is_used_up()
     close(bench)
@@ -237,19 +239,19 @@ def test_late_requests_keep_their_cells_and_addresses_until_they_end(tmp_path: P
     bench.io.is_stuck = True
     told: list[tuple[int, Outcome]] = []
     records = bench.records([1, 2, 10])
-    outcomes = bench.lane.read(
+    outcomes = bench.record_io.read(
         records, deadline_s=3.0, on_ended=lambda *ended: told.extend(zip(*ended, strict=True))
     )
     assert outcomes == [Outcome.TIMED_OUT] * 3 and bench.clock.now_s() == 3.0
     assert sorted(told) == [(i, Outcome.TIMED_OUT) for i in range(3)]
-    assert bench.lane.late_requests == 2 and len(bench.lane._free_cells) == MAX_RECORDS - 3
-    assert [bench.lane.holds(bench.address(slot)) for slot in (1, 2, 10, 3)] == [True, True, True, False]
-    assert bench.lane.read(bench.records([3]), deadline_s=0) == [Outcome.TIMED_OUT]
-    assert bench.lane.close(0) is False
+    assert bench.record_io.late_requests == 2 and len(bench.record_io._free_cells) == MAX_RECORDS - 3
+    assert [bench.record_io.holds(bench.address(slot)) for slot in (1, 2, 10, 3)] == [True, True, True, False]
+    assert bench.record_io.read(bench.records([3]), deadline_s=0) == [Outcome.TIMED_OUT]
+    assert bench.record_io.close(0) is False
     bench.io.is_stuck = False
     bench.check_read([4, 5])
-    assert bench.lane.late_requests == 0
-    assert not any(bench.lane.holds(bench.address(slot)) for slot in range(20))
+    assert bench.record_io.late_requests == 0
+    assert not any(bench.record_io.holds(bench.address(slot)) for slot in range(20))
     close(bench)
 
 
@@ -258,25 +260,25 @@ def test_a_lane_without_free_cells_waits_for_late_requests(tmp_path: Path) -> No
     bench.write(range(MAX_RECORDS + 2))
     bench.io.is_stuck = True
     for _ in range(2):
-        outcomes = bench.lane.read(bench.records(range(MAX_RECORDS + 2)), deadline_s=1.0)
+        outcomes = bench.record_io.read(bench.records(range(MAX_RECORDS + 2)), deadline_s=1.0)
         assert outcomes == [Outcome.TIMED_OUT] * (MAX_RECORDS + 2)
         bench.clock.advance(FIRST_PAUSE_S)  # until then nothing is tried
-    assert not bench.lane._free_cells, "the second time nothing was even started"
-    assert bench.lane.headers([0], deadline_s=1.0) == [UNREADABLE]
+    assert not bench.record_io._free_cells, "the second time nothing was even started"
+    assert bench.record_io.headers([0], deadline_s=1.0) == [UNREADABLE]
     assert bench.clock.now_s() == pytest.approx(3.0 + 2 * FIRST_PAUSE_S)
     bench.io.is_stuck = False
     bench.check_read(range(MAX_RECORDS + 2))
     close(bench)
 
 
-# ---------------------------------------------------------------- a side
+# ---------------------------------------------------------------- blocks in any memory
 
 
 @pytest.mark.parametrize("payload_bytes", [8192, 5000])
 def test_memory_goes_straight_only_if_it_is_whole_sectors(tmp_path: Path, payload_bytes: int) -> None:
-    geometry = Geometry(2, payload_bytes, b"side".ljust(16))
-    file = BlockFile(tmp_path / "side.blocks", geometry, FileOptions(is_direct=False))
-    writer, reader = (Side(file, SystemClock(), is_write=is_write) for is_write in (True, False))
+    geometry = Geometry(2, payload_bytes, b"blocks".ljust(16))
+    file = BlockFile(tmp_path / "any.blocks", geometry, FileOptions(is_direct=False))
+    writer, reader = (BlockIo(file, SystemClock(), is_write=is_write) for is_write in (True, False))
     for skew_bytes in (0, 1, 512, 4088, 4096):
         source, target = buffers(2, payload_bytes, skew_bytes=skew_bytes)
         address = ctypes.addressof(ctypes.c_char.from_buffer(source))

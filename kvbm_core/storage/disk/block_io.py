@@ -1,4 +1,6 @@
-"""One direction of a block file for memory of any kind: whole sectors go straight, the rest by a bounce."""
+"""One direction of a block file for memory of any kind: whole sectors go straight, the rest by bounce
+buffers.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +15,16 @@ from kvbm_core.storage.base import Memory, parts_of
 from kvbm_core.storage.disk.aio_io import make_file_io
 from kvbm_core.storage.disk.allocate import AUTO
 from kvbm_core.storage.disk.block_file import BlockFile
-from kvbm_core.storage.disk.bounce import Bounce, Bounced
+from kvbm_core.storage.disk.bounce import BounceBuffers, BouncedBlocks
 from kvbm_core.storage.disk.choose import chosen_file_io
-from kvbm_core.storage.disk.lane import MAX_RECORD_PIECES, Lane, Record
 from kvbm_core.storage.disk.record import SECTOR_BYTES
+from kvbm_core.storage.disk.record_io import MAX_RECORD_PIECES, Record, RecordIo
 from kvbm_core.types import BlockKey
 
 
-class Side:
-    """A lane, and places for blocks whose memory is not made of whole sectors. Hold ``lock`` to use it.
+class BlockIo:
+    """A RecordIo, and bounce buffers for blocks whose memory is not made of whole sectors. Hold ``lock`` to
+    use it.
 
     ``is_straight`` False: all blocks pass through those places. DiskError if the file's options name a way of
     I/O that cannot be had.
@@ -40,18 +43,18 @@ class Side:
         io = file.options.io
         make_io = make_file_io if io == AUTO else partial(chosen_file_io, kind=io)
         file_io = make_io(file.fd, is_direct=file.is_direct)
-        self.lane = Lane(file, file_io, first_sequence=first_sequence, clock=clock)
+        self.record_io = RecordIo(file, file_io, first_sequence=first_sequence, clock=clock)
         self._clock = clock
         self._is_write = is_write
         self._is_straight = is_straight
-        self._bounce = Bounce(file.geometry.payload_bytes)
+        self._bounce = BounceBuffers(file.geometry.payload_bytes)
 
     def transfer(
         self, blocks: Sequence[tuple[BlockKey, int]], buffers: Sequence[Memory], *, deadline_s: float
     ) -> list[Outcome]:
         """Writes ``buffers[i]`` as (key, slot) ``blocks[i]``, or reads it from there, twice if need be.
 
-        See Lane for the outcomes.
+        See RecordIo for the outcomes.
 
         BUSY: late requests hold all places that it would have to pass through.
         """
@@ -65,9 +68,9 @@ class Side:
         }
         self._move(straight, outcomes, deadline_at_s)
         by_bounce = {i: Record(*blocks[i], 0) for i, own in enumerate(pieces) if not own}
-        self.lane.holds(0)  # looks what has ended
+        self.record_io.reap()
         if self._bounce.num_free:
-            bounced = Bounced(self._bounce, [buffers[i] for i in by_bounce], is_write=self._is_write)
+            bounced = BouncedBlocks(self._bounce, [buffers[i] for i in by_bounce], is_write=self._is_write)
             self._move(by_bounce, outcomes, deadline_at_s, bounced)
         return outcomes
 
@@ -84,8 +87,8 @@ class Side:
         return () if any(address % SECTOR_BYTES for address, _ in pieces) else pieces
 
     def close(self, timeout_s: float) -> bool:
-        """See Lane.close."""
-        ended = self.lane.close(timeout_s)
+        """See RecordIo.close."""
+        ended = self.record_io.close(timeout_s)
         if not ended:
             self._bounce.keep()
         return ended
@@ -95,11 +98,11 @@ class Side:
         records: dict[int, Record],
         outcomes: list[Outcome],
         deadline_at_s: float,
-        bounced: Bounced | None = None,
+        bounced: BouncedBlocks | None = None,
     ) -> None:
         if records:
             left_s = deadline_at_s - self._clock.now_s()
-            move = self.lane.write if self._is_write else self.lane.read
+            move = self.record_io.write if self._is_write else self.record_io.read
             moved = move(list(records.values()), deadline_s=left_s, bounced=bounced)
             for i, outcome in zip(records, moved, strict=True):
                 outcomes[i] = outcome
