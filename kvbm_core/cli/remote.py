@@ -17,14 +17,14 @@ from kvbm_core.cli.remote_report import as_json, namespaces_table, notes, shards
 from kvbm_core.cli.report import BAD_USAGE_EXIT, DAMAGED_EXIT, damage_lines, shown, verdict
 from kvbm_core.cli.status import format_bytes
 from kvbm_core.config.remote_url import read_remote_url, remote_directory
-from kvbm_core.storage.directory.look import (
+from kvbm_core.storage.directory.inspect import (
     Checked,
     Shard,
     count,
+    evictor_of,
     files_in,
     remove_namespace,
     shards_in,
-    sweeping,
     verify,
 )
 from kvbm_core.storage.directory.names import TOP
@@ -65,18 +65,18 @@ def ls_command(url: Url, as_json_text: AsJson = False) -> None:
 
 @remote_app.command("inspect")
 def inspect_command(url: Url, as_json_text: AsJson = False) -> None:
-    """The same of each rank's folder, what is half written or strange there, how hot it is and who sweeps.
+    """The same of each rank's folder, what is half written or strange there, how hot it is and who evicts.
 
     A block's time is that of its last use, to within an hour.
 
     Exit status: 0; 2 if the directory is not there or cannot be read.
     """
-    directory, shards, sweepers = _counted(url, "inspect", as_json_text=as_json_text)
+    directory, shards, evictors = _counted(url, "inspect", as_json_text=as_json_text)
     console = table_console()
     console.print(shards_table(directory, shards, time.time_ns()))
     if any(shard.contents.used for shard in shards):
         console.print(uses_table(shards))
-    for line in notes(shards, sweepers):
+    for line in notes(shards, evictors):
         typer.echo(line)
 
 
@@ -174,7 +174,7 @@ def _shards(directory: Path, command: str) -> list[tuple[str, str]]:
 def _counted(
     url: str, command: str, *, as_json_text: bool = False
 ) -> tuple[Path, list[Shard], dict[str, str]]:
-    """The directory, all ranks' folders in it, counted with a bar, and who sweeps which model's.
+    """The directory, all ranks' folders in it, counted with a bar, and who evicts which model's.
 
     Ends the command here when it has said all: with ``as_json_text``, or that there is nothing.
     """
@@ -187,14 +187,14 @@ def _counted(
         for number, (namespace, shard) in enumerate(there, 1):
             counted.append(count(directory, namespace, shard, now_ns, partial(progress.advance, bar)))
             progress.update(bar, completed=number * FANS)
-    sweepers = {namespace: sweeping(directory, namespace) for namespace, _ in there}
+    evictors = {namespace: evictor_of(directory, namespace) for namespace, _ in there}
     if as_json_text:
-        typer.echo(json.dumps(as_json(directory, counted, sweepers), indent=2))
+        typer.echo(json.dumps(as_json(directory, counted, evictors), indent=2))
     elif not counted:
         typer.echo(f"no blocks below {directory} ({TOP}/)")
     if as_json_text or not counted:
         raise typer.Exit
-    return directory, counted, sweepers
+    return directory, counted, evictors
 
 
 def _removed(bad: Sequence[Checked]) -> int:

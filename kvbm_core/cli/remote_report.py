@@ -10,7 +10,7 @@ from rich.text import Text
 
 from kvbm_core.cli.report import age_text, ages_as_json, ages_table, shown, unix_s
 from kvbm_core.cli.status import format_bytes
-from kvbm_core.storage.directory.look import Shard
+from kvbm_core.storage.directory.inspect import Shard
 from kvbm_core.storage.disk.inspect import Contents
 
 
@@ -70,8 +70,8 @@ def _cells(shards: Sequence[Shard], now_ns: int) -> tuple[str, str, str, str]:
     )
 
 
-def notes(shards: Sequence[Shard], sweepers: Mapping[str, str]) -> Iterator[str]:
-    """One line for what is strange, and for who sweeps."""
+def notes(shards: Sequence[Shard], evictors: Mapping[str, str]) -> Iterator[str]:
+    """One line for what is strange, and for who evicts."""
     for shard in shards:
         name = f"{shard.namespace}/{shard.name}"
         if shard.strange:
@@ -79,28 +79,28 @@ def notes(shards: Sequence[Shard], sweepers: Mapping[str, str]) -> Iterator[str]
         if shard.unreadable:
             what = f"{shard.unreadable:,} folders or files cannot be read"
             yield f"{name}: {what}; run this as the engine's user"
-    for namespace, who in sweepers.items():
+    for namespace, who in evictors.items():
         if who:
-            yield f"{namespace}: last swept by {shown(who)}"
+            yield f"{namespace}: last evicted by {shown(who)}"
 
 
-def as_json(directory: Path, shards: Sequence[Shard], sweepers: Mapping[str, str]) -> dict[str, object]:
+def as_json(directory: Path, shards: Sequence[Shard], evictors: Mapping[str, str]) -> dict[str, object]:
     """The keys are part of the interface: see docs/remote.md."""
     models = by_namespace(shards)
     return {
         "directory": str(directory),
-        "namespaces": {name: _model_as_json(own, sweepers.get(name)) for name, own in models.items()},
+        "namespaces": {name: _model_as_json(own, evictors.get(name)) for name, own in models.items()},
     }
 
 
-def _model_as_json(shards: Sequence[Shard], sweeper: str | None) -> dict[str, object]:
+def _model_as_json(shards: Sequence[Shard], evictor: str | None) -> dict[str, object]:
     contents = _contents(shards)
     return {
         "blocks": contents.used,
         "bytes": sum(shard.num_bytes for shard in shards),
         "last_used_unix_s": unix_s(contents.newest_ns),
         "least_recently_used_unix_s": unix_s(contents.oldest_ns),
-        "swept_by": sweeper or None,
+        "evictor": evictor or None,
         "shards": [
             {
                 "name": shard.name,

@@ -37,7 +37,7 @@ class TestDirect(BlockStoreContract):
 
     def settle(self, store: BlockStore) -> None:
         assert isinstance(store, DirectoryStore)
-        store.sweeper.sweep()
+        store.evictor.evict()
 
 
 class TestDirectParts(TestDirect):

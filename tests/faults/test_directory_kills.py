@@ -17,9 +17,9 @@ from random import Random
 import pytest
 
 from kvbm_core.errors import Outcome
+from kvbm_core.storage.directory.evictor import TEMPORARY_S
 from kvbm_core.storage.directory.names import is_temporary
 from kvbm_core.storage.directory.store import DirectoryStore
-from kvbm_core.storage.directory.sweeper import TEMPORARY_S
 from kvbm_core.testing.store_contract import LONG_S
 from tests.effort import tries
 from tests.faults.directory_nursery import MEANING, NUM_KEYS, OPTIONS
@@ -71,7 +71,7 @@ def test_no_kill_costs_a_byte(
         half_written = [path for path in files_below(tmp_path) if is_temporary(path.name)]
         for path in half_written:
             os.utime(path, (time.time() - TEMPORARY_S - 60,) * 2)
-        removed = sum(store.sweeper.sweep().removed_temporary for store in readers.values())
+        removed = sum(store.evictor.evict().removed_temporary for store in readers.values())
     finally:
         for store in readers.values():
             store.close()

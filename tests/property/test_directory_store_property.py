@@ -1,4 +1,4 @@
-"""Two stores in one shared directory against a dict: damage, sweeps and restarts included."""
+"""Two stores in one shared directory against a dict: damage, eviction and restarts included."""
 
 from __future__ import annotations
 
@@ -90,9 +90,9 @@ class DirectoryMachine(RuleBasedStateMachine):
             self.damaged.add(key)
 
     @rule(which=WHICH)
-    def sweep(self, which: int) -> None:
-        swept = self.stores[which].sweeper.sweep()
-        assert swept.blocks == len(self.there)
+    def evict(self, which: int) -> None:
+        seen = self.stores[which].evictor.evict()
+        assert seen.blocks == len(self.there)
         left = set(self.stores[which].scan())
         assert left <= set(self.there)
         if len(self.there) <= MAX_BLOCKS:

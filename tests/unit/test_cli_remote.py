@@ -35,7 +35,7 @@ def share(tmp_path: Path) -> Path:
     with opened(folder) as one, opened(folder, meaning=OTHER) as two:
         put(one, KEYS[:8])
         put(two, KEYS[8:])
-        one.sweeper.sweep()
+        one.evictor.evict()
     path = path_of(folder, KEYS[0])
     then_s = time.time() - 90_000
     os.utime(path, (then_s, then_s))
@@ -53,7 +53,7 @@ def test_ls_and_inspect_say_what_is_there(share: Path) -> None:
     inspected = kvbm("inspect", share)
     assert inspected.exit_code == 0
     assert "1 names are none of kvbm's" in inspected.output
-    assert f"last swept by {os.uname().nodename} {os.getpid()}" in inspected.output
+    assert f"last evicted by {os.uname().nodename} {os.getpid()}" in inspected.output
     for command in ("ls", "inspect"):
         told = json.loads(kvbm(command, share, "--json").output)
         ours, theirs = (told["namespaces"][name] for name in (NAME, OTHER_NAME))
@@ -63,7 +63,7 @@ def test_ls_and_inspect_say_what_is_there(share: Path) -> None:
         assert (shard["name"], shard["half_written"], shard["strange"]) == (MEANING.shard_folder, 1, 1)
         assert shard["blocks_by_last_use"] == {"last_hour": 7, "last_day": 0, "last_week": 1, "older": 0}
         assert ours["last_used_unix_s"] - ours["least_recently_used_unix_s"] > 80_000
-        assert theirs["swept_by"] is None
+        assert theirs["evictor"] is None
 
 
 def test_verify_finds_what_is_damaged_and_removes_it_if_told_to(share: Path) -> None:

@@ -10,11 +10,11 @@ from kvbm_core.clock import Clock, SystemClock
 from kvbm_core.errors import Outcome
 from kvbm_core.storage.base import Memory, check_blocks, check_targets
 from kvbm_core.storage.directory.calls import FileCalls
+from kvbm_core.storage.directory.evictor import Evictor
 from kvbm_core.storage.directory.folder import Folder
 from kvbm_core.storage.directory.names import FINGERPRINT_BYTES, Meaning, is_fan, key_in
 from kvbm_core.storage.directory.pool import CallPool, IsGivenUp, Task
 from kvbm_core.storage.directory.record_files import RecordFiles
-from kvbm_core.storage.directory.sweeper import Sweeper
 from kvbm_core.types import BlockKey
 
 CLOSE_TIMEOUT_S = 2.0
@@ -74,7 +74,7 @@ class DirectoryStore:
         )
         self._readers = CallPool("directory-read", options.num_threads, clock)
         self._writers = CallPool("directory-write", options.num_threads, clock)
-        self.sweeper = Sweeper(self._folder.namespace, options.max_bytes, clock, self._calls)
+        self.evictor = Evictor(self._folder.namespace, options.max_bytes, clock, self._calls)
 
     def holds(self, target: Memory) -> bool:
         """Whether a late read may still write into it."""
@@ -94,14 +94,14 @@ class DirectoryStore:
     def put_many(
         self, keys: Sequence[BlockKey], payloads: Sequence[Memory], *, deadline_s: float
     ) -> list[Outcome]:
-        """See BlockStore. A block that is there already is not written again; room is made by the sweeper.
+        """See BlockStore. A block that is there already is not written again; room is made by the evictor.
 
         A late write does not become visible, so the memory of a TIMED_OUT one may be used again at once.
         """
         check_blocks(keys, payloads, self._payload_bytes)
         put = self._task(lambda i, is_given_up: self._files.write(keys[i], payloads[i], is_given_up))
         outcomes = self._writers.run(put, len(keys), deadline_s=deadline_s)
-        self.sweeper.note_written(outcomes.count(Outcome.OK) * self._files.file_bytes)
+        self.evictor.note_written(outcomes.count(Outcome.OK) * self._files.file_bytes)
         return outcomes
 
     def get_many(
@@ -132,10 +132,10 @@ class DirectoryStore:
 
     def close(self) -> None:
         """See BlockStore. It takes some seconds at most; threads that hang in the file system are left."""
-        self.sweeper.stop()
+        self.evictor.stop()
         for pool in (self._readers, self._writers):
             pool.close(CLOSE_TIMEOUT_S)
-        self.sweeper.close(CLOSE_TIMEOUT_S)
+        self.evictor.close(CLOSE_TIMEOUT_S)
 
     # ---------------------------------------------------------------- inside
 

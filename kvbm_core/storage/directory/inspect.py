@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import xxhash
 
+from kvbm_core.storage.directory.evictor import LOCK
 from kvbm_core.storage.directory.names import (
     TOP,
     is_fan,
@@ -26,7 +27,6 @@ from kvbm_core.storage.directory.names import (
     life_of,
 )
 from kvbm_core.storage.directory.record_files import NOT_THERE
-from kvbm_core.storage.directory.sweeper import LOCK
 from kvbm_core.storage.disk.inspect import Contents, OnProgress, reading
 from kvbm_core.storage.disk.record import SECTOR_BYTES, record_bytes, unpack_record
 
@@ -116,7 +116,7 @@ def remove_namespace(directory: Path, namespace: str, on_files: OnProgress) -> t
     return removed, removed_bytes
 
 
-def sweeping(directory: Path, namespace: str) -> str:
+def evictor_of(directory: Path, namespace: str) -> str:
     """Who keeps it within its size, by his own word: "host pid"; empty if nobody ever has."""
     try:
         with reading(directory / TOP / namespace / LOCK) as fd:

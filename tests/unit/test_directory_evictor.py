@@ -1,4 +1,4 @@
-"""The sweeper: what it removes and what it leaves, who sweeps, when, and how slowly."""
+"""The evictor: what it removes and what it leaves, who does it, when, and how slowly."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ import pytest
 
 from kvbm_core.clock import ManualClock
 from kvbm_core.errors import Outcome
-from kvbm_core.storage.directory import sweeper as sweeper_module
+from kvbm_core.storage.directory import evictor as evictor_module
 from kvbm_core.storage.directory.calls import FileCalls
-from kvbm_core.storage.directory.store import DirectoryOptions
-from kvbm_core.storage.directory.sweeper import (
+from kvbm_core.storage.directory.evictor import (
     BEAT_S,
     LEAST_BETWEEN_S,
     LOCK,
     MOST_BETWEEN_S,
     STALE_S,
     TEMPORARY_S,
-    Sweeper,
+    Evictor,
 )
+from kvbm_core.storage.directory.store import DirectoryOptions
 from kvbm_core.storage.disk.record import record_bytes
 from kvbm_core.testing.store_contract import LONG_S, key_of
 from tests.unit.directory_stores import MEANING, PAYLOAD_BYTES, files_below, get, opened, path_of, put
@@ -54,11 +54,11 @@ def test_the_blocks_used_longest_ago_go_of_all_ranks_together(tmp_path: Path) ->
         for number, path in enumerate(paths):
             used_ago(path, 120 * (number * 7 % 20 + 1))
         oldest_first = sorted(range(20), key=lambda number: paths[number].stat().st_mtime)
-        swept = store.sweeper.sweep()
+        seen = store.evictor.evict()
         left = {number for number in range(20) if paths[number].exists()}
         assert left == set(oldest_first[11:]), "down to nine tenths of the limit"
-        assert (swept.blocks, swept.removed_blocks, swept.left_bytes) == (20, 11, 9 * FILE_BYTES)
-        assert store.sweeper.sweep().removed_blocks == 0, "within its limit nothing goes"
+        assert (seen.blocks, seen.removed_blocks, seen.left_bytes) == (20, 11, 9 * FILE_BYTES)
+        assert store.evictor.evict().removed_blocks == 0, "within its limit nothing goes"
         for rank, keys in ((store, KEYS[:10]), (second, KEYS[10:])):
             assert get(rank, keys) == [OK if KEYS.index(key) in left else MISS for key in keys]
 
@@ -68,7 +68,7 @@ def test_of_equally_old_blocks_no_more_go_than_have_to(tmp_path: Path) -> None:
         put(store, KEYS)
         for number, key in enumerate(KEYS):
             used_ago(path_of(tmp_path, key), 3600 if number < 15 else 7200)
-        assert store.sweeper.sweep().removed_blocks == 11
+        assert store.evictor.evict().removed_blocks == 11
         assert get(store, KEYS[15:]) == [MISS] * 5, "older ones first"
 
 
@@ -77,14 +77,14 @@ def test_a_block_that_is_used_while_it_is_counted_stays(tmp_path: Path) -> None:
         put(store, KEYS)
         for number, key in enumerate(KEYS):
             used_ago(path_of(tmp_path, key), 120 * (number + 1) + 7200)
-        plain = store.sweeper._make_room
+        plain = store.evictor._make_room
 
         def use_one_first(*args: object) -> None:
             assert get(store, KEYS[-1:]) == [OK]
             plain(*args)  # type: ignore[arg-type]
 
-        store.sweeper._make_room = use_one_first  # type: ignore[method-assign]
-        store.sweeper.sweep()
+        store.evictor._make_room = use_one_first  # type: ignore[method-assign]
+        store.evictor.evict()
         assert get(store, KEYS[-2:]) == [MISS, OK]
 
 
@@ -111,7 +111,7 @@ def test_what_is_not_ours_is_left_alone(tmp_path: Path) -> None:
         link.symlink_to(strange[2])
         for file in (*strange, folder, link):
             used_ago(file, 100 * TEMPORARY_S)
-        assert store.sweeper.sweep().removed_blocks == 3
+        assert store.evictor.evict().removed_blocks == 3
         assert all(file.exists() for file in (*strange, folder, link))
 
 
@@ -130,24 +130,24 @@ def test_what_dead_writers_left_is_removed_when_it_is_old(tmp_path: Path) -> Non
         for file, age_s in ((old, TEMPORARY_S + 60), (new, TEMPORARY_S - 60), (lock, TEMPORARY_S + 60)):
             file.touch()
             used_ago(file, age_s)
-        assert store.sweeper.sweep().removed_temporary == 2
+        assert store.evictor.evict().removed_temporary == 2
         assert files_below(tmp_path) == sorted([path, new, namespace / LOCK])
 
 
 # ---------------------------------------------------------------- who, and when
 
 
-def sweepers(folder: Path, count: int, clock: ManualClock) -> list[Sweeper]:
+def evictors(folder: Path, count: int, clock: ManualClock) -> list[Evictor]:
     """Of as many instances; the folder holds one block."""
     with opened(folder) as store:
         put(store, KEYS[:1])
     namespace = path_of(folder, KEYS[0]).parents[2]
-    return [Sweeper(namespace, 10 * FILE_BYTES, clock, FileCalls()) for _ in range(count)]
+    return [Evictor(namespace, 10 * FILE_BYTES, clock, FileCalls()) for _ in range(count)]
 
 
-def test_one_instance_sweeps_and_another_when_that_has_died(tmp_path: Path) -> None:
+def test_one_instance_evicts_and_another_when_that_has_died(tmp_path: Path) -> None:
     clock = ManualClock()
-    one, two = sweepers(tmp_path, 2, clock)
+    one, two = evictors(tmp_path, 2, clock)
     assert one.tick() is not None and two.tick() is None
     for _ in range(20):
         clock.advance(BEAT_S)
@@ -161,38 +161,38 @@ def test_one_instance_sweeps_and_another_when_that_has_died(tmp_path: Path) -> N
     assert one.tick() is None, "it is back, and finds another one at work"
 
 
-def test_it_sweeps_the_sooner_the_faster_the_folder_fills(tmp_path: Path) -> None:
+def test_it_runs_the_sooner_the_faster_the_folder_fills(tmp_path: Path) -> None:
     clock = ManualClock()
-    (sweeper,) = sweepers(tmp_path, 1, clock)
-    assert sweeper.tick() is not None
+    (evictor,) = evictors(tmp_path, 1, clock)
+    assert evictor.tick() is not None
     clock.advance(MOST_BETWEEN_S - 1)
-    assert sweeper.tick() is None, "nothing has been written"
-    sweeper._written_bytes = 5 * FILE_BYTES  # of nine that are free
-    assert sweeper.tick() is not None
-    sweeper._written_bytes = 5 * FILE_BYTES
+    assert evictor.tick() is None, "nothing has been written"
+    evictor._written_bytes = 5 * FILE_BYTES  # of nine that are free
+    assert evictor.tick() is not None
+    evictor._written_bytes = 5 * FILE_BYTES
     clock.advance(LEAST_BETWEEN_S - 1)
-    assert sweeper.tick() is None, "not so soon again"
+    assert evictor.tick() is None, "not so soon again"
     clock.advance(1)
-    assert sweeper.tick() is not None
+    assert evictor.tick() is not None
     with opened(tmp_path) as others:  # on another machine
         put(others, KEYS[1:4])
     clock.advance(MOST_BETWEEN_S)
-    swept = sweeper.tick()
-    assert swept is not None and swept.blocks == 4
+    seen = evictor.tick()
+    assert seen is not None and seen.blocks == 4
     clock.advance(MOST_BETWEEN_S - 1)
-    assert sweeper.tick() is None, "three in ten minutes; six are free"
+    assert evictor.tick() is None, "three in ten minutes; six are free"
     clock.advance(1)
-    assert sweeper.tick() is not None
+    assert evictor.tick() is not None
 
 
 def test_a_scan_takes_no_more_than_its_share_of_the_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = ManualClock()
-    (sweeper,) = sweepers(tmp_path, 1, clock)
+    (evictor,) = evictors(tmp_path, 1, clock)
     with opened(tmp_path) as store:
         put(store, KEYS)
-    sweeper._max_bytes = None  # it looks only
+    evictor._max_bytes = None  # it looks only
     worked_s, paused_s = 0.0, 0.0
 
     def listdir(folder: Path) -> list[str]:
@@ -207,17 +207,17 @@ def test_a_scan_takes_no_more_than_its_share_of_the_time(
         clock.advance(pause_s)
         return False
 
-    monkeypatch.setattr(sweeper._calls, "listdir", listdir)
-    monkeypatch.setattr(sweeper._stopping, "wait", wait)
-    assert sweeper.tick() is not None
+    monkeypatch.setattr(evictor._calls, "listdir", listdir)
+    monkeypatch.setattr(evictor._stopping, "wait", wait)
+    assert evictor.tick() is not None
     fans = len({path.parent for path in files_below(tmp_path) if path.suffix == ".kv"})
-    assert paused_s == pytest.approx(fans * 0.1 * (1 / sweeper_module.SHARE - 1))
-    assert worked_s <= sweeper_module.SHARE * (worked_s + paused_s) + 0.3  # the three folders above them
+    assert paused_s == pytest.approx(fans * 0.1 * (1 / evictor_module.SHARE - 1))
+    assert worked_s <= evictor_module.SHARE * (worked_s + paused_s) + 0.3  # the three folders above them
 
 
-def test_a_sweep_ends_when_another_one_takes_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pass_ends_when_another_one_takes_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = ManualClock()
-    one, two = sweepers(tmp_path, 2, clock)
+    one, two = evictors(tmp_path, 2, clock)
     with opened(tmp_path) as store:
         put(store, KEYS)
         one._max_bytes = 0
@@ -228,13 +228,13 @@ def test_a_sweep_ends_when_another_one_takes_over(tmp_path: Path, monkeypatch: p
             return False
 
         monkeypatch.setattr(one._stopping, "wait", wait)
-        assert one.sweep().blocks < 20
+        assert one.evict().blocks < 20
         assert get(store, KEYS) == [OK] * 20
         assert one._last is None, "what it has not seen all of, it does not judge by"
 
 
-def test_its_thread_sweeps_by_itself_and_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sweeper_module, "BEAT_S", 0.001)
+def test_its_thread_evicts_by_itself_and_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evictor_module, "BEAT_S", 0.001)
     before = threading.active_count()
     with opened(tmp_path, limit(4)) as store:
         put(store, KEYS[:12])
@@ -245,20 +245,20 @@ def test_its_thread_sweeps_by_itself_and_ends(tmp_path: Path, monkeypatch: pytes
     assert threading.active_count() == before
 
 
-def test_two_engines_and_both_their_sweepers_at_once_never_give_a_wrong_byte(tmp_path: Path) -> None:
+def test_two_engines_and_both_their_evictors_at_once_never_give_a_wrong_byte(tmp_path: Path) -> None:
     with opened(tmp_path, limit(8)) as one, opened(tmp_path, limit(8)) as two:
         stop = threading.Event()
         failures: list[BaseException] = []
 
-        def sweep(sweeper: Sweeper) -> None:
+        def evict(evictor: Evictor) -> None:
             try:
                 while not stop.is_set():
-                    sweeper.sweep()
+                    evictor.evict()
             except BaseException as error:
                 failures.append(error)
 
         put(one, KEYS[:1])
-        threads = [threading.Thread(target=sweep, args=(store.sweeper,)) for store in (one, two)]
+        threads = [threading.Thread(target=evict, args=(store.evictor,)) for store in (one, two)]
         for thread in threads:
             thread.start()
         counts = {OK: 0, MISS: 0}
@@ -273,6 +273,6 @@ def test_two_engines_and_both_their_sweepers_at_once_never_give_a_wrong_byte(tmp
             thread.join(LONG_S)
         assert not failures
         assert counts[OK] > 0
-        one.sweeper.sweep()
+        one.evictor.evict()
         blocks = [path for path in files_below(tmp_path) if path.suffix == ".kv"]
         assert len(blocks) <= 8

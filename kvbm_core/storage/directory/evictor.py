@@ -19,21 +19,21 @@ from kvbm_core.observe.log import RateLimitedLogger
 from kvbm_core.storage.directory.calls import FileCalls
 from kvbm_core.storage.directory.names import is_fan, is_shard, is_temporary, key_in, temporary_name
 
-LOCK = "sweeper"
-"""Who sweeps renews this file; its text says who that is."""
+LOCK = "evictor"
+"""Who evicts renews this file; its text says who that is."""
 BEAT_S = 30.0
 STALE_S = 120.0
 """A lock that has not been renewed for so long is taken over."""
 LEAST_BETWEEN_S = 60.0
 MOST_BETWEEN_S = 600.0
-"""Between two sweeps; the fuller the folder and the faster it grows, the sooner."""
+"""Between two passes; the fuller the folder and the faster it grows, the sooner."""
 TEMPORARY_S = 3600.0
 """What has been in writing for longer has no writer any more."""
 SHARE = 0.25
-"""Of one thread's time, at most, that a sweep takes."""
+"""Of one thread's time, at most, that a pass takes."""
 LONGEST_PAUSE_S = 1.0
 LOW_MARK = 0.9
-"""Of the limit: a sweep that removes anything removes down to it."""
+"""Of the limit: a pass that removes anything removes down to it."""
 AGE_STEP_S = 60.0
 """Blocks whose last use was within the same minute are equally old."""
 
@@ -41,8 +41,8 @@ limited_log = RateLimitedLogger(interval_s=3600.0)
 
 
 @dataclass(slots=True)
-class Swept:
-    """What a sweep saw and did."""
+class EvictionPass:
+    """What one pass saw and did."""
 
     blocks: int = 0
     num_bytes: int = 0
@@ -58,14 +58,14 @@ class Swept:
 
 
 class _CutShort(Exception):
-    """A sweep ends before it has seen everything."""
+    """A pass ends before it has seen everything."""
 
 
-class Sweeper:
+class Evictor:
     """Of one namespace folder. A thread of its own, from the first block that is written on.
 
-    In each folder one instance sweeps at a time, whoever renews the lock; there is nothing to unlock, and
-    two that sweep at once are harmless: a block is removed by its name, and a reader that has it open, or
+    In each folder one instance evicts at a time, whoever renews the lock; there is nothing to unlock, and
+    two that do so at once are harmless: a block is removed by its name, and a reader that has it open, or
     misses it, does not care. What has no name of ours is left alone, as are links, pipes and folders.
     """
 
@@ -79,7 +79,7 @@ class Sweeper:
         self._others_since_s = 0.0
         self._beaten_s = 0.0
         self._file_system_s = 0.0  # the time by the clock of the file system, at the last beat
-        self._last: tuple[float, int] | None = None  # when the last sweep ended, and bytes that it left
+        self._last: tuple[float, int] | None = None  # when the last pass ended, and bytes that it left
         self._growth_bytes_s = 0.0
         self._written_bytes = 0  # by this instance, since then
         self._lock = threading.Lock()
@@ -93,7 +93,7 @@ class Sweeper:
                 self._written_bytes += num_bytes
                 if self._thread is None and not self._stopping.is_set():
                     self._thread = threading.Thread(
-                        target=self._work, name="kvbm-directory-sweep", daemon=True
+                        target=self._work, name="kvbm-directory-evict", daemon=True
                     )
                     self._thread.start()
 
@@ -111,30 +111,30 @@ class Sweeper:
         thread.join(timeout_s)
         return not thread.is_alive()
 
-    def tick(self) -> Swept | None:
-        """One turn: sweeps if that is this instance's to do, and due. OSError."""
+    def tick(self) -> EvictionPass | None:
+        """One turn: evicts if that is this instance's to do, and due. OSError."""
         if not self._has_lock() or not self._is_due():
             return None
-        return self.sweep(share=SHARE)
+        return self.evict(share=SHARE)
 
-    def sweep(self, *, share: float = 1.0) -> Swept:
+    def evict(self, *, share: float = 1.0) -> EvictionPass:
         """All of it now, whoever else does; ``share``: of this thread's time, at most. OSError."""
         self._beat()
-        swept = Swept()
+        seen = EvictionPass()
         with suppress(_CutShort):
             for fan, names in self._folders(share):
-                self._look(fan, names, swept)
-            if self._max_bytes is not None and swept.num_bytes > self._max_bytes:
-                self._make_room(swept, share)
-            self._note(swept)
-        return swept
+                self._count(fan, names, seen)
+            if self._max_bytes is not None and seen.num_bytes > self._max_bytes:
+                self._make_room(seen, share)
+            self._note(seen)
+        return seen
 
-    def _note(self, swept: Swept) -> None:
+    def _note(self, seen: EvictionPass) -> None:
         now_s = self._clock.now_s()
         if self._last is not None and now_s > self._last[0]:
-            grown_bytes = max(0, swept.num_bytes - self._last[1])
+            grown_bytes = max(0, seen.num_bytes - self._last[1])
             self._growth_bytes_s = grown_bytes / (now_s - self._last[0])
-        self._last = now_s, swept.left_bytes
+        self._last = now_s, seen.left_bytes
         with self._lock:
             self._written_bytes = 0
 
@@ -149,7 +149,10 @@ class Sweeper:
             except OSError as error:
                 if error.errno not in (errno.ENOENT, errno.ESTALE):
                     limited_log.warning(
-                        error.errno, "kvbm: %s cannot be swept: %s", self._namespace, error.strerror
+                        error.errno,
+                        "kvbm: %s cannot be kept within its size: %s",
+                        self._namespace,
+                        error.strerror,
                     )
 
     def _is_due(self) -> bool:
@@ -228,7 +231,7 @@ class Sweeper:
             return self._calls.listdir(folder)
         return []
 
-    def _look(self, folder: Path, names: list[str], swept: Swept) -> None:
+    def _count(self, folder: Path, names: list[str], seen: EvictionPass) -> None:
         for name in names:
             is_block = key_in(name) is not None
             if not is_block and not is_temporary(name):
@@ -237,18 +240,18 @@ class Sweeper:
             if status is None:
                 continue
             if is_block:
-                swept.blocks += 1
-                swept.num_bytes += status.st_size
-                swept.bytes_by_age[_age_step(status)] += status.st_size
+                seen.blocks += 1
+                seen.num_bytes += status.st_size
+                seen.bytes_by_age[_age_step(status)] += status.st_size
             elif self._file_system_s - status.st_mtime > TEMPORARY_S and self._remove(folder / name):
-                swept.removed_temporary += 1
+                seen.removed_temporary += 1
 
-    def _make_room(self, swept: Swept, share: float) -> None:
+    def _make_room(self, seen: EvictionPass, share: float) -> None:
         """Removes the oldest, down to the low mark; a block that has been used meanwhile stays."""
         assert self._max_bytes is not None  # noqa: S101
-        excess_bytes = swept.num_bytes - int(LOW_MARK * self._max_bytes)
+        excess_bytes = seen.num_bytes - int(LOW_MARK * self._max_bytes)
         older_bytes, last_step = 0, -1
-        for step, num_bytes in sorted(swept.bytes_by_age.items()):
+        for step, num_bytes in sorted(seen.bytes_by_age.items()):
             last_step = step
             if older_bytes + num_bytes >= excess_bytes:
                 break
@@ -264,9 +267,9 @@ class Sweeper:
                         continue
                     last_budget_bytes -= status.st_size
                 if self._remove(fan / name):
-                    swept.removed_blocks += 1
-                    swept.removed_bytes += status.st_size
-            if swept.removed_bytes >= excess_bytes:
+                    seen.removed_blocks += 1
+                    seen.removed_bytes += status.st_size
+            if seen.removed_bytes >= excess_bytes:
                 return
 
     def _file(self, path: Path) -> os.stat_result | None:
