@@ -79,9 +79,9 @@ class Setup:
 def forbid_writes(executor: object, forbidden: bool) -> None:
     """Makes every copy to the device fail that a MemcpyExecutor is given, or work again."""
     assert isinstance(executor, MemcpyExecutor)
-    for lanes in executor._lanes:
-        for lane in lanes:
-            lane.device.flags.writeable = not forbidden
+    for pieces in executor._pieces:
+        for piece in pieces:
+            piece.device.flags.writeable = not forbidden
 
 
 class ExecutorContract:

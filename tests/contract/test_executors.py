@@ -25,7 +25,7 @@ from kvbm_core.testing.store_contract import key_of
 from kvbm_core.transfer.executor import Copier, DeviceMemory, Executor
 from kvbm_core.transfer.executors import memcpy
 from kvbm_core.transfer.executors.cuda import CudaExecutor
-from kvbm_core.transfer.executors.memcpy import Lanes, MemcpyExecutor, copy_in_python, copy_natively
+from kvbm_core.transfer.executors.memcpy import MemcpyExecutor, PiecePairs, copy_in_python, copy_natively
 from kvbm_core.transfer.factory import make_executor, slab_preparation
 from kvbm_core.transfer.movers.disk import DiskMover
 from kvbm_core.transfer.pieces import PieceTable
@@ -39,11 +39,11 @@ from tests.unit.disk_mover_bench import GatedIo
 class TestMemcpyExecutor(ExecutorContract):
     """The executor for CPU engines, copying with numpy."""
 
-    copy_lanes = staticmethod(copy_in_python)
+    copy_pieces = staticmethod(copy_in_python)
 
     @pytest.fixture(autouse=True)
     def _copies(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(memcpy, "copy_lanes", self.copy_lanes)
+        monkeypatch.setattr(memcpy, "copy_pieces", self.copy_pieces)
 
     def make_executor(self, setup: Setup) -> Executor:
         return setup.copier(setup.on_done)
@@ -87,9 +87,9 @@ class TestNativeMemcpyExecutor(TestMemcpyExecutor):
     """The executor for CPU engines, copying with the native module."""
 
     @staticmethod
-    def copy_lanes(lanes: Lanes, dst_ids: Ids, src_ids: Ids) -> None:
+    def copy_pieces(pieces: PiecePairs, dst_ids: Ids, src_ids: Ids) -> None:
         assert native is not None
-        copy_natively(native, lanes, dst_ids, src_ids)
+        copy_natively(native, pieces, dst_ids, src_ids)
 
 
 class TestCudaExecutor(ExecutorContract):

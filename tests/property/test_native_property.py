@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 
 from kvbm_core.native import Bytes, Ids, native
 from kvbm_core.tokens.chain import chain_in_python, pack_in_python
-from kvbm_core.transfer.executors.memcpy import Lanes, copy_in_python, copy_natively
+from kvbm_core.transfer.executors.memcpy import PiecePairs, copy_in_python, copy_natively
 
 Chain = Callable[[bytes, bytes, bytes, int], list[bytes]]
 Pack = Callable[[object], bytes]
-Copy = Callable[[Lanes, Ids, Ids], None]
+Copy = Callable[[PiecePairs, Ids, Ids], None]
 
 needs_native = pytest.mark.skipif(
     native is None,
@@ -31,9 +31,9 @@ def native_function(name: str) -> object:
     return pytest.param(getattr(native, name, None), id=name, marks=needs_native)
 
 
-def copy_with_native(lanes: Lanes, dst_ids: Ids, src_ids: Ids) -> None:
+def copy_with_native(pieces: PiecePairs, dst_ids: Ids, src_ids: Ids) -> None:
     assert native is not None
-    copy_natively(native, lanes, dst_ids, src_ids)
+    copy_natively(native, pieces, dst_ids, src_ids)
 
 
 CHAINS = [
@@ -47,8 +47,8 @@ PACKS = [pytest.param(pack_in_python, id="python"), native_function("pack_u32")]
 def native_copy(name: str) -> object:
     """As ``copy_with_native``, the CPU's best way or one that another CPU would choose."""
 
-    def copy(lanes: Lanes, dst_ids: Ids, src_ids: Ids) -> None:
-        for dst, src in lanes:
+    def copy(pieces: PiecePairs, dst_ids: Ids, src_ids: Ids) -> None:
+        for dst, src in pieces:
             getattr(native, name)(dst, dst_ids, src, src_ids)
 
     return pytest.param(copy, id=name, marks=needs_native)

@@ -288,14 +288,14 @@ def test_a_failing_copy_is_the_outcome_of_all(bench: Bench, rng: random.Random, 
     plan = simple_load(bench, rng, num_reads)
     device = bench.executor._copier
     assert isinstance(device, MemcpyExecutor)
-    lanes = [lane for group in device._lanes for lane in group]
-    for lane in lanes:
-        lane.device.flags.writeable = False
+    pieces = [piece for group in device._pieces for piece in group]
+    for piece in pieces:
+        piece.device.flags.writeable = False
     failed = bench.finish(plan)
     assert failed.outcome is Outcome.IO_ERROR and failed.detail and failed.num_bytes == 0
     assert failed.failures(range(num_reads + 3)) == dict.fromkeys(range(num_reads + 3), Outcome.IO_ERROR)
-    for lane in lanes:
-        lane.device.flags.writeable = True
+    for piece in pieces:
+        piece.device.flags.writeable = True
     assert bench.executor.drain(LONG_S)
     assert bench.finish(simple_load(bench, rng, num_reads, LOAD + 1)).outcome is Outcome.OK
     assert bench.listener.ids().count(LOAD) == 1

@@ -277,7 +277,7 @@ class _Move:
         *,
         is_write: bool,
     ) -> None:
-        self._lane = owner
+        self._owner = owner
         self._records = list(records)
         self._bounced = bounced
         self._deadline_at_s = owner._clock.now_s() + deadline_s
@@ -299,16 +299,16 @@ class _Move:
 
     def run(self) -> list[Outcome]:
         """Until all have ended, time is over, or it is to stop."""
-        self._began_at_s = self._lane._clock.now_s()
+        self._began_at_s = self._owner._clock.now_s()
         try:
-            if not self._lane._is_left_alone():
+            if not self._owner._is_left_alone():
                 self._move()
         finally:
             self._give_up()
         return [outcome or Outcome.TIMED_OUT for outcome in self._outcomes]
 
     def _move(self) -> None:
-        owner = self._lane
+        owner = self._owner
         while self._waiting or self._in_flight:
             ends_at_s = min(self._deadline_at_s, owner._stops_at_s)
             if owner._is_suspect and not self._num_ended:
@@ -327,7 +327,7 @@ class _Move:
         """The run that has ended; None for one of an earlier call that had been given up."""
         run = self._in_flight.pop(tag, None)
         if run is None:
-            self._lane._forget_late(tag)
+            self._owner._forget_late(tag)
         else:
             self._in_flight_records -= len(run.indices)
             self._num_ended += 1
@@ -336,11 +336,11 @@ class _Move:
     # ---------------------------------------------------------------- what a subclass does otherwise
 
     def _piece_bytes(self) -> int:
-        return SECTOR_BYTES + self._lane._stored_bytes
+        return SECTOR_BYTES + self._owner._stored_bytes
 
     def _pieces(self, run: _Run) -> list[tuple[int, int]]:
         """(address, bytes) of each record's header and payload, ready to be moved."""
-        owner, records = self._lane, self._records
+        owner, records = self._owner, self._records
         if self._bounced is not None:
             for index in run.indices:
                 key, slot, _, _ = records[index]
@@ -355,7 +355,7 @@ class _Move:
 
     def _judge(self, run: _Run) -> list[Outcome]:
         """How records that were read ended."""
-        owner, file, outcomes = self._lane, self._lane._file.header, list[Outcome]()
+        owner, file, outcomes = self._owner, self._owner._file.header, list[Outcome]()
         for index, cell in zip(run.indices, run.cells, strict=True):
             record, header = self._records[index], unpack_record(owner._sectors[cell])
             outcome = judge_record(header, record.key, record.slot, file)
@@ -366,7 +366,7 @@ class _Move:
 
     def _fill_cells(self, run: _Run) -> None:
         """Headers of records that are to be written."""
-        owner, life, geometry = self._lane, self._lane._file.life, self._lane._file.geometry
+        owner, life, geometry = self._owner, self._owner._file.life, self._owner._file.geometry
         for index, cell in zip(run.indices, run.cells, strict=True):
             key, slot, _, _ = record = self._records[index]
             digest = owner._digest(record)
@@ -403,7 +403,7 @@ class _Move:
         return runs
 
     def _start(self) -> None:
-        owner = self._lane
+        owner = self._owner
         most = max(1, self._most_in_flight_bytes // self._bytes_each)
         transfers: list[Transfer] = []
         num_bytes = 0
@@ -433,7 +433,7 @@ class _Move:
             self._waiting[0] = first[num_free:]
             self._waiting.appendleft(first := first[:num_free])
         is_placed = self._bounced is None or self._bounced.bounce.num_free > 0
-        return is_placed and len(first) <= len(self._lane._free_cells)
+        return is_placed and len(first) <= len(self._owner._free_cells)
 
     def _end(self, run: _Run, moved: int) -> None:
         is_whole = moved == len(run.indices) * self._bytes_each
@@ -447,7 +447,7 @@ class _Move:
                 outcomes = self._judge(run)
             self._leave_places(run.indices, outcomes)
             self._finish(run.indices, outcomes)
-        self._lane._free_cells += run.cells
+        self._owner._free_cells += run.cells
 
     def _failure(self, moved: int) -> Outcome:
         if self._is_write and (moved >= 0 or -moved in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)):
@@ -467,7 +467,7 @@ class _Move:
             self._on_ended(indices, outcomes)
 
     def _give_up(self) -> None:
-        owner = self._lane
+        owner = self._owner
         if self._num_ended:
             owner._pause_s, owner._is_suspect = FIRST_PAUSE_S, False
         elif self._in_flight and owner._clock.now_s() - self._began_at_s >= SILENT_S:
@@ -498,10 +498,10 @@ class _HeaderRead(_Move):
         return SECTOR_BYTES
 
     def _pieces(self, run: _Run) -> list[tuple[int, int]]:
-        return [(self._lane._cells_at + cell * SECTOR_BYTES, SECTOR_BYTES) for cell in run.cells]
+        return [(self._owner._cells_at + cell * SECTOR_BYTES, SECTOR_BYTES) for cell in run.cells]
 
     def _judge(self, run: _Run) -> list[Outcome]:
-        owner, file = self._lane, self._lane._file.header
+        owner, file = self._owner, self._owner._file.header
         for index, cell in zip(run.indices, run.cells, strict=True):
             self.found[index] = judge_slot(owner._sectors[cell], self._records[index].slot, file)
         return [Outcome.OK] * len(run.indices)

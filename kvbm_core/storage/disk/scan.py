@@ -32,7 +32,7 @@ class RecordScan:
 
     def __init__(self, file: BlockFile, io: FileIo, clock: Clock | None = None) -> None:
         self._io = io
-        self._lane = RecordIo(file, io, clock=clock)
+        self._record_io = RecordIo(file, io, clock=clock)
         self._num_slots = file.geometry.num_slots
         self._payload_bytes = file.geometry.payload_bytes
         self.record_bytes = record_bytes(self._payload_bytes)
@@ -46,7 +46,7 @@ class RecordScan:
 
     def headers(self, slots: Sequence[int]) -> list[SlotHeader]:
         """What stands in these slots; only their headers are read."""
-        return self._lane.headers(slots, deadline_s=DEADLINE_S)
+        return self._record_io.headers(slots, deadline_s=DEADLINE_S)
 
     def check(self, headers: Sequence[RecordHeader]) -> Iterator[tuple[RecordHeader, Outcome]]:
         """Reads these records whole, a few at a time; see RecordIo.read for the outcomes."""
@@ -59,16 +59,16 @@ class RecordScan:
             step = headers[start : start + step_records]
             records = [Record(header.key, header.slot, 0) for header in step]
             nowhere = BouncedBlocks(self._bounce, [NOWHERE] * len(step), is_write=False)
-            outcomes = self._lane.read(records, deadline_s=DEADLINE_S, bounced=nowhere)
+            outcomes = self._record_io.read(records, deadline_s=DEADLINE_S, bounced=nowhere)
             yield from zip(step, outcomes, strict=True)
 
     def stop(self, within_s: float) -> None:
         """What is under way ends in so many seconds at the latest. Any thread."""
-        self._lane.stop(within_s)
+        self._record_io.stop(within_s)
 
     def close(self, timeout_s: float) -> bool:
         """False if something may still be read by the file's number: the file has to stay open."""
-        ended = self._lane.close(timeout_s)
+        ended = self._record_io.close(timeout_s)
         if not ended and self._bounce is not None:
             self._bounce.keep()
         return ended

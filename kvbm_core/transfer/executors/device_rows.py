@@ -20,7 +20,7 @@ _WORD_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True)
-class _Lane:
+class _Pieces:
     """``count`` pieces of every block, ``[piece, block, word]``, that are neighbours in its content."""
 
     device: Any
@@ -55,7 +55,7 @@ class DeviceRows:
         self._staging: Any = None
         self._words: Any = None
         storages = [self._in_words(storage) for storage in storages]
-        self._lanes = [self._lanes_of(view, storages) for view in device.views]
+        self._pieces = [self._pieces_of(view, storages) for view in device.views]
 
     @contextmanager
     def bound(self) -> Iterator[None]:
@@ -96,8 +96,8 @@ class DeviceRows:
     def gather(self, group: int, blocks: Sequence[int]) -> Any:
         """The rows of ``blocks``, as ``staged``."""
         numbers = self._torch.tensor(blocks, dtype=self._torch.int64, device=self.device)
-        for lane in self._lanes[group]:
-            self._torch.index_select(lane.device, 1, numbers, out=self._rows_of(lane, group, len(blocks)))
+        for piece in self._pieces[group]:
+            self._torch.index_select(piece.device, 1, numbers, out=self._rows_of(piece, group, len(blocks)))
         self._wait()
         return self.staged(group, len(blocks))
 
@@ -106,8 +106,8 @@ class DeviceRows:
         if self._stream is not None and mark is not None:
             self._stream.wait_event(mark)
         numbers = self._torch.tensor(blocks, dtype=self._torch.int64, device=self.device)
-        for lane in self._lanes[group]:
-            lane.device.index_copy_(1, numbers, self._rows_of(lane, group, len(blocks)))
+        for piece in self._pieces[group]:
+            piece.device.index_copy_(1, numbers, self._rows_of(piece, group, len(blocks)))
         self._wait()
 
     def _wait(self) -> None:
@@ -122,32 +122,32 @@ class DeviceRows:
         whole = tensor[: num_words * self._word_bytes]
         return whole.view(self._torch.int64) if self._word_bytes > 1 else whole
 
-    def _lanes_of(self, view: BlockView, storages: Sequence[Any]) -> list[_Lane]:
-        word, lanes, content_bytes = self._word_bytes, [], 0
+    def _pieces_of(self, view: BlockView, storages: Sequence[Any]) -> list[_Pieces]:
+        word, pieces, content_bytes = self._word_bytes, [], 0
         segments = [(segment,) for segment in view.coalesced().segments]
         while segments:
             count, (step_bytes,) = evenly_spaced(segments)
             if step_bytes < 0:  # torch has no steps backwards
                 count, step_bytes = 1, 0
             (first,) = segments[0]
-            pieces = self._torch.as_strided(
+            tensor = self._torch.as_strided(
                 storages[first.storage],
                 (count, view.num_blocks, first.nbytes // word),
                 (step_bytes // word, first.block_stride_bytes // word, 1),
                 first.offset_bytes // word,
             )
-            lanes.append(_Lane(pieces, content_bytes, count, first.nbytes))
+            pieces.append(_Pieces(tensor, content_bytes, count, first.nbytes))
             content_bytes += count * first.nbytes
             del segments[:count]
-        return lanes
+        return pieces
 
-    def _rows_of(self, lane: _Lane, group: int, num_blocks: int) -> Any:
+    def _rows_of(self, piece: _Pieces, group: int, num_blocks: int) -> Any:
         word = self._word_bytes
         return self._torch.as_strided(
             self._words,
-            (lane.count, num_blocks, lane.piece_bytes // word),
-            (lane.piece_bytes // word, self.views[group].block_bytes // word, 1),
-            lane.content_bytes // word,
+            (piece.count, num_blocks, piece.piece_bytes // word),
+            (piece.piece_bytes // word, self.views[group].block_bytes // word, 1),
+            piece.content_bytes // word,
         )
 
 

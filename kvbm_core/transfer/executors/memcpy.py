@@ -23,15 +23,15 @@ from kvbm_core.transfer.jobs import Job, OnDone
 from kvbm_core.transfer.plan import TransferPlan
 from kvbm_core.types import Direction
 
-Lanes = Sequence[tuple[Bytes, Bytes]]
+PiecePairs = Sequence[tuple[Bytes, Bytes]]
 """Targets and sources, each ``[piece, block, byte]``; all have the same blocks."""
 
 
-def copy_in_python(lanes: Lanes, dst_ids: Ids, src_ids: Ids) -> None:
-    """Native.copy_blocks for several lanes: one numpy call for each run of blocks that are neighbours on both
-    sides.
+def copy_in_python(pieces: PiecePairs, dst_ids: Ids, src_ids: Ids) -> None:
+    """Native.copy_blocks for several pieces: one numpy call for each run of blocks that are neighbours on
+    both sides.
     """
-    for dst, src in lanes:
+    for dst, src in pieces:
         if (dst.shape[0], dst.shape[2], len(dst_ids)) != (src.shape[0], src.shape[2], len(src_ids)):
             raise ValueError(
                 f"{len(src_ids)} blocks of {src.shape} cannot be copied to {len(dst_ids)} of {dst.shape}"
@@ -44,21 +44,21 @@ def copy_in_python(lanes: Lanes, dst_ids: Ids, src_ids: Ids) -> None:
         targets = slice(
             run.dst, end if end >= 0 else None, run.step
         )  # a slice that descends to 0 must have no end
-        for dst, src in lanes:
+        for dst, src in pieces:
             np.copyto(dst[:, targets], src[:, run.src : run.src + run.count])
 
 
-def copy_natively(native: Native, lanes: Lanes, dst_ids: Ids, src_ids: Ids) -> None:
+def copy_natively(native: Native, pieces: PiecePairs, dst_ids: Ids, src_ids: Ids) -> None:
     """The same with the C module, which loses nothing where blocks have no neighbours."""
-    for dst, src in lanes:
+    for dst, src in pieces:
         native.copy_blocks(dst, dst_ids, src, src_ids)
 
 
-copy_lanes = copy_in_python if native is None else partial(copy_natively, native)
+copy_pieces = copy_in_python if native is None else partial(copy_natively, native)
 
 
 @dataclass(frozen=True, slots=True)
-class _Lane:
+class _Pieces:
     """The same pieces of all blocks seen from both sides, as ``[piece, block, byte]`` arrays."""
 
     device: Bytes
@@ -85,7 +85,7 @@ class MemcpyExecutor(BoardExecutor):
             raise ValueError(f"max_batch_blocks={max_batch_blocks}")
         super().__init__("kvbm-memcpy", device, host, on_done=on_done, digests=digests, clock=clock)
         self._max_batch_blocks = max_batch_blocks
-        self._lanes = [_lanes(device, host, group) for group in range(len(device.views))]
+        self._pieces = [_pieces_of(device, host, group) for group in range(len(device.views))]
         self._thread.start()
 
     def mark(self) -> StreamMark:
@@ -95,7 +95,7 @@ class MemcpyExecutor(BoardExecutor):
     def close(self) -> None:
         """See Executor."""
         super().close()
-        self._lanes = []  # the slab can be unmapped only when no array of it is left
+        self._pieces = []  # the slab can be unmapped only when no array of it is left
 
     def _work(self) -> None:
         leave_bound_core()
@@ -137,11 +137,11 @@ class MemcpyExecutor(BoardExecutor):
                 self._execute(urgent)
 
     def _copy(self, group: int, device_blocks: Ids, slots: Ids, is_offload: bool) -> None:
-        lanes = self._lanes[group]
+        pieces = self._pieces[group]
         if is_offload:
-            copy_lanes([(lane.host, lane.device) for lane in lanes], slots, device_blocks)
+            copy_pieces([(piece.host, piece.device) for piece in pieces], slots, device_blocks)
         else:
-            copy_lanes([(lane.device, lane.host) for lane in lanes], device_blocks, slots)
+            copy_pieces([(piece.device, piece.host) for piece in pieces], device_blocks, slots)
 
     def _contents(self, plan: TransferPlan) -> Iterator[Content]:
         """Of its device blocks; an audit, which is in nobody's way, lets onboards pass."""
@@ -151,7 +151,7 @@ class MemcpyExecutor(BoardExecutor):
                 self._let_onboards_pass()
 
 
-def _lanes(device: DeviceMemory, host: HostSlab, group: int) -> list[_Lane]:
+def _pieces_of(device: DeviceMemory, host: HostSlab, group: int) -> list[_Pieces]:
     """Pairs of device and slot segments, with pairs at equal distances taken together.
 
     One call then copies blocks for many layers: less interpreter time, and the GIL is given up for longer
@@ -159,27 +159,27 @@ def _lanes(device: DeviceMemory, host: HostSlab, group: int) -> list[_Lane]:
     """
     view = device.views[group]
     pairs = list(pair_segments(view, host.view(view.block_bytes)))
-    lanes: list[_Lane] = []
+    pieces: list[_Pieces] = []
     while pairs:
         count, (device_step, host_step) = evenly_spaced(pairs)
         on_device, on_host = pairs[0]
         del pairs[:count]
         storage = device.storages[on_device.storage]
-        lanes.append(
-            _Lane(
-                _pieces(storage, on_device, count, device_step, view.num_blocks),
-                _pieces(host.array, on_host, count, host_step, host.num_slots),
+        pieces.append(
+            _Pieces(
+                _array_of(storage, on_device, count, device_step, view.num_blocks),
+                _array_of(host.array, on_host, count, host_step, host.num_slots),
             )
         )
-    return lanes
+    return pieces
 
 
-def _pieces(storage: Bytes, segment: Segment, count: int, step_bytes: int, num_blocks: int) -> Bytes:
-    pieces: Bytes = np.ndarray(
+def _array_of(storage: Bytes, segment: Segment, count: int, step_bytes: int, num_blocks: int) -> Bytes:
+    array: Bytes = np.ndarray(
         (count, num_blocks, segment.nbytes),
         dtype=np.uint8,
         buffer=storage,
         offset=segment.offset_bytes,
         strides=(step_bytes, segment.block_stride_bytes, 1),
     )
-    return pieces
+    return array
