@@ -39,7 +39,8 @@ DEEPER = {
     *(TESTS / "property", TESTS / "faults"),
     *(TESTS / "trtllm" / name for name in ("test_random.py", "test_scenarios.py", "test_attention_dp.py")),
     TESTS / "vllm" / "test_identity.py",
-    TESTS / "e2e" / "test_clients.py",
+    *(TESTS / "e2e" / name for name in ("test_clients.py", "test_main_job.py", "test_disk.py")),
+    TESTS / "sglang" / "test_engine.py",
 }
 SHARED_NOT_RUN = "kvbm_not_run"  # a worker's NOT_RUN_KEY, on its way to the process that started it
 NIGHTLY = "nightly"  # the marker of tests that `make test` leaves out, and their key in NOT_RUN_KEY
@@ -191,7 +192,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         terminalreporter.write_line(line, yellow=True, bold=True)
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def seed(request: pytest.FixtureRequest) -> int:
     """This run's seed, for tests that draw their own numbers."""
     return request.config.stash[SEED_KEY]

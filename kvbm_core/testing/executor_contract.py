@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from unittest.mock import patch
 
 from kvbm_core.clock import Clock, ManualClock
 from kvbm_core.errors import Outcome
@@ -333,8 +333,8 @@ class ExecutorContract:
                 return
             raise AssertionError("a job id in flight was accepted again")
 
-    def test_the_queue_is_bounded(self, monkeypatch: Any) -> None:
-        monkeypatch.setattr(jobs, "MAX_QUEUED_JOBS", FEW_JOBS)
+    @patch.object(jobs, "MAX_QUEUED_JOBS", FEW_JOBS)
+    def test_the_queue_is_bounded(self) -> None:
         listener = Listener()
         with self.bench(on_done=listener) as bench:
             with self.held(bench, listener):

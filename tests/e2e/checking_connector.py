@@ -3,8 +3,8 @@ there.
 
 Loaded by real engines in place of DynamoConnector. The comparison is of digests, made from the device tensors
 with plain indexing and kept here; it shares no code with the transfer engine. Counts go to the file named by
-KVBM_TEST_BYTES_REPORT, one file per rank. KVBM_TEST_FAIL_EVERY=n makes every n-th onboard fail. What goes to
-the disk is noted in the file named by KVBM_TEST_DISK_LEDGER (one per rank), for the engine that comes after a
+KVBM_TEST_BYTES_REPORT, one file per rank. ``fail_every`` makes every n-th onboard fail. What goes to the
+disk is noted in the file named by KVBM_TEST_DISK_LEDGER (one per rank), for the engine that comes after a
 kill.
 """
 
@@ -116,10 +116,10 @@ class CheckingExecutor:
     target.
     """
 
-    def __init__(self, inner: Executor, ledger: ByteLedger, fail_every: int) -> None:
+    def __init__(self, inner: Executor, ledger: ByteLedger) -> None:
         self._inner = inner
         self._ledger = ledger
-        self._fail_every = fail_every
+        self.fails_every = 0
         self._onboards = 0
         self.plans: dict[int, TransferPlan] = {}
         self.to_fail: set[int] = set()
@@ -132,7 +132,7 @@ class CheckingExecutor:
             self._ledger.note_offload(plan)
         else:
             self._onboards += 1
-            if self._fail_every and self._onboards % self._fail_every == 0:
+            if self.fails_every and self._onboards % self.fails_every == 0:
                 self.to_fail.add(plan.job_id)
         self._inner.submit(plan, deadline_s=deadline_s)
 
@@ -176,6 +176,12 @@ class CheckingExecutor:
 class CheckingConnector(DynamoConnector):
     """The real connector with the checking executor inside its worker."""
 
+    _checking: CheckingExecutor
+
+    def fail_every(self, number: int) -> None:
+        """From now on each onboard of this number fails; with 0 none."""
+        self._checking.fails_every = number
+
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         config = self._kv_cache_config
         layers = [[kv_caches[name] for name in group.layer_names] for group in config.kv_cache_groups]
@@ -194,16 +200,13 @@ class CheckingConnector(DynamoConnector):
             real_submit(memory, order, on_result)
 
         RankMemory.submit = submit  # type: ignore[method-assign]
-        executors: list[CheckingExecutor] = []
 
         def wrap(inner: Executor) -> Executor:
-            executors.append(
-                CheckingExecutor(inner, ledger, int(os.environ.get("KVBM_TEST_FAIL_EVERY", "0")))
-            )
-            return executors[0]
+            self._checking = CheckingExecutor(inner, ledger)
+            return self._checking
 
         def judge(result: JobResult) -> JobResult:
-            return executors[0].judge(result)
+            return self._checking.judge(result)
 
         worker.wrap_executor(wrap)
         worker.judge_results(judge)

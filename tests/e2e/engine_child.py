@@ -1,4 +1,4 @@
-"""Runs one real vLLM engine in a fresh process, and says what its result must be."""
+"""Runs real vLLM engines, each in a fresh process, and says what their results must be."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 
 from tests.engines import REPOSITORY
 from tests.engines.job import run_job
+from tests.engines.worker import Worker
 
 TIMEOUT_S = 420
 
@@ -18,15 +19,51 @@ def run_engine(
     folder: Path, job: dict[str, Any], module: str = "tests.e2e.offline", **environment: str
 ) -> dict[str, Any]:
     """The result of one job of ``module``; "bytes" is the byte ledger of each rank."""
-    env = {
+    env = _variables(folder, environment)
+    result = run_job(sys.executable, module, job, folder, environment=env, timeout_s=TIMEOUT_S)
+    return result | {"bytes": _ledgers(folder)}
+
+
+class Engine:
+    """One engine that several tests ask. It starts when it is made; ``close`` ends it."""
+
+    def __init__(self, folder: Path, job: dict[str, Any], **environment: str) -> None:
+        self._folder = folder
+        folder.mkdir()
+        self._worker = Worker(sys.executable, _variables(folder, environment), folder / "log.txt")
+        self._worker.run("tests.e2e.offline:start", job=job)
+
+    def serve(self, rounds: list[dict[str, Any]], fail_every: int = 0) -> dict[str, Any]:
+        """What ``run_engine`` returns, of these rounds alone; the caches are empty at first."""
+        before = _ledgers(self._folder)
+        result: dict[str, Any] = self._worker.run(
+            "tests.e2e.offline:serve", rounds=rounds, fail_every=fail_every
+        )
+        after = _ledgers(self._folder)
+        counted = [
+            {name: number - (before[rank][name] if before else 0) for name, number in counts.items()}
+            for rank, counts in enumerate(after)
+        ]
+        return result | {"bytes": counted, "log": self._worker.log.read_text(errors="replace")}
+
+    def close(self) -> None:
+        """Ends its process."""
+        self._worker.close()
+
+
+def _variables(folder: Path, more: dict[str, str]) -> dict[str, str]:
+    return {
         **os.environ,
         "DYN_KVBM_CPU_CACHE_GB": "0.5",
         "KVBM_TEST_BYTES_REPORT": str(folder / "bytes"),
         "PYTHONPATH": os.pathsep.join([str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])]),
-        **environment,
+        **more,
     }
-    result = run_job(sys.executable, module, job, folder, environment=env, timeout_s=TIMEOUT_S)
-    return result | {"bytes": [json.loads(path.read_text()) for path in sorted(folder.glob("bytes.*"))]}
+
+
+def _ledgers(folder: Path) -> list[dict[str, int]]:
+    """Of each rank, as far as it has been written."""
+    return [json.loads(path.read_text()) for path in sorted(folder.glob("bytes.?"))]
 
 
 def answers(result: dict[str, Any], round_index: int) -> list[list[int]]:

@@ -23,7 +23,7 @@ from tests.engines.client import Answer, EngineClient
 from tests.engines.vllm_server import ServerOptions, VllmServer
 
 CLIENTS = 16
-LOAD_S = tries(30, nightly=120)
+LOAD_S = tries(20, nightly=120)
 DOCUMENTS, DOCUMENT_TOKENS = 8, 900
 QUESTIONS, QUESTION_TOKENS = 4, 60
 UNIQUE_TOKENS = 400

@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 
 from tests.e2e.engine_child import answers, assert_bytes_equal, assert_nothing_left, cached, run_engine
+from tests.effort import tries
 
 BLOCK = 32
-PROMPT_TOKENS = 4000
+PROMPT_TOKENS = tries(2000, nightly=4000)
 PROMPT_BLOCKS = PROMPT_TOKENS // BLOCK
-NUM_PROMPTS = 10
+NUM_PROMPTS = tries(6, nightly=10)
 DEVICE_FOR_TWO = 2 * (PROMPT_BLOCKS + 2) + 1
 DEVICE_FOR_ALL = NUM_PROMPTS * (PROMPT_BLOCKS + 4) + 1
 
@@ -47,11 +48,11 @@ def job(model: Path, prompts: list[list[int]], rounds: int, **more: Any) -> dict
 
 @pytest.fixture
 def prompts(rng: random.Random) -> list[list[int]]:
-    """Ten that share nothing."""
+    """That share nothing."""
     return [[rng.randrange(3, 500) for _ in range(PROMPT_TOKENS)] for _ in range(NUM_PROMPTS)]
 
 
-def test_ten_prompts_come_back_from_disk_and_again_after_sigkill(
+def test_prompts_come_back_from_disk_and_again_after_sigkill(
     tiny_model: Path, tmp_path: Path, prompts: list[list[int]]
 ) -> None:
     env = environment(tmp_path, DYN_KVBM_DISABLE_DISK_OFFLOAD_FILTER="1")
@@ -64,7 +65,7 @@ def test_ten_prompts_come_back_from_disk_and_again_after_sigkill(
     assert (answers(first, 0), answers(first, 1)) == (answers(plain, 0), answers(plain, 1))
     assert_bytes_equal(first, ranks=1, at_least=NUM_PROMPTS * (PROMPT_BLOCKS - 1))
     assert_nothing_left(first)
-    # The host has room for four of ten that come in turns: LRU has never the one that is wanted.
+    # The host has room for four of those that come in turns: LRU has never the one that is wanted.
     assert first["metrics"]["kvbm_onboard_blocks_d2d"] >= (NUM_PROMPTS - 4) * (PROMPT_BLOCKS - 1)
     assert (
         first["bytes"][0]["stored"]
@@ -98,14 +99,11 @@ def test_windows_and_a_disk_without_a_host_tier(
 ) -> None:
     texts = [[rng.randrange(3, 500) for _ in range(1500)] for _ in range(6)]
     env = environment(tmp_path, DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS="", DYN_KVBM_CPU_CACHE_GB="")
-    llm = {"num_gpu_blocks_override": 260, "max_model_len": 2048}
-    plain_llm = {**llm, "num_gpu_blocks_override": 1400}
-    plain = run_engine(
-        tmp_path / "plain", job(tiny_hybrid_model, texts, 2, llm=plain_llm) | {"connector": False}
-    )
+    llm = {"num_gpu_blocks_override": 260, "max_model_len": 2048, "dtype": "float32"}
     first = run_engine(tmp_path / "first", job(tiny_hybrid_model, texts, 2, llm=llm, dies=True), **env)
     again = run_engine(tmp_path / "again", job(tiny_hybrid_model, texts, 1, llm=llm), **env)
-    assert answers(first, 1) == answers(again, 0) == answers(plain, 1)
+    assert max(cached(first, 0)) == 0
+    assert answers(first, 0) == answers(first, 1) == answers(again, 0)
     assert min(cached(again, 0)) > 0
     assert again["bytes"][0]["read"] > 0
     assert_bytes_equal(again, ranks=1, at_least=1)

@@ -36,6 +36,7 @@ GUIDE_METRICS = {
 START_TIMEOUT_S = 240.0
 
 pytestmark = pytest.mark.timeout(600)
+once_more = pytest.mark.nightly("one more start that is refused; tests/vllm/test_startup.py has the line")
 
 
 def prompt_ids(seed: int) -> list[int]:
@@ -169,9 +170,9 @@ async def _host_hit_without_metrics(server: VllmServer) -> None:
 @pytest.mark.parametrize(
     ("host_cache_gb", "words"),
     [
-        pytest.param("lots", ("DYN_KVBM_CPU_CACHE_GB=lots",), id="unreadable"),
+        pytest.param("lots", ("DYN_KVBM_CPU_CACHE_GB=lots",), id="unreadable", marks=once_more),
         pytest.param("900000", ("DYN_KVBM_CPU_CACHE_GB", "GB"), id="more memory than there is"),
-        pytest.param("", ("DYN_KVBM_CPU_CACHE_GB",), id="no tier configured"),
+        pytest.param("", ("DYN_KVBM_CPU_CACHE_GB",), id="no tier configured", marks=once_more),
     ],
 )
 def test_bad_host_cache_is_refused_in_one_line(

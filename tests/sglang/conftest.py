@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.engines.sglang.environment import build_tiny_model
-from tests.sglang.worker import Worker
+from tests.engines.sglang.environment import PYTHON, build_tiny_model, variables
+from tests.engines.worker import Worker
 
 
 @pytest.fixture(scope="session")
 def sglang(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worker]:
     """SGLang's classes without an engine."""
-    worker = Worker(tmp_path_factory.mktemp("sglang") / "log.txt")
+    worker = Worker(PYTHON, variables(), tmp_path_factory.mktemp("sglang") / "log.txt")
     yield worker
     worker.close()
 

@@ -30,7 +30,7 @@ only_in_full = pytest.mark.nightly("one more engine of a kind; test_pools.py has
 PLACES = [
     ("page_first", "kernel"),
     pytest.param("layer_first", "kernel", marks=only_in_full),
-    ("page_head", "kernel"),
+    pytest.param("page_head", "kernel", marks=only_in_full),
     pytest.param("layer_first", "direct", marks=only_in_full),
     pytest.param("page_first_direct", "direct", marks=only_in_full),
 ]
@@ -63,12 +63,11 @@ def assert_comes_back(
 @pytest.mark.parametrize(("layout", "io"), PLACES)
 def test_prompts_come_back(layout: str, io: str, tiny_model: Path, tmp_path: Path, seed: int) -> None:
     place = {"hicache_mem_layout": layout, "hicache_io_backend": io}
-    if layout == "page_head":  # and by the file that is there to be copied
+    if layout == "page_first":  # and by the file that is there to be copied
         place["hicache_storage_backend_extra_config"] = (
             f"@{REPOSITORY / 'deploy' / 'launch' / 'sglang_hicache.yaml'}"
         )
-    restarts = IS_NIGHTLY or layout == "page_first"
-    assert_comes_back(tmp_path, tiny_model, seed, restarts=restarts, **place)
+    assert_comes_back(tmp_path, tiny_model, seed, **place)
 
 
 def test_prompts_of_another_server_come_from_the_shared_directory(
@@ -99,7 +98,7 @@ def test_prompts_come_back_to_two_ranks(tiny_model: Path, tmp_path: Path, seed: 
 
 def test_prompts_come_back_to_two_stages(tiny_model: Path, tmp_path: Path, seed: int) -> None:
     """SGLang lets its first stage count the hits of all: one without its pages must make no wrong answer."""
-    cold, log = assert_comes_back(tmp_path, tiny_model, seed, files=2, pp_size=2)
+    cold, log = assert_comes_back(tmp_path, tiny_model, seed, files=2, restarts=IS_NIGHTLY, pp_size=2)
     (line,) = [line for line in log.splitlines() if "kvbm: pool kv" in line and "PP1" in line]
     (path,) = find_files(Path(line.split(" in ")[-1]), lambda error: None)
     path.unlink()
@@ -112,5 +111,4 @@ def test_prompts_come_back_to_two_stages(tiny_model: Path, tmp_path: Path, seed:
 def test_prompts_of_an_mla_model_come_back(
     tp_size: int, tiny: Callable[[str], Path], tmp_path: Path, seed: int
 ) -> None:
-    restarts = IS_NIGHTLY or tp_size == 2
-    assert_comes_back(tmp_path, tiny("deepseek"), seed, restarts=restarts, tp_size=tp_size)
+    assert_comes_back(tmp_path, tiny("deepseek"), seed, restarts=IS_NIGHTLY, tp_size=tp_size)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from tests.sglang.worker import Worker
+from tests.engines.worker import Worker
 
 Start = dict[str, Any]
 LONGROPE = {

@@ -4,6 +4,7 @@ bit.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,6 @@ pytestmark = pytest.mark.timeout(900)  # engines start for half a minute each
 
 HIT = [WHOLE_PAGES * PAGE_TOKENS] * 3
 NONE = [0, 0, 0]
-only_in_full = pytest.mark.nightly("two engines more")
 SIZES = {
     "DYN_KVBM_CPU_CACHE_GB": "0.1",
     "DYN_KVBM_DISK_CACHE_GB": "0.2",
@@ -41,20 +41,44 @@ def ask(folder: Path, steps: list[Any], model: Path, seed: int, **engine: Any) -
     return found["answers"], found["log"]
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=only_in_full)])
-def test_prompts_come_back(ranks: int, tiny_model: Path, tmp_path: Path, seed: int) -> None:
+def stored_by_an_engine(folder: Path, model: Path, seed: int, ranks: int = 1) -> list[Any]:
+    """Asks, forgets and asks again, until all pages are on the disk in ``folder``. The cold answers."""
     stored = {"stored": ranks * WHOLE_PAGES * 3}
     steps = ["ask", stored, "flush", "ask", "flush", "together", "new_weights", "ask"]
-    (cold, again, together, reloaded), _ = ask(tmp_path, steps, tiny_model, seed, tp_size=ranks)
+    (cold, again, together, reloaded), _ = ask(folder, steps, model, seed, tp_size=ranks)
     assert [cached(answers) for answers in (cold, again, together)] == [NONE, HIT, HIT]
     assert same_answers(cold, again) and same_answers(cold, together)
     # SGLang tells of new weights by nothing but the name of the function that calls: this holds that name.
     assert cached(reloaded) == NONE and same_answers(cold, reloaded)
-    (warm,), _ = ask(tmp_path, ["together"], tiny_model, seed, tp_size=ranks)
+    return list(cold)
+
+
+@pytest.fixture(scope="module")
+def stored(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory, seed: int) -> tuple[Path, list[Any]]:
+    """A disk that an engine has left, and its cold answers."""
+    folder = tmp_path_factory.mktemp("stored")
+    return folder / "disk", stored_by_an_engine(folder, tiny_model, seed)
+
+
+def test_prompts_come_back_after_a_restart(
+    stored: tuple[Path, list[Any]], tiny_model: Path, tmp_path: Path, seed: int
+) -> None:
+    disk, cold = stored
+    shutil.copytree(disk, tmp_path / "disk")
+    (warm,), _ = ask(tmp_path, ["together"], tiny_model, seed)
+    assert cached(warm) == HIT
+    assert same_answers(cold, warm)
+
+
+@pytest.mark.nightly("two engines more, of two ranks each; test_engine.py has two ranks of HiCache")
+def test_prompts_come_back_to_two_ranks(tiny_model: Path, tmp_path: Path, seed: int) -> None:
+    cold = stored_by_an_engine(tmp_path, tiny_model, seed, ranks=2)
+    (warm,), _ = ask(tmp_path, ["together"], tiny_model, seed, tp_size=2)
     assert cached(warm) == HIT, "after a restart, from the disk"
     assert same_answers(cold, warm)
 
 
+@pytest.mark.nightly("one engine more; tests/unit/test_sglang_device_pool.py has MLA's pool")
 def test_prompts_of_an_mla_model_come_back(tiny: Callable[[str], Path], tmp_path: Path, seed: int) -> None:
     stored = {"stored": WHOLE_PAGES * 3}
     (cold, again), _ = ask(tmp_path, ["ask", stored, "flush", "ask"], tiny("deepseek"), seed)
@@ -62,8 +86,11 @@ def test_prompts_of_an_mla_model_come_back(tiny: Callable[[str], Path], tmp_path
     assert same_answers(cold, again)
 
 
-def test_a_damaged_page_is_never_used(tiny_model: Path, tmp_path: Path, seed: int) -> None:
-    (cold,), _ = ask(tmp_path, ["ask", {"stored": WHOLE_PAGES * 3}], tiny_model, seed)
+def test_a_damaged_page_is_never_used(
+    stored: tuple[Path, list[Any]], tiny_model: Path, tmp_path: Path, seed: int
+) -> None:
+    disk, cold = stored
+    shutil.copytree(disk, tmp_path / "disk")
     (path,) = find_files(tmp_path / "disk", lambda error: None)
     header = identify(path).header
     assert header is not None

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.sglang.worker import Worker
+from tests.engines.worker import Worker
 
 MHA = ("layer_first", "page_first", "page_first_direct", "page_head")
 MLA = ("layer_first", "page_first", "page_first_direct")

@@ -103,16 +103,32 @@ def nodes_of(path: Path) -> tuple[ast.AST, ...]:
     return tuple(ast.walk(parse(path)))
 
 
-def imported_names(path: Path) -> Iterator[tuple[int, str]]:
-    """(line, absolute dotted name) of everything that ``path`` imports, inside functions too."""
+@functools.cache
+def outline(path: Path) -> tuple[list[tuple[int, str]], list[tuple[int, str, int]]]:
+    """(line, absolute dotted name) of all that ``path`` imports, inside functions too, and (line, name, lines)
+    of its functions. Plain data: the trees of all tests would be millions of objects to keep.
+    """
+    imports, functions = [], []
     package = path.with_suffix("").parts[:-1]
-    for node in nodes_of(path):
-        if isinstance(node, ast.Import):
-            yield from ((node.lineno, alias.name) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            base = package[: len(package) - node.level + 1] if node.level else ()
-            module = ".".join((*base, *filter(None, [node.module])))
-            yield from ((node.lineno, f"{module}.{alias.name}") for alias in node.names)
+    left: list[ast.AST] = [ast.parse((ROOT / path).read_text(encoding="utf-8"))]
+    while left:
+        for node in ast.iter_child_nodes(left.pop()):
+            if isinstance(node, ast.Import):
+                imports += [(node.lineno, alias.name) for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                base = package[: len(package) - node.level + 1] if node.level else ()
+                module = ".".join((*base, *filter(None, [node.module])))
+                imports += [(node.lineno, f"{module}.{alias.name}") for alias in node.names]
+            elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                functions.append((node.lineno, node.name, (node.end_lineno or node.lineno) - node.lineno + 1))
+            if not isinstance(node, ast.expr):
+                left.append(node)
+    return imports, functions
+
+
+def imported_names(path: Path) -> list[tuple[int, str]]:
+    """(line, absolute dotted name) of everything that ``path`` imports, inside functions too."""
+    return outline(path)[0]
 
 
 def test_the_rules_see_the_code() -> None:
@@ -121,13 +137,12 @@ def test_the_rules_see_the_code() -> None:
 
 
 def test_functions_are_short() -> None:
-    long = []
-    for path in python_files((*PRODUCT_FOLDERS, "tests")):
-        for node in nodes_of(path):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                lines = (node.end_lineno or node.lineno) - node.lineno + 1
-                if lines > MAX_FUNCTION_LINES:
-                    long.append(f"{path}:{node.lineno} {node.name}: {lines} lines")
+    long = [
+        f"{path}:{line} {name}: {lines} lines"
+        for path in python_files((*PRODUCT_FOLDERS, "tests"))
+        for line, name, lines in outline(path)[1]
+        if lines > MAX_FUNCTION_LINES
+    ]
     assert not long, "\n".join(long)
 
 
@@ -440,6 +455,7 @@ def test_contributing_names_each_file_with_nightly_tests() -> None:
     marked = {
         path.as_posix()
         for path in python_files(("tests",))
+        if "mark.nightly" in (ROOT / path).read_text(encoding="utf-8")
         for node in nodes_of(path)
         if isinstance(node, ast.Call) and dotted(node.func) == "pytest.mark.nightly"
     }

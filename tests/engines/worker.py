@@ -1,4 +1,4 @@
-"""Runs functions in a process of SGLang's environment, one after the other: importing SGLang takes seconds.
+"""A process that runs functions, one after the other: an engine takes long to import and to start.
 
 A line of JSON in, {"call": "module:function", "kwargs": {...}}, a line of JSON out: {"result": ...} or
 {"error": text}.
@@ -12,27 +12,26 @@ import os
 import subprocess
 import sys
 import traceback
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tests.engines import REPOSITORY
-from tests.engines.sglang.environment import PYTHON, variables
+END_TIMEOUT_S = 60.0
 
 
 class Worker:
-    """The process, from the tests' side. ``log``: what SGLang and kvbm write."""
+    """The process, from the tests' side. ``log``: what the engine and kvbm write."""
 
-    def __init__(self, log: Path) -> None:
-        self._log = log
+    def __init__(self, python: str | Path, environment: Mapping[str, str], log: Path) -> None:
+        self.log = log
         with log.open("w") as file:
             self._process = subprocess.Popen(
-                [str(PYTHON), "-m", "tests.sglang.worker"],
+                [str(python), "-m", "tests.engines.worker"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=file,
                 text=True,
-                cwd=REPOSITORY,
-                env=variables(),
+                env=dict(environment),
             )
 
     def run(self, call: str, **kwargs: Any) -> Any:
@@ -42,17 +41,21 @@ class Worker:
         process.stdin.write(json.dumps({"call": call, "kwargs": kwargs}) + "\n")
         process.stdin.flush()
         line = process.stdout.readline()
-        assert line, f"the process ended:\n{self._log.read_text()[-3000:]}"
+        assert line, f"the process ended:\n{self.log.read_text(errors='replace')[-4000:]}"
         answer = json.loads(line)
         assert "error" not in answer, answer["error"]
         return answer["result"]
 
     def close(self) -> None:
         """Ends it."""
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.close()
-        self._process.wait(60)
-        self._process.stdout.close()
+        process = self._process
+        assert process.stdin is not None and process.stdout is not None
+        process.stdin.close()
+        try:
+            process.wait(END_TIMEOUT_S)
+        finally:
+            process.kill()
+            process.stdout.close()
 
 
 def serve() -> None:
