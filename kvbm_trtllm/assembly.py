@@ -27,8 +27,8 @@ from kvbm_trtllm.config import (
     index_cache_of,
     pads_graphs,
     read_settings,
-    share_here_of,
     spare_tokens_of,
+    tiers_here_of,
     world_size_of,
 )
 from kvbm_trtllm.contract import BAD_PAGE
@@ -73,7 +73,7 @@ class LeaderPart:
             world_size=world_size_of(llm_args),
             model=str(getattr(llm_args, "model", "")),
             engine_name=meeting.engine_id[-8:],
-            share_here=share_here_of(llm_args),
+            tiers_here=tiers_here_of(llm_args),
         )
         self._groups: tuple[GroupSpec, ...] = (GroupSpec(0, block_tokens_of(llm_args)),)
         self._is_told = False

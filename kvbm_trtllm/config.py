@@ -29,8 +29,8 @@ def world_size_of(llm_args: Any) -> int:
     return 1 if uses_attention_dp(llm_args) else int(getattr(llm_args, "tensor_parallel_size", 1) or 1)
 
 
-def share_here_of(llm_args: Any) -> float:
-    """How much host memory this machine gives to all leaders of the engine here, in that of one leader's.
+def tiers_here_of(llm_args: Any) -> float:
+    """How many tiers of one leader's size the engine has in this machine's memory.
 
     A leader's is over all of its ranks, of which some may be on other machines; with attention DP each rank
     has a leader.

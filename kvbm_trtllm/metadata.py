@@ -16,7 +16,7 @@ from kvbm_core.transfer.plan import TransferPlan
 class StepPlans:
     """Plans of one iteration.
 
-    ``onboards``: request and its load, each to be reported by ``get_finished``. ``prompt_loads``: loads that
+    ``onboards``: request and its load, each to be reported by ``get_finished``. ``sync_onboards``: loads that
     have to be over before the iteration's forward pass. ``offloads``: reads of what this iteration computes.
     ``fences``: jobs whose device blocks belong to somebody else from now on: what has not begun is cancelled,
     what runs is waited for. ``awaited``: loads of blocks that another request found on the device: they must
@@ -26,7 +26,7 @@ class StepPlans:
     """
 
     onboards: list[tuple[str, TransferPlan]] = field(default_factory=list)
-    prompt_loads: list[TransferPlan] = field(default_factory=list)
+    sync_onboards: list[TransferPlan] = field(default_factory=list)
     offloads: list[TransferPlan] = field(default_factory=list)
     fences: list[int] = field(default_factory=list)
     awaited: list[int] = field(default_factory=list)
@@ -38,7 +38,7 @@ class StepPlans:
     @property
     def is_quiet(self) -> bool:
         """Whether nothing of ours begins."""
-        is_loading = self.onboards or self.prompt_loads or self.not_loaded or self.refused
+        is_loading = self.onboards or self.sync_onboards or self.not_loaded or self.refused
         is_fencing = self.fences or self.unkept or self.fence_all
         return not (is_loading or self.offloads or is_fencing or self.awaited)
 

@@ -395,7 +395,7 @@ class SchedulerSide:
                 self._move(followed, RequestEvent.LOAD)
                 self._plans.onboards.append((followed.name, plan))
             else:
-                self._plans.prompt_loads.append(plan)
+                self._plans.sync_onboards.append(plan)
                 self._awaited.add(plan.job_id)
             return
         if state is not None:

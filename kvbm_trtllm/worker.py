@@ -81,7 +81,7 @@ class WorkerSide:
         # Loads of parked requests: of which request each job is, and how far each request's load is.
         self._loads: dict[int, str] = {}
         self._load_statuses: dict[str, LoadStatus] = {}
-        self._prompt_loads: set[int] = set()
+        self._sync_onboards: set[int] = set()
         # What TensorRT-LLM waits for, and the jobs of finished requests.
         self._loading: set[str] = set()
         self._saving: set[str] = set()
@@ -151,14 +151,14 @@ class WorkerSide:
         if not self._is_dropped:  # else its requests come again
             self._refused = []
         self._is_dropped = False
-        self._prompt_loads = set()
+        self._sync_onboards = set()
         self._plans = plans = decode(metadata)
         self._is_started = plans is None
         if plans is None:
             return
         self._unsent_offloads = {plan.job_id for plan in plans.offloads}
         self._refused += plans.refused
-        self._prompt_loads = {plan.job_id for plan in plans.prompt_loads}
+        self._sync_onboards = {plan.job_id for plan in plans.sync_onboards}
         for name, plan in plans.onboards:
             self._loads[plan.job_id] = name
             self._move(name, LoadEvent.BEGIN)
@@ -186,9 +186,9 @@ class WorkerSide:
             self.worker.fence(plans.unkept)
         for _, plan in plans.onboards:
             self.worker.submit(plan)
-        for plan in plans.prompt_loads:
+        for plan in plans.sync_onboards:
             self.worker.submit(plan)
-        awaited = {*self._prompt_loads, *plans.awaited}
+        awaited = {*self._sync_onboards, *plans.awaited}
         if awaited:
             self._await(awaited)
 
@@ -336,11 +336,11 @@ class WorkerSide:
     def _fail_unsubmitted(self) -> None:
         self.worker.fence_all()  # nobody knows how far the fences of this iteration got
         for job_id in [
-            job_id for job_id in {*self._loads, *self._prompt_loads} if not self.worker.is_known(job_id)
+            job_id for job_id in {*self._loads, *self._sync_onboards} if not self.worker.is_known(job_id)
         ]:
             self.worker.reject(job_id)
         plans = self._plans
-        if plans is not None and (plans.prompt_loads or plans.awaited):
+        if plans is not None and (plans.sync_onboards or plans.awaited):
             self._refused.append("whose load has not begun")
 
 

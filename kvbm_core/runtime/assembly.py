@@ -93,9 +93,9 @@ class LeaderProcess:
     """What stands around the leader of one engine: handshake, channel, lower tiers, log line, metrics page.
 
     ``endpoint``: where its workers come. ``model``: see LowerTiers. ``engine_name``: in the log line.
-    ``share_here``: what the ranks on this machine have together, in the size of one leader's tier: more than
-    1 where several have a leader each, who may have begun to take their memory; None if there is known to be
-    enough. ConfigError, one line, if the endpoint cannot be had.
+    ``tiers_here``: how many tiers of this leader's size this machine has room for: less than 1 where some
+    ranks are on other machines; more where several have a leader each, who may have begun to take their
+    memory. None if there is known to be enough. ConfigError, one line, if the endpoint cannot be had.
     """
 
     def __init__(
@@ -107,12 +107,12 @@ class LeaderProcess:
         world_size: int,
         model: str,
         engine_name: str,
-        share_here: float | None = None,
+        tiers_here: float | None = None,
     ) -> None:
         self.clock = SystemClock()
         self._settings = settings
         self._metrics = metrics
-        self._share_here = share_here
+        self._tiers_here = tiers_here
         self._lower = LowerTiers(settings, world_size, self.clock, model)
         self._stats_log = CacheStatsLog(metrics, settings.cache_stats_log_interval_s, engine_name)
         self._handshake = Handshake(
@@ -134,11 +134,11 @@ class LeaderProcess:
     def _host_slots(self, block_bytes: int) -> int:
         """For Handshake. ConfigError, one line, if there is too little memory here."""
         slots = self._settings.host_tier_slots(block_bytes)
-        if self._share_here is not None:
+        if self._tiers_here is not None:
             room_bytes = available_memory_bytes()
-            if self._share_here > 1:
+            if self._tiers_here > 1:
                 room_bytes += taken_by_siblings_bytes()
-            self._settings.check_memory(int(slots * block_bytes * self._share_here), room_bytes)
+            self._settings.check_memory(int(slots * block_bytes * self._tiers_here), room_bytes)
         return slots
 
     def make_leader(

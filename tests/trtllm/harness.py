@@ -28,7 +28,7 @@ from tests.trtllm.double.memory import Memory
 T = TypeVar("T")
 PATIENCE_S = 30.0
 BLOCK = 4
-PER_ITERATION = {"_prompt_loads", "_plans"}
+PER_ITERATION = {"_sync_onboards", "_plans"}
 """Of a worker's side: they are of the last iteration that had metadata, and hold nothing."""
 
 

@@ -246,4 +246,4 @@ def test_attention_dp_needs_a_leader_on_each_rank() -> None:
 def test_the_memory_of_all_ranks_here_is_in_the_size_of_one_leaders(
     fields: dict[str, Any], expected: float
 ) -> None:
-    assert config.share_here_of(SimpleNamespace(**fields)) == expected
+    assert config.tiers_here_of(SimpleNamespace(**fields)) == expected

@@ -36,7 +36,7 @@ def random_step(rng: random.Random) -> StepPlans:
     names = [str(rng.randrange(1 << 60)) for _ in range(3)]
     return StepPlans(
         onboards=[(name, random_plan(rng)) for name in names[: rng.randint(0, 3)]],
-        prompt_loads=[random_plan(rng) for _ in range(rng.randint(0, 2))],
+        sync_onboards=[random_plan(rng) for _ in range(rng.randint(0, 2))],
         offloads=[random_plan(rng) for _ in range(rng.randint(0, 2))],
         fences=rng.sample(range(1000), rng.randint(0, 3)),
         awaited=rng.sample(range(1000), rng.randint(0, 3)),
@@ -59,7 +59,7 @@ def test_every_field_arrives_alone() -> None:
     plan = TransferPlan(7, Direction.OFFLOAD, (GroupMove(0, (1, 2), (3, 4)),))
     values: dict[str, Any] = {
         "onboards": [("12", plan)],
-        "prompt_loads": [plan],
+        "sync_onboards": [plan],
         "offloads": [plan],
         "fences": [1],
         "awaited": [2],
