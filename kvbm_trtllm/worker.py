@@ -16,6 +16,7 @@ from kvbm_core.errors import LayoutError, Outcome
 from kvbm_core.observe.guard import GuardState, guarded
 from kvbm_core.observe.labels import FailureKind
 from kvbm_core.runtime.messages import Finish, LoadEnded, Note
+from kvbm_core.runtime.step_offloads import StepOffloads
 from kvbm_core.runtime.worker import FENCE_TIMEOUT_S, Worker
 from kvbm_trtllm.layout import WHOLE, KvMemory, Ranks, layout_memory, pool_memory
 from kvbm_trtllm.metadata import StepPlans, decode
@@ -74,7 +75,7 @@ class WorkerSide:
         self._engine = engine
         self._find_leader = find_leader
         self._plans: StepPlans | None = None
-        self._unsent_offloads: set[int] = set()
+        self._offloads = StepOffloads(worker)
         self._is_started = True
         self._is_dropped = False
         self._refused: list[str] = []
@@ -82,10 +83,9 @@ class WorkerSide:
         self._loads: dict[int, str] = {}
         self._load_statuses: dict[str, LoadStatus] = {}
         self._sync_onboards: set[int] = set()
-        # What TensorRT-LLM waits for, and the jobs of finished requests.
+        # What TensorRT-LLM waits for.
         self._loading: set[str] = set()
         self._saving: set[str] = set()
-        self._finishing: dict[str, tuple[int, ...]] = {}
         # What the leader has said, and is not taken up yet.
         self._notes: list[Note] = []
         # Loads that this iteration's forward pass waits for: whether all ranks have them, as soon as that is
@@ -147,7 +147,7 @@ class WorkerSide:
     @guarded("bind_connector_metadata", lambda self, metadata: None)
     def bind(self, metadata: object) -> None:
         """The plans of this iteration, of which those that were promised are kept until they are reported."""
-        self._abandon_offloads()
+        self._offloads.abandon()
         if not self._is_dropped:  # else its requests come again
             self._refused = []
         self._is_dropped = False
@@ -156,7 +156,7 @@ class WorkerSide:
         self._is_started = plans is None
         if plans is None:
             return
-        self._unsent_offloads = {plan.job_id for plan in plans.offloads}
+        self._offloads.begin(plans.offloads)
         self._refused += plans.refused
         self._sync_onboards = {plan.job_id for plan in plans.sync_onboards}
         for name, plan in plans.onboards:
@@ -196,7 +196,7 @@ class WorkerSide:
         """LoadFailedError, once, if this forward pass must not come to an end."""
         refused, self._refused = self._refused, []
         if refused:
-            self._abandon_offloads()
+            self._offloads.abandon()
             raise LoadFailedError(
                 f"kvbm: blocks that were promised to request {', '.join(refused)} could not be "
                 "loaded; TensorRT-LLM "
@@ -210,15 +210,10 @@ class WorkerSide:
         self.before_layer()
         self.send_offloads()
 
-    @guarded("wait_for_save", lambda self: self._abandon_offloads())
+    @guarded("wait_for_save", lambda self: self._offloads.abandon())
     def send_offloads(self) -> None:
         """Starts this iteration's offloads behind what the current stream was given; waits for nothing."""
-        if self._plans is None or not self._unsent_offloads:
-            return
-        for plan in self._plans.offloads:
-            if plan.job_id in self._unsent_offloads:
-                self._unsent_offloads.discard(plan.job_id)
-                self.worker.submit(plan)
+        self._offloads.submit()
 
     @guarded("get_finished", lambda self, saving, loading: _nothing())
     def get_finished(self, saving: Iterable[int], loading: Iterable[int]) -> tuple[list[int], list[int]]:
@@ -234,13 +229,17 @@ class WorkerSide:
             self._is_dropped = True
             self._refused = []  # these the leader names again
             self.start_load()
-        self._abandon_offloads()  # this iteration computed nothing, or did not come to its end
+        self._offloads.abandon()  # this iteration computed nothing, or did not come to its end
         self._take_results()
         self._hear()
         self._take_notes()
         if not (self._saving or self._loading):
             return [], []
-        return self._take(self._saving, self._is_saved), self._take(self._loading, self._is_loaded)
+        saved = self._offloads.take_read()
+        loaded = {name for name in self._loading if self._is_loaded(name)}
+        self._saving -= saved
+        self._loading -= loaded
+        return [*map(int, saved)], [*map(int, loaded)]
 
     def shutdown(self) -> None:
         """Waits for running copies and frees everything."""
@@ -295,17 +294,10 @@ class WorkerSide:
         for note in notes:
             if isinstance(note, Finish):
                 if note.request_id in self._saving:  # else it was said twice, and has been answered
-                    self._finishing[note.request_id] = note.job_ids
+                    self._offloads.keep({note.request_id: note.job_ids})
             elif self._load_statuses.get(note.request_id) is LoadStatus.FAILED:
                 # The leader will keep the request from its forward pass; only now may it be scheduled.
                 self._move(note.request_id, LoadEvent.TOLD)
-
-    def _is_saved(self, name: str) -> bool:
-        jobs = self._finishing.get(name)
-        if jobs is None or any(self.worker.is_in_flight(job) for job in jobs):
-            return False
-        del self._finishing[name]
-        return True
 
     def _is_loaded(self, name: str) -> bool:
         is_over = self._load_statuses.get(name) is LoadStatus.OVER
@@ -321,17 +313,6 @@ class WorkerSide:
             del self._load_statuses[name]
         else:
             self._load_statuses[name] = status
-
-    @staticmethod
-    def _take(waiting: set[str], is_over: Callable[[str], bool]) -> list[int]:
-        over = [name for name in waiting if is_over(name)]
-        waiting.difference_update(over)
-        return [int(name) for name in over]
-
-    def _abandon_offloads(self) -> None:
-        unsent, self._unsent_offloads = self._unsent_offloads, set()
-        for job_id in unsent:
-            self.worker.reject(job_id)
 
     def _fail_unsubmitted(self) -> None:
         self.worker.fence_all()  # nobody knows how far the fences of this iteration got

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from kvbm_core.errors import LayoutError, Outcome
 from kvbm_core.observe.guard import GuardState, guarded
 from kvbm_core.observe.labels import FailureKind
+from kvbm_core.runtime.step_offloads import StepOffloads
 from kvbm_core.runtime.worker import Worker
 from kvbm_core.transfer.plan import GroupMove, JobResult
 from kvbm_vllm.config import fails_by_block
@@ -54,12 +55,11 @@ class WorkerSide:
         # get_finished.
         self._loads: dict[int, tuple[str, tuple[GroupMove, ...]]] = {}
         self._revoked: set[int] = set()
-        self._unsubmitted: list[int] = []
         self._received: set[str] = set()
         self._failed: dict[str, tuple[int, ...]] = {}
         self._failed_blocks: set[int] = set()
         self._failed_requests: set[str] = set()
-        self._finishing: dict[str, tuple[int, ...]] = {}
+        self._offloads = StepOffloads(worker)
 
     @guarded("register_kv_caches", lambda self, kv_caches: None)
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
@@ -93,9 +93,8 @@ class WorkerSide:
     def bind(self, metadata: DynamoConnectorMetadata) -> None:
         """The plans of this step."""
         self._metadata = metadata
-        self._unsubmitted = [plan.job_id for plan in metadata.offloads] if metadata.offloads else []
-        if metadata.finishing:
-            self._finishing.update(metadata.finishing)
+        self._offloads.begin(metadata.offloads)
+        self._offloads.keep(metadata.finishing)
         if metadata.failed_loads:
             self._failed.update(metadata.failed_loads)
         for request_id, plan in metadata.onboards:
@@ -119,15 +118,10 @@ class WorkerSide:
         for _, plan in metadata.onboards:
             self.worker.submit(plan)
 
-    @guarded("wait_for_save", lambda self: self._abandon_offloads())
+    @guarded("wait_for_save", lambda self: self._offloads.abandon())
     def wait_for_save(self) -> None:
         """Starts this step's offloads; waits for nothing."""
-        if self._metadata is None or not self._unsubmitted:
-            return
-        for plan in self._metadata.offloads:
-            if plan.job_id in self._unsubmitted:
-                self.worker.submit(plan)
-                self._unsubmitted.remove(plan.job_id)
+        self._offloads.submit()
 
     @guarded("get_finished", lambda self: self._give_up())
     def get_finished(self) -> tuple[set[str], set[str]]:
@@ -139,7 +133,7 @@ class WorkerSide:
         if self._metadata is not None and self._metadata.is_idle:
             self._let_copies_run()
         ended = self.worker.take()
-        if not (self._loads or self._finishing or self._failed or self._received):
+        if not (self._loads or self._offloads.kept or self._failed or self._received):
             return set(), set()  # nobody waits for anything
         for result in ended:
             request_id, moves = self._loads.pop(result.job_id, (None, ()))
@@ -151,7 +145,7 @@ class WorkerSide:
         for request_id, blocks in self._failed.items():
             self._end_load(request_id, blocks)
         self._failed = {}
-        return self._sent(), self._take_received()
+        return self._offloads.take_read(), self._take_received()
 
     def _let_copies_run(self) -> None:
         # A step without tokens has nothing to be late for. Spinning through it would keep the interpreter
@@ -169,18 +163,6 @@ class WorkerSide:
     def _take_received(self) -> set[str]:
         received, self._received = self._received, set()
         return received
-
-    def _sent(self) -> set[str]:
-        if not self._finishing:
-            return set()
-        sent = {
-            request_id
-            for request_id, jobs in self._finishing.items()
-            if not any(job in self._unsubmitted or self.worker.is_in_flight(job) for job in jobs)
-        }
-        for request_id in sent:
-            del self._finishing[request_id]
-        return sent
 
     def take_failed_blocks(self) -> set[int]:
         """Device blocks of loads that failed, for models with one KV cache group; each reported once."""
@@ -210,11 +192,6 @@ class WorkerSide:
 
     # ---------------------------------------------------------------- when something broke
 
-    def _abandon_offloads(self) -> None:
-        for job_id in self._unsubmitted:
-            self.worker.reject(job_id)
-        self._unsubmitted = []
-
     def _stop_all(self) -> None:
         self.worker.fence_all()
 
@@ -234,8 +211,9 @@ class WorkerSide:
         self._revoked.clear()
         for request_id, moves in loads.values():
             self._end_load(request_id, _blocks_of(moves))
-        finishing, self._finishing = self._finishing, {}
-        return set(finishing), self._take_received()
+        finished = set(self._offloads.kept)
+        self._offloads.kept.clear()
+        return finished, self._take_received()
 
 
 def _blocks_of(moves: Sequence[GroupMove]) -> tuple[int, ...]:

@@ -352,6 +352,7 @@ class Serving:
         for name, value in vars(self.executor.worker.side).items():
             if isinstance(value, dict | list | set) and name not in PER_ITERATION:
                 left[f"worker{name}"] = len(value)
+        left["finished requests on the worker"] = len(self.executor.worker.side._offloads.kept)
         left["held copies"] = self.gate.held if self.gates else 0
         left["jobs of the worker"] = len(self.executor.worker.side.worker._in_flight)
         states = [self.executor.worker.side.guard_state]

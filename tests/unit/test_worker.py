@@ -24,6 +24,7 @@ from kvbm_core.runtime.endpoint import Endpoint
 from kvbm_core.runtime.handshake import Disabled, Handshake, RankAnswer, SlotsReady
 from kvbm_core.runtime.leader import Leader, LeaderOptions, LeaderParts
 from kvbm_core.runtime.messages import Ask, Configure, Hello, Here, Message, Ready, Results
+from kvbm_core.runtime.step_offloads import StepOffloads
 from kvbm_core.runtime.transfer_jobs import TransferJob
 from kvbm_core.runtime.worker import Worker
 from kvbm_core.storage.host_slab import HostSlab
@@ -550,6 +551,40 @@ def test_a_new_process_does_not_begin_what_its_predecessor_was_told(asking: Aski
     worker.submit(offload_of(1, job_id=100))
     assert gate.submitted == [100]
     assert wait_ended(worker, 99, 100) == {99: Outcome.REJECTED, 100: Outcome.OK}
+
+
+def test_offloads_that_a_step_did_not_come_to_are_answered_and_never_begun(asking: Asking) -> None:
+    worker, gate, offloads = asking.worker, asking.gate, StepOffloads(asking.worker)
+    assert gate is not None
+    offloads.begin([offload_of(1, job_id=101), offload_of(2, job_id=102)])
+    offloads.begin([offload_of(2, job_id=102), offload_of(3, job_id=103)])
+    assert wait_ended(worker, 101) == {101: Outcome.REJECTED}
+    offloads.submit()
+    offloads.submit()
+    assert gate.submitted == [102, 103]
+    offloads.begin([offload_of(4, job_id=104)])
+    offloads.abandon()
+    offloads.submit()
+    assert gate.submitted == [102, 103]
+    assert wait_ended(worker, 102, 103, 104) == {
+        102: Outcome.OK,
+        103: Outcome.OK,
+        104: Outcome.REJECTED,
+    }
+
+
+def test_a_finished_requests_blocks_are_free_when_nothing_reads_them(asking: Asking) -> None:
+    worker, gate, offloads = asking.worker, asking.gate, StepOffloads(asking.worker)
+    assert gate is not None
+    gate.is_shut = True
+    offloads.begin([offload_of(1, job_id=101)])
+    offloads.keep({"a": (101,), "b": (90,)})
+    assert offloads.take_read() == {"b"}  # its job was over before
+    offloads.submit()
+    assert offloads.take_read() == set()
+    gate.open()
+    assert wait_ended(worker, 101) == {101: Outcome.OK}
+    assert offloads.take_read() == {"a"} and offloads.take_read() == set() and not offloads.kept
 
 
 def test_a_rank_whose_copy_hangs_is_away_until_it_ends(tmp_path: Path) -> None:
