@@ -31,7 +31,6 @@ MAX_LINE_CHARACTERS = 110
 LIBRARY_API = {
     "ManualClock",
     "register_store",
-    "remove_many",
     "bound_port",
     "open_requests",
     "log_entries",
@@ -105,8 +104,8 @@ def nodes_of(path: Path) -> tuple[ast.AST, ...]:
 
 @functools.cache
 def outline(path: Path) -> tuple[list[tuple[int, str]], list[tuple[int, str, int]]]:
-    """(line, absolute dotted name) of all that ``path`` imports, inside functions too, and (line, name, lines)
-    of its functions. Plain data: the trees of all tests would be millions of objects to keep.
+    """(line, absolute dotted name) of all that ``path`` imports, inside functions too, and (line, name,
+    lines) of its functions. Plain data: the trees of all tests would be millions of objects to keep.
     """
     imports, functions = [], []
     package = path.with_suffix("").parts[:-1]
