@@ -17,7 +17,7 @@ from kvbm_core.runtime.assembly import (
     metrics_of,
     rank_options,
 )
-from kvbm_core.runtime.transfer_jobs import Share
+from kvbm_core.runtime.transfer_jobs import JobPart
 from kvbm_core.runtime.worker import Worker
 from kvbm_core.tiers.groups import GroupSpec
 from kvbm_trtllm.config import (
@@ -136,8 +136,8 @@ class LeaderPart:
     def _poll_if_quiet(self) -> float | None:
         return self.callbacks.poll_if_quiet()  # those of now
 
-    def _on_onboard_end(self, share: Share, outcome: Outcome) -> None:
-        self.callbacks.on_onboard_end(share, outcome)
+    def _on_onboard_end(self, part: JobPart, outcome: Outcome) -> None:
+        self.callbacks.on_onboard_end(part, outcome)
 
 
 def build_worker_side(llm_args: Any, *, waits_at_register: bool) -> WorkerSide:

@@ -24,7 +24,7 @@ from kvbm_core.observe.guard import GuardState, guarded
 from kvbm_core.observe.labels import FailureKind
 from kvbm_core.runtime.leader import Leader
 from kvbm_core.runtime.messages import Finish, LoadEnded, Note
-from kvbm_core.runtime.transfer_jobs import Share
+from kvbm_core.runtime.transfer_jobs import JobPart
 from kvbm_core.tiers.groups import alignment_tokens
 from kvbm_trtllm.block_size import BlockSizeCheck
 from kvbm_trtllm.contract import has_other_inputs, identity_of, may_run_dummy, new_tables
@@ -258,18 +258,18 @@ class SchedulerSide:
         jobs = (*self.leader.finish(followed.state), *([] if load is None else [load]))
         return self._finish(number, jobs, offload.plan() if offload is not None else None)
 
-    def on_onboard_end(self, share: Share, outcome: Outcome) -> None:
+    def on_onboard_end(self, part: JobPart, outcome: Outcome) -> None:
         """Every rank has answered; called by the leader."""
-        name = share.state.request_id
+        name = part.state.request_id
         followed = self._requests.get(int(name))
         is_done = outcome is Outcome.OK
-        if followed is not None and followed.state is share.state:
+        if followed is not None and followed.state is part.state:
             self._move(followed, RequestEvent.LOADED if is_done else RequestEvent.FAILED)
-        for move in () if is_done else share.moves:
+        for move in () if is_done else part.moves:
             self._blocks.taint(move.group, move.device_blocks, int(name))
-        if not is_done or share.job_id in self._awaited:
-            self._awaited.discard(share.job_id)
-            self._send(LoadEnded(name, share.job_id, is_done))
+        if not is_done or part.job_id in self._awaited:
+            self._awaited.discard(part.job_id)
+            self._send(LoadEnded(name, part.job_id, is_done))
 
     # ---------------------------------------------------------------- requests
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvbm_core.observe.log import RateLimitedLogger
-from kvbm_core.runtime.transfer_jobs import Share
+from kvbm_core.runtime.transfer_jobs import JobPart
 from kvbm_core.tiers.groups import GroupSpec
 from kvbm_core.types import SEQUENCE_HASH_BYTES, BlockKey, group_of
 from kvbm_vllm.versions import Capabilities, known_fields
@@ -51,17 +51,17 @@ class EventFeed:
         self._log = RateLimitedLogger(log)
 
     def note(self, job_id: int, request: Request) -> None:
-        """Remembers a request whose blocks a job writes, until its share ends."""
+        """Remembers a request whose blocks a job writes, until its part ends."""
         if self.enabled:
             self._request_of[job_id, request.request_id] = request
 
-    def on_end(self, share: Share, committed: bool) -> None:
-        """A share of an offload is over; blocks that became matchable are announced."""
-        state = share.state
-        request = self._request_of.pop((share.job_id, state.request_id), None)
+    def on_end(self, part: JobPart, committed: bool) -> None:
+        """A part of an offload is over; blocks that became matchable are announced."""
+        state = part.state
+        request = self._request_of.pop((part.job_id, state.request_id), None)
         if request is None or not committed:
             return
-        stored = set(share.keys)
+        stored = set(part.keys)
         for position, group in enumerate(self._groups):
             for block, key in enumerate(state.keys(position)):
                 if key in stored:

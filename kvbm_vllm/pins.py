@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from kvbm_core.runtime.transfer_jobs import Share
+from kvbm_core.runtime.transfer_jobs import JobPart
 from kvbm_core.tiers.groups import GroupSpec
 
 if TYPE_CHECKING:
@@ -34,17 +34,17 @@ class DevicePins:
         """vLLM's pool, once it exists."""
         self._pool = pool
 
-    def hold(self, share: Share) -> None:
+    def hold(self, part: JobPart) -> None:
         """Until ``release_ended``. Call it while the request still holds the blocks."""
         if not self._windowed:
             return
         numbers = [
-            number for move in share.moves if move.group in self._windowed for number in move.device_blocks
+            number for move in part.moves if move.group in self._windowed for number in move.device_blocks
         ]
         if self._pool is not None and numbers:
             blocks = [self._pool.blocks[number] for number in numbers]
             self._pool.touch(blocks)
-            self._held.setdefault(share.job_id, []).extend(blocks)
+            self._held.setdefault(part.job_id, []).extend(blocks)
 
     def release_ended(self, is_pending: Callable[[int], bool]) -> None:
         """Gives back the blocks of jobs that are over."""

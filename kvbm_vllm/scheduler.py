@@ -161,8 +161,8 @@ class SchedulerSide:
         moved = [offload] if offload is not None else []
         moved += self.leader.take_audits()
         self._planned.update(job.job_id for job in moved)
-        for share in (share for job in moved for share in job.shares):
-            self._pins.hold(share)
+        for part in (part for job in moved for part in job.parts):
+            self._pins.hold(part)
         metadata = QUIET
         is_idle = scheduler_output.total_num_scheduled_tokens == 0
         if (

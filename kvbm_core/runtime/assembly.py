@@ -27,9 +27,9 @@ from kvbm_core.runtime.endpoint import Endpoint
 from kvbm_core.runtime.handshake import Handshake, PlanTier
 from kvbm_core.runtime.leader import Leader, LeaderOptions, LeaderParts
 from kvbm_core.runtime.messages import Message, Move
-from kvbm_core.runtime.offload import OnShareEnd
+from kvbm_core.runtime.offload import OnPartEnd
 from kvbm_core.runtime.request import NULL_BLOCK
-from kvbm_core.runtime.transfer_jobs import Share
+from kvbm_core.runtime.transfer_jobs import JobPart
 from kvbm_core.runtime.worker import LOAD_GRACE_S
 from kvbm_core.storage.disk.allocate import FileOptions
 from kvbm_core.storage.disk.folder import DiskFolder
@@ -147,8 +147,8 @@ class LeaderProcess:
         options: LeaderOptions,
         *,
         on_evict: Callable[[Sequence[BlockKey]], None] | None = None,
-        on_offload_end: OnShareEnd = lambda share, committed: None,
-        on_onboard_end: Callable[[Share, Outcome], None] = lambda share, outcome: None,
+        on_offload_end: OnPartEnd = lambda part, committed: None,
+        on_onboard_end: Callable[[JobPart, Outcome], None] = lambda part, outcome: None,
     ) -> Leader:
         """The leader, with an empty host tier. One that was made before is not used any more."""
         parts = LeaderParts(self._lower.makers(), self._send_order, on_offload_end, on_onboard_end)

@@ -21,11 +21,11 @@ from kvbm_core.observe.metrics import Metrics
 from kvbm_core.observe.readiness import Readiness
 from kvbm_core.runtime.audit import AuditedPrefix, AuditSampler
 from kvbm_core.runtime.handshake import Disabled, Handshake, RankAnswer, RankReplaced, SlotsReady, TierOff
-from kvbm_core.runtime.offload import Offloading, OnShareEnd
+from kvbm_core.runtime.offload import Offloading, OnPartEnd
 from kvbm_core.runtime.onboard import Onboarding
 from kvbm_core.runtime.rank_watch import RankWatch
 from kvbm_core.runtime.request import NULL_BLOCK, BlockTable, RequestState
-from kvbm_core.runtime.transfer_jobs import Share, TransferJob, readers_of, writers_of
+from kvbm_core.runtime.transfer_jobs import JobPart, TransferJob, readers_of, writers_of
 from kvbm_core.storage.disk.recovery import REPORT_SLOTS
 from kvbm_core.tiers.chain import TierChain
 from kvbm_core.tiers.groups import GroupSpec, base_block_tokens
@@ -72,14 +72,14 @@ class LeaderParts:
     """What a leader is connected to. ``lower``: makes the tiers below the host, in the order of the search.
     ``send`` reaches every worker that stores, and does not wait.
 
-    ``on_offload_end(share, committed)`` is told of the end of each request's offload; committed: can be
-    matched. ``on_onboard_end(share, outcome)`` of the end of each load, when every rank has answered.
+    ``on_offload_end(part, committed)`` is told of the end of each request's offload; committed: can be
+    matched. ``on_onboard_end(part, outcome)`` of the end of each load, when every rank has answered.
     """
 
     lower: tuple[LowerTierMaker, ...] = ()
     send: Callable[[TierOrder], None] = lambda order: None
-    on_offload_end: OnShareEnd = lambda share, committed: None
-    on_onboard_end: Callable[[Share, Outcome], None] = lambda share, outcome: None
+    on_offload_end: OnPartEnd = lambda part, committed: None
+    on_onboard_end: Callable[[JobPart, Outcome], None] = lambda part, outcome: None
 
 
 class Leader:
@@ -128,7 +128,7 @@ class Leader:
             self._jobs,
             self._start,
             metrics=metrics,
-            on_share_end=parts.on_offload_end,
+            on_part_end=parts.on_offload_end,
             null_block=options.null_block,
         )
         self._onboarding = Onboarding(
@@ -517,37 +517,37 @@ class Leader:
         is_offload = job.direction is Direction.OFFLOAD
         is_done = self._offloading.end(job) if is_offload else self._onboarding.end(job)
         if not is_offload:
-            self._on_onboard_end(job.shares[0], job.outcome)
+            self._on_onboard_end(job.parts[0], job.outcome)
         if is_done:
             count_transfer(self.metrics, job.direction, job.results, self.chain.tier_of)
         elif job.outcome is not Outcome.OK:
             self._count_failure(job)
-        for share in job.shares:
-            if is_offload and is_done and share.state.is_lasting:
-                self.chain.offer(share.keys)
-            if is_offload and is_done and share.state.is_disowned:
-                self.chain.forget(share.keys)
-            self._drop_if_idle(share.state)
+        for part in job.parts:
+            if is_offload and is_done and part.state.is_lasting:
+                self.chain.offer(part.keys)
+            if is_offload and is_done and part.state.is_disowned:
+                self.chain.forget(part.keys)
+            self._drop_if_idle(part.state)
 
     def _late(self, job: TransferJob, result: JobResult) -> None:
         """Nothing is freed before the answer that counts, but nobody waits for it any more."""
         self._onboarding.late(job, result.outcome)
 
     def _end_audit(self, job: TransferJob) -> None:
-        (share,) = job.shares
+        (part,) = job.parts
         self._onboarding.end_audit(job)
         if job.outcome is Outcome.OK:
             self.metrics.audited_blocks("equal", job.num_blocks)
         elif job.found_wrong:
             self.metrics.audited_blocks("wrong", job.num_blocks)
-            self._distrust(share.state.chain.root)
+            self._distrust(part.state.chain.root)
         else:  # cancelled, or the disk failed, or its numbers cannot be compared
             self.metrics.audited_blocks("not_compared", job.num_blocks)
             self._sampler.came_to_nothing()
             self._log.warning(
                 "audit", "kvbm: an audit of %d blocks came to nothing: %s", job.num_blocks, job.outcome
             )
-        self._drop_if_idle(share.state)
+        self._drop_if_idle(part.state)
 
     def _is_distrusted(self, state: RequestState) -> bool:
         return bool(self._distrusted) and state.chain.root in self._distrusted

@@ -14,14 +14,14 @@ from kvbm_core.errors import IntegrityError, Outcome
 from kvbm_core.observe.labels import DropReason
 from kvbm_core.observe.metrics import Metrics
 from kvbm_core.runtime.request import NULL_BLOCK, BlockTable, RequestState
-from kvbm_core.runtime.transfer_jobs import Share, TransferJob
+from kvbm_core.runtime.transfer_jobs import JobPart, TransferJob
 from kvbm_core.tiers.chain import TierChain
 from kvbm_core.tiers.groups import GroupSpec
 from kvbm_core.tiers.jobs import Job, JobTable
 from kvbm_core.transfer.plan import GroupMove
 from kvbm_core.types import BlockKey, Direction
 
-OnShareEnd = Callable[[Share, bool], None]
+OnPartEnd = Callable[[JobPart, bool], None]
 Start = Callable[[Direction], TransferJob]
 """Makes a job, empty, for which the leader waits from now on."""
 
@@ -76,8 +76,8 @@ class Offloading:
     """Part of the Leader, on its thread.
 
     What requests offload is gathered until ``take``, which makes one job of it: slots for all blocks at once,
-    one plan per step and one answer to it, however many requests have filled a block. ``on_share_end(share,
-    committed)`` is told of each request's end in it; a share without blocks had nothing new, or found no
+    one plan per step and one answer to it, however many requests have filled a block. ``on_part_end(part,
+    committed)`` is told of each request's end in it; a part without blocks had nothing new, or found no
     room.
     """
 
@@ -89,7 +89,7 @@ class Offloading:
         start: Start,
         *,
         metrics: Metrics,
-        on_share_end: OnShareEnd,
+        on_part_end: OnPartEnd,
         null_block: int = NULL_BLOCK,
     ) -> None:
         self._groups = groups
@@ -98,7 +98,7 @@ class Offloading:
         self._jobs = jobs
         self._start = start
         self._metrics = metrics
-        self._on_share_end = on_share_end
+        self._on_part_end = on_part_end
         # The next job, which has its number as soon as somebody waits for it, and what it will read.
         self._open: TransferJob | None = None
         self._gathered: list[tuple[RequestState, _Wanted]] = []
@@ -192,28 +192,28 @@ class Offloading:
         reservation = self._chain.reserve(keys, partial(_own_keys, [state for state, _ in gathered]))
         if len(reservation.keys) < len(keys):
             self._metrics.dropped(DropReason.NO_SPACE, len(self._chain.host.new_of(keys)))
-        for share in self._shares(
+        for part in self._parts(
             job.job_id, gathered, reservation, is_whole=len(reservation.keys) == len(keys)
         ):
-            if share.keys:
-                job.add(share)
+            if part.keys:
+                job.add(part)
             else:
-                share.state.offload_jobs.discard(job.job_id)
-                self._end_shares([share], is_committed=False)
+                part.state.offload_jobs.discard(job.job_id)
+                self._end_parts([part], is_committed=False)
         job.reservation = reservation
-        if job.shares:
+        if job.parts:
             return job
         self._jobs.cancel(job)
         return None
 
-    def _shares(
+    def _parts(
         self,
         job_id: int,
         gathered: list[tuple[RequestState, _Wanted]],
         reservation: Reservation,
         *,
         is_whole: bool,
-    ) -> Iterator[Share]:
+    ) -> Iterator[JobPart]:
         slot_of = {} if is_whole else dict(zip(reservation.keys, reservation.slots, strict=True))
         end = 0
         for state, wanted in gathered:
@@ -226,7 +226,7 @@ class Offloading:
                 keys = tuple(wanted.keys[i] for i in places)
                 picked = wanted.only(places)
             is_prefill = len(wanted.keys) > len(self._groups)
-            yield Share(job_id, state, keys, self._moves(picked, slots), is_prefill=is_prefill)
+            yield JobPart(job_id, state, keys, self._moves(picked, slots), is_prefill=is_prefill)
 
     def _moves(self, wanted: _Wanted, slots: tuple[int, ...]) -> tuple[GroupMove, ...]:
         if not wanted.positions:
@@ -255,32 +255,32 @@ class Offloading:
             for state, _ in gathered:
                 state.restart_offload()
                 state.offload_jobs.discard(job.job_id)
-                job.shares.append(Share(job.job_id, state, (), ()))
-            self._end_shares(job.shares, is_committed=False)
+                job.parts.append(JobPart(job.job_id, state, (), ()))
+            self._end_parts(job.parts, is_committed=False)
             return False
         if job.reservation is None:
             raise IntegrityError(f"job {job.job_id} writes slots that were not reserved for it")
         outcome = job.outcome
         is_committed = self._chain.stored(job.reservation, outcome)
-        for share in job.shares:
-            share.state.offload_jobs.discard(job.job_id)
+        for part in job.parts:
+            part.state.offload_jobs.discard(job.job_id)
             if outcome is Outcome.REJECTED:
                 # Cancelled because of one request whose device blocks were wanted back; the others still have
                 # theirs.
-                share.state.restart_offload()
-        self._end_shares(job.shares, is_committed=is_committed)
+                part.state.restart_offload()
+        self._end_parts(job.parts, is_committed=is_committed)
         return is_committed
 
-    def _end_shares(self, shares: Sequence[Share], *, is_committed: bool) -> None:
+    def _end_parts(self, parts: Sequence[JobPart], *, is_committed: bool) -> None:
         # What came last must go first. Not after each decoded block (the chain is long); once more at the
         # end, which Leader.finish leaves to the last offload. What came all at once is in order.
         used: list[BlockKey] = []
-        for share in shares:
-            state = share.state
-            is_due = (share.is_prefill and is_committed) or (state.is_finished and not state.offload_jobs)
-            if is_due and not (is_committed and len(share.keys) == state.num_keys):
+        for part in parts:
+            state = part.state
+            is_due = (part.is_prefill and is_committed) or (state.is_finished and not state.offload_jobs)
+            if is_due and not (is_committed and len(part.keys) == state.num_keys):
                 used += state.chain_keys()
         if used:
             self._chain.host.touch(used)
-        for share in shares:
-            self._on_share_end(share, is_committed)
+        for part in parts:
+            self._on_part_end(part, is_committed)

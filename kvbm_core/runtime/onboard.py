@@ -11,7 +11,7 @@ from kvbm_core.observe.metrics import Metrics
 from kvbm_core.runtime.audit import AuditedPrefix
 from kvbm_core.runtime.offload import Start
 from kvbm_core.runtime.request import BlockTable, Match, RequestState
-from kvbm_core.runtime.transfer_jobs import Share, TransferJob
+from kvbm_core.runtime.transfer_jobs import JobPart, TransferJob
 from kvbm_core.tiers.chain import Held, TierChain
 from kvbm_core.tiers.groups import (
     GroupSpec,
@@ -146,10 +146,10 @@ class Onboarding:
             self._chain.release(held)
             return None
         self._chain.renew_due([held])
-        job = self._begin(Direction.ONBOARD, Share(0, state, tuple(held.keys), moves, held))
-        (share,) = job.shares
-        share.num_tokens = num_tokens
-        for key in share.keys:
+        job = self._begin(Direction.ONBOARD, JobPart(0, state, tuple(held.keys), moves, held))
+        (part,) = job.parts
+        part.num_tokens = num_tokens
+        for key in part.keys:
             self._loading[key] = self._loading.get(key, 0) + 1
         job.is_shared = True
         state.onboard_job = job.job_id
@@ -187,33 +187,33 @@ class Onboarding:
         if not moves:
             self._chain.release(held)
             return None
-        job = self._begin(Direction.OFFLOAD, Share(0, state, tuple(held.keys), tuple(moves), held))
+        job = self._begin(Direction.OFFLOAD, JobPart(0, state, tuple(held.keys), tuple(moves), held))
         job.compares = True
         state.offload_jobs.add(job.job_id)
         return job
 
-    def _begin(self, direction: Direction, share: Share) -> TransferJob:
+    def _begin(self, direction: Direction, part: JobPart) -> TransferJob:
         job = self._start(direction)
-        share.job_id = job.job_id
-        job.add(share)
-        if share.held is not None:
-            job.reads = self._chain.reads(share.held, job.job_id)
+        part.job_id = job.job_id
+        job.add(part)
+        if part.held is not None:
+            job.reads = self._chain.reads(part.held, job.job_id)
         self._jobs[job.job_id] = job
         return job
 
     def end_audit(self, job: TransferJob) -> None:
         """Every rank has answered: lets go of what was compared."""
-        (share,) = job.shares
+        (part,) = job.parts
         del self._jobs[job.job_id]
-        share.state.offload_jobs.discard(job.job_id)
-        if share.held is None:
+        part.state.offload_jobs.discard(job.job_id)
+        if part.held is None:
             return
         if job.outcome is Outcome.OK:
-            self._chain.loaded(share.held, {})
-            if share.state.is_lasting:
-                self._chain.used(share.keys)
+            self._chain.loaded(part.held, {})
+            if part.state.is_lasting:
+                self._chain.used(part.keys)
         else:  # whoever audits forgets what is wrong; of anything else only what the lower tiers failed at
-            self._chain.gave_up(share.held, {} if job.found_wrong else job.failures(share.held.slots))
+            self._chain.gave_up(part.held, {} if job.found_wrong else job.failures(part.held.slots))
 
     def let_go(self, state: RequestState) -> None:
         """Ends the promise that the last match was."""
@@ -223,13 +223,13 @@ class Onboarding:
 
     def end(self, job: TransferJob) -> bool:
         """Every rank has answered. True if all of the blocks are on the device."""
-        (share,) = job.shares
-        state, held = share.state, share.held
+        (part,) = job.parts
+        state, held = part.state, part.held
         self.stop_sharing(job)
         del self._jobs[job.job_id]
-        slots = [slot for move in share.moves for slot in move.slots]
+        slots = [slot for move in part.moves for slot in move.slots]
         failed = {} if held is None else job.failures(held.slots)
-        self._count(job, share, [slot for slot in slots if slot not in failed])
+        self._count(job, part, [slot for slot in slots if slot not in failed])
         if failed:
             # Never offered again: the engine recomputes, and the blocks are written anew, those too that it
             # had computed and we had taken for stored before this news came.
@@ -238,7 +238,7 @@ class Onboarding:
         if held is not None:
             self._chain.loaded(held, failed)
         if not failed and state.is_lasting:
-            self._chain.used(share.keys)
+            self._chain.used(part.keys)
         state.onboard_job = None
         # Its end has just been used; the part before that, which the device had, must not be evicted first.
         self._chain.host.touch(state.chain_keys())
@@ -250,7 +250,7 @@ class Onboarding:
         """
         if job.is_shared:
             job.is_shared = False
-            for key in (key for share in job.shares for key in share.keys):
+            for key in (key for part in job.parts for key in part.keys):
                 self._loading[key] -= 1
                 if not self._loading[key]:
                     del self._loading[key]
@@ -258,14 +258,14 @@ class Onboarding:
     def late(self, job: TransferJob, outcome: Outcome) -> None:
         """A rank has given the load up, and it is not over."""
         self.stop_sharing(job)
-        for share in job.shares:
-            if share.held is not None:
-                self._chain.note_late(share.held, outcome)
+        for part in job.parts:
+            if part.held is not None:
+                self._chain.note_late(part.held, outcome)
 
-    def _count(self, job: TransferJob, share: Share, slots: Sequence[int]) -> None:
+    def _count(self, job: TransferJob, part: JobPart, slots: Sequence[int]) -> None:
         """``slots``: those whose blocks are on the device."""
         if job.outcome is Outcome.OK:
-            self._metrics.matched_tokens(share.num_tokens)
+            self._metrics.matched_tokens(part.num_tokens)
         # An engine that takes less than was matched may leave some of what was fetched.
         left = set(slots)
         for order in job.reads:
@@ -276,17 +276,17 @@ class Onboarding:
 
     def held(self) -> list[Held]:
         """What loads and audits under way hold."""
-        shares = (share for job in self._jobs.values() for share in job.shares)
-        return [share.held for share in shares if share.held is not None]
+        parts = (part for job in self._jobs.values() for part in job.parts)
+        return [part.held for part in parts if part.held is not None]
 
     def check_integrity(self) -> None:
         """Raises IntegrityError unless what is marked as being loaded is what the loads in flight hold."""
         expected: dict[BlockKey, int] = {}
         for job in self._jobs.values():
-            for share in job.shares:
-                if share.held is None:
+            for part in job.parts:
+                if part.held is None:
                     raise IntegrityError(f"job {job.job_id} reads slots that nobody holds")
-                for key in share.keys if job.is_shared else ():
+                for key in part.keys if job.is_shared else ():
                     expected[key] = expected.get(key, 0) + 1
         if expected != self._loading:
             raise IntegrityError("blocks are marked as being loaded by no job in flight, or not marked")

@@ -15,7 +15,7 @@ from kvbm_core.types import BlockKey, Direction
 
 
 @dataclass(slots=True)
-class Share:
+class JobPart:
     """What one request has in a job: of an onboard, or of an audit, what is ``held`` for it.
 
     ``num_tokens``: of an onboard, what the request need not compute. ``is_prefill``: more than one block per
@@ -35,14 +35,14 @@ class Share:
 class TransferJob(Job):
     """One TransferPlan: an onboard of one request, or what a step offloads, of any number of requests.
 
-    ``reservation``: slots for the blocks of all shares of an offload, whose fate is one. ``compares``: see
-    TransferPlan; such a job has one share, which holds blocks as an onboard's does.
+    ``reservation``: slots for the blocks of all parts of an offload, whose fate is one. ``compares``: see
+    TransferPlan; such a job has one part, which holds blocks as an onboard's does.
     """
 
     direction: Direction = Direction.OFFLOAD
     is_shared: bool = False
     """Of a load: whether others wait for its end."""
-    shares: list[Share] = field(default_factory=list)
+    parts: list[JobPart] = field(default_factory=list)
     reservation: Reservation | None = None
     reads: tuple[TierOrder, ...] = ()
     compares: bool = False
@@ -52,7 +52,7 @@ class TransferJob(Job):
     @property
     def num_blocks(self) -> int:
         """Blocks to move, of all requests."""
-        return sum(len(share.keys) for share in self.shares)
+        return sum(len(part.keys) for part in self.parts)
 
     @property
     def stores(self) -> bool:
@@ -64,20 +64,20 @@ class TransferJob(Job):
         """Of a job that only compares: whether some rank found other bytes, whatever else came of it."""
         return any(Outcome.CORRUPT in {r.outcome, *dict(r.failed).values()} for r in self.results)
 
-    def add(self, share: Share) -> None:
+    def add(self, part: JobPart) -> None:
         """Adds one request's blocks, before the job is sent."""
-        self.shares.append(share)
-        for move in share.moves:
+        self.parts.append(part)
+        for move in part.moves:
             self.device_blocks.update(move.device_blocks)
 
     def plan(self) -> TransferPlan:
         """The order to the workers; one move per group."""
-        if len(self.shares) == 1:
-            (share,) = self.shares
-            return TransferPlan(self.job_id, self.direction, share.moves, self.reads, self.compares)
+        if len(self.parts) == 1:
+            (part,) = self.parts
+            return TransferPlan(self.job_id, self.direction, part.moves, self.reads, self.compares)
         merged: dict[int, tuple[list[int], list[int]]] = {}
-        for share in self.shares:
-            for move in share.moves:
+        for part in self.parts:
+            for move in part.moves:
                 device_blocks, slots = merged.setdefault(move.group, ([], []))
                 device_blocks += move.device_blocks
                 slots += move.slots
@@ -106,7 +106,7 @@ def writers_of(jobs: JobTable, device_blocks: Mapping[int, Collection[int]]) -> 
         job.job_id
         for job in jobs.jobs(TransferJob)
         if job.direction is Direction.ONBOARD
-        for share in job.shares
-        for move in share.moves
+        for part in job.parts
+        for move in part.moves
         if not set(device_blocks.get(move.group, ())).isdisjoint(move.device_blocks)
     }

@@ -15,7 +15,7 @@ from kvbm_core.policy.admission import AdmissionPolicy, AdmitAll
 from kvbm_core.policy.lru import LruPolicy
 from kvbm_core.runtime.handshake import Handshake, RankAnswer, SlotsFound, SlotsReady
 from kvbm_core.runtime.leader import Leader, LeaderOptions, LeaderParts
-from kvbm_core.runtime.offload import OnShareEnd
+from kvbm_core.runtime.offload import OnPartEnd
 from kvbm_core.runtime.request import BlockTable, RequestState
 from kvbm_core.storage.disk.recovery import Found
 from kvbm_core.tiers.groups import GroupSpec, base_block_tokens
@@ -57,7 +57,7 @@ class LeaderBench:
         groups: tuple[GroupSpec, ...] = ONE_GROUP,
         world_size: int = 1,
         options: LeaderOptions | None = None,
-        on_offload_end: OnShareEnd = lambda share, committed: None,
+        on_offload_end: OnPartEnd = lambda part, committed: None,
         disk: BenchDisk | None = None,
     ) -> None:
         self.clock = ManualClock()

@@ -1,6 +1,6 @@
 """A small engine around a real leader, driven by one seed: anything may happen, and bytes must stay right.
 
-Requests share prefixes, are preempted and aborted in every state; device blocks are reused as soon as they
+Requests part prefixes, are preempted and aborted in every state; device blocks are reused as soon as they
 are free; copies end in any order, fail, or are cancelled; acknowledgements come late, in any order and twice;
 resets strike. Hits are audited as the options say: what is stored is what is computed.
 """
@@ -16,7 +16,7 @@ from kvbm_core.errors import Outcome
 from kvbm_core.runtime.handshake import RankAnswer
 from kvbm_core.runtime.leader import LeaderOptions
 from kvbm_core.runtime.request import NULL_BLOCK, RequestState
-from kvbm_core.runtime.transfer_jobs import Share
+from kvbm_core.runtime.transfer_jobs import JobPart
 from kvbm_core.testing.leader_bench import BenchDisk, LeaderBench
 from kvbm_core.testing.sim_worker import SimWorker, oracle
 from kvbm_core.tiers.groups import GroupSpec, alignment_tokens
@@ -410,9 +410,9 @@ class LeaderSim:
         self.bench.clock.advance(self.random.choice([0.1, 1.0, 3.0]))
         self.leader.poll()
 
-    def _on_offload_end(self, share: Share, committed: bool) -> None:
+    def _on_offload_end(self, part: JobPart, committed: bool) -> None:
         expect(
-            not (committed and share.job_id <= self._last_job_before_reset),
+            not (committed and part.job_id <= self._last_job_before_reset),
             "a block came back after the reset",
         )
 

@@ -6,7 +6,7 @@ import pytest
 
 from kvbm_core.errors import Outcome
 from kvbm_core.runtime.request import RequestState
-from kvbm_core.runtime.transfer_jobs import Share
+from kvbm_core.runtime.transfer_jobs import JobPart
 from kvbm_core.testing.leader_bench import LeaderBench
 from kvbm_core.tiers.groups import GroupSpec
 from kvbm_core.transfer.plan import GroupMove, TransferPlan
@@ -190,8 +190,8 @@ def test_a_copy_that_failed_on_one_rank_leaves_nothing_and_counts_no_block(outco
 def test_the_listener_hears_of_every_end_and_what_it_meant() -> None:
     heard: list[tuple[int, str, bool]] = []
 
-    def on_end(share: Share, committed: bool) -> None:
-        heard.append((share.job_id, share.state.request_id, committed))
+    def on_end(part: JobPart, committed: bool) -> None:
+        heard.append((part.job_id, part.state.request_id, committed))
 
     bench = LeaderBench(on_offload_end=on_end)
     state = bench.open("r")

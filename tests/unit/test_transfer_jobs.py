@@ -11,7 +11,7 @@ import pytest
 from kvbm_core.clock import SystemClock
 from kvbm_core.errors import Outcome
 from kvbm_core.runtime.request import RequestState
-from kvbm_core.runtime.transfer_jobs import Share, TransferJob, readers_of, writers_of
+from kvbm_core.runtime.transfer_jobs import JobPart, TransferJob, readers_of, writers_of
 from kvbm_core.testing.executor_bench import LONG_S
 from kvbm_core.testing.leader_bench import ONE_GROUP, ROOT
 from kvbm_core.tiers.jobs import JobTable
@@ -48,7 +48,7 @@ def move(*device_blocks: int) -> GroupMove:
 
 
 def add(job: TransferJob, *moves: GroupMove) -> None:
-    job.add(Share(job.job_id, STATE, (), moves))
+    job.add(JobPart(job.job_id, STATE, (), moves))
 
 
 def ok(job: TransferJob, outcome: Outcome = Outcome.OK, **more: Any) -> JobResult:
