@@ -96,6 +96,7 @@ class StoreChain:
         self._changed = threading.Condition()
         self._breaker = Breaker(clock)
         self._free = list(range(self._slab.ready_slots))
+        self._num_late = 0  # buffers of orders that were given up and are not over
         self._known: dict[BlockKey, float] = {}
         self._is_fetch_failing = False
         self._last_id = 0
@@ -272,12 +273,19 @@ class StoreChain:
         return self._slab.array[slot * self._payload_bytes : (slot + 1) * self._payload_bytes]
 
     def _take(self, count: int, ends_at_s: float | None, *, is_put: bool = False) -> list[int]:
-        """So many buffers at most; none if none came in time. Puts leave half of them to reads."""
+        """So many buffers at most; none if none came in time, or none can come. Puts leave half of them to
+        reads.
+        """
         spared = self._slab.ready_slots // 2 if is_put else 0
         with self._changed:
             if ends_at_s is not None:
                 self._changed.wait_for(
-                    lambda: len(self._free) > spared or self._is_closed or self._breaker.is_open,
+                    lambda: (
+                        len(self._free) > spared
+                        or self._slab.ready_slots - self._num_late <= spared
+                        or self._is_closed
+                        or self._breaker.is_open
+                    ),
                     max(0.0, ends_at_s - self._clock.now_s()),
                 )
             if self._is_closed or self._breaker.is_open:
@@ -317,6 +325,10 @@ class StoreChain:
         """In a thread of the mover's; of one that is late, once more when it is over."""
         with self._changed:
             is_first, order.is_over = order.result is None, not result.is_late
+            if result.is_late:
+                self._num_late += len(order.order.slots)
+            elif not is_first:
+                self._num_late -= len(order.order.slots)
             if is_first:
                 order.result = result
                 self._learn(order)
