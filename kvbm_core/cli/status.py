@@ -75,6 +75,9 @@ def status_rows(samples: Samples) -> Iterator[Row]:
     disk_rate, has_disk = _total(samples, "kvbm_disk_cache_hit_rate"), _has_disk(samples)
     if has_disk:
         yield "hits", "disk hit rate (recent requests)", f"{100 * disk_rate:.1f} %"
+    remote_rate = _total(samples, "kvbm_object_cache_hit_rate")
+    if remote_rate:
+        yield "hits", "remote hit rate (recent requests)", f"{100 * remote_rate:.1f} %"
     yield "hits", "tokens matched", _count(_total(samples, "kvbm_matched_tokens"))
     yield "offloaded", "device to host", _blocks(_total(samples, "kvbm_offload_blocks_d2h"))
     if has_disk:

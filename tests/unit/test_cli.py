@@ -151,12 +151,13 @@ def test_status_reads_a_live_endpoint(metrics_port: int) -> None:
         assert words in text
 
 
-def test_status_shows_the_disk_where_there_is_one(metrics_port: int) -> None:
-    assert "disk" not in on_one_line(run("status", "--port", str(metrics_port)).output)
+def test_status_shows_disk_and_remote_tier_where_there_are_any(metrics_port: int) -> None:
+    without = on_one_line(run("status", "--port", str(metrics_port)).output)
+    assert "disk" not in without and "remote" not in without
     metrics = Metrics()
     metrics.offloaded_blocks(40, Tier.HOST, Tier.DISK)
     metrics.onboarded_blocks(30, Tier.DISK, Tier.DEVICE)
-    metrics.request_hits(0, 2, 4)
+    metrics.request_hits(0, 2, 4, 1)
     metrics.tier_usage(Tier.DISK, 40, 400)
     metrics.tier_transfer(Tier.HOST, Tier.DISK, 3_000_000, 0.002)
     server = MetricsServer(0, metrics, "127.0.0.1")
@@ -167,6 +168,7 @@ def test_status_shows_the_disk_where_there_is_one(metrics_port: int) -> None:
         server.close()
     for words in (
         "disk hit rate (recent requests) 50.0 %",
+        "remote hit rate (recent requests) 25.0 %",
         "to disk 40 blocks",
         "disk to device 30 blocks",
         "disk 40 of 400 blocks (10 %)",
