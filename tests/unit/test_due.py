@@ -45,10 +45,23 @@ def test_a_prompt_that_is_not_through_is_not_held_back() -> None:
     assert steps_until_due(due) == 8
 
 
-def test_what_decoding_fills_waits_for_a_run() -> None:
-    due = DueRequests[str](FULL, 256, stride=1)
+@pytest.mark.parametrize(
+    ("groups", "run_tokens", "wait_tokens"),
+    [
+        (FULL, 128, 112),
+        (FULL, BLOCK, 0),
+        (FULL, 0, 0),
+        ((GroupSpec(0, 256),), 128, 0),
+        ((GroupSpec(0, BLOCK), GroupSpec(1, 2 * BLOCK)), 128, 96),
+        (WINDOW, 128, 0),
+    ],
+)
+def test_how_long_a_decoding_request_is_left_alone(
+    groups: tuple[GroupSpec, ...], run_tokens: int, wait_tokens: int
+) -> None:
+    due = DueRequests[str](groups, run_tokens, stride=1)
     look(due, computed=100, num_scheduled=1, prompt=20)
-    assert steps_until_due(due) == 112 - 101 + 256 - BLOCK
+    assert steps_until_due(due) == 112 - 101 + wait_tokens
 
 
 def test_requests_that_begin_together_do_not_store_together() -> None:

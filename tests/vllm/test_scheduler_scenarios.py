@@ -13,10 +13,8 @@ import pytest
 from vllm.v1.request import RequestStatus
 
 from kvbm_core.runtime.due import STRIDE
-from kvbm_core.tiers.groups import GroupSpec
 from kvbm_core.types import Direction
 from kvbm_vllm.metadata import QUIET, DynamoConnectorMetadata
-from kvbm_vllm.scheduler import decode_wait_tokens
 from tests.vllm.harness import adapter, media
 from tests.vllm.kvbm_engine import KvbmEngine, specs_to_try
 
@@ -357,20 +355,3 @@ def test_what_decoding_fills_is_stored_in_runs_and_the_rest_at_the_end(tmp_path:
             engine.leader.chain.host.resident_blocks == 17
         )  # 69 tokens have KV: nothing that is full was left out
         engine.assert_clean()
-
-
-@pytest.mark.parametrize(
-    ("groups", "run_tokens", "wait_tokens"),
-    [
-        ((GroupSpec(0, 16),), 128, 112),
-        ((GroupSpec(0, 16),), 16, 0),
-        ((GroupSpec(0, 16),), 0, 0),
-        ((GroupSpec(0, 256),), 128, 0),
-        ((GroupSpec(0, 16), GroupSpec(1, 32)), 128, 96),
-        ((GroupSpec(0, 16), GroupSpec(1, 16, window_tokens=64)), 128, 0),
-    ],
-)
-def test_how_long_a_decoding_request_is_left_alone(
-    groups: tuple[GroupSpec, ...], run_tokens: int, wait_tokens: int
-) -> None:
-    assert decode_wait_tokens(groups, run_tokens) == wait_tokens
