@@ -67,17 +67,8 @@ def parse_samples(page: str) -> Samples:
 
 def status_rows(samples: Samples) -> Iterator[Row]:
     """(section, what, value) in the order a person reads them; of the labelled series, those that moved."""
-    yield (
-        "hits",
-        "host hit rate (recent requests)",
-        f"{100 * _total(samples, 'kvbm_host_cache_hit_rate'):.1f} %",
-    )
-    disk_rate, has_disk = _total(samples, "kvbm_disk_cache_hit_rate"), _has_disk(samples)
-    if has_disk:
-        yield "hits", "disk hit rate (recent requests)", f"{100 * disk_rate:.1f} %"
-    remote_rate = _total(samples, "kvbm_object_cache_hit_rate")
-    if remote_rate:
-        yield "hits", "remote hit rate (recent requests)", f"{100 * remote_rate:.1f} %"
+    has_disk = _has_disk(samples)
+    yield from _hit_rates(samples, has_disk=has_disk)
     yield "hits", "tokens matched", _count(_total(samples, "kvbm_matched_tokens"))
     yield "offloaded", "device to host", _blocks(_total(samples, "kvbm_offload_blocks_d2h"))
     if has_disk:
@@ -109,6 +100,18 @@ def status_rows(samples: Samples) -> Iterator[Row]:
             yield section, " ".join(labels.values()), _count(value)
         if not moved:
             yield section, "none", "0"
+
+
+def _hit_rates(samples: Samples, *, has_disk: bool) -> Iterator[Row]:
+    """Of recent requests."""
+    for tier, what, is_shown in (
+        ("host", "host", True),
+        ("disk", "disk", has_disk),
+        ("object", "remote", False),
+    ):
+        rate = _total(samples, f"kvbm_{tier}_cache_hit_rate")
+        if is_shown or rate:
+            yield "hits", f"{what} hit rate (recent requests)", f"{100 * rate:.1f} %"
 
 
 def _has_disk(samples: Samples) -> bool:

@@ -104,8 +104,9 @@ def nodes_of(path: Path) -> tuple[ast.AST, ...]:
 
 @functools.cache
 def outline(path: Path) -> tuple[list[tuple[int, str]], list[tuple[int, str, int]]]:
-    """(line, absolute dotted name) of all that ``path`` imports, inside functions too, and (line, name,
-    lines) of its functions. Plain data: the trees of all tests would be millions of objects to keep.
+    """(line, dotted name) of each import, inside functions too, and (line, name, lines) of each function.
+
+    Plain data: the trees of all tests would be millions of objects to keep.
     """
     imports, functions = [], []
     package = path.with_suffix("").parts[:-1]
