@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import tempfile
@@ -147,6 +148,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             counts = config.stash[NOT_RUN_KEY]
             counts[engine, "marked tests"] = counts.get((engine, "marked tests"), 0) + 1
     _leave_out(config, items)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """What is imported by now stays to the end: no later collection of garbage has to look at it.
+
+    Engines are millions of objects, and many tests collect garbage to see that nothing is left.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 def _leave_out(config: pytest.Config, items: list[pytest.Item]) -> None:
