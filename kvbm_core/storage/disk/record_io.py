@@ -148,7 +148,6 @@ class RecordIo:
         records: Sequence[Record],
         *,
         deadline_s: float,
-        on_ended: OnEnded | None = None,
         bounced: BouncedBlocks | None = None,
     ) -> list[Outcome]:
         """OK: the disk has taken the record (a crash may still lose it).
@@ -158,7 +157,7 @@ class RecordIo:
         if wrong := [len(record.key) for record in records if not 0 < len(record.key) <= MAX_KEY_BYTES]:
             raise ValueError(f"a key of {wrong[0]} bytes does not go into a record")
         self._next_sequence += 1
-        return _Move(self, records, deadline_s, on_ended, bounced, is_write=True).run()
+        return _Move(self, records, deadline_s, None, bounced, is_write=True).run()
 
     def read(
         self,
