@@ -16,9 +16,10 @@ from kvbm_core.errors import LayoutError, Outcome  # noqa: E402
 from kvbm_core.identity.fields import Description  # noqa: E402
 from kvbm_core.identity.roots import Stamp  # noqa: E402
 from kvbm_core.storage.disk.allocate import FileOptions  # noqa: E402
+from kvbm_core.types import Tier  # noqa: E402
 from kvbm_sglang.identity import KV, namespace_of, page_keys  # noqa: E402
 from kvbm_sglang.pages import Pages  # noqa: E402
-from kvbm_sglang.store import PageStore  # noqa: E402
+from kvbm_sglang.store import DEADLINE_S, OwnFile, PageStore  # noqa: E402
 
 PAGE_TOKENS, NUM_PAGES = 4, 8
 ENGINE = Description((("kv_cache_dtype", "auto"),), (), ())
@@ -71,9 +72,9 @@ def indices_of(*pages: int) -> Any:
 def store_of(folder: Path, pool: Pool, config: Any = CONFIG, num_slots: int = 16) -> PageStore:
     pages = Pages(pool)
     namespace = namespace_of(config, pool, KV, pages.piece_bytes, "a-model", engine=ENGINE, weights=WEIGHTS)
-    store = PageStore(folder, pages, namespace, num_slots, FileOptions(is_direct=False), shares=False)
-    assert store._store.wait_recovered(30.0)
-    return store
+    disk = OwnFile(folder, namespace, pages.page_bytes, num_slots, FileOptions(is_direct=False), shares=False)
+    assert disk.wait_recovered(30.0)
+    return PageStore(disk, None, pages, namespace, DEADLINE_S)
 
 
 @pytest.mark.parametrize("layout", ["page_first", "layer_first"])
@@ -86,16 +87,16 @@ def test_pages_come_back_to_other_places_and_after_a_restart(layout: str, tmp_pa
     store.close()
     pool.kv_buffer.zero_()
     store = store_of(tmp_path, pool)
-    assert store.contains(["aa", "zz", "cc"]) == [True, False, True]
-    assert store.get(keys, indices_of(5, 0, 3)) == [Outcome.OK] * 3
-    assert store.get(["aa"], indices_of(7)) == [Outcome.OK]
+    assert store.find(["aa", "zz", "cc"]) == [Tier.DISK, None, Tier.DISK]
+    assert store.get(keys, indices_of(5, 0, 3)).outcomes == [Outcome.OK] * 3
+    assert store.get(["aa"], indices_of(7)).outcomes == [Outcome.OK]
     source = Pool(layout)
     source.kv_buffer = content
     at = {page: _bytes_of(pool, page) for page in range(NUM_PAGES)}
     assert [at[page] for page in (5, 0, 3)] == [_bytes_of(source, page) for page in (5, 0, 3)]
     assert at[7] == at[5] and not any(at[1])
     store.clear()
-    assert store.contains(keys) == [False] * 3
+    assert store.find(keys) == [None] * 3
     store.close()
 
 
@@ -142,7 +143,7 @@ def test_another_layout_in_the_same_folder_finds_nothing(tmp_path: Path) -> None
     one, two = Pool("page_first"), Pool("layer_first")
     first, second = store_of(tmp_path, one), store_of(tmp_path, two)
     assert first.put(["aa"], indices_of(0)) == [Outcome.OK]
-    assert second.get(["aa"], indices_of(0)) == [Outcome.MISS] and second.contains(["aa"]) == [False]
+    assert second.get(["aa"], indices_of(0)).outcomes == [Outcome.MISS] and second.find(["aa"]) == [None]
     first.close()
     second.close()
 
