@@ -31,6 +31,10 @@ log = logging.getLogger("kvbm")
 
 MAX_WAITING_STORES = 1024
 """Each keeps its device pages from being evicted."""
+MAX_SOUGHT = 256
+"""Pages of a prompt that a store by key is asked for while the first one is not here: a request that waits is
+looked up again and again, on the scheduler's thread.
+"""
 MAX_QUERIED = 4096
 """Requests of which it is remembered that they were looked up; so that each counts once."""
 QUIESCE_TIMEOUT_S = 60.0
@@ -65,11 +69,14 @@ class PageRoots:
 
 
 class _Query(NamedTuple):
-    """How many pages were looked up under which root, and in which generation of the weights."""
+    """How many pages were looked up under which root, and in which generation of the weights. ``is_counted``:
+    as a miss.
+    """
 
     num_pages: int
     root: Root
     generation: int
+    is_counted: bool = False
 
 
 @dataclass(eq=False)
@@ -141,18 +148,22 @@ class LinkerTiers:
         root = self._roots.now()
         (first,) = page_keys(root.hash, [keys[0]])
         num_found = 0
-        if self._tiers.contains(first):  # most prompts that are new are new from their first page on
-            num_found = self._tiers.match(rid, page_keys(root.hash, list(keys)))
+        sought = keys
+        if not self._tiers.contains(first):  # most prompts that are new are new from their first page on
+            sought = keys[:MAX_SOUGHT] if self._tiers.has_keyed_tier else ()
+        if sought:
+            num_found = self._tiers.match(rid, page_keys(root.hash, list(sought)))
         self._note_query(rid, _Query(len(keys), root, self._roots.generation), is_hit=num_found > 0)
         return list(range(1, num_found + 1))
 
     def _note_query(self, rid: str, query: _Query, *, is_hit: bool) -> None:
         """A request that waits is looked up again and again; a hit counts when it has been loaded."""
-        is_new = rid not in self._queried
-        self._queried[rid] = query
+        before = self._queried.get(rid)
+        is_miss = before is None and not is_hit
+        self._queried[rid] = query._replace(is_counted=is_miss or (before is not None and before.is_counted))
         if len(self._queried) > MAX_QUERIED:
             del self._queried[next(iter(self._queried))]
-        if is_new and not is_hit:
+        if is_miss:
             self._metrics.request_hits(0, 0, query.num_pages)
 
     def load(self, rid: str, keys: Sequence[str], indices: Any) -> None:
@@ -168,6 +179,9 @@ class LinkerTiers:
         if query is not None and query.generation == self._roots.generation:
             # What was found is to be loaded, also if it has become known meanwhile which weights these are.
             root, num_queried = query.root, max(num_queried, query.num_pages)
+            if query.is_counted:  # as a miss, before a store brought it
+                num_queried = 0
+                self._queried[rid] = query._replace(is_counted=False)
         claim = self._tiers.claim(rid, page_keys(root.hash, list(keys)))
         self._pending[rid] = _Load(claim, indices, num_queried, is_lasting=root.is_lasting)
 

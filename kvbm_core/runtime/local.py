@@ -289,6 +289,11 @@ class LocalTiers:
         return self._chain.host.capacity_blocks
 
     @property
+    def has_keyed_tier(self) -> bool:
+        """Whether ``match`` has something looked for that is nowhere here."""
+        return bool(self._chain.keyed)
+
+    @property
     def resident_blocks(self) -> tuple[int, ...]:
         """Blocks in the host, and in each lower tier."""
         with self._lock:

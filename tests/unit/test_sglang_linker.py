@@ -5,6 +5,7 @@ them.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -24,6 +25,7 @@ from kvbm_core.runtime.assembly import metrics_of  # noqa: E402
 from kvbm_core.storage.disk.allocate import FileOptions, open_file  # noqa: E402
 from kvbm_core.storage.disk.folder import TOP  # noqa: E402
 from kvbm_core.storage.disk.io import Transfer  # noqa: E402
+from kvbm_core.testing import toy_store  # noqa: E402
 from kvbm_core.testing.executor_bench import LONG_S  # noqa: E402
 from kvbm_core.transfer.executors.memcpy import MemcpyExecutor  # noqa: E402
 from kvbm_core.transfer.movers import disk as disk_mover  # noqa: E402
@@ -193,6 +195,25 @@ def test_they_are_found_again_after_a_restart(bench_of: Callable[..., Bench]) ->
     second = bench_of(MHATokenToKVPool(num_pages=NUM_PAGES), DYN_KVBM_DISK_CACHE_OVERRIDE_NUM_BLOCKS=20)
     assert second.linker.lookup("r", KEYS) == [1, 2, 3, 4]
     assert second.load("r", *KEYS[:4]) and second.came(*KEYS[:4])
+
+
+def test_what_a_remote_store_brought_is_its_hit_once(bench_of: Callable[..., Bench]) -> None:
+    toy_store.register()
+    toy_store.forget_all()
+    settings = {"KVBM_REMOTE_URL": "toy://linker?seed=1", "KVBM_REMOTE_CACHE_GB": 0}
+    settings["DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS"] = 40
+    assert bench_of(**settings).offload(*KEYS[:3])
+    bench = bench_of(**settings)
+    ends_at_s = time.monotonic() + LONG_S
+    while bench.linker.lookup("r", KEYS[:3]) != [1, 2, 3]:  # as a request that waits is asked for
+        assert time.monotonic() < ends_at_s
+        with bench.tiers._lock:
+            assert bench.tiers._lock.wait_for(lambda: not len(bench.tiers._jobs), LONG_S)
+    assert bench.load("r", *KEYS[:3]) and bench.came(*KEYS[:3])
+    assert bench.metrics.hit_window() == (0, 0, 3, 3)
+    bench.linker.lookup("again", KEYS[:3])
+    assert bench.load("again", *KEYS[:3])
+    assert bench.metrics.hit_window() == (3, 0, 3, 6)
 
 
 def test_with_a_disk_alone_pages_pass_through_a_little_memory(bench_of: Callable[..., Bench]) -> None:
