@@ -46,9 +46,19 @@ def _open_directory(spec: StoreSpec) -> BlockStore:
 
     rank, _, num_ranks = spec.shard.partition("of")
     fingerprint = hashlib.sha256(f"{spec.meaning}/{spec.payload_bytes}".encode()).digest()[:FINGERPRINT_BYTES]
-    meaning = Meaning(spec.model, spec.model.encode(), fingerprint, int(rank), int(num_ranks))
+    model = _name_of(spec.model)
+    meaning = Meaning(model, model.encode(), fingerprint, int(rank), int(num_ranks))
     options = DirectoryOptions(spec.options.max_bytes, trusts_group=spec.options.trust == "group")
     return DirectoryStore(remote_directory(spec.url), meaning, spec.payload_bytes, options)
+
+
+def _name_of(model: str) -> str:
+    """The last name of a model's path or of its name in a hub: the same on machines where it is in another
+    place.
+    """
+    names = [name for name in model.split("/") if name]
+    hub = next((name for name in names if name.startswith("models--")), "")
+    return hub.rpartition("--")[2] or (names[-1] if names else "")
 
 
 _MAKERS: dict[str, StoreMaker] = {"file": _open_directory}

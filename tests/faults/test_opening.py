@@ -230,6 +230,20 @@ def test_a_disk_without_space(path: Path, call: str, monkeypatch: pytest.MonkeyP
     works(path)
 
 
+def test_nothing_is_taken_of_a_disk_that_is_too_small(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever else writes there would find it full meanwhile."""
+    tried: list[int] = []
+    monkeypatch.setattr(allocate, "_fallocate", lambda fd, num_bytes: bool(tried.append(num_bytes)))
+    room = os.statvfs(path.parent.parent)
+    free_bytes = room.f_bfree * room.f_frsize
+    geometry = Geometry(2 * free_bytes // PAYLOAD_BYTES, PAYLOAD_BYTES, GEOMETRY.fingerprint)
+    with pytest.raises(DiskError, match=r"for [0-9.]+ GB \(([0-9.]+) GB are free\); set a smaller") as caught:
+        DiskStore(path, geometry, BUFFERED)
+    told_gb = float(str(caught.value).partition(" GB (")[2].partition(" GB")[0])
+    assert 0.5 * free_bytes < 1e9 * told_gb < 2 * free_bytes
+    assert not tried and path.stat().st_blocks == 0
+
+
 @pytest.mark.parametrize("options", ["BUFFERED", "AFTER_OPEN"])
 def test_a_limit_of_the_size_of_files(path: Path, options: str) -> None:
     """Of the kernel's own making, at opening and under an open file whose space is not reserved."""

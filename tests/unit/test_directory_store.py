@@ -22,6 +22,7 @@ from kvbm_core.storage.directory.names import FINGERPRINT_BYTES, Meaning, file_n
 from kvbm_core.storage.directory.pool import _Call
 from kvbm_core.storage.directory.store import DirectoryOptions, DirectoryStore
 from kvbm_core.storage.disk.record import FORMAT_VERSION
+from kvbm_core.storage.stores import StoreSpec, open_store
 from kvbm_core.testing.store_contract import LONG_S, buffers, key_of
 from tests.unit.directory_stores import (
     CALLS,
@@ -491,3 +492,23 @@ def test_pages_are_given_back_where_the_page_cache_is_used(tmp_path: Path) -> No
         put(store, KEYS[:1])
         get(store, KEYS[:1])
         assert calls.seen.count("posix_fadvise") == 2
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "is_same"),
+    [
+        ("/mnt/a/Qwen3-0.6B", "/data/models/Qwen3-0.6B/", True),
+        ("Qwen/Qwen3-0.6B", "/cache/hub/models--Qwen--Qwen3-0.6B/snapshots/c1899de289a0", True),
+        ("Qwen/Qwen3-0.6B", "Qwen/Qwen3-1.7B", False),
+    ],
+)
+def test_a_model_may_lie_elsewhere_on_another_machine(
+    one: str, other: str, is_same: bool, tmp_path: Path
+) -> None:
+    found = []
+    for model in (one, other):
+        store = open_store(StoreSpec(f"file://{tmp_path}", PAYLOAD_BYTES, "layout", "0of1", model))
+        found.append(store.contains_many(KEYS, deadline_s=LONG_S) == [OK] * len(KEYS))
+        assert put(store, KEYS) == [OK] * len(KEYS)
+        store.close()
+    assert found == [False, is_same]

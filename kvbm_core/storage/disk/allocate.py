@@ -124,6 +124,9 @@ def reserve(opened: OpenFile, num_bytes: int, options: FileOptions) -> None:
     try:
         if before.st_size > num_bytes:
             os.ftruncate(opened.fd, num_bytes)
+        if num_bytes - before.st_blocks * STAT_BLOCK_BYTES > _free_bytes(opened.path):
+            # Before any of it is taken: a full file system is everybody's trouble.
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         opened.is_reserved = _fallocate(opened.fd, num_bytes)
         if not opened.is_reserved and options.zero_fill:
             _fill_with_zeros(opened.fd, num_bytes)
@@ -135,15 +138,20 @@ def reserve(opened: OpenFile, num_bytes: int, options: FileOptions) -> None:
                 opened.path,
             )
     except OSError as error:
-        room = os.statvfs(opened.path.parent)
-        free_bytes = room.f_bavail * room.f_frsize
         _give_back(opened.fd, before)
+        free_bytes = _free_bytes(opened.path)
         raise DiskError(
             error.errno,
             f"kvbm: {opened.path}: {error.strerror} for {num_bytes / 1e9:.2f} GB "
             f"({free_bytes / 1e9:.2f} GB are free);"
             f" {remedy_for(error)}",
         ) from error
+
+
+def _free_bytes(path: Path) -> int:
+    """What this user may still take of the file system."""
+    room = os.statvfs(path.parent)
+    return (room.f_bavail if os.geteuid() else room.f_bfree) * room.f_frsize
 
 
 def _give_back(fd: int, before: os.stat_result) -> None:
