@@ -128,7 +128,7 @@ class WeightsIdentity:
             self._stamp = self._stamp_of_generation()
             first = self._generation == 1
         line = "kvbm: %s: cached blocks of the weights before are not used any more%s"
-        log.info(line, why, "; from now on no block goes to the disk" if first else "")
+        log.info(line, why, "; from now on no block goes to a disk or a shared directory" if first else "")
 
     def close(self) -> None:
         """Ends the thread. May be called twice."""
@@ -151,16 +151,20 @@ class WeightsIdentity:
                 if not self._generation:
                     self._stamp = stamp
             seconds, read_gb = time.monotonic() - began_s, self._digester.read_bytes / 1e9
-            line = "kvbm: the weights are %s (%.1f GB, %.1f s): the disk tier joins"
+            line = "kvbm: the weights are %s (%.1f GB read, %.1f s): blocks can be named by them from now on"
             log.info(line, stamp.text[:23], read_gb, seconds)
         except UnreadableError as error:
             log.warning(
-                "kvbm: %s: nobody can tell these weights from others, so no block goes to the disk", error
+                "kvbm: %s: nobody can tell these weights from others, so no block goes to a disk or a shared "
+                "directory",
+                error,
             )
         except StoppedError:
             pass
         except Exception:
-            log.exception("kvbm: the weights could not be looked at: no block goes to the disk")
+            log.exception(
+                "kvbm: the weights could not be looked at: no block goes to a disk or a shared directory"
+            )
         finally:
             self._is_over.set()
             reporter.join()
@@ -182,7 +186,8 @@ class WeightsIdentity:
             rate = (done - seen_bytes) / 1e9 / self._progress_s
             seen_bytes = done
             line = (
-                "kvbm: %d%% of %.1f GB of weights looked at, %.2f GB/s; the disk tier joins when it is done"
+                "kvbm: %d%% of %.1f GB of weights looked at, %.2f GB/s; no block goes to a disk or a shared "
+                "directory before it is done"
             )
             log.info(line, 100 * done // max(1, total), total / 1e9, rate)
 

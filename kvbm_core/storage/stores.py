@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvbm_core.config.remote_url import SCHEMES, remote_directory
 from kvbm_core.errors import ConfigError
+from kvbm_core.observe.log import RateLimitedLogger
 from kvbm_core.storage.base import BlockStore
+
+limited_log = RateLimitedLogger()
+"""Of one directory once, also if each of an engine's pools opens it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +49,17 @@ def _open_directory(spec: StoreSpec) -> BlockStore:
     from kvbm_core.storage.directory.names import FINGERPRINT_BYTES, Meaning
     from kvbm_core.storage.directory.store import DirectoryOptions, DirectoryStore
 
+    path = remote_directory(spec.url)
     rank, _, num_ranks = spec.shard.partition("of")
     fingerprint = hashlib.sha256(f"{spec.meaning}/{spec.payload_bytes}".encode()).digest()[:FINGERPRINT_BYTES]
     model = _name_of(spec.model)
     meaning = Meaning(model, model.encode(), fingerprint, int(rank), int(num_ranks))
     options = DirectoryOptions(spec.options.max_bytes, trusts_group=spec.options.trust == "group")
-    return DirectoryStore(remote_directory(spec.url), meaning, spec.payload_bytes, options)
+    store = DirectoryStore(path, meaning, spec.payload_bytes, options)
+    size = "no limit of size" if options.max_bytes is None else f"{options.max_bytes / 1e9:g} GB"
+    line = "kvbm: shared directory: %s, %s for each model, blocks of this %s are read"
+    limited_log.log(logging.INFO, path, line, path, size, spec.options.trust)
+    return store
 
 
 def _name_of(model: str) -> str:

@@ -333,6 +333,15 @@ def test_a_change_while_it_is_found_out_is_not_undone_by_the_answer(
 # ---------------------------------------------------------------- its threads
 
 
+def test_what_the_log_says_when_they_are_known(model: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Nothing of a disk: whether there is one, and joins, is not known here."""
+    with caplog.at_level(logging.INFO, "kvbm"):
+        stamp = identity(now_ns(model), model=Source(str(model))).stamp()
+    (line,) = caplog.messages
+    assert f"the weights are {stamp.text[:23]}" in line
+    assert "disk" not in line and "tier" not in line
+
+
 def test_its_end_is_soon_and_progress_is_told(
     model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -340,7 +349,7 @@ def test_its_end_is_soon_and_progress_is_told(
 
     class Told(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            if "GB/s" in record.getMessage() and "the disk tier joins" in record.getMessage():
+            if "GB/s" in record.getMessage() and "no block goes to a disk" in record.getMessage():
                 told.set()
 
     handler = Told()

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gc
+import logging
 import random
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
@@ -16,7 +18,7 @@ from kvbm_core.errors import ConfigError, Outcome
 from kvbm_core.storage.base import Memory
 from kvbm_core.storage.host_slab import HostSlab
 from kvbm_core.storage.late import LateMemory
-from kvbm_core.storage.stores import StoreSpec, open_store
+from kvbm_core.storage.stores import StoreOptions, StoreSpec, open_store
 from kvbm_core.testing import toy_store
 from kvbm_core.testing.executor_bench import LONG_S, Listener, is_mapped
 from kvbm_core.testing.store_contract import content_of, key_of
@@ -609,6 +611,23 @@ def test_toys_of_one_name_have_their_blocks_in_common_and_those_of_other_meaning
         lambda: spec("toy://a", shard="1of2"),
     ]
     assert [has(other()) for other in others] == [Outcome.MISS] * 3
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (StoreOptions(500_000_000_000), "500 GB for each model, blocks of this user are read"),
+        (StoreOptions(None, "group"), "no limit of size for each model, blocks of this group are read"),
+    ],
+)
+def test_a_shared_directory_is_told_once_with_its_size_and_trust(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, options: StoreOptions, told: str
+) -> None:
+    with caplog.at_level(logging.INFO, "kvbm"):
+        for meaning in ("one pool", "another"):
+            opened = StoreSpec(f"file://{tmp_path}", SLOT_BYTES, meaning, "0of1", "model", options)
+            open_store(opened).close()
+    assert caplog.messages == [f"kvbm: shared directory: {tmp_path}, {told}"]
 
 
 @pytest.mark.usefixtures("toys")
