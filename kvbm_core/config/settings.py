@@ -179,7 +179,10 @@ class KvbmSettings(SettingFields):
         """Raises ConfigError if no tier of this release is configured."""
         if self.has_host_tier or self.has_disk_tier:
             return
-        remedy = "no cache tier is configured; set it to gigabytes of host memory over all ranks, such as 20"
+        why = "no cache tier is configured"
+        if self.has_remote_tier:
+            why = "blocks reach KVBM_REMOTE_URL by way of host memory, and none is configured"
+        remedy = f"{why}; set it to gigabytes of host memory over all ranks, such as 20"
         raise ConfigError(_CPU_GB, "(unset)", remedy)
 
     @property

@@ -50,6 +50,17 @@ def test_disk_alone_takes_a_little_host_memory(disk: dict[str, object], block_by
     assert settings.host_tier_slots(block_bytes) == slots
 
 
+def test_a_shared_directory_alone_is_told_what_to_add() -> None:
+    alone = {"remote_url": "file:///mnt/kv/blocks", "remote_cache_gb": 500}
+    with pytest.raises(
+        ConfigError,
+        match=r"DYN_KVBM_CPU_CACHE_GB=\(unset\): blocks reach KVBM_REMOTE_URL by way of host memory",
+    ) as caught:
+        KvbmSettings.from_env(alone).require_tier()
+    assert "such as 20" in str(caught.value)
+    KvbmSettings.from_env({**alone, "cpu_cache_gb": 20}).require_tier()
+
+
 def test_the_disks_size_is_total_over_all_ranks_and_the_number_of_blocks_wins() -> None:
     assert KvbmSettings.from_env({"disk_cache_gb": 0.5094}).disk_tier_slots(100_000) == 5094
     both = KvbmSettings.from_env({"disk_cache_gb": 8, "disk_cache_override_num_blocks": 7})
