@@ -15,12 +15,31 @@ Row = tuple[str, str, str]
 
 _SAMPLE = re.compile(r"([a-zA-Z_:][\w:]*)(?:\{(.*)\})? (\S+)(?: \d+)?", re.ASCII)
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
+HOST, DISK, REMOTE = "host", "disk", "remote"
+_HIT_RATES = {
+    HOST: "kvbm_host_cache_hit_rate",
+    DISK: "kvbm_disk_cache_hit_rate",
+    REMOTE: "kvbm_object_cache_hit_rate",
+}
+# section, what, the tier that has it, and the series whose sum it is
+_WAYS = (
+    ("offloaded", "device to host", HOST, ("kvbm_offload_blocks_d2h",)),
+    ("offloaded", "to disk", DISK, ("kvbm_offload_blocks_h2d", "kvbm_offload_blocks_d2d")),
+    ("offloaded", "to remote", REMOTE, ("kvbm_offload_blocks_d2o",)),
+    ("onboarded", "host to device", HOST, ("kvbm_onboard_blocks_h2d",)),
+    ("onboarded", "disk to device", DISK, ("kvbm_onboard_blocks_d2d",)),
+    ("onboarded", "from remote", REMOTE, ("kvbm_onboard_blocks_o2d",)),
+)
+_UNLABELLED = {
+    "kvbm_object_read_failures": "blocks not fetched from remote",
+    "kvbm_object_write_failures": "blocks not stored in remote",
+}
 _TROUBLE = (
-    ("evicted", "kvbm_evicted_blocks_total"),
-    ("not kept", "kvbm_dropped_blocks_total"),
-    ("failures", "kvbm_failures_total"),
-    ("guarded errors", "kvbm_guarded_errors_total"),
-    ("served uncached", "kvbm_uncached_requests_total"),
+    ("evicted", ("kvbm_evicted_blocks_total",)),
+    ("not kept", ("kvbm_dropped_blocks_total",)),
+    ("failures", ("kvbm_failures_total", *_UNLABELLED)),
+    ("guarded errors", ("kvbm_guarded_errors_total",)),
+    ("served uncached", ("kvbm_uncached_requests_total",)),
 )
 
 
@@ -67,16 +86,14 @@ def parse_samples(page: str) -> Samples:
 
 def status_rows(samples: Samples) -> Iterator[Row]:
     """(section, what, value) in the order a person reads them; of the labelled series, those that moved."""
-    has_disk = _has_disk(samples)
-    yield from _hit_rates(samples, has_disk=has_disk)
+    tiers = _tiers_there(samples)
+    for tier, name in _HIT_RATES.items():
+        if tier in tiers:
+            yield "hits", f"{tier} hit rate (recent requests)", f"{100 * _total(samples, name):.1f} %"
     yield "hits", "tokens matched", _count(_total(samples, "kvbm_matched_tokens"))
-    yield "offloaded", "device to host", _blocks(_total(samples, "kvbm_offload_blocks_d2h"))
-    if has_disk:
-        to_disk = _total(samples, "kvbm_offload_blocks_h2d") + _total(samples, "kvbm_offload_blocks_d2d")
-        yield "offloaded", "to disk", _blocks(to_disk)
-    yield "onboarded", "host to device", _blocks(_total(samples, "kvbm_onboard_blocks_h2d"))
-    if has_disk:
-        yield "onboarded", "disk to device", _blocks(_total(samples, "kvbm_onboard_blocks_d2d"))
+    for section, what, tier, names in _WAYS:
+        if tier in tiers:
+            yield section, what, _blocks(sum(_total(samples, name) for name in names))
     for labels, value in samples.get("kvbm_bytes_total", ()):
         direction = labels.get("direction", "")
         mean = _mean_ms(samples, direction)
@@ -94,31 +111,39 @@ def status_rows(samples: Samples) -> Iterator[Row]:
     for labels, value in samples.get("kvbm_audited_blocks_total", ()):
         if value:
             yield "audited", labels.get("result", "").replace("_", " "), _blocks(value)
-    for section, name in _TROUBLE:
-        moved = [(labels, value) for labels, value in samples.get(name, ()) if value]
-        for labels, value in moved:
-            yield section, " ".join(labels.values()), _count(value)
+    yield from _trouble_rows(samples)
+
+
+def _trouble_rows(samples: Samples) -> Iterator[Row]:
+    for section, names in _TROUBLE:
+        moved = [
+            (" ".join(labels.values()) or _UNLABELLED[name], value)
+            for name in names
+            for labels, value in samples.get(name, ())
+            if value
+        ]
+        for what, value in moved:
+            yield section, what, _count(value)
         if not moved:
             yield section, "none", "0"
 
 
-def _hit_rates(samples: Samples, *, has_disk: bool) -> Iterator[Row]:
-    """Of recent requests."""
-    for tier, what, is_shown in (
-        ("host", "host", True),
-        ("disk", "disk", has_disk),
-        ("object", "remote", False),
-    ):
-        rate = _total(samples, f"kvbm_{tier}_cache_hit_rate")
-        if is_shown or rate:
-            yield "hits", f"{what} hit rate (recent requests)", f"{100 * rate:.1f} %"
-
-
-def _has_disk(samples: Samples) -> bool:
-    tiers = samples.get("kvbm_tier_blocks", ())
-    return any(
-        value for labels, value in tiers if (labels.get("tier"), labels.get("state")) == ("disk", "capacity")
-    )
+def _tiers_there(samples: Samples) -> set[str]:
+    """Tiers that have room, or were used: a remote one says nowhere how large it is. The host where there is
+    no other: its room is told when its first slots can be used.
+    """
+    there = {
+        labels.get("tier", "")
+        for labels, value in samples.get("kvbm_tier_blocks", ())
+        if value and labels.get("state") == "capacity"
+    }
+    used = [
+        *_HIT_RATES.items(),
+        *((tier, name) for _, _, tier, names in _WAYS for name in names),
+        *((REMOTE, name) for name in _UNLABELLED),
+    ]
+    there |= {tier for tier, name in used if _total(samples, name)}
+    return there or {HOST}
 
 
 def _tier_rows(samples: Samples) -> Iterator[Row]:

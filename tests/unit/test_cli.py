@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from kvbm_core import __version__
 from kvbm_core.cli.main import app
-from kvbm_core.cli.status import StatusError, format_bytes, parse_samples
+from kvbm_core.cli.status import StatusError, format_bytes, parse_samples, status_rows
 from kvbm_core.config import KvbmSettings
 from kvbm_core.observe.metrics import Metrics
 from kvbm_core.observe.server import MetricsServer
@@ -160,6 +160,10 @@ def test_status_shows_disk_and_remote_tier_where_there_are_any(metrics_port: int
     metrics.request_hits(0, 2, 4, 1)
     metrics.tier_usage(Tier.DISK, 40, 400)
     metrics.tier_transfer(Tier.HOST, Tier.DISK, 3_000_000, 0.002)
+    metrics.offloaded_blocks(50, Tier.HOST, Tier.REMOTE)
+    metrics.onboarded_blocks(20, Tier.REMOTE, Tier.HOST)
+    metrics.remote_failures(6, is_write=False)
+    metrics.remote_failures(7, is_write=True)
     server = MetricsServer(0, metrics, "127.0.0.1")
     assert server.start()
     try:
@@ -173,8 +177,21 @@ def test_status_shows_disk_and_remote_tier_where_there_are_any(metrics_port: int
         "disk to device 30 blocks",
         "disk 40 of 400 blocks (10 %)",
         "host to disk 3 MB at 1.5 GB/s on average",
+        "to remote 50 blocks",
+        "from remote 20 blocks",
+        "blocks not fetched from remote 6",
+        "blocks not stored in remote 7",
     ):
         assert words in text
+    # As under SGLang's HiCache: kvbm has no host tier there.
+    assert "host hit rate" not in text and "device to host" not in text
+    assert "failures none" not in text
+
+
+def test_status_before_the_first_slots_are_ready_shows_the_host() -> None:
+    rows = {what for _, what, _ in status_rows(parse_samples(Metrics().exposition()))}
+    assert {"host hit rate (recent requests)", "device to host"} <= rows
+    assert not [what for what in rows if "disk" in what or "remote" in what]
 
 
 def test_status_shows_wrong_blocks_and_silent_ranks(metrics_port: int) -> None:
