@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import shlex
+import shutil
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -25,6 +29,8 @@ class State(Enum):
     DEVICE = "device hit"
 
 
+AUDITED = {State.HOST: "audited", State.DISK: "audited, new process"}
+"""Instead of hits, where every hit is audited."""
 COLORS = {State.COLD: "#8c8c8c", State.HOST: "#2a7f62", State.DEVICE: "#8fc1e3", State.DISK: "#c9822b"}
 
 
@@ -69,6 +75,10 @@ class Comparison:
         if self.audits:
             return all(audits.equal and not audits.wrong for audits in self.audits)
         return not self.missed and not self.lost
+
+    def name_of(self, state: State) -> str:
+        """For people."""
+        return AUDITED.get(state, state.value) if self.audits else state.value
 
     def row(self, turn: int, state: State, *, with_kvbm: bool) -> Row | None:
         """The row of a turn, if it was measured."""
@@ -131,10 +141,17 @@ def show(console: Console, comparison: Comparison, plot: Path, elapsed_s: float)
         line = f"[red]✗ {told}[/red]" if comparison.judges_answers else f"  {told}; in this dtype they may"
         console.print(line)
     else:
+        states = "audited, device hit, and audited after kill -9"
+        if not comparison.audits:
+            states = "host hit, device hit, and disk hit after kill -9"
         console.print(
             f"[green]✓[/green] all {comparison.answers} answers with kvbm are, token for token, "
-            "those of the engine"
-            " without it: cold, host hit, device hit, and disk hit after kill -9"
+            f"those of the engine without it: cold, {states}"
+        )
+    if comparison.audits:
+        console.print(
+            "  KVBM_AUDIT_RATE=1: every hit is computed again to be compared, and nothing is loaded. So "
+            "host and disk are 0, and nothing but device hits is faster than cold"
         )
     for tier, audits in zip(("host memory", "disk"), comparison.audits, strict=False):
         mark = "[green]✓[/green]" if audits.equal and not audits.wrong else "[red]✗[/red]"
@@ -146,8 +163,21 @@ def show(console: Console, comparison: Comparison, plot: Path, elapsed_s: float)
         _show_hits(console, comparison)
     console.print(f"  plot: {plot}   time: {elapsed_s:.0f} s, no process left running\n")
     console.print("To serve a model of your own (20 GB of host memory for its cache):\n")
+    activate = _activate_line()
+    if activate:
+        console.print(f"  {activate}", highlight=False, markup=False, soft_wrap=True)
     line = f"  DYN_KVBM_CPU_CACHE_GB=20 vllm serve YOUR_MODEL --kv-transfer-config '{connector_config()}'"
     console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def _activate_line() -> str:
+    """What puts ``vllm`` and ``kvbm`` on PATH; empty if they are there."""
+    folder = Path(sys.executable).parent
+    found = shutil.which("vllm")
+    if found is not None and Path(found).parent == folder:
+        return ""
+    inside = Path(os.path.relpath(folder)) if folder.is_relative_to(Path.cwd()) else folder
+    return f"source {shlex.quote(str(inside / 'activate'))}"
 
 
 def _show_hits(console: Console, comparison: Comparison) -> None:
@@ -173,6 +203,8 @@ def _table(comparison: Comparison) -> Table:
     table = Table(
         title="Medians over the users",
         title_justify="left",
+        caption="against cold: beside the same turn on the engine without kvbm",
+        caption_justify="left",
     )
     headings = (
         "turn",
@@ -188,17 +220,16 @@ def _table(comparison: Comparison) -> Table:
         table.add_column(heading, justify="left" if heading == "state" else "right")
     for row in comparison.rows:
         cold = comparison.row(row.turn, State.COLD, with_kvbm=False)
-        is_cold = cold is None or row.state is State.COLD
         engine = "" if row.with_kvbm else ", no kvbm"
         table.add_row(
             str(row.turn + 1),
-            f"{row.state.value}{engine}",
+            f"{comparison.name_of(row.state)}{engine}",
             f"{row.prompt_tokens:,.0f}",
             f"{row.device_tokens:,.0f}",
             f"{row.host_tokens:,.0f}",
             f"{row.disk_tokens:,.0f}",
             f"{1000 * row.ttft_s:,.0f}",
-            "" if is_cold or cold is None else f"{cold.ttft_s / row.ttft_s:.1f} x faster",
+            "cold itself" if cold in (None, row) else f"{cold.ttft_s / row.ttft_s:.1f} x as fast",
             style="bold" if row.state in (State.HOST, State.DISK) else None,
             end_section=row.state is State.DEVICE,
         )
@@ -214,9 +245,12 @@ def draw_plot(comparison: Comparison, path: Path) -> Path:
 
     turns = sorted({row.turn for row in comparison.rows})
     figure, axes = pyplot.subplots(figsize=(9, 5), layout="constrained")
+    kept, title = "host hit: brought back by kvbm", "brought back from host memory"
+    if comparison.audits:
+        kept, title = "audited: computed again to be compared", "found and computed again"
     states = [
         (State.COLD, False, "cold: engine without kvbm"),
-        (State.HOST, True, "host hit: brought back by kvbm"),
+        (State.HOST, True, kept),
     ]
     states.append((State.DEVICE, True, "device hit: asked again at once"))
     width = 0.27
@@ -239,7 +273,7 @@ def draw_plot(comparison: Comparison, path: Path) -> Path:
     prompts = {row.turn: row.prompt_tokens for row in comparison.rows}
     axes.set_xticks(turns, [f"turn {turn + 1}\n{prompts[turn]:,.0f} prompt tokens" for turn in turns])
     axes.set_ylabel("time to first token, ms (bar: median, dots: users)")
-    axes.set_title("A conversation that the device cache forgot, brought back from host memory", loc="left")
+    axes.set_title(f"A conversation that the device cache forgot, {title}", loc="left")
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, loc="upper left")
     path.parent.mkdir(parents=True, exist_ok=True)
