@@ -98,7 +98,6 @@ class LeaderPart:
     def poll(self) -> None:
         """See meeting.LeaderPart."""
         self.callbacks.poll()
-        self._process.tick()
 
     def close(self) -> None:
         """Ends threads and sockets. May be called twice."""

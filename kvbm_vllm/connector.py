@@ -126,7 +126,6 @@ class DynamoConnector(KVConnectorBase_V1, SupportsHMA):
         self.scheduler_side.hooks.update_state_after_alloc(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        self.scheduler_side.process.tick()
         return self.scheduler_side.hooks.build_connector_meta(scheduler_output)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:

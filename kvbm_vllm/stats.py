@@ -25,10 +25,16 @@ COUNTERS = {
     "kvbm_offload_blocks_h2d": "stored_on_disk_blocks",
     "kvbm_offload_blocks_d2d": "offloaded_to_disk_blocks",
     "kvbm_onboard_blocks_d2d": "onboarded_from_disk_blocks",
+    "kvbm_offload_blocks_d2o": "stored_in_remote_blocks",
+    "kvbm_onboard_blocks_o2d": "fetched_from_remote_blocks",
+    "kvbm_object_read_failures": "not_fetched_from_remote_blocks",
+    "kvbm_object_write_failures": "not_stored_in_remote_blocks",
     'kvbm_bytes_total{direction="offload"}': "offloaded_bytes",
     'kvbm_bytes_total{direction="onboard"}': "onboarded_bytes",
     'kvbm_tier_transfer_bytes_total{from="host",to="disk"}': "written_to_disk_bytes",
     'kvbm_tier_transfer_bytes_total{from="disk",to="host"}': "read_from_disk_bytes",
+    'kvbm_tier_transfer_bytes_total{from="host",to="remote"}': "written_to_remote_bytes",
+    'kvbm_tier_transfer_bytes_total{from="remote",to="host"}': "read_from_remote_bytes",
 }
 REPORT_INTERVAL_S = 1.0
 

@@ -94,7 +94,9 @@ class RateLimitedLogger:
 
 
 class CacheStatsLog:
-    """KVBM's line "KVBM [worker] Cache Hit Rates - Host: ..., Disk: ..."; call ``tick`` at any rate."""
+    """KVBM's line "KVBM [worker] Cache Hit Rates - Host: ..., Disk: ..."; call ``tick`` at any rate,
+    from one thread.
+    """
 
     def __init__(
         self,

@@ -22,7 +22,7 @@ from kvbm_core.observe.server import MetricsServer
 from kvbm_core.policy.admission import AdmissionPolicy, AdmitAll
 from kvbm_core.policy.frequency import FrequencyFilter
 from kvbm_core.policy.lru import LruPolicy
-from kvbm_core.runtime.channel import LeaderChannel
+from kvbm_core.runtime.channel import Identity, LeaderChannel
 from kvbm_core.runtime.endpoint import Endpoint
 from kvbm_core.runtime.handshake import Handshake, PlanTier
 from kvbm_core.runtime.leader import Leader, LeaderOptions, LeaderParts
@@ -126,10 +126,15 @@ class LeaderProcess:
             endpoint,
             self._handshake.on_message,
             on_bad_frames=lambda: metrics.failure(FailureKind.BAD_MESSAGE),
-            on_tick=self._handshake.on_tick,
+            on_tick=self._tick,
         )
         self._handshake.connect(self.channel.send)
         self._server: MetricsServer | None = None
+
+    def _tick(self) -> list[tuple[Identity, Message]]:
+        """On the channel's thread, so that an engine without requests writes the log line too."""
+        self._stats_log.tick()
+        return self._handshake.on_tick()
 
     def _host_slots(self, block_bytes: int) -> int:
         """For Handshake. ConfigError, one line, if there is too little memory here."""
@@ -184,10 +189,6 @@ class LeaderProcess:
     def serve_metrics(self, rank: int, readiness: Callable[[], Readiness]) -> None:
         """See ``metrics_server``."""
         self._server = metrics_server(self._settings, self._metrics, rank, readiness)
-
-    def tick(self) -> None:
-        """Writes the log line when it is time; in each of the engine's steps."""
-        self._stats_log.tick()
 
     def close(self) -> None:
         """Ends threads and sockets. May be called twice."""

@@ -13,7 +13,10 @@ import pytest
 from vllm.distributed.kv_events import BlockRemoved, BlockStored
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
-from kvbm_core.types import Direction
+from kvbm_core.clock import ManualClock
+from kvbm_core.observe.metrics import Metrics
+from kvbm_core.types import Direction, Tier
+from kvbm_vllm.stats import StatsReporter
 from tests.vllm.kvbm_engine import KvbmEngine
 
 PROMPT = range(50)
@@ -157,6 +160,31 @@ def test_stats_reach_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         assert total["offloaded_blocks"] == 12 or total["offloaded_blocks"] == 13
         assert total["onboarded_blocks"] == 12
         engine.assert_clean()
+
+
+def test_all_that_goes_to_a_lower_tier_and_comes_back_is_told_to_vllm() -> None:
+    metrics, clock = Metrics(), ManualClock()
+    reporter = StatsReporter(metrics, clock)
+    for tier in (Tier.DISK, Tier.REMOTE):
+        metrics.offloaded_blocks(3, Tier.HOST, tier)
+        metrics.onboarded_blocks(2, tier, Tier.DEVICE if tier is Tier.DISK else Tier.HOST)
+        metrics.tier_transfer(Tier.HOST, tier, 3000, 0.1)
+        metrics.tier_transfer(tier, Tier.HOST, 2000, 0.1)
+    metrics.remote_failures(5, is_write=False)
+    metrics.remote_failures(7, is_write=True)
+    taken = reporter.take()
+    assert taken is not None and taken.data == {
+        "stored_on_disk_blocks": 3,
+        "onboarded_from_disk_blocks": 2,
+        "written_to_disk_bytes": 3000,
+        "read_from_disk_bytes": 2000,
+        "stored_in_remote_blocks": 3,
+        "fetched_from_remote_blocks": 2,
+        "not_fetched_from_remote_blocks": 5,
+        "not_stored_in_remote_blocks": 7,
+        "written_to_remote_bytes": 3000,
+        "read_from_remote_bytes": 2000,
+    }
 
 
 def test_vllm_counts_the_hits_as_coming_from_the_host(tmp_path: Path) -> None:
