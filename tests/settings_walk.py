@@ -87,6 +87,7 @@ def values(folder: str, metrics_port: int) -> dict[str, str]:
         "cache_stats_max_requests": "500",
         "cache_stats_log_interval_s": "60",
         "log_level": "debug",
+        "native": "false",
         "enable_record": "true",
         "events_medium": "CPU",
         "kv_events_enable_consolidator": "true",

@@ -145,8 +145,13 @@ def _file_as_json(identity: Identity, contents: Contents) -> dict[str, object]:
 
 
 def file_name(directory: Path, path: Path) -> Text:
-    """From ``directory`` on; a Text, because a path in brackets is no markup."""
-    inside = path.relative_to(directory) if path != directory and path.is_relative_to(directory) else path
+    """From ``directory`` on, or its name if it is the file; a Text, because a path in brackets is no
+    markup.
+    """
+    if path == directory:
+        inside = path if path.is_dir() else Path(path.name)
+    else:
+        inside = path.relative_to(directory) if path.is_relative_to(directory) else path
     return Text(shown(inside), overflow="fold")
 
 

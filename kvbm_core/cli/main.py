@@ -48,6 +48,22 @@ The engine loads it; this command only looks and explains. A first session:
 )
 
 
+def _show_version(is_asked: bool) -> None:
+    if is_asked:
+        typer.echo(f"kvbm {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    _: Annotated[
+        bool,
+        typer.Option("--version", help="The version, and no more.", callback=_show_version, is_eager=True),
+    ] = False,
+) -> None:
+    """Replaced by the app's own help."""
+
+
 app.add_typer(disk_app, name="disk")
 app.add_typer(remote_app, name="remote")
 

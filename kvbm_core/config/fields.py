@@ -307,7 +307,15 @@ class SettingFields(BaseSettings):
         "Seconds between two hit-rate lines in the log.",
         only=_LED,
     )
-    log_level: r.Text = _setting("DYN_LOG", "info", "Log level of kvbm: error, warn, info, debug or trace.")
+    log_level: r.LogLevel = _setting(
+        "DYN_LOG", "info", "Log level of kvbm: error, warn, info, debug, trace or off.", lenient=True
+    )
+    native: r.Flag = _setting(
+        "KVBM_NATIVE",
+        True,
+        "Use the native module; in the environment only. Without it Python code does the same, slower.",
+        lenient=True,
+    )
     enable_record: r.Flag = _setting(
         "DYN_KVBM_ENABLE_RECORD",
         False,

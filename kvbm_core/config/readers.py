@@ -14,6 +14,8 @@ from kvbm_core.config.remote_url import read_remote_url
 MAX_CACHE_GB = 1e6
 MAX_COUNT = 2**40
 MAX_SECONDS = 1e7
+LOG_LEVELS = ("error", "warn", "warning", "info", "debug", "trace", "off")
+OUR_LOG_TARGET = "kvbm"
 _MAX_FLOAT = 1e300
 _SHOWN_CHARS = 80
 
@@ -114,6 +116,21 @@ def _read_host(value: object) -> str:
     return text
 
 
+def _read_log_level(value: object) -> str:
+    """In DYN_LOG's notation, of which others' targets are none of our business."""
+    text = _read_text(value)
+    directives = [directive.strip().lower().rpartition("=") for directive in text.split(",")]
+    ours = [level for target, _, level in directives if target == OUR_LOG_TARGET]
+    plain = [level for target, _, level in directives if not target]
+    # A plain word may be a target of Dynamo's, but not if no level stands beside it.
+    is_known = all(level in LOG_LEVELS for level in ours) and (
+        bool(ours) or not plain or any(level in LOG_LEVELS for level in plain)
+    )
+    if not is_known:
+        raise ValueError(f"write one of {', '.join(LOG_LEVELS)}")
+    return text
+
+
 def _read_text(value: object) -> str:
     if not isinstance(value, str) or not value.isprintable():
         raise ValueError("write one printable line")
@@ -172,6 +189,7 @@ Presence = Annotated[bool, PlainValidator(_read_presence)]
 Word = Annotated[str, PlainValidator(_read_word)]
 Host = Annotated[str, PlainValidator(_read_host)]
 Text = Annotated[str, PlainValidator(_read_text)]
+LogLevel = Annotated[str, PlainValidator(_read_log_level)]
 DiskAllocator = Annotated[str, PlainValidator(choice_reader("default", "open-direct"))]
 ConsolidatorMode = Annotated[str, PlainValidator(choice_reader("dedup", "passthrough"))]
 DiskIo = Annotated[

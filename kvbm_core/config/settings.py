@@ -97,7 +97,7 @@ class KvbmSettings(SettingFields):
                 raise ConfigError(env, value, remedy)
             default = infos[env].default
             values[env] = default
-            replaced[env] = f"kvbm: {env}={value}: {remedy}; using {'none' if default is None else default}"
+            replaced[env] = f"kvbm: {env}={value}: {remedy}; using {_default_text(default)}"
         return cls(**values), replaced
 
     def _note_sources(
@@ -267,6 +267,13 @@ def listed(adapters: Sequence[Adapter]) -> str:
 def _extra(info: FieldInfo) -> dict[str, Any]:
     extra = info.json_schema_extra
     return dict(extra) if isinstance(extra, dict) else {}
+
+
+def _default_text(default: object) -> str:
+    """As one would write it."""
+    if default is None:
+        return "none"
+    return str(default).lower() if isinstance(default, bool) else str(default)
 
 
 def _gb(nbytes: int) -> str:

@@ -1,8 +1,9 @@
 """The loops that Python is too slow for, in C (_kvbm.c, _copy.c, _index.c, _aio.c): optional, built where
 there is a compiler.
 
-``native`` is None where the module was not built, or ``KVBM_NATIVE=0`` stood in the environment when this was
-imported. Whoever uses it has the same function in plain Python beside it, and both pass the same tests.
+``native`` is None where the module was not built, or ``KVBM_NATIVE`` was 0, false, off or no in the
+environment when this was imported. Whoever uses it has the same function in plain Python beside it, and both
+pass the same tests.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ import numpy.typing as npt
 from kvbm_core.types import BlockKey, SequenceHash
 
 VARIABLE = "KVBM_NATIVE"
+FALSE = frozenset({"0", "false", "off", "no"})
+"""As a setting's."""
 
 Bytes = npt.NDArray[np.uint8]
 Ids = npt.NDArray[np.int64]
@@ -157,7 +160,7 @@ class Native(Protocol):
 
 
 def _load() -> Native | None:
-    if os.environ.get(VARIABLE) == "0":
+    if os.environ.get(VARIABLE, "").strip().lower() in FALSE:
         return None
     try:
         from kvbm_core.native import _kvbm

@@ -13,6 +13,7 @@ from kvbm_core.clock import Clock, SystemClock
 from kvbm_core.config import Adapter, KvbmSettings
 from kvbm_core.errors import Outcome
 from kvbm_core.identity.weights import WEIGHTS_WAIT_S, WeightsIdentity
+from kvbm_core.native import native
 from kvbm_core.observe.guard import seams_of
 from kvbm_core.observe.labels import FailureKind
 from kvbm_core.observe.log import CacheStatsLog, setup_logging
@@ -274,6 +275,8 @@ def announce(settings: KvbmSettings, adapter: Adapter, *, needs_tier: bool = Tru
     setup_logging(settings.log_level)
     if needs_tier:
         settings.require_tier()
+    if not settings.native and native is not None:
+        log.warning("kvbm: KVBM_NATIVE=false: has no effect here; set it in the engine's environment")
     for warning in settings.warnings_under(adapter):
         log.warning("%s", warning)
 

@@ -134,6 +134,11 @@ def test_config_with_a_value_that_cannot_be_used_is_one_line(monkeypatch: pytest
     assert result.stderr.count("\n") == 1
 
 
+def test_the_version_as_an_option() -> None:
+    result = run("--version")
+    assert (result.exit_code, result.output) == (0, f"kvbm {__version__}\n")
+
+
 def test_status_reads_a_live_endpoint(metrics_port: int) -> None:
     result = run("status", "--port", str(metrics_port))
     assert result.exit_code == 0

@@ -48,6 +48,14 @@ def test_inspect_says_how_full_and_how_hot(tmp_path: Path, path: Path) -> None:
     assert [int(cell.split()[-1]) for cell in row.split("│")[2:6]] == [3, 7, 2, 1]
 
 
+def test_one_file_is_shown_by_its_name(tmp_path: Path, path: Path) -> None:
+    write(path, range(3))
+    text = on_one_line(run("disk", "inspect", str(path)).stdout)
+    assert "rank-0-of-1.blocks 1 no 64 3 61" in text
+    assert "kvbm/model-0/rank-0-of-1.blocks 1 no" not in text
+    assert "rank-0-of-1.blocks no 3 3" in on_one_line(run("disk", "verify", str(path)).stdout)
+
+
 def test_inspect_as_json_has_stable_keys(tmp_path: Path, path: Path) -> None:
     write(path, [0, 5, 63], age_ns=2 * HOUR_NS)
     found = only_file(tmp_path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import pickle
@@ -11,9 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvbm_core.config import Adapter, KvbmSettings, SettingSource
+from kvbm_core.config import Adapter, KvbmSettings, SettingSource, readers
 from kvbm_core.config.remote_url import remote_directory
 from kvbm_core.errors import ConfigError, KvbmError
+from kvbm_core.native import FALSE
+from kvbm_core.runtime import assembly
 
 # Name and default of everything that KVBM 1.6.1 reads, and of kvbm's own settings.
 DEFAULTS = {
@@ -49,6 +52,7 @@ DEFAULTS = {
     "DYN_RUNTIME_ENABLED_KVBM": False,
     "DYN_FATBIN_PATH": "",
     "DYN_LOG": "info",
+    "KVBM_NATIVE": True,
     "KVBM_LEASE_TTL_S": 30,
     "KVBM_TRANSFER_DEADLINE_S": 60,
     "KVBM_SHARE_WAIT_S": 1,
@@ -381,3 +385,27 @@ def test_who_sets_what_sglang_has_itself_is_told_its_name(monkeypatch: pytest.Mo
         "linker; SGLang has the host tier: --hicache-size or --hicache-ratio",
     )
     assert settings.warnings_under(Adapter.LINKER) == ()
+
+
+def test_the_native_modules_variable_reads_as_a_setting_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert FALSE == readers._FALSE
+    for value in FALSE:
+        monkeypatch.setenv("KVBM_NATIVE", value)
+        assert not KvbmSettings.from_env().native
+    monkeypatch.setenv("KVBM_NATIVE", "2")
+    settings = KvbmSettings.from_env()
+    assert settings.native
+    (line,) = settings.warnings
+    assert line.startswith("kvbm: KVBM_NATIVE=2: write true or false") and line.endswith("using true")
+
+
+@pytest.mark.parametrize(("is_loaded", "num_lines"), [(True, 1), (False, 0)])
+def test_switching_the_native_module_off_too_late_is_told(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, is_loaded: bool, num_lines: int
+) -> None:
+    """As a key of an engine's extra config it comes when the module has been loaded."""
+    monkeypatch.setattr(assembly, "native", object() if is_loaded else None)
+    settings = KvbmSettings.from_env({"native": False, "cpu_cache_gb": 1})
+    with caplog.at_level(logging.WARNING, "kvbm"):
+        assembly.announce(settings, Adapter.VLLM)
+    assert len([line for line in caplog.messages if "KVBM_NATIVE=false" in line]) == num_lines

@@ -10,7 +10,10 @@ import threading
 import pytest
 
 from kvbm_core.clock import ManualClock
+from kvbm_core.config import KvbmSettings
+from kvbm_core.config.readers import LOG_LEVELS, OUR_LOG_TARGET
 from kvbm_core.errors import StuckCopyError
+from kvbm_core.observe import log as log_module
 from kvbm_core.observe.guard import GuardState, guarded, seams_of
 from kvbm_core.observe.log import CacheStatsLog, RateLimitedLogger, get_logger, level_of
 from kvbm_core.observe.metrics import Metrics
@@ -189,6 +192,28 @@ def test_hit_rate_line(caplog: pytest.LogCaptureFixture) -> None:
 )
 def test_dyn_log(directives: str, level: int) -> None:
     assert level_of(directives) == level
+
+
+@pytest.mark.parametrize("value", ["loud", "kvbm=loud,debug", "noisy,nixl=trace"])
+def test_a_dyn_log_that_names_no_level_is_warned_of(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    monkeypatch.setenv("DYN_LOG", value)
+    settings = KvbmSettings.from_env()
+    assert settings.log_level == "info"
+    (line,) = settings.warnings
+    assert line.startswith(f"kvbm: DYN_LOG={value}: write one of error, warn, ")
+
+
+@pytest.mark.parametrize("value", ["WARN", "off", "debug,dynamo_llm", "nixl=loud", "kvbm=debug,dynamo_llm"])
+def test_a_dyn_log_that_says_something_of_others_is_taken_as_it_is(
+    monkeypatch: pytest.MonkeyPatch, value: str
+) -> None:
+    monkeypatch.setenv("DYN_LOG", value)
+    settings = KvbmSettings.from_env()
+    assert (settings.log_level, settings.warnings) == (value, ())
+
+
+def test_the_levels_that_are_taken_are_those_that_are_known() -> None:
+    assert set(LOG_LEVELS) == set(log_module._LEVELS) and log_module.ROOT_LOGGER == OUR_LOG_TARGET
 
 
 def test_lines_are_seen_in_a_process_that_configured_nothing() -> None:
