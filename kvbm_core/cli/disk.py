@@ -72,14 +72,14 @@ def inspect_command(
     damaged_headers, unreadable_headers, block_bytes, slot_bytes, newest_since_unix_s, oldest_since_unix_s and
     used_slots_by_age; what is not known is null.
 
-    Exit status: 0; 2 if DIR is not there or cannot be read.
+    Exit status: 0; 1 if a file, a folder or a header cannot be read; 2 if DIR is not there or cannot be read.
     """
     now_ns = time.time_ns()
     identities = _identities(directory, "inspect")
     looked = _look(identities, now_ns)
     if as_json_text:
         typer.echo(json.dumps(as_json(directory, looked), indent=2))
-        return
+        raise typer.Exit(_look_exit(looked))
     _nothing_there(directory, identities)
     console = table_console()
     if any(identity.kind is Kind.BLOCKS for identity, _ in looked):
@@ -89,6 +89,7 @@ def inspect_command(
         console.print(ages_table("used slots by age", "file", rows))
     for line in notes(directory, looked):
         typer.echo(line)
+    raise typer.Exit(_look_exit(looked))
 
 
 @disk_app.command("verify")
@@ -144,6 +145,13 @@ def _look(identities: Sequence[Identity], now_ns: int) -> list[Looked]:
             except OSError as error:
                 looked.append((_lost(identity, error), Contents()))
     return looked
+
+
+def _look_exit(looked: Sequence[Looked]) -> int:
+    is_all_read = all(
+        identity.kind is not Kind.UNREADABLE and not contents.unreadable for identity, contents in looked
+    )
+    return 0 if is_all_read else DAMAGED_EXIT
 
 
 def _check(identities: Sequence[Identity]) -> list[Checked]:

@@ -13,16 +13,25 @@ import typer
 from rich.progress import DownloadColumn, MofNCompleteColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from kvbm_core.cli.console import fail, progress_bar, table_console
-from kvbm_core.cli.remote_report import as_json, namespaces_table, notes, shards_table, uses_table
+from kvbm_core.cli.remote_report import (
+    as_json,
+    namespaces_table,
+    notes,
+    shards_table,
+    strange_note,
+    unreadable_notes,
+    uses_table,
+)
 from kvbm_core.cli.report import BAD_USAGE_EXIT, DAMAGED_EXIT, damage_lines, shown, verdict
 from kvbm_core.cli.status import format_bytes
 from kvbm_core.config.remote_url import read_remote_url, remote_directory
 from kvbm_core.storage.directory.inspect import (
     Checked,
+    Model,
     Shard,
     count,
-    evictor_of,
     files_in,
+    look_at,
     remove_namespace,
     shards_in,
     verify,
@@ -57,10 +66,14 @@ def ls_command(url: Url, as_json_text: AsJson = False) -> None:
 
     Works beside running engines and changes nothing.
 
-    Exit status: 0; 2 if the directory is not there or cannot be read.
+    Exit status: 0; 1 if a part cannot be read; 2 if the directory is not there or cannot be read.
     """
     directory, shards, _ = _counted(url, "ls", as_json_text=as_json_text)
-    table_console().print(namespaces_table(directory, shards, time.time_ns()))
+    if full := [shard for shard in shards if shard.num_bytes]:
+        table_console().print(namespaces_table(directory, full, time.time_ns()))
+    else:
+        _say_nothing_there(directory)
+    _end(shards)
 
 
 @remote_app.command("inspect")
@@ -69,15 +82,16 @@ def inspect_command(url: Url, as_json_text: AsJson = False) -> None:
 
     A block's time is that of its last use, to within an hour.
 
-    Exit status: 0; 2 if the directory is not there or cannot be read.
+    Exit status: 0; 1 if a part cannot be read; 2 if the directory is not there or cannot be read.
     """
-    directory, shards, evictors = _counted(url, "inspect", as_json_text=as_json_text)
+    directory, shards, models = _counted(url, "inspect", as_json_text=as_json_text)
     console = table_console()
     console.print(shards_table(directory, shards, time.time_ns()))
     if any(shard.contents.used for shard in shards):
         console.print(uses_table(shards))
-    for line in notes(shards, evictors):
+    for line in notes(shards, models):
         typer.echo(line)
+    _end(shards)
 
 
 @remote_app.command("verify")
@@ -114,9 +128,12 @@ def verify_command(
     for line in damage_lines(lines, len(bad)):
         typer.echo(line)
     typer.echo(verdict("blocks", good, len(bad) - unreadable, unreadable))
+    closed = list(unreadable_notes(shards))
+    for line in closed:
+        typer.echo(line)
     if remove_damaged:
         typer.echo(f"{_removed(bad):,} damaged blocks removed")
-    raise typer.Exit(DAMAGED_EXIT if bad else 0)
+    raise typer.Exit(DAMAGED_EXIT if bad or closed else 0)
 
 
 @remote_app.command("rm")
@@ -145,16 +162,20 @@ def rm_command(
             f"kvbm remote rm: no {missing[0]} below {directory}: `kvbm remote ls` shows what there is",
             BAD_USAGE_EXIT,
         )
-    if not is_sure:
-        typer.confirm(f"Remove all blocks of {', '.join(chosen) or 'nothing'} below {directory}?", abort=True)
+    if not chosen:
+        _say_nothing_there(directory)
+    elif not is_sure:
+        typer.confirm(f"Remove all blocks of {', '.join(chosen)} below {directory}?", abort=True)
     for namespace in chosen:
         with progress_bar(MofNCompleteColumn()) as progress:
             bar = progress.add_task("files", total=None)
             try:
-                files, num_bytes = remove_namespace(directory, namespace, partial(progress.advance, bar))
+                removed = remove_namespace(directory, namespace, partial(progress.advance, bar))
             except OSError as error:
                 fail(f"kvbm remote rm: {error.filename}: {error.strerror}", DAMAGED_EXIT)
-        typer.echo(f"{namespace}: {files:,} blocks removed, {format_bytes(num_bytes)}")
+        typer.echo(f"{namespace}: {removed.files:,} blocks removed, {format_bytes(removed.num_bytes)}")
+        if removed.strange:
+            typer.echo(strange_note(namespace, removed.strange))
 
 
 def _directory(url: str, command: str) -> Path:
@@ -168,13 +189,33 @@ def _shards(directory: Path, command: str) -> list[tuple[str, str]]:
     try:
         return list(shards_in(directory))
     except OSError as error:
-        fail(f"kvbm remote {command}: {directory}: {error.strerror}", BAD_USAGE_EXIT)
+        remedy = "; run this as the engine's user" if isinstance(error, PermissionError) else ""
+        fail(f"kvbm remote {command}: {error.filename}: {error.strerror}{remedy}", BAD_USAGE_EXIT)
+
+
+def _models(directory: Path, command: str, there: Sequence[tuple[str, str]]) -> dict[str, Model]:
+    try:
+        return {namespace: look_at(directory, namespace) for namespace, _ in there}
+    except OSError as error:
+        fail(f"kvbm remote {command}: {error.filename}: {error.strerror}", BAD_USAGE_EXIT)
+
+
+def _say_nothing_there(directory: Path) -> None:
+    typer.echo(f"no blocks below {directory} ({TOP}/)")
+
+
+def _end(shards: Sequence[Shard]) -> None:
+    """Ends a command that has only looked, by whether it could look everywhere."""
+    lines = list(unreadable_notes(shards))
+    for line in lines:
+        typer.echo(line, err=True)
+    raise typer.Exit(DAMAGED_EXIT if lines else 0)
 
 
 def _counted(
     url: str, command: str, *, as_json_text: bool = False
-) -> tuple[Path, list[Shard], dict[str, str]]:
-    """The directory, all ranks' folders in it, counted with a bar, and who evicts which model's.
+) -> tuple[Path, list[Shard], dict[str, Model]]:
+    """The directory, all ranks' folders in it, counted with a bar, and what else is in each model's.
 
     Ends the command here when it has said all: with ``as_json_text``, or that there is nothing.
     """
@@ -187,14 +228,14 @@ def _counted(
         for number, (namespace, shard) in enumerate(there, 1):
             counted.append(count(directory, namespace, shard, now_ns, partial(progress.advance, bar)))
             progress.update(bar, completed=number * FANS)
-    evictors = {namespace: evictor_of(directory, namespace) for namespace, _ in there}
+    models = _models(directory, command, there)
     if as_json_text:
-        typer.echo(json.dumps(as_json(directory, counted, evictors), indent=2))
+        typer.echo(json.dumps(as_json(directory, counted, models), indent=2))
     elif not counted:
-        typer.echo(f"no blocks below {directory} ({TOP}/)")
+        _say_nothing_there(directory)
     if as_json_text or not counted:
-        raise typer.Exit
-    return directory, counted, evictors
+        _end(counted)
+    return directory, counted, models
 
 
 def _removed(bad: Sequence[Checked]) -> int:

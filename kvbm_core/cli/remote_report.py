@@ -10,7 +10,7 @@ from rich.text import Text
 
 from kvbm_core.cli.report import age_text, ages_as_json, ages_table, shown, unix_s
 from kvbm_core.cli.status import format_bytes
-from kvbm_core.storage.directory.inspect import Shard
+from kvbm_core.storage.directory.inspect import Model, Shard
 from kvbm_core.storage.disk.inspect import Contents
 
 
@@ -70,37 +70,49 @@ def _cells(shards: Sequence[Shard], now_ns: int) -> tuple[str, str, str, str]:
     )
 
 
-def notes(shards: Sequence[Shard], evictors: Mapping[str, str]) -> Iterator[str]:
+def notes(shards: Sequence[Shard], models: Mapping[str, Model]) -> Iterator[str]:
     """One line for what is strange, and for who evicts."""
     for shard in shards:
-        name = f"{shard.namespace}/{shard.name}"
         if shard.strange:
-            yield f"{name}: {shard.strange:,} names are none of kvbm's; they are left alone"
+            yield strange_note(f"{shard.namespace}/{shard.name}", shard.strange)
+    for namespace, model in models.items():
+        if model.strange:
+            yield strange_note(namespace, model.strange)
+        if model.evictor:
+            yield f"{namespace}: last evicted by {shown(model.evictor)}"
+
+
+def strange_note(folder: str, count: int) -> str:
+    """On files and folders in ``folder`` that are none of kvbm's."""
+    what = f"{count:,} names are" if count > 1 else "1 name is"
+    return f"{folder}: {what} not kvbm's and left alone"
+
+
+def unreadable_notes(shards: Sequence[Shard]) -> Iterator[str]:
+    """One line for each rank's folder of which a part cannot be read."""
+    for shard in shards:
         if shard.unreadable:
-            what = f"{shard.unreadable:,} folders or files cannot be read"
-            yield f"{name}: {what}; run this as the engine's user"
-    for namespace, who in evictors.items():
-        if who:
-            yield f"{namespace}: last evicted by {shown(who)}"
+            what = f"folders or files that cannot be read: {shard.unreadable:,}"
+            yield f"{shard.namespace}/{shard.name}: {what}; run this as the engine's user"
 
 
-def as_json(directory: Path, shards: Sequence[Shard], evictors: Mapping[str, str]) -> dict[str, object]:
+def as_json(directory: Path, shards: Sequence[Shard], models: Mapping[str, Model]) -> dict[str, object]:
     """The keys are part of the interface: see docs/remote.md."""
-    models = by_namespace(shards)
     return {
         "directory": str(directory),
-        "namespaces": {name: _model_as_json(own, evictors.get(name)) for name, own in models.items()},
+        "namespaces": {name: _model_as_json(own, models[name]) for name, own in by_namespace(shards).items()},
     }
 
 
-def _model_as_json(shards: Sequence[Shard], evictor: str | None) -> dict[str, object]:
+def _model_as_json(shards: Sequence[Shard], model: Model) -> dict[str, object]:
     contents = _contents(shards)
     return {
         "blocks": contents.used,
         "bytes": sum(shard.num_bytes for shard in shards),
         "last_used_unix_s": unix_s(contents.newest_ns),
         "least_recently_used_unix_s": unix_s(contents.oldest_ns),
-        "evictor": evictor or None,
+        "evictor": model.evictor or None,
+        "strange": model.strange,
         "shards": [
             {
                 "name": shard.name,

@@ -33,9 +33,14 @@ def remote_directory(url: str) -> Path:
     except ValueError as error:
         raise ValueError(_REMEDY) from error
     path = unquote(parts.path)
-    is_plain = not parts.query and not parts.fragment and "\0" not in path
-    if parts.scheme != "file" or parts.netloc not in ("", "localhost") or not path.startswith("/"):
+    if parts.scheme != "file":
         raise ValueError(_REMEDY)
-    if not is_plain or Path(path) == Path("/"):
+    if parts.netloc not in ("", "localhost"):
+        raise ValueError(f"{_REMEDY}; what follows two slashes names a machine")
+    if parts.query or parts.fragment:
+        raise ValueError(f"{_REMEDY}; a ? or # ends the path, write %3F or %23 if its name has one")
+    if not path.startswith("/") or "\0" in path:
         raise ValueError(_REMEDY)
+    if Path(path) == Path("/"):
+        raise ValueError(f"{_REMEDY}; this one is the root of all files")
     return Path(path)

@@ -71,6 +71,7 @@ class KvbmSettings(SettingFields):
             *replaced.values(),
             *settings._low_port_warnings(),
             *settings._later_warnings(),
+            *settings._lone_remote_warnings(),
             *unknown_variable_warnings(environ, cls.env_names().values()),
         )
         return settings
@@ -122,6 +123,13 @@ class KvbmSettings(SettingFields):
         if self.remote_url is not None and self.remote_cache_gb is None:
             remedy = "KVBM_REMOTE_URL needs a size; set it to gigabytes, such as 500, or to 0 for no limit"
             raise ConfigError(_REMOTE_GB, "(unset)", remedy)
+
+    def _lone_remote_warnings(self) -> Iterator[str]:
+        if self.remote_url is None:
+            for name, env in self.env_names().items():
+                if name.startswith("remote_") and self.is_set(name):
+                    remedy = "has no effect without KVBM_REMOTE_URL; set that too, such as file:///mnt/kv"
+                    yield f"kvbm: {env}={shown(getattr(self, name))}: {remedy}"
 
     def _low_port_warnings(self) -> list[str]:
         names = self.env_names()

@@ -93,6 +93,34 @@ class RateLimitedLogger:
         return self.log(logging.WARNING, key, message, *args, exc_info=exc_info)
 
 
+class TroubleLog:
+    """Says once that something fails and why, and once that it works again. Thread safe.
+
+    What fails and works by turns is told of once per ``interval_s``.
+    """
+
+    def __init__(
+        self, logger: logging.Logger | None = None, interval_s: float = 600.0, clock: Clock | None = None
+    ) -> None:
+        self._logger = logger or get_logger()
+        self._limited = RateLimitedLogger(self._logger, interval_s, clock)
+        self._lock = threading.Lock()
+        self._told: dict[Hashable, Hashable] = {}
+
+    def failed(self, what: Hashable, why: Hashable, message: str, *args: object) -> None:
+        """``what`` fails; logs ``message % args`` unless that has been said, with the same ``why``."""
+        with self._lock:
+            if self._told.get(what) != why and self._limited.warning((what, why), message, *args):
+                self._told[what] = why
+
+    def worked(self, what: Hashable, message: str, *args: object) -> None:
+        """``what`` works; logs ``message % args`` if it was said that it fails."""
+        if what in self._told:
+            with self._lock:
+                if self._told.pop(what, None) is not None:
+                    self._logger.warning(message, *args)
+
+
 class CacheStatsLog:
     """KVBM's line "KVBM [worker] Cache Hit Rates - Host: ..., Disk: ..."; call ``tick`` at any rate,
     from one thread.

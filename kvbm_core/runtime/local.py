@@ -17,6 +17,7 @@ from kvbm_core.blocks.slot_tier import BlockTier, Reservation
 from kvbm_core.clock import Clock, SystemClock
 from kvbm_core.errors import IntegrityError, Outcome
 from kvbm_core.observe.labels import DropReason
+from kvbm_core.observe.log import RateLimitedLogger
 from kvbm_core.observe.metrics import Metrics
 from kvbm_core.policy.lru import LruPolicy
 from kvbm_core.storage.disk.recovery import Found
@@ -114,6 +115,7 @@ class LocalTiers:
         self._clock = clock = clock or SystemClock()
         self._ttl_s = options.lease_ttl_s
         self._lock = threading.Condition()
+        self._log = RateLimitedLogger(log)
         self._turn = threading.Lock()
         self._inbox: deque[Callable[[], None]] = deque()
         self._orders: deque[TierOrder] = deque()
@@ -475,4 +477,6 @@ class LocalTiers:
             count_transfer(self._metrics, direction, [result], self._chain.tier_of)
         else:
             self._metrics.failure(f"{direction}_{result.outcome}")
-            log.warning("kvbm: %s %d: %s %s", direction, result.job_id, result.outcome, result.detail)
+            what = "stored" if direction is Direction.OFFLOAD else "loaded"
+            line = "kvbm: blocks were not %s (%s): %s"
+            self._log.warning((what, result.outcome), line, what, result.outcome, result.detail)

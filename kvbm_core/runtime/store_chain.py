@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -15,12 +14,13 @@ import numpy as np
 from kvbm_core.clock import Clock, SystemClock
 from kvbm_core.errors import Outcome
 from kvbm_core.observe.labels import DropReason
+from kvbm_core.observe.log import TroubleLog
 from kvbm_core.observe.metrics import Metrics
 from kvbm_core.policy.admission import AdmissionPolicy
 from kvbm_core.storage.base import BlockStore, Memory, parts_of
 from kvbm_core.storage.host_slab import HostSlab
 from kvbm_core.tiers.breaker import Breaker
-from kvbm_core.tiers.lower import FAILING
+from kvbm_core.tiers.lower import FAILING, WORDS
 from kvbm_core.transfer.movers.store import StoreMover
 from kvbm_core.transfer.plan import JobResult, OrderKind, TierOrder
 from kvbm_core.types import BlockKey, Direction, Tier
@@ -32,8 +32,6 @@ READY_WAIT_S = 10.0
 MAX_KNOWN_BLOCKS = 100_000
 KNOWN_S = 60.0
 """What is in the remote store is not put there again for so long."""
-
-log = logging.getLogger("kvbm")
 
 
 class Answers(NamedTuple):
@@ -95,6 +93,7 @@ class StoreChain:
         self._to_disk = ThreadPoolExecutor(1, "kvbm-remote-to-disk")
         self._changed = threading.Condition()
         self._breaker = Breaker(clock)
+        self._trouble = TroubleLog(clock=clock)
         self._free = list(range(self._slab.ready_slots))
         self._num_late = 0  # buffers of orders that were given up and are not over
         self._known: dict[BlockKey, float] = {}
@@ -349,11 +348,13 @@ class StoreChain:
         trouble = next((outcome for outcome in outcomes if outcome in FAILING), None)
         if kind is OrderKind.FETCH:
             self._is_fetch_failing = trouble is not None
-        if trouble is not None and self._breaker.failed():
-            log.warning("kvbm: the remote store fails (%s); it is left alone for a while", trouble)
+        if trouble is not None and self._breaker.failed() and trouble is Outcome.TIMED_OUT:
+            line = "kvbm: the %s does not answer: it is left alone for a while, and then tried again"
+            self._trouble.failed("answer", trouble, line, WORDS[Tier.REMOTE])
         # One that knows what it has and does not give it fails, however well it is asked.
         if trouble is None and not (kind is OrderKind.FIND and self._is_fetch_failing):
             self._breaker.succeeded()
+            self._trouble.worked("answer", "kvbm: the %s works again", WORDS[Tier.REMOTE])
 
     def _count(self, order: _Order, result: JobResult) -> None:
         metrics, kind = self._metrics, order.order.kind

@@ -11,10 +11,12 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Collection
+from functools import partial
 
 from msgspec.structs import replace
 
 from kvbm_core.errors import Outcome, StuckCopyError
+from kvbm_core.observe.log import RateLimitedLogger
 from kvbm_core.runtime.channel import WorkerChannel
 from kvbm_core.runtime.endpoint import Endpoint
 from kvbm_core.runtime.messages import (
@@ -104,6 +106,7 @@ class Worker:
         self._is_refused = False
         self._is_closed = False
         self._lock = threading.Lock()
+        self._log = RateLimitedLogger(log)
         self._done: list[JobResult] = []
         self._results: list[JobResult] = []
         self._notes: deque[Note] = deque()
@@ -402,14 +405,16 @@ class Worker:
                 self._orders.add(order.job_id)
         if memory is None or (is_answered and is_ended):
             if is_answered:
-                self._order_ended(rejected(order.job_id, "comes too late"))
+                self._order_ended(order, rejected(order.job_id, "comes too late"))
             return
-        memory.submit(order, self._order_ended)
+        memory.submit(order, partial(self._order_ended, order))
 
-    def _order_ended(self, result: JobResult) -> None:
+    def _order_ended(self, order: TierOrder, result: JobResult) -> None:
         """Not carried by the engine's steps: there may be none for a long time."""
-        if result.outcome not in (Outcome.OK, Outcome.REJECTED, Outcome.MISS):
-            log.warning("kvbm: worker %d: order %d: %s", self.rank, result.job_id, result.detail)
+        is_failure = result.outcome not in (Outcome.OK, Outcome.REJECTED, Outcome.MISS)
+        if is_failure and order.places:  # a store by key says itself what is wrong with it
+            line = "kvbm: rank %d: the %s: %s"
+            self._log.warning((order.tier, result.outcome), line, self.rank, order.tier, result.detail)
         with self._lock:
             self._orders.discard(result.job_id)
             (self._late.add if result.is_late else self._late.discard)(result.job_id)
@@ -444,9 +449,9 @@ class Worker:
         if not may_wait:
             self._acknowledge()
         if result.outcome not in (Outcome.OK, Outcome.REJECTED):
-            log.warning(
-                "kvbm: worker %d: job %d: %s %s", self.rank, result.job_id, result.outcome, result.detail
-            )
+            what = "stored" if direction is Direction.OFFLOAD else "loaded"
+            line = "kvbm: rank %d: blocks were not %s (%s): %s"
+            self._log.warning((what, result.outcome), line, self.rank, what, result.outcome, result.detail)
 
     def _acknowledge(self) -> None:
         results = [] if self._engine_carries_acks else self.take_results()

@@ -96,6 +96,10 @@ class KeyedTier(LowerTier):
         """Blocks on their way into the host."""
         return len(self._fetching)
 
+    def _is_news(self, outcome: Outcome) -> bool:
+        # A store says itself what is wrong with it; that it does not answer, it cannot.
+        return outcome is Outcome.TIMED_OUT
+
     @property
     def usage(self) -> tuple[int, int]:
         """Not known: others use the store too."""

@@ -13,6 +13,7 @@ from kvbm_core.blocks.slot_tier import BlockTier
 from kvbm_core.clock import Clock
 from kvbm_core.errors import Outcome
 from kvbm_core.observe.labels import DropReason
+from kvbm_core.observe.log import TroubleLog
 from kvbm_core.observe.metrics import Metrics
 from kvbm_core.policy.admission import AdmissionPolicy
 from kvbm_core.tiers.breaker import Breaker
@@ -25,6 +26,11 @@ STORE_BLOCKS = 64
 # What came back is not what was stored, or nothing came back: it is of no use to anybody.
 USELESS = frozenset({Outcome.MISS, Outcome.CORRUPT, Outcome.INCOMPATIBLE, Outcome.IO_ERROR})
 FAILING = frozenset({Outcome.IO_ERROR, Outcome.TIMED_OUT})
+WORDS = {
+    Tier.DISK: "disk (DYN_KVBM_DISK_CACHE_DIR)",
+    Tier.REMOTE: "store of all machines (KVBM_REMOTE_URL)",
+}
+"""What users know a tier by."""
 
 log = logging.getLogger("kvbm")
 
@@ -74,6 +80,7 @@ class LowerTier(ABC):
         self._around = around
         self._options = options
         self._breaker = Breaker(around.clock)
+        self._trouble = TroubleLog(clock=around.clock)
         self._waiting: deque[BlockKey] = deque()
         self._jobs: set[_StoreJob] = set()
         self._num_ranks = 0  # of those that store; 0: all
@@ -128,10 +135,21 @@ class LowerTier(ABC):
         """How something that the tier was asked for ended, or that it was given up."""
         if outcome is Outcome.OK:
             self._breaker.succeeded()
+            self._trouble.worked("answer", "kvbm: the %s works again", self._words)
         elif outcome in FAILING and self._breaker.failed():
-            log.warning("kvbm: the %s fails (%s); it is left alone for a while", self.name, outcome)
+            if self._is_news(outcome):
+                line = "kvbm: the %s fails (%s): it is left alone for a while, and then tried again"
+                self._trouble.failed("answer", outcome, line, self._words, outcome)
             self._around.metrics.dropped(DropReason.TRANSFER_FAILED, len(self._waiting))
             self._waiting.clear()
+
+    def _is_news(self, outcome: Outcome) -> bool:
+        """Whether nobody else has said that this is how it fails."""
+        return True
+
+    @property
+    def _words(self) -> str:
+        return WORDS.get(self.tier, self.name)
 
     def turn_off(self, reason: str) -> None:
         """It cannot be used in this process; the engine serves without it."""

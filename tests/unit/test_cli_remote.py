@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import time
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner, Result
@@ -41,6 +44,8 @@ def share(tmp_path: Path) -> Path:
     os.utime(path, (then_s, then_s))
     (path.parent / f".{path.name}.{'a' * 16}").write_bytes(b"half")
     (path.parent / "notes [1]").touch()
+    for name in ("README", "notes"):
+        (folder / "kvbm1" / NAME / name).write_text("by hand")
     (folder / "kvbm9").mkdir()
     (folder / "kvbm9" / path.name).touch()
     return folder
@@ -52,7 +57,8 @@ def test_ls_and_inspect_say_what_is_there(share: Path) -> None:
     assert NAME in listed.output and OTHER_NAME in listed.output and "all" in listed.output
     inspected = kvbm("inspect", share)
     assert inspected.exit_code == 0
-    assert "1 names are none of kvbm's" in inspected.output
+    assert f"{NAME}/{MEANING.shard_folder}: 1 name is not kvbm's" in inspected.output
+    assert f"{NAME}: 2 names are not kvbm's" in inspected.output
     assert f"last evicted by {os.uname().nodename} {os.getpid()}" in inspected.output
     for command in ("ls", "inspect"):
         told = json.loads(kvbm(command, share, "--json").output)
@@ -64,6 +70,7 @@ def test_ls_and_inspect_say_what_is_there(share: Path) -> None:
         assert shard["blocks_by_last_use"] == {"last_hour": 7, "last_day": 0, "last_week": 1, "older": 0}
         assert ours["last_used_unix_s"] - ours["least_recently_used_unix_s"] > 80_000
         assert theirs["evictor"] is None
+        assert (ours["strange"], theirs["strange"]) == (2, 0)
 
 
 def test_verify_finds_what_is_damaged_and_removes_it_if_told_to(share: Path) -> None:
@@ -105,13 +112,60 @@ def test_rm_removes_a_models_blocks_and_nothing_else(share: Path) -> None:
         assert get(one, KEYS[:8]) == [Outcome.OK] * 8
         removed = kvbm("rm", share, NAME, "--yes")
         assert removed.exit_code == 0 and "8 blocks removed" in removed.output
+        assert f"{NAME}: 3 names are not kvbm's and left alone" in removed.output
+        listed = kvbm("ls", share).output
+        assert NAME not in listed and OTHER_NAME in listed, "what has no blocks is not listed"
         assert get(one, KEYS[:8]) == [Outcome.MISS] * 8
         assert get(two, KEYS[8:]) == [Outcome.OK] * 4
         assert put(one, KEYS[:2]) == [Outcome.OK] * 2, "an engine that runs goes on"
         assert kvbm("rm", share, "--all", "--yes").exit_code == 0
     left = {path.name for path in files_below(share)}
-    assert left == {"notes [1]", path_of(share, KEYS[0]).name}, "of which one is of another version"
+    assert left == {"notes [1]", "README", "notes", path_of(share, KEYS[0]).name}  # this of another version
     assert (share / "kvbm9" / path_of(share, KEYS[0]).name).exists()
+    empty = kvbm("ls", share)
+    assert empty.exit_code == 0 and empty.output.startswith("no blocks below")
+
+
+@pytest.mark.parametrize("command", ["ls", "inspect", "verify", "rm"])
+@pytest.mark.parametrize("level", [".", "kvbm1", f"kvbm1/{NAME}"])
+def test_where_it_may_not_look_it_does_not_say_that_nothing_is_there(
+    share: Path, command: str, level: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed = share / level
+    _close(closed, monkeypatch)
+    result = kvbm(command, share, *(["--all", "--yes"] if command == "rm" else []))
+    assert result.exit_code == 2 and "\n" not in result.output.strip()
+    assert f"{closed}: Permission denied; run this as the engine's user" in result.output
+
+
+@pytest.mark.parametrize("command", ["ls", "inspect", "verify"])
+def test_a_part_that_it_may_not_look_into_is_said_and_tells_by_the_status(
+    share: Path, command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _close(share / "kvbm1" / NAME / MEANING.shard_folder, monkeypatch)
+    for more in ([], ["--json"]) if command != "verify" else ([],):
+        result = kvbm(command, share, *more)
+        line = f"{NAME}/{MEANING.shard_folder}: folders or files that cannot be read: 1"
+        assert (result.exit_code, line in result.output) == (1, True)
+
+
+def _close(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As for a user who may not read ``folder``; root, whom tests may run as, may read all."""
+    listdir, scandir = os.listdir, os.scandir
+
+    def look(call: Any, path: Any) -> Any:
+        if Path(path) == folder:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return call(path)
+
+    monkeypatch.setattr(os, "listdir", partial(look, listdir))
+    monkeypatch.setattr(os, "scandir", partial(look, scandir))
+
+
+def test_rm_of_all_where_nothing_is_asks_nothing_and_says_so(tmp_path: Path) -> None:
+    for more in ([], ["--yes"]):
+        result = kvbm("rm", tmp_path, "--all", *more)
+        assert (result.exit_code, result.output) == (0, f"no blocks below {tmp_path} (kvbm1/)\n")
 
 
 @pytest.mark.parametrize(

@@ -297,6 +297,32 @@ def test_a_shared_directory_has_a_url_and_a_size(monkeypatch: pytest.MonkeyPatch
     assert remote_directory("file://localhost/mnt/kv") == Path("/mnt/kv")
 
 
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [
+        ("file://mnt/kv", "what follows two slashes names a machine"),
+        ("file:///mnt/kv?x=1", "write %3F or %23"),
+        ("file:///mnt/kv#1", "write %3F or %23"),
+        ("file:///", "the root of all files"),
+        ("/mnt/kv", "write file:// and the absolute path"),
+    ],
+)
+def test_a_url_of_no_directory_is_told_what_is_wrong_with_it(
+    url: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVBM_REMOTE_URL", url)
+    error = error_of()
+    assert error.setting == "KVBM_REMOTE_URL" and said in str(error)
+
+
+def test_settings_of_a_shared_directory_without_one_are_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVBM_REMOTE_CACHE_GB", "500")
+    remedy = "has no effect without KVBM_REMOTE_URL; set that too, such as file:///mnt/kv"
+    assert KvbmSettings.from_env().warnings == (f"kvbm: KVBM_REMOTE_CACHE_GB=500.0: {remedy}",)
+    monkeypatch.setenv("KVBM_REMOTE_URL", "file:///mnt/kv")
+    assert KvbmSettings.from_env().warnings == ()
+
+
 def test_no_password_of_a_url_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVBM_REMOTE_URL", "s3://name:secret@host/bucket")
     error = error_of()

@@ -15,11 +15,12 @@ from unittest.mock import patch
 
 import pytest
 
-from kvbm_core.clock import Clock
+from kvbm_core.clock import Clock, ManualClock
 from kvbm_core.errors import Outcome
 from kvbm_core.storage.directory import store as store_module
 from kvbm_core.storage.directory.names import FINGERPRINT_BYTES, Meaning, file_name, key_in
 from kvbm_core.storage.directory.pool import _Call
+from kvbm_core.storage.directory.record_files import CHECK_EVERY_S
 from kvbm_core.storage.directory.store import DirectoryOptions, DirectoryStore
 from kvbm_core.storage.disk.record import FORMAT_VERSION
 from kvbm_core.storage.stores import StoreSpec, open_store
@@ -260,6 +261,68 @@ def test_a_directory_that_goes_away_comes_back(tmp_path: Path) -> None:
         assert put(store, KEYS) == get(store, KEYS) == [OK] * 6
 
 
+def _not_there(path: Path) -> None:
+    pass
+
+
+def _file(path: Path) -> None:
+    path.touch()
+
+
+def _open_to_others(path: Path) -> None:
+    (path / "kvbm1").mkdir(parents=True)
+    (path / "kvbm1").chmod(0o777)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (_not_there, "No such file or directory; make it, or mount the file system that it is on"),
+        (_file, "Not a directory; name a directory"),
+        (_open_to_others, "others can write to"),
+    ],
+)
+def test_a_directory_that_cannot_be_used_is_one_line_and_one_when_it_can(
+    tmp_path: Path, spoil: Callable[[Path], None], said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "share"
+    spoil(path)
+    with opened(path) as store:
+        for _ in range(3):
+            assert put(store, KEYS) == get(store, KEYS) == [Outcome.IO_ERROR] * 6
+        (line,) = caplog.messages
+        assert line.startswith(f"kvbm: KVBM_REMOTE_URL: {path} cannot be used: ") and said in line
+        assert line.endswith("; the engine serves without it until it can")
+        caplog.clear()
+        if path.exists():
+            path.rename(tmp_path / "away")
+        path.mkdir()
+        for _ in range(2):
+            assert put(store, KEYS) == get(store, KEYS) == [OK] * 6
+        assert caplog.messages == [f"kvbm: KVBM_REMOTE_URL: {path} is used again"]
+
+
+def test_blocks_that_cannot_be_written_are_one_line_and_one_when_they_can(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    calls, clock = FaultyCalls(), ManualClock()
+    with opened(tmp_path, calls=calls, clock=clock) as store:
+        put(store, KEYS[:1])
+        for _ in range(3):  # within some minutes
+            calls.fails = {"pwritev": errno.EPERM}
+            for _ in range(3):
+                assert put(store, KEYS[1:]) == [Outcome.IO_ERROR] * 5
+                assert put(store, KEYS[:1]) == get(store, KEYS[:1]) == [OK], "nothing is written for this"
+            calls.fails = {}
+            assert put(store, KEYS[1:]) == [OK] * 5
+            store.remove_many(KEYS[1:], deadline_s=LONG_S)
+    where = f"kvbm: KVBM_REMOTE_URL: blocks in {tmp_path}"
+    assert caplog.messages == [
+        f"{where} cannot be written: Operation not permitted; the engine serves without them",
+        f"{where} are written again",
+    ]
+
+
 def test_folders_that_were_removed_are_made_again(tmp_path: Path) -> None:
     with opened(tmp_path) as store:
         put(store, KEYS)
@@ -314,6 +377,30 @@ def test_a_folder_of_another_user_is_refused_until_it_is_ours(tmp_path: Path) ->
         assert get(store, KEYS[:1]) == [Outcome.IO_ERROR]
         calls.lstat = plain  # type: ignore[method-assign]
         assert get(store, KEYS[:1]) == [OK], "no restart is needed"
+
+
+@pytest.mark.parametrize("level", [1, 2, 3])
+def test_a_folder_that_is_opened_to_others_while_it_is_used_is_refused(tmp_path: Path, level: int) -> None:
+    clock = ManualClock()
+    with opened(tmp_path, clock=clock) as store:
+        put(store, KEYS[:1])
+        folder = path_of(tmp_path, KEYS[0]).parents[4 - level]
+        folder.chmod(0o777)
+        clock.advance(CHECK_EVERY_S)
+        assert get(store, KEYS[:1]) == put(store, KEYS[1:2]) == [Outcome.IO_ERROR]
+        folder.chmod(0o700)
+        assert get(store, KEYS[:1]) == put(store, KEYS[1:2]) == [OK], "no restart is needed"
+
+
+def test_looking_again_makes_nothing_below_a_mount_that_is_gone(tmp_path: Path) -> None:
+    clock, path = ManualClock(), tmp_path / "share"
+    path.mkdir()
+    with opened(path, clock=clock) as store:
+        put(store, KEYS[:1])
+        path.rename(tmp_path / "away")
+        path.mkdir()
+        clock.advance(CHECK_EVERY_S)
+        assert get(store, KEYS[:1]) == [MISS] and list(path.iterdir()) == []
 
 
 def test_a_file_of_another_user_is_read_only_where_the_group_is_trusted(tmp_path: Path) -> None:

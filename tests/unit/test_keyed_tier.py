@@ -12,7 +12,7 @@ import pytest
 from kvbm_core.errors import IntegrityError, Outcome
 from kvbm_core.policy.admission import AdmitAll
 from kvbm_core.policy.frequency import FrequencyFilter
-from kvbm_core.tiers.breaker import FAILURES_IN_A_ROW, FIRST_PAUSE_S
+from kvbm_core.tiers.breaker import FAILURES_IN_A_ROW, FIRST_PAUSE_S, LONGEST_PAUSE_S
 from kvbm_core.tiers.keyed import HOST_SHARE, KeyedOptions, KeyedTier
 from kvbm_core.tiers.lower import StoringOptions
 from kvbm_core.transfer.plan import OrderKind, TierOrder
@@ -412,6 +412,27 @@ def test_a_store_that_fails_is_left_alone_for_a_while() -> None:
     bench.find(KEYS[5:6])
     bench.tier.offer(KEYS[100:102])
     assert bench.take_sent()[0].kind is OrderKind.STORE and bench.tier.is_usable
+
+
+@pytest.mark.parametrize(("outcome", "num_lines"), [(Outcome.TIMED_OUT, 2), (Outcome.IO_ERROR, 0)])
+def test_what_a_store_cannot_say_itself_is_said_once_however_long_it_lasts(
+    outcome: Outcome, num_lines: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    bench = Bench(first_find_blocks=1)
+    for i in range(FAILURES_IN_A_ROW + 20):
+        bench.clock.advance(LONGEST_PAUSE_S)
+        bench.find(KEYS[i : i + 1], outcome=outcome)
+    bench.clock.advance(LONGEST_PAUSE_S)
+    for key in KEYS[50:52]:
+        bench.find([key])
+    assert (
+        caplog.messages
+        == [
+            "kvbm: the store of all machines (KVBM_REMOTE_URL) fails (timed_out): it is left alone for a "
+            "while, and then tried again",
+            "kvbm: the store of all machines (KVBM_REMOTE_URL) works again",
+        ][:num_lines]
+    )
 
 
 @pytest.mark.parametrize("outcome", [Outcome.MISS, Outcome.CORRUPT, Outcome.REJECTED, Outcome.BUSY])

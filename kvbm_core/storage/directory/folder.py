@@ -14,6 +14,8 @@ from kvbm_core.storage.directory.calls import FileCalls
 from kvbm_core.storage.directory.names import TOP, Meaning, temporary_name
 from kvbm_core.storage.disk.record import SECTOR_BYTES
 
+SETTING = "KVBM_REMOTE_URL"
+
 
 class Folder:
     """``path``/kvbm1/namespace/shard. Any thread; nothing here ends before the file system answers.
@@ -50,10 +52,15 @@ class Folder:
         for folder in (self.namespace.parent, self.namespace, self.shard):
             self.make(folder)
         self._probe()
-        for folder in (self.namespace.parent, self.namespace, self.shard):
-            self._check(folder)
+        self.check()
         self._gid = self.calls.lstat(self.shard).st_gid
         self._device = device
+
+    def check(self) -> None:
+        """Whether others can write to the folders that are there. OSError, whose text says what to do."""
+        for folder in (self.namespace.parent, self.namespace, self.shard):
+            with suppress(FileNotFoundError):
+                self._check(folder)
 
     def restore(self) -> None:
         """The shard's folder is missing: makes it anew if it was removed. OSError if ``path`` is now another

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -52,6 +52,23 @@ class Shard:
     unreadable: int = 0
 
 
+class Model(NamedTuple):
+    """A model's folder, but for its ranks' folders. ``evictor``: who keeps it within its size, by his own
+    word, "host pid"; empty if nobody ever has. ``strange``: as a Shard's.
+    """
+
+    evictor: str
+    strange: int
+
+
+class Removed(NamedTuple):
+    """``strange``: names that are none of ours, which stay, and so do the folders that they are in."""
+
+    files: int
+    num_bytes: int
+    strange: int
+
+
 class Checked(NamedTuple):
     """A file that was read. ``what`` is wrong with it, empty if nothing is."""
 
@@ -63,27 +80,37 @@ class Checked(NamedTuple):
 
 
 def shards_in(directory: Path) -> Iterator[tuple[str, str]]:
-    """(namespace, shard) of each rank's folder, in order. OSError if ``directory`` cannot be read."""
+    """(namespace, shard) of each rank's folder, in order. OSError if ``directory``, or a folder above those
+    of ranks, cannot be read.
+    """
     os.scandir(directory).close()
     for namespace in filter(is_namespace, _names_in(directory / TOP)):
         for shard in filter(is_shard, _names_in(directory / TOP / namespace)):
             yield namespace, shard
 
 
+def look_at(directory: Path, namespace: str) -> Model:
+    """What is in a model's folder beside those of its ranks. OSError if it cannot be read."""
+    names = _names_in(directory / TOP / namespace)
+    strange = sum(not (is_shard(name) or name == LOCK or is_temporary(name)) for name in names)
+    return Model(_evictor_of(directory / TOP / namespace), strange)
+
+
 def count(directory: Path, namespace: str, shard: str, now_ns: int, on_folders: OnProgress) -> Shard:
     """Looks at all files of a rank's folder; ``on_folders(1)`` after each of up to 4096 folders in it."""
     seen = Shard(namespace, shard)
     for folder in _folders_in(directory / TOP / namespace / shard, seen):
-        for name in _names_in(folder, seen):
+        for name in _readable_names_in(folder, seen):
             _count_file(folder / name, seen, now_ns)
         on_folders(1)
     return seen
 
 
 def files_in(directory: Path, namespace: str, shard: str) -> Iterator[Path]:
-    """The files that have the name of a block."""
-    for folder in _folders_in(directory / TOP / namespace / shard):
-        yield from (folder / name for name in _names_in(folder) if key_in(name) is not None)
+    """The files that have the name of a block, in folders that can be read: see ``count`` for the others."""
+    seen = Shard(namespace, shard)
+    for folder in _folders_in(directory / TOP / namespace / shard, seen):
+        yield from (folder / name for name in _readable_names_in(folder, seen) if key_in(name) is not None)
 
 
 def verify(paths: Sequence[Path]) -> Iterator[Checked]:
@@ -93,55 +120,66 @@ def verify(paths: Sequence[Path]) -> Iterator[Checked]:
             yield from pool.map(_check, paths[start : start + VERIFIED_TOGETHER])
 
 
-def remove_namespace(directory: Path, namespace: str, on_files: OnProgress) -> tuple[int, int]:
-    """Removes its blocks, what is half written, and the folders that are empty then: (files, bytes).
+def remove_namespace(directory: Path, namespace: str, on_files: OnProgress) -> Removed:
+    """Removes its blocks, what is half written, and the folders that are empty then.
 
     OSError for a folder that cannot be read or a file that cannot be removed.
     """
     top = directory / TOP / namespace
-    removed, removed_bytes = 0, 0
+    removed, removed_bytes, strange = 0, 0, 0
     for shard in filter(is_shard, os.listdir(top)):
         for fan in filter(is_fan, os.listdir(top / shard)):
             for name in os.listdir(top / shard / fan):
-                size = _remove(top / shard / fan / name, lambda name: key_in(name) is not None)
-                removed, removed_bytes = removed + (size is not None), removed_bytes + (size or 0)
-                on_files(size is not None)
+                is_block = key_in(name) is not None
+                size = _remove(top / shard / fan / name, is_ours=is_block)
+                if is_block and size is not None:
+                    removed, removed_bytes = removed + 1, removed_bytes + size
+                    on_files(1)
+                strange += size is None
             _rmdir(top / shard / fan)
         for name in os.listdir(top / shard):
-            _remove(top / shard / name)
+            strange += not is_fan(name) and _remove(top / shard / name) is None
         _rmdir(top / shard)
     for name in os.listdir(top):
-        _remove(top / name, lambda name: name == LOCK)
+        strange += not is_shard(name) and _remove(top / name, is_ours=name == LOCK) is None
     _rmdir(top)
-    return removed, removed_bytes
-
-
-def evictor_of(directory: Path, namespace: str) -> str:
-    """Who keeps it within its size, by his own word: "host pid"; empty if nobody ever has."""
-    try:
-        with reading(directory / TOP / namespace / LOCK) as fd:
-            return os.pread(fd, MAX_LOCK_BYTES, 0).decode(errors="replace").strip()
-    except OSError:
-        return ""
+    return Removed(removed, removed_bytes, strange)
 
 
 # -------------------------------------------------------------------- inside
 
 
-def _names_in(folder: Path, seen: Shard | None = None) -> list[str]:
+def _names_in(folder: Path) -> list[str]:
+    """None if it is not there, or is no folder. OSError if it cannot be read."""
     try:
         return sorted(os.listdir(folder))
     except OSError as error:
-        if seen is not None and error.errno not in NOT_THERE:
-            seen.unreadable += 1
+        if error.errno in NOT_THERE:
+            return []
+        raise
+
+
+def _readable_names_in(folder: Path, seen: Shard) -> list[str]:
+    try:
+        return _names_in(folder)
+    except OSError:
+        seen.unreadable += 1
         return []
 
 
-def _folders_in(shard: Path, seen: Shard | None = None) -> Iterator[Path]:
-    for name in _names_in(shard, seen):
+def _evictor_of(folder: Path) -> str:
+    try:
+        with reading(folder / LOCK) as fd:
+            return os.pread(fd, MAX_LOCK_BYTES, 0).decode(errors="replace").strip()
+    except OSError:
+        return ""
+
+
+def _folders_in(shard: Path, seen: Shard) -> Iterator[Path]:
+    for name in _readable_names_in(shard, seen):
         if is_fan(name):
             yield shard / name
-        elif seen is not None:
+        else:
             seen.temporary += is_temporary(name)
             seen.strange += not is_temporary(name)
 
@@ -198,9 +236,9 @@ def _what_is_wrong(fd: int, path: Path, num_bytes: int) -> str:
     return "" if state.digest() == header.digest else "the payload does not match its checksum"
 
 
-def _remove(path: Path, is_ours: Callable[[str], bool] = lambda name: False) -> int | None:
-    """Its bytes, if it is a block; None if it is not."""
-    if not (is_ours(path.name) or is_temporary(path.name)):
+def _remove(path: Path, *, is_ours: bool = False) -> int | None:
+    """The bytes of what was removed, or had gone; None if it is none of ours, nor half written."""
+    if not (is_ours or is_temporary(path.name)):
         return None
     try:
         status = os.lstat(path)
@@ -208,8 +246,8 @@ def _remove(path: Path, is_ours: Callable[[str], bool] = lambda name: False) -> 
             return None
         path.unlink()
     except FileNotFoundError:
-        return None
-    return status.st_size if is_ours(path.name) else None
+        return 0
+    return status.st_size
 
 
 def _rmdir(folder: Path) -> None:

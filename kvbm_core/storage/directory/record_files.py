@@ -15,10 +15,11 @@ from pathlib import Path
 
 import xxhash
 
+from kvbm_core.clock import Clock
 from kvbm_core.errors import Outcome
-from kvbm_core.observe.log import RateLimitedLogger
+from kvbm_core.observe.log import RateLimitedLogger, TroubleLog
 from kvbm_core.storage.base import Memory, parts_of
-from kvbm_core.storage.directory.folder import Folder
+from kvbm_core.storage.directory.folder import SETTING, Folder
 from kvbm_core.storage.directory.names import fan_folder, file_name, temporary_name
 from kvbm_core.storage.disk.record import (
     SECTOR_BYTES,
@@ -42,6 +43,15 @@ FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 Move = Callable[[int, Sequence[memoryview], int], int]
 
+CHECK_EVERY_S = 60.0
+"""Whose the folders are, and who can write to them, is looked at again after so long."""
+REMEDIES = {
+    errno.ENOENT: "; make it, or mount the file system that it is on",
+    errno.ENOTDIR: "; name a directory",
+    errno.EACCES: "; let the engine's user write there",
+    errno.EROFS: "; mount it so that it can be written to",
+}
+
 limited_log = RateLimitedLogger()
 
 
@@ -59,8 +69,13 @@ class RecordFiles:
     the pages are given back after use.
     """
 
-    def __init__(self, folder: Folder, fingerprint: bytes, payload_bytes: int, *, is_direct: bool) -> None:
+    def __init__(
+        self, folder: Folder, fingerprint: bytes, payload_bytes: int, clock: Clock, *, is_direct: bool
+    ) -> None:
         self._folder = folder
+        self._clock = clock
+        self._check_at_s = float("-inf")
+        self._trouble = TroubleLog(clock=clock)
         self._calls = folder.calls
         self._header = FileHeader(folder.life, fingerprint, payload_bytes, 1)
         self._payload_bytes = payload_bytes
@@ -72,7 +87,9 @@ class RecordFiles:
     def has(self, key: BlockKey) -> Outcome:
         """OK or MISS, by name, length and owner."""
         try:
-            return Outcome.OK if self._is_good(self._calls.lstat(self._path(key))) else Outcome.MISS
+            is_good = self._is_good(self._calls.lstat(self._path(key)))
+            self._worked("looked for")
+            return Outcome.OK if is_good else Outcome.MISS
         except OSError as error:
             return self._failed(error, "looked for")
 
@@ -92,6 +109,7 @@ class RecordFiles:
                 self._calls.close(fd)
             if outcome is not Outcome.OK:
                 self._remove_bad(path, status, outcome)
+            self._worked("read")
             return outcome
         except OSError as error:
             return self._failed(error, "read")
@@ -116,6 +134,7 @@ class RecordFiles:
                     return Outcome.TIMED_OUT
                 self._calls.rename(temporary, path)
                 is_renamed = True
+                self._worked("written")
                 return Outcome.OK
             finally:
                 if not is_renamed:
@@ -128,20 +147,27 @@ class RecordFiles:
         """OK, or MISS if it was not there."""
         try:
             self._calls.unlink(self._path(key))
+            self._worked("removed")
             return Outcome.OK
         except OSError as error:
             return self._failed(error, "removed")
 
     def open_folder(self) -> Outcome:
-        """OK if the folder is there and can be trusted."""
-        if self._folder.is_open:
+        """OK if the folder is there and can be trusted; that is looked at every CHECK_EVERY_S."""
+        now_s = self._clock.now_s()
+        if now_s < self._check_at_s:
             return Outcome.OK
         try:
-            self._folder.open()
-            return Outcome.OK
+            (self._folder.check if self._folder.is_open else self._folder.open)()
         except OSError as error:
-            limited_log.warning(("open", error.errno), "kvbm: %s: %s", self._folder.path, error.strerror)
-        return Outcome.IO_ERROR
+            line = "kvbm: %s: %s cannot be used: %s%s; the engine serves without it until it can"
+            remedy = REMEDIES.get(error.errno or 0, "")
+            place = self._folder.path
+            self._trouble.failed("used", error.errno, line, SETTING, place, error.strerror, remedy)
+            return Outcome.IO_ERROR
+        self._check_at_s = now_s + CHECK_EVERY_S
+        self._trouble.worked("used", "kvbm: %s: %s is used again", SETTING, self._folder.path)
+        return Outcome.OK
 
     # ---------------------------------------------------------------- reading
 
@@ -274,10 +300,12 @@ class RecordFiles:
             return Outcome.MISS
         else:
             outcome = Outcome.IO_ERROR
-        limited_log.warning(
-            (what, error.errno), "kvbm: a block in %s was not %s: %s", self._folder.path, what, error.strerror
-        )
+        line = "kvbm: %s: blocks in %s cannot be %s: %s; the engine serves without them"
+        self._trouble.failed(what, error.errno, line, SETTING, self._folder.path, what, error.strerror)
         return outcome
+
+    def _worked(self, what: str) -> None:
+        self._trouble.worked(what, "kvbm: %s: blocks in %s are %s again", SETTING, self._folder.path, what)
 
 
 def _move(call: Move, fd: int, pieces: Sequence[memoryview]) -> int:

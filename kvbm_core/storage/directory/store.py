@@ -70,7 +70,7 @@ class DirectoryStore:
         self._calls = calls or FileCalls()
         self._folder = Folder(path, meaning, self._calls, trusts_group=options.trusts_group)
         self._files = RecordFiles(
-            self._folder, meaning.fingerprint, payload_bytes, is_direct=options.is_direct
+            self._folder, meaning.fingerprint, payload_bytes, clock, is_direct=options.is_direct
         )
         self._readers = CallPool("directory-read", options.num_threads, clock)
         self._writers = CallPool("directory-write", options.num_threads, clock)
