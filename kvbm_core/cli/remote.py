@@ -71,7 +71,7 @@ def ls_command(url: Url, as_json_text: AsJson = False) -> None:
     directory, shards, _ = _counted(url, "ls", as_json_text=as_json_text)
     if full := [shard for shard in shards if shard.num_bytes]:
         table_console().print(namespaces_table(directory, full, time.time_ns()))
-    else:
+    elif not any(unreadable_notes(shards)):
         _say_nothing_there(directory)
     _end(shards)
 
@@ -127,8 +127,9 @@ def verify_command(
     )
     for line in damage_lines(lines, len(bad)):
         typer.echo(line)
-    typer.echo(verdict("blocks", good, len(bad) - unreadable, unreadable))
     closed = list(unreadable_notes(shards))
+    what = "blocks that can be read" if closed else "blocks"
+    typer.echo(verdict(what, good, len(bad) - unreadable, unreadable))
     for line in closed:
         typer.echo(line)
     if remove_damaged:

@@ -28,7 +28,7 @@ USELESS = frozenset({Outcome.MISS, Outcome.CORRUPT, Outcome.INCOMPATIBLE, Outcom
 FAILING = frozenset({Outcome.IO_ERROR, Outcome.TIMED_OUT})
 WORDS = {
     Tier.DISK: "disk (DYN_KVBM_DISK_CACHE_DIR)",
-    Tier.REMOTE: "store of all machines (KVBM_REMOTE_URL)",
+    Tier.REMOTE: "shared store (KVBM_REMOTE_URL)",
 }
 """What users know a tier by."""
 

@@ -223,12 +223,16 @@ def test_one_that_hangs_holds_up_nobody_beyond_the_deadline(
 
 
 @pytest.mark.parametrize("call", [get, find])
-def test_one_that_hangs_is_left_alone(bench: Bench, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_that_hangs_is_left_alone(
+    bench: Bench, call: Call, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     chain = hanging(bench, monkeypatch, 0.05)
     ends_at_s = SystemClock().now_s() + LONG_S
     while not chain._breaker.is_open:
         call(bench, chain)
         assert SystemClock().now_s() < ends_at_s
+    line = "kvbm: the shared store (KVBM_REMOTE_URL) does not answer: it is left alone for a while, and then"
+    assert [message.startswith(line) for message in caplog.messages] == [True]
     calls = len(bench.remote.calls)
     assert call(bench, chain) == [Outcome.MISS] * 3
     assert len(bench.remote.calls) == calls
@@ -249,7 +253,9 @@ def test_buffers_that_it_may_still_touch_are_not_waited_for(
     assert chain.settle(LONG_S) and len(bench.blocks.blocks) > 13
 
 
-def test_one_that_fails_is_left_alone(bench: Bench) -> None:
+def test_one_that_fails_is_left_alone_and_says_so_itself(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
     chain = bench.chain()
     bench.remote.faults = ToyFaults(fails=1.0)
     for number in range(FAILURES_IN_A_ROW):
@@ -257,7 +263,7 @@ def test_one_that_fails_is_left_alone(bench: Bench) -> None:
     calls = len(bench.remote.calls)
     assert bench.suite.put(chain, KEYS[:4]) == bench.suite.get(chain, KEYS[:4]) == [Outcome.OK] * 4
     assert bench.suite.get(chain, KEYS[10:14]) == [Outcome.MISS] * 4
-    assert len(bench.remote.calls) == calls
+    assert len(bench.remote.calls) == calls and not caplog.messages
 
 
 def test_one_that_writes_late_writes_to_nobody(bench: Bench) -> None:

@@ -142,11 +142,14 @@ def test_where_it_may_not_look_it_does_not_say_that_nothing_is_there(
 def test_a_part_that_it_may_not_look_into_is_said_and_tells_by_the_status(
     share: Path, command: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    (share / "kvbm1" / OTHER_NAME).rename(share / "elsewhere")
     _close(share / "kvbm1" / NAME / MEANING.shard_folder, monkeypatch)
     for more in ([], ["--json"]) if command != "verify" else ([],):
         result = kvbm(command, share, *more)
         line = f"{NAME}/{MEANING.shard_folder}: folders or files that cannot be read: 1"
         assert (result.exit_code, line in result.output) == (1, True)
+        assert "no blocks below" not in result.output
+        assert command != "verify" or "no blocks that can be read" in result.output
 
 
 def _close(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

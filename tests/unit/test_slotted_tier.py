@@ -15,7 +15,7 @@ from kvbm_core.runtime.handshake import SlotsFound, SlotsReady, TierOff
 from kvbm_core.runtime.leader import EMPTY_BLOCKS, TAKE_IN_BLOCKS
 from kvbm_core.storage.disk.recovery import REPORT_SLOTS, Found
 from kvbm_core.testing.leader_bench import ROOT, BenchDisk, LeaderBench
-from kvbm_core.tiers.breaker import FAILURES_IN_A_ROW, FIRST_PAUSE_S
+from kvbm_core.tiers.breaker import FAILURES_IN_A_ROW, FIRST_PAUSE_S, LONGEST_PAUSE_S
 from kvbm_core.transfer.plan import OrderKind, TierOrder
 from kvbm_core.types import BlockKey
 from tests.unit.disk_bench import (
@@ -303,6 +303,24 @@ def test_a_disk_that_fails_is_left_alone_and_tried_again_later() -> None:
     bench.store(list(range(700, 708)))
     assert bench.write_to_disk() == 2
     bench.assert_idle()
+
+
+def test_that_a_disk_fails_and_works_again_is_a_line_each(caplog: pytest.LogCaptureFixture) -> None:
+    bench = bench_of(num_slots=20)
+    stored(bench)
+    break_disk(bench)
+    for number in range(5):
+        bench.clock.advance(LONGEST_PAUSE_S)
+        bench.store(range(2000 + 8 * number, 2008 + 8 * number))
+        assert bench.write_to_disk(Outcome.TIMED_OUT) == 2 and not bench.disk.is_usable
+    bench.clock.advance(LONGEST_PAUSE_S)
+    bench.store(list(range(700, 708)))
+    assert bench.write_to_disk() == 2
+    disk = "kvbm: the disk (DYN_KVBM_DISK_CACHE_DIR)"
+    assert [line for line in caplog.messages if line.startswith(disk)] == [
+        f"{disk} fails (timed_out): it is left alone for a while, and then tried again",
+        f"{disk} works again",
+    ]
 
 
 def test_a_load_that_works_ends_the_count_of_failures() -> None:

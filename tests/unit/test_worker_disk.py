@@ -24,7 +24,7 @@ from kvbm_core.transfer import rank as rank_module
 from kvbm_core.transfer.movers import disk as disk_module
 from kvbm_core.transfer.movers import disk_file as module
 from kvbm_core.transfer.movers.disk_file import RankFile
-from kvbm_core.transfer.plan import JobResult, OrderKind, TierOrder, TransferPlan
+from kvbm_core.transfer.plan import JobResult, OrderKind, TierOrder, TransferPlan, rejected
 from kvbm_core.types import BlockKey, Direction
 from tests.faults.doubles import BUFFERED
 from tests.unit.disk_mover_bench import GatedIo
@@ -62,6 +62,27 @@ def test_a_directory_that_cannot_be_used_leaves_the_host_tier(
         finally:
             engine.close()
     assert (tmp_path / "blocks").read_text() == "a file"
+
+
+def test_a_store_that_fails_is_one_line_however_often_it_is_asked(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A disk that fails is one a minute, with the file."""
+    engine = DiskEngine(tmp_path, store_url=f"file://{tmp_path}/none")
+    try:
+        engine.wait_ready()
+        for number in range(5):
+            job_id = 10**6 + number  # of no job of the leader's
+            engine.tell_all(TierOrder(job_id, "store", OrderKind.STORE, STRAY.keys, STRAY.slots))
+        engine.wait_for(lambda: engine.leader.stale_results_total == 5)
+        (line,) = caplog.messages
+        assert line.startswith(f"kvbm: KVBM_REMOTE_URL: {tmp_path}/none cannot be used: No such file")
+        caplog.clear()
+        for _ in range(3):
+            engine.workers[0]._order_ended(STRAY, rejected(0, "io_error in a file", Outcome.IO_ERROR))
+        assert caplog.messages == ["kvbm: rank 0: the disk: io_error in a file"]
+    finally:
+        engine.close()
 
 
 @pytest.mark.parametrize("is_reset", [False, True])

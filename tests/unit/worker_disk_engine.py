@@ -15,7 +15,7 @@ from kvbm_core.policy.admission import AdmitAll
 from kvbm_core.policy.lru import LruPolicy
 from kvbm_core.runtime.channel import LeaderChannel
 from kvbm_core.runtime.endpoint import Endpoint
-from kvbm_core.runtime.handshake import Handshake
+from kvbm_core.runtime.handshake import Handshake, PlanTier
 from kvbm_core.runtime.leader import Leader, LeaderOptions, LeaderParts
 from kvbm_core.runtime.messages import Move
 from kvbm_core.runtime.worker import Worker
@@ -23,6 +23,7 @@ from kvbm_core.storage.disk.allocate import FileOptions
 from kvbm_core.storage.disk.record import whole_sectors
 from kvbm_core.testing.executor_bench import two_group_memory
 from kvbm_core.testing.leader_bench import ROOT
+from kvbm_core.tiers.keyed import keyed_tier
 from kvbm_core.tiers.slotted import SlottedTier, slotted_tier
 from kvbm_core.transfer.plan import OrderKind, TierOrder, TierPlace, TransferPlan
 from kvbm_core.transfer.rank import RankOptions
@@ -43,7 +44,8 @@ class DiskEngine(Engine):
     """Engine with a disk tier in ``folder``/blocks. Blocks of PROMPT are those of the device blocks of
     TABLES.
 
-    ``replicates``: every rank has the same blocks, which rank 0 stores for all.
+    ``replicates``: every rank has the same blocks, which rank 0 stores for all. ``store_url``: of a tier
+    "store" by key below the disk.
     """
 
     def __init__(
@@ -54,12 +56,18 @@ class DiskEngine(Engine):
         io_deadline_s: float = 20.0,
         options: FileOptions = BUFFERED,
         replicates: bool = False,
+        store_url: str = "",
     ) -> None:
         path = folder / "s.sock"
         self.endpoint = Endpoint(f"ipc://{path}", path, secret=b"s")
         self.folder = folder / "blocks"
         self.news = threading.Condition()
-        self.handshake = Handshake(ranks, lambda block_bytes: NUM_SLOTS, {"disk": self._plan_disk})
+        plans: dict[str, PlanTier] = {"disk": self._plan_disk}
+        makers = [slotted_tier("disk", Tier.DISK, AdmitAll())]
+        if store_url:
+            plans["store"] = lambda block_bytes, fingerprint: TierPlace("store", store_url, model="m")
+            makers.append(keyed_tier("store", Tier.REMOTE, AdmitAll()))
+        self.handshake = Handshake(ranks, lambda block_bytes: NUM_SLOTS, plans)
         clock = SystemClock()
         self.tier = BlockTier(Tier.HOST, LruPolicy(), clock)
         self.leader = Leader(
@@ -69,7 +77,7 @@ class DiskEngine(Engine):
             clock=clock,
             metrics=Metrics(),
             options=LeaderOptions(),
-            parts=LeaderParts((slotted_tier("disk", Tier.DISK, AdmitAll()),), self.tell_all),
+            parts=LeaderParts(tuple(makers), self.tell_all),
         )
         self.channel = LeaderChannel(self.endpoint, self._on_message)  # type: ignore[arg-type]
         self._shard_of = [0 if replicates else rank for rank in range(ranks)]
