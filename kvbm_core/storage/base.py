@@ -43,7 +43,8 @@ class BlockStore(Protocol):
 
     Every ``*_many`` call answers with one Outcome per key, in order, within ``deadline_s`` seconds, and
     raises only for misuse. A store may forget a block at any time (MISS) but never answers OK with other
-    bytes than were put: what does not verify is CORRUPT.
+    bytes than were put: what does not verify is CORRUPT. Why it fails it logs itself, once, and once that it
+    works again; but that it does not answer is said by whoever asks.
     """
 
     def contains_many(self, keys: Sequence[BlockKey], *, deadline_s: float) -> list[Outcome]:

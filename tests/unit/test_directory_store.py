@@ -309,16 +309,17 @@ def test_blocks_that_cannot_be_written_are_one_line_and_one_when_they_can(
     with opened(tmp_path, calls=calls, clock=clock) as store:
         put(store, KEYS[:1])
         for _ in range(3):  # within some minutes
-            calls.fails = {"pwritev": errno.EPERM}
+            calls.fails = {"pwritev": errno.ENOSPC}
             for _ in range(3):
-                assert put(store, KEYS[1:]) == [Outcome.IO_ERROR] * 5
+                assert put(store, KEYS[1:]) == [Outcome.NO_SPACE] * 5
                 assert put(store, KEYS[:1]) == get(store, KEYS[:1]) == [OK], "nothing is written for this"
             calls.fails = {}
             assert put(store, KEYS[1:]) == [OK] * 5
             store.remove_many(KEYS[1:], deadline_s=LONG_S)
     where = f"kvbm: KVBM_REMOTE_URL: blocks in {tmp_path}"
     assert caplog.messages == [
-        f"{where} cannot be written: Operation not permitted; the engine serves without them",
+        f"{where} cannot be written: No space left on device; make room, or set a smaller "
+        "KVBM_REMOTE_CACHE_GB; the engine serves without them",
         f"{where} are written again",
     ]
 

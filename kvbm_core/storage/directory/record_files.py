@@ -49,6 +49,8 @@ REMEDIES = {
     errno.ENOENT: "; make it, or mount the file system that it is on",
     errno.ENOTDIR: "; name a directory",
     errno.EACCES: "; let the engine's user write there",
+    errno.ENOSPC: "; make room, or set a smaller KVBM_REMOTE_CACHE_GB",
+    errno.EDQUOT: "; raise the quota, or set a smaller KVBM_REMOTE_CACHE_GB",
     errno.EROFS: "; mount it so that it can be written to",
 }
 
@@ -161,9 +163,9 @@ class RecordFiles:
             (self._folder.check if self._folder.is_open else self._folder.open)()
         except OSError as error:
             line = "kvbm: %s: %s cannot be used: %s%s; the engine serves without it until it can"
-            remedy = REMEDIES.get(error.errno or 0, "")
-            place = self._folder.path
-            self._trouble.failed("used", error.errno, line, SETTING, place, error.strerror, remedy)
+            self._trouble.failed(
+                "used", error.errno, line, SETTING, self._folder.path, error.strerror, _remedy_for(error)
+            )
             return Outcome.IO_ERROR
         self._check_at_s = now_s + CHECK_EVERY_S
         self._trouble.worked("used", "kvbm: %s: %s is used again", SETTING, self._folder.path)
@@ -300,12 +302,18 @@ class RecordFiles:
             return Outcome.MISS
         else:
             outcome = Outcome.IO_ERROR
-        line = "kvbm: %s: blocks in %s cannot be %s: %s; the engine serves without them"
-        self._trouble.failed(what, error.errno, line, SETTING, self._folder.path, what, error.strerror)
+        line = "kvbm: %s: blocks in %s cannot be %s: %s%s; the engine serves without them"
+        self._trouble.failed(
+            what, error.errno, line, SETTING, self._folder.path, what, error.strerror, _remedy_for(error)
+        )
         return outcome
 
     def _worked(self, what: str) -> None:
         self._trouble.worked(what, "kvbm: %s: blocks in %s are %s again", SETTING, self._folder.path, what)
+
+
+def _remedy_for(error: OSError) -> str:
+    return REMEDIES.get(error.errno or 0, "")
 
 
 def _move(call: Move, fd: int, pieces: Sequence[memoryview]) -> int:
