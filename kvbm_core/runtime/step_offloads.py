@@ -30,9 +30,9 @@ class StepOffloads:
 
     def submit(self) -> None:
         """Starts them behind what the current stream was given; waits for nothing."""
-        waiting, self._waiting = self._waiting, {}
-        for plan in waiting.values():
+        for job_id, plan in list(self._waiting.items()):
             self._worker.submit(plan)
+            del self._waiting[job_id]  # not before: what could not be submitted is still to be answered
 
     def abandon(self) -> None:
         """What has not been submitted will not be."""
