@@ -96,6 +96,7 @@ def assemble(
 
     if places:
         weights.wait(WEIGHTS_WAIT_S)
+    tiers.wait_ready(1, *(place.num_slots for place in places), timeout_s=settings.start_wait_s)
     roots = PageRoots(namespace, weights, is_lasting=engine.is_lasting)
     return LinkerTiers(tiers, pages, roots, counter=counter, metrics=metrics, on_close=on_close)
 

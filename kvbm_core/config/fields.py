@@ -261,8 +261,8 @@ class SettingFields(BaseSettings):
     start_wait_s: r.SecondsOrZero = _setting(
         "KVBM_START_WAIT_S",
         5.0,
-        "Seconds the engine's start waits for the first slots; then it serves without hits.",
-        only=_LED,
+        "Seconds the start waits for the first slots and for what is on disk; then the engine serves without.",
+        only=_WITH_HOST_TIER,
     )
     leader_zmq_host: r.Host = _setting(
         "DYN_KVBM_LEADER_ZMQ_HOST", "127.0.0.1", "Address of the leader's channel.", only=_LED

@@ -303,13 +303,14 @@ class LocalTiers:
             return (self._chain.host.resident_blocks, *lower)
 
     def wait_ready(self, *slots: int, timeout_s: float) -> bool:
-        """Waits until so many slots of the host, and of each lower tier, can be used; False if time ran
-        out.
+        """Waits until so many slots of the host, and of each lower tier that is not off, can be used; False
+        if time ran out.
         """
 
         def is_ready() -> bool:
-            there = [self._chain.host.capacity_blocks, *(tier.usage[1] for tier in self._chain.lower)]
-            return all(num >= wanted for num, wanted in zip(there, slots, strict=False))
+            lower = zip(self._chain.lower, slots[1:], strict=False)
+            is_below = all(tier.usage[1] >= num or tier.off_reason is not None for tier, num in lower)
+            return is_below and self._chain.host.capacity_blocks >= slots[0]
 
         with self._lock:
             return self._lock.wait_for(is_ready, timeout_s)

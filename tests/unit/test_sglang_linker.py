@@ -22,9 +22,11 @@ from kvbm_core.identity.roots import Stamp  # noqa: E402
 from kvbm_core.identity.weights import WeightsIdentity  # noqa: E402
 from kvbm_core.observe.metrics import Metrics  # noqa: E402
 from kvbm_core.runtime.assembly import metrics_of  # noqa: E402
+from kvbm_core.runtime.local import LocalTiers  # noqa: E402
 from kvbm_core.storage.disk.allocate import FileOptions, open_file  # noqa: E402
 from kvbm_core.storage.disk.folder import TOP  # noqa: E402
 from kvbm_core.storage.disk.io import Transfer  # noqa: E402
+from kvbm_core.storage.disk.recovery import Recovery  # noqa: E402
 from kvbm_core.testing import toy_store  # noqa: E402
 from kvbm_core.testing.executor_bench import LONG_S  # noqa: E402
 from kvbm_core.transfer.executors.memcpy import MemcpyExecutor  # noqa: E402
@@ -214,6 +216,29 @@ def test_what_a_remote_store_brought_is_its_hit_once(bench_of: Callable[..., Ben
     bench.linker.lookup("again", KEYS[:3])
     assert bench.load("again", *KEYS[:3])
     assert bench.metrics.hit_window() == (3, 0, 3, 6)
+
+
+def test_the_start_waits_for_what_is_on_the_disk(
+    bench_of: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = bench_of(DYN_KVBM_DISK_CACHE_OVERRIDE_NUM_BLOCKS=12, num_disk=12)
+    assert bench.offload(*KEYS[:4])
+    bench.close()
+    is_waited_for, wait_ready, scan = threading.Event(), LocalTiers.wait_ready, Recovery._look_through
+
+    def note(tiers: LocalTiers, *slots: int, timeout_s: float) -> bool:
+        if timeout_s == 7.0:  # not this test's own
+            is_waited_for.set()
+        return wait_ready(tiers, *slots, timeout_s=timeout_s)
+
+    def scan_late(recovery: Recovery) -> None:
+        is_waited_for.wait(1.0)
+        scan(recovery)
+
+    monkeypatch.setattr(LocalTiers, "wait_ready", note)
+    monkeypatch.setattr(Recovery, "_look_through", scan_late)
+    bench = bench_of(DYN_KVBM_DISK_CACHE_OVERRIDE_NUM_BLOCKS=12, num_disk=0, KVBM_START_WAIT_S=7)
+    assert is_waited_for.is_set() and bench.linker.lookup("r", KEYS[:4]) == [1, 2, 3, 4]
 
 
 def test_with_a_disk_alone_pages_pass_through_a_little_memory(bench_of: Callable[..., Bench]) -> None:
@@ -501,6 +526,7 @@ def test_a_disk_that_another_process_has_joins_later(tmp_path: Path) -> None:
         "DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS": 12,
         "DYN_KVBM_DISK_CACHE_DIR": str(tmp_path),
         "DYN_KVBM_DISK_DISABLE_O_DIRECT": True,
+        "KVBM_START_WAIT_S": 0,
         **settings,
     }
     linker = assemble(
