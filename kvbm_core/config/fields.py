@@ -261,7 +261,7 @@ class SettingFields(BaseSettings):
     start_wait_s: r.SecondsOrZero = _setting(
         "KVBM_START_WAIT_S",
         5.0,
-        "Seconds the start waits for the first slots and for what is on disk; then the engine serves without.",
+        "Seconds the start waits for the first slots and what is on disk; then the engine serves without.",
         only=_WITH_HOST_TIER,
     )
     leader_zmq_host: r.Host = _setting(
