@@ -38,7 +38,7 @@ class PrefillAndDecode:
 
     def __init__(self, prefill: VllmServer, decode: VllmServer) -> None:
         self.prefill, self.decode = prefill, decode
-        self.http = httpx.Client(timeout=60.0, trust_env=False)
+        self.http = httpx.Client(timeout=240.0, trust_env=False)
 
     def ask(self, prompt: list[int]) -> list[int]:
         """The answer, whose prompt one server computes or finds and whose tokens the other one makes."""
