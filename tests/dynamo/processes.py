@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
-import socket
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -18,7 +16,7 @@ from typing import Any
 from tests.conftest import DYNAMO_PYTHON
 from tests.engines import REPOSITORY
 from tests.engines.disaggregated import nixl_environment
-from tests.engines.ports import HOST
+from tests.engines.ports import HOST, free_port
 from tests.engines.vllm_server import ServerOptions, VllmServer
 
 DEVICE_BLOCKS = 129  # of 32 tokens
@@ -34,24 +32,12 @@ ON_LOOPBACK = (
 )
 
 
-def low_port() -> int:
-    """A free loopback port below 32768: Dynamo reads its system port as a signed number of 16 bits."""
-    while True:
-        port = random.randrange(20_000, 32_000)
-        with socket.socket() as probe:
-            try:
-                probe.bind((HOST, port))
-            except OSError:
-                continue
-        return port
-
-
 class DynamoProcess(VllmServer):
     """One of Dynamo's processes in place of ``vllm serve``; ``base_url`` has its /health."""
 
     def __init__(self, options: ServerOptions, log_path: Path, arguments: Sequence[str]) -> None:
         super().__init__(options, log_path)
-        self.base_url = f"http://{HOST}:{low_port()}"
+        self.base_url = f"http://{HOST}:{free_port()}"
         self._arguments = arguments
 
     def command(self) -> list[str]:

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import random
 import socket
 
 HOST = "127.0.0.1"
+FIRST_PORT, END_PORT = 20_000, 32_000
+"""Below those that the kernel gives to connections and to whoever asks for any port: an engine binds its
+port up to a minute later, and its libraries open dozens of such sockets meanwhile. (Dynamo reads its system
+port as a signed number of 16 bits, too.)
+"""
+_DRAW = random.SystemRandom()  # a seed would give the same ports to tests that run side by side
 
 
 def free_port() -> int:
     """One that nobody listens on at this moment."""
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        return int(probe.getsockname()[1])
+    while True:
+        port = _DRAW.randrange(FIRST_PORT, END_PORT)
+        with socket.socket() as probe:
+            try:
+                probe.bind((HOST, port))
+            except OSError:
+                continue
+        return port

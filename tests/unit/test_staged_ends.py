@@ -187,10 +187,10 @@ class ByHand:
 
     def cancel(self, job_id: int) -> bool:
         """Of a copy that waits, if ``is_waiting``."""
-        index = [copy.job_id for copy in self.copies].index(job_id)
-        if not self.is_waiting:
+        known = [copy.job_id for copy in self.copies]
+        if not self.is_waiting or job_id not in known:  # it may be on its way here
             return False
-        self.on_done[index](rejected(job_id, "cancelled"))
+        self.on_done[known.index(job_id)](rejected(job_id, "cancelled"))
         return True
 
     def wait(self, job_ids: Collection[int], timeout_s: float) -> bool:
