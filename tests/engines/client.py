@@ -74,11 +74,18 @@ class Audits:
 class EngineClient:
     """Talks to one server; an async context manager. Greedy, and never stopped by an end token."""
 
-    def __init__(self, base_url: str, model: str, metrics_url: str | None = None) -> None:
+    def __init__(
+        self,
+        base_url: str,
+        model: str,
+        metrics_url: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
         self._model = model
         self._metrics_url = metrics_url
         self._http = httpx.AsyncClient(
             base_url=base_url,
+            headers=headers,
             timeout=REQUEST_TIMEOUT_S,
             trust_env=False,
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
