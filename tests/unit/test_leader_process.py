@@ -17,7 +17,7 @@ LONG_S = 20.0
 
 
 def test_the_hit_rates_are_logged_while_the_engine_has_nothing_to_do(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     is_told = threading.Event()
 
@@ -27,7 +27,7 @@ def test_the_hit_rates_are_logged_while_the_engine_has_nothing_to_do(
                 is_told.set()
 
     logger, handler = logging.getLogger("kvbm"), Told()
-    monkeypatch.setattr(logger, "level", logging.INFO)
+    caplog.set_level(logging.INFO, "kvbm")
     logger.addHandler(handler)
     settings = KvbmSettings.from_env({"cpu_cache_gb": 0.001, "cache_stats_log_interval_s": 0.01})
     path, metrics = tmp_path / "socket", Metrics()
