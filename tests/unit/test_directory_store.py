@@ -17,9 +17,9 @@ import pytest
 
 from kvbm_core.clock import Clock, ManualClock
 from kvbm_core.errors import Outcome
+from kvbm_core.storage.call_pool import _Call
 from kvbm_core.storage.directory import store as store_module
 from kvbm_core.storage.directory.names import FINGERPRINT_BYTES, Meaning, file_name, key_in
-from kvbm_core.storage.directory.pool import _Call
 from kvbm_core.storage.directory.record_files import CHECK_EVERY_S
 from kvbm_core.storage.directory.store import DirectoryOptions, DirectoryStore
 from kvbm_core.storage.disk.record import FORMAT_VERSION

@@ -9,11 +9,11 @@ from pathlib import Path
 from kvbm_core.clock import Clock, SystemClock
 from kvbm_core.errors import Outcome
 from kvbm_core.storage.base import Memory, check_blocks, check_targets
+from kvbm_core.storage.call_pool import CallPool, IsGivenUp, Task
 from kvbm_core.storage.directory.calls import FileCalls
 from kvbm_core.storage.directory.evictor import Evictor
 from kvbm_core.storage.directory.folder import Folder
 from kvbm_core.storage.directory.names import FINGERPRINT_BYTES, Meaning, is_fan, key_in
-from kvbm_core.storage.directory.pool import CallPool, IsGivenUp, Task
 from kvbm_core.storage.directory.record_files import RecordFiles
 from kvbm_core.types import BlockKey
 

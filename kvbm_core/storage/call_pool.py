@@ -168,7 +168,7 @@ class _Call:
             try:
                 outcome = self._task(index, lambda: self._is_given_up)
             except Exception as error:  # whoever waits for this one must hear of it
-                limited_log.warning("task", "kvbm: shared directory: %s", error, exc_info=error)
+                limited_log.warning("task", "kvbm: %s: %s", self._pool._name, error, exc_info=error)
             self._end(index, outcome)
 
     def _take(self) -> int | None:

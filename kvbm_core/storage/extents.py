@@ -1,0 +1,99 @@
+"""Extents: runs of consecutive blocks that a shared store keeps as one object, and where they begin and end.
+
+Where an extent lies depends on positions alone, so that every engine gives the same run the same name. A
+chain of blocks is cut at 0, 1, 2, 4, 8 ... and, from the full size on, at its multiples: the first blocks are
+extents of their own, so that a short prefix that many prompts share is found without what follows it, and so
+that one look-up of the first block tells that nothing of a prompt is there. What is left of a chain that has
+ended is cut into smaller powers of two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, Protocol, runtime_checkable
+
+from kvbm_core.errors import Outcome
+from kvbm_core.storage.base import Memory
+from kvbm_core.types import BlockKey
+
+EXTENT_BYTES = 4 << 20
+MAX_EXTENT_BLOCKS = 512
+
+
+class Extent(NamedTuple):
+    """``num_blocks`` consecutive blocks of one group; ``keys`` are those of the last of them, in order: all
+    of them where they are stored, the last one at least where they are looked for.
+    """
+
+    num_blocks: int
+    keys: tuple[BlockKey, ...]
+
+
+@runtime_checkable
+class ExtentStore(Protocol):
+    """A BlockStore that keeps extents too. What is said of a BlockStore's calls holds for these."""
+
+    def contains_extents(self, extents: Sequence[Extent], *, deadline_s: float) -> list[Outcome]:
+        """One outcome per extent, as ``contains_many``."""
+
+    def put_extents(
+        self, extents: Sequence[Extent], payloads: Sequence[Sequence[Memory]], *, deadline_s: float
+    ) -> list[Outcome]:
+        """One outcome per extent, as ``put_many``; ``payloads[i]`` are one memory per key of extent i."""
+
+    def get_extents(
+        self, extents: Sequence[Extent], targets: Sequence[Sequence[Memory]], *, deadline_s: float
+    ) -> list[list[Outcome]]:
+        """Fills ``targets[i]``, one per key of extent i: the last blocks of it. One outcome per target."""
+
+
+def extent_blocks(block_bytes: int, extent_bytes: int = EXTENT_BYTES) -> int:
+    """How many blocks a full extent has: a power of two."""
+    most = max(1, min(MAX_EXTENT_BLOCKS, extent_bytes // max(1, block_bytes)))
+    return 1 << (most.bit_length() - 1)
+
+
+def extent_at(position: int, full_blocks: int) -> range:
+    """The extent that block ``position`` of a chain that goes on is in."""
+    if position >= full_blocks:
+        start = position // full_blocks * full_blocks
+        return range(start, start + full_blocks)
+    size = 1 << max(0, position.bit_length() - 1)
+    start = 0 if position == 0 else size
+    return range(start, start + size)
+
+
+def extents_within(first: int, end: int, full_blocks: int) -> Iterator[range]:
+    """The extents of a chain that goes on which have a block in ``first..end`` and end by ``end``."""
+    position = first
+    while position < end:
+        extent = extent_at(position, full_blocks)
+        if extent.stop > end:
+            return
+        yield extent
+        position = extent.stop
+
+
+def tail_extents(end: int, full_blocks: int) -> Iterator[range]:
+    """The smaller extents of a chain that ends after ``end`` blocks: of what no extent of ``extents_within``
+    holds.
+    """
+    if end <= 0:
+        return
+    position = extent_at(end, full_blocks).start
+    while position < end:
+        size = 1 << ((end - position).bit_length() - 1)
+        yield range(position, position + size)
+        position += size
+
+
+def smaller_extents(position: int, end: int, full_blocks: int) -> Iterator[range]:
+    """The extents that may begin at ``position`` where a chain ended within ``extent_at(position)``: the
+    largest first, none beyond ``end``.
+    """
+    whole = extent_at(position, full_blocks)
+    size = len(whole) // 2
+    while size:
+        if position + size <= min(end, whole.stop) and (position - whole.start) % size == 0:
+            yield range(position, position + size)
+        size //= 2
