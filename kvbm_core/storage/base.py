@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from kvbm_core.errors import Outcome
 from kvbm_core.types import BlockKey, is_block_key
@@ -17,6 +17,12 @@ values).
 def parts_of(memory: Memory) -> Sequence[memoryview]:
     """The pieces in order."""
     return (memory,) if isinstance(memory, memoryview) else memory
+
+
+def plain_parts(memory: Memory) -> list[memoryview]:
+    """Its pieces that are not empty, as bytes."""
+    parts = (part for part in parts_of(memory) if part.nbytes)
+    return [part if part.format == "B" and part.ndim == 1 else part.cast("B") for part in parts]
 
 
 def check_blocks(keys: Sequence[BlockKey], buffers: Sequence[Memory], payload_bytes: int) -> None:
@@ -71,3 +77,11 @@ class BlockStore(Protocol):
 
     def close(self) -> None:
         """Releases threads and files; idempotent. Later calls answer REJECTED."""
+
+
+@runtime_checkable
+class HoldsLate(Protocol):
+    """A store that may still read or write the caller's memory when a call has returned."""
+
+    def holds(self, target: Memory) -> bool:
+        """Whether it may."""

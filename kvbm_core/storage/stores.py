@@ -6,11 +6,17 @@ import hashlib
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from kvbm_core.config.remote_url import SCHEMES, remote_directory
 from kvbm_core.errors import ConfigError
 from kvbm_core.observe.log import RateLimitedLogger
 from kvbm_core.storage.base import BlockStore
+
+if TYPE_CHECKING:
+    from kvbm_core.storage.directory.names import Meaning
+    from kvbm_core.storage.remote.engine import ObjectEngine
+    from kvbm_core.storage.remote.record_store import RecordStore
 
 limited_log = RateLimitedLogger()
 """Of one directory once, also if each of an engine's pools opens it."""
@@ -20,11 +26,17 @@ limited_log = RateLimitedLogger()
 class StoreOptions:
     """``max_bytes``: of a store that bounds itself, of each model; None: no limit. ``trust``: whose blocks
     are read, see docs/remote.md. ``deadline_s``: of one call.
+
+    Of records: ``secret_file`` holds the secret that names are made with, empty: none; ``encrypts`` blocks
+    with it; ``codec``: see remote/encoding.py.
     """
 
     max_bytes: int | None = None
     trust: str = "user"
     deadline_s: float = 5.0
+    secret_file: str = ""
+    encrypts: bool = False
+    codec: str = "none"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,21 +57,63 @@ class StoreSpec:
 StoreMaker = Callable[[StoreSpec], BlockStore]
 
 
-def _open_directory(spec: StoreSpec) -> BlockStore:
+def record_store(engine: ObjectEngine, spec: StoreSpec) -> RecordStore:
+    """Records on ``engine``, which it closes; for what ``register_store`` is given. ConfigError, one line,
+    for a secret or a package that cannot be had; the engine is closed then.
+    """
+    from kvbm_core.storage.remote.encoding import Encoding
+    from kvbm_core.storage.remote.names import RecordNames
+    from kvbm_core.storage.remote.record_store import RecordStore
+    from kvbm_core.storage.remote.secret import SETTING, Secret
+
+    options = spec.options
+    try:
+        secret = Secret.read(options.secret_file)
+        if options.encrypts and secret is None:
+            raise ConfigError("KVBM_REMOTE_ENCRYPT", True, f"needs a secret; set {SETTING} too")
+        encoding = Encoding(options.codec, secret if options.encrypts else None)
+    except ConfigError:
+        engine.close()
+        raise
+    names = RecordNames(_meaning_of(spec, f"/{encoding.number}"), secret)
+    return RecordStore(engine, names, spec.payload_bytes, encoding)
+
+
+def _meaning_of(spec: StoreSpec, encoding: str = "") -> Meaning:
+    """``encoding``: what else the bytes depend on."""
     from kvbm_core.storage.directory.names import FINGERPRINT_BYTES, Meaning
+
+    rank, _, num_ranks = spec.shard.partition("of")
+    what = f"{spec.meaning}/{spec.payload_bytes}{encoding}"
+    fingerprint = hashlib.sha256(what.encode()).digest()[:FINGERPRINT_BYTES]
+    model = _name_of(spec.model)
+    return Meaning(model, model.encode(), fingerprint, int(rank), int(num_ranks))
+
+
+def _open_directory(spec: StoreSpec) -> BlockStore:
     from kvbm_core.storage.directory.store import DirectoryOptions, DirectoryStore
 
     path = remote_directory(spec.url)
-    rank, _, num_ranks = spec.shard.partition("of")
-    fingerprint = hashlib.sha256(f"{spec.meaning}/{spec.payload_bytes}".encode()).digest()[:FINGERPRINT_BYTES]
-    model = _name_of(spec.model)
-    meaning = Meaning(model, model.encode(), fingerprint, int(rank), int(num_ranks))
+    _refuse_what_records_need(spec.options)
+    meaning = _meaning_of(spec)
     options = DirectoryOptions(spec.options.max_bytes, trusts_group=spec.options.trust == "group")
     store = DirectoryStore(path, meaning, spec.payload_bytes, options)
     size = "no limit of size" if options.max_bytes is None else f"{options.max_bytes / 1e9:g} GB"
     line = "kvbm: shared directory: %s, %s for each model, blocks of this %s are read"
     limited_log.log(logging.INFO, path, line, path, size, spec.options.trust)
     return store
+
+
+def _refuse_what_records_need(options: StoreOptions) -> None:
+    """Rather no store than one that is less private than its user asked for."""
+    asked = (
+        ("KVBM_REMOTE_ENCRYPT", options.encrypts, False),
+        ("KVBM_REMOTE_SECRET_FILE", options.secret_file, ""),
+        ("KVBM_REMOTE_CODEC", options.codec, "none"),
+    )
+    for setting, value, default in asked:
+        if value != default:
+            raise ConfigError(setting, value, "is not for a shared directory (file://); unset it")
 
 
 def _name_of(model: str) -> str:

@@ -1,19 +1,25 @@
-"""An ObjectEngine in memory that can be slow, fail, hang, lose, lie and write late, all from one seed."""
+"""An ObjectEngine in memory that can be slow, fail, hang, lose, lie and write late, all from one seed.
+
+``register()`` makes records on it usable as a lower tier by the URL ``memory://NAME?seed=1&flips=0.1``: what
+``EngineFaults`` knows. Engines of one name in one process have their objects in common.
+"""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field, fields
 from random import Random
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
+from urllib.parse import parse_qsl, urlsplit
 
-from kvbm_core.errors import Outcome
-from kvbm_core.storage.base import Memory
+from kvbm_core.errors import ConfigError, Outcome
+from kvbm_core.storage.base import BlockStore, Memory
 from kvbm_core.storage.call_pool import ranges_of
 from kvbm_core.storage.remote.engine import EngineTraits, GetItem, Got, ObjectInfo, PutItem
+from kvbm_core.storage.stores import StoreSpec, record_store, register_store
 
 PUT, GET, EXISTS, REMOVE, RENEW, SCAN = "put", "get", "exists", "remove", "renew", "scan"
 LATE_WRITE_CALLS = 5
@@ -59,15 +65,20 @@ class MemoryObjects:
     objects: OrderedDict[str, _Object] = field(default_factory=OrderedDict)
     used_bytes: int = 0
 
-    def put(self, name: str, content: bytes) -> bool:
-        """False if it does not fit, whatever else is forgotten. This and all below under the lock."""
-        if self.max_bytes is not None and len(content) > self.max_bytes:
-            return False
+    def put(self, name: str, content: bytes, kept: Collection[str] = ()) -> bool:
+        """False if it does not fit, whatever else is forgotten but those ``kept``. This and all below under
+        the lock.
+        """
         self.pop(name)
+        left_bytes = float("inf") if self.max_bytes is None else self.max_bytes - len(content)
+        for old in [old for old in self.objects if old not in kept]:
+            if self.used_bytes <= left_bytes:
+                break
+            self.pop(old)
+        if self.used_bytes > left_bytes:
+            return False
         self.used_bytes += len(content)
         self.objects[name] = _Object(content, time.time())
-        while self.max_bytes is not None and self.used_bytes > self.max_bytes:
-            self.pop(next(iter(self.objects)))
         return True
 
     def pop(self, name: str) -> bool:
@@ -139,7 +150,8 @@ class MemoryEngine:
     def put(self, items: Sequence[PutItem], *, deadline_s: float) -> list[Outcome]:
         """See ObjectEngine."""
         names = [item.name for item in items]
-        return self._call(PUT, names, deadline_s, lambda index: self._put(items[index]), lambda bad: bad)
+        own: set[str] = set()
+        return self._call(PUT, names, deadline_s, lambda index: self._put(items[index], own), lambda bad: bad)
 
     def get(self, items: Sequence[GetItem], *, deadline_s: float) -> list[Got]:
         """See ObjectEngine."""
@@ -211,11 +223,14 @@ class MemoryEngine:
 
     # ---------------------------------------------------------------- an object, under both locks
 
-    def _put(self, item: PutItem) -> Outcome:
+    def _put(self, item: PutItem, own: set[str]) -> Outcome:
+        """``own``: put by the same call, and not to be forgotten for what comes behind."""
         content = b"".join(item.pieces)
         most = self._traits.max_object_bytes
-        is_kept = (most is None or len(content) <= most) and self.objects.put(item.name, content)
-        return Outcome.OK if is_kept else Outcome.NO_SPACE
+        if (most is not None and len(content) > most) or not self.objects.put(item.name, content, own):
+            return Outcome.NO_SPACE
+        own.add(item.name)
+        return Outcome.OK
 
     def _get(self, item: GetItem) -> Got:
         content = self._content(item.name)
@@ -271,3 +286,35 @@ def _fill(pieces: Sequence[memoryview], content: bytes) -> None:
         part = content[at : at + piece.nbytes]
         piece.cast("B")[: len(part)] = part
         at += piece.nbytes
+
+
+# ---------------------------------------------------------------- by URL
+
+_SHARED: dict[str, MemoryObjects] = {}
+OPENED: list[MemoryEngine] = []
+"""Those that were opened by URL, for tests that look at them."""
+
+
+def register() -> None:
+    """Makes ``memory://`` URLs usable in this process."""
+    register_store("memory", _open)
+
+
+def forget_all() -> None:
+    """Nothing of what was opened by URL remains."""
+    _SHARED.clear()
+    OPENED.clear()
+
+
+def _open(spec: StoreSpec) -> BlockStore:
+    url, given = urlsplit(spec.url), dict[str, Any]()
+    types = {known.name: int if known.name == "seed" else float for known in fields(EngineFaults)}
+    for name, value in parse_qsl(url.query):
+        try:
+            given[name] = types[name](value)
+        except (KeyError, ValueError):
+            raise ConfigError("KVBM_REMOTE_URL", spec.url, f"{name}={value} is no fault of it") from None
+    objects = _SHARED.setdefault(url.netloc, MemoryObjects(spec.options.max_bytes))
+    engine = MemoryEngine(EngineFaults(**given), objects)
+    OPENED.append(engine)
+    return record_store(engine, spec)

@@ -18,7 +18,7 @@ import xxhash
 from kvbm_core.clock import Clock
 from kvbm_core.errors import Outcome
 from kvbm_core.observe.log import RateLimitedLogger, TroubleLog
-from kvbm_core.storage.base import Memory, parts_of
+from kvbm_core.storage.base import Memory, plain_parts
 from kvbm_core.storage.directory.folder import SETTING, Folder
 from kvbm_core.storage.directory.names import fan_folder, file_name, temporary_name
 from kvbm_core.storage.disk.record import (
@@ -97,7 +97,7 @@ class RecordFiles:
 
     def read(self, key: BlockKey, target: Memory) -> Outcome:
         """OK: ``target`` holds what was put. What does not verify is removed, so that it can be put anew."""
-        path, pieces = self._path(key), _pieces_of(target)
+        path, pieces = self._path(key), plain_parts(target)
         try:
             fd, is_direct = self._open(path, is_direct=self._can_be_direct(pieces))
             try:
@@ -126,7 +126,7 @@ class RecordFiles:
             if self._is_used(path):
                 return Outcome.OK
             temporary = path.parent / temporary_name(path.name, secrets.token_hex(8))
-            pieces = _pieces_of(payload)
+            pieces = plain_parts(payload)
             is_direct = self._can_be_direct(pieces)
             fd = self._create(temporary, is_direct=is_direct)
             is_renamed = False
@@ -330,12 +330,6 @@ def _move(call: Move, fd: int, pieces: Sequence[memoryview]) -> int:
         if left and count:
             left[0] = left[0][count:]
     return moved_bytes
-
-
-def _pieces_of(memory: Memory) -> list[memoryview]:
-    """As plain bytes."""
-    parts = (part for part in parts_of(memory) if part.nbytes)
-    return [part if part.format == "B" and part.ndim == 1 else part.cast("B") for part in parts]
 
 
 def _digest(pieces: Sequence[memoryview]) -> bytes:

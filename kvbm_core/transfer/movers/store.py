@@ -9,14 +9,13 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
 from kvbm_core.clock import Clock, SystemClock
 from kvbm_core.errors import Outcome
-from kvbm_core.storage.base import BlockStore, Memory
+from kvbm_core.storage.base import BlockStore, HoldsLate
 from kvbm_core.storage.host_slab import HostSlab
 from kvbm_core.storage.late import LateMemory
 from kvbm_core.storage.numa import leave_bound_core
@@ -36,14 +35,6 @@ CLOSE_TIMEOUT_S = 3.0
 log = logging.getLogger("kvbm")
 
 _KEPT: list[object] = []  # slab memory that a call which never ended may still touch
-
-
-@runtime_checkable
-class HoldsLate(Protocol):
-    """A store that may still read or write the caller's memory when a call has returned."""
-
-    def holds(self, target: Memory) -> bool:
-        """Whether it may."""
 
 
 @dataclass(eq=False)

@@ -1,0 +1,52 @@
+"""Names of records: ``kvbm2/{model}-{12 hex}/{fingerprint, 16 hex}-{rank}of{world}/{3 hex}/{name}``.
+
+The folders are those of a shared directory (see directory/names.py). The name is ``{key}-{group}x{blocks}``:
+that of the extent's last block, and how many there are. With a secret it is 64 hex digits that only who has
+it can make, and so is the fingerprint: a listing tells nothing about prompts, and two secrets share nothing.
+"""
+
+from __future__ import annotations
+
+import re
+
+from kvbm_core.storage.directory.names import FINGERPRINT_BYTES, Meaning, fan_folder
+from kvbm_core.storage.remote.records import RECORD_VERSION, SECRET_ID_BYTES
+from kvbm_core.storage.remote.secret import Secret
+from kvbm_core.types import SEQUENCE_HASH_BYTES, BlockKey, SequenceHash, block_key, group_of
+
+TOP = f"kvbm{RECORD_VERSION}"
+
+_NAME = re.compile(r"([0-9a-f]{64})-(0|[1-9]\d{0,2})x1", re.ASCII)
+
+
+class RecordNames:
+    """Of one rank's records of one model."""
+
+    def __init__(self, meaning: Meaning, secret: Secret | None = None) -> None:
+        self._secret = secret
+        self.secret_id = bytes(SECRET_ID_BYTES)
+        if secret is not None:
+            self.secret_id = secret.digest("id")[:SECRET_ID_BYTES]
+            fingerprint = secret.digest("fingerprint", meaning.fingerprint)
+            meaning = meaning._replace(fingerprint=fingerprint[:FINGERPRINT_BYTES])
+        self.fingerprint = meaning.fingerprint
+        self.life = meaning.life
+        self.folder = f"{TOP}/{meaning.namespace_folder}/{meaning.shard_folder}/"
+
+    def name_of(self, last_key: BlockKey, num_blocks: int) -> str:
+        """Of the extent of so many blocks that ends with this one."""
+        name = f"{last_key[:SEQUENCE_HASH_BYTES].hex()}-{group_of(last_key)}x{num_blocks}"
+        if self._secret is not None:
+            name = self._secret.digest("name", self.life, name.encode()).hex()
+        return f"{self.folder}{fan_folder(name)}/{name}"
+
+    def mark_of(self, key: BlockKey) -> bytes:
+        """What stands for a key in a record."""
+        return bytes(key) if self._secret is None else self._secret.digest("key", self.life, key)
+
+    def key_in(self, name: str) -> BlockKey | None:
+        """The key of the block that alone is in the record of this name; None for any other name."""
+        found = _NAME.fullmatch(name.rpartition("/")[2])
+        if found is None or (group := int(found[2])) > 255:
+            return None
+        return block_key(SequenceHash(bytes.fromhex(found[1])), group)

@@ -1,0 +1,101 @@
+"""Memory for what is neither the caller's nor a block: trailers, and blocks that are encoded. Bounded."""
+
+from __future__ import annotations
+
+import mmap
+import threading
+from collections.abc import Callable
+from typing import NamedTuple
+
+from kvbm_core.clock import Clock
+from kvbm_core.storage.base import Memory
+from kvbm_core.storage.call_pool import ranges_of
+
+LOOK_S = 0.05
+"""How often it is looked whether a late request has ended."""
+_KEPT: list[mmap.mmap] = []
+"""Memory of closed stores that requests which never ended may still touch."""
+
+
+class Lent(NamedTuple):
+    """``memory`` begins with a page."""
+
+    start: int
+    memory: memoryview
+
+
+class Scratch:
+    """One piece of memory, lent in parts. Takes no memory until it is written to. Any thread.
+
+    ``is_late``: whether somebody may still touch memory that is given back. It is then kept until that is
+    over, and counts as lent: a store whose requests never end has no memory left before it takes more.
+    """
+
+    def __init__(self, num_bytes: int, is_late: Callable[[Memory], bool], clock: Clock) -> None:
+        self.num_bytes = num_bytes
+        self._is_late = is_late
+        self._clock = clock
+        self._mmap = mmap.mmap(-1, num_bytes)
+        self._memory = memoryview(self._mmap)
+        self._changed = threading.Condition()
+        self._free = [range(num_bytes)]  # in order, and none touches the next one
+        self._late: list[Lent] = []
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Its address, and how many bytes."""
+        ((start, stop),) = ranges_of(self._memory)
+        return start, stop - start
+
+    def take(self, num_bytes: int, deadline_s: float) -> Lent | None:
+        """Waits until there is so much in one piece; None if there is not in time."""
+        size = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        ends_at_s = self._clock.now_s() + deadline_s
+        with self._changed:
+            while (lent := self._cut(size)) is None:
+                left_s = ends_at_s - self._clock.now_s()
+                if left_s <= 0 or size > self.num_bytes:
+                    return None
+                self._changed.wait(min(left_s, LOOK_S) if self._late else left_s)
+            return lent
+
+    def give_back(self, lent: Lent) -> None:
+        """Nobody of ours uses it any more."""
+        with self._changed:
+            self._late.append(lent)
+            self._look_at_late()
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Memory that may still be touched is kept for good."""
+        with self._changed:
+            self._look_at_late()
+            if self._late:
+                _KEPT.append(self._mmap)
+
+    # ---------------------------------------------------------------- inside, under the lock
+
+    def _cut(self, size: int) -> Lent | None:
+        self._look_at_late()
+        for index, span in enumerate(self._free):
+            if len(span) >= size:
+                rest = range(span.start + size, span.stop)
+                self._free[index : index + 1] = [rest] if rest else []
+                return Lent(span.start, self._memory[span.start : rest.start])
+        return None
+
+    def _look_at_late(self) -> None:
+        late, self._late = self._late, []
+        for lent in late:
+            if self._is_late(lent.memory):
+                self._late.append(lent)
+            else:
+                self._put_back(range(lent.start, lent.start + lent.memory.nbytes))
+
+    def _put_back(self, span: range) -> None:
+        before = [other for other in self._free if other.stop < span.start]
+        behind = [other for other in self._free if other.start > span.stop]
+        touching = [other for other in self._free if other not in before and other not in behind]
+        start = min([span.start, *(other.start for other in touching)])
+        stop = max([span.stop, *(other.stop for other in touching)])
+        self._free = [*before, range(start, stop), *behind]
