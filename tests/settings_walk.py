@@ -14,6 +14,7 @@ from unittest.mock import patch
 
 from kvbm_core import config
 from kvbm_core.config import Adapter, KvbmSettings
+from kvbm_core.testing import memory_engine
 from tests.engines.ports import free_port
 
 _CONFIG = str(Path(config.__file__).parent)
@@ -53,11 +54,14 @@ def values(folder: str, metrics_port: int) -> dict[str, str]:
         "disk_deadline_s": "30",
         "disk_io": "threads",
         "disk_check_at_start": "true",
-        "remote_url": f"file://{folder}",
+        "remote_url": "memory://walk",
         "remote_cache_gb": "0.01",
         "remote_filter": "hit",
         "remote_trust": "group",
         "remote_deadline_s": "4",
+        "remote_secret_file": config.__file__,
+        "remote_encrypt": "true",
+        "remote_codec": "zstd",
         "remote_wait_s": "0.5",
         "host_offload_prefix_min_priority": "1",
         "disable_write_combined": "1",
@@ -103,6 +107,7 @@ def everything_set(folder: str, metrics_port: int, *, in_blocks: bool) -> Iterat
     names = KvbmSettings.env_names()
     made = values(folder, metrics_port)
     assert made.keys() == names.keys(), "a new setting needs a value here"
+    memory_engine.register()
     given = {names[name]: text for name, text in made.items() if in_blocks or name not in _BLOCKS}
     seen = Seen()
     handler = logging.Handler()

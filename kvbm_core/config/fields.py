@@ -146,6 +146,21 @@ class SettingFields(BaseSettings):
         5.0,
         "A read or write there that takes longer is given up.",
     )
+    remote_secret_file: r.Text = _setting(
+        "KVBM_REMOTE_SECRET_FILE",
+        "",
+        "File with the secret that names there are made with, so that they tell nothing about prompts.",
+    )
+    remote_encrypt: r.Flag = _setting(
+        "KVBM_REMOTE_ENCRYPT",
+        False,
+        "Encrypt what is kept there (AES-256-GCM), by the secret in KVBM_REMOTE_SECRET_FILE.",
+    )
+    remote_codec: r.RemoteCodec = _setting(
+        "KVBM_REMOTE_CODEC",
+        "none",
+        "Compress what is kept there: none or zstd (lossless).",
+    )
     remote_wait_s: r.SecondsOrZero = _setting(
         "KVBM_REMOTE_WAIT_S",
         2.0,

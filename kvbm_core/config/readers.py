@@ -198,4 +198,5 @@ DiskIo = Annotated[
 RemoteUrl = Annotated[str | None, PlainValidator(read_remote_url)]
 RemoteFilter = Annotated[str, PlainValidator(choice_reader("auto", "all", "hit"))]
 RemoteTrust = Annotated[str, PlainValidator(choice_reader("user", "group"))]
+RemoteCodec = Annotated[str, PlainValidator(choice_reader("none", "zstd"))]
 LoadFailurePolicy = Annotated[str, PlainValidator(choice_reader("recompute", "fail"))]

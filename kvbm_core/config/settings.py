@@ -123,6 +123,10 @@ class KvbmSettings(SettingFields):
         if self.remote_url is not None and self.remote_cache_gb is None:
             remedy = "KVBM_REMOTE_URL needs a size; set it to gigabytes, such as 500, or to 0 for no limit"
             raise ConfigError(_REMOTE_GB, "(unset)", remedy)
+        if self.remote_encrypt and not self.remote_secret_file:
+            names = self.env_names()
+            remedy = f"needs a secret; set {names['remote_secret_file']} to a file that holds one"
+            raise ConfigError(names["remote_encrypt"], self.remote_encrypt, remedy)
 
     def _lone_remote_warnings(self) -> Iterator[str]:
         if self.remote_url is None:

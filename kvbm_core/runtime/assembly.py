@@ -264,7 +264,14 @@ def rank_options(
         verify=settings.verify_onboard,
         near_memory=not settings.disable_numa,
         disk=disk,
-        store=StoreOptions(settings.remote_max_bytes, settings.remote_trust, settings.remote_deadline_s),
+        store=StoreOptions(
+            settings.remote_max_bytes,
+            settings.remote_trust,
+            settings.remote_deadline_s,
+            settings.remote_secret_file,
+            settings.remote_encrypt,
+            settings.remote_codec,
+        ),
     )
 
 

@@ -65,6 +65,9 @@ DEFAULTS = {
     "KVBM_REMOTE_FILTER": "auto",
     "KVBM_REMOTE_TRUST": "user",
     "KVBM_REMOTE_DEADLINE_S": 5.0,
+    "KVBM_REMOTE_SECRET_FILE": "",
+    "KVBM_REMOTE_ENCRYPT": False,
+    "KVBM_REMOTE_CODEC": "none",
     "KVBM_REMOTE_WAIT_S": 2.0,
     "KVBM_DISK_CHECK_AT_START": None,
     "KVBM_START_WAIT_S": 5,
@@ -195,6 +198,8 @@ def test_one_setting_under_two_names() -> None:
         ("KVBM_REMOTE_FILTER", "some"),
         ("KVBM_REMOTE_TRUST", "world"),
         ("KVBM_REMOTE_DEADLINE_S", "0"),
+        ("KVBM_REMOTE_ENCRYPT", "perhaps"),
+        ("KVBM_REMOTE_CODEC", "fp8"),
         ("DYN_KVBM_MAX_CONCURRENT_TRANSFERS", "0"),
         ("DYN_KVBM_MAX_TRANSFER_BATCH_SIZE", "x"),
         ("DYN_KVBM_LEADER_WORKER_INIT_TIMEOUT_SECS", "0"),
@@ -321,6 +326,17 @@ def test_settings_of_a_shared_directory_without_one_are_warned_of(monkeypatch: p
     assert KvbmSettings.from_env().warnings == (f"kvbm: KVBM_REMOTE_CACHE_GB=500.0: {remedy}",)
     monkeypatch.setenv("KVBM_REMOTE_URL", "file:///mnt/kv")
     assert KvbmSettings.from_env().warnings == ()
+
+
+def test_encryption_needs_a_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVBM_REMOTE_URL", "file:///mnt/kv")
+    monkeypatch.setenv("KVBM_REMOTE_CACHE_GB", "0")
+    monkeypatch.setenv("KVBM_REMOTE_ENCRYPT", "1")
+    error = error_of()
+    assert error.setting == "KVBM_REMOTE_ENCRYPT" and "KVBM_REMOTE_SECRET_FILE" in str(error)
+    monkeypatch.setenv("KVBM_REMOTE_SECRET_FILE", "/run/secrets/kv")
+    settings = KvbmSettings.from_env()
+    assert settings.remote_encrypt and settings.remote_secret_file == "/run/secrets/kv"
 
 
 def test_no_password_of_a_url_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:

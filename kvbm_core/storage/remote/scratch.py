@@ -62,8 +62,10 @@ class Scratch:
     def give_back(self, lent: Lent) -> None:
         """Nobody of ours uses it any more."""
         with self._changed:
-            self._late.append(lent)
-            self._look_at_late()
+            if self._is_late(lent.memory):
+                self._late.append(lent)
+            else:
+                self._put_back(range(lent.start, lent.start + lent.memory.nbytes))
             self._changed.notify_all()
 
     def close(self) -> None:
@@ -76,21 +78,25 @@ class Scratch:
     # ---------------------------------------------------------------- inside, under the lock
 
     def _cut(self, size: int) -> Lent | None:
-        self._look_at_late()
-        for index, span in enumerate(self._free):
-            if len(span) >= size:
-                rest = range(span.start + size, span.stop)
-                self._free[index : index + 1] = [rest] if rest else []
-                return Lent(span.start, self._memory[span.start : rest.start])
+        for looks in (False, True):
+            if looks and not self._look_at_late():
+                return None
+            for index, span in enumerate(self._free):
+                if len(span) >= size:
+                    rest = range(span.start + size, span.stop)
+                    self._free[index : index + 1] = [rest] if rest else []
+                    return Lent(span.start, self._memory[span.start : rest.start])
         return None
 
-    def _look_at_late(self) -> None:
+    def _look_at_late(self) -> bool:
+        """Whether some of it is free now."""
         late, self._late = self._late, []
         for lent in late:
             if self._is_late(lent.memory):
                 self._late.append(lent)
             else:
                 self._put_back(range(lent.start, lent.start + lent.memory.nbytes))
+        return len(self._late) < len(late)
 
     def _put_back(self, span: range) -> None:
         before = [other for other in self._free if other.stop < span.start]
