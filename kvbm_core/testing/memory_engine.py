@@ -306,6 +306,12 @@ def forget_all() -> None:
     OPENED.clear()
 
 
+def land_all() -> None:
+    """Late writes of all engines that were opened by URL land now."""
+    for engine in OPENED:
+        engine.land()
+
+
 def _open(spec: StoreSpec) -> BlockStore:
     url, given = urlsplit(spec.url), dict[str, Any]()
     types = {known.name: int if known.name == "seed" else float for known in fields(EngineFaults)}

@@ -12,7 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.v1.outputs import KVConnectorOutput
 
 from kvbm_core.runtime.leader import Leader
-from kvbm_core.testing import toy_store
+from kvbm_core.testing import memory_engine, toy_store
 from kvbm_core.testing.gate import Gate
 from kvbm_core.tiers.slotted import SlottedTier
 from kvbm_core.transfer.executor import Executor
@@ -47,6 +47,7 @@ class KvbmEngine(Engine):
             }
         if store is not None:
             toy_store.register()
+            memory_engine.register()
             settings = {"remote_url": store, "remote_cache_gb": 0, "remote_wait_s": PATIENCE_S, **settings}
         super().__init__(EngineSpec(extra_config=settings, **spec), folder)
         assert isinstance(self.connector, DynamoConnector)
@@ -112,6 +113,7 @@ class KvbmEngine(Engine):
 
         def is_quiet() -> bool:
             toy_store.land_all()
+            memory_engine.land_all()
             return leader.pending_jobs == 0 and leader.chain.storing_blocks == 0
 
         self.wait_for(is_quiet)
