@@ -18,7 +18,12 @@ from kvbm_core.storage.extents import Extent
 from kvbm_core.storage.remote.engine import EngineTraits
 from kvbm_core.storage.remote.names import RecordNames
 from kvbm_core.storage.remote.record_store import RecordStore
-from kvbm_core.storage.remote.records import trailer_bytes
+from kvbm_core.storage.remote.records import (
+    digest_of,
+    pack_trailer_into,
+    trailer_bytes,
+    unpack_trailer,
+)
 from kvbm_core.storage.remote.scratch import _KEPT, Scratch
 from kvbm_core.storage.remote.secret import Secret
 from kvbm_core.storage.stores import StoreOptions, StoreSpec, open_store
@@ -108,6 +113,44 @@ def test_what_was_encrypted_cannot_be_read_and_is_never_the_same_twice() -> None
     store.put_many(keys, [memoryview(bytes(64))] * 2, deadline_s=LONG_S)
     one, two = (content[:64] for content, _ in same.objects.objects.values())
     assert one != two, "the same bytes under two keys"
+
+
+def test_who_can_write_to_the_store_cannot_forge_what_is_encrypted() -> None:
+    """Checksums are no secret: whoever changes a record makes them anew."""
+    kind, extent, other = KINDS["encrypted"](), extent_of(1, 2), extent_of(2, 2)
+    kind.put(extent, other)
+    size = PAYLOAD_BYTES + 16
+    good, of_other = kind.content(extent), kind.content(other)
+    one, two = good[:size], good[size : 2 * size]
+    for forged, is_loaded in (
+        ((one, two), True),
+        ((one, bytes(size)), False),
+        ((two, one), False),
+        ((of_other[:size], of_other[size : 2 * size]), False),
+    ):
+        trailer = unpack_trailer(memoryview(good[2 * size :]))
+        assert trailer is not None
+        for fields in (trailer.fields, trailer.fields._replace(salt=bytes(16))):
+            memory = memoryview(bytearray(trailer_bytes(2)))
+            blocks = [
+                entry._replace(digest=digest_of(memoryview(block)))
+                for entry, block in zip(trailer.blocks, forged, strict=True)
+            ]
+            pack_trailer_into(memory, fields, blocks)
+            kind.objects.put(kind.name_of(extent), b"".join((*forged, memory)))
+            outcomes = get(kind.open(), extent)
+            is_ours = is_loaded and fields is trailer.fields
+            assert outcomes[1:] == [Outcome.OK if is_ours else Outcome.CORRUPT]
+
+
+def test_a_block_is_that_of_its_own_key_also_in_front_of_the_last() -> None:
+    kind, extent = Kind(), extent_of(1, 4)
+    kind.put(extent)
+    keys = list(extent.keys)
+    keys[1] = key_of(77)
+    targets: list[Memory] = [*buffers(4, PAYLOAD_BYTES)]
+    outcomes = kind.open().get_extents([Extent(4, tuple(keys))], [targets], deadline_s=LONG_S)
+    assert outcomes == [[Outcome.OK, Outcome.CORRUPT, Outcome.OK, Outcome.OK]]
 
 
 @pytest.mark.parametrize("encrypts", [False, True])
@@ -260,7 +303,7 @@ def test_an_extent_is_put_in_one_request_from_the_callers_memory() -> None:
     (item,) = seen
     assert [ranges_of(piece) for piece in item.pieces[:8]] == [ranges_of(payload) for payload in payloads]
     assert len(item.pieces) == 9 and item.pieces[8].nbytes == trailer_bytes(8)
-    assert threading.active_count() == threads
+    assert threading.active_count() == threads and store.concurrency == engine.traits.concurrency
 
 
 @pytest.mark.parametrize("kind_name", KINDS)

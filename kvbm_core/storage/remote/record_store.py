@@ -84,7 +84,8 @@ class RecordStore:
     in time is BUSY. A record that does not verify is removed; one of another secret, meaning or version,
     which somebody must have moved there, is left alone.
 
-    ``close`` closes the engine too. ``payload_bytes``: of each block.
+    ``close`` closes the engine too. ``payload_bytes``: of each block. ``concurrency``: calls at once that the
+    engine takes well.
     """
 
     def __init__(
@@ -96,6 +97,7 @@ class RecordStore:
         *,
         clock: Clock | None = None,
     ) -> None:
+        self.concurrency = engine.traits.concurrency
         self._engine = engine
         self._names = names
         self._payload_bytes = payload_bytes
