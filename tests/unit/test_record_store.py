@@ -15,10 +15,12 @@ from kvbm_core.errors import ConfigError, Outcome
 from kvbm_core.storage.base import Memory
 from kvbm_core.storage.call_pool import ranges_of
 from kvbm_core.storage.extents import Extent
+from kvbm_core.storage.remote.encoding import Encoding
 from kvbm_core.storage.remote.engine import EngineTraits
 from kvbm_core.storage.remote.names import RecordNames
 from kvbm_core.storage.remote.record_store import RecordStore
 from kvbm_core.storage.remote.records import (
+    RecordFields,
     digest_of,
     pack_trailer_into,
     trailer_bytes,
@@ -141,6 +143,15 @@ def test_who_can_write_to_the_store_cannot_forge_what_is_encrypted() -> None:
             outcomes = get(kind.open(), extent)
             is_ours = is_loaded and fields is trailer.fields
             assert outcomes[1:] == [Outcome.OK if is_ours else Outcome.CORRUPT]
+
+
+def test_only_who_has_the_secret_can_decrypt() -> None:
+    fields = RecordFields(1, 0, 2, *[bytes(16)] * 4, PAYLOAD_BYTES, b"key")
+    payload = memoryview(content_of(key_of(1), PAYLOAD_BYTES))
+    stored, target = buffers(1, PAYLOAD_BYTES + 16)[0], buffers(1, PAYLOAD_BYTES)[0]
+    assert Encoding(secret=SECRET).coder(fields).encode(0, payload, stored) == PAYLOAD_BYTES + 16
+    assert not Encoding(secret=OTHER_SECRET).coder(fields).decode(0, stored, target)
+    assert Encoding(secret=SECRET).coder(fields).decode(0, stored, target) and target == payload
 
 
 def test_a_block_is_that_of_its_own_key_also_in_front_of_the_last() -> None:
@@ -460,8 +471,8 @@ def test_an_engine_that_evicts_by_itself_is_told_of_no_use() -> None:
     clock, engine = ManualClock(), MemoryEngine(traits=EngineTraits(1, 1, has_capacity=True))
     store = RecordStore(engine, RecordNames(MEANING), PAYLOAD_BYTES, clock=clock)
     payload = memoryview(bytes(PAYLOAD_BYTES))
-    for _ in range(2):
-        store.put_many([key_of(1)], [payload], deadline_s=LONG_S)
+    for number in range(2):
+        store.put_many([key_of(number)], [payload], deadline_s=LONG_S)
         clock.advance(3700)
-        store.get_many([key_of(1)], buffers(1, PAYLOAD_BYTES), deadline_s=LONG_S)
+        store.get_many([key_of(number)], buffers(1, PAYLOAD_BYTES), deadline_s=LONG_S)
     assert {call for call, _ in engine.calls} == {PUT, GET}
