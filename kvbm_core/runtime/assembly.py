@@ -36,9 +36,9 @@ from kvbm_core.storage.disk.allocate import FileOptions
 from kvbm_core.storage.disk.folder import DiskFolder
 from kvbm_core.storage.disk.record import SECTOR_BYTES
 from kvbm_core.storage.host_slab import available_memory_bytes, taken_by_siblings_bytes
-from kvbm_core.storage.stores import StoreOptions
+from kvbm_core.storage.stores import StoreOptions, keeps_extents
 from kvbm_core.tiers.groups import GroupSpec
-from kvbm_core.tiers.keyed import keyed_tier
+from kvbm_core.tiers.keyed import KeyedOptions, keyed_tier
 from kvbm_core.tiers.lower import LowerTierMaker
 from kvbm_core.tiers.slotted import slotted_tier
 from kvbm_core.transfer.plan import TierOrder, TierPlace
@@ -204,8 +204,9 @@ def lower_makers(settings: KvbmSettings, clock: Clock) -> dict[str, LowerTierMak
     makers: dict[str, LowerTierMaker] = {}
     if settings.has_disk_tier:
         makers[DISK] = slotted_tier(DISK, Tier.DISK, disk_admission(settings, clock))
-    if settings.has_remote_tier:
-        makers[REMOTE] = keyed_tier(REMOTE, Tier.REMOTE, remote_admission(settings, clock))
+    if settings.remote_url is not None:
+        options = KeyedOptions(keeps_extents=keeps_extents(settings.remote_url))
+        makers[REMOTE] = keyed_tier(REMOTE, Tier.REMOTE, remote_admission(settings, clock), options)
     return makers
 
 

@@ -355,7 +355,7 @@ class Leader:
         """Of a request that was opened as not lasting: its keys mean the same in other processes too."""
         state.is_lasting = True
         is_hit = state.host_hit_blocks or state.disk_hit_blocks or state.object_hit_blocks
-        (self.chain.used if is_hit else self.chain.offer)(state.chain_keys())
+        (self.chain.used if is_hit else self.chain.offer)(state.whole_runs())
 
     def disown(self, state: RequestState) -> None:
         """The opposite: nobody knows what its keys mean. Those that were stored are forgotten."""
@@ -495,7 +495,8 @@ class Leader:
         self.layout_fingerprint = event.fingerprint
         self.block_bytes = event.block_bytes
         for tier in self.chain.lower:
-            tier.expect(0, self._handshake.num_storing_ranks)
+            num_ranks = self._handshake.num_storing_ranks
+            tier.expect(0, num_ranks, event.block_bytes // num_ranks)
         host.grow(event.slots)
         if event.slots >= host.capacity_blocks:
             self._is_refilling = False
@@ -524,7 +525,7 @@ class Leader:
             self._count_failure(job)
         for part in job.parts:
             if is_offload and is_done and part.state.is_lasting:
-                self.chain.offer(part.keys)
+                self.chain.offer(part.runs)
             if is_offload and is_done and part.state.is_disowned:
                 self.chain.forget(part.keys)
             self._drop_if_idle(part.state)
@@ -581,6 +582,8 @@ class Leader:
         is_idle = state.is_finished and not state.offload_jobs and state.onboard_job is None
         if is_idle and self._requests.get(state.request_id) is state:
             del self._requests[state.request_id]
+            if self.chain.keeps_extents and state.is_lasting and not state.is_retired:
+                self.chain.ended(state.considered_runs())
 
     def check_integrity(self) -> None:
         """Raises IntegrityError unless tier, jobs and requests agree. Cost grows with all of them."""

@@ -25,6 +25,7 @@ from kvbm_core.tiers.chain import Held, TierChain
 from kvbm_core.tiers.jobs import Job, JobTable, count_transfer
 from kvbm_core.tiers.keyed import FetchJob
 from kvbm_core.tiers.lower import LowerTier, LowerTierMaker
+from kvbm_core.tiers.runs import run_of
 from kvbm_core.transfer.executor import DeviceMemory
 from kvbm_core.transfer.plan import GroupMove, JobResult, TierOrder, TierPlace, TransferPlan, rejected
 from kvbm_core.transfer.rank import RankMemory, RankOptions, Shard
@@ -171,7 +172,7 @@ class LocalTiers:
             if claim is not None:
                 self._promises[owner] = claim
             if self._chain.keyed:
-                self._chain.wanted(self._chain.host.absent_of(keys[found:]))
+                self._chain.wanted([run_of(keys[found:])])
         self._take_turn()
         return found
 
@@ -449,7 +450,7 @@ class LocalTiers:
             self._metrics.onboarded_blocks(len(keys) - held.num_fetched, Tier.HOST, Tier.DEVICE)
         self._chain.loaded(held, job.failures(held.slots), forgets=not is_unwanted)
         if result.outcome is Outcome.OK and job.is_lasting:
-            self._chain.used(keys)
+            self._chain.used([run_of(keys)])
         self._chain.host.touch(keys)
         self._tell_load(job, result.outcome)
 
@@ -462,7 +463,7 @@ class LocalTiers:
         if self._chain.stored(reservation, outcome):
             self._chain.host.touch(job.keys)
             if job.is_lasting:
-                self._chain.offer(reservation.keys)
+                self._chain.offer([run_of(reservation.keys)])
         if outcome is Outcome.OK:
             outcome = self._kept(job.keys)
         else:

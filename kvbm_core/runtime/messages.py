@@ -10,7 +10,7 @@ import msgspec
 
 from kvbm_core.transfer.plan import JobResult, TierOrder, TierPlace, TransferPlan
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 MAX_MESSAGE_BYTES = 4 * 1024 * 1024
 
 

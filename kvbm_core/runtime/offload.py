@@ -18,6 +18,7 @@ from kvbm_core.runtime.transfer_jobs import JobPart, TransferJob
 from kvbm_core.tiers.chain import TierChain
 from kvbm_core.tiers.groups import GroupSpec
 from kvbm_core.tiers.jobs import Job, JobTable
+from kvbm_core.tiers.runs import BlockRun, consecutive
 from kvbm_core.transfer.plan import GroupMove
 from kvbm_core.types import BlockKey, Direction
 
@@ -27,19 +28,36 @@ Start = Callable[[Direction], TransferJob]
 
 
 class _Wanted(NamedTuple):
-    """Full blocks on the device, in prefix order: ``keys[i]`` of group ``positions[i]`` is in
-    ``device_blocks[i]``.
+    """Full blocks on the device, in prefix order: ``keys[i]`` is block ``blocks[i]`` of group
+    ``positions[i]``, and in ``device_blocks[i]``.
     """
 
     keys: Sequence[BlockKey]
     device_blocks: Sequence[int]
+    blocks: Sequence[int]
     positions: Sequence[int]
     """Empty: all are of the first group."""
 
     def only(self, places: list[int]) -> _Wanted:
         """Those at ``places``."""
         positions = [self.positions[i] for i in places] if self.positions else ()
-        return _Wanted([self.keys[i] for i in places], [self.device_blocks[i] for i in places], positions)
+        blocks = [self.blocks[i] for i in places]
+        return _Wanted(
+            [self.keys[i] for i in places], [self.device_blocks[i] for i in places], blocks, positions
+        )
+
+    def runs(self, state: RequestState) -> list[BlockRun]:
+        """Where in the chains of ``state`` they lie."""
+        if isinstance(self.blocks, range):
+            return [state.run(0, self.blocks.start, self.blocks.stop)] if self.blocks else []
+        per_group: dict[int, list[int]] = {}
+        for block, position in zip(self.blocks, self.positions or [0] * len(self.blocks), strict=True):
+            per_group.setdefault(position, []).append(block)
+        return [
+            state.run(position, first, end)
+            for position, blocks in sorted(per_group.items())
+            for first, end in consecutive(blocks)
+        ]
 
 
 def _own_keys(states: list[RequestState], new_keys: Sequence[BlockKey]) -> AbstractSet[BlockKey]:
@@ -150,7 +168,7 @@ class Offloading:
         device_blocks = table[span.start : span.stop]  # long prompts: slices, no object per block
         if self._null_block in device_blocks:
             return self._wanted(state, (table,), [span])
-        return _Wanted(state.keys(0)[span.start : span.stop], device_blocks, ())
+        return _Wanted(state.keys(0)[span.start : span.stop], device_blocks, span, ())
 
     def _wanted(self, state: RequestState, tables: Sequence[BlockTable], spans: list[range]) -> _Wanted:
         blocks = [
@@ -164,6 +182,7 @@ class Offloading:
         return _Wanted(
             [state.keys(g)[block] for _, g, block in blocks],
             [tables[g][block] for _, g, block in blocks],
+            [block for _, _, block in blocks],
             [g for _, g, _ in blocks],
         )
 
@@ -226,7 +245,9 @@ class Offloading:
                 keys = tuple(wanted.keys[i] for i in places)
                 picked = wanted.only(places)
             is_prefill = len(wanted.keys) > len(self._groups)
-            yield JobPart(job_id, state, keys, self._moves(picked, slots), is_prefill=is_prefill)
+            runs = picked.runs(state) if self._chain.lower else ()
+            moves = self._moves(picked, slots)
+            yield JobPart(job_id, state, keys, moves, is_prefill=is_prefill, runs=runs)
 
     def _moves(self, wanted: _Wanted, slots: tuple[int, ...]) -> tuple[GroupMove, ...]:
         if not wanted.positions:
@@ -245,7 +266,7 @@ class Offloading:
         """What has been gathered is not to be stored any more; its job stays, empty, for those who wait for
         it.
         """
-        self._gathered = [(state, _Wanted((), (), ())) for state, _ in self._gathered]
+        self._gathered = [(state, _Wanted((), (), (), ())) for state, _ in self._gathered]
 
     def end(self, job: TransferJob) -> bool:
         """Every rank has answered. True if blocks can be matched from now on."""

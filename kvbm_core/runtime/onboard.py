@@ -20,6 +20,7 @@ from kvbm_core.tiers.groups import (
     longest_prefix_tokens,
     needed_blocks,
 )
+from kvbm_core.tiers.runs import BlockRun
 from kvbm_core.transfer.plan import GroupMove, TransferPlan
 from kvbm_core.types import BlockKey, Direction, Tier
 
@@ -105,7 +106,7 @@ class Onboarding:
         is_sought = state.is_lasting and self._chain.keyed
         if not is_sought or limit_tokens - prefix_tokens < self._align:
             return False
-        if not self._chain.wanted(self._keys_beyond(state, prefix_tokens, limit_tokens)):
+        if not self._chain.wanted(self._runs_beyond(state, prefix_tokens, limit_tokens), state.seeker):
             state.fetch_wanted_since_s = None
             return False
         now_s = self._clock.now_s()
@@ -113,19 +114,18 @@ class Onboarding:
             state.fetch_wanted_since_s = now_s
         return now_s - state.fetch_wanted_since_s < self._fetch_wait_s
 
-    def _keys_beyond(self, state: RequestState, prefix_tokens: int, limit_tokens: int) -> list[BlockKey]:
-        """What is needed to use more than ``prefix_tokens``, and is not in the host; a block that ends
-        earlier comes first.
-        """
-        ends: list[tuple[int, BlockKey]] = []
-        for position, group in enumerate(self._groups):
-            keys, size = state.keys(position), group.block_size_tokens
-            for block in range(group.first_needed_block(prefix_tokens), min(limit_tokens // size, len(keys))):
-                if (block + 1) * size > prefix_tokens or group.window_tokens is not None:
-                    ends.append(((block + 1) * size, keys[block]))
-        if len(self._groups) > 1:
-            ends.sort(key=lambda end: end[0])
-        return self._chain.host.absent_of([key for _, key in ends])
+    def _runs_beyond(self, state: RequestState, prefix_tokens: int, limit_tokens: int) -> list[BlockRun]:
+        """What is needed to use more than ``prefix_tokens``."""
+        spans = []
+        for group in self._groups:
+            size = group.block_size_tokens
+            first = (
+                prefix_tokens // size
+                if group.window_tokens is None
+                else group.first_needed_block(prefix_tokens)
+            )
+            spans.append(range(first, limit_tokens // size))
+        return state.runs(spans)
 
     def _hold(self, state: RequestState, blocks: tuple[range, ...]) -> Held | int:
         keys = [key for g, span in enumerate(blocks) for key in state.keys(g)[span.start : span.stop]]
@@ -148,7 +148,7 @@ class Onboarding:
         self._chain.renew_due([held])
         job = self._begin(Direction.ONBOARD, JobPart(0, state, tuple(held.keys), moves, held))
         (part,) = job.parts
-        part.num_tokens = num_tokens
+        part.num_tokens, part.runs = num_tokens, state.runs(match.blocks)
         for key in part.keys:
             self._loading[key] = self._loading.get(key, 0) + 1
         job.is_shared = True
@@ -188,7 +188,7 @@ class Onboarding:
             self._chain.release(held)
             return None
         job = self._begin(Direction.OFFLOAD, JobPart(0, state, tuple(held.keys), tuple(moves), held))
-        job.compares = True
+        job.compares, job.parts[0].runs = True, state.runs(blocks)
         state.offload_jobs.add(job.job_id)
         return job
 
@@ -211,7 +211,7 @@ class Onboarding:
         if job.outcome is Outcome.OK:
             self._chain.loaded(part.held, {})
             if part.state.is_lasting:
-                self._chain.used(part.keys)
+                self._chain.used(part.runs)
         else:  # whoever audits forgets what is wrong; of anything else only what the lower tiers failed at
             self._chain.gave_up(part.held, {} if job.found_wrong else job.failures(part.held.slots))
 
@@ -238,7 +238,7 @@ class Onboarding:
         if held is not None:
             self._chain.loaded(held, failed)
         if not failed and state.is_lasting:
-            self._chain.used(part.keys)
+            self._chain.used(part.runs)
         state.onboard_job = None
         # Its end has just been used; the part before that, which the device had, must not be evicted first.
         self._chain.host.touch(state.chain_keys())

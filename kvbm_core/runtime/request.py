@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
 from kvbm_core.runtime.audit import AuditedPrefix
 from kvbm_core.tiers.chain import Held
 from kvbm_core.tiers.groups import GroupSpec, base_block_tokens
+from kvbm_core.tiers.keyed import Seeker
+from kvbm_core.tiers.runs import BlockRun
 from kvbm_core.tokens.chain import TokenChain
 from kvbm_core.types import BlockKey, block_key
 
@@ -42,7 +44,7 @@ class RequestState:
     offloaded. ``audited``: what was found and is computed again, to be compared. ``is_lasting``: whether its
     keys mean the same in another process; else they never reach the disk. ``is_retired``: what it has on the
     device is not what its keys say; nothing of it moves any more. ``is_disowned``: nor is what was stored of
-    it.
+    it. ``seeker``: what was learned of lower tiers by key.
     """
 
     request_id: str
@@ -65,6 +67,7 @@ class RequestState:
     audited: AuditedPrefix | None = None
     is_retired: bool = False
     is_disowned: bool = False
+    seeker: Seeker = field(default_factory=Seeker)
     _keys: list[list[BlockKey]] = field(default_factory=list)
     _steps: list[int] = field(default_factory=list)
     _own: set[BlockKey] = field(default_factory=set)
@@ -92,6 +95,24 @@ class RequestState:
                 block_key(digest, group.index) for digest in hashes[(len(keys) + 1) * step - 1 :: step]
             )
         return keys
+
+    def run(self, position: int, first: int, end: int) -> BlockRun:
+        """Blocks ``first`` to ``end`` - 1 of ``groups[position]``, of those that are known so far."""
+        keys = self.keys(position)
+        return BlockRun(keys, first, min(end, len(keys)), self.groups[position].block_size_tokens)
+
+    def runs(self, spans: Iterable[range]) -> list[BlockRun]:
+        """``spans`` of blocks, one of each group; without those that are empty."""
+        runs = (self.run(position, span.start, span.stop) for position, span in enumerate(spans))
+        return [run for run in runs if run.first < run.end]
+
+    def whole_runs(self) -> list[BlockRun]:
+        """The chains of all groups as far as they are known."""
+        return self.runs(range(len(self.keys(position))) for position in range(len(self.groups)))
+
+    def considered_runs(self) -> list[BlockRun]:
+        """The chains as far as their blocks were considered for offload."""
+        return self.runs(map(range, self.next_offload))
 
     @property
     def num_keys(self) -> int:

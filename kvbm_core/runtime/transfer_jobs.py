@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvbm_core.blocks.slot_tier import Reservation
@@ -10,6 +10,7 @@ from kvbm_core.errors import Outcome
 from kvbm_core.runtime.request import RequestState
 from kvbm_core.tiers.chain import Held
 from kvbm_core.tiers.jobs import Job, JobTable
+from kvbm_core.tiers.runs import BlockRun
 from kvbm_core.transfer.plan import GroupMove, TierOrder, TransferPlan
 from kvbm_core.types import BlockKey, Direction
 
@@ -19,7 +20,7 @@ class JobPart:
     """What one request has in a job: of an onboard, or of an audit, what is ``held`` for it.
 
     ``num_tokens``: of an onboard, what the request need not compute. ``is_prefill``: more than one block per
-    group.
+    group. ``runs``: where in the request's chains ``keys`` lie, if there are lower tiers.
     """
 
     job_id: int
@@ -29,6 +30,7 @@ class JobPart:
     held: Held | None = None
     is_prefill: bool = False
     num_tokens: int = 0
+    runs: Sequence[BlockRun] = ()
 
 
 @dataclass(slots=True, eq=False)

@@ -88,12 +88,28 @@ def tail_extents(end: int, full_blocks: int) -> Iterator[range]:
 
 
 def smaller_extents(position: int, end: int, full_blocks: int) -> Iterator[range]:
-    """The extents that may begin at ``position`` where a chain ended within ``extent_at(position)``: the
+    """The extents that may hold block ``position`` where a chain ended within ``extent_at(position)``: the
     largest first, none beyond ``end``.
     """
     whole = extent_at(position, full_blocks)
     size = len(whole) // 2
     while size:
-        if position + size <= min(end, whole.stop) and (position - whole.start) % size == 0:
-            yield range(position, position + size)
+        start = whole.start + (position - whole.start) // size * size
+        if start + size <= end:
+            yield range(start, start + size)
         size //= 2
+
+
+def extent_number(position: int, full_blocks: int) -> int:
+    """How many extents of a chain that goes on lie before ``extent_at(position)``."""
+    if position < full_blocks:
+        return position.bit_length()
+    return full_blocks.bit_length() - 1 + position // full_blocks
+
+
+def extent_numbered(number: int, full_blocks: int) -> range:
+    """The extent before which so many others lie."""
+    num_growing = full_blocks.bit_length()
+    if number < num_growing:
+        return extent_at((1 << number) >> 1, full_blocks)
+    return extent_at((number - num_growing + 1) * full_blocks, full_blocks)

@@ -128,19 +128,31 @@ def _name_of(model: str) -> str:
 _MAKERS: dict[str, StoreMaker] = {"file": _open_directory}
 
 
-def register_store(scheme: str, make: StoreMaker) -> None:
+_WITH_EXTENTS: set[str] = set()
+
+
+def register_store(scheme: str, make: StoreMaker, *, keeps_extents: bool = False) -> None:
     """Makes URLs of this scheme usable. ``make`` raises ConfigError, one line, for a store that cannot be
-    had.
+    had. ``keeps_extents``: what it makes is an ExtentStore, and is given extents.
     """
     _MAKERS[scheme] = make
     SCHEMES.add(scheme)
+    (_WITH_EXTENTS.add if keeps_extents else _WITH_EXTENTS.discard)(scheme)
+
+
+def keeps_extents(url: str) -> bool:
+    """Whether the store of this URL is given extents: for whoever knows the URL and not the store."""
+    return _scheme_of(url) in _WITH_EXTENTS
+
+
+def _scheme_of(url: str) -> str:
+    return url.partition("://")[0].lower()
 
 
 def open_store(spec: StoreSpec) -> BlockStore:
     """The store. ConfigError, one line, if it cannot be had."""
-    scheme, separator, _ = spec.url.partition("://")
-    scheme = scheme.lower()
-    if not separator or scheme not in _MAKERS:
+    scheme = _scheme_of(spec.url)
+    if "://" not in spec.url or scheme not in _MAKERS:
         known = ", ".join(f"{name}://" for name in sorted(_MAKERS))
         raise ConfigError("KVBM_REMOTE_URL", spec.url, f"no store has such a URL; there are: {known}")
     return _MAKERS[scheme](spec)

@@ -210,7 +210,7 @@ class StoreLeaderSim(DiskLeaderSim):
         return self._moved[what] + self.bench.metric(series[what])
 
     def _make_bench(self, disk: BenchDisk | None = None) -> LeaderBench:
-        options = KeyedOptions(max_fetching_blocks=self._max_fetching_blocks, max_known_blocks=50)
+        options = KeyedOptions(max_fetching_blocks=self._max_fetching_blocks, max_known_extents=50)
         return super()._make_bench(
             BenchDisk(more=tuple(keyed_tier(name, Tier.REMOTE, AdmitAll(), options) for name in NAMES))
         )

@@ -1,7 +1,9 @@
-"""A BlockStore in memory that can be slow, lose blocks, fail, hang and write late, all from one seed.
+"""A BlockStore in memory that can be slow, lose blocks, fail, hang and write late, all from one seed; and one
+that keeps extents too.
 
-``register()`` makes it usable as a lower tier by the URL ``toy://NAME?seed=1&latency_ms=2&loses=0.1``: what
-``ToyFaults`` knows. Stores of one name in one process have their blocks in common, as those of a directory.
+``register()`` makes them usable as lower tiers by the URLs ``toy://NAME?seed=1&latency_ms=2&loses=0.1`` and
+``toys://``, which keeps extents: what ``ToyFaults`` knows. Stores of one name in one process have their
+blocks in common, as those of a directory.
 """
 
 from __future__ import annotations
@@ -10,14 +12,16 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
+from functools import partial
 from random import Random
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import parse_qsl, urlsplit
 
 import numpy as np
 
 from kvbm_core.errors import ConfigError, Outcome
 from kvbm_core.storage.base import Memory, parts_of
+from kvbm_core.storage.extents import Extent
 from kvbm_core.storage.stores import StoreSpec, register_store
 from kvbm_core.types import BlockKey
 
@@ -42,13 +46,25 @@ class ToyFaults:
     raises: float = 0.0
 
 
+class ToyName(NamedTuple):
+    """Of an extent: its last key, and how many blocks it has. A block alone is an extent of one."""
+
+    meaning: str
+    shard: str
+    key: BlockKey
+    num_blocks: int = 1
+
+
 @dataclass
 class ToyBlocks:
-    """What stores of one name have in common; the least recently used is forgotten first."""
+    """What stores of one name have in common; the least recently used is forgotten first. ``keys``: of
+    extents of several blocks.
+    """
 
     max_bytes: int | None = None
     lock: threading.RLock = field(default_factory=threading.RLock)
-    blocks: OrderedDict[tuple[str, str, BlockKey], bytes] = field(default_factory=OrderedDict)
+    blocks: OrderedDict[ToyName, bytes] = field(default_factory=OrderedDict)
+    keys: dict[ToyName, tuple[BlockKey, ...]] = field(default_factory=dict)
 
 
 class ToyStore:
@@ -126,7 +142,7 @@ class ToyStore:
     ) -> list[Outcome]:
         """See BlockStore."""
         self._check(keys, payloads)
-        own: set[tuple[str, str, BlockKey]] = set()
+        own: set[ToyName] = set()
         return self._call(PUT, keys, deadline_s, lambda index: self._put(keys[index], payloads[index], own))
 
     def get_many(
@@ -143,7 +159,8 @@ class ToyStore:
     def scan(self) -> Iterator[BlockKey]:
         """See BlockStore."""
         with self._blocks.lock:
-            found = [key for meaning, shard, key in self._blocks.blocks if self._is_own(meaning, shard)]
+            own = (self._meaning, self._shard)
+            found = [name.key for name in self._blocks.blocks if name[:2] == own and name.num_blocks == 1]
         return iter(found)
 
     def close(self) -> None:
@@ -198,21 +215,18 @@ class ToyStore:
 
     # ---------------------------------------------------------------- a block
 
-    def _own(self, key: BlockKey) -> tuple[str, str, BlockKey]:
-        return self._meaning, self._shard, key
+    def _own(self, key: BlockKey, num_blocks: int = 1) -> ToyName:
+        return ToyName(self._meaning, self._shard, key, num_blocks)
 
-    def _is_own(self, meaning: str, shard: str) -> bool:
-        return (meaning, shard) == (self._meaning, self._shard)
-
-    def _contains(self, key: BlockKey) -> Outcome:
-        return Outcome.OK if self._own(key) in self._blocks.blocks else Outcome.MISS
+    def _contains(self, key: BlockKey, num_blocks: int = 1) -> Outcome:
+        return Outcome.OK if self._own(key, num_blocks) in self._blocks.blocks else Outcome.MISS
 
     def _remove(self, key: BlockKey) -> Outcome:
         return Outcome.MISS if self._blocks.blocks.pop(self._own(key), None) is None else Outcome.OK
 
-    def _put(self, key: BlockKey, payload: Memory, own: set[tuple[str, str, BlockKey]]) -> Outcome:
+    def _put(self, key: BlockKey, payload: Memory, own: set[ToyName], num_blocks: int = 1) -> Outcome:
         """``own``: put by the same call, and not to be forgotten for what comes behind."""
-        name, blocks, most = self._own(key), self._blocks.blocks, self._blocks.max_bytes
+        name, blocks, most = self._own(key, num_blocks), self._blocks.blocks, self._blocks.max_bytes
         content = b"".join(parts_of(payload))
         used = sum(map(len, blocks.values())) - len(blocks.get(name, b""))
         for old in [old for old in blocks if old not in own and old != name]:
@@ -256,6 +270,93 @@ class ToyStore:
                 raise ValueError("memory that cannot be used")
 
 
+class ToyExtentStore(ToyStore):
+    """A ToyStore that is an ExtentStore. Of an extent that is spoiled, some block and those behind it are."""
+
+    concurrency = 3
+
+    def contains_extents(self, extents: Sequence[Extent], *, deadline_s: float) -> list[Outcome]:
+        """See ExtentStore."""
+        return self._call(
+            CONTAINS,
+            _last_keys(extents),
+            deadline_s,
+            lambda index: self._contains(extents[index].keys[-1], extents[index].num_blocks),
+        )
+
+    def put_extents(
+        self, extents: Sequence[Extent], payloads: Sequence[Sequence[Memory]], *, deadline_s: float
+    ) -> list[Outcome]:
+        """See ExtentStore."""
+        self._check_extents(extents, payloads)
+        if any(len(extent.keys) != extent.num_blocks for extent in extents):
+            raise ValueError("a part of an extent is stored")
+        own: set[ToyName] = set()
+
+        def put(index: int) -> Outcome:
+            extent = extents[index]
+            whole = [part for memory in payloads[index] for part in parts_of(memory)]
+            self._blocks.keys[self._own(extent.keys[-1], extent.num_blocks)] = extent.keys
+            return self._put(extent.keys[-1], whole, own, extent.num_blocks)
+
+        return self._call(PUT, _last_keys(extents), deadline_s, put)
+
+    def get_extents(
+        self, extents: Sequence[Extent], targets: Sequence[Sequence[Memory]], *, deadline_s: float
+    ) -> list[list[Outcome]]:
+        """See ExtentStore."""
+        self._check_extents(extents, targets, are_targets=True)
+        ends: dict[int, list[Outcome]] = {}
+
+        def get(index: int) -> Outcome:
+            ends[index] = self._get_extent(extents[index], targets[index])
+            return Outcome.OK
+
+        outcomes = self._call(GET, _last_keys(extents), deadline_s, get)
+        return [ends.get(i, [outcome] * len(targets[i])) for i, outcome in enumerate(outcomes)]
+
+    def _get_extent(self, extent: Extent, targets: Sequence[Memory]) -> list[Outcome]:
+        name, blocks = self._own(extent.keys[-1], extent.num_blocks), self._blocks.blocks
+        with self._changed:
+            if self._is_drawn(self.faults.loses):
+                blocks.pop(name, None)
+            content = blocks.get(name)
+            if content is None:
+                return [Outcome.MISS] * len(targets)
+            blocks.move_to_end(name)
+            keys = self._blocks.keys.get(name, (name.key,))
+            if keys[len(keys) - len(targets) :] != extent.keys:
+                raise ValueError("an extent of other blocks was asked for")
+            size, num_bad = self._payload_bytes, 0
+            pieces = [content[at : at + size] for at in range(0, len(content), size)][-len(targets) :]
+            if self._is_drawn(self.faults.spoils):
+                num_bad = self._random.randint(1, len(targets))
+            elif self._is_drawn(self.faults.is_late):
+                due = len(self.calls) + LATE_WRITE_CALLS
+                self._late += [(due, *pair) for pair in zip(targets, pieces, strict=True)]
+                return [Outcome.TIMED_OUT] * len(targets)
+        num_good = len(targets) - num_bad
+        for i, (target, piece) in enumerate(zip(targets, pieces, strict=True)):
+            _fill(target, piece if i < num_good else bytes(size))
+        return [Outcome.OK] * num_good + [Outcome.CORRUPT] * num_bad
+
+    def _check_extents(
+        self,
+        extents: Sequence[Extent],
+        memory: Sequence[Sequence[Memory]],
+        *,
+        are_targets: bool = False,
+    ) -> None:
+        for extent, parts in zip(extents, memory, strict=True):
+            if not 0 < len(extent.keys) <= extent.num_blocks:
+                raise ValueError(f"{len(extent.keys)} keys of an extent of {extent.num_blocks} blocks")
+            self._check(extent.keys, parts, are_targets=are_targets)
+
+
+def _last_keys(extents: Sequence[Extent]) -> list[BlockKey]:
+    return [extent.keys[-1] for extent in extents]
+
+
 def _fill(target: Memory, content: bytes) -> None:
     at = 0
     for part in parts_of(target):
@@ -275,8 +376,9 @@ OPENED: list[ToyStore] = []
 
 
 def register() -> None:
-    """Makes ``toy://`` URLs usable in this process."""
-    register_store("toy", _open)
+    """Makes ``toy://`` and ``toys://`` URLs usable in this process."""
+    register_store("toy", partial(_open, ToyStore))
+    register_store("toys", partial(_open, ToyExtentStore), keeps_extents=True)
 
 
 def forget_all() -> None:
@@ -292,18 +394,22 @@ def land_all() -> None:
 
 
 def lose(name: str, key: BlockKey, shard: str = "") -> bool:
-    """The stores called ``name`` lose a block, on ranks whose shard begins with ``shard``. False if they do
-    not have it.
+    """The stores called ``name`` lose a block, and the extents that it is in, on ranks whose shard begins
+    with ``shard``. False if they do not have it.
     """
     blocks = _SHARED[name]
     with blocks.lock:
-        found = [own for own in blocks.blocks if own[2] == key and own[1].startswith(shard)]
+        found = [
+            own
+            for own in blocks.blocks
+            if key in blocks.keys.get(own, (own.key,)) and own.shard.startswith(shard)
+        ]
         for own in found:
             del blocks.blocks[own]
     return bool(found)
 
 
-def _open(spec: StoreSpec) -> ToyStore:
+def _open(kind: type[ToyStore], spec: StoreSpec) -> ToyStore:
     url, given = urlsplit(spec.url), dict[str, Any]()
     types = {known.name: int if known.name == "seed" else float for known in fields(ToyFaults)}
     for name, value in parse_qsl(url.query):
@@ -312,6 +418,6 @@ def _open(spec: StoreSpec) -> ToyStore:
         except (KeyError, ValueError):
             raise ConfigError("KVBM_REMOTE_URL", spec.url, f"{name}={value} is no fault of a toy") from None
     blocks = _SHARED.setdefault(url.netloc, ToyBlocks(spec.options.max_bytes))
-    store = ToyStore(spec.payload_bytes, ToyFaults(**given), blocks, meaning=spec.meaning, shard=spec.shard)
+    store = kind(spec.payload_bytes, ToyFaults(**given), blocks, meaning=spec.meaning, shard=spec.shard)
     OPENED.append(store)
     return store

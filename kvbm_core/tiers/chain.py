@@ -18,8 +18,9 @@ from kvbm_core.observe.metrics import Metrics
 from kvbm_core.storage.disk.recovery import Found
 from kvbm_core.tiers.groups import Residents
 from kvbm_core.tiers.jobs import JobTable
-from kvbm_core.tiers.keyed import KeyedTier
+from kvbm_core.tiers.keyed import KeyedTier, Seeker, Sought
 from kvbm_core.tiers.lower import LowerTier, LowerTierMaker, Surroundings
+from kvbm_core.tiers.runs import BlockRun
 from kvbm_core.tiers.slotted import SlottedTier
 from kvbm_core.tiers.stack import TierStack
 from kvbm_core.transfer.plan import OrderKind, TierOrder
@@ -259,16 +260,21 @@ class TierChain:
         for below in held.below:
             below.tier.judge(outcome)
 
-    def used(self, keys: Sequence[BlockKey]) -> None:
-        """``keys``, which mean the same in other processes, were loaded, or found and audited."""
+    def used(self, runs: Sequence[BlockRun]) -> None:
+        """``runs``, whose keys mean the same in other processes, were loaded, or found and audited."""
         for tier in self.lower:
-            tier.hit(keys)
+            tier.hit(runs)
 
-    def wanted(self, keys: Sequence[BlockKey]) -> bool:
-        """``keys``, in order, can be held nowhere: True if a lower tier is looking for them or bringing them
-        up.
+    def wanted(self, runs: Sequence[BlockRun], seeker: Seeker | None = None) -> bool:
+        """What of ``runs`` is not in the host can be held nowhere: True if a lower tier is looking for it or
+        bringing it up. A tier is asked when those before it do not have the first of it. ``seeker``: see
+        KeyedTier.wanted.
         """
-        return any([tier.wanted(keys) for tier in self.keyed]) if keys else False
+        for tier in self.keyed if runs else ():
+            sought = tier.wanted(runs, seeker)
+            if sought is not Sought.NOWHERE:
+                return sought is Sought.COMING
+        return False
 
     # ---------------------------------------------------------------- the way down
 
@@ -289,10 +295,20 @@ class TierChain:
         self._metrics.offloaded_blocks(len(reservation.keys), Tier.DEVICE, Tier.HOST)
         return True
 
-    def offer(self, keys: Sequence[BlockKey]) -> None:
-        """``keys``, which mean the same in other processes, are new in the host."""
+    def offer(self, runs: Sequence[BlockRun]) -> None:
+        """``runs``, whose keys mean the same in other processes, are new in the host."""
         for tier in self.lower:
-            tier.offer(keys)
+            tier.offer(runs)
+
+    @property
+    def keeps_extents(self) -> bool:
+        """Whether some tier wants to know where chains end."""
+        return any(tier.full_blocks > 1 for tier in self.keyed)
+
+    def ended(self, runs: Sequence[BlockRun]) -> None:
+        """The chains of ``runs``, whose keys mean the same in other processes, will not go on."""
+        for tier in self.keyed:
+            tier.ended(runs)
 
     @property
     def storing_blocks(self) -> int:

@@ -45,6 +45,11 @@ class Job:
                 failed.setdefault(slot, outcome)
         return failed
 
+    def verdict(self, slots: Sequence[int]) -> Outcome:
+        """That of the first rank in trouble; see JobResult.verdict."""
+        verdicts = (result.verdict(slots) for result in self.results)
+        return next((verdict for verdict in verdicts if verdict is not Outcome.OK), Outcome.OK)
+
 
 JobT = TypeVar("JobT", bound=Job)
 

@@ -4,42 +4,77 @@ peer).
 What it has is not known until it is asked, and a store that does not answer must cost nobody a request. So it
 promises nothing: what a request wants is looked for and brought into the host in the background, and the
 request finds it there when it asks again.
+
+A store that keeps extents has a run of blocks under one name (storage/extents.py); any other has each block
+under its own, which is an extent of one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import NamedTuple
 
-from kvbm_core.blocks.slot_tier import Reservation, protect_nothing
+from kvbm_core.blocks.slot_tier import Protected, Reservation
 from kvbm_core.errors import IntegrityError, Outcome
 from kvbm_core.observe.labels import DropReason
 from kvbm_core.policy.admission import AdmissionPolicy
+from kvbm_core.storage.extents import Extent, extent_at, extent_blocks, extents_within, tail_extents
+from kvbm_core.tiers.extent_search import Belief, ExtentSearch, Step
 from kvbm_core.tiers.jobs import Job
-from kvbm_core.tiers.lower import USELESS, LowerTier, LowerTierMaker, StoringOptions, Surroundings
-from kvbm_core.transfer.plan import OrderKind, TierOrder
+from kvbm_core.tiers.lower import (
+    STORE_BLOCKS,
+    USELESS,
+    LowerTier,
+    LowerTierMaker,
+    StoringOptions,
+    Surroundings,
+)
+from kvbm_core.tiers.runs import BlockRun, blocks_of
+from kvbm_core.transfer.plan import NO_SLOT, ExtentPart, OrderKind, TierOrder
 from kvbm_core.types import BlockKey, Direction, Tier
 
 HOST_SHARE = 8
-"""At most one slot in so many of the host tier is being fetched into."""
+"""At most one slot in so many of the host tier is being fetched into; but for one extent, if nothing else is
+fetched and it takes no more than half of the slots.
+"""
+FETCH_EXTENTS = 4
+"""Full extents in one order to fetch: what comes first can be used while the rest is on its way."""
+MOVING_EXTENTS = 8
+"""So many full extents may be on their way, however many blocks these are."""
+
+Name = tuple[BlockKey, int]
+"""Of an extent: its last key, and how many blocks it has."""
+
+
+@dataclass(slots=True)
+class Seeker:
+    """What one request has learned of tiers by key, each by its name. ``vain``: extents that are not to be
+    had. ``origins``: of a chain, by its first key, where the search began.
+    """
+
+    vain: set[tuple[str, Name]] = field(default_factory=set)
+    origins: dict[tuple[str, BlockKey], int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class KeyedOptions:
-    """``present_s``, ``absent_s``: how long an answer is believed; ``trouble_s``: how long a key is not asked
-    for again that could not be answered. ``first_find_blocks``: looked for at first; each find doubles it, up
-    to ``most_find_blocks``.
+    """``present_s``, ``absent_s``: how long an answer is believed; ``trouble_s``: how long an extent is not
+    asked for again that could not be answered. Of single blocks ``first_find_blocks`` are looked for at
+    first; each find doubles it, up to ``most_find_blocks``. ``keeps_extents``: whether the store does.
     """
 
     storing: StoringOptions = field(default_factory=StoringOptions)
     max_fetching_blocks: int = 1024
-    max_known_blocks: int = 1_000_000
+    max_known_extents: int = 1_000_000
     present_s: float = 60.0
     absent_s: float = 10.0
     trouble_s: float = 1.0
     first_find_blocks: int = 8
     most_find_blocks: int = 256
+    keeps_extents: bool = False
 
 
 def keyed_tier(
@@ -49,14 +84,25 @@ def keyed_tier(
     return lambda around: KeyedTier(name, tier, admission, around, options or KeyedOptions())
 
 
+class Sought(Enum):
+    """What a tier says of blocks that are wanted."""
+
+    COMING = "coming"
+    """Asking again soon is worth it."""
+    STUCK = "stuck"
+    """They are there, and cannot be brought up now."""
+    NOWHERE = "nowhere"
+    """The tier does not have the first of them, or nobody knows."""
+
+
 class _Known(NamedTuple):
     is_present: bool
     until_s: float
 
 
 class _FindJob(Job):
-    __slots__ = ("keys",)
-    keys: tuple[BlockKey, ...]
+    __slots__ = ("names",)
+    names: tuple[Name, ...]
 
     @property
     def num_blocks(self) -> int:
@@ -64,10 +110,11 @@ class _FindJob(Job):
 
 
 class FetchJob(Job):
-    """Host slots that are being fetched into."""
+    """Host slots that are being fetched into. ``extents``: as far as they were asked for."""
 
-    __slots__ = ("reservation",)
+    __slots__ = ("extents", "reservation")
     reservation: Reservation
+    extents: tuple[Extent, ...]
 
     @property
     def num_blocks(self) -> int:
@@ -76,25 +123,41 @@ class FetchJob(Job):
 
 
 class KeyedTier(LowerTier):
-    """Every rank stores its own shard under the block's key."""
+    """Every rank stores its own shard under the extent's name. ``full_blocks``: of a full extent; 1: each
+    block is one.
+    """
 
     def __init__(
         self, name: str, tier: Tier, admission: AdmissionPolicy, around: Surroundings, options: KeyedOptions
     ) -> None:
         super().__init__(name, tier, admission, around, options.storing)
+        self.full_blocks = 1
         self._keyed = options
-        self._known: dict[BlockKey, _Known] = {}
-        self._finding: set[BlockKey] = set()
+        self._known: dict[Name, _Known] = {}
+        self._finding: set[Name] = set()
         self._fetching: dict[BlockKey, FetchJob] = {}
-        self._storing: set[BlockKey] = set()
+        self._storing: set[Name] = set()
+        self._waiting_extents: deque[Extent] = deque()
+        self._num_waiting = 0
         self._unused: set[BlockKey] = set()
         """Brought into the host, and not loaded since."""
         self._is_fetch_failing = False
+
+    def expect(self, num_places: int, num_ranks: int, block_bytes: int = 0) -> None:
+        """See LowerTier. From the same bytes every engine makes extents of the same size."""
+        super().expect(num_places, num_ranks, block_bytes)
+        if self._keyed.keeps_extents and block_bytes:
+            self.full_blocks = extent_blocks(block_bytes)
 
     @property
     def fetching_blocks(self) -> int:
         """Blocks on their way into the host."""
         return len(self._fetching)
+
+    @property
+    def waiting_blocks(self) -> int:
+        """See LowerTier."""
+        return super().waiting_blocks + self._num_waiting
 
     def _is_news(self, outcome: Outcome) -> bool:
         # A store says itself what is wrong with it; that it does not answer, it cannot.
@@ -107,33 +170,91 @@ class KeyedTier(LowerTier):
 
     # ---------------------------------------------------------------- the way up
 
-    def wanted(self, keys: Sequence[BlockKey]) -> bool:
-        """``keys``, in order, are nowhere above. Looks for the first ones that are not known, and fetches
-        those known to be there. True if asking again soon is worth it.
+    def wanted(self, runs: Sequence[BlockRun], seeker: Seeker | None = None) -> Sought:
+        """The blocks of ``runs`` that are not in the host are wanted, the first ones first. Looks for what is
+        not known, and fetches what is known to be there. ``seeker``: of the request that wants them; nothing
+        is asked for again that it was told is not to be had.
         """
         if not self.is_usable:
-            return False
-        now_s, here, is_coming = self._around.clock.now_s(), list[BlockKey](), False
+            return Sought.NOWHERE
+        seeker = seeker or Seeker()
+        if self.full_blocks > 1:
+            return self._wanted_extents(runs, seeker)
+        return self._wanted_blocks(runs, seeker)
+
+    def _wanted_blocks(self, runs: Sequence[BlockRun], seeker: Seeker) -> Sought:
+        keys, protected = self._around.host.absent_of(blocks_of(runs)), _own_keys(runs)
+        here, is_coming = list[Extent](), False
         for i, key in enumerate(keys):
             fetching = self._fetching.get(key)
             if fetching is not None:
                 if fetching.late_ranks:  # nobody knows when it will be over
-                    break
+                    return Sought.COMING if self._fetch(here, protected) or is_coming else Sought.STUCK
                 is_coming = True
                 continue
-            if key in self._finding:
-                is_coming = True
-                break
-            known = self._known.get(key)
-            if known is None or known.until_s <= now_s:
+            belief = self._belief((key, 1), seeker)
+            if belief is Belief.UNKNOWN:
                 most = min(max(self._keyed.first_find_blocks, 2 * i), self._keyed.most_find_blocks)
-                self._find([key for key in keys[i : i + most] if self._is_unknown(key, now_s)])
-                is_coming = True
+                names = ((key, 1) for key in keys[i : i + most] if key not in self._fetching)
+                self._find([name for name in names if self._belief(name, seeker) is Belief.UNKNOWN])
+            is_coming = is_coming or belief in {Belief.UNKNOWN, Belief.ASKED}
+            if belief is not Belief.PRESENT:
                 break
-            if not known.is_present:
+            here.append(Extent(1, (key,)))
+        if self._fetch(here, protected) or is_coming:
+            return Sought.COMING
+        return Sought.STUCK if here else Sought.NOWHERE
+
+    def _wanted_extents(self, runs: Sequence[BlockRun], seeker: Seeker) -> Sought:
+        there, ask, is_coming = list[tuple[int, Extent]](), list[Name](), False
+        for run in runs:
+            keys, first = run.keys, run.first
+            first += self._around.host.match_prefix(keys[first : run.end])
+            if first >= run.end:
+                continue
+            step = self._search(run, first, seeker)
+            ask += [(keys[extent.stop - 1], len(extent)) for extent in step.ask]
+            is_coming = is_coming or step.is_open
+            for extent in step.there:
+                part = Extent(len(extent), tuple(keys[max(first, extent.start) : extent.stop]))
+                there.append((extent.stop * run.block_tokens, part))
+            if not step.there:  # of other groups nothing is of use without this one
                 break
-            here.append(key)
-        return bool(here and self._fetch(here)) or is_coming
+        if ask:
+            self._find(ask)
+        there.sort(key=lambda one: one[0])
+        return self._bring([extent for _, extent in there], _own_keys(runs), is_coming=is_coming)
+
+    def _search(self, run: BlockRun, first: int, seeker: Seeker) -> Step:
+        """``first``: the first block of ``run`` that is missing."""
+        keys, chain = run.keys, (self.name, run.keys[0])
+
+        def belief(extent: range) -> Belief:
+            return self._belief((keys[extent.stop - 1], len(extent)), seeker)
+
+        for origin in (min(first, seeker.origins.get(chain, first)), first):
+            seeker.origins[chain] = origin
+            # One token of a prompt is always computed: its last block may lie just beyond what is wanted.
+            search = ExtentSearch(origin, self._end_of(run), self.full_blocks, belief)
+            step = search.step(first, self._most_fetching)
+            if step.there or step.is_open or origin == first:
+                break  # else what comes behind the end of what was found has come into the host otherwise
+        return step
+
+    def _bring(self, there: Sequence[Extent], protected: Protected, *, is_coming: bool) -> Sought:
+        """``there``, which are known to be there, in the order in which they are wanted."""
+        todo = list[Extent]()
+        for extent in there:
+            if self._around.host.new_of(extent.keys):
+                todo.append(extent)
+                continue
+            jobs = [self._fetching[key] for key in extent.keys if key in self._fetching]
+            if any(job.late_ranks for job in jobs):  # nobody knows when it will be over
+                break
+            is_coming = is_coming or bool(jobs)
+        if self._fetch(todo, protected) or is_coming:
+            return Sought.COMING
+        return Sought.STUCK if there else Sought.NOWHERE
 
     def brought(self, keys: Sequence[BlockKey]) -> int:
         """How many of ``keys``, which are being loaded now for the first time, it brought into the host."""
@@ -141,53 +262,112 @@ class KeyedTier(LowerTier):
         self._unused.difference_update(used)
         return len(used)
 
-    def _is_unknown(self, key: BlockKey, now_s: float) -> bool:
-        known = self._known.get(key)
-        is_moving = key in self._finding or key in self._fetching
-        return not is_moving and (known is None or known.until_s <= now_s)
+    def _belief(self, name: Name, seeker: Seeker) -> Belief:
+        if (self.name, name) in seeker.vain:
+            return Belief.ABSENT
+        if name in self._finding:
+            return Belief.ASKED
+        known = self._known.get(name)
+        if known is None or known.until_s <= self._around.clock.now_s():
+            return Belief.UNKNOWN
+        if known.is_present:
+            return Belief.PRESENT
+        seeker.vain.add((self.name, name))
+        return Belief.ABSENT
 
-    def _find(self, keys: Sequence[BlockKey]) -> None:
+    def _find(self, names: Sequence[Name]) -> None:
         jobs = self._around.jobs
         job_id = jobs.new_id()
         job = _FindJob(job_id, self._ranks(), jobs.now_s(), on_end=lambda: self._found(job))
-        job.keys = tuple(dict.fromkeys(keys))
-        self._finding.update(job.keys)
+        job.names = tuple(dict.fromkeys(names))
+        self._finding.update(job.names)
         jobs.add(job)
-        self._around.send(TierOrder(job_id, self.name, OrderKind.FIND, job.keys))
+        extents = tuple(ExtentPart(size, size - 1) for _, size in job.names) if self.full_blocks > 1 else ()
+        keys = tuple(key for key, _ in job.names)
+        self._around.send(TierOrder(job_id, self.name, OrderKind.FIND, keys, extents=extents))
 
     def _found(self, job: _FindJob) -> None:
-        self._finding.difference_update(job.keys)
-        failed = job.failures(range(len(job.keys)))
-        self._learn({key: failed.get(i, Outcome.OK) for i, key in enumerate(job.keys)})
-        trouble = _trouble_of(job, range(len(job.keys)))
-        if trouble is not Outcome.OK or not self._is_fetch_failing:
-            self.judge(trouble)
+        self._finding.difference_update(job.names)
+        places = range(len(job.names))
+        failed = job.failures(places)
+        self._learn({name: failed.get(i, Outcome.OK) for i, name in enumerate(job.names)})
+        verdict = job.verdict(places)
+        if verdict is not Outcome.OK or not self._is_fetch_failing:
+            self.judge(verdict)
 
-    def _fetch(self, keys: Sequence[BlockKey]) -> bool:
+    # ---------------------------------------------------------------- fetches
+
+    @property
+    def _most_fetching(self) -> int:
+        """Blocks that may be on their way into the host at once."""
+        most = max(
+            self._keyed.max_fetching_blocks, (self.full_blocks > 1) * MOVING_EXTENTS * self.full_blocks
+        )
+        return max(1, min(most, self._around.host.capacity_blocks // HOST_SHARE))
+
+    def _with_room(self, extents: Sequence[Extent]) -> list[Extent]:
+        """Those from the front that may be fetched now."""
+        room, chosen = self._most_fetching - self.fetching_blocks, list[Extent]()
+        for extent in extents:
+            room -= len(extent.keys)
+            if room < 0:
+                break
+            chosen.append(extent)
+        is_small = bool(extents) and len(extents[0].keys) <= self._around.host.capacity_blocks // 2
+        return list(extents[:1]) if not chosen and not self._fetching and is_small else chosen
+
+    def _fetch(self, extents: Sequence[Extent], protected: Protected) -> bool:
         """False if there is no room for any of them."""
-        host, jobs = self._around.host, self._around.jobs
-        most = min(self._keyed.max_fetching_blocks, max(1, host.capacity_blocks // HOST_SHARE))
-        room = max(0, most - self.fetching_blocks)
-        reservation = host.reserve(keys[:room], protect_nothing)
-        if not reservation.keys:
-            return False
+        host, chosen = self._around.host, self._with_room(extents)
+        new_keys = host.new_of([key for extent in chosen for key in extent.keys])
+        reservation = host.reserve(new_keys, protected)
+        reserved = set(reservation.keys)
+        lacking = set(new_keys) - reserved
+        chosen = [e for e in chosen if lacking.isdisjoint(e.keys) and not reserved.isdisjoint(e.keys)]
+        if lacking:
+            reservation, gone = reservation.split(reserved.difference(*(extent.keys for extent in chosen)))
+            host.abort(gone)
+        for part in self._orders(chosen):
+            reservation, own = reservation.split({key for extent in part for key in extent.keys})
+            self._send_fetch(part, own)
+        return bool(chosen)
+
+    def _orders(self, extents: Sequence[Extent]) -> Iterator[list[Extent]]:
+        """What is fetched by one order each."""
+        most = FETCH_EXTENTS * self.full_blocks if self.full_blocks > 1 else len(extents)
+        part, num_blocks = list[Extent](), 0
+        for extent in extents:
+            if part and num_blocks + len(extent.keys) > most:
+                yield part
+                part, num_blocks = [], 0
+            part.append(extent)
+            num_blocks += len(extent.keys)
+        if part:
+            yield part
+
+    def _send_fetch(self, extents: Sequence[Extent], reservation: Reservation) -> None:
+        jobs = self._around.jobs
         job_id = jobs.new_id()
         job = FetchJob(job_id, self._ranks(), jobs.now_s(), on_end=lambda: self._fetch_ended(job))
-        job.on_late = lambda result: self._judge_fetch(result.outcome)
-        job.reservation = reservation
+        job.on_late = lambda result: self._judge_fetch(result.verdict(reservation.slots))
+        job.reservation, job.extents = reservation, tuple(extents)
         self._fetching.update(dict.fromkeys(reservation.keys, job))
         jobs.add(job)
-        order = TierOrder(job_id, self.name, OrderKind.FETCH, reservation.keys, reservation.slots)
-        self._around.send(order)
-        return True
+        keys, slots, parts = reservation.keys, reservation.slots, tuple[ExtentPart, ...]()
+        if self.full_blocks > 1:
+            slot_of = dict(zip(keys, slots, strict=True))
+            keys = tuple(key for extent in extents for key in extent.keys)
+            slots = tuple(slot_of.get(key, NO_SLOT) for key in keys)
+            parts = tuple(ExtentPart(e.num_blocks, e.num_blocks - len(e.keys)) for e in extents)
+        self._around.send(TierOrder(job_id, self.name, OrderKind.FETCH, keys, slots, extents=parts))
 
     def _fetch_ended(self, job: FetchJob) -> None:
         keys, slots = job.reservation.keys, job.reservation.slots
         for key in keys:
             del self._fetching[key]
-        failed = job.failures(slots)
-        outcome_of = {key: failed.get(slot, Outcome.OK) for key, slot in zip(keys, slots, strict=True)}
-        there, lost = job.reservation.split([keys[slots.index(slot)] for slot in failed])
+        bad = job.failures(slots)
+        failed = {key: bad[slot] for key, slot in zip(keys, slots, strict=True) if slot in bad}
+        there, lost = job.reservation.split(failed)
         host, metrics = self._around.host, self._around.metrics
         host.abort(lost)
         if host.commit(there):
@@ -202,18 +382,18 @@ class KeyedTier(LowerTier):
         if failed:
             metrics.failure(f"{Direction.ONBOARD}_{job.outcome}")
             metrics.remote_failures(len(failed), is_write=False)
-        self._learn(outcome_of)
-        self._judge_fetch(_trouble_of(job, slots))
+        self._learn({_name_of(extent): _first_failure(extent.keys, failed) for extent in job.extents})
+        self._judge_fetch(job.verdict(slots))
 
-    def _learn(self, outcomes: Mapping[BlockKey, Outcome]) -> None:
+    def _learn(self, outcomes: Mapping[Name, Outcome]) -> None:
         now_s, options = self._around.clock.now_s(), self._keyed
-        for key, outcome in outcomes.items():
+        for name, outcome in outcomes.items():
             is_answer = outcome in USELESS and outcome is not Outcome.IO_ERROR
             absent_s = options.absent_s if is_answer else options.trouble_s
             is_present = outcome is Outcome.OK
-            self._known.pop(key, None)  # the newest answers are at the end
-            self._known[key] = _Known(is_present, now_s + (options.present_s if is_present else absent_s))
-        while len(self._known) > options.max_known_blocks:
+            self._known.pop(name, None)  # the newest answers are at the end
+            self._known[name] = _Known(is_present, now_s + (options.present_s if is_present else absent_s))
+        while len(self._known) > options.max_known_extents:
             del self._known[next(iter(self._known))]
 
     def _judge_fetch(self, outcome: Outcome) -> None:
@@ -223,31 +403,124 @@ class KeyedTier(LowerTier):
 
     # ---------------------------------------------------------------- the way down
 
-    def _new_of(self, keys: Sequence[BlockKey]) -> Sequence[BlockKey]:
-        return [key for key in keys if not self._is_there(key)]
+    def hit(self, runs: Sequence[BlockRun]) -> None:
+        """See LowerTier. An extent is known to the filter by its last block."""
+        if self.full_blocks == 1:
+            super().hit(runs)
+            return
+        self._admission.hit([extent.keys[-1] for extent in self._in_host(runs)])
+        self.offer(runs)
 
-    def _is_there(self, key: BlockKey) -> bool:
-        known = self._known.get(key)
+    def offer(self, runs: Sequence[BlockRun]) -> None:
+        """See LowerTier. Of extents, those that have a block of ``runs`` and are in the host as a whole."""
+        if self.full_blocks == 1:
+            super().offer(runs)
+        elif self.is_usable:
+            self._offer_extents(self._in_host(runs))
+
+    def ended(self, runs: Sequence[BlockRun]) -> None:
+        """The chains of ``runs`` end there: what is left of them is stored in smaller extents."""
+        if self.full_blocks > 1 and self.is_usable:
+            left = [(run.keys, span) for run in runs for span in tail_extents(run.end, self.full_blocks)]
+            self._offer_extents(self._complete(left))
+
+    def _in_host(self, runs: Sequence[BlockRun]) -> list[Extent]:
+        return self._complete(
+            (run.keys, span)
+            for run in runs
+            for span in extents_within(run.first, self._end_of(run), self.full_blocks)
+        )
+
+    def _end_of(self, run: BlockRun) -> int:
+        """The end of the last extent that has a block of the run, as far as keys are known."""
+        return min(len(run.keys), extent_at(max(0, run.end - 1), self.full_blocks).stop)
+
+    def _complete(self, spans: Iterable[tuple[Sequence[BlockKey], range]]) -> list[Extent]:
+        host = self._around.host
+        pieces = (tuple(keys[span.start : span.stop]) for keys, span in spans)
+        return [Extent(len(keys), keys) for keys in pieces if host.match_prefix(keys) == len(keys)]
+
+    def _offer_extents(self, extents: Sequence[Extent]) -> None:
+        new = {extent.keys[-1]: extent for extent in extents if not self._is_there(_name_of(extent))}
+        for key in self._admission.admit(list(new)):
+            extent = new[key]
+            if self._num_waiting + extent.num_blocks > self._options.max_waiting_blocks:
+                self._around.metrics.dropped(DropReason.QUEUE_FULL, extent.num_blocks)
+                continue
+            self._waiting_extents.append(extent)
+            self._num_waiting += extent.num_blocks
+        self._send_waiting()
+
+    def _send_waiting(self) -> None:
+        super()._send_waiting()
+        while self.is_usable and (batch := self._next_batch()):
+            self._storing.update(map(_name_of, batch))
+            keys = tuple(key for extent in batch for key in extent.keys)
+            self._store(keys, tuple(ExtentPart(extent.num_blocks) for extent in batch))
+
+    def _next_batch(self) -> list[Extent]:
+        """Of the extents that wait and are still in the host, what one order may have, if there is room on
+        the way.
+        """
+        most = max(self._options.max_storing_blocks, MOVING_EXTENTS * self.full_blocks)
+        room, waiting = most - self.ordered_blocks, self._waiting_extents
+        batch, keys = list[Extent](), set[BlockKey]()
+        while waiting and len(keys) < max(STORE_BLOCKS, self.full_blocks):
+            extent = waiting[0]
+            # Those of chains of other lengths may have blocks in common: one order has each block once.
+            if len(keys) + extent.num_blocks > room or not keys.isdisjoint(extent.keys):
+                break
+            waiting.popleft()
+            self._num_waiting -= extent.num_blocks
+            is_here = self._around.host.match_prefix(extent.keys) == extent.num_blocks
+            if is_here and not self._is_there(_name_of(extent)):
+                batch.append(extent)
+                keys.update(extent.keys)
+        return batch
+
+    def _drop_waiting(self) -> None:
+        super()._drop_waiting()
+        self._waiting_extents.clear()
+        self._num_waiting = 0
+
+    def _new_of(self, keys: Sequence[BlockKey]) -> Sequence[BlockKey]:
+        return [key for key in keys if not self._is_there((key, 1))]
+
+    def _is_there(self, name: Name) -> bool:
+        known = self._known.get(name)
         is_known = known is not None and known.is_present and known.until_s > self._around.clock.now_s()
-        return is_known or key in self._storing
+        return is_known or name in self._storing
 
     def _begin_store(self, keys: Sequence[BlockKey]) -> tuple[Sequence[BlockKey], Sequence[int]]:
+        if self.full_blocks > 1:
+            return keys, ()
         new_keys = self._new_of(keys)
-        self._storing.update(new_keys)
+        self._storing.update((key, 1) for key in new_keys)
         return new_keys, ()
 
-    def _end_store(self, keys: Sequence[BlockKey], outcomes: Sequence[Outcome]) -> int:
-        self._storing.difference_update(keys)
-        stored = {k: o for k, o in zip(keys, outcomes, strict=True) if o is Outcome.OK}
-        self._around.metrics.remote_failures(len(keys) - len(stored), is_write=True)
+    def _end_store(
+        self, keys: Sequence[BlockKey], extents: Sequence[ExtentPart], outcomes: Sequence[Outcome]
+    ) -> int:
+        ends, start = dict[Name, Outcome](), 0
+        for num_blocks, _ in extents or [ExtentPart(1)] * len(keys):
+            of_extent = outcomes[start : start + num_blocks]
+            start += num_blocks
+            ends[keys[start - 1], num_blocks] = next(
+                (o for o in of_extent if o is not Outcome.OK), Outcome.OK
+            )
+        self._storing.difference_update(ends)
+        stored = {name: outcome for name, outcome in ends.items() if outcome is Outcome.OK}
+        num_stored = sum(num_blocks for _, num_blocks in stored)
+        self._around.metrics.remote_failures(len(keys) - num_stored, is_write=True)
         self._learn(stored)
-        return len(stored)
+        return num_stored
 
     # ---------------------------------------------------------------- ends
 
     def forget(self, keys: Sequence[BlockKey]) -> None:
         """See LowerTier: they are not believed to be there for a while."""
-        self._learn(dict.fromkeys(keys, Outcome.MISS))
+        sizes = [1 << n for n in range(self.full_blocks.bit_length())]
+        self._learn({(key, size): Outcome.MISS for key in keys for size in sizes})
 
     def reset(self) -> None:
         """See LowerTier. What others share stays in the store."""
@@ -257,14 +530,23 @@ class KeyedTier(LowerTier):
 
     def check_integrity(self) -> None:
         """See LowerTier."""
-        if len(self._storing) != self.ordered_blocks:
+        if sum(num_blocks for _, num_blocks in self._storing) != self.ordered_blocks:
             raise IntegrityError(f"the {self.name} tier stores blocks in no order in flight")
         jobs = set(self._fetching.values())
         if sum(job.num_blocks for job in jobs) != len(self._fetching):
             raise IntegrityError(f"the {self.name} tier fetches blocks in no order in flight")
+        if sum(extent.num_blocks for extent in self._waiting_extents) != self._num_waiting:
+            raise IntegrityError(f"blocks that wait for the {self.name} tier are counted wrong")
 
 
-def _trouble_of(job: Job, places: Sequence[int]) -> Outcome:
-    """The first outcome, on any rank, that is no answer; OK if all are."""
-    outcomes = (outcome for result in job.results for outcome in result.failures(places).values())
-    return next((o for o in outcomes if o not in {Outcome.MISS, Outcome.CORRUPT}), Outcome.OK)
+def _own_keys(runs: Sequence[BlockRun]) -> Protected:
+    """What comes last of a request must not drive out what it has already."""
+    return lambda new_keys: frozenset[BlockKey]().union(*(run.keys for run in runs))
+
+
+def _name_of(extent: Extent) -> Name:
+    return extent.keys[-1], extent.num_blocks
+
+
+def _first_failure(keys: Sequence[BlockKey], failed: Mapping[BlockKey, Outcome]) -> Outcome:
+    return next((failed[key] for key in keys if key in failed), Outcome.OK)

@@ -18,7 +18,8 @@ from kvbm_core.observe.metrics import Metrics
 from kvbm_core.policy.admission import AdmissionPolicy
 from kvbm_core.tiers.breaker import Breaker
 from kvbm_core.tiers.jobs import Job, JobTable
-from kvbm_core.transfer.plan import OrderKind, TierOrder
+from kvbm_core.tiers.runs import BlockRun, blocks_of
+from kvbm_core.transfer.plan import ExtentPart, OrderKind, TierOrder
 from kvbm_core.types import BlockKey, Direction, Tier
 
 STORE_BLOCKS = 64
@@ -107,8 +108,12 @@ class LowerTier(ABC):
         """Those of ``keys`` that get a place, and the places; these are empty in a tier by key."""
 
     @abstractmethod
-    def _end_store(self, keys: Sequence[BlockKey], outcomes: Sequence[Outcome]) -> int:
-        """How each of ``keys`` ended, on all ranks together. Answers how many are here now."""
+    def _end_store(
+        self, keys: Sequence[BlockKey], extents: Sequence[ExtentPart], outcomes: Sequence[Outcome]
+    ) -> int:
+        """How each of ``keys``, in ``extents``, ended, on all ranks together. Answers how many are here
+        now.
+        """
 
     # ---------------------------------------------------------------- state
 
@@ -120,15 +125,22 @@ class LowerTier(ABC):
     @property
     def storing_blocks(self) -> int:
         """Blocks on their way to the tier, or waiting for that."""
-        return self.ordered_blocks + len(self._waiting)
+        return self.ordered_blocks + self.waiting_blocks
+
+    @property
+    def waiting_blocks(self) -> int:
+        """Blocks that wait until there is room on the way."""
+        return len(self._waiting)
 
     @property
     def ordered_blocks(self) -> int:
         """Blocks in orders to store that some rank has not answered."""
         return sum(len(job.order.keys) for job in self._jobs)
 
-    def expect(self, num_places: int, num_ranks: int) -> None:
-        """So many places will be found, on so many ranks that store."""
+    def expect(self, num_places: int, num_ranks: int, block_bytes: int = 0) -> None:
+        """So many places will be found, on so many ranks that store, of blocks that have ``block_bytes`` on
+        each of them (0: not known yet).
+        """
         self._num_ranks = num_ranks
 
     def judge(self, outcome: Outcome) -> None:
@@ -140,8 +152,8 @@ class LowerTier(ABC):
             if self._is_news(outcome):
                 line = "kvbm: the %s fails (%s): it is left alone for a while, and then tried again"
                 self._trouble.failed("answer", outcome, line, self._words, outcome)
-            self._around.metrics.dropped(DropReason.TRANSFER_FAILED, len(self._waiting))
-            self._waiting.clear()
+            self._around.metrics.dropped(DropReason.TRANSFER_FAILED, self.waiting_blocks)
+            self._drop_waiting()
 
     def _is_news(self, outcome: Outcome) -> bool:
         """Whether nobody else has said that this is how it fails."""
@@ -167,6 +179,9 @@ class LowerTier(ABC):
 
     def reset(self) -> None:
         """Forgets every block; what waits is not stored."""
+        self._drop_waiting()
+
+    def _drop_waiting(self) -> None:
         self._waiting.clear()
 
     @abstractmethod
@@ -175,18 +190,18 @@ class LowerTier(ABC):
 
     # ---------------------------------------------------------------- the way down
 
-    def hit(self, keys: Sequence[BlockKey]) -> None:
-        """``keys`` were loaded: they may have become worth a place here."""
-        self._admission.hit(keys)
-        self.offer(keys)
+    def hit(self, runs: Sequence[BlockRun]) -> None:
+        """They were loaded: they may have become worth a place here."""
+        self._admission.hit(blocks_of(runs))
+        self.offer(runs)
 
-    def offer(self, keys: Sequence[BlockKey]) -> None:
-        """``keys`` are in the host: those that the tier lacks and admits are stored, as soon as there is room
-        on the way.
+    def offer(self, runs: Sequence[BlockRun]) -> None:
+        """They are in the host: those that the tier lacks and admits are stored, as soon as there is room on
+        the way.
         """
         if not self.is_usable:
             return
-        admitted = self._admission.admit(self._new_of(keys))
+        admitted = self._admission.admit(self._new_of(blocks_of(runs)))
         room = max(0, self._options.max_waiting_blocks - len(self._waiting))
         self._waiting.extend(admitted[:room])
         self._around.metrics.dropped(DropReason.QUEUE_FULL, len(admitted) - room)
@@ -202,19 +217,20 @@ class LowerTier(ABC):
             if resident := self._around.host.resident_of(list(dict.fromkeys(batch))):
                 self._store(resident)
 
-    def _store(self, keys: Sequence[BlockKey]) -> None:
+    def _store(self, keys: Sequence[BlockKey], extents: tuple[ExtentPart, ...] = ()) -> None:
+        """``keys``, which are in the host; in a tier that keeps extents, in whole ones."""
         around = self._around
         placed, places = self._begin_store(keys)
         if not placed:
             return
         lease = around.host.lease(self.name, placed, around.lease_ttl_s)
         if lease is None:
-            self._end_store(placed, [Outcome.REJECTED] * len(placed))
+            self._end_store(placed, extents, [Outcome.REJECTED] * len(placed))
             return
         job_id = around.jobs.new_id()
-        order = TierOrder(job_id, self.name, OrderKind.STORE, lease.keys, lease.slots, tuple(places))
+        order = TierOrder(job_id, self.name, OrderKind.STORE, lease.keys, lease.slots, tuple(places), extents)
         job = _StoreJob(job_id, self._ranks(), around.jobs.now_s(), on_end=lambda: self._store_ended(job))
-        job.on_late = lambda result: self.judge(result.outcome)
+        job.on_late = lambda result: self.judge(result.verdict(order.slots))
         job.order, job.lease = order, lease
         self._jobs.add(around.jobs.add(job))
         around.send(order)
@@ -230,12 +246,12 @@ class LowerTier(ABC):
         failed = job.failures(order.slots)
         outcomes = [failed.get(slot, Outcome.OK) for slot in order.slots]
         num_ok = outcomes.count(Outcome.OK)
-        self.judge(job.outcome)
+        self.judge(job.verdict(order.slots))
         if num_ok:
             num_bytes = sum(result.num_bytes for result in job.results)
             seconds = max(result.seconds for result in job.results)
             metrics.tier_transfer(Tier.HOST, self.tier, num_bytes, seconds)
-        num_kept = self._end_store(order.keys, outcomes)
+        num_kept = self._end_store(order.keys, order.extents, outcomes)
         metrics.offloaded_blocks(num_kept, Tier.HOST, self.tier)
         metrics.dropped(DropReason.RESET, num_ok - num_kept)
         if num_ok < len(outcomes):

@@ -11,8 +11,8 @@ from kvbm_core.observe.labels import DropReason
 from kvbm_core.policy.admission import AdmissionPolicy
 from kvbm_core.policy.lru import LruPolicy
 from kvbm_core.storage.disk.recovery import Found, batches_of
-from kvbm_core.tiers.lower import FAILING, USELESS, LowerTier, LowerTierMaker, StoringOptions, Surroundings
-from kvbm_core.transfer.plan import OrderKind, TierOrder
+from kvbm_core.tiers.lower import USELESS, LowerTier, LowerTierMaker, StoringOptions, Surroundings
+from kvbm_core.transfer.plan import ANSWERS, ExtentPart, OrderKind, TierOrder
 from kvbm_core.types import BlockKey, Tier
 
 
@@ -71,9 +71,9 @@ class SlottedTier(LowerTier):
 
     # ---------------------------------------------------------------- what workers say of it
 
-    def expect(self, num_places: int, num_ranks: int) -> None:
+    def expect(self, num_places: int, num_ranks: int, block_bytes: int = 0) -> None:
         """See LowerTier."""
-        super().expect(num_places, num_ranks)
+        super().expect(num_places, num_ranks, block_bytes)
         if num_places > self._expected_slots:
             self._expected_slots = num_places
             self.slots.expect(num_places)
@@ -114,7 +114,9 @@ class SlottedTier(LowerTier):
         self._storing.update(dict.fromkeys(reservation.keys, reservation))
         return reservation.keys, reservation.slots
 
-    def _end_store(self, keys: Sequence[BlockKey], outcomes: Sequence[Outcome]) -> int:
+    def _end_store(
+        self, keys: Sequence[BlockKey], extents: Sequence[ExtentPart], outcomes: Sequence[Outcome]
+    ) -> int:
         reservation = next(iter([self._storing.pop(key) for key in keys]))
         stored, lost = reservation.split(
             [key for key, outcome in zip(keys, outcomes, strict=True) if outcome is not Outcome.OK]
@@ -128,8 +130,8 @@ class SlottedTier(LowerTier):
         """How a fetch of leased blocks ended: useless ones are forgotten, a failing tier is left alone."""
         if outcomes:
             self.forget([key for key, outcome in outcomes if outcome in USELESS])
-            bad = [outcome for _, outcome in outcomes if outcome is not Outcome.OK]
-            self.judge(next((o for o in bad if o in FAILING), bad[0] if bad else Outcome.OK))
+            troubles = [outcome for _, outcome in outcomes if outcome not in ANSWERS]
+            self.judge(troubles[0] if len(troubles) == len(outcomes) else Outcome.OK)
 
     def forget(self, keys: Sequence[BlockKey]) -> None:
         """See LowerTier."""

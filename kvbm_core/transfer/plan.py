@@ -10,6 +10,7 @@ from typing import NamedTuple
 import msgspec
 
 from kvbm_core.errors import Outcome
+from kvbm_core.storage.extents import MAX_EXTENT_BLOCKS
 from kvbm_core.types import BlockKey, Direction
 
 
@@ -19,6 +20,10 @@ class GroupMove(NamedTuple):
     group: int
     device_blocks: tuple[int, ...]
     slots: tuple[int, ...]
+
+
+ANSWERS = frozenset({Outcome.OK, Outcome.MISS, Outcome.CORRUPT})
+"""What one that works may say of a block."""
 
 
 class OrderKind(str, Enum):
@@ -37,11 +42,24 @@ class OrderKind(str, Enum):
         return self.value
 
 
+NO_SLOT = -1
+"""In place of a host slot: what comes for this key, which lies among others that are wanted, is not kept."""
+
+
+class ExtentPart(NamedTuple):
+    """The last blocks of an extent (storage/extents.py) of ``num_blocks``, without its first ``skipped``."""
+
+    num_blocks: int
+    skipped: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class TierOrder:
     """Blocks between host slots and the lower tier called ``tier``: ``keys[i]`` is in host slot ``slots[i]``.
 
     ``places[i]``: its slot in a tier that has numbered slots; empty for a tier by key. A FIND has no slots.
+    ``extents``: of which extents ``keys`` are, one after the other; empty: each block is stored alone. STORE
+    has them whole, FIND has the last key of each; FETCH may have NO_SLOT.
     An order is a job of its own, or a part of a TransferPlan with the plan's number.
     """
 
@@ -51,6 +69,7 @@ class TierOrder:
     keys: tuple[BlockKey, ...]
     slots: tuple[int, ...] = ()
     places: tuple[int, ...] = ()
+    extents: tuple[ExtentPart, ...] = ()
 
     def check(self, num_slots: int, num_places: int | None = None) -> None:
         """ValueError for numbers out of range, unequal lengths or a target named twice. ``num_places`` None:
@@ -61,14 +80,34 @@ class TierOrder:
             raise ValueError(f"{num_keys} keys and {len(self.slots)} slots")
         if len(self.places) != (0 if num_places is None else num_keys):
             raise ValueError(f"{num_keys} keys and {len(self.places)} places in tier {self.tier}")
-        _check_range("slot", self.slots, num_slots)
+        slots: Sequence[int] = self.slots
+        if self.extents:
+            self._check_extents(num_places)
+            if self.kind is OrderKind.FETCH:
+                slots = [slot for slot in slots if slot != NO_SLOT]
+        _check_range("slot", slots, num_slots)
         if num_places is not None:
             _check_range(f"place in tier {self.tier}", self.places, num_places)
-        targets: Sequence[object] = self.slots
+        targets: Sequence[object] = slots
         if self.kind is OrderKind.STORE:
             targets = self.keys if num_places is None else self.places
         if len(set(targets)) != len(targets):
             raise ValueError(f"a target of job {self.job_id} is named twice")
+
+    def _check_extents(self, num_places: int | None) -> None:
+        if num_places is not None:
+            raise ValueError(f"extents in tier {self.tier}, which has numbered slots")
+        for num_blocks, skipped in self.extents:
+            is_power = 0 < num_blocks <= MAX_EXTENT_BLOCKS and not num_blocks & (num_blocks - 1)
+            if not is_power or not 0 <= skipped < num_blocks:
+                raise ValueError(f"an extent of {num_blocks} blocks without its first {skipped}")
+            if (self.kind is OrderKind.STORE and skipped) or (
+                self.kind is OrderKind.FIND and skipped != num_blocks - 1
+            ):
+                raise ValueError(f"an extent without its first {skipped} blocks to {self.kind}")
+        num_keys = sum(part.num_blocks - part.skipped for part in self.extents)
+        if num_keys != len(self.keys):
+            raise ValueError(f"{len(self.keys)} keys in extents of {num_keys}")
 
 
 class TierPlace(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -164,6 +203,13 @@ class JobResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if self.outcome is Outcome.OK:
             return {}
         return dict(self.failed) if self.failed else dict.fromkeys(slots, self.outcome)
+
+    def verdict(self, slots: Sequence[int]) -> Outcome:
+        """What the end of a job on ``slots`` says of whoever was asked: OK if there was an answer for some of
+        them, as a single block may fail anywhere; else the trouble.
+        """
+        troubles = [outcome for outcome in self.failures(slots).values() if outcome not in ANSWERS]
+        return troubles[0] if troubles and len(troubles) == len(set(slots)) else Outcome.OK
 
 
 def rejected(job_id: int, detail: str, outcome: Outcome = Outcome.REJECTED) -> JobResult:

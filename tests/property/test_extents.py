@@ -10,6 +10,8 @@ from kvbm_core.storage.extents import (
     MAX_EXTENT_BLOCKS,
     extent_at,
     extent_blocks,
+    extent_number,
+    extent_numbered,
     extents_within,
     smaller_extents,
     tail_extents,
@@ -60,12 +62,20 @@ def test_a_tail_is_found_by_looking_for_the_largest_first(end: int, full_blocks:
 
 
 @given(st.integers(0, 3000), st.integers(0, 4000), powers)
-def test_smaller_extents_begin_there_and_end_in_time(position: int, end: int, full_blocks: int) -> None:
+def test_smaller_extents_hold_the_block_and_end_in_time(position: int, end: int, full_blocks: int) -> None:
     whole = extent_at(position, full_blocks)
     for span in smaller_extents(position, end, full_blocks):
-        assert span.start == position
+        assert position in span and (span.start - whole.start) % len(span) == 0
         assert span.stop <= min(end, whole.stop)
         assert len(span) < len(whole)
+
+
+@given(st.integers(0, 3000), powers)
+def test_extents_are_numbered_from_the_first_on(position: int, full_blocks: int) -> None:
+    whole = extent_at(position, full_blocks)
+    number = len(list(extents_within(0, whole.start, full_blocks)))
+    assert extent_number(position, full_blocks) == number
+    assert extent_numbered(number, full_blocks) == whole
 
 
 @given(st.integers(1, 1 << 31))

@@ -13,8 +13,9 @@ from kvbm_core.errors import IntegrityError, Outcome
 from kvbm_core.policy.admission import AdmitAll
 from kvbm_core.policy.frequency import FrequencyFilter
 from kvbm_core.tiers.breaker import FAILURES_IN_A_ROW, FIRST_PAUSE_S, LONGEST_PAUSE_S
-from kvbm_core.tiers.keyed import HOST_SHARE, KeyedOptions, KeyedTier
+from kvbm_core.tiers.keyed import HOST_SHARE, KeyedOptions, KeyedTier, Sought
 from kvbm_core.tiers.lower import StoringOptions
+from kvbm_core.tiers.runs import run_of
 from kvbm_core.transfer.plan import OrderKind, TierOrder
 from kvbm_core.types import BlockKey, Tier
 from tests.unit.tier_bench import TierBench
@@ -33,6 +34,10 @@ class Bench(TierBench[KeyedTier]):
             num_ranks,
         )
 
+    def wanted(self, keys: Sequence[BlockKey]) -> bool:
+        """As a request that has just come."""
+        return self.tier.wanted([run_of(keys)]) is Sought.COMING
+
     def only(self, kind: OrderKind) -> TierOrder:
         """The one order since the last look, which is of this kind."""
         (order,) = self.take_sent()
@@ -41,7 +46,7 @@ class Bench(TierBench[KeyedTier]):
 
     def find(self, keys: Sequence[BlockKey], **answer: Any) -> TierOrder:
         """They are wanted and looked for; ``answer``: to that."""
-        assert self.tier.wanted(keys)
+        assert self.wanted(keys)
         order = self.only(OrderKind.FIND)
         assert not order.slots
         self.answer(order, **answer)
@@ -49,7 +54,7 @@ class Bench(TierBench[KeyedTier]):
 
     def fetch(self, keys: Sequence[BlockKey]) -> TierOrder:
         """They are known, and are being brought up now."""
-        assert self.tier.wanted(keys)
+        assert self.wanted(keys)
         orders = self.take_sent()
         assert orders[0].kind is OrderKind.FETCH, orders
         self.finds = orders[1:]
@@ -66,7 +71,7 @@ def test_it_promises_nothing() -> None:
     bench = Bench()
     bench.find(KEYS[:3])
     assert bench.tier.is_usable and bench.tier.usage == (0, 0)
-    assert not bench.tier.wanted([])
+    assert not bench.wanted([])
 
 
 def test_what_is_there_comes_into_the_host() -> None:
@@ -76,7 +81,7 @@ def test_what_is_there_comes_into_the_host() -> None:
     fetch = bench.fetch(KEYS[:4])
     assert fetch.keys == tuple(KEYS[:4]) and len(set(fetch.slots)) == 4
     assert bench.tier.fetching_blocks == 4 == bench.host.pending_blocks
-    assert bench.tier.wanted(KEYS[:4]) and not bench.sent  # on its way: neither looked for nor fetched again
+    assert bench.wanted(KEYS[:4]) and not bench.sent  # on its way: neither looked for nor fetched again
     assert bench.here(KEYS[:4]) == [False] * 4  # nothing is there before it has come
     bench.answer(fetch)
     assert bench.here(KEYS[:4]) == [True] * 4
@@ -93,7 +98,7 @@ def test_what_is_not_there_is_not_waited_for_and_not_looked_for_again_for_a_whil
     bench = Bench()
     bench.find(KEYS[:4], outcome=Outcome.MISS)
     for _ in range(3):
-        assert not bench.tier.wanted(KEYS[:4])
+        assert not bench.wanted(KEYS[:4])
     assert not bench.sent
     bench.clock.advance(OPTIONS.absent_s)
     assert bench.find(KEYS[:4]).keys == tuple(KEYS[:4])
@@ -106,14 +111,14 @@ def test_a_hole_ends_the_prefix() -> None:
     fetch = bench.fetch(KEYS[:6])
     assert fetch.keys == tuple(KEYS[:2])
     bench.answer(fetch)
-    assert not bench.tier.wanted(KEYS[2:6]) and not bench.sent
-    assert bench.tier.wanted(KEYS[3:6]) and bench.only(OrderKind.FETCH).keys == tuple(KEYS[3:6])
+    assert not bench.wanted(KEYS[2:6]) and not bench.sent
+    assert bench.wanted(KEYS[3:6]) and bench.only(OrderKind.FETCH).keys == tuple(KEYS[3:6])
 
 
 def test_a_find_looks_further_the_more_was_found() -> None:
     bench = Bench(400, first_find_blocks=8, most_find_blocks=64)
     sizes, wanted = [], KEYS[:300]
-    while wanted and bench.tier.wanted(wanted):
+    while wanted and bench.wanted(wanted):
         for order in bench.take_sent():
             if order.kind is OrderKind.FIND:
                 sizes.append(len(order.keys))
@@ -126,11 +131,11 @@ def test_a_find_looks_further_the_more_was_found() -> None:
 def test_nothing_is_looked_for_twice() -> None:
     """Two requests with one prefix: what the first has asked for the second waits for."""
     bench = Bench()
-    assert bench.tier.wanted(KEYS[:4])
+    assert bench.wanted(KEYS[:4])
     order = bench.only(OrderKind.FIND)
-    assert bench.tier.wanted(KEYS[:12]) and not bench.sent
+    assert bench.wanted(KEYS[:12]) and not bench.sent
     bench.answer(order)
-    assert bench.tier.wanted(KEYS[:12])
+    assert bench.wanted(KEYS[:12])
     fetch, find = bench.take_sent() if bench.sent[0].kind is OrderKind.FETCH else bench.take_sent()[::-1]
     assert fetch.keys == tuple(KEYS[:4]) and find.keys == tuple(KEYS[4:12])
 
@@ -139,7 +144,7 @@ def test_nothing_is_looked_for_twice() -> None:
 def test_what_could_not_be_answered_is_asked_for_again_soon(outcome: Outcome) -> None:
     bench = Bench()
     bench.find(KEYS[:2], outcome=outcome)
-    assert not bench.tier.wanted(KEYS[:2]) and not bench.sent
+    assert not bench.wanted(KEYS[:2]) and not bench.sent
     bench.clock.advance(OPTIONS.trouble_s)
     bench.find(KEYS[:2])
     bench.answer(bench.fetch(KEYS[:2]))
@@ -155,11 +160,15 @@ def test_an_answer_is_believed_for_a_while() -> None:
 
 
 def test_only_so_many_answers_are_remembered_and_the_newest_are_kept() -> None:
-    bench = Bench(max_known_blocks=4, first_find_blocks=3)
+    bench = Bench(max_known_extents=4, first_find_blocks=3)
     for start in (0, 3, 0, 6):  # 0..2 are answered anew
         bench.clock.advance(OPTIONS.absent_s)
         bench.find(KEYS[start : start + 3], outcome=Outcome.MISS)
-    assert len(bench.tier._known) == 4 and KEYS[2] in bench.tier._known and KEYS[3] not in bench.tier._known
+    assert (
+        len(bench.tier._known) == 4
+        and (KEYS[2], 1) in bench.tier._known
+        and (KEYS[3], 1) not in bench.tier._known
+    )
 
 
 @pytest.mark.parametrize(
@@ -177,9 +186,9 @@ def test_of_a_fetch_that_failed_in_part_the_rest_stays(outcome: Outcome, until_a
     bench.find(KEYS[:4])
     bench.answer(bench.fetch(KEYS[:4]), failed={1: outcome})
     assert bench.here(KEYS[:4]) == [True, False, True, True] and bench.host.pending_blocks == 0
-    assert not bench.tier.wanted(KEYS[1:2]) and not bench.sent
+    assert not bench.wanted(KEYS[1:2]) and not bench.sent
     bench.clock.advance(until_asked_again_s - 0.1)
-    assert not bench.tier.wanted(KEYS[1:2])
+    assert not bench.wanted(KEYS[1:2])
     bench.clock.advance(0.1)
     bench.find(KEYS[1:2])
     values = bench.metrics.snapshot()
@@ -222,10 +231,10 @@ def test_what_is_late_is_not_waited_for() -> None:
     bench = Bench()
     bench.find(KEYS[:4])
     fetch = bench.fetch(KEYS[:2])
-    assert bench.tier.wanted(KEYS[:4]), "the rest is fetched beside it"
+    assert bench.wanted(KEYS[:4]), "the rest is fetched beside it"
     other = bench.only(OrderKind.FETCH)
     bench.answer(fetch, Outcome.TIMED_OUT, is_late=True)
-    assert not bench.tier.wanted(KEYS[:4]) and not bench.sent
+    assert not bench.wanted(KEYS[:4]) and not bench.sent
     for order in (fetch, other):
         bench.answer(order)
     bench.assert_idle()
@@ -252,10 +261,10 @@ def test_a_fetch_that_works_ends_the_count_of_failures() -> None:
 
 def test_a_block_is_there_if_every_rank_has_it() -> None:
     bench = Bench(num_ranks=2)
-    assert bench.tier.wanted(KEYS[:4])
+    assert bench.wanted(KEYS[:4])
     order = bench.only(OrderKind.FIND)
     bench.answer(order, failed={3: Outcome.MISS}, ranks=[0])
-    assert bench.tier.wanted(KEYS[:4]) and not bench.sent
+    assert bench.wanted(KEYS[:4]) and not bench.sent
     bench.answer(order, failed={2: Outcome.MISS}, ranks=[1])
     fetch = bench.fetch(KEYS[:4])
     assert fetch.keys == tuple(KEYS[:2])
@@ -270,7 +279,7 @@ def test_trouble_on_one_rank_is_no_answer_though_another_has_one() -> None:
     """It must not be taken for a MISS, for long, nor for a store that works."""
     bench = Bench(num_ranks=2, first_find_blocks=1)
     for i in range(FAILURES_IN_A_ROW):
-        assert bench.tier.is_usable and bench.tier.wanted(KEYS[i : i + 1])
+        assert bench.tier.is_usable and bench.wanted(KEYS[i : i + 1])
         order = bench.only(OrderKind.FIND)
         bench.answer(order, Outcome.MISS, ranks=[0])
         bench.answer(order, Outcome.TIMED_OUT, ranks=[1])
@@ -294,8 +303,8 @@ def test_only_a_part_of_the_host_is_fetched_into_at_once() -> None:
     bench.find(KEYS[:20])
     fetch = bench.fetch(KEYS[:20])
     assert len(fetch.keys) == 4
-    assert bench.tier.wanted(KEYS[:20]) and not bench.sent
-    assert not bench.tier.wanted(KEYS[10:20]) and not bench.sent, "there is no room: nobody waits for it"
+    assert bench.wanted(KEYS[:20]) and not bench.sent
+    assert not bench.wanted(KEYS[10:20]) and not bench.sent, "there is no room: nobody waits for it"
     bench.answer(fetch)
     assert bench.fetch(KEYS[4:20]).keys == tuple(KEYS[4:8])
 
@@ -312,7 +321,7 @@ def test_nothing_is_fetched_into_a_host_that_has_no_room() -> None:
     lease = bench.host.lease("r", KEYS[100:104], 1.0)
     assert lease is not None
     bench.find(KEYS[:4])
-    assert not bench.tier.wanted(KEYS[:4]) and not bench.sent
+    assert not bench.wanted(KEYS[:4]) and not bench.sent
     bench.host.release(lease)
     assert bench.fetch(KEYS[:4]).keys == tuple(KEYS[:1])
     assert bench.host.evicted_blocks_total == 1
@@ -333,18 +342,18 @@ def test_what_another_tier_brings_up_is_not_fetched_too() -> None:
 def test_new_blocks_are_stored_once() -> None:
     bench = Bench()
     bench.in_host(KEYS[:3])
-    bench.tier.offer(KEYS[:3])
+    bench.offer(KEYS[:3])
     order = bench.only(OrderKind.STORE)
     assert order.keys == tuple(KEYS[:3]) and bench.tier.storing_blocks == 3
-    bench.tier.offer(KEYS[:3])  # on their way
-    bench.tier.hit(KEYS[:3])
+    bench.offer(KEYS[:3])  # on their way
+    bench.hit(KEYS[:3])
     assert not bench.sent
     bench.answer(order, failed={1: Outcome.NO_SPACE})
-    bench.tier.hit(KEYS[:3])
+    bench.hit(KEYS[:3])
     again = bench.only(OrderKind.STORE)
     assert again.keys == (KEYS[1],)
     bench.answer(again)
-    bench.tier.hit(KEYS[:3])
+    bench.hit(KEYS[:3])
     assert not bench.sent
     assert bench.metrics.snapshot()["kvbm_offload_blocks_d2o"] == 3
     bench.assert_idle()
@@ -355,7 +364,7 @@ def test_what_was_found_or_fetched_there_is_not_stored_again() -> None:
     bench.find(KEYS[:4], failed={3: Outcome.MISS})
     bench.in_host([KEYS[0], KEYS[3]])
     bench.answer(bench.fetch(KEYS[1:3]))
-    bench.tier.offer(KEYS[:4])
+    bench.offer(KEYS[:4])
     order = bench.only(OrderKind.STORE)
     assert order.keys == (KEYS[3],)
     bench.answer(order)
@@ -366,7 +375,7 @@ def test_what_was_found_or_fetched_there_is_not_stored_again() -> None:
 def test_a_slot_that_is_being_stored_is_not_given_away() -> None:
     bench = Bench(num_slots=2)
     bench.in_host(KEYS[:2])
-    bench.tier.offer(KEYS[:2])
+    bench.offer(KEYS[:2])
     order = bench.only(OrderKind.STORE)
     for _ in range(5):
         bench.clock.advance(20.0)
@@ -382,16 +391,16 @@ def test_the_filter_of_a_store_is_its_own() -> None:
         lambda around: KeyedTier("store", Tier.REMOTE, FrequencyFilter(around.clock), around, KeyedOptions())
     )
     bench.in_host(KEYS[:2])
-    bench.tier.offer(KEYS[:2])
+    bench.offer(KEYS[:2])
     assert not bench.sent
-    bench.tier.hit(KEYS[:1])
+    bench.hit(KEYS[:1])
     assert [order.keys for order in bench.sent] == [(KEYS[0],)]
 
 
 def test_what_waits_for_the_store_is_bounded() -> None:
     bench = Bench(storing=StoringOptions(max_storing_blocks=4, max_waiting_blocks=10))
     bench.in_host(KEYS[:20])
-    bench.tier.offer(KEYS[:20])
+    bench.offer(KEYS[:20])
     assert bench.tier.storing_blocks == 10 and len(bench.only(OrderKind.STORE).keys) == 4
     assert bench.metrics.snapshot()['kvbm_dropped_blocks_total{reason="queue_full"}'] == 10
 
@@ -405,12 +414,12 @@ def test_a_store_that_fails_is_left_alone_for_a_while() -> None:
     for i in range(FAILURES_IN_A_ROW):
         bench.find(KEYS[i : i + 1], outcome=Outcome.IO_ERROR)
     assert not bench.tier.is_usable
-    assert not bench.tier.wanted(KEYS[5:6])
-    bench.tier.offer(KEYS[100:102])
+    assert not bench.wanted(KEYS[5:6])
+    bench.offer(KEYS[100:102])
     assert not bench.sent
     bench.clock.advance(FIRST_PAUSE_S)
     bench.find(KEYS[5:6])
-    bench.tier.offer(KEYS[100:102])
+    bench.offer(KEYS[100:102])
     assert bench.take_sent()[0].kind is OrderKind.STORE and bench.tier.is_usable
 
 
@@ -445,9 +454,9 @@ def test_one_that_is_off_is_not_asked() -> None:
     bench = Bench()
     bench.find(KEYS[:2])
     bench.tier.turn_off("no such folder")
-    assert not bench.tier.wanted(KEYS[:2]) and not bench.tier.is_usable
+    assert not bench.wanted(KEYS[:2]) and not bench.tier.is_usable
     bench.in_host(KEYS[4:5])
-    bench.tier.offer(KEYS[4:5])
+    bench.offer(KEYS[4:5])
     assert not bench.sent
 
 
@@ -456,7 +465,7 @@ def test_a_reset_while_fetching_keeps_nothing_of_it_and_the_store_keeps_all() ->
     bench.find(KEYS[:4])
     fetch = bench.fetch(KEYS[:4])
     bench.in_host(KEYS[10:12])
-    bench.tier.offer(KEYS[10:12])
+    bench.offer(KEYS[10:12])
     store = bench.only(OrderKind.STORE)
     bench.host.reset()
     bench.tier.reset()
@@ -475,9 +484,9 @@ def test_a_reset_while_fetching_keeps_nothing_of_it_and_the_store_keeps_all() ->
 def test_a_reset_while_looking_for_blocks_and_what_waits_is_not_stored() -> None:
     bench = Bench(storing=StoringOptions(max_storing_blocks=1))
     bench.in_host(KEYS[10:12])
-    bench.tier.offer(KEYS[10:12])
+    bench.offer(KEYS[10:12])
     store = bench.only(OrderKind.STORE)
-    assert bench.tier.wanted(KEYS[:4])
+    assert bench.wanted(KEYS[:4])
     find = bench.only(OrderKind.FIND)
     bench.tier.reset()
     bench.answer(find)
@@ -496,7 +505,7 @@ def test_what_is_forgotten_is_not_looked_for_for_a_while() -> None:
 
 def test_integrity_notices_what_is_fetched_or_stored_by_no_order() -> None:
     bench = Bench()
-    bench.tier._storing.add(KEYS[0])
+    bench.tier._storing.add((KEYS[0], 1))
     with pytest.raises(IntegrityError):
         bench.tier.check_integrity()
     bench = Bench()

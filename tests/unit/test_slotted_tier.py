@@ -16,6 +16,7 @@ from kvbm_core.runtime.leader import EMPTY_BLOCKS, TAKE_IN_BLOCKS
 from kvbm_core.storage.disk.recovery import REPORT_SLOTS, Found
 from kvbm_core.testing.leader_bench import ROOT, BenchDisk, LeaderBench
 from kvbm_core.tiers.breaker import FAILURES_IN_A_ROW, FIRST_PAUSE_S, LONGEST_PAUSE_S
+from kvbm_core.tiers.runs import run_of
 from kvbm_core.transfer.plan import OrderKind, TierOrder
 from kvbm_core.types import BlockKey
 from tests.unit.disk_bench import (
@@ -190,7 +191,7 @@ def test_what_has_left_the_host_by_now_is_not_stored_and_the_rest_is() -> None:
     bench.store(PROMPT)
     leave_host(bench, [1])
     keys = bench.keys(PROMPT)
-    bench.disk.hit(keys)
+    bench.disk.hit([run_of(keys)])
     (order,) = bench.stores()
     assert [BlockKey(key) for key in order.keys] == [keys[0], *keys[2:]]
     bench.say(order.job_id)

@@ -25,7 +25,7 @@ class Bench(TierBench[SlottedTier]):
 def test_long_prompts_go_in_several_orders_and_what_is_too_much_waits_or_is_dropped() -> None:
     keys = [BlockKey(bytes([number]) * 32) for number in range(200)]
     bench = Bench(keys, StoringOptions(max_storing_blocks=STORE_BLOCKS + 5, max_waiting_blocks=150))
-    bench.tier.offer(keys)
+    bench.offer(keys)
     assert [len(order.keys) for order in bench.sent] == [STORE_BLOCKS, 5]
     assert bench.metrics.snapshot()['kvbm_dropped_blocks_total{reason="queue_full"}'] == 50
     assert bench.tier.storing_blocks == 150
@@ -43,7 +43,7 @@ def test_long_prompts_go_in_several_orders_and_what_is_too_much_waits_or_is_drop
 def test_a_tier_that_fails_is_not_waited_for() -> None:
     keys = [BlockKey(bytes([number]) * 32) for number in range(20)]
     bench = Bench(keys, StoringOptions(max_storing_blocks=2))
-    bench.tier.offer(keys)
+    bench.offer(keys)
     for number in range(3):
         bench.answer(bench.sent[number], Outcome.IO_ERROR)
     assert bench.tier.storing_blocks == 0 and len(bench.sent) == 3
@@ -54,7 +54,7 @@ def test_a_tier_that_fails_is_not_waited_for() -> None:
 def test_of_an_order_that_failed_in_part_the_rest_is_stored() -> None:
     keys = [BlockKey(bytes([number]) * 32) for number in range(5)]
     bench = Bench(keys, StoringOptions())
-    bench.tier.offer(keys)
+    bench.offer(keys)
     (order,) = bench.sent
     bench.answer(order, failed={2: Outcome.NO_SPACE})
     assert [bench.tier.contains(key) for key in keys] == [True, True, False, True, True]
@@ -63,7 +63,7 @@ def test_of_an_order_that_failed_in_part_the_rest_is_stored() -> None:
     assert values["kvbm_offload_blocks_h2d"] == 4
     assert values['kvbm_dropped_blocks_total{reason="transfer_failed"}'] == 1
     assert values['kvbm_failures_total{kind="offload_no_space"}'] == 1
-    bench.tier.offer(keys)
+    bench.offer(keys)
     assert bench.sent[1].keys == (keys[2],)
     bench.answer(bench.sent[1])
     bench.assert_idle()
@@ -73,7 +73,7 @@ def test_what_one_rank_could_not_store_is_not_there_and_the_rest_is() -> None:
     keys = [BlockKey(bytes([number]) * 32) for number in range(3)]
     bench = Bench(keys, StoringOptions())
     bench.tier.expect(300, 2)
-    bench.tier.offer(keys)
+    bench.offer(keys)
     (order,) = bench.sent
     bench.answer(order, failed={0: Outcome.IO_ERROR}, ranks=[0])
     assert not any(map(bench.tier.contains, keys))

@@ -12,6 +12,7 @@ from kvbm_core.observe.metrics import Metrics
 from kvbm_core.policy.lru import LruPolicy
 from kvbm_core.tiers.jobs import JobTable
 from kvbm_core.tiers.lower import LowerTier, Surroundings
+from kvbm_core.tiers.runs import run_of
 from kvbm_core.tiers.slotted import SlottedTier
 from kvbm_core.transfer.plan import JobResult, TierOrder
 from kvbm_core.types import BlockKey, Tier
@@ -35,6 +36,14 @@ class TierBench(Generic[TierT]):
     def in_host(self, keys: Sequence[BlockKey]) -> None:
         """They are in the host from now on."""
         self.host.commit(self.host.reserve(keys, protect_nothing))
+
+    def offer(self, keys: Sequence[BlockKey]) -> None:
+        """They are new in the host."""
+        self.tier.offer([run_of(keys)])
+
+    def hit(self, keys: Sequence[BlockKey]) -> None:
+        """They were loaded."""
+        self.tier.hit([run_of(keys)])
 
     def take_sent(self) -> list[TierOrder]:
         """The orders since the last call."""

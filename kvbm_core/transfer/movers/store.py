@@ -15,17 +15,21 @@ import numpy.typing as npt
 
 from kvbm_core.clock import Clock, SystemClock
 from kvbm_core.errors import Outcome
-from kvbm_core.storage.base import BlockStore, HoldsLate
+from kvbm_core.storage.base import BlockStore, HoldsLate, Memory
+from kvbm_core.storage.extents import Extent, ExtentStore
 from kvbm_core.storage.host_slab import HostSlab
 from kvbm_core.storage.late import LateMemory
 from kvbm_core.storage.numa import leave_bound_core
 from kvbm_core.transfer.movers.base import OnBlocks, OnResult
-from kvbm_core.transfer.plan import JobResult, OrderKind, TierOrder, rejected
+from kvbm_core.transfer.plan import NO_SLOT, ExtentPart, JobResult, OrderKind, TierOrder, rejected
+from kvbm_core.types import BlockKey
 
 NUM_THREADS = 4
 BATCH_BLOCKS = 8
 """Blocks in one call of the store, and keys in one look-up of 32 times as many."""
 FIND_BLOCKS = 32 * BATCH_BLOCKS
+CALL_BYTES = 4 << 20
+"""Extents in one call of the store, at least, if there are so many."""
 MAX_WAITING_CALLS = 1024
 GRACE_S = 1.0
 """A store has to answer within its deadline; what is not back so much later is given up."""
@@ -35,6 +39,13 @@ CLOSE_TIMEOUT_S = 3.0
 log = logging.getLogger("kvbm")
 
 _KEPT: list[object] = []  # slab memory that a call which never ended may still touch
+
+
+@runtime_checkable
+class WantsCalls(Protocol):
+    """A store that says how many calls at once it takes well."""
+
+    concurrency: int
 
 
 @dataclass(eq=False)
@@ -57,10 +68,13 @@ class _Order:
 
 @dataclass(eq=False)
 class _Call:
-    """Blocks ``numbers`` of an order. ``given_up_at_s`` None: it has not begun."""
+    """Blocks ``numbers`` of an order, in ``extents`` if it has them. ``given_up_at_s`` None: it has not
+    begun.
+    """
 
     owner: _Order
     numbers: range
+    extents: Sequence[ExtentPart] = ()
     given_up_at_s: float | None = None
     token: int | None = None
     is_over: bool = False
@@ -71,7 +85,7 @@ class _Call:
 
 
 class StoreMover:
-    """Mover of a BlockStore, which it closes.
+    """Mover of a BlockStore, which it closes; of its extents too, if it is an ExtentStore.
 
     FETCH goes before FIND, and FIND before STORE. A call that the store does not end in time is given up: its
     blocks are TIMED_OUT and late, and its thread is missing until the call returns. When all threads are
@@ -86,10 +100,11 @@ class StoreMover:
         *,
         late: LateMemory | None = None,
         io_deadline_s: float = 10.0,
-        num_threads: int = NUM_THREADS,
+        num_threads: int | None = None,
         clock: Clock | None = None,
     ) -> None:
         self._store = store
+        self._extent_store = store if isinstance(store, ExtentStore) else None
         self._host = host
         # A slab keeps its memory as long as somebody has an array of it.
         self._memory: npt.NDArray[np.uint8] | None = host.array
@@ -105,6 +120,8 @@ class StoreMover:
         self._lingering: list[tuple[list[memoryview], int]] = []
         """Slots that the store itself may still touch, and their tokens."""
         self._is_closed = False
+        if num_threads is None:
+            num_threads = store.concurrency if isinstance(store, WantsCalls) else NUM_THREADS
         self._threads = [
             threading.Thread(target=self._work, name=f"kvbm-{name}-{i}", daemon=True)
             for i in range(num_threads)
@@ -132,23 +149,43 @@ class StoreMover:
         except ValueError as error:
             on_result(rejected(order.job_id, str(error)))
             return
-        size = FIND_BLOCKS if order.kind is OrderKind.FIND else BATCH_BLOCKS
-        numbers = [range(at, min(at + size, len(order.keys))) for at in range(0, len(order.keys), size)]
+        if order.extents and self._extent_store is None:
+            on_result(rejected(order.job_id, f"the store of {order.tier} keeps no extents"))
+            return
         starts_by_s = None if deadline_s is None else now_s + deadline_s
-        owner = _Order(order, on_result, on_blocks, starts_by_s, now_s, open_calls=len(numbers))
+        owner = _Order(order, on_result, on_blocks, starts_by_s, now_s)
+        calls = self._calls_of(owner)
+        owner.open_calls = len(calls)
         with self._changed:
             refusal: JobResult | None = None
             if self._is_closed:
                 refusal = rejected(order.job_id, "the mover is closed")
-            elif len(self._queues[order.kind]) + len(numbers) > MAX_WAITING_CALLS:
+            elif len(self._queues[order.kind]) + len(calls) > MAX_WAITING_CALLS:
                 refusal = rejected(order.job_id, f"{MAX_WAITING_CALLS} calls wait", Outcome.BUSY)
             else:
-                self._queues[order.kind].extend(_Call(owner, part) for part in numbers)
+                self._queues[order.kind].extend(calls)
                 self._changed.notify_all()
         if refusal is not None:
             on_result(refusal)
-        elif not numbers:
+        elif not calls:
             self._finish(owner)
+
+    def _calls_of(self, owner: _Order) -> list[_Call]:
+        order = owner.order
+        size = FIND_BLOCKS if order.kind is OrderKind.FIND else BATCH_BLOCKS
+        if not order.extents:
+            num_keys = len(order.keys)
+            return [_Call(owner, range(at, min(at + size, num_keys))) for at in range(0, num_keys, size)]
+        if order.kind is not OrderKind.FIND:
+            size = max(1, CALL_BYTES // self._host.slot_bytes)
+        calls, start, end, parts = list[_Call](), 0, 0, list[ExtentPart]()
+        for part in order.extents:
+            parts.append(part)
+            end += part.num_blocks - part.skipped
+            if end - start >= size:
+                calls.append(_Call(owner, range(start, end), parts))
+                start, parts = end, []
+        return [*calls, _Call(owner, range(start, end), parts)] if parts else calls
 
     def cancel(self, job_id: int) -> bool:
         """See Mover."""
@@ -238,12 +275,18 @@ class StoreMover:
         order, deadline_s = call.owner.order, self._io_deadline_s
         keys = [order.keys[i] for i in call.numbers]
         if order.kind is OrderKind.FIND:
+            if self._extent_store is not None and call.extents:
+                extents = [Extent(p.num_blocks, (key,)) for p, key in zip(call.extents, keys, strict=True)]
+                return self._extent_store.contains_extents(extents, deadline_s=deadline_s)
             return self._store.contains_many(keys, deadline_s=deadline_s)
         memory = [self._slot(order.slots[i]) for i in call.numbers]
-        ask = self._store.put_many if order.kind is OrderKind.STORE else self._store.get_many
         outcomes: list[Outcome] = []
         try:
-            outcomes = ask(keys, memory, deadline_s=deadline_s)
+            if self._extent_store is not None and call.extents:
+                outcomes = _move_extents(self._extent_store, call, keys, memory, deadline_s)
+            else:
+                ask = self._store.put_many if order.kind is OrderKind.STORE else self._store.get_many
+                outcomes = ask(keys, memory, deadline_s=deadline_s)
         finally:
             if not outcomes or any(outcome is not Outcome.OK for outcome in outcomes):
                 self._keep_what_lingers(call, memory)
@@ -255,7 +298,7 @@ class StoreMover:
         slots, late = call.owner.order.slots, list[memoryview]()
         addresses: list[int] = []
         for i, target in zip(call.numbers, memory, strict=True):
-            if self._store.holds(target):
+            if slots[i] != NO_SLOT and self._store.holds(target):
                 late.append(target)
                 addresses.append(self._address(slots[i]))
         if late:
@@ -268,6 +311,8 @@ class StoreMover:
         if self._memory is None:
             raise ValueError("the mover is closed")
         size = self._host.slot_bytes
+        if slot == NO_SLOT:
+            return np.empty(size, np.uint8).data
         return self._memory[slot * size : (slot + 1) * size].data
 
     def _address(self, slot: int) -> int:
@@ -293,7 +338,9 @@ class StoreMover:
         stuck = [call for call in running if call.token is None]
         for call in stuck:
             slots = call.owner.order.slots
-            addresses = [self._address(slots[i]) for i in call.numbers] if slots else []
+            addresses = (
+                [self._address(slots[i]) for i in call.numbers if slots[i] != NO_SLOT] if slots else []
+            )
             call.token = self._late.add(addresses)
             call.owner.late += addresses
         return stuck
@@ -338,7 +385,7 @@ class StoreMover:
             call.is_over = True
             places = owner.order.slots or range(len(owner.order.keys))
             for i, outcome in zip(call.numbers, outcomes, strict=True):
-                if outcome is not Outcome.OK:
+                if outcome is not Outcome.OK and places[i] != NO_SLOT:
                     owner.failed[places[i]] = outcome
         if owner.on_blocks is not None:
             try:
@@ -353,7 +400,7 @@ class StoreMover:
 
     def _finish(self, owner: _Order) -> None:
         outcome = next(iter(owner.failed.values()), Outcome.OK)
-        num_bad, num_all = len(owner.failed), len(owner.order.keys)
+        num_bad, num_all = len(owner.failed), _num_wanted(owner.order)
         detail = f"{num_bad} of {num_all} blocks: {outcome} in tier {owner.order.tier}" if num_bad else ""
         tell = partial(self._tell, owner, outcome, detail)
         if owner.late:
@@ -374,7 +421,7 @@ class StoreMover:
     def _result_of(self, owner: _Order, outcome: Outcome, detail: str, *, is_late: bool = False) -> JobResult:
         order, now_s = owner.order, self._clock.now_s()
         started_s = now_s if owner.started_s is None else owner.started_s
-        num_moved = 0 if order.kind is OrderKind.FIND else len(order.keys) - len(owner.failed)
+        num_moved = 0 if order.kind is OrderKind.FIND else _num_wanted(order) - len(owner.failed)
         return JobResult(
             order.job_id,
             outcome,
@@ -385,3 +432,32 @@ class StoreMover:
             is_late=is_late,
             failed=tuple(owner.failed.items()),
         )
+
+
+def _num_wanted(order: TierOrder) -> int:
+    """Blocks that are to be moved."""
+    return len(order.keys) - (order.slots.count(NO_SLOT) if order.extents else 0)
+
+
+def _move_extents(
+    store: ExtentStore,
+    call: _Call,
+    keys: Sequence[BlockKey],
+    memory: Sequence[memoryview],
+    deadline_s: float,
+) -> list[Outcome]:
+    """Puts or gets the extents of a call; one outcome per key."""
+    extents, parts = list[Extent](), list[Sequence[memoryview]]()
+    start = 0
+    for num_blocks, skipped in call.extents:
+        end = start + num_blocks - skipped
+        extents.append(Extent(num_blocks, tuple(keys[start:end])))
+        parts.append(memory[start:end])
+        start = end
+    if call.owner.order.kind is OrderKind.STORE:
+        ends = store.put_extents(extents, parts, deadline_s=deadline_s)
+        return [end for end, extent in zip(ends, extents, strict=True) for _ in extent.keys]
+    got = store.get_extents(extents, parts, deadline_s=deadline_s)
+    if list(map(len, got)) != list(map(len, parts)):
+        raise ValueError(f"{len(got)} answers for {len(parts)} extents, or not one outcome per key")
+    return [outcome for outcomes in got for outcome in outcomes]

@@ -1,0 +1,132 @@
+"""Which extents of a chain a shared store is asked for next, from what it has answered so far.
+
+Nothing is remembered here. The first extent is asked for alone, so that a prompt of which nothing is stored
+costs one request; if it is there, those at 2, 4, 8 ... and the last one; then what lies between the last that
+is there and the first that is not, in sixteenths. What lies before an extent that is there is believed to be
+there too. Where the full extents end, smaller ones are looked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from enum import Enum
+from typing import NamedTuple
+
+from kvbm_core.storage.extents import extent_at, extent_number, extent_numbered, smaller_extents
+
+PARTS = 16
+
+
+class Belief(Enum):
+    """What is known of an extent."""
+
+    UNKNOWN = "unknown"
+    ASKED = "asked"
+    PRESENT = "present"
+    ABSENT = "absent"
+
+
+class Step(NamedTuple):
+    """``there``: extents from the front on that are there, known or believed; as many of them as were asked
+    for. ``ask``: to be looked for now. ``is_open``: answers are missing, there may be more.
+    """
+
+    there: Sequence[range] = ()
+    ask: Sequence[range] = ()
+    is_open: bool = False
+
+
+class ExtentSearch:
+    """For blocks up to ``end`` - 1 of a chain, from ``origin`` on, which was the first block that was missing
+    when the search began. ``belief``: of an extent.
+    """
+
+    def __init__(self, origin: int, end: int, full_blocks: int, belief: Callable[[range], Belief]) -> None:
+        self._origin, self._end = origin, end
+        self._full_blocks = full_blocks
+        self._belief = belief
+        self._start_number = extent_number(origin, full_blocks)
+        self._num_whole = extent_number(end, full_blocks) - self._start_number
+
+    def step(self, first: int, most_blocks: int) -> Step:
+        """What to do now that ``first`` is the first block that is missing; extents that begin within
+        ``most_blocks`` of it are named.
+        """
+        found, ask, is_open = self._search_whole()
+        there = list[range]()
+        for number in range(extent_number(first, self._full_blocks) - self._start_number, found):
+            extent = self._whole(number)
+            if extent.start >= first + most_blocks:
+                return Step(there, ask, is_open)
+            if self._belief(extent) is Belief.ABSENT:  # it was believed to be there, and could not be read
+                found, ask, is_open = number, [], False
+                break
+            there.append(extent)
+        if is_open or (not found and self._origin == 0):
+            return Step(there, ask, is_open)
+        smaller, ask, is_open = self._search_smaller(self._whole(found - 1).stop if found else self._origin)
+        return Step([*there, *(e for e in smaller if e.stop > first)], ask, is_open)
+
+    def _whole(self, number: int) -> range:
+        """From that of ``origin`` on."""
+        return extent_numbered(self._start_number + number, self._full_blocks)
+
+    def _search_whole(self) -> tuple[int, list[range], bool]:
+        """How many whole extents are there, which to ask for, and whether answers are missing."""
+        num_all = self._num_whole
+        if not num_all:
+            return 0, [], False
+        first = self._look([0])
+        if first.last < 0:
+            return 0, first.ask, first.is_open
+        jumps = [1 << i for i in range(1, num_all.bit_length()) if 1 << i < num_all - 1]
+        last, absent = 0, num_all
+        numbers = [*jumps, num_all - 1] if num_all > 1 else []
+        while numbers:
+            look = self._look(numbers)
+            last, absent = max(last, look.last), min(absent, look.absent)
+            if look.is_open:
+                return last + 1, look.ask, True
+            part = -(-(absent - last) // PARTS)
+            numbers = list(range(last + part, absent, part))
+        return last + 1, [], False
+
+    def _look(self, numbers: Sequence[int]) -> _Look:
+        last, ask, is_open = -1, list[range](), False
+        for number in numbers:
+            extent = self._whole(number)
+            belief = self._belief(extent)
+            if belief is Belief.ABSENT:
+                return _Look(last, number, ask, is_open)
+            if belief is Belief.PRESENT:
+                last = number
+            else:
+                is_open = True
+                if belief is Belief.UNKNOWN:
+                    ask.append(extent)
+        return _Look(last, self._num_whole, ask, is_open)
+
+    def _search_smaller(self, position: int) -> tuple[list[range], list[range], bool]:
+        """Where a chain ended at ``position``, or within its extent: as ``_search_whole``."""
+        there, smallest = list[range](), len(extent_at(position, self._full_blocks))
+        while position < self._end:
+            sizes = [e for e in smaller_extents(position, self._end, self._full_blocks) if len(e) < smallest]
+            beliefs = [self._belief(extent) for extent in sizes]
+            ask = [e for e, belief in zip(sizes, beliefs, strict=True) if belief is Belief.UNKNOWN]
+            if ask or Belief.ASKED in beliefs:
+                return there, ask, True
+            largest = next((e for e, b in zip(sizes, beliefs, strict=True) if b is Belief.PRESENT), None)
+            if largest is None:
+                break
+            there.append(largest)
+            position, smallest = largest.stop, len(largest)
+        return there, [], False
+
+
+class _Look(NamedTuple):
+    """The last number that is there (-1: none), the first that is not, what to ask for, what is missing."""
+
+    last: int
+    absent: int
+    ask: list[range]
+    is_open: bool

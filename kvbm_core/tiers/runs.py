@@ -1,0 +1,51 @@
+"""Runs: consecutive blocks of one request in one group, with their place in its chain."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from kvbm_core.types import BlockKey
+
+
+class BlockRun(NamedTuple):
+    """Blocks ``first`` to ``end`` - 1 of a chain. ``keys`` are those of the chain from block 0 on, no copy;
+    it may grow. ``block_tokens`` puts blocks of several groups in order.
+    """
+
+    keys: Sequence[BlockKey]
+    first: int
+    end: int
+    block_tokens: int = 1
+
+
+def run_of(keys: Sequence[BlockKey]) -> BlockRun:
+    """All of ``keys``."""
+    return BlockRun(keys, 0, len(keys))
+
+
+def blocks_of(runs: Sequence[BlockRun]) -> Sequence[BlockKey]:
+    """The keys meant, in prefix order: a block that ends earlier comes first."""
+    if len(runs) == 1:
+        ((keys, first, end, _),) = runs
+        return keys if first == 0 and end == len(keys) else keys[first:end]
+    ends = [
+        ((block + 1) * run.block_tokens, run.keys[block])
+        for run in runs
+        for block in range(run.first, run.end)
+    ]
+    ends.sort(key=lambda end: end[0])
+    return [key for _, key in ends]
+
+
+def consecutive(blocks: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Where ascending ``blocks`` begin and end without a gap: first and end of each stretch."""
+    if not blocks:
+        return
+    first = last = blocks[0]
+    for block in blocks[1:]:
+        if block != last + 1:
+            yield first, last + 1
+            first = block
+        last = block
+    yield first, last + 1
