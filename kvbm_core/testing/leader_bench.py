@@ -37,7 +37,7 @@ class BenchDisk:
     ``LeaderBench.disk_found``.
 
     ``send``: gets the leader's orders to the workers, besides ``LeaderBench.sent``. ``has_host_tier``: see
-    Metrics. ``more``: further lower tiers, behind the disk.
+    Metrics. ``more``: further lower tiers, behind the disk. ``block_bytes``: of a block over all ranks.
     """
 
     num_slots: int = 16
@@ -45,6 +45,7 @@ class BenchDisk:
     send: Callable[[TierOrder], None] = lambda order: None
     has_host_tier: bool = True
     more: tuple[LowerTierMaker, ...] = ()
+    block_bytes: int = 1
 
 
 class LeaderBench:
@@ -62,6 +63,7 @@ class LeaderBench:
     ) -> None:
         self.clock = ManualClock()
         self.sent: list[TierOrder] = []
+        self._block_bytes = 1 if disk is None else disk.block_bytes
         self._send_on = (lambda order: None) if disk is None else disk.send
         self.evicted: list[BlockKey] = []
         self.world_size = world_size
@@ -92,7 +94,7 @@ class LeaderBench:
 
     def slots_ready(self, num_slots: int) -> None:
         """Every rank has slots 0 .. ``num_slots``-1."""
-        self.handshake.inbox.append(SlotsReady(num_slots, num_slots, 1, 1, "fingerprint"))
+        self.handshake.inbox.append(SlotsReady(num_slots, num_slots, self._block_bytes, 1, "fingerprint"))
         self.leader.poll()
 
     @property

@@ -1,25 +1,27 @@
 """Stores by key in the simulation: shared with other engines, they outlive every leader and worker.
 
-What is in a store is right bytes or damaged on purpose. A store and a fetch take two steps each, many at a
-time, in any order; a fetch may be late: its rank says so, goes on writing into the host slots, and answers
-when that is over. A host slot that somebody else was given meanwhile is noticed in its bytes.
+What is in a store, in single blocks or in extents, is right bytes or damaged on purpose. A store and a fetch
+take two steps each, many at a time, in any order; a fetch may be late: its rank says so, goes on writing into
+the host slots, and answers when that is over. A host slot that somebody else was given meanwhile is noticed
+in its bytes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from random import Random
 
 from kvbm_core.errors import Outcome
 from kvbm_core.policy.admission import AdmitAll
+from kvbm_core.storage.extents import EXTENT_BYTES, extents_within, tail_extents
 from kvbm_core.testing.leader_bench import BenchDisk, LeaderBench
 from kvbm_core.testing.leader_sim import SimShape, expect
 from kvbm_core.testing.sim_disk import DiskLeaderSim, DiskSimWorker, SimDisk
 from kvbm_core.testing.sim_worker import FAILURES, HALF_BYTES, PAGE_BYTES, oracle
-from kvbm_core.tiers.keyed import KeyedOptions, KeyedTier, keyed_tier
-from kvbm_core.transfer.plan import JobResult, OrderKind, TierOrder
+from kvbm_core.tiers.keyed import KeyedOptions, KeyedTier, Name, keyed_tier
+from kvbm_core.transfer.plan import NO_SLOT, ExtentPart, JobResult, OrderKind, TierOrder
 from kvbm_core.types import BlockKey, Tier
 
 NAMES = ("near", "far")
@@ -35,21 +37,35 @@ class SimBlock:
     is_damaged: bool = False
 
 
+Extents = dict[Name, dict[BlockKey, SimBlock]]
+"""By name, each with its blocks in order; a block that is stored alone is an extent of one."""
+
+
 class SimStore:
-    """What one store has, by rank. Whole blocks only: a worker that is killed leaves nothing behind."""
+    """What one store has, by rank. Whole extents only: a worker that is killed leaves nothing behind."""
 
     def __init__(self, num_ranks: int) -> None:
-        self.blocks: list[dict[BlockKey, SimBlock]] = [{} for _ in range(num_ranks)]
+        self.extents: list[Extents] = [{} for _ in range(num_ranks)]
 
     def lose(self, random: Random) -> None:
         """Others need the room, on all ranks or on one; or a bit changes."""
-        for blocks in self.blocks:
-            if blocks and random.random() < 0.6:
-                key = random.choice(sorted(blocks))
+        for extents in self.extents:
+            if extents and random.random() < 0.6:
+                name = random.choice(sorted(extents))
                 if random.random() < 0.3:
-                    blocks[key] = SimBlock(bytes(PAGE_BYTES), is_damaged=True)
+                    key = random.choice(sorted(extents[name]))
+                    extents[name][key] = SimBlock(bytes(PAGE_BYTES), is_damaged=True)
                 else:
-                    del blocks[key]
+                    del extents[name]
+
+
+def parts_of(order: TierOrder) -> Iterator[tuple[Name, range]]:
+    """The extents of an order: their names, and which of its keys are theirs."""
+    start = 0
+    for num_blocks, skipped in order.extents or [ExtentPart(1)] * len(order.keys):
+        end = start + num_blocks - skipped
+        yield (order.keys[end - 1], num_blocks), range(start, end)
+        start = end
 
 
 @dataclass
@@ -76,7 +92,7 @@ class StoreSimWorker(DiskSimWorker):
         stores: Mapping[str, SimStore],
     ) -> None:
         super().__init__(rank, num_device_blocks, num_slots, random, failure_rate, disk)
-        self._stores = {name: store.blocks[rank] for name, store in stores.items()}
+        self._stores = {name: store.extents[rank] for name, store in stores.items()}
         self._waiting_orders: dict[int, TierOrder] = {}
         self._running_orders: dict[int, _Running] = {}
         self.late_fetches = 0
@@ -111,23 +127,31 @@ class StoreSimWorker(DiskSimWorker):
         elif self._fails():
             self._say(order, dict.fromkeys(self._places_of(order), self._random.choice(TROUBLES)))
         elif order.kind is OrderKind.FIND:
-            blocks = self._stores[order.tier]
-            self._say(order, {i: Outcome.MISS for i, key in enumerate(order.keys) if key not in blocks})
+            extents = self._stores[order.tier]
+            names = [name for name, _ in parts_of(order)]
+            self._say(order, {i: Outcome.MISS for i, name in enumerate(names) if name not in extents})
         else:
             self._begin_order(order)
 
     def _places_of(self, order: TierOrder) -> tuple[int, ...]:
-        return order.slots or tuple(range(len(order.keys)))
+        return tuple(slot for slot in order.slots if slot != NO_SLOT) or tuple(range(len(order.keys)))
 
     def _begin_order(self, order: TierOrder) -> None:
         running = self._running_orders[order.job_id] = _Running(order)
-        blocks = self._stores[order.tier]
-        for key, slot in zip(order.keys, order.slots, strict=True):
+        for _, slot, block in self._blocks_of(order):
             if order.kind is OrderKind.STORE:
                 running.digests[slot] = blake2b(self.in_slot(slot), digest_size=8).digest()
-            elif key in blocks:
-                running.written[slot] = blocks[key].payload[:HALF_BYTES]
+            elif block is not None:
+                running.written[slot] = block.payload[:HALF_BYTES]
                 self.host[slot * PAGE_BYTES : slot * PAGE_BYTES + HALF_BYTES] = running.written[slot]
+
+    def _blocks_of(self, order: TierOrder) -> Iterator[tuple[BlockKey, int, SimBlock | None]]:
+        """The keys of an order that have host slots, with what the store has of each in its extent."""
+        for name, numbers in parts_of(order):
+            extent = self._stores[order.tier].get(name, {})
+            for i in numbers:
+                if order.slots[i] != NO_SLOT:
+                    yield order.keys[i], order.slots[i], extent.get(order.keys[i])
 
     def _finish_order(self, job_id: int) -> None:
         running = self._running_orders[job_id]
@@ -138,9 +162,9 @@ class StoreSimWorker(DiskSimWorker):
         end = self._end_fetch if order.kind is OrderKind.FETCH else self._end_put
         failed = end(running)
         if running.is_late:
-            failed = dict.fromkeys(order.slots, Outcome.TIMED_OUT) | failed
+            failed = dict.fromkeys(self._places_of(order), Outcome.TIMED_OUT) | failed
         elif self._fails():
-            chosen = [slot for slot in order.slots if self._random.random() < 0.5]
+            chosen = [slot for slot in self._places_of(order) if self._random.random() < 0.5]
             failed = dict.fromkeys(chosen, self._random.choice(TROUBLES)) | failed
         self._say(order, failed)
 
@@ -157,22 +181,22 @@ class StoreSimWorker(DiskSimWorker):
         return True
 
     def _end_put(self, running: _Running) -> dict[int, Outcome]:
-        blocks = self._stores[running.order.tier]
-        for key, slot in zip(running.order.keys, running.order.slots, strict=True):
-            payload = self.in_slot(slot)
-            is_same = blake2b(payload, digest_size=8).digest() == running.digests[slot]
+        order = running.order
+        for slot in order.slots:
+            is_same = blake2b(self.in_slot(slot), digest_size=8).digest() == running.digests[slot]
             expect(is_same, f"slot {slot} was reused while it was being stored by key")
-            blocks[key] = SimBlock(payload)
+        for name, numbers in parts_of(order):
+            payloads = {order.keys[i]: SimBlock(self.in_slot(order.slots[i])) for i in numbers}
+            self._stores[order.tier][name] = payloads
         return {}
 
     def _end_fetch(self, running: _Running) -> dict[int, Outcome]:
-        blocks, failed = self._stores[running.order.tier], dict[int, Outcome]()
-        for key, slot in zip(running.order.keys, running.order.slots, strict=True):
+        failed = dict[int, Outcome]()
+        for _, slot, block in self._blocks_of(running.order):
             at, first_half = slot * PAGE_BYTES, running.written.get(slot)
             if first_half is not None:
                 is_ours = self.host[at : at + HALF_BYTES] == first_half
                 expect(is_ours, f"slot {slot} was given away while it was being fetched into")
-            block = blocks.get(key)
             if block is None or first_half is None:  # it came or went meanwhile
                 failed[slot] = Outcome.MISS
             elif block.is_damaged or block.payload[:HALF_BYTES] != first_half:
@@ -183,7 +207,7 @@ class StoreSimWorker(DiskSimWorker):
 
     def _say(self, order: TierOrder, failed: Mapping[int, Outcome]) -> None:
         outcome = next(iter(failed.values()), Outcome.OK)
-        is_whole = len(failed) == len(order.keys) and len(set(failed.values())) == 1
+        is_whole = len(failed) == len(self._places_of(order)) and len(set(failed.values())) == 1
         bad = () if is_whole and self._random.random() < 0.5 else tuple(failed.items())
         self.acks.append(JobResult(order.job_id, outcome, 1, 0.0, 0.0, failed=bad))
 
@@ -197,6 +221,8 @@ class StoreLeaderSim(DiskLeaderSim):
         self._late_fetches = 0
         self._moved = {"fetched": 0.0, "stored": 0.0}
         self._max_fetching_blocks = random.choice([2, 1024])
+        self._full_blocks = random.choice([1, 2, 4])
+        self._chains: list[tuple[int, list[BlockKey]]] = []
         super().__init__(shape, random, num_disk_slots=num_disk_slots, uses_filter=uses_filter)
 
     @property
@@ -210,10 +236,14 @@ class StoreLeaderSim(DiskLeaderSim):
         return self._moved[what] + self.bench.metric(series[what])
 
     def _make_bench(self, disk: BenchDisk | None = None) -> LeaderBench:
-        options = KeyedOptions(max_fetching_blocks=self._max_fetching_blocks, max_known_extents=50)
-        return super()._make_bench(
-            BenchDisk(more=tuple(keyed_tier(name, Tier.REMOTE, AdmitAll(), options) for name in NAMES))
+        options = KeyedOptions(
+            max_fetching_blocks=self._max_fetching_blocks,
+            max_known_extents=50,
+            keeps_extents=self._full_blocks > 1,
         )
+        makers = tuple(keyed_tier(name, Tier.REMOTE, AdmitAll(), options) for name in NAMES)
+        block_bytes = self.shape.world_size * (EXTENT_BYTES // self._full_blocks)
+        return super()._make_bench(BenchDisk(more=makers, block_bytes=block_bytes))
 
     def _make_worker(self, rank: int, disk: SimDisk) -> DiskSimWorker:
         shape = self.shape
@@ -234,15 +264,29 @@ class StoreLeaderSim(DiskLeaderSim):
     def _actions(self) -> list[tuple[Callable[[], None], float]]:
         return [*super()._actions(), (self._others_put, 1.0), (self._others_lose, 1.0)]
 
+    def _arrive(self) -> None:
+        before = len(self.requests)
+        super()._arrive()
+        for request in self.requests[before:]:
+            for position, group in enumerate(self.shape.groups):
+                self._chains.append((group.index, list(request.state.keys(position))))
+        self._chains = self._chains[-20:]
+
     def _others_put(self) -> None:
-        """Another engine stores the head of some prompt, or a block of it, on all ranks or on one."""
-        blocks = self.random.sample(sorted(self._prefix_of), min(3, len(self._prefix_of)))
-        store = self.stores[self.random.choice(NAMES)]
-        for key in blocks:
-            group, prefix = self._prefix_of[key]
-            for rank, of_rank in enumerate(store.blocks):
+        """Another engine stores some prompt, or the end of it that is not in the window, on all ranks or on
+        one.
+        """
+        if not self._chains:
+            return
+        group, keys = self.random.choice(self._chains)
+        store, end = self.stores[self.random.choice(NAMES)], self.random.randint(0, len(keys))
+        spans = [*extents_within(0, end, self._full_blocks), *tail_extents(end, self._full_blocks)]
+        for span in spans[self.random.choice([0, 0, max(0, len(spans) - 3)]) :]:
+            for rank, extents in enumerate(store.extents):
                 if self.random.random() < 0.9:
-                    of_rank[key] = SimBlock(oracle(rank, group, prefix))
+                    extents[keys[span.stop - 1], len(span)] = {
+                        keys[i]: SimBlock(oracle(rank, group, self._prefix_of[keys[i]][1])) for i in span
+                    }
 
     def _others_lose(self) -> None:
         self.stores[self.random.choice(NAMES)].lose(self.random)
@@ -258,8 +302,8 @@ class StoreLeaderSim(DiskLeaderSim):
         """See LeaderSim; and no store has wrong bytes."""
         super().check_bytes()
         for name, store in self.stores.items():
-            for rank, blocks in enumerate(store.blocks):
-                for key, block in blocks.items():
+            for rank, extents in enumerate(store.extents):
+                for key, block in (pair for blocks in extents.values() for pair in blocks.items()):
                     group, prefix = self._prefix_of[key]
                     is_right = block.is_damaged or block.payload == oracle(rank, group, prefix)
                     expect(is_right, f"wrong bytes in the {name} store of rank {rank} for {prefix}")

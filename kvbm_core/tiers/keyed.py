@@ -245,13 +245,12 @@ class KeyedTier(LowerTier):
         """``there``, which are known to be there, in the order in which they are wanted."""
         todo = list[Extent]()
         for extent in there:
-            if self._around.host.new_of(extent.keys):
-                todo.append(extent)
-                continue
             jobs = [self._fetching[key] for key in extent.keys if key in self._fetching]
             if any(job.late_ranks for job in jobs):  # nobody knows when it will be over
                 break
             is_coming = is_coming or bool(jobs)
+            if not jobs and self._around.host.new_of(extent.keys):
+                todo.append(extent)
         if self._fetch(todo, protected) or is_coming:
             return Sought.COMING
         return Sought.STUCK if there else Sought.NOWHERE

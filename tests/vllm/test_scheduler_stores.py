@@ -18,7 +18,9 @@ every_kind = pytest.mark.parametrize("spec", specs_to_try().values(), ids=specs_
 FROM_STORE = "kvbm_onboard_blocks_o2d"
 TO_STORE = "kvbm_offload_blocks_d2o"
 STORE = "toy://blocks?seed=1"
-TIGHT: dict[str, Any] = {"host_blocks": 30, "disk_blocks": 40, "store": STORE}
+EXTENTS = "toys://blocks?seed=1"
+every_store = pytest.mark.parametrize("store", [STORE, EXTENTS], ids=["blocks", "extents"])
+TIGHT: dict[str, Any] = {"host_blocks": 30, "disk_blocks": 40}
 """Host and disk lose what other prompts push out; the store does not."""
 FAULTS = {
     "slow": "latency_ms=5",
@@ -39,9 +41,12 @@ def _empty_stores() -> Iterator[None]:
     toy_store.forget_all()
 
 
+@every_store
 @every_kind
-def test_what_host_and_disk_have_lost_comes_back_from_the_store(spec: dict[str, Any], tmp_path: Path) -> None:
-    with KvbmEngine(tmp_path, **{**TIGHT, **spec}) as engine:
+def test_what_host_and_disk_have_lost_comes_back_from_the_store(
+    spec: dict[str, Any], store: str, tmp_path: Path
+) -> None:
+    with KvbmEngine(tmp_path, **{**TIGHT, "store": store, **spec}) as engine:
         block = engine.spec.block_size_tokens
         first = engine.ask("a", ALL, 8)
         engine.forget_device()
@@ -58,9 +63,12 @@ def test_what_host_and_disk_have_lost_comes_back_from_the_store(spec: dict[str, 
         engine.assert_clean()
 
 
+@every_store
 @every_kind
-def test_another_engine_finds_what_the_first_one_stored(spec: dict[str, Any], tmp_path: Path) -> None:
-    shape = {"host_blocks": 60, "store": STORE, **spec}
+def test_another_engine_finds_what_the_first_one_stored(
+    spec: dict[str, Any], store: str, tmp_path: Path
+) -> None:
+    shape = {"host_blocks": 60, "store": store, **spec}
     with KvbmEngine(tmp_path, **shape) as engine:
         first = engine.ask("a", ALL, 8)
         engine.settle()
@@ -81,12 +89,19 @@ def test_another_engine_finds_what_the_first_one_stored(spec: dict[str, Any], tm
         engine.assert_clean()
 
 
-@pytest.mark.parametrize("lost", [0, 5, 11])
+@pytest.mark.parametrize(
+    ("store", "lost", "left"),
+    [
+        *((STORE, lost, lost) for lost in (0, 5, 11)),
+        *((EXTENTS, lost, left) for lost, left in ((0, 0), (5, 4), (11, 8))),
+    ],
+)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_of_a_prefix_that_lost_a_block_what_lies_before_it_comes_back(
-    lost: int, ranks: int, tmp_path: Path
+    store: str, lost: int, left: int, ranks: int, tmp_path: Path
 ) -> None:
-    with KvbmEngine(tmp_path, host_blocks=60, store=STORE, ranks=ranks) as engine:
+    """``left``: before the block, or before the extent that it was in."""
+    with KvbmEngine(tmp_path, host_blocks=60, store=store, ranks=ranks) as engine:
         engine.add("a", ALL, 8)
         engine.step()
         keys = keys_of(engine, "a")
@@ -95,23 +110,26 @@ def test_of_a_prefix_that_lost_a_block_what_lies_before_it_comes_back(
         engine.settle()
     # Of one rank of two: what is not there on all of them is not there.
     assert toy_store.lose("blocks", keys[lost], f"{ranks - 1}of")
-    with KvbmEngine(tmp_path, host_blocks=60, store=STORE, ranks=ranks) as engine:
+    with KvbmEngine(tmp_path, host_blocks=60, store=store, ranks=ranks) as engine:
         block = engine.spec.block_size_tokens
         assert engine.ask("b", ALL, 8) == first
-        assert engine.external_tokens("b") == lost * block
-        assert engine.record.computed_tokens == 50 - lost * block + 7
-        assert engine.metric(FROM_STORE) == lost
+        assert engine.external_tokens("b") == left * block
+        assert engine.record.computed_tokens == 50 - left * block + 7
+        assert engine.metric(FROM_STORE) == left
         engine.settle()
-    with KvbmEngine(tmp_path, host_blocks=60, store=STORE, ranks=ranks) as engine:
+    with KvbmEngine(tmp_path, host_blocks=60, store=store, ranks=ranks) as engine:
         assert engine.ask("c", ALL, 8) == first
         assert engine.external_tokens("c") == 48
         engine.assert_clean()
 
 
 @pytest.mark.parametrize("faults", FAULTS.values(), ids=FAULTS.keys())
-def test_faults_of_a_store_cost_hits_and_nothing_else(faults: str, tmp_path: Path, seed: int) -> None:
+@pytest.mark.parametrize("scheme", ["toy", "toys"])
+def test_faults_of_a_store_cost_hits_and_nothing_else(
+    scheme: str, faults: str, tmp_path: Path, seed: int
+) -> None:
     """Each of two ranks has faults of its own."""
-    shape = {**TIGHT, "store": f"toy://blocks?seed={seed}&{faults}", "ranks": 2}
+    shape = {**TIGHT, "store": f"{scheme}://blocks?seed={seed}&{faults}", "ranks": 2}
     with KvbmEngine(tmp_path, **shape, extra={"remote_wait_s": 1.0}) as engine:
         prompts = [range(start, start + 50) for start in range(0, 400, 100)]
         answers = [engine.ask(f"first {prompt.start}", prompt, 4) for prompt in prompts]
@@ -126,15 +144,16 @@ def test_faults_of_a_store_cost_hits_and_nothing_else(faults: str, tmp_path: Pat
         engine.assert_clean()
 
 
-def test_a_store_that_hangs_costs_a_bounded_wait(tmp_path: Path) -> None:
-    with KvbmEngine(tmp_path, host_blocks=60, store=STORE) as engine:
+@every_store
+def test_a_store_that_hangs_costs_a_bounded_wait(store: str, tmp_path: Path) -> None:
+    with KvbmEngine(tmp_path, host_blocks=60, store=store) as engine:
         first = engine.ask("a", ALL, 8)
         engine.settle()
     short = {"remote_wait_s": 0.2, "remote_deadline_s": 0.2}
-    with KvbmEngine(tmp_path, host_blocks=60, disk_blocks=40, store=STORE, extra=short) as engine:
-        store = toy_store.OPENED[-1]
-        store.hold(toy_store.CONTAINS, toy_store.GET, toy_store.PUT)
+    with KvbmEngine(tmp_path, host_blocks=60, disk_blocks=40, store=store, extra=short) as engine:
+        toy = toy_store.OPENED[-1]
+        toy.hold(toy_store.CONTAINS, toy_store.GET, toy_store.PUT)
         assert engine.ask("b", ALL, 8) == first
         assert engine.external_tokens("b") == 0 and engine.metric(FROM_DISK) == 0
-        store.let_go()
+        toy.let_go()
         engine.assert_clean()
