@@ -92,6 +92,7 @@ _SPECS = (
     _counter("kvbm_onboard_blocks_o2d", "Blocks fetched from the remote tier into host memory"),
     _counter("kvbm_object_read_failures", "Blocks that could not be fetched from the remote tier"),
     _counter("kvbm_object_write_failures", "Blocks that could not be stored in the remote tier"),
+    _counter("kvbm_remote_too_slow_requests_total", "Requests computed faster than the remote tier loads"),
     _counter("kvbm_bytes_total", "Bytes of completed transfers", "direction", _DIRECTIONS),
     _Spec(
         "kvbm_tier_transfer_bytes_total",
@@ -293,6 +294,10 @@ class Metrics(Collector):
     def remote_failures(self, n_blocks: int, *, is_write: bool) -> None:
         """Blocks that the remote tier did not take, or give."""
         self._add("kvbm_object_write_failures" if is_write else "kvbm_object_read_failures", n_blocks)
+
+    def computed_instead(self) -> None:
+        """A request that does not wait for the remote tier, as computing is faster."""
+        self._add("kvbm_remote_too_slow_requests_total", 1)
 
     def guarded_error(self, seam: str) -> None:
         """A guard kept an error from the engine; ``seam``: the hook that it called."""

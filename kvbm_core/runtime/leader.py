@@ -32,6 +32,7 @@ from kvbm_core.tiers.groups import GroupSpec, base_block_tokens
 from kvbm_core.tiers.jobs import Job, JobTable, count_transfer
 from kvbm_core.tiers.keyed import FetchJob
 from kvbm_core.tiers.lower import LowerTierMaker
+from kvbm_core.tiers.pace import ComputePace
 from kvbm_core.tokens.chain import TokenChain
 from kvbm_core.transfer.plan import JobResult, TierOrder, TransferPlan, rejected
 from kvbm_core.types import Direction, SequenceHash
@@ -112,6 +113,8 @@ class Leader:
             metrics=metrics,
             lease_ttl_s=options.lease_ttl_s,
         )
+        # Only for who may wait for a store.
+        self._pace = ComputePace(clock) if self.chain.keyed else None
         self._ranks = RankWatch(handshake, clock, metrics, options.job_deadline_s)
         # Whether a rank's new process is still getting the memory that its old one had.
         self._is_refilling = False
@@ -239,6 +242,8 @@ class Leader:
         if not self.is_ready or state.is_retired or state.audited is not None or self._is_distrusted(state):
             self._onboarding.let_go(state)
             return 0
+        if self._pace is not None:
+            state.seeker.token_s = self._pace.token_s
         matched = self._onboarding.match(state, tokens, computed_tokens, limit_tokens)
         if matched and self._sampler.draws():  # computed again instead of loaded, then compared
             state.audited = AuditedPrefix(computed_tokens, computed_tokens + matched)
@@ -273,6 +278,8 @@ class Leader:
         ``computed_tokens``: position before this step; windowed groups may already have given up blocks
         before it. Answers the job in which they will be, with ``take_offloads``; None if no block is full.
         """
+        if self._pace is not None:
+            self._pace.computes(stored_tokens - computed_tokens)
         is_off = not self.is_ready or state.is_retired or self._is_distrusted(state)
         if stored_tokens < state.next_full_tokens or is_off:
             return None
@@ -284,8 +291,10 @@ class Leader:
 
     def take_offloads(self) -> TransferJob | None:
         """All that ``offload`` has gathered, of all requests, as one job; to be sent before its blocks are
-        reused.
+        reused. Ends the plan of a step.
         """
+        if self._pace is not None:
+            self._pace.planned()
         if not self._offloading.has_gathered:
             return None
         finished = [state for state in self._offloading.gathered_states() if state.is_finished]

@@ -11,6 +11,7 @@ under its own, which is an extent of one.
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from typing import NamedTuple
 from kvbm_core.blocks.slot_tier import Protected, Reservation
 from kvbm_core.errors import IntegrityError, Outcome
 from kvbm_core.observe.labels import DropReason
+from kvbm_core.observe.log import RateLimitedLogger
 from kvbm_core.policy.admission import AdmissionPolicy
 from kvbm_core.storage.extents import Extent, extent_at, extent_blocks, extents_within, tail_extents
 from kvbm_core.tiers.extent_search import Belief, ExtentSearch, Step
@@ -32,6 +34,7 @@ from kvbm_core.tiers.lower import (
     StoringOptions,
     Surroundings,
 )
+from kvbm_core.tiers.pace import LoadPace
 from kvbm_core.tiers.runs import BlockRun, blocks_of
 from kvbm_core.transfer.plan import NO_SLOT, ExtentPart, OrderKind, TierOrder
 from kvbm_core.types import BlockKey, Direction, Tier
@@ -52,9 +55,12 @@ Name = tuple[BlockKey, int]
 @dataclass(slots=True)
 class Seeker:
     """What one request has learned of tiers by key, each by its name. ``vain``: extents that are not to be
-    had. ``origins``: of a chain, by its first key, where the search began.
+    had. ``origins``: of a chain, by its first key, where the search began. ``token_s``: how long the engine
+    takes to compute a token; None: not known. ``is_computed``: computing was found to be faster.
     """
 
+    token_s: float | None = None
+    is_computed: bool = False
     vain: set[tuple[str, Name]] = field(default_factory=set)
     origins: dict[tuple[str, BlockKey], int] = field(default_factory=dict)
 
@@ -95,6 +101,16 @@ class Sought(Enum):
     """The tier does not have the first of them, or nobody knows."""
 
 
+class _Sight(NamedTuple):
+    """Of what is wanted: what to fetch now, in this order; whether more is on its way, or looked for; and
+    whether something is there that cannot be had now.
+    """
+
+    todo: Sequence[Extent]
+    is_coming: bool
+    is_stuck: bool = False
+
+
 class _Known(NamedTuple):
     is_present: bool
     until_s: float
@@ -110,10 +126,13 @@ class _FindJob(Job):
 
 
 class FetchJob(Job):
-    """Host slots that are being fetched into. ``extents``: as far as they were asked for."""
+    """Host slots that are being fetched into. ``extents``: as far as they were asked for. ``num_beside``:
+    other orders that were on their way.
+    """
 
-    __slots__ = ("extents", "reservation")
+    __slots__ = ("extents", "num_beside", "reservation")
     reservation: Reservation
+    num_beside: int
     extents: tuple[Extent, ...]
 
     @property
@@ -142,6 +161,8 @@ class KeyedTier(LowerTier):
         self._unused: set[BlockKey] = set()
         """Brought into the host, and not loaded since."""
         self._is_fetch_failing = False
+        self._pace = LoadPace(around.clock)
+        self._log = RateLimitedLogger(clock=around.clock)
 
     def expect(self, num_places: int, num_ranks: int, block_bytes: int = 0) -> None:
         """See LowerTier. From the same bytes every engine makes extents of the same size."""
@@ -178,18 +199,35 @@ class KeyedTier(LowerTier):
         if not self.is_usable:
             return Sought.NOWHERE
         seeker = seeker or Seeker()
-        if self.full_blocks > 1:
-            return self._wanted_extents(runs, seeker)
-        return self._wanted_blocks(runs, seeker)
+        seek = self._seek_extents if self.full_blocks > 1 else self._seek_blocks
+        todo, is_coming, is_stuck = seek(runs, seeker)
+        if not (todo or is_coming or is_stuck):
+            return Sought.NOWHERE
+        is_worth = self._is_worth(runs, seeker)
+        is_begun = is_worth and self._fetch(todo, _own_keys(runs))
+        return Sought.COMING if is_worth and (is_begun or is_coming) else Sought.STUCK
 
-    def _wanted_blocks(self, runs: Sequence[BlockRun], seeker: Seeker) -> Sought:
-        keys, protected = self._around.host.absent_of(blocks_of(runs)), _own_keys(runs)
-        here, is_coming = list[Extent](), False
+    def _is_worth(self, runs: Sequence[BlockRun], seeker: Seeker) -> bool:
+        """Whether loading ``runs``, if all of it is there, is faster than computing it."""
+        num_blocks = sum(run.end - run.first for run in runs)
+        num_tokens = max((run.end - run.first) * run.block_tokens for run in runs)
+        if self._pace.is_worth(num_blocks, num_tokens, seeker.token_s):
+            return True
+        if not seeker.is_computed:
+            seeker.is_computed = True
+            self._around.metrics.computed_instead()
+            line = "kvbm: prompts are computed faster than the %s brings them: they do not wait for it"
+            self._log.log(logging.INFO, "slow", line, self._words)
+        return False
+
+    def _seek_blocks(self, runs: Sequence[BlockRun], seeker: Seeker) -> _Sight:
+        keys = self._around.host.absent_of(blocks_of(runs))
+        todo, is_coming = list[Extent](), False
         for i, key in enumerate(keys):
             fetching = self._fetching.get(key)
             if fetching is not None:
                 if fetching.late_ranks:  # nobody knows when it will be over
-                    return Sought.COMING if self._fetch(here, protected) or is_coming else Sought.STUCK
+                    return _Sight(todo, is_coming, is_stuck=True)
                 is_coming = True
                 continue
             belief = self._belief((key, 1), seeker)
@@ -200,12 +238,10 @@ class KeyedTier(LowerTier):
             is_coming = is_coming or belief in {Belief.UNKNOWN, Belief.ASKED}
             if belief is not Belief.PRESENT:
                 break
-            here.append(Extent(1, (key,)))
-        if self._fetch(here, protected) or is_coming:
-            return Sought.COMING
-        return Sought.STUCK if here else Sought.NOWHERE
+            todo.append(Extent(1, (key,)))
+        return _Sight(todo, is_coming)
 
-    def _wanted_extents(self, runs: Sequence[BlockRun], seeker: Seeker) -> Sought:
+    def _seek_extents(self, runs: Sequence[BlockRun], seeker: Seeker) -> _Sight:
         there, ask, is_coming = list[tuple[int, Extent]](), list[Name](), False
         for run in runs:
             keys, first = run.keys, run.first
@@ -215,15 +251,23 @@ class KeyedTier(LowerTier):
             step = self._search(run, first, seeker)
             ask += [(keys[extent.stop - 1], len(extent)) for extent in step.ask]
             is_coming = is_coming or step.is_open
-            for extent in step.there:
-                part = Extent(len(extent), tuple(keys[max(first, extent.start) : extent.stop]))
-                there.append((extent.stop * run.block_tokens, part))
+            for span in step.there:
+                part = Extent(len(span), tuple(keys[max(first, span.start) : span.stop]))
+                there.append((span.stop * run.block_tokens, part))
             if not step.there:  # of other groups nothing is of use without this one
                 break
         if ask:
             self._find(ask)
         there.sort(key=lambda one: one[0])
-        return self._bring([extent for _, extent in there], _own_keys(runs), is_coming=is_coming)
+        todo = list[Extent]()
+        for _, extent in there:
+            jobs = [self._fetching[key] for key in extent.keys if key in self._fetching]
+            if any(job.late_ranks for job in jobs):  # nobody knows when it will be over
+                break
+            is_coming = is_coming or bool(jobs)
+            if not jobs and self._around.host.new_of(extent.keys):
+                todo.append(extent)
+        return _Sight(todo, is_coming, is_stuck=bool(there))
 
     def _search(self, run: BlockRun, first: int, seeker: Seeker) -> Step:
         """``first``: the first block of ``run`` that is missing."""
@@ -240,20 +284,6 @@ class KeyedTier(LowerTier):
             if step.there or step.is_open or origin == first:
                 break  # else what comes behind the end of what was found has come into the host otherwise
         return step
-
-    def _bring(self, there: Sequence[Extent], protected: Protected, *, is_coming: bool) -> Sought:
-        """``there``, which are known to be there, in the order in which they are wanted."""
-        todo = list[Extent]()
-        for extent in there:
-            jobs = [self._fetching[key] for key in extent.keys if key in self._fetching]
-            if any(job.late_ranks for job in jobs):  # nobody knows when it will be over
-                break
-            is_coming = is_coming or bool(jobs)
-            if not jobs and self._around.host.new_of(extent.keys):
-                todo.append(extent)
-        if self._fetch(todo, protected) or is_coming:
-            return Sought.COMING
-        return Sought.STUCK if there else Sought.NOWHERE
 
     def brought(self, keys: Sequence[BlockKey]) -> int:
         """How many of ``keys``, which are being loaded now for the first time, it brought into the host."""
@@ -290,6 +320,7 @@ class KeyedTier(LowerTier):
         places = range(len(job.names))
         failed = job.failures(places)
         self._learn({name: failed.get(i, Outcome.OK) for i, name in enumerate(job.names)})
+        self._pace.answered(max(result.seconds + result.queued_s for result in job.results))
         verdict = job.verdict(places)
         if verdict is not Outcome.OK or not self._is_fetch_failing:
             self.judge(verdict)
@@ -326,9 +357,13 @@ class KeyedTier(LowerTier):
         if lacking:
             reservation, gone = reservation.split(reserved.difference(*(extent.keys for extent in chosen)))
             host.abort(gone)
+        begun = list[FetchJob]()
         for part in self._orders(chosen):
             reservation, own = reservation.split({key for extent in part for key in extent.keys})
-            self._send_fetch(part, own)
+            begun.append(self._send_fetch(part, own))
+        num_fetches = len(self._around.jobs.jobs(FetchJob))
+        for job in begun:
+            job.num_beside = num_fetches - 1
         return bool(chosen)
 
     def _orders(self, extents: Sequence[Extent]) -> Iterator[list[Extent]]:
@@ -344,7 +379,7 @@ class KeyedTier(LowerTier):
         if part:
             yield part
 
-    def _send_fetch(self, extents: Sequence[Extent], reservation: Reservation) -> None:
+    def _send_fetch(self, extents: Sequence[Extent], reservation: Reservation) -> FetchJob:
         jobs = self._around.jobs
         job_id = jobs.new_id()
         job = FetchJob(job_id, self._ranks(), jobs.now_s(), on_end=lambda: self._fetch_ended(job))
@@ -359,6 +394,7 @@ class KeyedTier(LowerTier):
             slots = tuple(slot_of.get(key, NO_SLOT) for key in keys)
             parts = tuple(ExtentPart(e.num_blocks, e.num_blocks - len(e.keys)) for e in extents)
         self._around.send(TierOrder(job_id, self.name, OrderKind.FETCH, keys, slots, extents=parts))
+        return job
 
     def _fetch_ended(self, job: FetchJob) -> None:
         keys, slots = job.reservation.keys, job.reservation.slots
@@ -377,7 +413,9 @@ class KeyedTier(LowerTier):
         else:
             metrics.dropped(DropReason.RESET, len(there.keys))
         num_bytes = sum(result.num_bytes for result in job.results)
-        metrics.tier_transfer(self.tier, Tier.HOST, num_bytes, max(r.seconds for r in job.results))
+        seconds = max(result.seconds for result in job.results)
+        metrics.tier_transfer(self.tier, Tier.HOST, num_bytes, seconds)
+        self._pace.brought(len(there.keys), seconds, job.num_beside)
         if failed:
             metrics.failure(f"{Direction.ONBOARD}_{job.outcome}")
             metrics.remote_failures(len(failed), is_write=False)

@@ -41,6 +41,7 @@ KVBM_TYPES = {
     "kvbm_onboard_blocks_d2d": "counter",
     "kvbm_onboard_blocks_o2d": "counter",
     "kvbm_object_read_failures": "counter",
+    "kvbm_remote_too_slow_requests_total": "counter",
     "kvbm_object_write_failures": "counter",
     "kvbm_host_cache_hit_rate": "gauge",
     "kvbm_disk_cache_hit_rate": "gauge",
