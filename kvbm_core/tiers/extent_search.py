@@ -3,7 +3,7 @@
 Nothing is remembered here. The first extent is asked for alone, so that a prompt of which nothing is stored
 costs one request; if it is there, those at 2, 4, 8 ... and the last one; then what lies between the last that
 is there and the first that is not, in sixteenths. What lies before an extent that is there is believed to be
-there too. Where the full extents end, smaller ones are looked for.
+there too. Where the full extents end, smaller ones are looked for; there are none before block 1.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class ExtentSearch:
                 found, ask, is_open = number, [], False
                 break
             there.append(extent)
-        if is_open or (not found and self._origin == 0):
+        if is_open:
             return Step(there, ask, is_open)
         smaller, ask, is_open = self._search_smaller(self._whole(found - 1).stop if found else self._origin)
         return Step([*there, *(e for e in smaller if e.stop > first)], ask, is_open)

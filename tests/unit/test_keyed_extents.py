@@ -230,17 +230,39 @@ def test_the_filter_goes_by_an_extents_last_block() -> None:
     assert bench.stored(bench.reply()) == [(keys[0], 1), (keys[1], 1), (keys[3], 2), (keys[7], 4)]
 
 
-def test_blocks_that_two_extents_share_are_stored_by_two_orders() -> None:
-    bench, keys = ExtentBench(full_blocks=8, storing=StoringOptions(max_storing_blocks=1)), chain(32)
-    bench.in_host(keys)
-    bench.tier.ended([BlockRun(keys, 0, 12)])
-    bench.tier.offer([BlockRun(keys, 8, 16)])
+def test_blocks_that_two_extents_share_are_stored_by_two_orders_and_each_extent_once() -> None:
+    storing = StoringOptions(max_storing_blocks=8)
+    bench, keys, others = ExtentBench(full_blocks=8, storing=storing), chain(32), chain(64, salt=1)
+    bench.in_host([*others, *keys])
+    bench.tier.offer([BlockRun(others, 0, 64)])  # the way is full
+    full = bench.take_sent()
+    for _ in range(2):
+        bench.tier.ended([BlockRun(keys, 0, 12)])
+        bench.tier.offer([BlockRun(keys, 8, 16)])
+    assert not bench.sent
+    for order in full:
+        bench.answer(order)
     orders = bench.take_sent()
     assert [names_of(order) for order in orders] == [[(keys[11], 4)], [(keys[15], 8)]]
-    bench.check()
     for order in orders:
+        order.check(bench.num_slots)
         bench.answer(order)
     bench.assert_idle()
+
+
+def test_an_extent_that_is_coming_is_not_fetched_for_its_other_blocks() -> None:
+    bench, keys = ExtentBench(full_blocks=8), chain(16)
+    bench.in_host(keys[:12])
+    bench.put(keys)
+    bench.ask(keys, 12)
+    bench.reply()
+    assert bench.ask(keys, 12) is Sought.COMING
+    fetch = bench.take_sent()[0]
+    bench.host.forget([keys[11]])
+    assert bench.ask(keys, 11) is Sought.COMING and not bench.sent
+    bench.answer(fetch)
+    assert bench.ask(keys, 11) is Sought.COMING
+    assert bench.take_sent()[0].keys == tuple(keys[11:])
 
 
 def test_what_waits_for_the_store_is_bounded_in_blocks() -> None:

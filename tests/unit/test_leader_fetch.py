@@ -208,6 +208,44 @@ def test_a_prefix_may_lie_in_host_disk_and_two_stores() -> None:
     bench.assert_idle()
 
 
+def test_the_next_store_is_asked_for_what_those_before_it_do_not_have() -> None:
+    bench = Bench(names=("near", "far"))
+    in_store(bench, range(2), "near")
+    in_store(bench, range(5), "far")
+    state, orders = bench.open(), list[TierOrder]()
+    while bench.match(state, PROMPT) is None:
+        orders += bench.reply()
+    asked = [(order.tier, order.kind, len(order.keys)) for order in orders]
+    assert asked == [
+        ("near", OrderKind.FIND, 4),
+        ("near", OrderKind.FETCH, 2),
+        ("far", OrderKind.FIND, 2),
+        ("far", OrderKind.FETCH, 2),
+    ]
+    bench.leader.finish(state)
+    bench.assert_idle()
+
+
+def test_a_store_that_has_the_blocks_and_no_room_for_them_hands_nothing_on() -> None:
+    bench = Bench(num_slots=8, names=("near", "far"))
+    bench.store(OTHER)
+    bench.reply()
+    holder = bench.open("holder")
+    assert bench.match(holder, OTHER) == 16
+    bench.store(list(range(500, 516)), "filler")
+    bench.reply()
+    filler = bench.open("filler too")
+    assert bench.match(filler, list(range(500, 517))) == 16
+    in_store(bench, range(5))
+    state = bench.open()
+    assert bench.match(state, PROMPT) is None
+    assert [order.tier for order in bench.reply()] == ["near"]
+    assert bench.match(state, PROMPT) == 0 and not bench.sent
+    for request in (holder, filler, state):
+        bench.leader.finish(request)
+    bench.assert_idle()
+
+
 def test_groups_are_fetched_in_the_order_of_the_prompt_and_of_a_window_only_what_is_needed() -> None:
     bench = Bench(groups=WINDOWED)
     keys = bench.keys(PROMPT)  # five of the first group, five of the second
