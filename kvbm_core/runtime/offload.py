@@ -48,8 +48,9 @@ class _Wanted(NamedTuple):
 
     def runs(self, state: RequestState) -> list[BlockRun]:
         """Where in the chains of ``state`` they lie."""
-        if isinstance(self.blocks, range):
-            return [state.run(0, self.blocks.start, self.blocks.stop)] if self.blocks else []
+        if isinstance(self.blocks, range):  # most models, as a rule: no loop
+            tokens = state.groups[0].block_size_tokens
+            return [BlockRun(state.keys(0), self.blocks.start, self.blocks.stop, tokens)]
         per_group: dict[int, list[int]] = {}
         for block, position in zip(self.blocks, self.positions or [0] * len(self.blocks), strict=True):
             per_group.setdefault(position, []).append(block)
@@ -245,7 +246,7 @@ class Offloading:
                 keys = tuple(wanted.keys[i] for i in places)
                 picked = wanted.only(places)
             is_prefill = len(wanted.keys) > len(self._groups)
-            runs = picked.runs(state) if self._chain.lower else ()
+            runs = picked.runs(state) if keys and self._chain.lower else ()
             moves = self._moves(picked, slots)
             yield JobPart(job_id, state, keys, moves, is_prefill=is_prefill, runs=runs)
 

@@ -128,7 +128,8 @@ def _name_of(model: str) -> str:
 _MAKERS: dict[str, StoreMaker] = {"file": _open_directory}
 
 
-_WITH_EXTENTS: set[str] = set()
+_ALONE = {"file"}
+"""Schemes of stores that are given each block alone."""
 
 
 def register_store(scheme: str, make: StoreMaker, *, keeps_extents: bool = False) -> None:
@@ -137,12 +138,12 @@ def register_store(scheme: str, make: StoreMaker, *, keeps_extents: bool = False
     """
     _MAKERS[scheme] = make
     SCHEMES.add(scheme)
-    (_WITH_EXTENTS.add if keeps_extents else _WITH_EXTENTS.discard)(scheme)
+    (_ALONE.discard if keeps_extents else _ALONE.add)(scheme)
 
 
 def keeps_extents(url: str) -> bool:
     """Whether the store of this URL is given extents: for whoever knows the URL and not the store."""
-    return _scheme_of(url) in _WITH_EXTENTS
+    return _scheme_of(url) not in _ALONE
 
 
 def _scheme_of(url: str) -> str:

@@ -203,22 +203,23 @@ class KeyedTier(LowerTier):
         todo, is_coming, is_stuck = seek(runs, seeker)
         if not (todo or is_coming or is_stuck):
             return Sought.NOWHERE
-        is_worth = self._is_worth(runs, seeker)
-        is_begun = is_worth and self._fetch(todo, _own_keys(runs))
-        return Sought.COMING if is_worth and (is_begun or is_coming) else Sought.STUCK
+        if not self._is_worth(runs, seeker):
+            if is_coming and not (todo or is_stuck) and self._pace.answers_soon:
+                return Sought.COMING  # first whether there is anything
+            if todo and not seeker.is_computed:
+                seeker.is_computed = True
+                self._around.metrics.computed_instead()
+                line = "kvbm: prompts are computed faster than the %s brings them: they do not wait for it"
+                self._log.log(logging.INFO, "slow", line, self._words)
+            return Sought.STUCK
+        is_begun = self._fetch(todo, _own_keys(runs))
+        return Sought.COMING if is_begun or is_coming else Sought.STUCK
 
     def _is_worth(self, runs: Sequence[BlockRun], seeker: Seeker) -> bool:
         """Whether loading ``runs``, if all of it is there, is faster than computing it."""
         num_blocks = sum(run.end - run.first for run in runs)
         num_tokens = max((run.end - run.first) * run.block_tokens for run in runs)
-        if self._pace.is_worth(num_blocks, num_tokens, seeker.token_s):
-            return True
-        if not seeker.is_computed:
-            seeker.is_computed = True
-            self._around.metrics.computed_instead()
-            line = "kvbm: prompts are computed faster than the %s brings them: they do not wait for it"
-            self._log.log(logging.INFO, "slow", line, self._words)
-        return False
+        return self._pace.is_worth(num_blocks, num_tokens, seeker.token_s)
 
     def _seek_blocks(self, runs: Sequence[BlockRun], seeker: Seeker) -> _Sight:
         keys = self._around.host.absent_of(blocks_of(runs))

@@ -84,6 +84,7 @@ class LowerTier(ABC):
         self._trouble = TroubleLog(clock=around.clock)
         self._waiting: deque[BlockKey] = deque()
         self._jobs: set[_StoreJob] = set()
+        self._num_ordered = 0
         self._num_ranks = 0  # of those that store; 0: all
         self.off_reason: str | None = None
         """Why it cannot be used in this process."""
@@ -135,7 +136,7 @@ class LowerTier(ABC):
     @property
     def ordered_blocks(self) -> int:
         """Blocks in orders to store that some rank has not answered."""
-        return sum(len(job.order.keys) for job in self._jobs)
+        return self._num_ordered
 
     def expect(self, num_places: int, num_ranks: int, block_bytes: int = 0) -> None:
         """So many places will be found, on so many ranks that store, of blocks that have ``block_bytes`` on
@@ -233,6 +234,7 @@ class LowerTier(ABC):
         job.on_late = lambda result: self.judge(result.verdict(order.slots))
         job.order, job.lease = order, lease
         self._jobs.add(around.jobs.add(job))
+        self._num_ordered += len(lease.keys)
         around.send(order)
 
     def _ranks(self) -> set[int]:
@@ -240,8 +242,9 @@ class LowerTier(ABC):
         return set(range(self._num_ranks)) if self._num_ranks else self._around.jobs.all_ranks()
 
     def _store_ended(self, job: _StoreJob) -> None:
-        self._jobs.discard(job)
         metrics, order = self._around.metrics, job.order
+        self._jobs.discard(job)
+        self._num_ordered -= len(order.keys)
         self._around.host.release(job.lease)
         failed = job.failures(order.slots)
         outcomes = [failed.get(slot, Outcome.OK) for slot in order.slots]

@@ -74,6 +74,11 @@ class LoadPace:
         """A question, after so long."""
         self._answer_s += (1.0 - KEPT) * (seconds - self._answer_s)
 
+    @property
+    def answers_soon(self) -> bool:
+        """Whether a question costs a request next to nothing."""
+        return self._answer_s <= SHORT_LOAD_S
+
     def brought(self, num_blocks: int, seconds: float, num_beside: int) -> None:
         """An order has brought so many blocks; ``num_beside`` others were on their way too."""
         self._sum_blocks = KEPT * self._sum_blocks + num_blocks

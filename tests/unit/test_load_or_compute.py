@@ -93,6 +93,8 @@ def test_what_is_computed_faster_is_looked_for_and_not_fetched(caplog: pytest.Lo
     bench.put(keys)
     fast, slow = Seeker(token_s=0.001), Seeker(token_s=0.1)
     run = [BlockRun(keys, 0, 64, BLOCK_TOKENS)]
+    assert bench.tier.wanted(run, fast) is Sought.COMING, "first whether there is anything"
+    bench.reply()
     for _ in range(4):
         assert bench.tier.wanted(run, fast) is Sought.STUCK
         assert {order.kind for order in bench.reply()} <= {OrderKind.FIND}
@@ -108,10 +110,13 @@ def test_a_slow_store_is_tried_again_after_a_while() -> None:
     fetch_slowly(bench, 0.1)
     bench.put(keys)
     fast, run = Seeker(token_s=0.001), [BlockRun(keys, 0, 64, BLOCK_TOKENS)]
+    bench.tier.wanted(run, fast)
+    bench.reply()
     assert bench.tier.wanted(run, fast) is Sought.STUCK
     bench.reply()
     bench.clock.advance(FRESH_S + 0.1)
     assert bench.tier.wanted(run, fast) is Sought.COMING
+    assert OrderKind.FETCH in {order.kind for order in bench.reply()}
 
 
 def test_the_leader_measures_the_engine_and_holds_nothing_back_for_a_slow_store() -> None:
@@ -139,6 +144,8 @@ def test_the_leader_measures_the_engine_and_holds_nothing_back_for_a_slow_store(
     bench.has["near"].update(keys)
     state = bench.open()
     assert bench.match(state, prompt) == 0, "300 blocks in 75 s, against 1,200 tokens in 1.2 s"
+    bench.reply()
+    assert bench.match(state, prompt) == 0 == bench.store_of().fetching_blocks
     bench.leader.finish(state)
     bench.reply()
     assert bench.metric("kvbm_remote_too_slow_requests_total") == 1
