@@ -180,3 +180,23 @@ def test_orders_with_extents_reach_the_workers(rng: random.Random) -> None:
         sent = TierOrder(7, "remote", FETCH, tuple(map(key_of, range(num_keys))), slots, extents=parts)
         sent.check(num_keys)
         assert decode(encode(Move(sent))) == Move(sent)
+
+
+def test_a_damaged_order_with_extents_is_refused_or_is_one(rng: random.Random) -> None:
+    """Whatever comes over the wire: no message, an order that is refused, or one that means something."""
+    num_decoded = 0
+    for _ in range(3000):
+        sent = order(7, rng.choice([STORE, FETCH, FIND]), range(6), range(6), [(4, 0), (2, 0)])
+        frame = bytearray(encode(Move(sent)))
+        for _ in range(rng.randint(1, 3)):
+            frame[rng.randrange(len(frame))] = rng.randrange(256)
+        message = decode(bytes(frame))
+        if isinstance(message, Move):
+            num_decoded += 1
+            try:
+                message.order.check(NUM_SLOTS)
+            except ValueError:
+                continue
+            sizes = [num_blocks - skipped for num_blocks, skipped in message.order.extents]
+            assert not sizes or sum(sizes) == len(message.order.keys)
+    assert num_decoded > 100
