@@ -314,15 +314,19 @@ def test_without_a_usable_folder_there_is_the_host_alone(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("disk_slots", [0, 10])
-def test_what_one_process_has_stored_by_key_another_one_finds(bench_of: MakeBench, disk_slots: int) -> None:
+@pytest.mark.parametrize("scheme", ["toy", "toys"])
+def test_what_one_process_has_stored_by_key_another_one_finds(
+    bench_of: MakeBench, scheme: str, disk_slots: int
+) -> None:
+    """A store that keeps extents is given each block alone: nobody says where in a prompt they lie."""
     toy_store.register()
     toy_store.forget_all()
-    first = bench_of(4, disk_slots, store="toy://local?seed=1")
+    first = bench_of(4, disk_slots, store=f"{scheme}://local?seed=1")
     assert first.store(KEYS[:4]) is Outcome.OK
     first.tiers.close()
     for path in Path(first.folder).glob("*.blocks"):
         path.unlink()
-    second = bench_of(40, disk_slots, store="toy://local?seed=1")
+    second = bench_of(40, disk_slots, store=f"{scheme}://local?seed=1")
     matches = [second.tiers.match("a", [*KEYS[:4], KEYS[7]])]
     with second.tiers._lock:  # what is asked again may be there
         while second.tiers._chain.host.resident_blocks < 4:
