@@ -114,7 +114,6 @@ class KvbmEngine(Engine):
         def is_quiet() -> bool:
             toy_store.land_all()
             memory_engine.land_all()
-            return leader.pending_jobs == 0 and leader.chain.storing_blocks == 0
             fetching = sum(tier.fetching_blocks for tier in leader.chain.keyed)
             return leader.pending_jobs == 0 and leader.chain.storing_blocks == 0 == fetching
 

@@ -9,13 +9,14 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
 from kvbm_core.clock import Clock, SystemClock
 from kvbm_core.errors import Outcome
-from kvbm_core.storage.base import BlockStore, HoldsLate, Memory
+from kvbm_core.storage.base import BlockStore, HoldsLate
 from kvbm_core.storage.extents import Extent, ExtentStore
 from kvbm_core.storage.host_slab import HostSlab
 from kvbm_core.storage.late import LateMemory
