@@ -17,6 +17,7 @@ from hypothesis import settings
 from tests import effort
 from tests.engines.sglang.environment import PYTHON as SGLANG_PYTHON
 from tests.engines.tiny_model import build_model
+from tests.engines.valkey_server import find_server
 
 if TYPE_CHECKING:
     from xdist.workermanage import WorkerController
@@ -28,6 +29,7 @@ ENGINES = {
     "sglang": "SGLang",
     "e2e": "vLLM",
     "dynamo": "Dynamo",
+    "valkey": "a Valkey or Redis server",
 }  # the marker and folder of tests, and what they need
 RUN_ORDER = {
     "vllm": 1,
@@ -64,6 +66,7 @@ def missing_engines() -> set[str]:
         "vLLM": find_spec("vllm") is not None,
         "SGLang": SGLANG_PYTHON.exists(),
         "Dynamo": DYNAMO_PYTHON.exists(),
+        "a Valkey or Redis server": find_server() is not None,
     }
     return {engine for engine, found in is_there.items() if not found}
 

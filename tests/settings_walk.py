@@ -58,6 +58,7 @@ def values(folder: str, metrics_port: int) -> dict[str, str]:
         "remote_cache_gb": "0.01",
         "remote_filter": "hit",
         "remote_trust": "group",
+        **_login(folder),
         "remote_deadline_s": "4",
         "remote_secret_file": config.__file__,
         "remote_encrypt": "true",
@@ -98,6 +99,15 @@ def values(folder: str, metrics_port: int) -> dict[str, str]:
         "kv_events_consolidator_mode": "passthrough",
         "trtllm_zmq_port": "5555",
         "fatbin_path": "x.fatbin",
+    }
+
+
+def _login(folder: str) -> dict[str, str]:
+    return {
+        "remote_username": "kv",
+        "remote_password_file": f"{folder}/password",
+        "remote_ca_file": f"{folder}/ca.pem",
+        "remote_cert_file": f"{folder}/cert.pem",
     }
 
 

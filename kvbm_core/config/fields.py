@@ -141,6 +141,24 @@ class SettingFields(BaseSettings):
         "user",
         "Whose blocks are read from a directory: this user's, or those of all of its group (group).",
     )
+    remote_username: r.Text = _setting(
+        "KVBM_REMOTE_USERNAME", "", "User name at a Valkey or Redis server; empty: its default user."
+    )
+    remote_password_file: r.Text = _setting(
+        "KVBM_REMOTE_PASSWORD_FILE",
+        "",
+        "File that holds the password of a Valkey or Redis server; read for each connection.",
+    )
+    remote_ca_file: r.Text = _setting(
+        "KVBM_REMOTE_CA_FILE",
+        "",
+        "Certificates (PEM) of who may sign a Valkey or Redis server's own; empty: the system's.",
+    )
+    remote_cert_file: r.Text = _setting(
+        "KVBM_REMOTE_CERT_FILE",
+        "",
+        "Certificate and key (PEM, one file) for a Valkey or Redis server that asks for one.",
+    )
     remote_deadline_s: r.Seconds = _setting(
         "KVBM_REMOTE_DEADLINE_S",
         5.0,

@@ -22,7 +22,8 @@ _SHOWN_CHARS = 80
 # Plain ASCII notation only: Python's own float() would also take "1_000", "nan" and non-Latin digits.
 _FLOAT = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d{1,3})?", re.ASCII)
 _INT = re.compile(r"[+-]?\d{1,18}", re.ASCII)
-_USER_IN_URL = re.compile(r"://[^/?#]*@")
+_USER_IN_URL = re.compile(r"://.*@")
+_QUERY_OF_SERVER = re.compile(r"((?!file:)\b[a-z]+://[^?]*\?).*", re.IGNORECASE)
 _WORD = re.compile(r"[A-Za-z0-9_.-]{1,64}", re.ASCII)
 _TRUE = frozenset({"1", "true", "on", "yes"})
 _FALSE = frozenset({"0", "false", "off", "no"})
@@ -30,7 +31,8 @@ _FALSE = frozenset({"0", "false", "off", "no"})
 
 def shown(value: object) -> str:
     """``value`` as it may stand in a message: one printable line of bounded length, no password of a URL."""
-    text = _USER_IN_URL.sub("://***@", str(value))[: _SHOWN_CHARS + 1]
+    text = _USER_IN_URL.sub("://***@", str(value))
+    text = _QUERY_OF_SERVER.sub(r"\1***", text)[: _SHOWN_CHARS + 1]
     text = text if text.isprintable() else ascii(text)
     return text if len(text) <= _SHOWN_CHARS else text[:_SHOWN_CHARS] + "..."
 

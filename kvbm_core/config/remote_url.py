@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-SCHEMES = {"file"}
+from kvbm_core.config.server_url import SERVER_SCHEMES, server_url
+
+SCHEMES = {"file", *SERVER_SCHEMES}
 """Those for which there is a store; see kvbm_core.storage.stores."""
 
 _REMEDY = "write file:// and the absolute path of a directory that all machines share, such as file:///mnt/kv"
@@ -23,6 +25,8 @@ def read_remote_url(value: object) -> str | None:
         raise ValueError(f"{scheme} is not in this release; {_REMEDY}")
     if scheme in ("", "file"):
         remote_directory(text)
+    elif scheme in SERVER_SCHEMES:
+        server_url(text)
     return text
 
 

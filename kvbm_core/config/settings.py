@@ -13,6 +13,7 @@ from pydantic.fields import FieldInfo
 from kvbm_core.config.fields import Adapter, SettingFields
 from kvbm_core.config.names import overrides_by_env, unknown_variable_warnings
 from kvbm_core.config.readers import shown
+from kvbm_core.config.server_url import SERVER_SCHEMES
 from kvbm_core.errors import ConfigError
 
 _CPU_GB = "DYN_KVBM_CPU_CACHE_GB"
@@ -120,7 +121,7 @@ class KvbmSettings(SettingFields):
             raise ConfigError(ack, self.leader_zmq_ack_port, f"must differ from {pub}; change one of them")
 
     def _check_remote(self) -> None:
-        if self.remote_url is not None and self.remote_cache_gb is None:
+        if self.remote_url is not None and self.remote_cache_gb is None and not self._remote_bounds_itself:
             remedy = "KVBM_REMOTE_URL needs a size; set it to gigabytes, such as 500, or to 0 for no limit"
             raise ConfigError(_REMOTE_GB, "(unset)", remedy)
         if self.remote_encrypt and not self.remote_secret_file:
@@ -128,7 +129,14 @@ class KvbmSettings(SettingFields):
             remedy = f"needs a secret; set {names['remote_secret_file']} to a file that holds one"
             raise ConfigError(names["remote_encrypt"], self.remote_encrypt, remedy)
 
+    @property
+    def _remote_bounds_itself(self) -> bool:
+        return (self.remote_url or "").partition("://")[0].lower() in SERVER_SCHEMES
+
     def _lone_remote_warnings(self) -> Iterator[str]:
+        if self._remote_bounds_itself and self.remote_cache_gb:
+            value = shown(self.remote_cache_gb)
+            yield f"kvbm: {_REMOTE_GB}={value}: has no effect here; the server's own settings bound it"
         if self.remote_url is None:
             for name, env in self.env_names().items():
                 if name.startswith("remote_") and self.is_set(name):

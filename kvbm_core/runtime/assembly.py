@@ -37,6 +37,7 @@ from kvbm_core.storage.disk.folder import DiskFolder
 from kvbm_core.storage.disk.record import SECTOR_BYTES
 from kvbm_core.storage.host_slab import available_memory_bytes, taken_by_siblings_bytes
 from kvbm_core.storage.stores import StoreOptions, keeps_extents
+from kvbm_core.storage.remote.login import ServerLogin
 from kvbm_core.tiers.groups import GroupSpec
 from kvbm_core.tiers.keyed import KeyedOptions, keyed_tier
 from kvbm_core.tiers.lower import LowerTierMaker
@@ -265,14 +266,26 @@ def rank_options(
         verify=settings.verify_onboard,
         near_memory=not settings.disable_numa,
         disk=disk,
-        store=StoreOptions(
-            settings.remote_max_bytes,
-            settings.remote_trust,
-            settings.remote_deadline_s,
-            settings.remote_secret_file,
-            settings.remote_encrypt,
-            settings.remote_codec,
-        ),
+        store=store_options(settings),
+    )
+
+
+def store_options(settings: KvbmSettings) -> StoreOptions:
+    """Of what machines share."""
+    login = ServerLogin(
+        settings.remote_username,
+        settings.remote_password_file,
+        settings.remote_ca_file,
+        settings.remote_cert_file,
+    )
+    return StoreOptions(
+        settings.remote_max_bytes,
+        settings.remote_trust,
+        settings.remote_deadline_s,
+        settings.remote_secret_file,
+        settings.remote_encrypt,
+        settings.remote_codec,
+        login,
     )
 
 

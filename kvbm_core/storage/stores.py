@@ -12,6 +12,7 @@ from kvbm_core.config.remote_url import SCHEMES, remote_directory
 from kvbm_core.errors import ConfigError
 from kvbm_core.observe.log import RateLimitedLogger
 from kvbm_core.storage.base import BlockStore
+from kvbm_core.storage.remote.login import ServerLogin
 
 if TYPE_CHECKING:
     from kvbm_core.storage.directory.names import Meaning
@@ -25,7 +26,7 @@ limited_log = RateLimitedLogger()
 @dataclass(frozen=True, slots=True)
 class StoreOptions:
     """``max_bytes``: of a store that bounds itself, of each model; None: no limit. ``trust``: whose blocks
-    are read, see docs/remote.md. ``deadline_s``: of one call.
+    are read, see docs/remote.md. ``deadline_s``: of one call. ``login``: at a server that asks for one.
 
     Of records: ``secret_file`` holds the secret that names are made with, empty: none; ``encrypts`` blocks
     with it; ``codec``: see remote/encoding.py.
@@ -37,6 +38,7 @@ class StoreOptions:
     secret_file: str = ""
     encrypts: bool = False
     codec: str = "none"
+    login: ServerLogin = field(default_factory=ServerLogin)
 
 
 @dataclass(frozen=True, slots=True)
