@@ -119,22 +119,9 @@ class ValkeyServer:
         """It goes on."""
         os.kill(self.pid, signal.SIGCONT)
 
-    def kill(self) -> None:
-        """As a loss of power."""
-        self._end(signal.SIGKILL)
-
     def stop(self) -> None:
-        """Idempotent."""
-        self._end(signal.SIGTERM)
-
-    def _end(self, how: signal.Signals) -> None:
+        """As a loss of power. Idempotent."""
         process, self._process = self._process, None
         if process is not None:
-            with suppress(ProcessLookupError):
-                process.send_signal(signal.SIGCONT)
-                process.send_signal(how)
-            try:
-                process.wait(10)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait(10)
+            process.kill()
+            process.wait(10)
