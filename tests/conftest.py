@@ -15,6 +15,7 @@ import pytest
 from hypothesis import settings
 
 from tests import effort
+from tests.engines.mooncake_pool import find_mooncake
 from tests.engines.sglang.environment import PYTHON as SGLANG_PYTHON
 from tests.engines.tiny_model import build_model
 from tests.engines.valkey_server import find_server
@@ -30,6 +31,7 @@ ENGINES = {
     "e2e": "vLLM",
     "dynamo": "Dynamo",
     "valkey": "a Valkey or Redis server",
+    "mooncake": "Mooncake Store",
 }  # the marker and folder of tests, and what they need
 RUN_ORDER = {
     "vllm": 1,
@@ -67,6 +69,7 @@ def missing_engines() -> set[str]:
         "SGLang": SGLANG_PYTHON.exists(),
         "Dynamo": DYNAMO_PYTHON.exists(),
         "a Valkey or Redis server": find_server() is not None,
+        "Mooncake Store": find_mooncake() is not None,
     }
     return {engine for engine, found in is_there.items() if not found}
 

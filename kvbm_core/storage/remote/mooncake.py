@@ -1,0 +1,524 @@
+"""Objects in a Mooncake Store: memory of many machines, by TCP or RDMA."""
+
+from __future__ import annotations
+
+import http.client
+import importlib
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+
+from kvbm_core.clock import Clock, SystemClock
+from kvbm_core.config.server_url import ServerUrl
+from kvbm_core.errors import ConfigError, Outcome
+from kvbm_core.observe.log import TroubleLog, get_logger
+from kvbm_core.storage.base import Memory
+from kvbm_core.storage.call_pool import CallPool
+from kvbm_core.storage.remote.engine import EngineTraits, GetItem, Got, ObjectInfo, PutItem
+from kvbm_core.storage.remote.mooncake_setup import MooncakeSetup, own_address, read_setup, set_timeouts
+
+THREADS = 4
+BATCH_ITEMS = 64
+BATCH_BYTES = 32 << 20
+"""A batch that takes longer than the master's lease (5 s by default) fails as a whole."""
+BATCH_NAMES = 1024
+MAX_OBJECT_BYTES = 64 << 20
+JOIN_PAUSE_S = 1.0
+QUICK_S = 0.5
+"""A read that failed and took longer is not tried in another way."""
+PROBE_S = 1.0
+"""For a master that is not there: the client would try for a minute and a half."""
+CLOSE_S = 1.0
+
+T = TypeVar("T")
+log = get_logger()
+
+_INVALID, _TRANSFER_FAILED, _IS_THERE = -600, -800, -705
+_OUTCOMES = {
+    -200: Outcome.NO_SPACE,
+    -703: Outcome.MISS,
+    -704: Outcome.MISS,
+    -706: Outcome.BUSY,
+    -707: Outcome.TIMED_OUT,
+    -708: Outcome.BUSY,
+    -710: Outcome.MISS,
+    -712: Outcome.MISS,
+    -901: Outcome.TIMED_OUT,
+}
+"""Of Mooncake's codes; all others are IO_ERROR."""
+_MEANINGS = {
+    -101: "no machine gives memory to the pool",
+    -200: "the pool is full",
+    _TRANSFER_FAILED: "a machine of the pool does not answer",
+    -900: "the master does not answer",
+}
+
+
+class _Pieces(NamedTuple):
+    """Where an item's bytes are: addresses and sizes, none of them empty."""
+
+    addresses: list[int]
+    sizes: list[int]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(self.sizes)
+
+    def first(self, num_bytes: int) -> _Pieces:
+        """As many of them as hold so many bytes."""
+        addresses, sizes = list[int](), list[int]()
+        for address, size in zip(self.addresses, self.sizes, strict=True):
+            if num_bytes <= 0:
+                break
+            addresses.append(address)
+            sizes.append(min(size, num_bytes))
+            num_bytes -= size
+        return _Pieces(addresses, sizes)
+
+
+class MooncakeEngine:
+    """An ObjectEngine that HoldsLate and TakesMemory. ConfigError if Mooncake is not installed, or its own
+    configuration cannot be used. It joins in the background, and again until that succeeds.
+
+    A call that is over keeps its thread and its memory until Mooncake gives them back: it cannot be stopped.
+    """
+
+    traits = EngineTraits(
+        concurrency=THREADS,
+        batch_items=BATCH_ITEMS,
+        writes_late=True,
+        has_capacity=True,
+        max_object_bytes=MAX_OBJECT_BYTES,
+    )
+
+    def __init__(self, master: ServerUrl, clock: Clock | None = None) -> None:
+        self._setup = read_setup(master, os.environ)
+        self._clock = clock or SystemClock()
+        self._trouble = TroubleLog()
+        self._pool = CallPool("mooncake", THREADS, self._clock)
+        self._membership = _Membership(master, self._setup, self._trouble)
+
+    # ---------------------------------------------------------------- memory
+
+    def register(self, address: int, num_bytes: int) -> None:
+        """See TakesMemory."""
+        self._membership.register(address, num_bytes)
+
+    def holds(self, target: Memory) -> bool:
+        """See HoldsLate."""
+        return self._pool.holds(target)
+
+    # ---------------------------------------------------------------- objects
+
+    def put(self, items: Sequence[PutItem], *, deadline_s: float) -> list[Outcome]:
+        """See ObjectEngine. What is there already stays as it is."""
+        pieces = [_pieces_of(item.pieces) for item in items]
+
+        def put_part(client: Any, part: Sequence[int]) -> list[Outcome]:
+            names = [items[i].name for i in part]
+            addresses, sizes = [pieces[i].addresses for i in part], [pieces[i].sizes for i in part]
+            codes = client.batch_put_from_multi_buffers(names, addresses, sizes)
+            return [self._outcome_of(0 if code == _IS_THERE else code, "writes") for code in codes]
+
+        sizes = [piece.num_bytes for piece in pieces]
+        memory = [item.pieces for item in items]
+        return self._answers(
+            put_part, [item.name for item in items], sizes, memory, deadline_s=deadline_s, made=_same
+        )
+
+    def get(self, items: Sequence[GetItem], *, deadline_s: float) -> list[Got]:
+        """See ObjectEngine."""
+        pieces = [_pieces_of(item.pieces) for item in items]
+
+        def get_part(client: Any, part: Sequence[int]) -> list[Got]:
+            return self._get_part(client, [items[i] for i in part], [pieces[i] for i in part])
+
+        sizes = [piece.num_bytes for piece in pieces]
+        memory = [item.pieces for item in items]
+        return self._answers(
+            get_part, [item.name for item in items], sizes, memory, deadline_s=deadline_s, made=Got
+        )
+
+    def _get_part(self, client: Any, items: Sequence[GetItem], pieces: Sequence[_Pieces]) -> list[Got]:
+        whole = [i for i, item in enumerate(items) if not item.offset_bytes and pieces[i].sizes]
+        codes = dict.fromkeys(range(len(items)), _INVALID)
+        started_s = self._clock.now_s()
+        if whole:
+            codes.update(zip(whole, _get_whole(client, items, pieces, whole), strict=True))
+        if self._clock.now_s() - started_s > QUICK_S:
+            return [self._got(codes[i]) for i in range(len(items))]
+        # It refuses what is not exactly as long as the memory, with the codes of other failures.
+        odd = {i for i, code in codes.items() if code in (_INVALID, _TRANSFER_FAILED)}
+        sizes = _sizes(client, [items[i].name for i in odd]) if odd else {}
+        answers: list[Got] = []
+        for i, item in enumerate(items):
+            size = sizes.get(item.name)
+            if i not in odd:
+                answers.append(self._got(codes[i]))
+            elif size is None:
+                answers.append(Got(Outcome.MISS))
+            else:
+                answers.append(self._get_odd(client, item, pieces[i], size))
+        return answers
+
+    def _get_odd(self, client: Any, item: GetItem, pieces: _Pieces, size: int) -> Got:
+        """One that is ``size`` bytes long. ``pieces`` hold another number, or it is read from an offset, or it
+        failed.
+        """
+        num_bytes = min(pieces.num_bytes, max(0, size - item.offset_bytes))
+        if not item.offset_bytes and size > pieces.num_bytes:
+            return Got(Outcome.CORRUPT)
+        if not num_bytes:
+            return Got(Outcome.OK)
+        wanted = pieces.first(num_bytes)
+        if not item.offset_bytes:
+            (code,) = client.batch_get_into_multi_buffers([item.name], [wanted.addresses], [wanted.sizes])
+        elif self._membership.has_registered(wanted.addresses, wanted.sizes):
+            code = _get_ranges(client, item.name, item.offset_bytes, wanted)
+        else:
+            code = _get_around(client, item, wanted, size)
+        return self._got(code)
+
+    def _got(self, code: int) -> Got:
+        outcome = self._outcome_of(code, "reads")
+        return Got(outcome, code) if outcome is Outcome.OK else Got(outcome)
+
+    def exists(self, names: Sequence[str], *, deadline_s: float) -> list[Outcome]:
+        """See ObjectEngine. What a machine had that died is said to be there for some seconds more."""
+
+        def look(client: Any, part: Sequence[int]) -> list[Outcome]:
+            codes = client.batch_is_exist([names[i] for i in part])
+            return [Outcome.MISS if code == 0 else self._outcome_of(code, "reads") for code in codes]
+
+        return self._answers(
+            look, names, [0] * len(names), None, deadline_s=deadline_s, made=_same, most_items=BATCH_NAMES
+        )
+
+    def remove(self, names: Sequence[str], *, deadline_s: float) -> list[Outcome]:
+        """See ObjectEngine. Also what somebody has just asked for."""
+
+        def remove(client: Any, part: Sequence[int]) -> list[Outcome]:
+            codes = client.batch_remove([names[i] for i in part], True)
+            return [self._outcome_of(code, "writes") for code in codes]
+
+        return self._answers(
+            remove, names, [0] * len(names), None, deadline_s=deadline_s, made=_same, most_items=BATCH_NAMES
+        )
+
+    def renew(self, names: Sequence[str], *, deadline_s: float) -> list[Outcome]:
+        """See ObjectEngine. To ask for one is to use it."""
+        return self.exists(names, deadline_s=deadline_s)
+
+    def scan(self, prefix: str, *, deadline_s: float) -> Iterator[ObjectInfo]:
+        """See ObjectEngine. The master's page of metrics lists names; when they were used, nobody knows."""
+        names = sorted(name for name in self._listed(deadline_s) if name.startswith(prefix))
+        for start in range(0, len(names), BATCH_NAMES):
+            part = names[start : start + BATCH_NAMES]
+            found: dict[str, int] = {}
+
+            def look(client: Any, _: Sequence[int], part: Sequence[str] = part) -> list[Outcome]:
+                found.update(_sizes(client, part))  # noqa: B023 - it is over before the next part
+                return [Outcome.OK]
+
+            (outcome,) = self._answers(look, [""], [0], None, deadline_s=deadline_s, made=_same)
+            if outcome is not Outcome.OK:
+                raise OSError(f"the master does not say how large objects are ({outcome})")
+            now_s = time.time()
+            for name, size in sorted(found.items()):
+                yield ObjectInfo(name, size, now_s)
+
+    def _listed(self, deadline_s: float) -> list[str]:
+        if self._membership.is_closed:
+            raise OSError("the engine is closed")
+        host, port = self._membership.master.host, self._setup.metrics_port
+        connection = http.client.HTTPConnection(host, port, timeout=max(deadline_s, 0.001))
+        try:
+            connection.request("GET", "/get_all_keys")
+            answer = connection.getresponse()
+            if answer.status != http.HTTPStatus.OK:
+                raise OSError(f"the master's page at port {port} answers {answer.status}")
+            return answer.read().decode("utf-8", "replace").split()
+        except (OSError, http.client.HTTPException) as error:
+            where = f"the master's metrics port {port} (MOONCAKE_MASTER_METRICS_PORT)"
+            raise OSError(f"{where} does not list objects: {error}") from error
+        finally:
+            connection.close()
+
+    def close(self) -> None:
+        """See ObjectEngine. A client whose calls hang is left to them."""
+        is_idle = self._pool.close(CLOSE_S)
+        self._membership.close(is_idle=is_idle)
+
+    # ---------------------------------------------------------------- inside
+
+    def _answers(
+        self,
+        work: Callable[[Any, Sequence[int]], list[T]],
+        names: Sequence[str],
+        sizes: Sequence[int],
+        memory: Sequence[Sequence[memoryview]] | None,
+        *,
+        deadline_s: float,
+        made: Callable[[Outcome], T],
+        most_items: int = BATCH_ITEMS,
+    ) -> list[T]:
+        """What ``work`` answers, in parts; where it did not in time, why."""
+        fitting = [i for i, size in enumerate(sizes) if size <= MAX_OBJECT_BYTES]
+        parts = list(_parts(fitting, names, sizes, most_items))
+        found: list[list[T]] = [[] for _ in parts]
+        ends_at_s = self._clock.now_s() + deadline_s
+
+        def task(number: int, is_given_up: Callable[[], bool]) -> Outcome:
+            client = self._membership.client(max(0.0, ends_at_s - self._clock.now_s()))
+            if client is None or is_given_up():
+                return Outcome.IO_ERROR
+            found[number] = work(client, parts[number])
+            return Outcome.OK
+
+        targets = None
+        if memory is not None:
+            targets = [[piece for i in part for piece in memory[i]] for part in parts]
+        outcomes = self._pool.run(task, len(parts), deadline_s=deadline_s, targets=targets)
+        closed = self._membership.is_closed
+        answers = [made(Outcome.REJECTED if closed else Outcome.NO_SPACE)] * len(sizes)
+        for part, outcome, values in zip(parts, outcomes, found, strict=True):
+            rest = [made(Outcome.REJECTED if closed else outcome)] * len(part)
+            for i, answer in zip(part, values if outcome is Outcome.OK else rest, strict=True):
+                answers[i] = answer
+        return answers
+
+    def _outcome_of(self, code: int, what: str) -> Outcome:
+        if code >= 0:
+            self._trouble.worked(what, "kvbm: Mooncake Store: %s work again", what)
+            return Outcome.OK
+        outcome = _OUTCOMES.get(code, Outcome.IO_ERROR)
+        if outcome in (Outcome.IO_ERROR, Outcome.NO_SPACE):
+            meaning = _MEANINGS.get(code, "see Mooncake's own log")
+            line = "kvbm: KVBM_REMOTE_URL: Mooncake Store: %s fail with code %d: %s"
+            self._trouble.failed(what, code, line, what, code, meaning)
+        return outcome
+
+
+def _same(outcome: Outcome) -> Outcome:
+    return outcome
+
+
+def _pieces_of(memory: Sequence[memoryview]) -> _Pieces:
+    arrays = [np.frombuffer(piece, dtype=np.uint8) for piece in memory if piece.nbytes]
+    return _Pieces([array.ctypes.data for array in arrays], [array.nbytes for array in arrays])
+
+
+def _parts(
+    items: Sequence[int], names: Sequence[str], sizes: Sequence[int], most_items: int
+) -> Iterator[list[int]]:
+    """No name twice in a part: of two reads of one object, Mooncake fills one and says OK to both."""
+    part, seen, num_bytes = list[int](), set[str](), 0
+    for i in items:
+        is_full = len(part) == most_items or num_bytes + sizes[i] > BATCH_BYTES
+        if part and (is_full or names[i] in seen):
+            yield part
+            part, seen, num_bytes = [], set(), 0
+        part.append(i)
+        seen.add(names[i])
+        num_bytes += sizes[i]
+    if part:
+        yield part
+
+
+# -------------------------------------------------------------------- the client's calls
+
+
+def _get_whole(
+    client: Any, items: Sequence[GetItem], pieces: Sequence[_Pieces], numbers: Sequence[int]
+) -> list[int]:
+    names = [items[i].name for i in numbers]
+    addresses, sizes = [pieces[i].addresses for i in numbers], [pieces[i].sizes for i in numbers]
+    codes: list[int] = client.batch_get_into_multi_buffers(names, addresses, sizes)
+    return codes
+
+
+def _get_ranges(client: Any, name: str, offset_bytes: int, pieces: _Pieces) -> int:
+    """The number of bytes, or a code."""
+    at, offsets = offset_bytes, list[int]()
+    for size in pieces.sizes:
+        offsets.append(at)
+        at += size
+    every = [[[size]] for size in pieces.sizes]
+    starts = [[[offset]] for offset in offsets]
+    zeros = [[[0]]] * len(every)
+    found = client.get_into_ranges(pieces.addresses, [[name]] * len(every), zeros, starts, every)
+    codes: list[int] = [code for one in found for codes in one for code in codes]
+    return next((code for code in codes if code < 0), sum(codes))
+
+
+def _get_around(client: Any, item: GetItem, pieces: _Pieces, size: int) -> int:
+    """A part of an object, for memory that Mooncake does not know: it gives no parts of objects there."""
+    whole = memoryview(bytearray(size))
+    (code,) = _get_whole(client, [item], [_pieces_of([whole])], [0])
+    if code < 0:
+        return int(code)
+    at = item.offset_bytes
+    end = at + pieces.num_bytes
+    for piece in item.pieces:
+        count = min(piece.nbytes, end - at)
+        if count > 0:
+            piece.cast("B")[:count] = whole[at : at + count]
+            at += count
+    return pieces.num_bytes
+
+
+def _sizes(client: Any, names: Sequence[str]) -> dict[str, int]:
+    """Of those that the master knows."""
+    found: dict[str, int] = {}
+    for name, replicas in client.batch_get_replica_desc(list(dict.fromkeys(names))).items():
+        for replica in replicas:
+            if replica.is_memory_replica():
+                found[name] = replica.get_memory_descriptor().buffer_descriptor.size
+                break
+    return found
+
+
+# -------------------------------------------------------------------- the client itself
+
+
+class _Membership:
+    """The one client of this process; made in a thread of its own, as that may take minutes. Any thread."""
+
+    def __init__(self, master: ServerUrl, setup: MooncakeSetup, trouble: TroubleLog) -> None:
+        self.master = master
+        self._setup = setup
+        self._trouble = trouble
+        self._module = _load()
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        self._client: Any = None
+        self._has_failed = False
+        self._is_closed = False
+        self._spans: list[tuple[int, int]] = []
+        self._thread = threading.Thread(target=self._join, name="kvbm-mooncake-join", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether ``close`` was called."""
+        return self._is_closed
+
+    def client(self, wait_s: float) -> Any:
+        """The client; None if there is none, and none is likely in time."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._client is not None or self._has_failed or self._is_closed, wait_s
+            )
+            return self._client
+
+    def register(self, address: int, num_bytes: int) -> None:
+        """Now, or as soon as there is a client."""
+        with self._changed:
+            self._spans.append((address, num_bytes))
+            client = self._client
+        if client is not None:
+            self._register(client, address, num_bytes)
+
+    def has_registered(self, addresses: Sequence[int], sizes: Sequence[int]) -> bool:
+        """Whether all of this lies in memory that was registered."""
+        with self._changed:
+            spans = list(self._spans)
+        return all(
+            any(start <= address and address + size <= start + length for start, length in spans)
+            for address, size in zip(addresses, sizes, strict=True)
+        )
+
+    def _register(self, client: Any, address: int, num_bytes: int) -> None:
+        if code := client.register_buffer(address, num_bytes):
+            line = "kvbm: Mooncake Store: %.2f GB of host memory cannot be registered (code %d)"
+            log.warning(line, num_bytes / 1e9, code)
+
+    def _join(self) -> None:
+        while not self._is_closed:
+            client = self._made()
+            with self._changed:
+                self._has_failed = client is None
+                self._changed.notify_all()
+                if client is None:
+                    if not self._is_closed:
+                        self._changed.wait(JOIN_PAUSE_S)
+                    continue
+                spans = list(self._spans)
+            for address, num_bytes in spans:
+                self._register(client, address, num_bytes)
+            with self._changed:
+                late = self._spans[len(spans) :]
+                if not self._is_closed:
+                    self._client = client
+                self._changed.notify_all()
+            for address, num_bytes in late:
+                self._register(client, address, num_bytes)
+            if self._client is None:
+                client.close()
+            return
+
+    def _made(self) -> Any:
+        """A client that has joined, or None."""
+        setup = self._setup
+        where = f"mooncake://{setup.master}"
+        try:
+            with socket.create_connection((self.master.host, self.master.port), timeout=PROBE_S):
+                pass
+            client = self._module.MooncakeDistributedStore()
+            code = client.setup(
+                setup.local_hostname or own_address(self.master),
+                setup.metadata_server,
+                setup.segment_bytes,
+                setup.buffer_bytes,
+                setup.protocol,
+                setup.device,
+                setup.master,
+                **({} if setup.tenant == "default" else {"tenant_id": setup.tenant}),
+            )
+        except (OSError, RuntimeError) as error:
+            line = "kvbm: KVBM_REMOTE_URL: %s: %s"
+            self._trouble.failed("joining", type(error).__name__, line, where, error)
+            return None
+        if code:
+            line = "kvbm: KVBM_REMOTE_URL: %s: Mooncake cannot join (code %d); see its own log lines"
+            self._trouble.failed("joining", code, line, where, code)
+            return None
+        self._trouble.worked("joining", "kvbm: %s: joined", where)
+        given = f"gives {setup.segment_bytes / 1e9:g} GB to the pool" if setup.segment_bytes else "gives none"
+        log.log(logging.INFO, "kvbm: %s by %s; this process %s", where, setup.protocol, given)
+        return client
+
+    def close(self, *, is_idle: bool) -> None:
+        """``is_idle``: no call of the client is under way; else it is left as it is."""
+        with self._changed:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            client, self._client = self._client, None
+            self._changed.notify_all()
+        self._thread.join(CLOSE_S)
+        if client is None:
+            return
+        if is_idle:
+            client.close()
+        else:
+            _KEPT.append(client)
+
+
+_KEPT: list[object] = []
+"""Clients of which a call never ended."""
+
+
+def _load() -> Any:
+    set_timeouts()
+    try:
+        return importlib.import_module("mooncake.store")
+    except ImportError as error:
+        remedy = f"Mooncake cannot be loaded ({error}); pip install 'kvbm[mooncake]', and libibverbs1"
+        raise ConfigError("KVBM_REMOTE_URL", "mooncake://", remedy) from None
