@@ -37,6 +37,7 @@ class CallPool:
         self._queue: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._calls: set[_Call] = set()  # under way, or given up with something that still runs
+        self._num_asked = 0  # threads that have something to do, or are about to
         self._is_closed = False
 
     def run(
@@ -105,7 +106,8 @@ class CallPool:
         return sum(call.num_late for call in self._calls)
 
     def _start(self, call: _Call, num_threads: int) -> None:
-        while len(self._threads) < num_threads:
+        self._num_asked += num_threads
+        while len(self._threads) < min(self._num_asked, self._num_threads):
             name = f"kvbm-{self._name}-{len(self._threads)}"
             thread = threading.Thread(target=self._work, name=name, daemon=True)
             self._threads.append(thread)
@@ -117,6 +119,8 @@ class CallPool:
         while (call := self._queue.get()) is not None:
             call.work()
             del call  # or an idle thread keeps its memory
+            with self._lock:
+                self._num_asked -= 1
 
 
 class _Call:

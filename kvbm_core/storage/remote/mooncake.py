@@ -168,9 +168,7 @@ class MooncakeEngine:
         return answers
 
     def _get_odd(self, client: Any, item: GetItem, pieces: _Pieces, size: int) -> Got:
-        """One that is ``size`` bytes long. ``pieces`` hold another number, or it is read from an offset, or it
-        failed.
-        """
+        """One that has ``size`` bytes, where ``pieces`` hold more or fewer; or from an offset; or again."""
         num_bytes = min(pieces.num_bytes, max(0, size - item.offset_bytes))
         if not item.offset_bytes and size > pieces.num_bytes:
             return Got(Outcome.CORRUPT)
