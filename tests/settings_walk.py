@@ -54,16 +54,7 @@ def values(folder: str, metrics_port: int) -> dict[str, str]:
         "disk_deadline_s": "30",
         "disk_io": "threads",
         "disk_check_at_start": "true",
-        "remote_url": "memory://walk",
-        "remote_cache_gb": "0.01",
-        "remote_filter": "hit",
-        "remote_trust": "group",
-        **_login(folder),
-        "remote_deadline_s": "4",
-        "remote_secret_file": config.__file__,
-        "remote_encrypt": "true",
-        "remote_codec": "zstd",
-        "remote_wait_s": "0.5",
+        **_remote(folder),
         "host_offload_prefix_min_priority": "1",
         "disable_write_combined": "1",
         "disable_numa": "true",
@@ -102,8 +93,17 @@ def values(folder: str, metrics_port: int) -> dict[str, str]:
     }
 
 
-def _login(folder: str) -> dict[str, str]:
+def _remote(folder: str) -> dict[str, str]:
     return {
+        "remote_url": "memory://walk",
+        "remote_cache_gb": "0.01",
+        "remote_filter": "hit",
+        "remote_trust": "group",
+        "remote_deadline_s": "4",
+        "remote_secret_file": config.__file__,
+        "remote_encrypt": "true",
+        "remote_codec": "zstd",
+        "remote_wait_s": "0.5",
         "remote_username": "kv",
         "remote_password_file": f"{folder}/password",
         "remote_ca_file": f"{folder}/ca.pem",

@@ -8,7 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from kvbm_core.config.readers import shown
 from kvbm_core.config.remote_url import SCHEMES, remote_directory
+from kvbm_core.config.server_url import MOONCAKE_SCHEME, VALKEY_SCHEMES, ServerUrl, server_url
 from kvbm_core.errors import ConfigError
 from kvbm_core.observe.log import RateLimitedLogger
 from kvbm_core.storage.base import BlockStore
@@ -127,7 +129,30 @@ def _name_of(model: str) -> str:
     return hub.rpartition("--")[2] or (names[-1] if names else "")
 
 
-_MAKERS: dict[str, StoreMaker] = {"file": _open_directory}
+def _open_valkey(spec: StoreSpec) -> BlockStore:
+    from kvbm_core.storage.remote.valkey import ValkeyEngine
+
+    return record_store(ValkeyEngine(_server_of(spec), spec.options.login), spec)
+
+
+def _open_mooncake(spec: StoreSpec) -> BlockStore:
+    from kvbm_core.storage.remote.mooncake import MooncakeEngine
+
+    return record_store(MooncakeEngine(_server_of(spec)), spec)
+
+
+def _server_of(spec: StoreSpec) -> ServerUrl:
+    try:
+        return server_url(spec.url)
+    except ValueError as error:
+        raise ConfigError("KVBM_REMOTE_URL", shown(spec.url), str(error)) from None
+
+
+_MAKERS: dict[str, StoreMaker] = {
+    "file": _open_directory,
+    **dict.fromkeys(VALKEY_SCHEMES, _open_valkey),
+    MOONCAKE_SCHEME: _open_mooncake,
+}
 
 
 _ALONE = {"file"}

@@ -16,6 +16,7 @@ from kvbm_core.storage.disk.block_file import SUFFIX
 from kvbm_core.storage.disk.record import whole_sectors
 from kvbm_core.storage.host_slab import HostSlab, available_memory_bytes
 from kvbm_core.storage.late import LateMemory
+from kvbm_core.storage.remote.engine import TakesMemory
 from kvbm_core.storage.stores import StoreOptions, StoreSpec, open_store
 from kvbm_core.transfer.digests import SlotDigests
 from kvbm_core.transfer.executor import Copier, DeviceMemory, Executor
@@ -161,6 +162,8 @@ class RankMemory:
         except (ConfigError, OSError) as error:
             self._listener.refused(place.name, str(error.args[-1]))
             return
+        if isinstance(store, TakesMemory):
+            store.register(self.slab.address, self.slab.num_slots * self.slab.slot_bytes)
         self._movers[place.name] = StoreMover(
             place.name, store, self.slab, late=self._late, io_deadline_s=options.deadline_s
         )
