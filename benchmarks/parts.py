@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 from benchmarks.leader.part import LeaderPart
+from benchmarks.remote.part import RemotePart
 from benchmarks.serve.part import ServePart
 from benchmarks.sglang.part import SglangPart
 from benchmarks.storage.part import StoragePart
 from benchmarks.suite import Part
 from benchmarks.transfer.part import TransferPart
 
-PARTS: tuple[Part, ...] = (LeaderPart(), TransferPart(), StoragePart(), ServePart(), SglangPart())
+PARTS: tuple[Part, ...] = (
+    LeaderPart(),
+    TransferPart(),
+    StoragePart(),
+    RemotePart(),
+    ServePart(),
+    SglangPart(),
+)

@@ -6,10 +6,12 @@ whole exchange: clients with a time-out for each receive can be held for ever by
 
 from __future__ import annotations
 
+import math
 import select
 import socket
+import ssl
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeAlias, Union
@@ -101,6 +103,9 @@ class RespConnection:
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
+        sock.setblocking(False)
+        self._poll = select.poll()
+        self._poll.register(sock)
         self._bytes = bytearray(BUFFER_BYTES)
         self._view = memoryview(self._bytes)
         self._start = self._end = 0
@@ -109,9 +114,8 @@ class RespConnection:
     @property
     def is_stale(self) -> bool:
         """Whether one that is idle was closed by the other side, or has something to say unasked."""
-        poll = select.poll()
-        poll.register(self._sock, select.POLLIN)
-        return bool(poll.poll(0)) or self._start != self._end
+        self._poll.modify(self._sock, select.POLLIN)
+        return bool(self._poll.poll(0)) or self._start != self._end
 
     def shut_down(self) -> None:
         """Ends what another thread waits for. The connection is of no use afterwards."""
@@ -129,8 +133,7 @@ class RespConnection:
         for chunk in commands.done():
             left = memoryview(chunk)
             while left:
-                self._sock.settimeout(self.deadline.left_s())
-                left = left[self._sock.send(left) :]
+                left = left[self._now(self._sock.send, left) :]
 
     def ask(self, *words: bytes) -> Reply:
         """The answer to one command."""
@@ -231,11 +234,25 @@ class RespConnection:
             raise WireError("a value is not as long as it says")
 
     def _receive(self, room: memoryview) -> int:
-        self._sock.settimeout(self.deadline.left_s())
-        count = self._sock.recv_into(room)
+        count = self._now(self._sock.recv_into, room)
         if not count:
             raise ConnectionResetError("the server closed the connection")
         return count
+
+    def _now(self, call: Callable[[memoryview], int], memory: memoryview) -> int:
+        """``call(memory)``, as soon as it can be done without waiting: most of the time that is at once."""
+        while True:
+            left_s = self.deadline.left_s()
+            try:
+                return call(memory)
+            except BlockingIOError:
+                events = select.POLLOUT if call == self._sock.send else select.POLLIN
+            except ssl.SSLWantReadError:
+                events = select.POLLIN
+            except ssl.SSLWantWriteError:
+                events = select.POLLOUT
+            self._poll.modify(self._sock, events)
+            self._poll.poll(math.ceil(1000 * left_s))
 
 
 def _number(line: bytes) -> int:

@@ -52,7 +52,7 @@ _CLUSTER = "it is one node of a cluster, which is not supported: name a server o
 _REMEDIES = {
     "NOAUTH": _LOGIN,
     "WRONGPASS": _LOGIN,
-    "NOPERM": "let the user do SET, GETRANGE, EXISTS, UNLINK, TOUCH, STRLEN, OBJECT and SCAN on kvbm1*",
+    "NOPERM": "let the user do SET, GET, GETRANGE, EXISTS, UNLINK, TOUCH, STRLEN, OBJECT and SCAN on kvbm1*",
     "MOVED": _CLUSTER,
     "ASK": _CLUSTER,
     "CLUSTERDOWN": _CLUSTER,
@@ -117,28 +117,30 @@ class ValkeyEngine:
         return outcomes
 
     def get(self, items: Sequence[GetItem], *, deadline_s: float) -> list[Got]:
-        """See ObjectEngine. An object of no bytes is a miss."""
+        """See ObjectEngine."""
         sizes = [sum(piece.nbytes for piece in item.pieces) for item in items]
 
         def exchange(connection: RespConnection, answers: list[Got | None]) -> None:
             ended: list[int] = []
             for window in _windows(sizes):
                 commands = Commands()
-                for i in window:  # one byte more, which tells that there is more
-                    first = items[i].offset_bytes
-                    last = first + sizes[i]
-                    commands.add(b"GETRANGE", items[i].name.encode(), b"%d" % first, b"%d" % last)
+                for i in window:
+                    name, first = items[i].name.encode(), items[i].offset_bytes
+                    if first:
+                        commands.add(b"GETRANGE", name, b"%d" % first, b"%d" % (first + sizes[i] - 1))
+                    else:  # servers send a whole value without a copy
+                        commands.add(b"GET", name)
                 connection.send(commands)
                 for i in window:
                     reply = connection.reply_into(items[i].pieces)
                     if isinstance(reply, Refusal) or reply is None:
                         answers[i] = Got(self._outcome_of(reply, "reads"))
-                    elif reply:
-                        answers[i] = _got(items[i], reply, sizes[i])
-                    elif items[i].offset_bytes:
-                        ended.append(i)
+                    elif reply > sizes[i]:
+                        answers[i] = Got(Outcome.CORRUPT)
+                    elif reply or not items[i].offset_bytes:
+                        answers[i] = Got(Outcome.OK, reply)
                     else:
-                        answers[i] = Got(Outcome.MISS)
+                        ended.append(i)
             self._ask_length(connection, items, ended, answers)
 
         return self._answers(len(items), deadline_s, exchange, Got)
@@ -298,12 +300,6 @@ class ValkeyEngine:
 
 def _same(outcome: Outcome) -> Outcome:
     return outcome
-
-
-def _got(item: GetItem, num_bytes: int, room_bytes: int) -> Got:
-    if num_bytes <= room_bytes:
-        return Got(Outcome.OK, num_bytes)
-    return Got(Outcome.OK, room_bytes) if item.offset_bytes else Got(Outcome.CORRUPT)
 
 
 def _windows(sizes: Sequence[int]) -> Iterator[range]:

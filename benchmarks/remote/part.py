@@ -1,0 +1,30 @@
+"""Stores that machines share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from benchmarks.figures import Figure, Goal
+from benchmarks.remote import mooncake, valkey
+from benchmarks.suite import CannotRun, Findings, Options
+
+STORES = (valkey, mooncake)
+
+
+class RemotePart:
+    """Each store by itself: one that is not installed does not keep the others from being measured."""
+
+    name = "remote"
+    help = "blocks in stores that machines share, beside those stores' own clients"
+    goals: Sequence[Goal] = tuple(goal for store in STORES for goal in store.GOALS.values())
+
+    def run(self, options: Options) -> Findings:
+        """See Part."""
+        figures: list[Figure] = []
+        for store in STORES:
+            options.told(f"remote: {store.__name__.rpartition('.')[2]}")
+            try:
+                figures += store.measure(options)
+            except CannotRun as reason:
+                figures += [Figure(goal, note=str(reason)) for goal in store.GOALS.values()]
+        return Findings(figures)
