@@ -1,0 +1,71 @@
+"""From device memory through host memory into a real pooled store, and back in another process's place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvbm_core.config import KvbmSettings
+from kvbm_core.errors import Outcome
+from kvbm_core.runtime.assembly import rank_options
+from kvbm_core.storage.remote import mooncake
+from kvbm_core.testing.executor_bench import LONG_S
+from tests.engines.mooncake_pool import MooncakePool
+from tests.engines.valkey_server import ValkeyServer
+from tests.unit.local_bench import KEYS, LocalBench
+
+
+@pytest.fixture
+def valkey_url(tmp_path: Path) -> Iterator[str]:
+    with ValkeyServer(tmp_path, password="") as server:
+        yield server.url
+
+
+@pytest.fixture
+def mooncake_url(tmp_path: Path) -> Iterator[str]:
+    with MooncakePool(tmp_path) as pool:
+        yield f"mooncake://{pool.address}"
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(name, marks=getattr(pytest.mark, name)) for name in ("valkey", "mooncake")]
+)
+def test_what_one_process_has_stored_another_one_finds(
+    kind: str, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    registered: list[tuple[int, int]] = []
+    plain = mooncake.MooncakeEngine.register
+
+    def register(self: mooncake.MooncakeEngine, address: int, num_bytes: int) -> None:
+        registered.append((address, num_bytes))
+        plain(self, address, num_bytes)
+
+    monkeypatch.setattr(mooncake.MooncakeEngine, "register", register)
+    url = request.getfixturevalue(f"{kind}_url")
+    first = LocalBench(tmp_path / "one", 4, store=url)
+    assert first.store(KEYS[:4]) is Outcome.OK
+    slab = first.tiers._memory.slab
+    span = (slab.address, slab.num_slots * slab.slot_bytes)
+    assert (span in registered) == (kind == "mooncake"), "an engine that wants to know memory is told"
+    first.close()
+    second = LocalBench(tmp_path / "two", 40, store=url)
+    wanted = [*KEYS[:4], KEYS[7]]
+    second.tiers.match("a", wanted)
+    with second.tiers._lock:
+        while second.tiers._chain.host.resident_blocks < 4:
+            assert second.tiers._lock.wait_for(lambda: not len(second.tiers._jobs), LONG_S)
+            second.tiers.match("a", wanted)
+    assert second.tiers.match("a", wanted) == 4
+    assert second.load("a", KEYS[:4]) is Outcome.OK and second.came(KEYS[:4])
+    second.close()
+
+
+def test_a_servers_settings_reach_its_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = {"USERNAME": "kv", "PASSWORD_FILE": "p", "CA_FILE": "c", "CERT_FILE": "d"}
+    for name, value in values.items():
+        monkeypatch.setenv(f"KVBM_REMOTE_{name}", value)
+    monkeypatch.setenv("KVBM_REMOTE_URL", "rediss://kv.example")
+    login = rank_options(KvbmSettings.from_env()).store.login
+    assert [login.username, login.password_file, login.ca_file, login.cert_file] == [*values.values()]
