@@ -124,7 +124,8 @@ class SettingFields(BaseSettings):
     remote_url: r.RemoteUrl = _setting(
         "KVBM_REMOTE_URL",
         None,
-        "Where blocks are kept for all machines: file:// and a directory that they share.",
+        "Where blocks are kept for all machines: file:// and a directory that they share, or redis://, "
+        "rediss://, mooncake:// and a server.",
     )
     remote_cache_gb: r.GigabytesOrZero = _setting(
         "KVBM_REMOTE_CACHE_GB",

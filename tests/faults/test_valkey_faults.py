@@ -288,6 +288,11 @@ def test_a_user_of_the_servers_own(server: ValkeyServer, tmp_path: Path) -> None
         assert put(engine, "other") is Outcome.IO_ERROR
         with pytest.raises(OSError, match="NOPERM"):
             list(engine.scan("", deadline_s=LONG_S))
+        with client(server) as admin, admin._connections.lent(Deadline(LONG_S)) as connection:
+            more = (b"+scan", b"+strlen", b"+object|idletime")
+            assert connection.ask(b"ACL", b"SETUSER", b"kv", *more) == "OK"
+        assert put(engine, "kvbm1/b") is Outcome.OK
+        assert [info.name for info in engine.scan("kvbm1", deadline_s=LONG_S)] == ["kvbm1/b"]
 
 
 def test_a_password_file_that_is_not_there_is_said_at_once(server: ValkeyServer, tmp_path: Path) -> None:
