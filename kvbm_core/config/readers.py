@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable
 from typing import Annotated
 
-from pydantic import PlainValidator
+from pydantic import PlainValidator, SecretStr
 
 from kvbm_core.config.remote_url import read_remote_url
 
@@ -23,7 +23,7 @@ _SHOWN_CHARS = 80
 _FLOAT = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d{1,3})?", re.ASCII)
 _INT = re.compile(r"[+-]?\d{1,18}", re.ASCII)
 _USER_IN_URL = re.compile(r"://.*@")
-_QUERY_OF_SERVER = re.compile(r"((?!file:)\b[a-z]+://[^?]*\?).*", re.IGNORECASE)
+_QUERY_OF_SERVER = re.compile(r"((?!file:)\b[a-z0-9]+://[^?]*\?).*", re.IGNORECASE)
 _WORD = re.compile(r"[A-Za-z0-9_.-]{1,64}", re.ASCII)
 _TRUE = frozenset({"1", "true", "on", "yes"})
 _FALSE = frozenset({"0", "false", "off", "no"})
@@ -139,6 +139,19 @@ def _read_text(value: object) -> str:
     return value
 
 
+def _read_secret(value: object) -> SecretStr | None:
+    if value is None:
+        return None
+    text = value.strip() if isinstance(value, str) else ""
+    if not text or not text.isprintable() or not text.isascii() or " " in text:
+        raise ValueError("write one word of printable ASCII")
+    return SecretStr(text)
+
+
+def _read_optional_text(value: object) -> str | None:
+    return None if value is None else _read_text(value)
+
+
 _read_port = int_reader("write a port number from 1 to 65535", 1, 65535)
 
 
@@ -201,4 +214,7 @@ RemoteUrl = Annotated[str | None, PlainValidator(read_remote_url)]
 RemoteFilter = Annotated[str, PlainValidator(choice_reader("auto", "all", "hit"))]
 RemoteTrust = Annotated[str, PlainValidator(choice_reader("user", "group"))]
 RemoteCodec = Annotated[str, PlainValidator(choice_reader("none", "zstd"))]
+OptionalText = Annotated[str | None, PlainValidator(_read_optional_text)]
+Secret = Annotated[SecretStr | None, PlainValidator(_read_secret)]
+"""Nothing that shows settings shows it."""
 LoadFailurePolicy = Annotated[str, PlainValidator(choice_reader("recompute", "fail"))]

@@ -2,15 +2,35 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+from typing import NamedTuple
 from urllib.parse import unquote, urlsplit
 
 from kvbm_core.config.server_url import SERVER_SCHEMES, server_url
 
-SCHEMES = {"file", *SERVER_SCHEMES}
+SCHEMES = {"file", "s3", "gs", "az", *SERVER_SCHEMES}
 """Those for which there is a store; see kvbm_core.storage.stores."""
+BUCKET_SCHEMES = ("s3", "gs", "az")
+"""Those of object stores."""
 
 _REMEDY = "write file:// and the absolute path of a directory that all machines share, such as file:///mnt/kv"
+_BUCKET_REMEDY = "write s3:// and a bucket, with a prefix or without, such as s3://kv-cache/team"
+_BUCKET = re.compile(r"[a-zA-Z0-9](?:[a-zA-Z0-9._-]|\{worker_id\}){1,255}", re.ASCII)
+_PREFIX = re.compile(r"[a-zA-Z0-9!_.*'()/=-]*", re.ASCII)
+
+
+class Bucket(NamedTuple):
+    """A place in an object store. ``prefix``: without slashes at its ends."""
+
+    scheme: str
+    name: str
+    prefix: str
+
+    @property
+    def url(self) -> str:
+        """As one would write it."""
+        return f"{self.scheme}://{self.name}" + (f"/{self.prefix}" if self.prefix else "")
 
 
 def read_remote_url(value: object) -> str | None:
@@ -27,7 +47,25 @@ def read_remote_url(value: object) -> str | None:
         remote_directory(text)
     elif scheme in SERVER_SCHEMES:
         server_url(text)
+    elif scheme in BUCKET_SCHEMES:
+        return remote_bucket(text).url
     return text
+
+
+def remote_bucket(url: str) -> Bucket:
+    """The bucket that a URL names. ValueError with the remedy."""
+    scheme, _, rest = url.partition("://")
+    if "@" in rest:
+        where = "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY of the engine's environment, or give it a role"
+        raise ValueError(f"credentials do not belong in a URL; put them in {where}")
+    name, _, prefix = rest.partition("/")
+    prefix = prefix.strip("/")
+    is_path = "//" not in prefix and not {".", ".."}.intersection(prefix.split("/"))
+    if scheme.lower() not in BUCKET_SCHEMES or not _BUCKET.fullmatch(name):
+        raise ValueError(_BUCKET_REMEDY)
+    if not _PREFIX.fullmatch(prefix) or not is_path:
+        raise ValueError(f"{_BUCKET_REMEDY}; a prefix has letters, digits, dashes and slashes")
+    return Bucket(scheme.lower(), name, prefix)
 
 
 def remote_directory(url: str) -> Path:

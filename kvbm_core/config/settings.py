@@ -13,13 +13,17 @@ from pydantic.fields import FieldInfo
 from kvbm_core.config.fields import Adapter, SettingFields
 from kvbm_core.config.names import overrides_by_env, unknown_variable_warnings
 from kvbm_core.config.readers import shown
+from kvbm_core.config.remote_url import BUCKET_SCHEMES, remote_bucket
 from kvbm_core.config.server_url import SERVER_SCHEMES
 from kvbm_core.errors import ConfigError
 
 _CPU_GB = "DYN_KVBM_CPU_CACHE_GB"
 _CPU_BLOCKS = "DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS"
 _DISK_GB = "DYN_KVBM_DISK_CACHE_GB"
+_REMOTE_URL = "KVBM_REMOTE_URL"
 _REMOTE_GB = "KVBM_REMOTE_CACHE_GB"
+_OBJECT_BUCKET = "DYN_KVBM_OBJECT_BUCKET"
+_OF_DIRECTORIES = ("remote_cache_gb", "remote_trust")
 _STAGED_BYTES = 512_000_000
 _MIN_STAGED_BLOCKS = 64
 _PORTS = ("leader_zmq_pub_port", "leader_zmq_ack_port", "metrics_port")
@@ -64,6 +68,7 @@ class KvbmSettings(SettingFields):
         """
         environ = os.environ
         given = overrides_by_env(overrides or {}, cls.env_names())
+        cls._refuse_secrets(given)
         settings, replaced = cls._build(given)
         settings._note_sources(given, environ, replaced)
         settings._check_ports()
@@ -120,8 +125,19 @@ class KvbmSettings(SettingFields):
             pub, ack = names["leader_zmq_pub_port"], names["leader_zmq_ack_port"]
             raise ConfigError(ack, self.leader_zmq_ack_port, f"must differ from {pub}; change one of them")
 
+    @classmethod
+    def _refuse_secrets(cls, given: Mapping[str, object]) -> None:
+        """What engines are given on their command line, every process on the machine can read."""
+        for info in cls.model_fields.values():
+            env = str(info.validation_alias)
+            if _extra(info)["is_secret"] and env in given:
+                remedy = "does not belong on a command line; set it in the engine's environment"
+                raise ConfigError(env, "(not shown)", remedy)
+
     def _check_remote(self) -> None:
-        if self.remote_url is not None and self.remote_cache_gb is None and not self._remote_bounds_itself:
+        self._check_object_store()
+        bounds_itself = self._is_bound_by_its_server or self.has_object_store
+        if self.store_url is not None and self.remote_cache_gb is None and not bounds_itself:
             remedy = "KVBM_REMOTE_URL needs a size; set it to gigabytes, such as 500, or to 0 for no limit"
             raise ConfigError(_REMOTE_GB, "(unset)", remedy)
         if self.remote_encrypt and not self.remote_secret_file:
@@ -130,18 +146,51 @@ class KvbmSettings(SettingFields):
             raise ConfigError(names["remote_encrypt"], self.remote_encrypt, remedy)
 
     @property
-    def _remote_bounds_itself(self) -> bool:
-        return (self.remote_url or "").partition("://")[0].lower() in SERVER_SCHEMES
+    def _is_bound_by_its_server(self) -> bool:
+        return (self.store_url or "").partition("://")[0].lower() in SERVER_SCHEMES
+
+    def _check_object_store(self) -> None:
+        """ConfigError for KVBM's names of an object store if they are not whole, or not what the URL says."""
+        if (self.object_access_key is None) is not (self.object_secret_key is None):
+            raise ConfigError(
+                "DYN_KVBM_OBJECT_SECRET_KEY",
+                "(not shown)",
+                "an access key and its secret key go together; set both",
+            )
+        if not self.object_enabled:
+            return
+        if not self.object_bucket:
+            raise ConfigError("DYN_KVBM_OBJECT_ENABLED", True, f"needs a bucket; name it in {_OBJECT_BUCKET}")
+        try:
+            bucket = remote_bucket(f"s3://{self.object_bucket}")
+        except ValueError:
+            remedy = "write the name of a bucket, without s3:// and without slashes"
+            raise ConfigError(_OBJECT_BUCKET, shown(self.object_bucket), remedy) from None
+        is_same = self.remote_url is None or f"{self.remote_url}/".startswith(f"{bucket.url}/")
+        if bucket.prefix or not is_same:
+            remedy = f"KVBM_REMOTE_URL says {shown(self.remote_url)}; keep one of them"
+            if bucket.prefix:
+                remedy = "is more than a bucket's name; write KVBM_REMOTE_URL=s3://BUCKET/PREFIX instead"
+            raise ConfigError(_OBJECT_BUCKET, shown(self.object_bucket), remedy)
 
     def _lone_remote_warnings(self) -> Iterator[str]:
-        if self._remote_bounds_itself and self.remote_cache_gb:
-            value = shown(self.remote_cache_gb)
-            yield f"kvbm: {_REMOTE_GB}={value}: has no effect here; the server's own settings bound it"
-        if self.remote_url is None:
-            for name, env in self.env_names().items():
-                if name.startswith("remote_") and self.is_set(name):
-                    remedy = "has no effect without KVBM_REMOTE_URL; set that too, such as file:///mnt/kv"
-                    yield f"kvbm: {env}={shown(getattr(self, name))}: {remedy}"
+        """One line for each setting of a store that is not there, or that heeds no such setting."""
+        for name, env in self.env_names().items():
+            if not self.is_set(name) or name in ("remote_url", "object_enabled", "object_num_blocks"):
+                continue
+            remedy = ""
+            if name.startswith("remote_") and self.store_url is None:
+                remedy = f"has no effect without {_REMOTE_URL}; set that too, such as file:///mnt/kv"
+            elif name == "remote_cache_gb" and self._is_bound_by_its_server and self.remote_cache_gb:
+                remedy = "has no effect here; the server's own settings bound it"
+            elif name in _OF_DIRECTORIES and self.has_object_store and getattr(self, name):
+                remedy = "is for a shared directory; rights and a lifecycle rule of the bucket do that"
+            elif name == "object_bucket" and not self.object_enabled:
+                remedy = "has no effect without DYN_KVBM_OBJECT_ENABLED=1; set that too"
+            elif name.startswith("object_") and not self.has_object_store:
+                remedy = f"has no effect without a bucket; set {_REMOTE_URL}=s3://BUCKET"
+            if remedy:
+                yield f"kvbm: {env}={shown(getattr(self, name))}: {remedy}"
 
     def _low_port_warnings(self) -> list[str]:
         names = self.env_names()
@@ -224,7 +273,19 @@ class KvbmSettings(SettingFields):
     @property
     def has_remote_tier(self) -> bool:
         """Whether blocks are kept somewhere for all machines."""
-        return self.remote_url is not None
+        return self.store_url is not None
+
+    @property
+    def store_url(self) -> str | None:
+        """Where blocks are kept for all machines, by whichever name it was said."""
+        if self.remote_url is None and self.object_enabled and self.object_bucket:
+            return f"s3://{self.object_bucket}"
+        return self.remote_url
+
+    @property
+    def has_object_store(self) -> bool:
+        """Whether that is a bucket."""
+        return (self.store_url or "").partition("://")[0] in BUCKET_SCHEMES
 
     @property
     def remote_max_bytes(self) -> int | None:

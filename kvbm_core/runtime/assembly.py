@@ -38,6 +38,7 @@ from kvbm_core.storage.disk.record import SECTOR_BYTES
 from kvbm_core.storage.host_slab import available_memory_bytes, taken_by_siblings_bytes
 from kvbm_core.storage.stores import StoreOptions, keeps_extents
 from kvbm_core.storage.remote.login import ServerLogin
+from kvbm_core.storage.remote.s3_client import S3Options
 from kvbm_core.tiers.groups import GroupSpec
 from kvbm_core.tiers.keyed import KeyedOptions, keyed_tier
 from kvbm_core.tiers.lower import LowerTierMaker
@@ -75,8 +76,8 @@ class LowerTiers:
         plans: dict[str, PlanTier] = {}
         if self._settings.has_disk_tier:
             plans[DISK] = self._plan_disk
-        if self._settings.remote_url is not None:
-            place = TierPlace(REMOTE, self._settings.remote_url, model=self._model)
+        if self._settings.store_url is not None:
+            place = TierPlace(REMOTE, self._settings.store_url, model=self._model)
             plans[REMOTE] = lambda block_bytes, fingerprint: place
         return plans
 
@@ -223,8 +224,13 @@ def disk_admission(settings: KvbmSettings, clock: Clock) -> AdmissionPolicy:
 
 
 def remote_admission(settings: KvbmSettings, clock: Clock) -> AdmissionPolicy:
-    """Which blocks go to what machines share."""
-    return FrequencyFilter(clock) if settings.remote_filter == "hit" else AdmitAll()
+    """Which blocks go to what machines share: by default all to a directory, and to a bucket, whose requests
+    cost money, what was used again.
+    """
+    is_hit = settings.remote_filter == "hit" or (
+        settings.remote_filter == "auto" and settings.has_object_store
+    )
+    return FrequencyFilter(clock) if is_hit else AdmitAll()
 
 
 def leader_options(
@@ -271,12 +277,18 @@ def rank_options(
 
 
 def store_options(settings: KvbmSettings) -> StoreOptions:
-    """Of what machines share."""
+    """What all stores that machines share take of the settings."""
     login = ServerLogin(
         settings.remote_username,
         settings.remote_password_file,
         settings.remote_ca_file,
         settings.remote_cert_file,
+    )
+    s3 = S3Options(
+        settings.object_endpoint,
+        settings.object_region,
+        settings.object_access_key,
+        settings.object_secret_key,
     )
     return StoreOptions(
         settings.remote_max_bytes,
@@ -286,6 +298,7 @@ def store_options(settings: KvbmSettings) -> StoreOptions:
         settings.remote_encrypt,
         settings.remote_codec,
         login,
+        s3,
     )
 
 

@@ -9,12 +9,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvbm_core.config.readers import shown
-from kvbm_core.config.remote_url import SCHEMES, remote_directory
+from kvbm_core.config.remote_url import BUCKET_SCHEMES, SCHEMES, remote_bucket, remote_directory
 from kvbm_core.config.server_url import MOONCAKE_SCHEME, VALKEY_SCHEMES, ServerUrl, server_url
 from kvbm_core.errors import ConfigError
 from kvbm_core.observe.log import RateLimitedLogger
 from kvbm_core.storage.base import BlockStore
 from kvbm_core.storage.remote.login import ServerLogin
+from kvbm_core.storage.remote.s3_client import S3Options, endpoint_of, store_maker
 
 if TYPE_CHECKING:
     from kvbm_core.storage.directory.names import Meaning
@@ -29,6 +30,7 @@ limited_log = RateLimitedLogger()
 class StoreOptions:
     """``max_bytes``: of a store that bounds itself, of each model; None: no limit. ``trust``: whose blocks
     are read, see docs/remote.md. ``deadline_s``: of one call. ``login``: at a server that asks for one.
+    ``s3``: at an object store.
 
     Of records: ``secret_file`` holds the secret that names are made with, empty: none; ``encrypts`` blocks
     with it; ``codec``: see remote/encoding.py.
@@ -41,6 +43,7 @@ class StoreOptions:
     encrypts: bool = False
     codec: str = "none"
     login: ServerLogin = field(default_factory=ServerLogin)
+    s3: S3Options = field(default_factory=S3Options)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +111,20 @@ def _open_directory(spec: StoreSpec) -> BlockStore:
     return store
 
 
+def _open_bucket(spec: StoreSpec) -> BlockStore:
+    from kvbm_core.storage.remote.s3 import S3Engine
+
+    options = spec.options
+    bucket = remote_bucket(spec.url.replace("{worker_id}", spec.shard.partition("of")[0]))
+    engine = S3Engine(store_maker(bucket, options.s3), bucket, options.deadline_s)
+    store = record_store(engine, spec)
+    endpoint = endpoint_of(options.s3)[1] if bucket.scheme == "s3" else None
+    plain = "; plain HTTP: whoever is on the wire can read it" if (endpoint or "").startswith("http:") else ""
+    line = "kvbm: object store: %s%s%s"
+    limited_log.log(logging.INFO, bucket.url, line, bucket.url, f" at {endpoint}" if endpoint else "", plain)
+    return store
+
+
 def _refuse_what_records_need(options: StoreOptions) -> None:
     """Rather no store than one that is less private than its user asked for."""
     asked = (
@@ -152,6 +169,7 @@ _MAKERS: dict[str, StoreMaker] = {
     "file": _open_directory,
     **dict.fromkeys(VALKEY_SCHEMES, _open_valkey),
     MOONCAKE_SCHEME: _open_mooncake,
+    **dict.fromkeys(BUCKET_SCHEMES, _open_bucket),
 }
 
 

@@ -39,6 +39,7 @@ class Server:
     """
 
     name = "the server"
+    health_path = "/health"
 
     def __init__(self, log_path: Path) -> None:
         self.log_path = log_path
@@ -137,7 +138,7 @@ class Server:
         self, process: subprocess.Popen[bytes], started_s: float, timeout_s: float, progress: Progress | None
     ) -> None:
         with httpx.Client(base_url=self.base_url, timeout=5.0, trust_env=False) as client:
-            while not _is_healthy(client):
+            while not _is_healthy(client, self.health_path):
                 elapsed_s = time.monotonic() - started_s
                 code = process.poll()
                 if code is not None:
@@ -165,9 +166,9 @@ def exit_on_sigterm() -> None:
     signal.signal(signal.SIGTERM, leave)
 
 
-def _is_healthy(client: httpx.Client) -> bool:
+def _is_healthy(client: httpx.Client, path: str) -> bool:
     try:
-        return bool(client.get("/health").status_code == httpx.codes.OK)
+        return bool(client.get(path).status_code == httpx.codes.OK)
     except httpx.TransportError:
         return False
 

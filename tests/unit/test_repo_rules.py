@@ -31,7 +31,6 @@ MAX_LINE_CHARACTERS = 110
 LIBRARY_API = {
     "ManualClock",
     "register_store",
-    "record_store",
     "bound_port",
     "open_requests",
     "log_entries",
@@ -77,7 +76,7 @@ ENGINE_MODULES = {
     "cuda",
     "nixl",
 }
-OPTIONAL_MODULES = {"cryptography", "zstandard"}
+OPTIONAL_MODULES = {"boto3", "cryptography", "obstore", "zstandard"}
 """Of extras: imported where they are used."""
 FORBIDDEN_MODULES = {"pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve"}
 FORBIDDEN_CALLS = {"eval", "exec", "torch.load", "yaml.load", "os.system", "os.popen"}
