@@ -36,9 +36,9 @@ from kvbm_core.storage.disk.allocate import FileOptions
 from kvbm_core.storage.disk.folder import DiskFolder
 from kvbm_core.storage.disk.record import SECTOR_BYTES
 from kvbm_core.storage.host_slab import available_memory_bytes, taken_by_siblings_bytes
-from kvbm_core.storage.stores import StoreOptions, keeps_extents
 from kvbm_core.storage.remote.login import ServerLogin
 from kvbm_core.storage.remote.s3_client import S3Options
+from kvbm_core.storage.stores import StoreOptions, keeps_extents
 from kvbm_core.tiers.groups import GroupSpec
 from kvbm_core.tiers.keyed import KeyedOptions, keyed_tier
 from kvbm_core.tiers.lower import LowerTierMaker
