@@ -1,50 +1,46 @@
-"""``kvbm remote``: what is in a shared directory, whether it is sound, and how to make room by hand."""
+"""``kvbm remote``: what is in a store that machines share, whether it is sound, and how it is kept small."""
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.progress import DownloadColumn, MofNCompleteColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from kvbm_core.cli.console import fail, progress_bar, table_console
+from kvbm_core.cli.remote_policy import policy_text
 from kvbm_core.cli.remote_report import (
     as_json,
-    namespaces_table,
+    models_table,
     notes,
     shards_table,
     strange_note,
+    sweep_line,
     unreadable_notes,
     uses_table,
 )
 from kvbm_core.cli.report import BAD_USAGE_EXIT, DAMAGED_EXIT, damage_lines, shown, verdict
 from kvbm_core.cli.status import format_bytes
-from kvbm_core.config.remote_url import read_remote_url, remote_directory
-from kvbm_core.storage.directory.inspect import (
-    Checked,
-    Model,
-    Shard,
-    count,
-    files_in,
-    look_at,
-    remove_namespace,
-    shards_in,
-    verify,
-)
-from kvbm_core.storage.directory.names import TOP
-
-FANS = 4096
+from kvbm_core.config import KvbmSettings
+from kvbm_core.config.readers import shown as shown_value
+from kvbm_core.config.remote_url import read_remote_url
+from kvbm_core.errors import ConfigError
+from kvbm_core.runtime.assembly import store_options
+from kvbm_core.storage.inspection import Checked, Counted, Shard, StoreInspection
+from kvbm_core.storage.remote.sweep import Sweeper, SweepLimits
+from kvbm_core.storage.stores import StoreOptions, inspect_store
 
 remote_app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode="markdown",
     help="""
-Look into a directory that engines share, named as they name it: `file:///mnt/kv`.
+Look into a store that engines share, named as they name it in KVBM_REMOTE_URL: `file:///mnt/kv`,
+`s3://bucket/prefix`.
 
 1. `kvbm remote ls URL` says how much there is of each model.
 
@@ -53,11 +49,21 @@ Look into a directory that engines share, named as they name it: `file:///mnt/kv
 3. `kvbm remote verify URL` reads everything and checks it.
 
 4. `kvbm remote rm URL MODEL` removes the blocks of a model.
+
+5. `kvbm remote policy URL` prints the rules by which the store itself keeps small.
+
+6. `kvbm remote sweep URL --max-gb N`, as a cron job, keeps it small where there are no such rules.
+
+Credentials come from the environment, as engines take them (docs/remote.md): never write them on the command
+line, where every process of the machine can read them.
 """,
 )
 
-Url = Annotated[str, typer.Argument(metavar="URL", help="A directory, such as file:///mnt/kv.")]
+Url = Annotated[str, typer.Argument(metavar="URL", help="Such as file:///mnt/kv or s3://bucket/prefix.")]
 AsJson = Annotated[bool, typer.Option("--json", help="The same as JSON, for programs.")]
+OnlyModels = Annotated[
+    list[str] | None, typer.Argument(metavar="[MODEL...]", help="Only these folders of `ls`.")
+]
 
 
 @remote_app.command("ls")
@@ -66,75 +72,68 @@ def ls_command(url: Url, as_json_text: AsJson = False) -> None:
 
     Works beside running engines and changes nothing.
 
-    Exit status: 0; 1 if a part cannot be read; 2 if the directory is not there or cannot be read.
+    Exit status: 0; 1 if a part cannot be read; 2 if the store is not there or cannot be listed.
     """
-    directory, shards, _ = _counted(url, "ls", as_json_text=as_json_text)
-    if full := [shard for shard in shards if shard.num_bytes]:
-        table_console().print(namespaces_table(directory, full, time.time_ns()))
-    elif not any(unreadable_notes(shards)):
-        _say_nothing_there(directory)
-    _end(shards)
+    with _opened(url, "ls") as store:
+        counted = _counted(store, url, as_json_text=as_json_text)
+        if full := [shard for shard in counted.shards if shard.num_bytes]:
+            table_console().print(models_table(store.where, full, time.time_ns()))
+        elif not any(unreadable_notes(counted.shards)):
+            _say_nothing_there(store)
+        _end(counted.shards)
 
 
 @remote_app.command("inspect")
 def inspect_command(url: Url, as_json_text: AsJson = False) -> None:
     """The same of each rank's folder, what is half written or strange there, how hot it is and who evicts.
 
-    A block's time is that of its last use, to within an hour.
+    A record's time is that of its last use, to within an hour; in a bucket, to within a day.
 
-    Exit status: 0; 1 if a part cannot be read; 2 if the directory is not there or cannot be read.
+    Exit status: 0; 1 if a part cannot be read; 2 if the store is not there or cannot be listed.
     """
-    directory, shards, models = _counted(url, "inspect", as_json_text=as_json_text)
-    console = table_console()
-    console.print(shards_table(directory, shards, time.time_ns()))
-    if any(shard.contents.used for shard in shards):
-        console.print(uses_table(shards))
-    for line in notes(shards, models):
-        typer.echo(line)
-    _end(shards)
+    with _opened(url, "inspect") as store:
+        counted = _counted(store, url, as_json_text=as_json_text)
+        console = table_console()
+        console.print(shards_table(store.where, counted.shards, time.time_ns()))
+        if any(shard.contents.used for shard in counted.shards):
+            console.print(uses_table(counted.shards))
+        for line in notes(counted, store.where):
+            typer.echo(line)
+        _end(counted.shards)
 
 
 @remote_app.command("verify")
 def verify_command(
     url: Url,
+    models: OnlyModels = None,
     remove_damaged: Annotated[
         bool, typer.Option("--remove-damaged", help="Remove what is damaged; engines may be running.")
     ] = False,
 ) -> None:
-    """Reads every block and checks its header and its bytes, as engines do when they load one.
+    """Reads every record and checks it and its blocks, as engines do when they load one.
 
-    Damage costs hits, never wrong answers.
+    Damage costs hits, never wrong answers. What was made with another secret than KVBM_REMOTE_SECRET_FILE's,
+    by another version, or for another folder, is not ours to check: it is counted and left alone.
 
     Exit status: 0 if all are good; 1 if any is damaged (removed by this run or not) or cannot be read; 2 if
-    the directory is not there or cannot be read.
+    the store is not there or cannot be listed.
     """
-    directory, shards, _ = _counted(url, "verify")
-    good, bad = 0, list[Checked]()
-    with progress_bar(DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()) as progress:
-        bar = progress.add_task("blocks", total=sum(shard.num_bytes for shard in shards))
-        for shard in shards:
-            for checked in verify(list(files_in(directory, shard.namespace, shard.name))):
+    with _opened(url, "verify") as store:
+        counted = _counted(store, url)
+        chosen = _chosen(models, counted, "verify", store)
+        good, foreign, bad = 0, list[Checked](), list[Checked]()
+        with progress_bar(DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()) as progress:
+            total = sum(shard.num_bytes for shard in counted.shards if shard.namespace in chosen)
+            bar = progress.add_task("blocks", total=total)
+            for checked in store.verify(chosen, removes_damaged=remove_damaged):
                 progress.advance(bar, checked.num_bytes)
                 if checked.what:
-                    bad.append(checked)
+                    (foreign if checked.is_foreign else bad).append(checked)
                 else:
                     good += not checked.is_gone
-    unreadable = sum(checked.is_unreadable for checked in bad)
-    lines = (
-        f"{'unreadable' if checked.is_unreadable else 'damaged'}: "
-        f"{shown(checked.path.relative_to(directory))}: {checked.what}"
-        for checked in bad
-    )
-    for line in damage_lines(lines, len(bad)):
-        typer.echo(line)
-    closed = list(unreadable_notes(shards))
-    what = "blocks that can be read" if closed else "blocks"
-    typer.echo(verdict(what, good, len(bad) - unreadable, unreadable))
-    for line in closed:
-        typer.echo(line)
-    if remove_damaged:
-        typer.echo(f"{_removed(bad):,} damaged blocks removed")
-    raise typer.Exit(DAMAGED_EXIT if bad or closed else 0)
+        closed = list(unreadable_notes(counted.shards))
+        _say_verified(good, foreign, bad, closed, remove_damaged=remove_damaged)
+        raise typer.Exit(DAMAGED_EXIT if bad or closed else 0)
 
 
 @remote_app.command("rm")
@@ -151,58 +150,176 @@ def rm_command(
     What has no name of kvbm's, or is of another version of it, stays.
 
     Exit status: 0; 1 if something could not be removed, or the answer was no; 2 for a model that is not
-    there, or if the directory cannot be read.
+    there, or if the store cannot be listed.
     """
-    directory = _directory(url, "rm")
-    there = sorted({namespace for namespace, _ in _shards(directory, "rm")})
-    chosen = there if everything else list(dict.fromkeys(models or ()))
-    if bool(models) == everything:
-        fail("kvbm remote rm: name the models to remove, or give --all", BAD_USAGE_EXIT)
-    if missing := [name for name in chosen if name not in there]:
-        fail(
-            f"kvbm remote rm: no {missing[0]} below {directory}: `kvbm remote ls` shows what there is",
-            BAD_USAGE_EXIT,
-        )
-    if not chosen:
-        _say_nothing_there(directory)
-    elif not is_sure:
-        typer.confirm(f"Remove all blocks of {', '.join(chosen)} below {directory}?", abort=True)
-    for namespace in chosen:
-        with progress_bar(MofNCompleteColumn()) as progress:
-            bar = progress.add_task("files", total=None)
-            try:
-                removed = remove_namespace(directory, namespace, partial(progress.advance, bar))
-            except OSError as error:
-                fail(f"kvbm remote rm: {error.filename}: {error.strerror}", DAMAGED_EXIT)
-        typer.echo(f"{namespace}: {removed.files:,} blocks removed, {format_bytes(removed.num_bytes)}")
-        if removed.strange:
-            typer.echo(strange_note(namespace, removed.strange))
+    with _opened(url, "rm") as store:
+        there = store.models()
+        chosen = there if everything else list(dict.fromkeys(models or ()))
+        if bool(models) == everything:
+            fail("kvbm remote rm: name the models to remove, or give --all", BAD_USAGE_EXIT)
+        _refuse_missing(chosen, there, "rm", store)
+        if not chosen:
+            _say_nothing_there(store)
+        elif not is_sure:
+            typer.confirm(f"Remove all blocks of {', '.join(chosen)} {_below(store)}?", abort=True)
+        for namespace in chosen:
+            with progress_bar(MofNCompleteColumn()) as progress:
+                bar = progress.add_task("records", total=None)
+                try:
+                    removed = store.remove_model(namespace, partial(progress.advance, bar))
+                except OSError as error:
+                    fail(f"kvbm remote rm: {_line_of(error)}", DAMAGED_EXIT)
+            line = f"{namespace}: {removed.records:,} records removed, {format_bytes(removed.num_bytes)}"
+            typer.echo(line)
+            if removed.strange:
+                typer.echo(strange_note(namespace, removed.strange))
 
 
-def _directory(url: str, command: str) -> Path:
+@remote_app.command("sweep")
+def sweep_command(
+    url: Url,
+    max_gb: Annotated[
+        float, typer.Option("--max-gb", min=0.001, help="Gigabytes (1e9 bytes) that may be there.")
+    ],
+    models: OnlyModels = None,
+    is_dry: Annotated[bool, typer.Option("--dry-run", help="Say what would go, and remove nothing.")] = False,
+    grace_s: Annotated[
+        float, typer.Option("--grace-s", min=0.0, help="What was used within so many seconds stays.")
+    ] = 3600.0,
+) -> None:
+    """If there is more than --max-gb, removes what was used longest ago, down to nine tenths of it.
+
+    The limit is for all models together, or for the MODELs that are named: one cron line for the store, or
+    one for each model. Engines may be running, and so may other sweepers: they choose the same records. Last
+    use is known to within an hour, in a bucket to within a day. A server that evicts by itself (Valkey,
+    Redis, Mooncake Store) needs none of it.
+
+    Exit status: 0 if no more is there than may be; 1 if there is, as it could not be removed or was used just
+    now; 2 for an unknown model, or if the store is not there or cannot be listed.
+    """
+    with _opened(url, "sweep") as store:
+        if store.evicts_itself:
+            typer.echo(f"{store.where}: the server evicts by itself: see kvbm remote policy {store.where}")
+            return
+        if models:
+            _refuse_missing(models, store.models(), "sweep", store)
+        limits = SweepLimits(int(max_gb * 1e9), grace_s)
+        sweeper = Sweeper(store, limits, models or (), time.time)
+        with progress_bar(MofNCompleteColumn(), TimeRemainingColumn()) as progress:
+            listing = progress.add_task("records listed", total=None)
+            removing = progress.add_task("bytes removed", total=None, visible=False)
+            swept = sweeper.sweep(
+                lambda seen, _: progress.update(listing, completed=seen),
+                lambda seen, total: progress.update(removing, completed=seen, total=total, visible=True),
+                is_dry=is_dry,
+            )
+        typer.echo(sweep_line(store.where, limits, swept, is_dry=is_dry))
+        raise typer.Exit(DAMAGED_EXIT if swept.trouble or swept.left_bytes > limits.max_bytes else 0)
+
+
+@remote_app.command("policy")
+def policy_command(
+    url: Url,
+    days: Annotated[int, typer.Option(min=2, help="What was not used for so many days goes.")] = 7,
+    only: Annotated[
+        str, typer.Option(metavar="lifecycle|rights", help="Print this document alone, for a file.")
+    ] = "",
+) -> None:
+    """What bounds a store: the lifecycle rule of a bucket and who needs which rights there, the settings of a
+    server, or who evicts. Asks nobody and changes nothing.
+
+    --days is 2 at least: what engines go on using is renewed once a day.
+
+    Exit status: 0; 2 for a URL of a kind that kvbm does not know.
+    """
     try:
-        return remote_directory(read_remote_url(url) or "")
+        typer.echo(policy_text(url, days, only))
     except ValueError as error:
-        fail(f"kvbm remote {command}: {url}: {error}", BAD_USAGE_EXIT)
+        fail(f"kvbm remote policy: {shown_value(url)}: {error}", BAD_USAGE_EXIT)
 
 
-def _shards(directory: Path, command: str) -> list[tuple[str, str]]:
+# -------------------------------------------------------------------- inside
+
+
+@contextmanager
+def _opened(url: str, command: str) -> Iterator[StoreInspection]:
+    """The store. What fails within is one line and the end; settings that it does not need are not read."""
     try:
-        return list(shards_in(directory))
-    except OSError as error:
-        remedy = "; run this as the engine's user" if isinstance(error, PermissionError) else ""
-        fail(f"kvbm remote {command}: {error.filename}: {error.strerror}{remedy}", BAD_USAGE_EXIT)
-
-
-def _models(directory: Path, command: str, there: Sequence[tuple[str, str]]) -> dict[str, Model]:
+        read_remote_url(url)
+        options = StoreOptions()
+        if not url.lower().startswith("file:"):
+            options = store_options(KvbmSettings.from_env(None))
+        store = inspect_store(url, options)
+    except ConfigError as error:
+        fail(str(error), BAD_USAGE_EXIT)
+    except ValueError as error:
+        fail(f"kvbm remote {command}: {shown_value(url)}: {error}", BAD_USAGE_EXIT)
     try:
-        return {namespace: look_at(directory, namespace) for namespace, _ in there}
+        yield store
+    except ConfigError as error:
+        fail(str(error), BAD_USAGE_EXIT)
     except OSError as error:
-        fail(f"kvbm remote {command}: {error.filename}: {error.strerror}", BAD_USAGE_EXIT)
+        fail(f"kvbm remote {command}: {_line_of(error)}", BAD_USAGE_EXIT)
+    finally:
+        store.close()
 
 
-def _say_nothing_there(directory: Path) -> None:
-    typer.echo(f"no blocks below {directory} ({TOP}/)")
+def _line_of(error: OSError) -> str:
+    if error.filename is None:
+        return str(error)
+    remedy = "; run this as the engine's user" if isinstance(error, PermissionError) else ""
+    return f"{error.filename}: {error.strerror}{remedy}"
+
+
+def _chosen(
+    models: Sequence[str] | None, counted: Counted, command: str, store: StoreInspection
+) -> list[str]:
+    """Those that are named, or all."""
+    chosen = list(models or counted.models)
+    _refuse_missing(chosen, list(counted.models), command, store)
+    return chosen
+
+
+def _refuse_missing(
+    chosen: Sequence[str], there: Sequence[str], command: str, store: StoreInspection
+) -> None:
+    if missing := [name for name in chosen if name not in there]:
+        remedy = "`kvbm remote ls` shows what there is"
+        fail(f"kvbm remote {command}: no {shown(missing[0])} {_below(store)}: {remedy}", BAD_USAGE_EXIT)
+
+
+def _below(store: StoreInspection) -> str:
+    return f"below {shown(store.where)}"
+
+
+def _say_nothing_there(store: StoreInspection) -> None:
+    typer.echo(f"no blocks {_below(store)} ({store.top}/)")
+
+
+def _say_verified(
+    good: int,
+    foreign: Sequence[Checked],
+    bad: Sequence[Checked],
+    closed: Sequence[str],
+    *,
+    remove_damaged: bool,
+) -> None:
+    lines = (
+        f"{'unreadable' if checked.is_unreadable else 'damaged'}: {shown(checked.name)}: {checked.what}"
+        for checked in bad
+    )
+    for line in damage_lines(lines, len(bad)):
+        typer.echo(line)
+    unreadable = sum(checked.is_unreadable for checked in bad)
+    what = "records that can be read" if closed else "records"
+    typer.echo(verdict(what, good, len(bad) - unreadable, unreadable))
+    for line in closed:
+        typer.echo(line)
+    for why in dict.fromkeys(checked.what for checked in foreign):
+        count = sum(checked.what == why for checked in foreign)
+        typer.echo(f"{count:,} records are not ours to check, and left alone: {why}")
+    if remove_damaged:
+        typer.echo(f"{len(bad) - unreadable:,} damaged records removed")
 
 
 def _end(shards: Sequence[Shard]) -> None:
@@ -213,39 +330,20 @@ def _end(shards: Sequence[Shard]) -> None:
     raise typer.Exit(DAMAGED_EXIT if lines else 0)
 
 
-def _counted(
-    url: str, command: str, *, as_json_text: bool = False
-) -> tuple[Path, list[Shard], dict[str, Model]]:
-    """The directory, all ranks' folders in it, counted with a bar, and what else is in each model's.
+def _counted(store: StoreInspection, url: str, *, as_json_text: bool = False) -> Counted:
+    """All that is there, counted with a bar.
 
     Ends the command here when it has said all: with ``as_json_text``, or that there is nothing.
     """
-    directory = _directory(url, command)
-    there = _shards(directory, command)
-    now_ns = time.time_ns()
-    counted = []
     with progress_bar(MofNCompleteColumn(), TimeRemainingColumn()) as progress:
-        bar = progress.add_task("folders", total=len(there) * FANS)
-        for number, (namespace, shard) in enumerate(there, 1):
-            counted.append(count(directory, namespace, shard, now_ns, partial(progress.advance, bar)))
-            progress.update(bar, completed=number * FANS)
-    models = _models(directory, command, there)
+        bar = progress.add_task("looked at", total=None)
+        counted = store.count(
+            time.time_ns(), lambda seen, total: progress.update(bar, completed=seen, total=total)
+        )
     if as_json_text:
-        typer.echo(json.dumps(as_json(directory, counted, models), indent=2))
-    elif not counted:
-        _say_nothing_there(directory)
-    if as_json_text or not counted:
-        _end(counted)
-    return directory, counted, models
-
-
-def _removed(bad: Sequence[Checked]) -> int:
-    removed = 0
-    for checked in bad:
-        if not checked.is_unreadable:
-            try:
-                checked.path.unlink()
-                removed += 1
-            except OSError as error:
-                fail(f"kvbm remote verify: {checked.path}: {error.strerror}", BAD_USAGE_EXIT)
-    return removed
+        typer.echo(json.dumps(as_json(url, counted), indent=2))
+    elif not counted.shards:
+        _say_nothing_there(store)
+    if as_json_text or not counted.shards:
+        _end(counted.shards)
+    return counted

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 
 from rich.table import Table
 from rich.text import Text
 
-from kvbm_core.cli.report import age_text, ages_as_json, ages_table, shown, unix_s
+from kvbm_core.cli.report import age_text, ages_as_json, ages_table, date_text, shown, unix_s
 from kvbm_core.cli.status import format_bytes
-from kvbm_core.storage.directory.inspect import Model, Shard
 from kvbm_core.storage.disk.inspect import Contents
+from kvbm_core.storage.inspection import Counted, Model, Shard
+from kvbm_core.storage.remote.sweep import SweepLimits, Swept
+
+_COLUMNS = ("records", "blocks", "size", "last used", "least recently")
 
 
-def namespaces_table(directory: Path, shards: Sequence[Shard], now_ns: int) -> Table:
+def models_table(where: str, shards: Sequence[Shard], now_ns: int) -> Table:
     """One row per model, and a sum if there are several."""
-    table = Table("model", title=Text(f"blocks below {shown(directory)}"))
-    for column in ("folders", "blocks", "size", "last used", "least recently"):
+    table = Table("model", title=Text(f"blocks below {shown(where)}"))
+    for column in ("folders", *_COLUMNS):
         table.add_column(column, justify="right", no_wrap=True)
     models = by_namespace(shards)
     for number, (namespace, own) in enumerate(models.items(), 1):
@@ -29,10 +31,10 @@ def namespaces_table(directory: Path, shards: Sequence[Shard], now_ns: int) -> T
     return table
 
 
-def shards_table(directory: Path, shards: Sequence[Shard], now_ns: int) -> Table:
+def shards_table(where: str, shards: Sequence[Shard], now_ns: int) -> Table:
     """One row per rank's folder."""
-    table = Table("folder", title=Text(f"ranks below {shown(directory)}"))
-    for name in ("blocks", "size", "last used", "least recently", "half written"):
+    table = Table("folder", title=Text(f"ranks below {shown(where)}"))
+    for name in (*_COLUMNS, "half written"):
         table.add_column(name, justify="right", no_wrap=True)
     for shard in shards:
         folder = Text(f"{shard.namespace}/{shard.name}", overflow="fold")
@@ -41,11 +43,11 @@ def shards_table(directory: Path, shards: Sequence[Shard], now_ns: int) -> Table
 
 
 def uses_table(shards: Sequence[Shard]) -> Table:
-    """How hot: blocks by their last use, as bars."""
+    """How hot: records by their last use, as bars."""
     rows = [
         (Text(namespace, overflow="fold"), _contents(own)) for namespace, own in by_namespace(shards).items()
     ]
-    return ages_table("blocks by last use", "model", rows)
+    return ages_table("records by last use", "model", rows)
 
 
 def by_namespace(shards: Sequence[Shard]) -> dict[str, list[Shard]]:
@@ -60,26 +62,37 @@ def _contents(shards: Sequence[Shard]) -> Contents:
     return Contents.sum_of(shard.contents for shard in shards)
 
 
-def _cells(shards: Sequence[Shard], now_ns: int) -> tuple[str, str, str, str]:
+def _cells(shards: Sequence[Shard], now_ns: int) -> tuple[str, str, str, str, str]:
     contents = _contents(shards)
+    blocks = _num_blocks(shards)
     return (
         f"{contents.used:,}",
+        "?" if blocks is None else f"{blocks:,}",
         format_bytes(sum(shard.num_bytes for shard in shards)),
         age_text(contents.newest_ns, now_ns),
         age_text(contents.oldest_ns, now_ns),
     )
 
 
-def notes(shards: Sequence[Shard], models: Mapping[str, Model]) -> Iterator[str]:
+def _num_blocks(shards: Sequence[Shard]) -> int | None:
+    """None if names do not tell: those that were made with a secret."""
+    if any(shard.untold for shard in shards):
+        return None
+    return sum(shard.num_blocks for shard in shards)
+
+
+def notes(counted: Counted, where: str) -> Iterator[str]:
     """One line for what is strange, and for who evicts."""
-    for shard in shards:
+    for shard in counted.shards:
         if shard.strange:
             yield strange_note(f"{shard.namespace}/{shard.name}", shard.strange)
-    for namespace, model in models.items():
+    for namespace, model in counted.models.items():
         if model.strange:
             yield strange_note(namespace, model.strange)
         if model.evictor:
             yield f"{namespace}: last evicted by {shown(model.evictor)}"
+    if counted.strange:
+        yield strange_note(shown(where), counted.strange)
 
 
 def strange_note(folder: str, count: int) -> str:
@@ -96,18 +109,40 @@ def unreadable_notes(shards: Sequence[Shard]) -> Iterator[str]:
             yield f"{shard.namespace}/{shard.name}: {what}; run this as the engine's user"
 
 
-def as_json(directory: Path, shards: Sequence[Shard], models: Mapping[str, Model]) -> dict[str, object]:
+def sweep_line(where: str, limits: SweepLimits, swept: Swept, *, is_dry: bool) -> str:
+    """What was found and done, in one line."""
+    limit = f"limit {format_bytes(limits.max_bytes)}"
+    line = f"{shown(where)}: {swept.records:,} records, {format_bytes(swept.num_bytes)}, {limit}"
+    if not swept.removed and not swept.trouble and swept.num_bytes <= limits.max_bytes:
+        return f"{line}: nothing to remove"
+    done = "would be removed" if is_dry else "removed"
+    line += f": {swept.removed:,} records, {format_bytes(swept.removed_bytes)} {done}"
+    if swept.oldest_s is not None:
+        line += f", the first last used {date_text(int(swept.oldest_s * 1e9))}"
+    line += f"; {format_bytes(swept.left_bytes)} {'would be left' if is_dry else 'are left'}"
+    if swept.trouble:
+        return f"{line}; {swept.trouble}; run it again"
+    if swept.left_bytes > limits.max_bytes:
+        line += f", the rest was used within the last {limits.grace_s:g} s"
+        line += f" or was beyond {limits.candidates:,} records" if is_dry else ""
+    return line
+
+
+def as_json(url: str, counted: Counted) -> dict[str, object]:
     """The keys are part of the interface: see docs/remote.md."""
+    models = by_namespace(counted.shards)
     return {
-        "directory": str(directory),
-        "namespaces": {name: _model_as_json(own, models[name]) for name, own in by_namespace(shards).items()},
+        "url": url,
+        "strange": counted.strange,
+        "namespaces": {name: _model_as_json(own, counted.models[name]) for name, own in models.items()},
     }
 
 
 def _model_as_json(shards: Sequence[Shard], model: Model) -> dict[str, object]:
     contents = _contents(shards)
     return {
-        "blocks": contents.used,
+        "records": contents.used,
+        "blocks": _num_blocks(shards),
         "bytes": sum(shard.num_bytes for shard in shards),
         "last_used_unix_s": unix_s(contents.newest_ns),
         "least_recently_used_unix_s": unix_s(contents.oldest_ns),
@@ -116,12 +151,13 @@ def _model_as_json(shards: Sequence[Shard], model: Model) -> dict[str, object]:
         "shards": [
             {
                 "name": shard.name,
-                "blocks": shard.contents.used,
+                "records": shard.contents.used,
+                "blocks": _num_blocks([shard]),
                 "bytes": shard.num_bytes,
                 "half_written": shard.temporary,
                 "strange": shard.strange,
                 "unreadable": shard.unreadable,
-                "blocks_by_last_use": ages_as_json(shard.contents),
+                "records_by_last_use": ages_as_json(shard.contents),
             }
             for shard in shards
         ],

@@ -22,7 +22,7 @@ _UNITS_S = ((86_400, "d"), (3600, "h"), (60, "min"))
 
 
 def ages_table(title: str, what: str, rows: Sequence[tuple[Text, Contents]]) -> Table:
-    """How hot: each row's blocks by age, as bars; with a sum if there are several rows."""
+    """How hot: each row's slots or records by age, as bars; with a sum if there are several rows."""
     table = Table(what, *AGE_NAMES, "since (UTC)", title=title)
     rows = [(name, contents) for name, contents in rows if contents.used]
     if len(rows) > 1:
@@ -34,7 +34,7 @@ def ages_table(title: str, what: str, rows: Sequence[tuple[Text, Contents]]) -> 
 
 
 def ages_as_json(contents: Contents) -> dict[str, int]:
-    """Blocks by age."""
+    """Slots or records by age."""
     return dict(zip((name.replace(" ", "_") for name in AGE_NAMES), contents.ages, strict=True))
 
 

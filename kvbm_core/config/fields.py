@@ -127,8 +127,8 @@ class SettingFields(BaseSettings):
     remote_url: r.RemoteUrl = _setting(
         "KVBM_REMOTE_URL",
         None,
-        "Where blocks are kept for all machines: file:// and a directory that they share, s3:// and a bucket, or "
-        "redis://, rediss://, mooncake:// and a server.",
+        "Where blocks are kept for all machines: file:// and a directory that they share, s3:// and a "
+        "bucket, or redis://, rediss://, mooncake:// and a server.",
     )
     remote_cache_gb: r.GigabytesOrZero = _setting(
         "KVBM_REMOTE_CACHE_GB",

@@ -19,6 +19,7 @@ from kvbm_core.storage.remote.s3_client import S3Options, endpoint_of, store_mak
 
 if TYPE_CHECKING:
     from kvbm_core.storage.directory.names import Meaning
+    from kvbm_core.storage.inspection import StoreInspection
     from kvbm_core.storage.remote.engine import ObjectEngine
     from kvbm_core.storage.remote.record_store import RecordStore
 
@@ -62,11 +63,13 @@ class StoreSpec:
 
 
 StoreMaker = Callable[[StoreSpec], BlockStore]
+EngineMaker = Callable[[str, StoreOptions], "ObjectEngine"]
+"""Of a URL. ConfigError, one line, for an engine that cannot be had."""
 
 
 def record_store(engine: ObjectEngine, spec: StoreSpec) -> RecordStore:
-    """Records on ``engine``, which it closes; for what ``register_store`` is given. ConfigError, one line,
-    for a secret or a package that cannot be had; the engine is closed then.
+    """Records on ``engine``, which it closes. ConfigError, one line, for a secret or a package that cannot be
+    had; the engine is closed then.
     """
     from kvbm_core.storage.remote.encoding import Encoding
     from kvbm_core.storage.remote.names import RecordNames
@@ -111,20 +114,6 @@ def _open_directory(spec: StoreSpec) -> BlockStore:
     return store
 
 
-def _open_bucket(spec: StoreSpec) -> BlockStore:
-    from kvbm_core.storage.remote.s3 import S3Engine
-
-    options = spec.options
-    bucket = remote_bucket(spec.url.replace("{worker_id}", spec.shard.partition("of")[0]))
-    engine = S3Engine(store_maker(bucket, options.s3), bucket, options.deadline_s)
-    store = record_store(engine, spec)
-    endpoint = endpoint_of(options.s3)[1] if bucket.scheme == "s3" else None
-    plain = "; plain HTTP: whoever is on the wire can read it" if (endpoint or "").startswith("http:") else ""
-    line = "kvbm: object store: %s%s%s"
-    limited_log.log(logging.INFO, bucket.url, line, bucket.url, f" at {endpoint}" if endpoint else "", plain)
-    return store
-
-
 def _refuse_what_records_need(options: StoreOptions) -> None:
     """Rather no store than one that is less private than its user asked for."""
     asked = (
@@ -146,35 +135,45 @@ def _name_of(model: str) -> str:
     return hub.rpartition("--")[2] or (names[-1] if names else "")
 
 
-def _open_valkey(spec: StoreSpec) -> BlockStore:
+def _bucket_engine(url: str, options: StoreOptions) -> ObjectEngine:
+    from kvbm_core.storage.remote.s3 import S3Engine
+
+    bucket = remote_bucket(url)
+    engine = S3Engine(store_maker(bucket, options.s3), bucket, options.deadline_s)
+    endpoint = endpoint_of(options.s3)[1] if bucket.scheme == "s3" else None
+    plain = "; plain HTTP: whoever is on the wire can read it" if (endpoint or "").startswith("http:") else ""
+    line = "kvbm: object store: %s%s%s"
+    limited_log.log(logging.INFO, bucket.url, line, bucket.url, f" at {endpoint}" if endpoint else "", plain)
+    return engine
+
+
+def _valkey_engine(url: str, options: StoreOptions) -> ObjectEngine:
     from kvbm_core.storage.remote.valkey import ValkeyEngine
 
-    return record_store(ValkeyEngine(_server_of(spec), spec.options.login), spec)
+    return ValkeyEngine(_server_of(url), options.login)
 
 
-def _open_mooncake(spec: StoreSpec) -> BlockStore:
+def _mooncake_engine(url: str, options: StoreOptions) -> ObjectEngine:
     from kvbm_core.storage.remote.mooncake import MooncakeEngine
 
-    return record_store(MooncakeEngine(_server_of(spec)), spec)
+    return MooncakeEngine(_server_of(url))
 
 
-def _server_of(spec: StoreSpec) -> ServerUrl:
+def _server_of(url: str) -> ServerUrl:
     try:
-        return server_url(spec.url)
+        return server_url(url)
     except ValueError as error:
-        raise ConfigError("KVBM_REMOTE_URL", shown(spec.url), str(error)) from None
+        raise ConfigError("KVBM_REMOTE_URL", shown(url), str(error)) from None
 
 
-_MAKERS: dict[str, StoreMaker] = {
-    "file": _open_directory,
-    **dict.fromkeys(VALKEY_SCHEMES, _open_valkey),
-    MOONCAKE_SCHEME: _open_mooncake,
-    **dict.fromkeys(BUCKET_SCHEMES, _open_bucket),
+_MAKERS: dict[str, StoreMaker] = {"file": _open_directory}
+_ENGINES: dict[str, EngineMaker] = {
+    **dict.fromkeys(VALKEY_SCHEMES, _valkey_engine),
+    MOONCAKE_SCHEME: _mooncake_engine,
+    **dict.fromkeys(BUCKET_SCHEMES, _bucket_engine),
 }
-
-
-_ALONE = {"file"}
-"""Schemes of stores that are given each block alone."""
+_KEEP_EXTENTS = set(_ENGINES)
+"""Schemes of stores that are given extents, and not each block alone."""
 
 
 def register_store(scheme: str, make: StoreMaker, *, keeps_extents: bool = False) -> None:
@@ -183,22 +182,52 @@ def register_store(scheme: str, make: StoreMaker, *, keeps_extents: bool = False
     """
     _MAKERS[scheme] = make
     SCHEMES.add(scheme)
-    (_ALONE.discard if keeps_extents else _ALONE.add)(scheme)
+    (_KEEP_EXTENTS.add if keeps_extents else _KEEP_EXTENTS.discard)(scheme)
+
+
+def register_engine(scheme: str, make: EngineMaker) -> None:
+    """Makes URLs of this scheme usable: records on the engine that ``make`` makes."""
+    _ENGINES[scheme] = make
+    SCHEMES.add(scheme)
+    _KEEP_EXTENTS.add(scheme)
 
 
 def keeps_extents(url: str) -> bool:
     """Whether the store of this URL is given extents: for whoever knows the URL and not the store."""
-    return _scheme_of(url) not in _ALONE
-
-
-def _scheme_of(url: str) -> str:
-    return url.partition("://")[0].lower()
+    return _scheme_of(url) in _KEEP_EXTENTS
 
 
 def open_store(spec: StoreSpec) -> BlockStore:
     """The store. ConfigError, one line, if it cannot be had."""
     scheme = _scheme_of(spec.url)
-    if "://" not in spec.url or scheme not in _MAKERS:
-        known = ", ".join(f"{name}://" for name in sorted(_MAKERS))
-        raise ConfigError("KVBM_REMOTE_URL", spec.url, f"no store has such a URL; there are: {known}")
-    return _MAKERS[scheme](spec)
+    if scheme in _MAKERS:
+        return _MAKERS[scheme](spec)
+    url = spec.url.replace("{worker_id}", spec.shard.partition("of")[0])
+    return record_store(open_engine(url, spec.options), spec)
+
+
+def open_engine(url: str, options: StoreOptions) -> ObjectEngine:
+    """What keeps the records of the store with this URL. ConfigError, one line, if it cannot be had."""
+    scheme = _scheme_of(url)
+    if scheme not in _ENGINES:
+        known = ", ".join(f"{name}://" for name in sorted({*_MAKERS, *_ENGINES}))
+        raise ConfigError("KVBM_REMOTE_URL", shown(url), f"no store has such a URL; there are: {known}")
+    return _ENGINES[scheme](url, options)
+
+
+def inspect_store(url: str, options: StoreOptions) -> StoreInspection:
+    """To look at it from outside. ConfigError, one line, if it cannot be had."""
+    if _scheme_of(url) == "file":
+        from kvbm_core.storage.directory.inspect import DirectoryInspection
+
+        return DirectoryInspection(remote_directory(url))
+    from kvbm_core.storage.remote.inspect import RecordInspection
+    from kvbm_core.storage.remote.secret import Secret
+
+    return RecordInspection(open_engine(url, options), url, Secret.read(options.secret_file))
+
+
+def _scheme_of(url: str) -> str:
+    """In small letters; empty if there is none."""
+    scheme, separator, _ = url.partition("://")
+    return scheme.lower() if separator else ""

@@ -16,10 +16,10 @@ from typing import Any, NamedTuple, TypeVar
 from urllib.parse import parse_qsl, urlsplit
 
 from kvbm_core.errors import ConfigError, Outcome
-from kvbm_core.storage.base import BlockStore, Memory
+from kvbm_core.storage.base import Memory
 from kvbm_core.storage.call_pool import ranges_of
 from kvbm_core.storage.remote.engine import EngineTraits, GetItem, Got, ObjectInfo, PutItem
-from kvbm_core.storage.stores import StoreSpec, record_store, register_store
+from kvbm_core.storage.stores import StoreOptions, register_engine
 
 PUT, GET, EXISTS, REMOVE, RENEW, SCAN = "put", "get", "exists", "remove", "renew", "scan"
 LATE_WRITE_CALLS = 5
@@ -297,7 +297,7 @@ OPENED: list[MemoryEngine] = []
 
 def register() -> None:
     """Makes ``memory://`` URLs usable in this process."""
-    register_store("memory", _open)
+    register_engine("memory", _open)
 
 
 def forget_all() -> None:
@@ -312,15 +312,15 @@ def land_all() -> None:
         engine.land()
 
 
-def _open(spec: StoreSpec) -> BlockStore:
-    url, given = urlsplit(spec.url), dict[str, Any]()
+def _open(url: str, options: StoreOptions) -> MemoryEngine:
+    parts, given = urlsplit(url), dict[str, Any]()
     types = {known.name: int if known.name == "seed" else float for known in fields(EngineFaults)}
-    for name, value in parse_qsl(url.query):
+    for name, value in parse_qsl(parts.query):
         try:
             given[name] = types[name](value)
         except (KeyError, ValueError):
-            raise ConfigError("KVBM_REMOTE_URL", spec.url, f"{name}={value} is no fault of it") from None
-    objects = _SHARED.setdefault(url.netloc, MemoryObjects(spec.options.max_bytes))
+            raise ConfigError("KVBM_REMOTE_URL", url, f"{name}={value} is no fault of it") from None
+    objects = _SHARED.setdefault(parts.netloc, MemoryObjects(options.max_bytes))
     engine = MemoryEngine(EngineFaults(**given), objects)
     OPENED.append(engine)
-    return record_store(engine, spec)
+    return engine

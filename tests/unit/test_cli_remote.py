@@ -63,11 +63,11 @@ def test_ls_and_inspect_say_what_is_there(share: Path) -> None:
     for command in ("ls", "inspect"):
         told = json.loads(kvbm(command, share, "--json").output)
         ours, theirs = (told["namespaces"][name] for name in (NAME, OTHER_NAME))
-        assert (ours["blocks"], theirs["blocks"]) == (8, 4)
+        assert (ours["blocks"], theirs["blocks"]) == (8, 4) == (ours["records"], theirs["records"])
         assert (ours["bytes"], theirs["bytes"]) == (8 * FILE_BYTES + 4, 4 * FILE_BYTES)
         (shard,) = ours["shards"]
         assert (shard["name"], shard["half_written"], shard["strange"]) == (MEANING.shard_folder, 1, 1)
-        assert shard["blocks_by_last_use"] == {"last_hour": 7, "last_day": 0, "last_week": 1, "older": 0}
+        assert shard["records_by_last_use"] == {"last_hour": 7, "last_day": 0, "last_week": 1, "older": 0}
         assert ours["last_used_unix_s"] - ours["least_recently_used_unix_s"] > 80_000
         assert theirs["evictor"] is None
         assert (ours["strange"], theirs["strange"]) == (2, 0)
@@ -75,7 +75,7 @@ def test_ls_and_inspect_say_what_is_there(share: Path) -> None:
 
 def test_verify_finds_what_is_damaged_and_removes_it_if_told_to(share: Path) -> None:
     sound = kvbm("verify", share)
-    assert (sound.exit_code, "all 12 blocks are good" in sound.output) == (0, True)
+    assert (sound.exit_code, "all 12 records are good" in sound.output) == (0, True)
     paths = [path_of(share, key) for key in KEYS[:8]]
     with paths[0].open("r+b") as file:
         file.seek(5000)
@@ -91,7 +91,7 @@ def test_verify_finds_what_is_damaged_and_removes_it_if_told_to(share: Path) -> 
     paths[6].symlink_to(paths[7])
     bad = kvbm("verify", share)
     assert bad.exit_code == 1
-    assert "5 of 13 blocks are damaged, 1 unreadable" in bad.output
+    assert "5 of 13 records are damaged, 1 unreadable" in bad.output
     for what in (
         "the payload does not match its checksum",
         "the header does not verify",
@@ -101,9 +101,9 @@ def test_verify_finds_what_is_damaged_and_removes_it_if_told_to(share: Path) -> 
     ):
         assert bad.output.count(what) == 1, what
     with opened(share) as store:
-        assert "5 damaged blocks removed" in kvbm("verify", share, "--remove-damaged").output
+        assert "5 damaged records removed" in kvbm("verify", share, "--remove-damaged").output
         assert get(store, KEYS[:8]) == [Outcome.MISS] * 4 + [Outcome.OK] * 2 + [Outcome.MISS, Outcome.OK]
-    assert "0 of 8 blocks are damaged, 1 unreadable" in kvbm("verify", share).output
+    assert "0 of 8 records are damaged, 1 unreadable" in kvbm("verify", share).output
 
 
 def test_rm_removes_a_models_blocks_and_nothing_else(share: Path) -> None:
@@ -111,7 +111,7 @@ def test_rm_removes_a_models_blocks_and_nothing_else(share: Path) -> None:
         assert kvbm("rm", share, NAME, input="n\n").exit_code == 1
         assert get(one, KEYS[:8]) == [Outcome.OK] * 8
         removed = kvbm("rm", share, NAME, "--yes")
-        assert removed.exit_code == 0 and "8 blocks removed" in removed.output
+        assert removed.exit_code == 0 and "8 records removed" in removed.output
         assert f"{NAME}: 3 names are not kvbm's and left alone" in removed.output
         listed = kvbm("ls", share).output
         assert NAME not in listed and OTHER_NAME in listed, "what has no blocks is not listed"
@@ -149,7 +149,7 @@ def test_a_part_that_it_may_not_look_into_is_said_and_tells_by_the_status(
         line = f"{NAME}/{MEANING.shard_folder}: folders or files that cannot be read: 1"
         assert (result.exit_code, line in result.output) == (1, True)
         assert "no blocks below" not in result.output
-        assert command != "verify" or "no blocks that can be read" in result.output
+        assert command != "verify" or "no records that can be read" in result.output
 
 
 def _close(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,12 +10,12 @@ import stat
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
+from itertools import count, islice
 from pathlib import Path
-from typing import NamedTuple
 
 import xxhash
 
+from kvbm_core.errors import Outcome
 from kvbm_core.storage.directory.evictor import LOCK
 from kvbm_core.storage.directory.names import (
     TOP,
@@ -27,56 +27,87 @@ from kvbm_core.storage.directory.names import (
     life_of,
 )
 from kvbm_core.storage.directory.record_files import NOT_THERE
-from kvbm_core.storage.disk.inspect import Contents, OnProgress, reading
+from kvbm_core.storage.disk.inspect import OnProgress, reading
 from kvbm_core.storage.disk.record import SECTOR_BYTES, record_bytes, unpack_record
+from kvbm_core.storage.inspection import Checked, Counted, Model, OnCount, Removed, Shard
+from kvbm_core.storage.remote.engine import ObjectInfo
 
 VERIFY_THREADS = 8
 """A server that is far away answers several at once as fast as one."""
 VERIFIED_TOGETHER = 4096
+FANS = 4096
+"""Folders in a rank's folder, at most."""
 READ_BYTES = 4 << 20
 MAX_LOCK_BYTES = 256
 
 
-@dataclass(slots=True)
-class Shard:
-    """One rank's folder. ``contents``: its blocks by the time of their last use. ``strange``: names that are
-    none of ours; they are neither counted in ``num_bytes`` nor ever touched.
-    """
+class DirectoryInspection:
+    """A StoreInspection. ``where``: the directory."""
 
-    namespace: str
-    name: str
-    contents: Contents = field(default_factory=Contents)
-    num_bytes: int = 0
-    temporary: int = 0
-    strange: int = 0
-    unreadable: int = 0
+    top = TOP
+    evicts_itself = False
 
+    def __init__(self, directory: Path) -> None:
+        self.where = str(directory)
+        self._directory = directory
 
-class Model(NamedTuple):
-    """A model's folder, but for its ranks' folders. ``evictor``: who keeps it within its size, by his own
-    word, "host pid"; empty if nobody ever has. ``strange``: as a Shard's.
-    """
+    def models(self) -> list[str]:
+        """See StoreInspection."""
+        return sorted({namespace for namespace, _ in shards_in(self._directory)})
 
-    evictor: str
-    strange: int
+    def count(self, now_ns: int, on_count: OnCount) -> Counted:
+        """See StoreInspection."""
+        there, shards = list(shards_in(self._directory)), list[Shard]()
+        for number, (namespace, shard) in enumerate(there):
+            folders = count(number * FANS)
 
+            def on_folders(_: int, folders: Iterator[int] = folders) -> None:
+                on_count(next(folders), len(there) * FANS)
 
-class Removed(NamedTuple):
-    """``strange``: names that are none of ours, which stay, and so do the folders that they are in."""
+            shards.append(count_shard(self._directory, namespace, shard, now_ns, on_folders))
+        models = {namespace: look_at(self._directory, namespace) for namespace, _ in there}
+        return Counted(shards, models)
 
-    files: int
-    num_bytes: int
-    strange: int
+    def verify(self, models: Sequence[str] = (), *, removes_damaged: bool = False) -> Iterator[Checked]:
+        """See StoreInspection. Many at a time."""
+        with ThreadPoolExecutor(VERIFY_THREADS, thread_name_prefix="kvbm-directory-verify") as pool:
+            for namespace, shard in shards_in(self._directory):
+                paths = files_in(self._directory, namespace, shard) if _is_of(namespace, models) else iter(())
+                while some := list(islice(paths, VERIFIED_TOGETHER)):
+                    for checked in pool.map(_check, some):
+                        yield checked
+                        if removes_damaged and checked.what and not checked.is_unreadable:
+                            (self._directory / checked.name).unlink(missing_ok=True)
 
+    def remove_model(self, namespace: str, on_records: OnProgress) -> Removed:
+        """See StoreInspection. The folders that are empty then, too."""
+        return remove_namespace(self._directory, namespace, on_records)
 
-class Checked(NamedTuple):
-    """A file that was read. ``what`` is wrong with it, empty if nothing is."""
+    def objects(self, models: Sequence[str] = ()) -> Iterator[ObjectInfo]:
+        """See StoreInspection."""
+        for namespace, shard in shards_in(self._directory):
+            for path in files_in(self._directory, namespace, shard) if _is_of(namespace, models) else ():
+                try:
+                    status = os.lstat(path)
+                except OSError:  # removed meanwhile
+                    continue
+                if stat.S_ISREG(status.st_mode):
+                    yield ObjectInfo(_relative(path), status.st_size, status.st_mtime)
 
-    path: Path
-    what: str = ""
-    num_bytes: int = 0
-    is_gone: bool = False
-    is_unreadable: bool = False
+    def remove(self, names: Sequence[str]) -> list[Outcome]:
+        """See StoreInspection."""
+        return [self._unlink(self._directory / name) for name in names]
+
+    def close(self) -> None:
+        """See StoreInspection."""
+
+    @staticmethod
+    def _unlink(path: Path) -> Outcome:
+        try:
+            path.unlink()
+        except OSError as error:
+            return Outcome.MISS if error.errno in NOT_THERE else Outcome.IO_ERROR
+        return Outcome.OK
 
 
 def shards_in(directory: Path) -> Iterator[tuple[str, str]]:
@@ -96,7 +127,7 @@ def look_at(directory: Path, namespace: str) -> Model:
     return Model(_evictor_of(directory / TOP / namespace), strange)
 
 
-def count(directory: Path, namespace: str, shard: str, now_ns: int, on_folders: OnProgress) -> Shard:
+def count_shard(directory: Path, namespace: str, shard: str, now_ns: int, on_folders: OnProgress) -> Shard:
     """Looks at all files of a rank's folder; ``on_folders(1)`` after each of up to 4096 folders in it."""
     seen = Shard(namespace, shard)
     for folder in _folders_in(directory / TOP / namespace / shard, seen):
@@ -111,13 +142,6 @@ def files_in(directory: Path, namespace: str, shard: str) -> Iterator[Path]:
     seen = Shard(namespace, shard)
     for folder in _folders_in(directory / TOP / namespace / shard, seen):
         yield from (folder / name for name in _readable_names_in(folder, seen) if key_in(name) is not None)
-
-
-def verify(paths: Sequence[Path]) -> Iterator[Checked]:
-    """Reads every file and checks its header and its payload, many at a time."""
-    with ThreadPoolExecutor(VERIFY_THREADS, thread_name_prefix="kvbm-directory-verify") as pool:
-        for start in range(0, len(paths), VERIFIED_TOGETHER):
-            yield from pool.map(_check, paths[start : start + VERIFIED_TOGETHER])
 
 
 def remove_namespace(directory: Path, namespace: str, on_files: OnProgress) -> Removed:
@@ -147,6 +171,15 @@ def remove_namespace(directory: Path, namespace: str, on_files: OnProgress) -> R
 
 
 # -------------------------------------------------------------------- inside
+
+
+def _is_of(namespace: str, models: Sequence[str]) -> bool:
+    return not models or namespace in models
+
+
+def _relative(path: Path) -> str:
+    """A block's file, from the directory on."""
+    return "/".join(path.parts[-5:])
 
 
 def _names_in(folder: Path) -> list[str]:
@@ -197,6 +230,7 @@ def _count_file(path: Path, seen: Shard, now_ns: int) -> None:
     seen.num_bytes += status.st_size
     if is_block:
         seen.contents.add(status.st_mtime_ns, now_ns)
+        seen.num_blocks += 1
     else:
         seen.temporary += 1
 
@@ -207,11 +241,11 @@ def _check(path: Path) -> Checked:
             num_bytes = os.fstat(fd).st_size
             what = _what_is_wrong(fd, path, num_bytes)
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-            return Checked(path, what, num_bytes)
+            return Checked(_relative(path), what, num_bytes)
     except OSError as error:
         if error.errno in NOT_THERE and not path.is_symlink():
-            return Checked(path, is_gone=True)
-        return Checked(path, error.strerror or str(error), is_unreadable=True)
+            return Checked(_relative(path), is_gone=True)
+        return Checked(_relative(path), error.strerror or str(error), is_unreadable=True)
 
 
 def _what_is_wrong(fd: int, path: Path, num_bytes: int) -> str:

@@ -8,15 +8,65 @@ it can make, and so is the fingerprint: a listing tells nothing about prompts, a
 from __future__ import annotations
 
 import re
+from typing import NamedTuple
 
-from kvbm_core.storage.directory.names import FINGERPRINT_BYTES, Meaning, fan_folder
+from kvbm_core.storage.directory.names import (
+    FINGERPRINT_BYTES,
+    Meaning,
+    fan_folder,
+    is_namespace,
+    is_shard,
+)
 from kvbm_core.storage.remote.records import RECORD_VERSION, SECRET_ID_BYTES
 from kvbm_core.storage.remote.secret import Secret
 from kvbm_core.types import SEQUENCE_HASH_BYTES, BlockKey, SequenceHash, block_key, group_of
 
 TOP = f"kvbm{RECORD_VERSION}"
+BESIDE = ".renewed"
+"""Ends the name of a record's copy, for the moment in which an engine renews the record."""
 
 _NAME = re.compile(r"([0-9a-f]{64})-(0|[1-9]\d{0,2})x1", re.ASCII)
+_ANY_NAME = re.compile(r"[0-9a-f]{64}(?:-(?:0|[1-9]\d{0,2})x([1-9]\d{0,2}))?", re.ASCII)
+
+
+class Place(NamedTuple):
+    """Where a name lies. ``stem``: the name without its folders, empty if it is none of ours. ``num_blocks``:
+    of its record; None if the name does not tell, as it was made with a secret. ``is_beside``: see BESIDE.
+    """
+
+    namespace: str
+    shard: str = ""
+    stem: str = ""
+    num_blocks: int | None = None
+    is_beside: bool = False
+
+
+def place_of(name: str) -> Place | None:
+    """None for a name that is in no model's folder."""
+    top, _, rest = name.partition("/")
+    namespace, _, rest = rest.partition("/")
+    if top != TOP or not is_namespace(namespace):
+        return None
+    shard, _, rest = rest.partition("/")
+    if not is_shard(shard):
+        return Place(namespace)
+    fan, _, stem = rest.partition("/")
+    is_beside = stem.endswith(BESIDE)
+    found = _ANY_NAME.fullmatch(stem.removesuffix(BESIDE))
+    if found is None or fan != fan_folder(stem):
+        return Place(namespace, shard)
+    num_blocks = int(found[1]) if found[1] else None
+    return Place(namespace, shard, found[0], num_blocks, is_beside)
+
+
+def secret_id_of(secret: Secret | None) -> bytes:
+    """Which one it is, as records say it; zeros for none."""
+    return bytes(SECRET_ID_BYTES) if secret is None else secret.digest("id")[:SECRET_ID_BYTES]
+
+
+def plain_name(mark: bytes, group: int, num_blocks: int) -> str:
+    """Of the extent that ends with this block, without folders, where there is no secret."""
+    return f"{mark[:SEQUENCE_HASH_BYTES].hex()}-{group}x{num_blocks}"
 
 
 class RecordNames:
@@ -24,9 +74,8 @@ class RecordNames:
 
     def __init__(self, meaning: Meaning, secret: Secret | None = None) -> None:
         self._secret = secret
-        self.secret_id = bytes(SECRET_ID_BYTES)
+        self.secret_id = secret_id_of(secret)
         if secret is not None:
-            self.secret_id = secret.digest("id")[:SECRET_ID_BYTES]
             fingerprint = secret.digest("fingerprint", meaning.fingerprint)
             meaning = meaning._replace(fingerprint=fingerprint[:FINGERPRINT_BYTES])
         self.fingerprint = meaning.fingerprint
@@ -35,7 +84,7 @@ class RecordNames:
 
     def name_of(self, last_key: BlockKey, num_blocks: int) -> str:
         """Of the extent of so many blocks that ends with this one."""
-        name = f"{last_key[:SEQUENCE_HASH_BYTES].hex()}-{group_of(last_key)}x{num_blocks}"
+        name = plain_name(last_key, group_of(last_key), num_blocks)
         if self._secret is not None:
             name = self._secret.digest("name", self.life, name.encode()).hex()
         return f"{self.folder}{fan_folder(name)}/{name}"

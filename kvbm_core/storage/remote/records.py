@@ -96,6 +96,17 @@ def pack_trailer_into(memory: memoryview, fields: RecordFields, blocks: Sequence
     memory[-DIGEST_BYTES:] = xxhash.xxh3_128_digest(memory[:-DIGEST_BYTES])
 
 
+def trailer_in(record: memoryview) -> memoryview:
+    """The trailer of a whole record, by what the record itself says of its length: it may not verify. Empty
+    if there can be none.
+    """
+    if record.nbytes < _END_BYTES:
+        return record[:0]
+    num_blocks = _FIELDS.unpack_from(record, record.nbytes - _END_BYTES)[2]
+    num_bytes = trailer_bytes(num_blocks)
+    return record[-num_bytes:] if num_bytes <= record.nbytes else record[:0]
+
+
 def unpack_trailer(memory: memoryview) -> RecordTrailer | None:
     """None if it does not verify, or is not of this version; ``version_of`` tells which."""
     if version_of(memory) != RECORD_VERSION:
