@@ -232,6 +232,7 @@ def policy_command(
 
     Exit status: 0; 2 for a URL of a kind that kvbm does not know.
     """
+    _refuse_secrets(url, "policy")
     try:
         typer.echo(policy_text(url, days, only))
     except ValueError as error:
@@ -244,10 +245,11 @@ def policy_command(
 @contextmanager
 def _opened(url: str, command: str) -> Iterator[StoreInspection]:
     """The store. What fails within is one line and the end; settings that it does not need are not read."""
+    _refuse_secrets(url, command)
     try:
         read_remote_url(url)
         options = StoreOptions()
-        if not url.lower().startswith("file:"):
+        if not _is_directory(url):
             options = store_options(KvbmSettings.from_env(None))
         store = inspect_store(url, options)
     except ConfigError as error:
@@ -262,6 +264,17 @@ def _opened(url: str, command: str) -> Iterator[StoreInspection]:
         fail(f"kvbm remote {command}: {_line_of(error)}", BAD_USAGE_EXIT)
     finally:
         store.close()
+
+
+def _is_directory(url: str) -> bool:
+    return url.lower().startswith("file:")
+
+
+def _refuse_secrets(url: str, command: str) -> None:
+    """What is on a command line, every process of the machine can read."""
+    if "@" in url and not _is_directory(url):
+        remedy = "no name or password belongs into a URL; set them in the environment, see docs/remote.md"
+        fail(f"kvbm remote {command}: {remedy}", BAD_USAGE_EXIT)
 
 
 def _line_of(error: OSError) -> str:

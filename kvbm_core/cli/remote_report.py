@@ -123,7 +123,7 @@ def sweep_line(where: str, limits: SweepLimits, swept: Swept, *, is_dry: bool) -
     if swept.trouble:
         return f"{line}; {swept.trouble}; run it again"
     if swept.left_bytes > limits.max_bytes:
-        line += f", the rest was used within the last {limits.grace_s:g} s"
+        line += f", the rest was used within the last {limits.grace_s:.0f} s"
         line += f" or was beyond {limits.candidates:,} records" if is_dry else ""
     return line
 

@@ -30,6 +30,7 @@ MAX_CONSTRUCTOR_PARAMETERS = 7
 MAX_LINE_CHARACTERS = 110
 LIBRARY_API = {
     "ManualClock",
+    "register_engine",
     "register_store",
     "bound_port",
     "open_requests",
