@@ -168,7 +168,7 @@ def rm_command(
                 try:
                     removed = store.remove_model(namespace, partial(progress.advance, bar))
                 except OSError as error:
-                    fail(f"kvbm remote rm: {_line_of(error)}", DAMAGED_EXIT)
+                    fail(f"kvbm remote rm: {_line_of(error, store)}", DAMAGED_EXIT)
             line = f"{namespace}: {removed.records:,} records removed, {format_bytes(removed.num_bytes)}"
             typer.echo(line)
             if removed.strange:
@@ -261,7 +261,7 @@ def _opened(url: str, command: str) -> Iterator[StoreInspection]:
     except ConfigError as error:
         fail(str(error), BAD_USAGE_EXIT)
     except OSError as error:
-        fail(f"kvbm remote {command}: {_line_of(error)}", BAD_USAGE_EXIT)
+        fail(f"kvbm remote {command}: {_line_of(error, store)}", BAD_USAGE_EXIT)
     finally:
         store.close()
 
@@ -277,9 +277,10 @@ def _refuse_secrets(url: str, command: str) -> None:
         fail(f"kvbm remote {command}: {remedy}", BAD_USAGE_EXIT)
 
 
-def _line_of(error: OSError) -> str:
+def _line_of(error: OSError, store: StoreInspection) -> str:
     if error.filename is None:
-        return str(error)
+        text = error.strerror or str(error)
+        return text if store.where in text else f"{store.where}: {text}"
     remedy = "; run this as the engine's user" if isinstance(error, PermissionError) else ""
     return f"{error.filename}: {error.strerror}{remedy}"
 

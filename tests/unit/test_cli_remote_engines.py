@@ -174,7 +174,8 @@ def test_a_store_that_cannot_be_listed_is_one_line(objects: MemoryObjects, comma
     more = {"rm": ["--all", "--yes"], "sweep": ["--max-gb", "1"]}.get(command, [])
     told = kvbm(command, *more, url=f"{URL}?fails=1")
     assert told.exit_code == 2
-    assert told.output == f"kvbm remote {command}: the memory engine cannot list its objects: io_error\n"
+    what = f"{URL}?fails=1: the memory engine cannot list its objects: io_error"
+    assert told.output == f"kvbm remote {command}: {what}\n"
     nothing = kvbm(command, *more, url="nothing://there")
     assert nothing.exit_code == 2 and nothing.output.count("\n") == 1 and "nothing" in nothing.output
 
@@ -184,7 +185,10 @@ def test_what_cannot_be_removed_is_one_line(objects: MemoryObjects, monkeypatch:
     kind = ours(objects)
     told = kvbm("rm", NAME, "--yes")
     assert told.exit_code == 1 and told.output.count("\n") == 1
-    assert told.output.startswith("kvbm remote rm: kvbm2/") and "cannot be removed: io_error" in told.output
+    assert (
+        told.output.startswith(f"kvbm remote rm: {URL}: kvbm2/")
+        and "cannot be removed: io_error" in told.output
+    )
     kind.damage(RUN, lambda content: content[1:])
     told = kvbm("verify", "--remove-damaged")
     assert told.exit_code == 2 and "cannot be removed: io_error" in told.output

@@ -40,7 +40,7 @@ from kvbm_core.storage.remote.secret import Secret
 from kvbm_core.types import BlockKey, group_of, is_block_key
 
 READ_TOGETHER_BYTES = 64 << 20
-MAX_RECORD_BYTES = 1 << 30
+MAX_RECORD_BYTES = 512 << 20
 CALL_S = 60.0
 """A call of several records may take so long; nobody waits but who has given the command."""
 REMOVED_TOGETHER = 256
@@ -58,9 +58,7 @@ class RecordInspection:
         self.evicts_itself = engine.traits.has_capacity
         self._engine = engine
         self._secret = secret
-        self._scratch = Scratch(2 * MAX_RECORD_BYTES, self._holds, SystemClock())
-        if isinstance(engine, TakesMemory):
-            engine.register(*self._scratch.place)
+        self._scratch: Scratch | None = None
 
     def models(self) -> list[str]:
         """See StoreInspection."""
@@ -125,9 +123,18 @@ class RecordInspection:
     def close(self) -> None:
         """See StoreInspection."""
         self._engine.close()
-        self._scratch.close()
+        if self._scratch is not None:
+            self._scratch.close()
 
     # ---------------------------------------------------------------- inside
+
+    def _memory(self) -> Scratch:
+        """To read into; made when it is needed, as some engines pin it."""
+        if self._scratch is None:
+            self._scratch = Scratch(MAX_RECORD_BYTES + READ_TOGETHER_BYTES, self._holds, SystemClock())
+            if isinstance(self._engine, TakesMemory):
+                self._engine.register(*self._scratch.place)
+        return self._scratch
 
     def _holds(self, memory: Memory) -> bool:
         return isinstance(self._engine, HoldsLate) and self._engine.holds(memory)
@@ -164,7 +171,8 @@ class RecordInspection:
             Checked(i.name, "too large to be read here", is_unreadable=True) for i in infos if i not in small
         ]
         sizes = [info.num_bytes + 1 for info in small]  # one more, which tells that there is more
-        lent = self._scratch.take(max(1, sum(sizes)), CALL_S)
+        memory = self._memory()
+        lent = memory.take(max(1, sum(sizes)), CALL_S)
         if lent is None:
             return [Checked(info.name, str(Outcome.BUSY), is_unreadable=True) for info in infos]
         try:
@@ -175,7 +183,7 @@ class RecordInspection:
             found = zip(small, pieces, gots, strict=True)
             return unread + [self._checked(info.name, piece, got) for info, piece, got in found]
         finally:
-            self._scratch.give_back(lent)
+            memory.give_back(lent)
 
     def _checked(self, name: str, memory: memoryview, got: Got) -> Checked:
         place = place_of(name)
