@@ -75,13 +75,14 @@ def _s3(bucket: str, prefix: str, days: int, only: str) -> str:
 
 
 def s3_lifecycle(prefix: str, days: int) -> dict[str, object]:
-    """For put-bucket-lifecycle-configuration. In a bucket with versions what is gone stays a day."""
+    """For put-bucket-lifecycle-configuration. What is gone, or was broken off, costs space for a day more."""
     rule = {
         "ID": "kvbm",
         "Status": "Enabled",
         "Filter": {"Prefix": prefix},
         "Expiration": {"Days": days},
         "NoncurrentVersionExpiration": {"NoncurrentDays": 1},
+        "AbortIncompleteMultipartUpload": {"DaysAfterInitiation": 1},
     }
     return {"Rules": [rule]}
 

@@ -126,6 +126,24 @@ def test_rm_removes_a_models_blocks_and_nothing_else(share: Path) -> None:
     assert empty.exit_code == 0 and empty.output.startswith("no blocks below")
 
 
+def test_sweep_removes_what_was_used_longest_ago_and_nothing_else(share: Path) -> None:
+    strange = {path for path in files_below(share) if path.suffix != ".kv"}
+    for number, key in enumerate(KEYS):
+        then_s = time.time() - 7200 - number * 60
+        path = path_of(share, key, MEANING if number < 8 else OTHER)
+        path.write_bytes(path.read_bytes().ljust(200_000, b"\0"))
+        os.utime(path, (then_s, then_s))
+    told = kvbm("sweep", share, "--max-gb", "0.001", "--dry-run")
+    assert told.exit_code == 0 and "12 records, 2.4 MB, limit 1 MB: 8 records, 1.6 MB would be" in told.output
+    assert kvbm("sweep", share, "--max-gb", "0.001", "--grace-s", "8000").exit_code == 1
+    assert kvbm("sweep", share, "--max-gb", "0.001", OTHER_NAME).output.endswith("nothing to remove\n")
+    told = kvbm("sweep", share, "--max-gb", "0.001")
+    assert told.exit_code == 0 and told.output.count("\n") == 1
+    left = [path_of(share, key) for key in KEYS[:4]]
+    assert {path for path in files_below(share / "kvbm1") if path.suffix == ".kv"} == set(left)
+    assert strange <= set(files_below(share))
+
+
 @pytest.mark.parametrize("command", ["ls", "inspect", "verify", "rm"])
 @pytest.mark.parametrize("level", [".", "kvbm1", f"kvbm1/{NAME}"])
 def test_where_it_may_not_look_it_does_not_say_that_nothing_is_there(
