@@ -133,6 +133,9 @@ def test_sweep_removes_what_was_used_longest_ago_and_nothing_else(share: Path) -
         path = path_of(share, key, MEANING if number < 8 else OTHER)
         path.write_bytes(path.read_bytes().ljust(200_000, b"\0"))
         os.utime(path, (then_s, then_s))
+    link = path_of(share, KEYS[0]).with_name("f" * 64 + "-0.kv")
+    link.symlink_to(share / "kvbm1" / NAME / "README")
+    strange.add(link)
     told = kvbm("sweep", share, "--max-gb", "0.001", "--dry-run")
     assert told.exit_code == 0 and "12 records, 2.4 MB, limit 1 MB: 8 records, 1.6 MB would be" in told.output
     assert kvbm("sweep", share, "--max-gb", "0.001", "--grace-s", "8000").exit_code == 1
@@ -140,7 +143,7 @@ def test_sweep_removes_what_was_used_longest_ago_and_nothing_else(share: Path) -
     told = kvbm("sweep", share, "--max-gb", "0.001")
     assert told.exit_code == 0 and told.output.count("\n") == 1
     left = [path_of(share, key) for key in KEYS[:4]]
-    assert {path for path in files_below(share / "kvbm1") if path.suffix == ".kv"} == set(left)
+    assert {path for path in files_below(share / "kvbm1") if path.suffix == ".kv"} == {*left, link}
     assert strange <= set(files_below(share))
 
 

@@ -12,8 +12,8 @@ from kvbm_core.storage.directory.names import Meaning
 from kvbm_core.storage.extents import Extent
 from kvbm_core.storage.remote.inspect import check_record
 from kvbm_core.storage.remote.names import place_of
-from kvbm_core.storage.remote.record_store import OF_ANOTHER_SECRET, OURS, Verdict
-from kvbm_core.storage.remote.records import pack_trailer_into, trailer_in, unpack_trailer
+from kvbm_core.storage.remote.record_store import BAD_BLOCK, OF_ANOTHER_SECRET, OURS, Verdict
+from kvbm_core.storage.remote.records import digest_of, pack_trailer_into, trailer_in, unpack_trailer
 from kvbm_core.storage.remote.secret import Secret
 from kvbm_core.testing.store_contract import key_of
 from tests.unit.record_stores import KINDS, OTHER_SECRET, SECRET, Kind, flipped
@@ -83,6 +83,33 @@ def test_what_was_made_with_another_secret_is_never_damage(name: str) -> None:
     for extent in EXTENTS:
         for secret in (None, OTHER_SECRET):
             assert checked(own, own.content(extent), extent, secret) is OF_ANOTHER_SECRET
+
+
+@pytest.mark.parametrize("name", ["encrypted", "zstd", "zstd and encrypted"])
+def test_blocks_that_cannot_be_decoded_are_damage_whatever_their_checksums_say(name: str) -> None:
+    """Of one block, whose bytes are somebody else's and whose trailer was made for them."""
+    own, extent = KINDS[name](), EXTENTS[0]
+    own.put(extent)
+    content = bytearray(own.content(extent))
+    end = trailer_in(memoryview(content))
+    trailer = unpack_trailer(end)
+    assert trailer is not None
+    (block,) = trailer.blocks
+    content[: block.num_bytes] = bytes(block.num_bytes)
+    digest = digest_of(memoryview(content)[: block.num_bytes])
+    pack_trailer_into(end, trailer.fields, [block._replace(digest=digest)])
+    assert checked(own, bytes(content), extent, own.secret) is BAD_BLOCK
+
+
+def test_the_last_block_is_the_one_that_the_record_is_named_by() -> None:
+    own, extent = Kind(), EXTENTS[0]
+    own.put(extent)
+    content = bytearray(own.content(extent))
+    end = trailer_in(memoryview(content))
+    trailer = unpack_trailer(end)
+    assert trailer is not None
+    pack_trailer_into(end, trailer.fields, [trailer.blocks[0]._replace(tail=bytes(16))])
+    assert checked(own, bytes(content), extent, None) is BAD_BLOCK
 
 
 @pytest.mark.parametrize(
