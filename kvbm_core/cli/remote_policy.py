@@ -13,7 +13,7 @@ LIFECYCLE, RIGHTS = "lifecycle", "rights"
 _BUCKET = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9._-]{1,255}", re.ASCII)
 _KINDS = "file://, s3://, gs://, az://, redis://, rediss://, valkey://, valkeys:// and mooncake://"
 _VALKEY_RIGHTS = (
-    "+set +getrange +strlen +exists +unlink +touch +scan +info +select +object|idletime +client|no-touch"
+    "+set +get +getrange +strlen +exists +unlink +touch +scan +info +select +object|idletime +client|no-touch"
 )
 
 
