@@ -35,7 +35,8 @@ from kvbm_vllm.config import (
     world_size_of,
 )
 from kvbm_vllm.events import EventFeed
-from kvbm_vllm.identity import describe_engine, namespace_of
+from kvbm_vllm.heads import heads_of
+from kvbm_vllm.identity import WHERE_HEADS_LIE, describe_engine, namespace_of
 from kvbm_vllm.scheduler import SchedulerSide
 from kvbm_vllm.stats import StatsReporter
 from kvbm_vllm.versions import Capabilities, probe
@@ -73,6 +74,8 @@ def build_scheduler_side(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
     groups = group_specs(kv_cache_config, capabilities)
     world_size = world_size_of(vllm_config)
     description = describe_engine(vllm_config)
+    if settings.remote_head_shards:  # the layout says it for blocks that are not divided by heads
+        description = description.without(WHERE_HEADS_LIE)
     if settings.has_lower_tier:
         description.tell("vLLM", NOT_ON_DISK)
     changes = _changes(vllm_config, has_disk=settings.has_lower_tier)
@@ -140,6 +143,7 @@ def build_worker_side(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -
         (0, 1) if is_replicated else (rank, world_size),
         GuardState(metrics_of(settings, WorkerSide)),
         submits_without_save=not probe().wait_for_save_always,
+        heads_of=lambda kv_caches: heads_of(kv_caches, kv_cache_config, vllm_config, settings),
     )
 
 

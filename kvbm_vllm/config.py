@@ -105,7 +105,7 @@ def replicates(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, settings
         and all(
             type(spec).__name__ in _REPLICATED
             for group in kv_cache_config.kv_cache_groups
-            for spec in _layer_specs(group)
+            for spec in layer_specs(group)
         )
     )
 
@@ -117,10 +117,11 @@ def fails_by_block(kv_cache_config: KVCacheConfig) -> bool:
     loaded either): there the whole request starts anew.
     """
     groups = kv_cache_config.kv_cache_groups
-    return len(groups) == 1 and all(type(spec).__name__ not in _WINDOWED for spec in _layer_specs(groups[0]))
+    return len(groups) == 1 and all(type(spec).__name__ not in _WINDOWED for spec in layer_specs(groups[0]))
 
 
-def _layer_specs(group: KVCacheGroupSpec) -> list[KVCacheSpec]:
+def layer_specs(group: KVCacheGroupSpec) -> list[KVCacheSpec]:
+    """Of its layers, each kind once at least."""
     spec = group.kv_cache_spec
     return list(getattr(spec, "kv_cache_specs", {}).values()) or [spec]
 
@@ -131,7 +132,7 @@ def _group_spec(index: int, group: KVCacheGroupSpec) -> GroupSpec:
             f"kvbm: KV cache group {index} is not meant for transfer; run this model without kvbm"
         )
     spec = group.kv_cache_spec
-    windows = {_window_of(index, layer_spec) for layer_spec in _layer_specs(group)}
+    windows = {_window_of(index, layer_spec) for layer_spec in layer_specs(group)}
     if len(windows) != 1:
         raise UnsupportedError(
             f"kvbm: KV cache group {index} mixes windows {windows}; run this model without kvbm"

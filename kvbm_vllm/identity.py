@@ -36,10 +36,15 @@ __all__ = [
     "IRRELEVANT_ENVIRONMENT",
     "PROCESS_ONLY_ENVIRONMENT",
     "TABLES",
+    "WHERE_HEADS_LIE",
     "describe_engine",
     "namespace_of",
 ]
 
+WHERE_HEADS_LIE = frozenset(
+    {"cache_config.kv_cache_layout", "parallel_config.tensor_parallel_size", "VLLM_KV_CACHE_LAYOUT"}
+)
+"""What says on which rank a head is, and where in its memory: nothing that counts in blocks kept by heads."""
 PLUGIN_GROUPS = ("vllm.general_plugins", "vllm.platform_plugins")
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from kvbm_core.errors import LayoutError, Outcome
+from kvbm_core.layout.heads import HeadShards
 from kvbm_core.observe.guard import GuardState, guarded
 from kvbm_core.observe.labels import FailureKind
 from kvbm_core.runtime.step_offloads import StepOffloads
@@ -40,6 +41,7 @@ class WorkerSide:
         guard_state: GuardState,
         *,
         submits_without_save: bool,
+        heads_of: Callable[[dict[str, torch.Tensor]], HeadShards | None] = lambda kv_caches: None,
     ) -> None:
         self.worker = worker
         self.guard_state = guard_state
@@ -48,6 +50,7 @@ class WorkerSide:
         self._fails_by_block = fails_by_block(kv_cache_config)
         self._shard = shard
         self._submits_without_save = submits_without_save
+        self._heads_of = heads_of
         self._metadata: DynamoConnectorMetadata | None = None
         self._fenced: DynamoConnectorMetadata | None = None
         self._started: DynamoConnectorMetadata | None = None
@@ -75,7 +78,7 @@ class WorkerSide:
             self.guard_state.metrics.failure(FailureKind.LAYOUT)
             self.worker.refuse(str(error))
             return
-        self.worker.register(memory, fingerprint)
+        self.worker.register(memory, fingerprint, self._heads_of(kv_caches))
 
     @guarded("handle_preemptions", lambda self, metadata: self._stop_all())
     def handle_preemptions(self, metadata: DynamoConnectorMetadata) -> None:

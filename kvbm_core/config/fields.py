@@ -190,6 +190,13 @@ class SettingFields(BaseSettings):
         "How long a request is held back, at most, while its prefix is brought from there.",
         only=(Adapter.VLLM,),
     )
+    remote_head_shards: r.CountOrZero = _setting(
+        "KVBM_REMOTE_HEAD_SHARDS",
+        0,
+        "Blocks are kept there in so many parts, by KV heads: a multiple of all tensor-parallel sizes that "
+        "are to share them; 0 = one size alone.",
+        only=(Adapter.VLLM,),
+    )
     object_enabled: r.Flag = _setting(
         "DYN_KVBM_OBJECT_ENABLED",
         False,

@@ -99,6 +99,10 @@ class Description(NamedTuple):
         """Of its pairs."""
         return hashlib.sha256(encode_fields(*(text for pair in self.pairs for text in pair))).hexdigest()
 
+    def without(self, names: AbstractSet[str]) -> Description:
+        """As if these pairs were not in the key."""
+        return self._replace(pairs=tuple(pair for pair in self.pairs if pair[0] not in names))
+
     @classmethod
     def joined(cls, parts: Iterable[Description]) -> Description:
         """What all of them say."""

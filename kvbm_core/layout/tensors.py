@@ -54,17 +54,18 @@ def view_of_tensors(
     if not tensors:
         raise LayoutError("kvbm: a KV cache group without tensors")
     segments: list[Segment] = []
-    seen: set[tuple[object, ...]] = set()
-    storage_bytes: dict[int, int] = {}
-    for tensor in tensors:
-        storage_bytes[tensor.storage] = tensor.storage_bytes
-        place = (tensor.storage, tensor.storage_offset_bytes, tensor.shape, tensor.strides, tensor.itemsize)
-        if place not in seen:
-            seen.add(place)
-            segments.extend(_segments(tensor, num_blocks, logical_order))
+    storage_bytes = {tensor.storage: tensor.storage_bytes for tensor in tensors}
+    for tensor in without_shared(tensors):
+        segments.extend(_segments(tensor, num_blocks, logical_order))
     view = BlockView(num_blocks, tuple(segments)).coalesced()
     view.check([storage_bytes.get(index, 0) for index in range(max(storage_bytes) + 1)])
     return view
+
+
+def without_shared(tensors: Sequence[TensorInfo]) -> list[TensorInfo]:
+    """Each of those that lie in the same place once."""
+    seen = {(t.storage, t.storage_offset_bytes, t.shape, t.strides, t.itemsize): t for t in reversed(tensors)}
+    return [tensor for tensor in tensors if any(tensor is kept for kept in seen.values())]
 
 
 def memory_order(tensor: TensorInfo) -> str:
@@ -87,16 +88,33 @@ def block_axis(tensor: TensorInfo, num_blocks: int) -> int:
     raise tensor.refuse(f"has no axis of a multiple of {num_blocks} blocks")
 
 
-def _segments(tensor: TensorInfo, num_blocks: int, logical_order: bool) -> list[Segment]:
+def content_strides_bytes(tensor: TensorInfo, num_blocks: int) -> tuple[int, ...]:
+    """How far apart neighbors of each axis are in a block's content, which has the order of memory and no
+    gaps; on the block axis, the pieces that make up a block.
+    """
+    inner, order = _inner(tensor, num_blocks)
+    strides, run_bytes = [0] * len(inner), tensor.itemsize
+    for axis in reversed(order):
+        strides[axis] = run_bytes
+        run_bytes *= inner[axis].size
+    return tuple(strides)
+
+
+def _inner(tensor: TensorInfo, num_blocks: int) -> tuple[list[_Axis], list[int]]:
+    """The axes within one block, and their numbers in the order of memory."""
     _check_shape(tensor)
     axis = block_axis(tensor, num_blocks)
-    per_block = tensor.shape[axis] // num_blocks
-    stride = tensor.strides[axis]
     inner = [_Axis(n, s) for n, s in zip(tensor.shape, tensor.strides, strict=True)]
-    inner[axis] = _Axis(per_block, stride)
-    inner = [a for a in inner if a.size > 1]
-    if not logical_order:
-        inner.sort(key=lambda a: -a.stride)
+    inner[axis] = _Axis(tensor.shape[axis] // num_blocks, tensor.strides[axis])
+    return inner, sorted(range(len(inner)), key=lambda a: -inner[a].stride)
+
+
+def _segments(tensor: TensorInfo, num_blocks: int, logical_order: bool) -> list[Segment]:
+    axes, order = _inner(tensor, num_blocks)
+    block = axes[block_axis(tensor, num_blocks)]
+    if logical_order:
+        order = [*range(len(axes))]
+    inner = [axes[a] for a in order if axes[a].size > 1]
     run_elements = 1
     while inner and inner[-1].stride == run_elements:
         run_elements *= inner.pop().size
@@ -106,7 +124,7 @@ def _segments(tensor: TensorInfo, num_blocks: int, logical_order: bool) -> list[
         Segment(
             tensor.storage,
             tensor.storage_offset_bytes + tensor.itemsize * sum(offset),
-            per_block * stride * tensor.itemsize,
+            block.size * block.stride * tensor.itemsize,
             run_elements * tensor.itemsize,
         )
         for offset in product(*([i * a.stride for i in range(a.size)] for a in inner))

@@ -13,6 +13,8 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from msgspec.structs import replace
+
 from kvbm_core.clock import Clock, SystemClock
 from kvbm_core.errors import ConfigError
 from kvbm_core.observe.log import RateLimitedLogger
@@ -42,7 +44,8 @@ log = logging.getLogger("kvbm")
 @dataclass(frozen=True, slots=True)
 class SlotsReady:
     """Slots 0 .. ``slots``-1 are usable on every rank; ``block_bytes`` and the device tier's size for the
-    log.
+    log. ``fingerprint``: for names of blocks. ``by_heads``: stores that others share keep head shards, and
+    the fingerprint is the same for any number of ranks.
     """
 
     slots: int
@@ -50,6 +53,7 @@ class SlotsReady:
     block_bytes: int
     num_device_blocks: int
     fingerprint: str
+    by_heads: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,7 +319,8 @@ class Handshake:
     def _plan_tiers(self) -> None:
         for name, plan in self._plans.items():
             try:
-                self._places[name] = plan(self._block_bytes(), self._fingerprint())
+                place = plan(self._block_bytes(), self._fingerprint())
+                self._places[name] = place if place.num_slots else replace(place, head_shards=self._heads())
             except (ConfigError, DiskError) as error:
                 self.inbox.append(TierOff(name, str(error.args[-1])))
         self._searched = {name: set() for name, place in self._places.items() if place.num_slots}
@@ -353,8 +358,9 @@ class Handshake:
         self._ready.pop(rank, None)
         if self._num_slots is None:  # nothing had begun
             return []
-        same = (old.fingerprint, old.block_bytes, old.num_device_blocks)
-        if old.replicates or same != (hello.fingerprint, hello.block_bytes, hello.num_device_blocks):
+        same = (old.fingerprint, old.block_bytes, old.num_device_blocks, old.head_shards)
+        now = (hello.fingerprint, hello.block_bytes, hello.num_device_blocks, hello.head_shards)
+        if old.replicates or same != now:
             reason = f"rank {rank} was started anew and does not fit in its old place; restart the engine"
             self._disable(reason)
             return [(identity, Refused(rank, reason))]
@@ -387,6 +393,11 @@ class Handshake:
         hellos = (hello for _, (_, hello) in sorted(self._hellos.items()))
         return "-".join(hello.fingerprint for hello in hellos if _stores(hello))
 
+    def _heads(self) -> str:
+        """What all that store say that their blocks mean as head shards; empty if one of them does not."""
+        meanings = {hello.head_shards for _, hello in self._hellos.values() if _stores(hello)}
+        return meanings.pop() if len(meanings) == 1 else ""
+
     def _problem_of(self, hello: Hello) -> str | None:
         if hello.protocol != PROTOCOL_VERSION:
             return (
@@ -409,7 +420,8 @@ class Handshake:
                 planned_slots=self._num_slots,
                 block_bytes=self._block_bytes(),
                 num_device_blocks=min(hello.num_device_blocks for _, hello in self._hellos.values()),
-                fingerprint=self._fingerprint(),
+                fingerprint=self._heads() or self._fingerprint(),
+                by_heads=bool(self._heads()),
             )
         )
         self._answered.set()

@@ -513,6 +513,8 @@ class Leader:
             what = "tier" if self.metrics.has_host_tier else "memory for blocks on their way to the disk"
             size_gb = event.slots * event.block_bytes / 1e9
             log.info("kvbm: host %s ready: %d blocks, %.2f GB", what, event.slots, size_gb)
+            if event.by_heads and self.chain.keyed:
+                log.info("kvbm: shared blocks are kept by heads, for engines of any tensor-parallel size")
 
     def disable(self, reason: str) -> None:
         """No block is matched or stored from now on; ``reason`` is one line."""

@@ -29,6 +29,8 @@ class Hello(msgspec.Struct, tag="hello", frozen=True, forbid_unknown_fields=True
     """Every rank has the same KV: rank 0 stores it, the others get it from there."""
     broadcast_address: str = ""
     """Where they do, in the words of rank 0's MeetingPoint."""
+    head_shards: str = ""
+    """What its blocks mean as head shards, ``HeadShards.meaning``; empty: they are not to be kept as such."""
 
 
 class Configure(msgspec.Struct, tag="configure", frozen=True, forbid_unknown_fields=True):

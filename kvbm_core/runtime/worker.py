@@ -16,6 +16,7 @@ from functools import partial
 from msgspec.structs import replace
 
 from kvbm_core.errors import Outcome, StuckCopyError
+from kvbm_core.layout.heads import HeadShards
 from kvbm_core.observe.log import RateLimitedLogger
 from kvbm_core.runtime.channel import WorkerChannel
 from kvbm_core.runtime.endpoint import Endpoint
@@ -99,6 +100,7 @@ class Worker:
         self._max_ctas = max_ctas
         self._device: DeviceMemory | None = None
         self._fingerprint = ""
+        self._heads: HeadShards | None = None
         self._memory: RankMemory | None = None
         self._executor: Executor | None = None
         self._replicates = replicates and world_size > 1
@@ -130,10 +132,13 @@ class Worker:
         """Before ``register``: the ranks have not the same KV after all; each stores and loads its own."""
         self._replicates = False
 
-    def register(self, memory: DeviceMemory, fingerprint: str) -> None:
-        """The device cache is known: says hello until the leader has answered."""
+    def register(self, memory: DeviceMemory, fingerprint: str, heads: HeadShards | None = None) -> None:
+        """The device cache is known: says hello until the leader has answered. ``heads``: how its blocks are
+        divided in stores that others share.
+        """
         self._device = memory
         self._fingerprint = fingerprint
+        self._heads = heads
         if self._replicates and self.rank == 0:
             self._point = MeetingPoint()
         self._channel.repeat(self._hello)
@@ -174,6 +179,7 @@ class Worker:
             fingerprint=self._fingerprint,
             replicates=self._replicates,
             broadcast_address=self._point.address if self._point is not None else "",
+            head_shards=self._heads.meaning if self._heads is not None else "",
         )
 
     def _on_message(self, message: Message) -> None:
@@ -230,7 +236,9 @@ class Worker:
             message.num_slots,
             self._options,
             places=message.tiers,
-            shard=Shard(self.rank, 1 if self._replicates else self._world_size, self._fingerprint),
+            shard=Shard(
+                self.rank, 1 if self._replicates else self._world_size, self._fingerprint, self._heads
+            ),
             listener=_Listener(self.rank, self._channel),
             on_ready=self._slots_ready,
         )

@@ -5,13 +5,14 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from kvbm_core.config.readers import shown
 from kvbm_core.config.remote_url import BUCKET_SCHEMES, SCHEMES, remote_bucket, remote_directory
 from kvbm_core.config.server_url import MOONCAKE_SCHEME, VALKEY_SCHEMES, ServerUrl, server_url
 from kvbm_core.errors import ConfigError
+from kvbm_core.layout.heads import HeadShards
 from kvbm_core.observe.log import RateLimitedLogger
 from kvbm_core.storage.base import BlockStore
 from kvbm_core.storage.remote.login import ServerLogin
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from kvbm_core.storage.directory.names import Meaning
     from kvbm_core.storage.inspection import StoreInspection
     from kvbm_core.storage.remote.engine import ObjectEngine
+    from kvbm_core.storage.remote.head_store import HeadRecords
     from kvbm_core.storage.remote.record_store import RecordStore
 
 limited_log = RateLimitedLogger()
@@ -51,7 +53,8 @@ class StoreOptions:
 class StoreSpec:
     """A store as one rank wants it. ``payload_bytes``: of each block. ``meaning``: what the bytes of a block
     mean; blocks of another meaning are not found. ``shard``: which part of a block this rank has, such as
-    0of2. ``model``: for people, and what ``max_bytes`` bounds.
+    0of2. ``model``: for people, and what ``max_bytes`` bounds. ``heads``: blocks are kept as head shards, and
+    it is these that have a size, a meaning and a number in the store.
     """
 
     url: str
@@ -60,6 +63,15 @@ class StoreSpec:
     shard: str
     model: str = ""
     options: StoreOptions = field(default_factory=StoreOptions)
+    heads: HeadShards | None = None
+
+    def by_shard(self) -> list[StoreSpec]:
+        """Of each of its head shards."""
+        heads = self.heads
+        if heads is None:
+            return [self]
+        shard = replace(self, payload_bytes=heads.shard_bytes, meaning=heads.meaning, heads=None)
+        return [replace(shard, shard=f"{number}of{heads.num_shards}") for number in heads.own]
 
 
 StoreMaker = Callable[[StoreSpec], BlockStore]
@@ -67,11 +79,12 @@ EngineMaker = Callable[[str, StoreOptions], "ObjectEngine"]
 """Of a URL. ConfigError, one line, for an engine that cannot be had."""
 
 
-def record_store(engine: ObjectEngine, spec: StoreSpec) -> RecordStore:
+def record_store(engine: ObjectEngine, spec: StoreSpec) -> RecordStore | HeadRecords:
     """Records on ``engine``, which it closes. ConfigError, one line, for a secret or a package that cannot be
     had; the engine is closed then.
     """
     from kvbm_core.storage.remote.encoding import Encoding
+    from kvbm_core.storage.remote.head_store import HeadRecords
     from kvbm_core.storage.remote.names import RecordNames
     from kvbm_core.storage.remote.record_store import RecordStore
     from kvbm_core.storage.remote.secret import SETTING, Secret
@@ -85,8 +98,12 @@ def record_store(engine: ObjectEngine, spec: StoreSpec) -> RecordStore:
     except ConfigError:
         engine.close()
         raise
-    names = RecordNames(_meaning_of(spec, f"/{encoding.number}"), secret)
-    return RecordStore(engine, names, spec.payload_bytes, encoding)
+    meanings = [(own, _meaning_of(own, f"/{encoding.number}")) for own in spec.by_shard()]
+    stores = [
+        RecordStore(engine, RecordNames(meaning, secret), own.payload_bytes, encoding)
+        for own, meaning in meanings
+    ]
+    return stores[0] if spec.heads is None else HeadRecords(spec.heads, stores, spec.payload_bytes)
 
 
 def _meaning_of(spec: StoreSpec, encoding: str = "") -> Meaning:
@@ -102,16 +119,16 @@ def _meaning_of(spec: StoreSpec, encoding: str = "") -> Meaning:
 
 def _open_directory(spec: StoreSpec) -> BlockStore:
     from kvbm_core.storage.directory.store import DirectoryOptions, DirectoryStore
+    from kvbm_core.storage.remote.head_store import HeadStore
 
     path = remote_directory(spec.url)
     _refuse_what_records_need(spec.options)
-    meaning = _meaning_of(spec)
     options = DirectoryOptions(spec.options.max_bytes, trusts_group=spec.options.trust == "group")
-    store = DirectoryStore(path, meaning, spec.payload_bytes, options)
+    stores = [DirectoryStore(path, _meaning_of(own), own.payload_bytes, options) for own in spec.by_shard()]
     size = "no limit of size" if options.max_bytes is None else f"{options.max_bytes / 1e9:g} GB"
     line = "kvbm: shared directory: %s, %s for each model, blocks of this %s are read"
     limited_log.log(logging.INFO, path, line, path, size, spec.options.trust)
-    return store
+    return stores[0] if spec.heads is None else HeadStore(spec.heads, stores, spec.payload_bytes)
 
 
 def _refuse_what_records_need(options: StoreOptions) -> None:

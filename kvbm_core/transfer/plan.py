@@ -119,6 +119,10 @@ class TierPlace(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     num_slots: int = 0
     model: str = ""
     """For people; what a store that bounds itself is bounded by."""
+    head_shards: str = ""
+    """What all ranks say that their blocks mean as head shards, which a tier by key keeps; empty: it keeps
+    each rank's blocks as they are.
+    """
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from kvbm_core.errors import ConfigError
+from kvbm_core.layout.heads import HeadShards
 from kvbm_core.storage.disk.allocate import FileOptions
 from kvbm_core.storage.disk.block_file import SUFFIX
 from kvbm_core.storage.disk.record import whole_sectors
@@ -48,11 +49,14 @@ class RankOptions:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Rank ``rank`` of ``num_ranks`` that store. ``fingerprint``: what the bytes of its blocks mean."""
+    """Rank ``rank`` of ``num_ranks`` that store. ``fingerprint``: what the bytes of its blocks mean.
+    ``heads``: how they may be divided in stores that others share.
+    """
 
     rank: int
     num_ranks: int
     fingerprint: str
+    heads: HeadShards | None = None
 
 
 def slot_bytes_of(memory: DeviceMemory, *, has_lower: bool) -> int:
@@ -156,6 +160,7 @@ class RankMemory:
             f"{shard.rank}of{shard.num_ranks}",
             place.model,
             options,
+            shard.heads if place.head_shards else None,
         )
         try:
             store = open_store(spec)

@@ -64,6 +64,8 @@ class EngineSpec:
     max_num_seqs: int = 8
     windows: tuple[int | None, ...] = (None, None)
     ranks: int = 1
+    kv_heads: int | None = None
+    """Of the whole model; None: KV_HEADS for each rank."""
     is_mla: bool = False
     layout: str = "LBNHC"
     max_model_len: int = 120
@@ -73,6 +75,18 @@ class EngineSpec:
     kv_events: bool = False
     connector: dict[str, Any] = field(default_factory=lambda: dict(DYNAMO))
     extra_config: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def total_heads(self) -> int:
+        """KV heads of the whole model."""
+        return KV_HEADS * self.ranks if self.kv_heads is None else self.kv_heads
+
+    def heads_of(self, rank: int) -> range:
+        """Which KV heads a rank has: as vLLM divides them in QKVParallelLinear. With MLA all have one."""
+        if self.is_mla:
+            return range(1)
+        count, num_same = max(1, self.total_heads // self.ranks), max(1, self.ranks // self.total_heads)
+        return range(rank // num_same * count, rank // num_same * count + count)
 
     @property
     def layer_names(self) -> tuple[str, ...]:
@@ -171,7 +185,7 @@ def make_scheduler(config: VllmConfig, kv_cache_config: KVCacheConfig) -> tuple[
 def _layer_spec(spec: EngineSpec, window_tokens: int | None) -> KVCacheSpec:
     shape: dict[str, Any] = {
         "block_size": spec.block_size_tokens,
-        "num_kv_heads": KV_HEADS,
+        "num_kv_heads": len(spec.heads_of(0)),
         "head_size": HEAD_SIZE,
         "dtype": torch.float32,
     }
@@ -188,8 +202,8 @@ def _model_json(spec: EngineSpec) -> dict[str, Any]:
         "model_type": "qwen3",
         "hidden_size": 32,
         "intermediate_size": 64,
-        "num_attention_heads": 4,
-        "num_key_value_heads": KV_HEADS * spec.ranks,
+        "num_attention_heads": max(4, spec.total_heads),
+        "num_key_value_heads": spec.total_heads,
         "head_dim": HEAD_SIZE,
         "num_hidden_layers": len(spec.windows),
         "vocab_size": 512,

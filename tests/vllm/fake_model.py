@@ -97,10 +97,11 @@ class Sequence:
         return int(self.seeds(len(self.tokens))[-1] % 500) + 3
 
 
-def kv_bytes(seeds: npt.NDArray[np.uint64], layer: int, rank: int, token_bytes: int) -> Bytes:
-    """[positions, token_bytes]: the KV of one layer on one rank."""
-    words = np.arange(token_bytes // 8, dtype=np.uint64) + np.uint64(1 + 7919 * layer + 104729 * rank)
-    mixed = seeds[:, None] ^ (words[None, :] * np.uint64(0x9E3779B97F4A7C15))
+def kv_bytes(seeds: npt.NDArray[np.uint64], layer: int, heads: range, head_bytes: int) -> Bytes:
+    """[positions, heads, head_bytes]: the KV of some heads of one layer, numbered as in the whole model."""
+    first = np.array(heads, dtype=np.uint64)[:, None] * np.uint64(104729) + np.uint64(1 + 7919 * layer)
+    words = first + np.arange(head_bytes // 8, dtype=np.uint64)
+    mixed = seeds[:, None, None] ^ (words * np.uint64(0x9E3779B97F4A7C15))
     mixed = (mixed ^ (mixed >> np.uint64(29))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed ^= mixed >> np.uint64(32)
     return np.ascontiguousarray(mixed).view(np.uint8)
@@ -127,7 +128,7 @@ class FakeRank:
         prepare: Callable[[int, KVConnectorBase_V1], None],
     ) -> None:
         self.rank = rank
-        self._kv_rank = 0 if spec.is_mla else rank  # with MLA all ranks have the same
+        self._heads = spec.heads_of(rank)
         self._spec = spec
         self._config = config
         self._groups = kv_cache_config.kv_cache_groups
@@ -234,9 +235,9 @@ class FakeRank:
         positions = np.arange(first, start)
         blocks = np.array(table)[positions // self._spec.block_size_tokens]
         assert (blocks != 0).all(), f"{name}: {layer_name}: null block inside tokens {first}..{start}"
-        seen = array[blocks, :, positions % self._spec.block_size_tokens, :].reshape(len(positions), -1)
-        right = kv_bytes(sequence.seeds(start)[first:], self._layer(layer_name), self._kv_rank, seen.shape[1])
-        wrong = np.flatnonzero((seen != right).any(axis=1))
+        seen = array[blocks, :, positions % self._spec.block_size_tokens, :]
+        right = kv_bytes(sequence.seeds(start)[first:], self._layer(layer_name), self._heads, array.shape[3])
+        wrong = np.flatnonzero((seen != right).any(axis=(1, 2)))
         if wrong.size:
             kind = "never written" if (seen[wrong[0]] == POISON).all() else "bytes of something else"
             raise AssertionError(
@@ -250,10 +251,8 @@ class FakeRank:
         positions = np.arange(start, stop)
         blocks = np.array(table)[positions // self._spec.block_size_tokens]
         kept = blocks != 0
-        heads, token_bytes = array.shape[1], array.shape[1] * array.shape[3]
-        fresh = kv_bytes(sequence.seeds(stop)[start:], self._layer(layer_name), self._kv_rank, token_bytes)
-        rows = fresh.reshape(len(positions), heads, -1)[kept]
-        array[blocks[kept], :, (positions % self._spec.block_size_tokens)[kept], :] = rows
+        fresh = kv_bytes(sequence.seeds(stop)[start:], self._layer(layer_name), self._heads, array.shape[3])
+        array[blocks[kept], :, (positions % self._spec.block_size_tokens)[kept], :] = fresh[kept]
 
     def _layer(self, layer_name: str) -> int:
         return self._spec.layer_names.index(layer_name)

@@ -1,0 +1,128 @@
+"""Which bytes of a block belong to which KV heads: what ranks of engines of another size have to agree on.
+
+A block of the whole model is divided into *head shards*, each of the same number of heads of all layers. A
+rank has one or more of them, or shares one with other ranks. The bytes of a shard have one order, whatever
+the engine's own is on this rank: layer, head, and then the tensor's other axes as the engine numbers them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import gcd, prod
+from typing import NamedTuple
+
+from kvbm_core.errors import LayoutError
+from kvbm_core.layout.tensors import TensorInfo, block_axis, content_strides_bytes, without_shared
+from kvbm_core.tokens.hashing import encode_fields
+
+HEADS_VERSION = 1
+ITEM_SIZES = (1, 2, 4, 8)
+
+
+class HeadTensor(NamedTuple):
+    """One layer's tensor within a block's content. ``shape`` and ``strides_bytes``: the heads (one, if there
+    are none), and then the other axes.
+    """
+
+    name: str
+    dtype: str
+    itemsize: int
+    offset_bytes: int
+    shape: tuple[int, ...]
+    strides_bytes: tuple[int, ...]
+
+    @property
+    def head_bytes(self) -> int:
+        """What one head of a block takes."""
+        return prod(self.shape[1:]) * self.itemsize
+
+
+class HeadGroup(NamedTuple):
+    """One KV cache group, layer by layer."""
+
+    block_tokens: int
+    tensors: tuple[HeadTensor, ...]
+
+
+def head_tensors(
+    tensors: Sequence[TensorInfo], num_blocks: int, head_axis: int | None
+) -> tuple[HeadTensor, ...]:
+    """Those of ``view_of_tensors(tensors, num_blocks)``, in its order. ``head_axis`` None: no axis is the
+    heads', every rank has the same. LayoutError if such a tensor cannot be divided.
+    """
+    made: list[HeadTensor] = []
+    at_bytes = 0
+    for tensor in without_shared(tensors):
+        axis = block_axis(tensor, num_blocks)
+        if head_axis == axis or tensor.itemsize not in ITEM_SIZES:
+            raise tensor.refuse("cannot be divided by heads")
+        sizes = list(tensor.shape)
+        sizes[axis] //= num_blocks
+        strides = content_strides_bytes(tensor, num_blocks)
+        first = [] if head_axis is None else [head_axis]
+        order = [*first, axis, *(a for a in range(len(sizes)) if a != axis and a not in first)]
+        shape, own = tuple(sizes[a] for a in order), tuple(strides[a] for a in order)
+        if head_axis is None:
+            shape, own = (1, *shape), (0, *own)
+        made.append(HeadTensor(tensor.name, tensor.dtype, tensor.itemsize, at_bytes, shape, own))
+        at_bytes += prod(sizes) * tensor.itemsize
+    return tuple(made)
+
+
+@dataclass(frozen=True, slots=True)
+class HeadShards:
+    """How the blocks of one rank are made of head shards.
+
+    ``num_shards``: of a block of the whole model. ``own``: those that this rank has. ``is_keeper``: whether
+    it is this rank that stores them, of those that have the same. ``shard_bytes``: of each, and of any group;
+    what a group does not fill is zeros. ``meaning``: 32 hex digits, the same wherever the bytes of a shard
+    mean the same.
+    """
+
+    num_shards: int
+    own: range
+    is_keeper: bool
+    shard_bytes: int
+    meaning: str
+    groups: tuple[HeadGroup, ...]
+
+
+def divide_heads(
+    groups: Sequence[HeadGroup], total_heads: int | None, rank: int, num_ranks: int, max_shards: int
+) -> HeadShards:
+    """Rank ``rank`` of ``num_ranks`` that share ``total_heads`` heads evenly, in order; where there are more
+    ranks than heads, neighbors have the same one. None: all ranks have the same (MLA).
+
+    LayoutError, a line that goes on, if it is not so, or does not go with ``max_shards``.
+    """
+    if total_heads is None:
+        num_shards, own, is_keeper = 1, range(1), rank == 0
+        local_heads = shard_heads = 1
+    else:
+        if total_heads % num_ranks and num_ranks % total_heads:
+            raise LayoutError(f"{num_ranks} ranks do not share {total_heads} KV heads evenly")
+        num_shards = gcd(total_heads, max_shards)
+        shard_heads = total_heads // num_shards
+        local_heads, num_same = max(1, total_heads // num_ranks), max(1, num_ranks // total_heads)
+        if local_heads % shard_heads:
+            why = f"{num_ranks} ranks have {local_heads} of {total_heads} KV heads each"
+            raise LayoutError(f"{why}, and a shard has {shard_heads}: set it to a multiple of {num_ranks}")
+        first = rank // num_same * local_heads // shard_heads
+        own, is_keeper = range(first, first + local_heads // shard_heads), rank % num_same == 0
+    for tensor in (tensor for group in groups for tensor in group.tensors):
+        if tensor.shape[0] != local_heads:
+            raise LayoutError(f"{tensor.name} has {tensor.shape[0]} KV heads here, not {local_heads}")
+    shard_bytes = max(shard_heads * sum(t.head_bytes for t in group.tensors) for group in groups)
+    meaning = _meaning(groups, total_heads or 0, num_shards)
+    return HeadShards(num_shards, own, is_keeper, shard_bytes, meaning, tuple(groups))
+
+
+def _meaning(groups: Sequence[HeadGroup], total_heads: int, num_shards: int) -> str:
+    fields: list[str | int] = ["kvbm-heads", HEADS_VERSION, total_heads, num_shards, len(groups)]
+    for group in groups:
+        fields += [group.block_tokens, len(group.tensors)]
+        for tensor in group.tensors:
+            fields += [tensor.name, tensor.dtype, tensor.itemsize, len(tensor.shape), *tensor.shape[1:]]
+    return hashlib.sha256(encode_fields(*fields)).hexdigest()[:32]

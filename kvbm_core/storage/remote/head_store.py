@@ -1,0 +1,425 @@
+"""Blocks of one rank, kept as head shards, so that ranks of engines of another size can read them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvbm_core.clock import Clock, SystemClock
+from kvbm_core.errors import Outcome
+from kvbm_core.layout.heads import HeadGroup, HeadShards, HeadTensor
+from kvbm_core.storage.base import BlockStore, HoldsLate, Memory, check_blocks, check_targets, plain_parts
+from kvbm_core.storage.call_pool import CallPool, IsGivenUp
+from kvbm_core.storage.extents import Extent, extent_blocks
+from kvbm_core.storage.remote.record_store import RecordStore
+from kvbm_core.storage.remote.scratch import Lent, Scratch
+from kvbm_core.types import BlockKey, group_of
+
+ROOM_BYTES = 64 << 20
+CALLS_AT_ONCE = 4
+"""The memory is shared by so many calls; one that needs more is made in several steps."""
+CLOSE_TIMEOUT_S = 2.0
+WORST_FIRST = (
+    Outcome.CORRUPT,
+    Outcome.INCOMPATIBLE,
+    Outcome.MISS,
+    Outcome.REJECTED,
+    Outcome.NO_SPACE,
+    Outcome.IO_ERROR,
+    Outcome.TIMED_OUT,
+    Outcome.BUSY,
+    Outcome.OK,
+)
+"""Of a block's shards: one that is not there is an answer, whatever is not known of the others."""
+
+Outcomes = list[list[Outcome]]
+"""Of each item."""
+AskShard = Callable[[int, float], Outcomes]
+"""Asks the store of one shard, by its number among this rank's, and has so many seconds."""
+MoveShard = Callable[[int, slice, list[list[memoryview]], float], Outcomes]
+"""The same of some of the items, each with the memory of its blocks."""
+
+
+class HeadStore:
+    """BlockStore of blocks of ``payload_bytes``, kept in ``stores``, which it closes: one per shard of this
+    rank, in order. Safe to call from any thread.
+
+    Shards pass through bounded memory of its own: a store that is late touches nobody else's, and a call that
+    does not get any in time is BUSY. A block's outcome is the worst of its shards. A rank that shares its
+    shards with others and is not their keeper stores nothing, and says OK: the keeper's outcome counts.
+    """
+
+    def __init__(
+        self,
+        heads: HeadShards,
+        stores: Sequence[BlockStore],
+        payload_bytes: int,
+        *,
+        clock: Clock | None = None,
+    ) -> None:
+        if len(stores) != len(heads.own):
+            raise ValueError(f"{len(stores)} stores for {len(heads.own)} shards")
+        self._stores = tuple(stores)
+        self._is_keeper = heads.is_keeper
+        self._payload_bytes = payload_bytes
+        self._shard_bytes = heads.shard_bytes
+        self._room_bytes = len(stores) * heads.shard_bytes
+        self._copies = tuple(_Copies(group, heads) for group in heads.groups)
+        self._clock = clock or SystemClock()
+        self._calls = CallPool("head-shards", CALLS_AT_ONCE * len(stores), self._clock)
+        largest_bytes = extent_blocks(heads.shard_bytes) * self._room_bytes
+        self._scratch = Scratch(max(ROOM_BYTES, CALLS_AT_ONCE * largest_bytes), self._is_late, self._clock)
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Address and size of the memory that shards pass through, for an engine that wants to know."""
+        return self._scratch.place
+
+    # ---------------------------------------------------------------- BlockStore
+
+    def contains_many(self, keys: Sequence[BlockKey], *, deadline_s: float) -> list[Outcome]:
+        """See BlockStore."""
+        return self._ask(
+            lambda n, left_s: _each(self._stores[n].contains_many(keys, deadline_s=left_s)),
+            len(keys),
+            deadline_s,
+        )
+
+    def put_many(
+        self, keys: Sequence[BlockKey], payloads: Sequence[Memory], *, deadline_s: float
+    ) -> list[Outcome]:
+        """See BlockStore."""
+        self._check(keys, payloads)
+
+        def put(n: int, step: slice, shards: list[list[memoryview]], left_s: float) -> Outcomes:
+            return _each(self._stores[n].put_many(keys[step], _flat(shards), deadline_s=left_s))
+
+        return _flat(self._put(_each(keys), _each(payloads), put, deadline_s))
+
+    def get_many(
+        self, keys: Sequence[BlockKey], targets: Sequence[Memory], *, deadline_s: float
+    ) -> list[Outcome]:
+        """See BlockStore."""
+        self._check(keys, targets)
+        check_targets(targets)
+
+        def get(n: int, step: slice, shards: list[list[memoryview]], left_s: float) -> Outcomes:
+            return _each(self._stores[n].get_many(keys[step], _flat(shards), deadline_s=left_s))
+
+        return _flat(self._get(_each(keys), _each(targets), get, deadline_s))
+
+    def remove_many(self, keys: Sequence[BlockKey], *, deadline_s: float) -> list[Outcome]:
+        """See BlockStore."""
+        return self._ask(
+            lambda n, left_s: _each(self._stores[n].remove_many(keys, deadline_s=left_s)),
+            len(keys),
+            deadline_s,
+        )
+
+    def scan(self) -> Iterator[BlockKey]:
+        """See BlockStore: those of which all shards are there."""
+        first, *others = self._stores
+        elsewhere = [set(store.scan()) for store in others]
+        return (key for key in first.scan() if all(key in keys for keys in elsewhere))
+
+    def close(self) -> None:
+        """See BlockStore."""
+        for store in self._stores:
+            store.close()
+        self._calls.close(CLOSE_TIMEOUT_S)
+        self._scratch.close()
+
+    # ---------------------------------------------------------------- blocks and shards
+
+    def _check(self, keys: Sequence[BlockKey], memory: Sequence[Memory]) -> None:
+        check_blocks(keys, memory, self._payload_bytes)
+        if any(group_of(key) >= len(self._copies) for key in keys):
+            raise ValueError(f"a key of none of {len(self._copies)} groups")
+
+    def _put(
+        self,
+        keys: Sequence[Sequence[BlockKey]],
+        payloads: Sequence[Sequence[Memory]],
+        put: MoveShard,
+        deadline_s: float,
+    ) -> Outcomes:
+        """One outcome per item."""
+        if not self._is_keeper:
+            return [[Outcome.OK] for _ in keys]
+        ends_at_s = self._clock.now_s() + deadline_s
+        outcomes: Outcomes = []
+        for step in self._steps(payloads):
+            sizes = [1] * len(payloads[step])
+            lent = self._take(payloads[step], ends_at_s)
+            if lent is None:
+                outcomes += _all(Outcome.BUSY, sizes)
+                continue
+            try:
+                for key, payload, room in self._rooms(keys[step], payloads[step], lent):
+                    self._copies[group_of(key)].divide(payload, room)
+                move = self._mover(put, step, payloads[step], lent)
+                outcomes += self._ask_all(move, sizes, ends_at_s, lent.memory)
+            finally:
+                self._scratch.give_back(lent)
+        return outcomes
+
+    def _get(
+        self,
+        keys: Sequence[Sequence[BlockKey]],
+        targets: Sequence[Sequence[Memory]],
+        get: MoveShard,
+        deadline_s: float,
+    ) -> Outcomes:
+        """One outcome per target of each item; those that are OK are filled."""
+        ends_at_s = self._clock.now_s() + deadline_s
+        outcomes: Outcomes = []
+        for step in self._steps(targets):
+            sizes = list(map(len, targets[step]))
+            lent = self._take(targets[step], ends_at_s)
+            if lent is None:
+                outcomes += _all(Outcome.BUSY, sizes)
+                continue
+            try:
+                move = self._mover(get, step, targets[step], lent)
+                ends = self._ask_all(move, sizes, ends_at_s, lent.memory)
+                rooms = self._rooms(keys[step], targets[step], lent)
+                for end, (key, target, room) in zip(_flat(ends), rooms, strict=True):
+                    if end is Outcome.OK:
+                        self._copies[group_of(key)].join(room, target)
+                outcomes += ends
+            finally:
+                self._scratch.give_back(lent)
+        return outcomes
+
+    def _steps(self, memory: Sequence[Sequence[Memory]]) -> Iterator[slice]:
+        """Items that go together, by the memory that they take."""
+        most, begin, used = self._scratch.num_bytes // CALLS_AT_ONCE, 0, 0
+        for index, own in enumerate(memory):
+            size = len(own) * self._room_bytes
+            if index > begin and used + size > most:
+                yield slice(begin, index)
+                begin, used = index, 0
+            used += size
+        if begin < len(memory):
+            yield slice(begin, len(memory))
+
+    def _take(self, memory: Sequence[Sequence[Memory]], ends_at_s: float) -> Lent | None:
+        """Room for all of their shards; None if there is none in time."""
+        num_bytes = sum(map(len, memory)) * self._room_bytes
+        return self._scratch.take(num_bytes, ends_at_s - self._clock.now_s())
+
+    def _rooms(
+        self, keys: Sequence[Sequence[BlockKey]], memory: Sequence[Sequence[Memory]], lent: Lent
+    ) -> Iterator[tuple[BlockKey, Memory, memoryview]]:
+        """Each block's key, memory, and room for its shards, one after the other."""
+        blocks = zip(_flat(keys), _flat(memory), strict=True)
+        for index, (key, block) in enumerate(blocks):
+            yield key, block, lent.memory[index * self._room_bytes : (index + 1) * self._room_bytes]
+
+    def _mover(
+        self, move: MoveShard, step: slice, memory: Sequence[Sequence[Memory]], lent: Lent
+    ) -> AskShard:
+        """``move`` with the memory of each shard."""
+        starts = list(accumulate(map(len, memory), initial=0))
+
+        def ask(n: int, left_s: float) -> Outcomes:
+            offset, size = n * self._shard_bytes, self._shard_bytes
+            places = range(offset, offset + starts[-1] * self._room_bytes, self._room_bytes)
+            shards = [lent.memory[at : at + size] for at in places]
+            return move(n, step, [shards[begin:end] for begin, end in pairwise(starts)], left_s)
+
+        return ask
+
+    # ---------------------------------------------------------------- all shards at once
+
+    def _ask(self, ask: AskShard, count: int, deadline_s: float) -> list[Outcome]:
+        return _flat(self._ask_all(ask, [1] * count, self._clock.now_s() + deadline_s, None))
+
+    def _ask_all(
+        self, ask: AskShard, sizes: Sequence[int], ends_at_s: float, memory: memoryview | None
+    ) -> Outcomes:
+        """The worst of what the shards' stores say; they are asked at the same time, about ``memory``."""
+        count = len(self._stores)
+        answers: list[Outcomes | None] = [None] * count
+
+        def task(n: int, is_given_up: IsGivenUp) -> Outcome:
+            answers[n] = ask(n, ends_at_s - self._clock.now_s())
+            return Outcome.OK
+
+        targets = None if memory is None else [memory] * count
+        ends = self._calls.run(task, count, deadline_s=ends_at_s - self._clock.now_s(), targets=targets)
+        whole = [
+            answer if end is Outcome.OK and answer is not None else _all(end, sizes)
+            for end, answer in zip(ends, answers, strict=True)
+        ]
+        return [
+            [min(of_block, key=WORST_FIRST.index) for of_block in zip(*of_item, strict=True)]
+            for of_item in zip(*whole, strict=True)
+        ]
+
+    def _is_late(self, memory: Memory) -> bool:
+        return self._calls.holds(memory) or any(
+            isinstance(store, HoldsLate) and store.holds(memory) for store in self._stores
+        )
+
+
+class HeadRecords(HeadStore):
+    """The same of records, and an ExtentStore. ``stores`` have one engine."""
+
+    def __init__(
+        self,
+        heads: HeadShards,
+        stores: Sequence[RecordStore],
+        payload_bytes: int,
+        *,
+        clock: Clock | None = None,
+    ) -> None:
+        super().__init__(heads, stores, payload_bytes, clock=clock)
+        self._records = tuple(stores)
+        self._records[0].register(*self.place)
+
+    def contains_extents(self, extents: Sequence[Extent], *, deadline_s: float) -> list[Outcome]:
+        """See ExtentStore."""
+        return self._ask(
+            lambda n, left_s: _each(self._records[n].contains_extents(extents, deadline_s=left_s)),
+            len(extents),
+            deadline_s,
+        )
+
+    def put_extents(
+        self, extents: Sequence[Extent], payloads: Sequence[Sequence[Memory]], *, deadline_s: float
+    ) -> list[Outcome]:
+        """See ExtentStore."""
+        keys = self._keys_of(extents, payloads)
+
+        def put(n: int, step: slice, shards: list[list[memoryview]], left_s: float) -> Outcomes:
+            return _each(self._records[n].put_extents(extents[step], shards, deadline_s=left_s))
+
+        return _flat(self._put(keys, payloads, put, deadline_s))
+
+    def get_extents(
+        self, extents: Sequence[Extent], targets: Sequence[Sequence[Memory]], *, deadline_s: float
+    ) -> list[list[Outcome]]:
+        """See ExtentStore."""
+        keys = self._keys_of(extents, targets)
+        for own in targets:
+            check_targets(own)
+
+        def get(n: int, step: slice, shards: list[list[memoryview]], left_s: float) -> Outcomes:
+            return self._records[n].get_extents(extents[step], shards, deadline_s=left_s)
+
+        return self._get(keys, targets, get, deadline_s)
+
+    def _keys_of(
+        self, extents: Sequence[Extent], memory: Sequence[Sequence[Memory]]
+    ) -> list[tuple[BlockKey, ...]]:
+        if len(extents) != len(memory):
+            raise ValueError("each extent needs memory")
+        for extent, own in zip(extents, memory, strict=True):
+            self._check(extent.keys, own)
+        return [extent.keys for extent in extents]
+
+
+# ---------------------------------------------------------------- copies
+
+
+class _Places(NamedTuple):
+    """Where the same elements are in a block and in its shards: for an array of ``shape``, the offset and
+    strides in bytes. ``dtype``: numpy's of elements of this size.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    in_block: tuple[int, tuple[int, ...]]
+    in_shards: tuple[int, tuple[int, ...]]
+
+    def arrays(self, block: memoryview, shards: memoryview) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+        """Both, over the given memory."""
+        (at, strides), (shard_at, shard_strides) = self.in_block, self.in_shards
+        return (
+            np.ndarray(self.shape, self.dtype, block, at, strides),
+            np.ndarray(self.shape, self.dtype, shards, shard_at, shard_strides),
+        )
+
+
+class _Copies:
+    """Between a block of one group and its shards, which lie one after the other."""
+
+    def __init__(self, group: HeadGroup, heads: HeadShards) -> None:
+        self._num_shards, self._shard_bytes = len(heads.own), heads.shard_bytes
+        self._places: list[_Places] = []
+        start = at_bytes = 0
+        while start < len(group.tensors):
+            run = _alike(group.tensors[start:])
+            heads_each = run[0].shape[0] // self._num_shards
+            self._places.append(self._places_of(run, heads_each, at_bytes))
+            at_bytes += len(run) * heads_each * run[0].head_bytes
+            start += len(run)
+        self._used_bytes = at_bytes
+
+    def _places_of(self, run: Sequence[HeadTensor], heads_each: int, at_bytes: int) -> _Places:
+        first = run[0]
+        step_bytes = run[1].offset_bytes - first.offset_bytes if len(run) > 1 else 0
+        head_stride, *others = first.strides_bytes
+        inner_bytes = [first.itemsize]
+        for size in reversed(first.shape[2:]):
+            inner_bytes.insert(0, inner_bytes[0] * size)
+        layer_bytes = heads_each * first.head_bytes
+        return _Places(
+            f"u{first.itemsize}",
+            (len(run), self._num_shards, heads_each, *first.shape[1:]),
+            (first.offset_bytes, (step_bytes, heads_each * head_stride, head_stride, *others)),
+            (at_bytes, (layer_bytes, self._shard_bytes, first.head_bytes, *inner_bytes)),
+        )
+
+    def divide(self, payload: Memory, room: memoryview) -> None:
+        """Fills the room for its shards."""
+        parts = plain_parts(payload)
+        block = parts[0] if len(parts) == 1 else memoryview(b"".join(parts))
+        for places in self._places:
+            source, target = places.arrays(block, room)
+            target[...] = source
+        if self._used_bytes < self._shard_bytes:  # or what was in this memory before would be stored
+            rest: npt.NDArray[np.uint8] = np.frombuffer(room, np.uint8).reshape(self._num_shards, -1)
+            rest[:, self._used_bytes :] = 0
+
+    def join(self, room: memoryview, target: Memory) -> None:
+        """The opposite. What of a block is in no shard, such as its padding, is left as it is."""
+        parts = plain_parts(target)
+        block = parts[0] if len(parts) == 1 else memoryview(bytearray(sum(part.nbytes for part in parts)))
+        for places in self._places:
+            array, source = places.arrays(block, room)
+            array[...] = source
+        if len(parts) > 1:
+            at = 0
+            for part in parts:
+                part[:] = block[at : at + part.nbytes]
+                at += part.nbytes
+
+
+def _alike(tensors: Sequence[HeadTensor]) -> list[HeadTensor]:
+    """As many of the first ones as are alike but for their places, which are evenly spaced."""
+    first, run = tensors[0], [tensors[0]]
+    for tensor in tensors[1:]:
+        same = tensor._replace(name=first.name, offset_bytes=first.offset_bytes) == first
+        step_bytes = tensor.offset_bytes - run[-1].offset_bytes
+        if not same or (len(run) > 1 and step_bytes != run[1].offset_bytes - run[0].offset_bytes):
+            break
+        run.append(tensor)
+    return run
+
+
+def _each(items: Sequence[Any]) -> list[list[Any]]:
+    return [[item] for item in items]
+
+
+def _flat(items: Sequence[Sequence[Any]]) -> list[Any]:
+    return [one for own in items for one in own]
+
+
+def _all(outcome: Outcome, sizes: Sequence[int]) -> Outcomes:
+    return [[outcome] * size for size in sizes]
