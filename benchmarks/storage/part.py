@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from benchmarks.figures import Figure, Goal
-from benchmarks.storage import checking, directory, lookup, records, startup, throughput, weights
+from benchmarks.storage import checking, directory, heads, lookup, records, startup, throughput, weights
 from benchmarks.storage.fio_side import DEPTH, ENGINES, HUGE_PAGES, MISSING, fio_problem, fio_version
 from benchmarks.storage.kvbm_side import BATCH_BYTES
 from benchmarks.storage.place import disk_facts, working_folder
@@ -37,6 +37,7 @@ class StoragePart:
         *weights.GOALS,
         *directory.GOALS,
         *records.GOALS,
+        *heads.GOALS,
     )
 
     def run(self, options: Options) -> Findings:
@@ -64,6 +65,7 @@ class StoragePart:
             known = weights.measure(folder, rounds, options.seed, options.told, total_bytes)
             shared = directory.measure(replace(scene, total_bytes=small_bytes))
             encrypted = records.measure(replace(scene, total_bytes=small_bytes))
+            by_heads = heads.measure(replace(scene, total_bytes=small_bytes))
         scene.facts["start-up"] = (
             f"{stored_bytes / 1e9:.0f} GB of records, {startup.BLOCKS_PER_CALL} to a call, their "
             "headers read from the"
@@ -80,6 +82,7 @@ class StoragePart:
                 *known,
                 *shared,
                 *encrypted,
+                *by_heads,
             ],
             (),
             _settings(scene, small_bytes),

@@ -56,3 +56,29 @@ def test_what_one_engine_has_computed_is_a_hit_in_another(
     third = run_engine(tmp_path / "third", job(tiny_model, prompts, 1, llm=whole), **environment(share))
     assert max(cached(third, 0)) == 0 and answers(third, 0) == answers(first, 0)
     assert_nothing_left(third)
+
+
+def test_engines_of_another_tensor_parallel_size_hit_what_one_engine_has_computed(
+    tiny_model: Path, tmp_path: Path, prompts: list[list[int]]
+) -> None:
+    """Both ways, in float32: what another size has computed differs by the order of additions alone."""
+    share = tmp_path / "share"
+    share.mkdir()
+    env = environment(share) | {"KVBM_REMOTE_HEAD_SHARDS": "2"}
+    whole = {"num_gpu_blocks_override": DEVICE_FOR_ALL, "dtype": "float32"}
+    halves = whole | {"tensor_parallel_size": 2}
+    of_one, of_two = prompts[:2], prompts[2:]
+    first = run_engine(tmp_path / "first", job(tiny_model, of_one, 1, llm=whole), **env)
+    assert max(cached(first, 0)) == 0
+
+    both = job(tiny_model, of_one, 1, llm=halves)
+    both["rounds"] += [{"prompts": of_two, "max_tokens": 8}]
+    second = run_engine(tmp_path / "second", both, **env)
+    assert min(cached(second, 0)) >= PROMPT_TOKENS - BLOCK and max(cached(second, 1)) == 0
+    assert answers(second, 0) == answers(first, 0)
+
+    third = run_engine(tmp_path / "third", job(tiny_model, of_two, 1, llm=whole), **env)
+    assert min(cached(third, 0)) >= PROMPT_TOKENS - BLOCK
+    assert answers(third, 0) == answers(second, 1)
+    assert third["metrics"]["kvbm_object_read_failures"] == 0
+    assert_nothing_left(third)

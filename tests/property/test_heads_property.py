@@ -254,21 +254,25 @@ def test_ranks_that_do_not_go_with_the_shards_are_refused(
 
 
 def test_every_head_has_one_keeper() -> None:
+    num_divided = 0
     for heads, num_ranks, max_shards in product((1, 2, 4, 8, 12, 40), (1, 2, 4, 8, 16), (1, 2, 4, 8, 12)):
         try:
             ranks = [divided(heads, rank, num_ranks, max_shards) for rank in range(num_ranks)]
-        except LayoutError:
+        except LayoutError as error:
+            assert "KV heads" in str(error)
             continue
+        num_divided += 1
         kept = sorted(shard for rank in ranks if rank.is_keeper for shard in rank.own)
         assert kept == [*range(ranks[0].num_shards)], f"{heads} heads, {num_ranks} ranks"
         assert {shard for rank in ranks for shard in rank.own} == {*kept}
+    assert num_divided > 80
 
 
 def divided(heads: int, rank: int, num_ranks: int, max_shards: int) -> HeadShards:
     """Of a model with one layer."""
     local = max(1, heads // num_ranks)
-    info = TensorInfo("a", (2, local, 4), (local * 4, 4, 1), 1, "uint8", 0, 0, 8 * local)
-    return divide_heads([HeadGroup(4, head_tensors([info], 2, 1))], heads, rank, num_ranks, max_shards)
+    info = TensorInfo("a", (7, local, 4), (local * 4, 4, 1), 1, "uint8", 0, 0, 28 * local)
+    return divide_heads([HeadGroup(4, head_tensors([info], 7, 1))], heads, rank, num_ranks, max_shards)
 
 
 def test_what_a_group_does_not_fill_is_zeros(url: str, rng: random.Random) -> None:

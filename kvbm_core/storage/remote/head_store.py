@@ -15,7 +15,7 @@ from kvbm_core.layout.heads import HeadGroup, HeadShards, HeadTensor
 from kvbm_core.storage.base import BlockStore, HoldsLate, Memory, check_blocks, check_targets, plain_parts
 from kvbm_core.storage.call_pool import CallPool, IsGivenUp
 from kvbm_core.storage.extents import Extent, extent_blocks
-from kvbm_core.storage.remote.record_store import RecordStore
+from kvbm_core.storage.remote.record_store import RecordStore, check_extents
 from kvbm_core.storage.remote.scratch import Lent, Scratch
 from kvbm_core.types import BlockKey, group_of
 
@@ -46,7 +46,7 @@ MoveShard = Callable[[int, slice, list[list[memoryview]], float], Outcomes]
 
 class HeadStore:
     """BlockStore of blocks of ``payload_bytes``, kept in ``stores``, which it closes: one per shard of this
-    rank, in order. Safe to call from any thread.
+    rank, in order. Safe to call from any thread; so many ``calls_at_once`` go on without waiting.
 
     Shards pass through bounded memory of its own: a store that is late touches nobody else's, and a call that
     does not get any in time is BUSY. A block's outcome is the worst of its shards. A rank that shares its
@@ -59,6 +59,7 @@ class HeadStore:
         stores: Sequence[BlockStore],
         payload_bytes: int,
         *,
+        calls_at_once: int = CALLS_AT_ONCE,
         clock: Clock | None = None,
     ) -> None:
         if len(stores) != len(heads.own):
@@ -70,7 +71,7 @@ class HeadStore:
         self._room_bytes = len(stores) * heads.shard_bytes
         self._copies = tuple(_Copies(group, heads) for group in heads.groups)
         self._clock = clock or SystemClock()
-        self._calls = CallPool("head-shards", CALLS_AT_ONCE * len(stores), self._clock)
+        self._calls = CallPool("head-shards", calls_at_once * len(stores), self._clock)
         largest_bytes = extent_blocks(heads.shard_bytes) * self._room_bytes
         self._scratch = Scratch(max(ROOM_BYTES, CALLS_AT_ONCE * largest_bytes), self._is_late, self._clock)
 
@@ -93,7 +94,8 @@ class HeadStore:
         self, keys: Sequence[BlockKey], payloads: Sequence[Memory], *, deadline_s: float
     ) -> list[Outcome]:
         """See BlockStore."""
-        self._check(keys, payloads)
+        check_blocks(keys, payloads, self._payload_bytes)
+        self._check_groups(keys)
 
         def put(n: int, step: slice, shards: list[list[memoryview]], left_s: float) -> Outcomes:
             return _each(self._stores[n].put_many(keys[step], _flat(shards), deadline_s=left_s))
@@ -104,7 +106,8 @@ class HeadStore:
         self, keys: Sequence[BlockKey], targets: Sequence[Memory], *, deadline_s: float
     ) -> list[Outcome]:
         """See BlockStore."""
-        self._check(keys, targets)
+        check_blocks(keys, targets, self._payload_bytes)
+        self._check_groups(keys)
         check_targets(targets)
 
         def get(n: int, step: slice, shards: list[list[memoryview]], left_s: float) -> Outcomes:
@@ -135,8 +138,7 @@ class HeadStore:
 
     # ---------------------------------------------------------------- blocks and shards
 
-    def _check(self, keys: Sequence[BlockKey], memory: Sequence[Memory]) -> None:
-        check_blocks(keys, memory, self._payload_bytes)
+    def _check_groups(self, keys: Sequence[BlockKey]) -> None:
         if any(group_of(key) >= len(self._copies) for key in keys):
             raise ValueError(f"a key of none of {len(self._copies)} groups")
 
@@ -268,7 +270,9 @@ class HeadStore:
 
 
 class HeadRecords(HeadStore):
-    """The same of records, and an ExtentStore. ``stores`` have one engine."""
+    """The same of records, and an ExtentStore. ``stores`` have one engine. ``concurrency``: calls at once
+    that it takes well.
+    """
 
     def __init__(
         self,
@@ -278,8 +282,9 @@ class HeadRecords(HeadStore):
         *,
         clock: Clock | None = None,
     ) -> None:
-        super().__init__(heads, stores, payload_bytes, clock=clock)
         self._records = tuple(stores)
+        self.concurrency = max(1, self._records[0].concurrency // len(stores))
+        super().__init__(heads, stores, payload_bytes, calls_at_once=self.concurrency, clock=clock)
         self._records[0].register(*self.place)
 
     def contains_extents(self, extents: Sequence[Extent], *, deadline_s: float) -> list[Outcome]:
@@ -294,33 +299,29 @@ class HeadRecords(HeadStore):
         self, extents: Sequence[Extent], payloads: Sequence[Sequence[Memory]], *, deadline_s: float
     ) -> list[Outcome]:
         """See ExtentStore."""
-        keys = self._keys_of(extents, payloads)
+        check_extents(extents, payloads, self._payload_bytes, are_whole=True)
 
         def put(n: int, step: slice, shards: list[list[memoryview]], left_s: float) -> Outcomes:
             return _each(self._records[n].put_extents(extents[step], shards, deadline_s=left_s))
 
-        return _flat(self._put(keys, payloads, put, deadline_s))
+        return _flat(self._put(self._keys_of(extents), payloads, put, deadline_s))
 
     def get_extents(
         self, extents: Sequence[Extent], targets: Sequence[Sequence[Memory]], *, deadline_s: float
     ) -> list[list[Outcome]]:
         """See ExtentStore."""
-        keys = self._keys_of(extents, targets)
+        check_extents(extents, targets, self._payload_bytes)
         for own in targets:
             check_targets(own)
 
         def get(n: int, step: slice, shards: list[list[memoryview]], left_s: float) -> Outcomes:
             return self._records[n].get_extents(extents[step], shards, deadline_s=left_s)
 
-        return self._get(keys, targets, get, deadline_s)
+        return self._get(self._keys_of(extents), targets, get, deadline_s)
 
-    def _keys_of(
-        self, extents: Sequence[Extent], memory: Sequence[Sequence[Memory]]
-    ) -> list[tuple[BlockKey, ...]]:
-        if len(extents) != len(memory):
-            raise ValueError("each extent needs memory")
-        for extent, own in zip(extents, memory, strict=True):
-            self._check(extent.keys, own)
+    def _keys_of(self, extents: Sequence[Extent]) -> list[tuple[BlockKey, ...]]:
+        for extent in extents:
+            self._check_groups(extent.keys)
         return [extent.keys for extent in extents]
 
 

@@ -75,6 +75,24 @@ class _Read(NamedTuple):
     memory: memoryview
 
 
+def check_extents(
+    extents: Sequence[Extent],
+    memory: Sequence[Sequence[Memory]],
+    payload_bytes: int,
+    *,
+    are_whole: bool = False,
+) -> None:
+    """ValueError unless these are extents with memory for each key, and, if ``are_whole``, all their keys."""
+    if len(extents) != len(memory):
+        raise ValueError("each extent needs memory")
+    for extent, own in zip(extents, memory, strict=True):
+        check_blocks(extent.keys, own, payload_bytes)
+        if not 0 < len(extent.keys) <= extent.num_blocks <= MAX_EXTENT_BLOCKS:
+            raise ValueError(f"an extent is of 1 to {MAX_EXTENT_BLOCKS} blocks, with keys of the last")
+        if are_whole and len(extent.keys) != extent.num_blocks:
+            raise ValueError("an extent is stored whole: it needs a key for each of its blocks")
+
+
 class RecordStore:
     """Safe to call from any thread; a call works in the thread that makes it, and in the engine's.
 
@@ -131,9 +149,7 @@ class RecordStore:
         self, extents: Sequence[Extent], payloads: Sequence[Sequence[Memory]], *, deadline_s: float
     ) -> list[Outcome]:
         """See ExtentStore. ValueError also for an extent of which a key is missing."""
-        self._check(extents, payloads)
-        if any(len(extent.keys) != extent.num_blocks for extent in extents):
-            raise ValueError("an extent is stored whole: it needs a key for each of its blocks")
+        check_extents(extents, payloads, self._payload_bytes, are_whole=True)
         ends_at_s = self._clock.now_s() + deadline_s
         outcomes: list[Outcome] = []
         for step in self._steps(extents):
@@ -149,7 +165,7 @@ class RecordStore:
         self, extents: Sequence[Extent], targets: Sequence[Sequence[Memory]], *, deadline_s: float
     ) -> list[list[Outcome]]:
         """See ExtentStore. A bad block costs no other one of its extent."""
-        self._check(extents, targets)
+        check_extents(extents, targets, self._payload_bytes)
         for own in targets:
             check_targets(own)
         ends_at_s = self._clock.now_s() + deadline_s
@@ -203,14 +219,6 @@ class RecordStore:
         self._scratch.close()
 
     # ---------------------------------------------------------------- both ways
-
-    def _check(self, extents: Sequence[Extent], memory: Sequence[Sequence[Memory]]) -> None:
-        if len(extents) != len(memory):
-            raise ValueError("each extent needs memory")
-        for extent, own in zip(extents, memory, strict=True):
-            check_blocks(extent.keys, own, self._payload_bytes)
-            if not 0 < len(extent.keys) <= extent.num_blocks <= MAX_EXTENT_BLOCKS:
-                raise ValueError(f"an extent is of 1 to {MAX_EXTENT_BLOCKS} blocks, with keys of the last")
 
     def _names_of(self, extents: Sequence[Extent]) -> list[str]:
         return [self._names.name_of(extent.keys[-1], extent.num_blocks) for extent in extents]
