@@ -100,6 +100,7 @@ def _remote(folder: str) -> dict[str, str]:
         "remote_filter": "hit",
         "remote_trust": "group",
         "remote_deadline_s": "4",
+        "remote_head_shards": "2",
         "remote_secret_file": config.__file__,
         "remote_encrypt": "true",
         "remote_codec": "zstd",
