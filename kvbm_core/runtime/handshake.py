@@ -44,8 +44,8 @@ log = logging.getLogger("kvbm")
 @dataclass(frozen=True, slots=True)
 class SlotsReady:
     """Slots 0 .. ``slots``-1 are usable on every rank; ``block_bytes`` and the device tier's size for the
-    log. ``fingerprint``: for names of blocks. ``by_heads``: stores that others share keep head shards, and
-    the fingerprint is the same for any number of ranks.
+    log. ``fingerprint``: for names of blocks. ``head_shard_bytes``: of a block in stores that keep head
+    shards, where the fingerprint is the same for any number of ranks; 0: they keep blocks as they are.
     """
 
     slots: int
@@ -53,7 +53,7 @@ class SlotsReady:
     block_bytes: int
     num_device_blocks: int
     fingerprint: str
-    by_heads: bool = False
+    head_shard_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -421,7 +421,7 @@ class Handshake:
                 block_bytes=self._block_bytes(),
                 num_device_blocks=min(hello.num_device_blocks for _, hello in self._hellos.values()),
                 fingerprint=self._heads() or self._fingerprint(),
-                by_heads=bool(self._heads()),
+                head_shard_bytes=self._hellos[0][1].head_shard_bytes if self._heads() else 0,
             )
         )
         self._answered.set()

@@ -513,8 +513,9 @@ class Leader:
             what = "tier" if self.metrics.has_host_tier else "memory for blocks on their way to the disk"
             size_gb = event.slots * event.block_bytes / 1e9
             log.info("kvbm: host %s ready: %d blocks, %.2f GB", what, event.slots, size_gb)
-            if event.by_heads and self.chain.keyed:
-                log.info("kvbm: shared blocks are kept by heads, for engines of any tensor-parallel size")
+            if event.head_shard_bytes and self.chain.keyed:
+                line = "kvbm: shared blocks are kept by heads (%.3g MB), for other tensor-parallel sizes too"
+                log.info(line, event.head_shard_bytes / 1e6)
 
     def disable(self, reason: str) -> None:
         """No block is matched or stored from now on; ``reason`` is one line."""

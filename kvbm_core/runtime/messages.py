@@ -31,6 +31,7 @@ class Hello(msgspec.Struct, tag="hello", frozen=True, forbid_unknown_fields=True
     """Where they do, in the words of rank 0's MeetingPoint."""
     head_shards: str = ""
     """What its blocks mean as head shards, ``HeadShards.meaning``; empty: they are not to be kept as such."""
+    head_shard_bytes: int = 0
 
 
 class Configure(msgspec.Struct, tag="configure", frozen=True, forbid_unknown_fields=True):

@@ -180,6 +180,7 @@ class Worker:
             replicates=self._replicates,
             broadcast_address=self._point.address if self._point is not None else "",
             head_shards=self._heads.meaning if self._heads is not None else "",
+            head_shard_bytes=self._heads.shard_bytes if self._heads is not None else 0,
         )
 
     def _on_message(self, message: Message) -> None:

@@ -581,3 +581,55 @@ def test_the_largest_chunk_of_found_blocks_fits_into_a_message() -> None:
         0, "disk", 2**40, [2**40 + i for i in chunk], [b"k" * 33] * CHUNK_SLOTS, [2**62 + i for i in chunk]
     )
     assert decode(encode(message)) == message
+
+
+# ---------------------------------------------------------------- head shards
+
+BY_HEADS = {"head_shards": "meaning", "head_shard_bytes": 25}
+
+
+def by_heads(*hellos: Hello) -> Handshake:
+    """Ranks that have said this, and have slots; with a disk and a remote store."""
+    plans: dict[str, PlanTier] = {"disk": lambda size, layout: DISK, "remote": lambda size, layout: REMOTE}
+    handshake = Handshake(len(hellos), lambda block_bytes: 8, plans)
+    for rank, said in enumerate(hellos):
+        handshake.on_message(b"%d" % rank, said)
+    for rank in range(len(hellos)):
+        handshake.on_message(b"%d" % rank, Ready(rank, 8))
+    return handshake
+
+
+def test_a_store_keeps_heads_if_all_ranks_mean_the_same_by_them() -> None:
+    handshake = by_heads(hello(0, 2, **BY_HEADS), hello(1, 2, **BY_HEADS))
+    (ready,) = (event for event in handshake.inbox if isinstance(event, SlotsReady))
+    assert (ready.fingerprint, ready.head_shard_bytes) == ("meaning", 25)
+    ((_, configure),) = handshake.on_message(b"1", hello(1, 2, **BY_HEADS))
+    assert isinstance(configure, Configure)
+    assert configure.tiers == (DISK, msgspec.structs.replace(REMOTE, head_shards="meaning"))
+
+
+@pytest.mark.parametrize("other", [{}, {"head_shards": "another", "head_shard_bytes": 25}])
+def test_one_rank_that_means_something_else_keeps_all_blocks_as_they_are(other: dict[str, object]) -> None:
+    handshake = by_heads(hello(0, 2, **BY_HEADS), hello(1, 2, **other))
+    (ready,) = (event for event in handshake.inbox if isinstance(event, SlotsReady))
+    assert (ready.fingerprint, ready.head_shard_bytes) == ("layout0-layout1", 0)
+    ((_, configure),) = handshake.on_message(b"0", hello(0, 2, **BY_HEADS))
+    assert isinstance(configure, Configure) and configure.tiers == (DISK, REMOTE)
+
+
+def test_ranks_that_get_blocks_from_rank_0_have_no_say_in_it() -> None:
+    same = {"block_bytes": 100, "num_device_blocks": 50, "fingerprint": "layout", "replicates": True}
+    handshake = by_heads(hello(0, 2, **same, **BY_HEADS), hello(1, 2, **same))
+    (ready,) = (event for event in handshake.inbox if isinstance(event, SlotsReady))
+    assert (ready.fingerprint, ready.head_shard_bytes) == ("meaning", 25)
+
+
+def test_a_new_process_in_a_rank_s_place_must_mean_the_same_by_heads() -> None:
+    clock = ManualClock()
+    handshake = Handshake(1, lambda block_bytes: 8, clock=clock)
+    handshake.on_message(A, hello(**BY_HEADS))
+    clock.advance(1.0)
+    assert [type(said) for _, said in handshake.on_message(STRANGER, hello())] == [Ask]
+    clock.advance(ANSWER_WITHIN_S)
+    ((_, answer),) = handshake.on_message(STRANGER, hello())
+    assert isinstance(answer, Refused) and "does not fit in its old place" in answer.reason

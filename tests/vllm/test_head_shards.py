@@ -6,7 +6,6 @@ where it lies on a rank.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -107,7 +106,22 @@ def test_shards_that_do_not_go_with_the_ranks_are_told_of_and_blocks_kept_as_the
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     answer = written(tmp_path, 4, kv_heads=8, head_shards=2)
-    (line,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    (line,) = [message for message in caplog.messages if "HEAD_SHARDS" in message]
     assert "KVBM_REMOTE_HEAD_SHARDS=2: 4 ranks have 2 of 8 KV heads each, and a shard has 4" in line
     assert found_tokens(tmp_path, 4, answer, kv_heads=8, head_shards=2) == FOUND_TOKENS
     assert found_tokens(tmp_path, 2, answer, kv_heads=8, head_shards=2) == 0
+
+
+def test_on_disk_each_size_has_blocks_of_its_own(tmp_path: Path) -> None:
+    """Their names are the same for both."""
+    shape: dict[str, Any] = {"kv_heads": 4, "disk_blocks": 40}
+    answer = written(tmp_path, 2, **shape)
+    memory_engine.forget_all()
+    assert found_tokens(tmp_path, 1, answer, **shape) == 0
+    memory_engine.forget_all()
+    for ranks in (1, 2):
+        with engine(tmp_path, ranks, **shape) as again:
+            assert again.ask("b", PROMPT, 8) == answer
+            assert again.metric("kvbm_onboard_blocks_d2d") == FOUND_TOKENS / again.spec.block_size_tokens
+            assert again.metric(FROM_STORE) == 0
+            again.assert_clean()
