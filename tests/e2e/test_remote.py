@@ -1,28 +1,56 @@
-"""A directory that engines share, on real vLLM: what one engine has computed is a hit in another one."""
+"""Stores that engines share, on real vLLM: what one engine has computed is a hit in another one."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.e2e.engine_child import answers, assert_nothing_left, cached, run_engine
 from tests.e2e.test_disk import BLOCK, DEVICE_FOR_ALL, PROMPT_BLOCKS, PROMPT_TOKENS, job
+from tests.engines.mooncake_pool import MooncakePool
+from tests.engines.valkey_server import ValkeyServer
 
 NUM_PROMPTS = 3
 
 pytestmark = pytest.mark.timeout(600)
 
 
-def environment(share: Path) -> dict[str, str]:
-    """A host tier for all prompts, and the directory."""
+def environment(url: str, **more: str) -> dict[str, str]:
+    """A host tier for all prompts, and the store."""
     return {
         "DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS": str(8 * PROMPT_BLOCKS),
-        "KVBM_REMOTE_URL": f"file://{share}",
-        "KVBM_REMOTE_CACHE_GB": "5",
+        "KVBM_REMOTE_URL": url,
         "KVBM_REMOTE_WAIT_S": "20",
+        **more,
     }
+
+
+@contextmanager
+def directory(folder: Path) -> Iterator[dict[str, str]]:
+    """It is gone afterwards, and engines find nothing."""
+    share = folder / "share"
+    share.mkdir()
+    yield environment(f"file://{share}", KVBM_REMOTE_CACHE_GB="5")
+    share.rename(folder / "gone")
+
+
+@contextmanager
+def valkey(folder: Path) -> Iterator[dict[str, str]]:
+    """With a password."""
+    with ValkeyServer(folder) as server:
+        yield environment(server.url, KVBM_REMOTE_PASSWORD_FILE=server.login().password_file)
+
+
+@contextmanager
+def mooncake(folder: Path) -> Iterator[dict[str, str]]:
+    """One machine's memory."""
+    with MooncakePool(folder, segment_bytes=1 << 30) as pool:
+        yield environment(f"mooncake://{pool.address}")
 
 
 @pytest.fixture
@@ -31,19 +59,43 @@ def prompts(rng: random.Random) -> list[list[int]]:
     return [[rng.randrange(3, 500) for _ in range(PROMPT_TOKENS)] for _ in range(NUM_PROMPTS)]
 
 
+@pytest.mark.parametrize(
+    "store",
+    [
+        directory,
+        pytest.param(valkey, marks=pytest.mark.valkey),
+        pytest.param(mooncake, marks=pytest.mark.mooncake),
+    ],
+)
 def test_what_one_engine_has_computed_is_a_hit_in_another(
-    tiny_model: Path, tmp_path: Path, prompts: list[list[int]]
+    tiny_model: Path,
+    tmp_path: Path,
+    prompts: list[list[int]],
+    store: Callable[[Path], AbstractContextManager[dict[str, str]]],
 ) -> None:
-    share = tmp_path / "share"
-    share.mkdir()
+    with store(tmp_path) as settings:
+        expected = shared(tiny_model, tmp_path, prompts, settings)
+    if store is directory:  # the next one finds nothing, and serves
+        third = run_engine(tmp_path / "third", whole_job(tiny_model, prompts), **settings)
+        assert max(cached(third, 0)) == 0 and answers(third, 0) == expected
+        assert_nothing_left(third)
+
+
+def whole_job(model: Path, prompts: list[list[int]]) -> dict[str, Any]:
+    """All prompts once, with room for them on the device."""
     # In bfloat16 vLLM without a connector may answer a hit otherwise than a miss, where two logits are close.
     whole = {"num_gpu_blocks_override": DEVICE_FOR_ALL, "dtype": "float32"}
-    first = run_engine(tmp_path / "first", job(tiny_model, prompts, 1, llm=whole), **environment(share))
+    return job(model, prompts, 1, llm=whole)
+
+
+def shared(model: Path, folder: Path, prompts: list[list[int]], settings: dict[str, str]) -> list[list[int]]:
+    """Has one engine compute and another one find it. What both answered."""
+    first = run_engine(folder / "first", whole_job(model, prompts), **settings)
     assert max(cached(first, 0)) == 0
     assert first["metrics"]["kvbm_offload_blocks_d2o"] >= NUM_PROMPTS * PROMPT_BLOCKS
     assert_nothing_left(first)
 
-    second = run_engine(tmp_path / "second", job(tiny_model, prompts, 1, llm=whole), **environment(share))
+    second = run_engine(folder / "second", whole_job(model, prompts), **settings)
     assert min(cached(second, 0)) >= PROMPT_TOKENS - BLOCK
     assert answers(second, 0) == answers(first, 0)
     (counts,) = second["bytes"]  # this engine has not seen what was stored: the store's own checks have
@@ -51,11 +103,7 @@ def test_what_one_engine_has_computed_is_a_hit_in_another(
     assert second["metrics"]["kvbm_onboard_blocks_o2d"] >= NUM_PROMPTS * (PROMPT_BLOCKS - 1)
     assert second["metrics"]["kvbm_object_read_failures"] == 0
     assert_nothing_left(second)
-
-    share.rename(tmp_path / "gone")  # the next one finds nothing, and serves
-    third = run_engine(tmp_path / "third", job(tiny_model, prompts, 1, llm=whole), **environment(share))
-    assert max(cached(third, 0)) == 0 and answers(third, 0) == answers(first, 0)
-    assert_nothing_left(third)
+    return answers(first, 0)
 
 
 def test_engines_of_another_tensor_parallel_size_hit_what_one_engine_has_computed(
@@ -64,7 +112,7 @@ def test_engines_of_another_tensor_parallel_size_hit_what_one_engine_has_compute
     """Both ways, in float32: what another size has computed differs by the order of additions alone."""
     share = tmp_path / "share"
     share.mkdir()
-    env = environment(share) | {"KVBM_REMOTE_HEAD_SHARDS": "2"}
+    env = environment(f"file://{share}", KVBM_REMOTE_CACHE_GB="5", KVBM_REMOTE_HEAD_SHARDS="2")
     whole = {"num_gpu_blocks_override": DEVICE_FOR_ALL, "dtype": "float32"}
     halves = whole | {"tensor_parallel_size": 2}
     of_one, of_two = prompts[:2], prompts[2:]

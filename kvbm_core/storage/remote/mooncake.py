@@ -525,5 +525,5 @@ def _load() -> Any:
     try:
         return importlib.import_module("mooncake.store")
     except ImportError as error:
-        remedy = f"Mooncake cannot be loaded ({error}); pip install 'kvbm[mooncake]', and libibverbs1"
-        raise ConfigError("KVBM_REMOTE_URL", "mooncake://", remedy) from None
+        packages = "mooncake-transfer-engine (-non-cuda without a GPU) and the system's libibverbs1"
+        raise ConfigError("KVBM_REMOTE_URL", "mooncake://", f"install {packages}: {error}") from None
