@@ -110,10 +110,14 @@ def test_a_frozen_server_costs_the_deadline_and_no_more(server: ValkeyServer, nu
     with client(server) as engine:
         assert put(engine, "a", num_bytes) is Outcome.OK
         server.freeze()
-        for call in (put, get):
+        source, target = memoryview(content_of("a", num_bytes)), room(num_bytes)
+        calls: list[Callable[[], list[Any]]] = [
+            lambda: engine.put([PutItem("a", [source])], deadline_s=0.5),
+            lambda: [got.outcome for got in engine.get([GetItem("a", target)], deadline_s=0.5)],
+        ]
+        for call in calls:
             started_s = time.monotonic()
-            got: Any = call(engine, "a", num_bytes, 0.5)
-            assert getattr(got, "outcome", got) is Outcome.TIMED_OUT
+            assert call() == [Outcome.TIMED_OUT]
             assert time.monotonic() - started_s < 0.5 + GRACE_S
         started_s = time.monotonic()
         assert engine.exists(["a"] * 3, deadline_s=0.3) == [Outcome.TIMED_OUT] * 3
