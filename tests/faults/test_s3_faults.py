@@ -17,7 +17,7 @@ from kvbm_core.clock import ManualClock
 from kvbm_core.config.remote_url import remote_bucket
 from kvbm_core.errors import Outcome
 from kvbm_core.storage.remote.engine import GetItem, Got, PutItem
-from kvbm_core.storage.remote.s3 import NUM_THREADS, OFF_S, S3Engine
+from kvbm_core.storage.remote.s3 import CHUNK_BYTES, NUM_THREADS, OFF_S, S3Engine
 from kvbm_core.storage.remote.s3_client import S3Options, store_maker
 from tests.engines.certificates import make_certificates
 from tests.engines.faulty_store import Fault, FaultyStore, faulty_store
@@ -204,11 +204,15 @@ def test_a_fault_costs_what_the_page_says(row: Row, caplog: pytest.LogCaptureFix
         assert again == ways
 
 
-def test_a_larger_object_is_not_read(caplog: pytest.LogCaptureFixture) -> None:
-    with faulty_store() as store, engine_of(store) as engine:
-        assert put(engine) is OK
+def test_a_larger_object_is_not_read() -> None:
+    size = 3 * CHUNK_BYTES
+    with faulty_store() as store, engine_of(store, timeout_s=30.0) as engine:
+        item = PutItem("a", [memoryview(b"x" * size)])
+        assert engine.put([item], deadline_s=30.0) == [OK]
         store.fault, store.only = Fault.LARGER, "GET"
-        assert get(engine) is CORRUPT
+        target = memoryview(bytearray(size))
+        assert engine.get([GetItem("a", [target])], deadline_s=30.0) == [Got(CORRUPT)]
+        assert target == bytes(size), "not even its beginning"
         assert store.bytes_sent < 32 << 20, "the server has 64 MiB to send; sockets hold some of it"
 
 
