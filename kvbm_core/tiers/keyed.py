@@ -155,6 +155,7 @@ class KeyedTier(LowerTier):
         self._known: dict[Name, _Known] = {}
         self._finding: set[Name] = set()
         self._fetching: dict[BlockKey, FetchJob] = {}
+        self._fetching_extents: dict[Name, FetchJob] = {}
         self._storing: set[Name] = set()
         self._waiting_extents: deque[Extent] = deque()
         self._num_waiting = 0
@@ -263,6 +264,8 @@ class KeyedTier(LowerTier):
         todo = list[Extent]()
         for _, extent in there:
             jobs = [self._fetching[key] for key in extent.keys if key in self._fetching]
+            if same := self._fetching_extents.get(_name_of(extent)):  # for other blocks of it
+                jobs.append(same)
             if any(job.late_ranks for job in jobs):  # nobody knows when it will be over
                 break
             is_coming = is_coming or bool(jobs)
@@ -387,6 +390,7 @@ class KeyedTier(LowerTier):
         job.on_late = lambda result: self._judge_fetch(result.verdict(reservation.slots))
         job.reservation, job.extents = reservation, tuple(extents)
         self._fetching.update(dict.fromkeys(reservation.keys, job))
+        self._fetching_extents.update(dict.fromkeys(map(_name_of, extents), job))
         jobs.add(job)
         keys, slots, parts = reservation.keys, reservation.slots, tuple[ExtentPart, ...]()
         if self.full_blocks > 1:
@@ -401,6 +405,8 @@ class KeyedTier(LowerTier):
         keys, slots = job.reservation.keys, job.reservation.slots
         for key in keys:
             del self._fetching[key]
+        for extent in job.extents:
+            del self._fetching_extents[_name_of(extent)]
         bad = job.failures(slots)
         failed = {key: bad[slot] for key, slot in zip(keys, slots, strict=True) if slot in bad}
         there, lost = job.reservation.split(failed)
@@ -571,6 +577,8 @@ class KeyedTier(LowerTier):
         if sum(num_blocks for _, num_blocks in self._storing) != self.ordered_blocks:
             raise IntegrityError(f"the {self.name} tier stores blocks in no order in flight")
         jobs = set(self._fetching.values())
+        if jobs != set(self._fetching_extents.values()):
+            raise IntegrityError(f"the {self.name} tier fetches extents without blocks, or blocks of none")
         if sum(job.num_blocks for job in jobs) != len(self._fetching):
             raise IntegrityError(f"the {self.name} tier fetches blocks in no order in flight")
         if sum(extent.num_blocks for extent in self._waiting_extents) != self._num_waiting:

@@ -262,7 +262,12 @@ def test_an_extent_that_is_coming_is_not_fetched_for_its_other_blocks() -> None:
     assert bench.ask(keys, 11) is Sought.COMING and not bench.sent
     bench.answer(fetch)
     assert bench.ask(keys, 11) is Sought.COMING
-    assert bench.take_sent()[0].keys == tuple(keys[11:])
+    fetch = bench.take_sent()[0]
+    assert fetch.keys == tuple(keys[11:])
+    bench.host.forget([keys[14]])
+    assert bench.ask(keys, 14) is Sought.COMING and not bench.sent
+    bench.answer(fetch)
+    bench.assert_idle()
 
 
 def test_what_waits_for_the_store_is_bounded_in_blocks() -> None:
