@@ -287,3 +287,29 @@ def test_what_a_group_does_not_fill_is_zeros(url: str, rng: random.Random) -> No
     records = [entry.content for name, entry in objects.items() if name.endswith("-1x1")]
     used_bytes, shard_bytes = rank.heads.shard_bytes // 4, rank.heads.shard_bytes
     assert [record[used_bytes:shard_bytes] for record in records] == [bytes(shard_bytes - used_bytes)] * 2
+
+
+def test_the_meaning_alone_tells_models_apart(rng: random.Random) -> None:
+    """Names of blocks depend on it, which are not kept with their size."""
+    model = Model(4, (3,), 4, (2, 4), 2, 4, 0)
+    changes: list[dict[str, Any]] = [
+        {},
+        {"heads": 8, "max_shards": 4},
+        {"heads": 4, "max_shards": 2},
+        {"layers": (2,)},
+        {"layers": (3, 3)},
+        {"tokens": 8},
+        {"inner": (4, 2)},
+        {"inner": (8,)},
+        {"inner": (2, 8)},
+        {"itemsize": 1},
+        {"pieces": 2},
+    ]
+    meanings = {
+        rank.heads.meaning
+        for change in changes
+        for ranks in (1, 2, 4)
+        if "max_shards" not in change or ranks < 4
+        for rank in ranks_of(replace(model, **change), ranks, rng)
+    }
+    assert len(meanings) == len(changes)
