@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -13,13 +13,16 @@ from typer.testing import CliRunner, Result
 from kvbm_core.cli.main import app
 from kvbm_core.config import KvbmSettings
 from kvbm_core.errors import Outcome
+from kvbm_core.storage.call_pool import ranges_of
 from kvbm_core.storage.directory.names import Meaning
 from kvbm_core.storage.extents import Extent
+from kvbm_core.storage.remote.engine import GetItem, Got
+from kvbm_core.storage.remote.inspect import RecordInspection
 from kvbm_core.storage.remote.names import BESIDE
 from kvbm_core.storage.remote.secret import Secret
 from kvbm_core.storage.stores import StoreOptions, open_engine
 from kvbm_core.testing import memory_engine
-from kvbm_core.testing.memory_engine import MemoryEngine, MemoryObjects
+from kvbm_core.testing.memory_engine import EngineFaults, MemoryEngine, MemoryObjects
 from kvbm_core.testing.store_contract import key_of
 from tests.unit.record_stores import MEANING, Kind, get
 
@@ -139,6 +142,46 @@ def test_verify_finds_what_is_damaged_and_removes_it_if_told_to(objects: MemoryO
         kind.name_of(Extent(1, KEYS[16:17])),
     }
     assert kvbm("verify").exit_code == 0
+
+
+def test_an_engine_that_wants_to_know_memory_is_told_before_it_reads_and_late_reads_keep_it(
+    objects: MemoryObjects,
+) -> None:
+    engine = Announced(objects)
+    store = RecordInspection(engine, URL)
+    store.count(0, lambda *_: None)
+    assert engine.known == [], "what only counts announces nothing"
+    assert [checked.what for checked in store.verify()] == [""] * 3
+    assert len(engine.known) == 1
+    engine.faults = EngineFaults(is_late=1.0)
+    assert all(checked.is_unreadable for checked in store.verify())
+    engine.faults = EngineFaults()
+    assert [checked.what for checked in store.verify()] == [""] * 3
+    store.close()
+
+
+class Announced(MemoryEngine):
+    """Reads only into memory that it knows."""
+
+    def __init__(self, objects: MemoryObjects) -> None:
+        super().__init__(EngineFaults(is_late=1e-9), objects)
+        self.known: list[range] = []
+
+    def register(self, address: int, num_bytes: int) -> None:
+        """See TakesMemory."""
+        self.known.append(range(address, address + num_bytes))
+
+    def get(self, items: Sequence[GetItem], *, deadline_s: float) -> list[Got]:
+        """See ObjectEngine."""
+        for start, stop in ranges_of([piece for item in items for piece in item.pieces]):
+            assert any(start in known and stop - 1 in known for known in self.known)
+            assert not self.holds_any(start, stop)
+        return super().get(items, deadline_s=deadline_s)
+
+    def holds_any(self, start: int, stop: int) -> bool:
+        """Whether a late read may still come there."""
+        spans = [span for _, pieces, _ in self._late for span in ranges_of(pieces)]
+        return any(first < stop and start < end for first, end in spans)
 
 
 def test_what_cannot_be_read_is_no_damage(objects: MemoryObjects, monkeypatch: pytest.MonkeyPatch) -> None:
