@@ -27,6 +27,7 @@ _ANSWERS = {
     "has_lower_tier",
     "has_remote_tier",
     "remote_max_bytes",
+    "store_url",
 }
 _BLOCKS = ("cpu_cache_override_num_blocks", "disk_cache_override_num_blocks")
 
@@ -109,6 +110,13 @@ def _remote(folder: str) -> dict[str, str]:
         "remote_password_file": f"{folder}/password",
         "remote_ca_file": f"{folder}/ca.pem",
         "remote_cert_file": f"{folder}/cert.pem",
+        "object_enabled": "false",
+        "object_bucket": "blocks",
+        "object_endpoint": "http://127.0.0.1:9",
+        "object_region": "eu-west-1",
+        "object_access_key": "name",
+        "object_secret_key": "not-a-secret",
+        "object_num_blocks": "1000",
     }
 
 

@@ -99,7 +99,8 @@ class KvbmSettings(SettingFields):
         infos = {str(info.validation_alias): info for info in cls.model_fields.values()}
         for problem in problems:
             env = str(problem["loc"][0])
-            value, remedy = shown(problem["input"]), str(problem["msg"]).removeprefix("Value error, ")
+            value = "(not shown)" if _extra(infos[env])["is_secret"] else shown(problem["input"])
+            remedy = str(problem["msg"]).removeprefix("Value error, ")
             if not _extra(infos[env])["lenient"]:
                 raise ConfigError(env, value, remedy)
             default = infos[env].default
@@ -151,6 +152,9 @@ class KvbmSettings(SettingFields):
 
     def _check_object_store(self) -> None:
         """ConfigError for KVBM's names of an object store if they are not whole, or not what the URL says."""
+        if self.remote_head_shards and "{worker_id}" in (self.store_url or ""):
+            remedy = "with KVBM_REMOTE_HEAD_SHARDS ranks share one bucket; leave {worker_id} out of its name"
+            raise ConfigError("KVBM_REMOTE_HEAD_SHARDS", self.remote_head_shards, remedy)
         if (self.object_access_key is None) is not (self.object_secret_key is None):
             raise ConfigError(
                 "DYN_KVBM_OBJECT_SECRET_KEY",
@@ -278,9 +282,8 @@ class KvbmSettings(SettingFields):
     @property
     def store_url(self) -> str | None:
         """Where blocks are kept for all machines, by whichever name it was said."""
-        if self.remote_url is None and self.object_enabled and self.object_bucket:
-            return f"s3://{self.object_bucket}"
-        return self.remote_url
+        bucket, is_enabled = self.object_bucket, self.object_enabled
+        return f"s3://{bucket}" if bucket and is_enabled and self.remote_url is None else self.remote_url
 
     @property
     def has_object_store(self) -> bool:

@@ -505,7 +505,7 @@ class Leader:
         self.block_bytes = event.block_bytes
         for tier in self.chain.lower:
             num_ranks = self._handshake.num_storing_ranks
-            tier.expect(0, num_ranks, event.block_bytes // num_ranks)
+            tier.expect(0, num_ranks, event.head_shard_bytes or event.block_bytes // num_ranks)
         host.grow(event.slots)
         if event.slots >= host.capacity_blocks:
             self._is_refilling = False

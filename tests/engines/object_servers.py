@@ -112,6 +112,8 @@ class SeaweedServer(ObjectServer):
         command = [str(_weed()), "-logtostderr", "server", f"-dir={self.folder / 'data'}", f"-ip={HOST}"]
         command += [f"-ip.bind={HOST}", "-s3", f"-s3.port={self.port}", f"-s3.config={config}"]
         command += ["-master.volumeSizeLimitMB=64", "-volume.max=64", "-s3.iam=false"]
+        # Two more servers of its own, which would listen on fixed ports: the next SeaweedFS could not start.
+        command += ["-s3.port.iceberg=0", "-s3.port.lance=0"]
         for part in ("master", "volume", "filer"):
             command += [f"-{part}.port={free_port()}", f"-{part}.port.grpc={free_port()}"]
         return [*command, f"-s3.port.grpc={free_port()}"]

@@ -138,6 +138,20 @@ def test_what_has_no_effect_is_warned_of(
     assert said in line
 
 
+def test_a_bucket_for_each_rank_has_no_blocks_for_other_numbers_of_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with pytest.raises(ConfigError, match=r"KVBM_REMOTE_HEAD_SHARDS=4: .*leave \{worker_id\} out"):
+        settings_of(monkeypatch, **OWN, KVBM_REMOTE_HEAD_SHARDS="4")
+
+
+def test_a_bad_key_is_refused_without_being_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError) as refused:
+        settings_of(monkeypatch, **OWN, DYN_KVBM_OBJECT_SECRET_KEY="two words")
+    assert "words" not in repr(refused.value) and "words" not in str(vars(refused.value))
+    assert "DYN_KVBM_OBJECT_SECRET_KEY=(not shown)" in str(refused.value)
+
+
 def test_keys_are_shown_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
     keys = {"DYN_KVBM_OBJECT_ACCESS_KEY": ACCESS_KEY, "DYN_KVBM_OBJECT_SECRET_KEY": SECRET_KEY}
     settings = settings_of(monkeypatch, **OWN, **keys)
