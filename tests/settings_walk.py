@@ -106,6 +106,7 @@ def _remote(folder: str) -> dict[str, str]:
         "remote_encrypt": "true",
         "remote_codec": "zstd",
         "remote_wait_s": "0.5",
+        "remote_load": "always",
         "remote_username": "kv",
         "remote_password_file": f"{folder}/password",
         "remote_ca_file": f"{folder}/ca.pem",

@@ -190,6 +190,12 @@ class SettingFields(BaseSettings):
         "How long a request is held back, at most, while its prefix is brought from there.",
         only=(Adapter.VLLM,),
     )
+    remote_load: r.RemoteLoad = _setting(
+        "KVBM_REMOTE_LOAD",
+        "faster",
+        "Which blocks are brought from there: faster (none that the engine computes sooner) or always.",
+        only=(Adapter.VLLM, Adapter.TRTLLM),
+    )
     remote_head_shards: r.CountOrZero = _setting(
         "KVBM_REMOTE_HEAD_SHARDS",
         0,

@@ -212,6 +212,7 @@ DiskIo = Annotated[
 ]
 RemoteUrl = Annotated[str | None, PlainValidator(read_remote_url)]
 RemoteFilter = Annotated[str, PlainValidator(choice_reader("auto", "all", "hit"))]
+RemoteLoad = Annotated[str, PlainValidator(choice_reader("faster", "always"))]
 RemoteTrust = Annotated[str, PlainValidator(choice_reader("user", "group"))]
 RemoteCodec = Annotated[str, PlainValidator(choice_reader("none", "zstd"))]
 OptionalText = Annotated[str | None, PlainValidator(_read_optional_text)]

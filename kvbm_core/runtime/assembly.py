@@ -206,8 +206,10 @@ def lower_makers(settings: KvbmSettings, clock: Clock) -> dict[str, LowerTierMak
     makers: dict[str, LowerTierMaker] = {}
     if settings.has_disk_tier:
         makers[DISK] = slotted_tier(DISK, Tier.DISK, disk_admission(settings, clock))
-    if settings.remote_url is not None:
-        options = KeyedOptions(keeps_extents=keeps_extents(settings.remote_url))
+    if settings.store_url is not None:
+        options = KeyedOptions(
+            keeps_extents=keeps_extents(settings.store_url), always_loads=settings.remote_load == "always"
+        )
         makers[REMOTE] = keyed_tier(REMOTE, Tier.REMOTE, remote_admission(settings, clock), options)
     return makers
 

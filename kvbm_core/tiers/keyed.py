@@ -70,6 +70,7 @@ class KeyedOptions:
     """``present_s``, ``absent_s``: how long an answer is believed; ``trouble_s``: how long an extent is not
     asked for again that could not be answered. Of single blocks ``first_find_blocks`` are looked for at
     first; each find doubles it, up to ``most_find_blocks``. ``keeps_extents``: whether the store does.
+    ``always_loads``: also what the engine computes sooner.
     """
 
     storing: StoringOptions = field(default_factory=StoringOptions)
@@ -81,6 +82,7 @@ class KeyedOptions:
     first_find_blocks: int = 8
     most_find_blocks: int = 256
     keeps_extents: bool = False
+    always_loads: bool = False
 
 
 def keyed_tier(
@@ -218,6 +220,8 @@ class KeyedTier(LowerTier):
 
     def _is_worth(self, runs: Sequence[BlockRun], seeker: Seeker) -> bool:
         """Whether loading ``runs``, if all of it is there, is faster than computing it."""
+        if self._keyed.always_loads:
+            return True
         num_blocks = sum(run.end - run.first for run in runs)
         num_tokens = max((run.end - run.first) * run.block_tokens for run in runs)
         return self._pace.is_worth(num_blocks, num_tokens, seeker.token_s)

@@ -83,6 +83,7 @@ FIELDS: dict[str, set[str]] = {
         "try_get_generation_config",
         "architecture",
         "trust_remote_code",
+        "get_total_num_kv_heads",
     },
     "MultiModalConfig": {"mm_encoder_attn_dtype", "mm_encoder_fp8_scale_path"},
     "LoadConfig": {"download_dir", "load_format", "model_loader_extra_config"},

@@ -32,6 +32,7 @@ def test_what_one_engine_has_computed_is_a_hit_in_another(
         environment = {
             "DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS": str(8 * PROMPT_BLOCKS),
             "KVBM_REMOTE_URL": f"s3://{BUCKET}/e2e",
+            "KVBM_REMOTE_LOAD": "always",  # models this small are computed sooner
             "KVBM_REMOTE_FILTER": "all",
             "KVBM_REMOTE_WAIT_S": "20",
             **server.client_environment,

@@ -25,6 +25,7 @@ def environment(url: str, **more: str) -> dict[str, str]:
     return {
         "DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS": str(8 * PROMPT_BLOCKS),
         "KVBM_REMOTE_URL": url,
+        "KVBM_REMOTE_LOAD": "always",  # models this small are computed sooner
         "KVBM_REMOTE_WAIT_S": "20",
         **more,
     }

@@ -105,6 +105,17 @@ def test_what_is_computed_faster_is_looked_for_and_not_fetched(caplog: pytest.Lo
     assert OrderKind.FETCH in {order.kind for order in bench.reply()}
 
 
+def test_who_always_loads_waits_for_a_slow_store_too() -> None:
+    bench, keys = ExtentBench(full_blocks=8, always_loads=True), chain(64)
+    fetch_slowly(bench, 0.1)
+    bench.put(keys)
+    run = [BlockRun(keys, 0, 64, BLOCK_TOKENS)]
+    assert bench.tier.wanted(run, Seeker(token_s=0.001)) is Sought.COMING
+    bench.reply()
+    assert bench.tier.wanted(run, Seeker(token_s=0.001)) is Sought.COMING
+    assert OrderKind.FETCH in {order.kind for order in bench.reply()}
+
+
 def test_a_slow_store_is_tried_again_after_a_while() -> None:
     bench, keys = ExtentBench(full_blocks=8), chain(64)
     fetch_slowly(bench, 0.1)

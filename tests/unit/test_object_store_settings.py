@@ -18,11 +18,13 @@ from kvbm_core.config.remote_url import Bucket, remote_bucket
 from kvbm_core.errors import ConfigError
 from kvbm_core.policy.admission import AdmitAll
 from kvbm_core.policy.frequency import FrequencyFilter
-from kvbm_core.runtime.assembly import remote_admission, store_options
+from kvbm_core.runtime.assembly import lower_makers, remote_admission, store_options
 from kvbm_core.storage.remote.record_store import RecordStore
 from kvbm_core.storage.remote.s3_client import S3Options, store_maker
 from kvbm_core.storage.stores import StoreSpec, open_store
+from kvbm_core.tiers.keyed import KeyedTier
 from tests.engines.faulty_store import faulty_store
+from tests.unit.tier_bench import TierBench
 
 ACCESS_KEY, SECRET_KEY = "AKIAHUNTER2", "hunter2/with+slash"
 OWN = {"DYN_KVBM_OBJECT_ENABLED": "1", "DYN_KVBM_OBJECT_BUCKET": "kv-{worker_id}"}
@@ -136,6 +138,15 @@ def test_what_has_no_effect_is_warned_of(
 ) -> None:
     (line,) = settings_of(monkeypatch, **environment).warnings
     assert said in line
+
+
+def test_kvbms_names_alone_make_a_tier_that_keeps_extents(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = settings_of(monkeypatch, **OWN, DYN_KVBM_CPU_CACHE_GB="1", KVBM_REMOTE_LOAD="always")
+    makers = lower_makers(settings, ManualClock())
+    assert list(makers) == ["remote"]
+    tier = TierBench(makers["remote"]).tier
+    tier.expect(0, 1, 1 << 20)
+    assert isinstance(tier, KeyedTier) and tier.full_blocks == 4
 
 
 def test_a_bucket_for_each_rank_has_no_blocks_for_other_numbers_of_ranks(
