@@ -17,7 +17,7 @@ from kvbm_core.identity.roots import Roots
 from kvbm_core.identity.weights import WeightsIdentity
 from kvbm_core.observe.guard import GuardState
 from kvbm_core.observe.metrics import Metrics
-from kvbm_core.runtime.leader import LeaderOptions
+from kvbm_core.runtime.leader_options import LeaderOptions
 from kvbm_core.testing.leader_bench import LeaderBench
 from kvbm_core.tiers.groups import GroupSpec
 from kvbm_core.tokens.namespace import KeyNamespace

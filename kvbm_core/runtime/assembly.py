@@ -26,7 +26,8 @@ from kvbm_core.policy.lru import LruPolicy
 from kvbm_core.runtime.channel import Identity, LeaderChannel
 from kvbm_core.runtime.endpoint import Endpoint
 from kvbm_core.runtime.handshake import Handshake, PlanTier
-from kvbm_core.runtime.leader import Leader, LeaderOptions, LeaderParts
+from kvbm_core.runtime.leader import Leader, LeaderParts
+from kvbm_core.runtime.leader_options import LeaderOptions
 from kvbm_core.runtime.messages import Message, Move
 from kvbm_core.runtime.offload import OnPartEnd
 from kvbm_core.runtime.request import NULL_BLOCK

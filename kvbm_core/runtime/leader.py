@@ -21,10 +21,11 @@ from kvbm_core.observe.metrics import Metrics
 from kvbm_core.observe.readiness import Readiness
 from kvbm_core.runtime.audit import AuditedPrefix, AuditSampler
 from kvbm_core.runtime.handshake import Disabled, Handshake, RankAnswer, RankReplaced, SlotsReady, TierOff
+from kvbm_core.runtime.leader_options import LeaderOptions
 from kvbm_core.runtime.offload import Offloading, OnPartEnd
 from kvbm_core.runtime.onboard import Onboarding
 from kvbm_core.runtime.rank_watch import RankWatch
-from kvbm_core.runtime.request import NULL_BLOCK, BlockTable, RequestState
+from kvbm_core.runtime.request import BlockTable, RequestState
 from kvbm_core.runtime.transfer_jobs import JobPart, TransferJob, readers_of, writers_of
 from kvbm_core.storage.disk.recovery import REPORT_SLOTS
 from kvbm_core.tiers.chain import TierChain
@@ -44,28 +45,6 @@ TAKE_IN_BLOCKS = REPORT_SLOTS
 EMPTY_BLOCKS = 16
 """What a message with little in it costs, in blocks."""
 MAX_DISTRUSTED_NAMESPACES = 64
-
-
-@dataclass(frozen=True, slots=True)
-class LeaderOptions:
-    """Times in seconds. ``share_loads``: wait for a prefix being loaded, as the engine will share its device
-    blocks. ``fetch_wait_s``: wait so long, at most, for what a lower tier is bringing up.
-
-    ``null_block``: the number that stands in the engine's block tables where it keeps no block.
-    ``job_deadline_s``: what a rank has not answered by then is stuck, and what never came is not waited for;
-    more than a worker gives its jobs.
-    ``audit_rate``: the share of hits that are computed again and compared, 0 to 1; ``audit_seed``: see
-    AuditSampler.
-    """
-
-    lease_ttl_s: float = 30.0
-    share_wait_s: float = 1.0
-    share_loads: bool = True
-    fetch_wait_s: float = 0.0
-    null_block: int = NULL_BLOCK
-    job_deadline_s: float = 120.0
-    audit_rate: float = 0.0
-    audit_seed: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
 
 from kvbm_core.clock import Clock
 from kvbm_core.errors import IntegrityError, Outcome
 from kvbm_core.observe.metrics import Metrics
 from kvbm_core.runtime.audit import AuditedPrefix
+from kvbm_core.runtime.leader_options import LeaderOptions
 from kvbm_core.runtime.offload import Start
 from kvbm_core.runtime.request import BlockTable, Match, RequestState
 from kvbm_core.runtime.transfer_jobs import JobPart, TransferJob
@@ -23,9 +23,6 @@ from kvbm_core.tiers.groups import (
 from kvbm_core.tiers.runs import BlockRun
 from kvbm_core.transfer.plan import GroupMove, TransferPlan
 from kvbm_core.types import BlockKey, Direction, Tier
-
-if TYPE_CHECKING:
-    from kvbm_core.runtime.leader import LeaderOptions
 
 
 class Onboarding:

@@ -14,7 +14,8 @@ from kvbm_core.observe.metrics import Metrics
 from kvbm_core.policy.admission import AdmissionPolicy, AdmitAll
 from kvbm_core.policy.lru import LruPolicy
 from kvbm_core.runtime.handshake import Handshake, RankAnswer, SlotsFound, SlotsReady
-from kvbm_core.runtime.leader import Leader, LeaderOptions, LeaderParts
+from kvbm_core.runtime.leader import Leader, LeaderParts
+from kvbm_core.runtime.leader_options import LeaderOptions
 from kvbm_core.runtime.offload import OnPartEnd
 from kvbm_core.runtime.request import BlockTable, RequestState
 from kvbm_core.storage.disk.recovery import Found

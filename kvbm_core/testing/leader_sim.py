@@ -14,7 +14,7 @@ from random import Random
 
 from kvbm_core.errors import Outcome
 from kvbm_core.runtime.handshake import RankAnswer
-from kvbm_core.runtime.leader import LeaderOptions
+from kvbm_core.runtime.leader_options import LeaderOptions
 from kvbm_core.runtime.request import NULL_BLOCK, RequestState
 from kvbm_core.runtime.transfer_jobs import JobPart
 from kvbm_core.testing.leader_bench import BenchDisk, LeaderBench

@@ -8,7 +8,7 @@ from random import Random
 
 import pytest
 
-from kvbm_core.runtime.leader import LeaderOptions
+from kvbm_core.runtime.leader_options import LeaderOptions
 from kvbm_core.testing.leader_sim import LeaderSim, SimShape
 from kvbm_core.tiers.groups import GroupSpec
 from tests.effort import tries

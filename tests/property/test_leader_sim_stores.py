@@ -8,7 +8,7 @@ from random import Random
 
 import pytest
 
-from kvbm_core.runtime.leader import LeaderOptions
+from kvbm_core.runtime.leader_options import LeaderOptions
 from kvbm_core.testing.leader_sim import SimShape
 from kvbm_core.testing.sim_store import StoreLeaderSim
 from kvbm_core.tiers.groups import GroupSpec

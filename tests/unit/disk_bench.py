@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvbm_core.runtime.leader import LeaderOptions
+from kvbm_core.runtime.leader_options import LeaderOptions
 from kvbm_core.runtime.request import RequestState
 from kvbm_core.testing.leader_bench import BenchDisk, LeaderBench
 from kvbm_core.transfer.plan import TierOrder, TransferPlan

@@ -13,7 +13,8 @@ from kvbm_core.errors import Outcome
 from kvbm_core.layout.tensors import TensorInfo, view_of_tensors
 from kvbm_core.policy.frequency import FrequencyFilter
 from kvbm_core.runtime.audit import AuditSampler
-from kvbm_core.runtime.leader import MAX_DISTRUSTED_NAMESPACES, LeaderOptions
+from kvbm_core.runtime.leader import MAX_DISTRUSTED_NAMESPACES
+from kvbm_core.runtime.leader_options import LeaderOptions
 from kvbm_core.runtime.request import RequestState
 from kvbm_core.storage.host_slab import HostSlab
 from kvbm_core.testing.executor_bench import LONG_S, Listener

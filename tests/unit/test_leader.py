@@ -6,7 +6,7 @@ import pytest
 
 from kvbm_core.errors import IntegrityError, Outcome
 from kvbm_core.runtime.handshake import Disabled
-from kvbm_core.runtime.leader import LeaderOptions
+from kvbm_core.runtime.leader_options import LeaderOptions
 from kvbm_core.testing.leader_bench import LeaderBench
 from kvbm_core.tiers.groups import GroupSpec
 from kvbm_core.transfer.plan import GroupMove, TransferPlan

@@ -9,7 +9,7 @@ import pytest
 from kvbm_core.errors import Outcome
 from kvbm_core.policy.admission import AdmitAll
 from kvbm_core.runtime.handshake import RankReplaced
-from kvbm_core.runtime.leader import LeaderOptions
+from kvbm_core.runtime.leader_options import LeaderOptions
 from kvbm_core.testing.leader_bench import ONE_GROUP, BenchDisk, LeaderBench
 from kvbm_core.tiers.groups import GroupSpec
 from kvbm_core.tiers.keyed import KeyedOptions, KeyedTier, keyed_tier

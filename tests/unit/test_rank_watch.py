@@ -9,7 +9,7 @@ import pytest
 from kvbm_core.errors import Outcome
 from kvbm_core.observe.readiness import Readiness
 from kvbm_core.runtime.handshake import ANSWER_WITHIN_S, RankReplaced, SlotsReady
-from kvbm_core.runtime.leader import LeaderOptions
+from kvbm_core.runtime.leader_options import LeaderOptions
 from kvbm_core.runtime.messages import PROTOCOL_VERSION, Ask, Hello, Here, Message, Ready
 from kvbm_core.runtime.rank_watch import ASK_AFTER_S, LOOK_EVERY_S
 from kvbm_core.runtime.transfer_jobs import TransferJob

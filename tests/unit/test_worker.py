@@ -22,7 +22,8 @@ from kvbm_core.runtime import worker as worker_module
 from kvbm_core.runtime.channel import LeaderChannel
 from kvbm_core.runtime.endpoint import Endpoint
 from kvbm_core.runtime.handshake import Disabled, Handshake, RankAnswer, SlotsReady
-from kvbm_core.runtime.leader import Leader, LeaderOptions, LeaderParts
+from kvbm_core.runtime.leader import Leader, LeaderParts
+from kvbm_core.runtime.leader_options import LeaderOptions
 from kvbm_core.runtime.messages import Ask, Configure, Hello, Here, Message, Ready, Results
 from kvbm_core.runtime.step_offloads import StepOffloads
 from kvbm_core.runtime.transfer_jobs import TransferJob

@@ -16,7 +16,8 @@ from kvbm_core.policy.lru import LruPolicy
 from kvbm_core.runtime.channel import LeaderChannel
 from kvbm_core.runtime.endpoint import Endpoint
 from kvbm_core.runtime.handshake import Handshake, PlanTier
-from kvbm_core.runtime.leader import Leader, LeaderOptions, LeaderParts
+from kvbm_core.runtime.leader import Leader, LeaderParts
+from kvbm_core.runtime.leader_options import LeaderOptions
 from kvbm_core.runtime.messages import Move
 from kvbm_core.runtime.worker import Worker
 from kvbm_core.storage.disk.allocate import FileOptions
