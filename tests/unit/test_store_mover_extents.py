@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -118,6 +120,34 @@ def test_a_late_write_is_waited_for_but_for_what_is_not_kept() -> None:
         bench.store.land()
         assert set(dict(bench.last_result(1).failed)) == {4, 6, 7}
         assert has(bench, 4, 0) and has(bench, 7, 3), "the test is no test"
+
+
+def test_memory_that_nobody_needs_is_kept_while_a_library_may_still_write_it() -> None:
+    """A library in C knows an address and keeps no reference."""
+
+    class InC(ToyExtentStore):
+        is_over = False
+        written: weakref.ref[object] | None = None
+
+        def holds(self, target: Memory) -> bool:
+            return not self.is_over
+
+        def get_extents(
+            self, extents: Sequence[Extent], targets: Sequence[Sequence[Memory]], *, deadline_s: float
+        ) -> list[list[Outcome]]:
+            (needless, _), *_ = targets
+            assert isinstance(needless, memoryview)
+            self.written = weakref.ref(needless.obj)
+            return [[Outcome.TIMED_OUT] * len(own) for own in targets]
+
+    store = InC(SLOT_BYTES)
+    with bench_of(store=store) as bench:
+        bench.submit(order(1, FETCH, range(2), [NO_SLOT, 5], [(2, 0)]))
+        assert bench.listener.wait_for(1) and bench.results(1)[0].is_late
+        gc.collect()
+        assert store.written is not None and store.written() is not None
+        store.is_over = True
+        assert set(dict(bench.last_result(1).failed)) == {5}
 
 
 @pytest.mark.parametrize(

@@ -143,7 +143,7 @@ class Engine:
             self.news.notify_all()
         return answers
 
-    def wait_for(self, condition: Callable[[], bool]) -> None:
+    def wait_for(self, condition: Callable[[], bool], timeout_s: float = LONG_S) -> None:
         """Polls the leader after each message until ``condition`` holds."""
 
         def holds() -> bool:
@@ -151,7 +151,7 @@ class Engine:
             return condition()
 
         with self.news:
-            assert self.news.wait_for(holds, LONG_S), "what was waited for did not come"
+            assert self.news.wait_for(holds, timeout_s), "what was waited for did not come"
 
     def wait_for_tick(self, condition: Callable[[], bool]) -> None:
         """As ``wait_for``, for what no message tells: looks every few milliseconds."""

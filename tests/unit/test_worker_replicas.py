@@ -15,7 +15,7 @@ from kvbm_core.testing.leader_bench import ROOT
 from kvbm_core.transfer import rank as rank_module
 from kvbm_core.transfer.executors.broadcast import BroadcastExecutor
 from kvbm_core.transfer.executors.memcpy import MemcpyExecutor
-from tests.unit.test_worker import NUM_SLOTS, PROMPT, content, wait_ended
+from tests.unit.test_worker import LONG_S, NUM_SLOTS, PROMPT, content, wait_ended
 from tests.unit.worker_disk_engine import ELSEWHERE, NUM_TOKENS, DiskEngine
 
 pytest.importorskip("torch", reason="NOT RUN: the broadcast between ranks (needs torch)")
@@ -106,7 +106,8 @@ def test_when_a_rank_is_gone_the_leader_stops_asking(tmp_path: Path) -> None:
         plan = engine.leader.onboard(state, NUM_TOKENS, ELSEWHERE)
         assert plan is not None
         engine.workers[0].submit(plan)
-        engine.wait_for(lambda: engine.leader.disabled_reason is not None)
+        # Of a rank that went before it was ever connected to, gloo learns by its own time-out, of 30 s.
+        engine.wait_for(lambda: engine.leader.disabled_reason is not None, 3 * LONG_S)
         assert (engine.leader.disabled_reason or "").startswith(
             "worker 0: the broadcast between the ranks is broken"
         )

@@ -299,9 +299,10 @@ class StoreMover:
         slots, late = call.owner.order.slots, list[memoryview]()
         addresses: list[int] = []
         for i, target in zip(call.numbers, memory, strict=True):
-            if slots[i] != NO_SLOT and self._store.holds(target):
-                late.append(target)
-                addresses.append(self._address(slots[i]))
+            if self._store.holds(target):
+                late.append(target)  # what is nobody's slot stays in memory until then, too
+                if slots[i] != NO_SLOT:
+                    addresses.append(self._address(slots[i]))
         if late:
             with self._changed:
                 call.owner.late += addresses

@@ -1,0 +1,125 @@
+"""``kvbm remote`` on real servers: SeaweedFS, moto and Valkey take what it asks for and what it prints."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from kvbm_core.cli.main import app
+from kvbm_core.config import KvbmSettings
+from kvbm_core.errors import Outcome
+from kvbm_core.runtime.assembly import store_options
+from kvbm_core.storage.extents import Extent, ExtentStore
+from kvbm_core.storage.stores import StoreSpec, open_engine, open_store
+from kvbm_core.testing.store_contract import LONG_S, buffers, key_of
+from tests.engines.object_servers import BUCKET, MotoServer, ObjectServer, SeaweedServer
+from tests.engines.valkey_server import ValkeyServer
+
+BLOCK_BYTES = 100_000
+EXTENTS = [
+    Extent(8, tuple(key_of(number) for number in range(start, start + 8))) for start in range(0, 64, 8)
+]
+
+
+def kvbm(command: str, url: str, *more: str) -> Result:
+    """``kvbm remote`` in this process."""
+    return CliRunner().invoke(app, ["remote", command, url, *more])
+
+
+def put(url: str) -> list[Outcome]:
+    """EXTENTS, by a store such as engines open."""
+    options = store_options(KvbmSettings.from_env(None))
+    store = open_store(StoreSpec(url, BLOCK_BYTES, "meaning", "0of1", "org/Model", options))
+    assert isinstance(store, ExtentStore)
+    payloads = [[*buffers(8, BLOCK_BYTES)] for _ in EXTENTS]
+    try:
+        return store.put_extents(EXTENTS, payloads, deadline_s=LONG_S)
+    finally:
+        store.close()
+
+
+def walk_through(url: str) -> str:
+    """Lists and checks what was put; the model's folder."""
+    ((model, found),) = json.loads(kvbm("inspect", url, "--json").output)["namespaces"].items()
+    assert (found["records"], found["blocks"]) == (8, 64)
+    assert found["bytes"] == 8 * (8 * BLOCK_BYTES + 4096)
+    told = kvbm("verify", url)
+    assert (told.exit_code, told.output) == (0, "all 8 records are good\n")
+    return str(model)
+
+
+@pytest.fixture(params=[SeaweedServer, MotoServer])
+def bucket(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[ObjectServer]:
+    """A server with an empty bucket, and credentials in the environment."""
+    with request.param(tmp_path) as server:
+        server.make_bucket()
+        for name in [*KvbmSettings.env_names().values(), *filter(lambda n: n.startswith("AWS_"), os.environ)]:
+            monkeypatch.delenv(name, raising=False)
+        for name, value in server.client_environment.items():
+            monkeypatch.setenv(name, value)
+        yield server
+
+
+def test_a_bucket(bucket: ObjectServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    url = f"s3://{BUCKET}/team"
+    assert put(url) == [Outcome.OK] * 8
+    model = walk_through(url)
+    engine = open_engine(url, store_options(KvbmSettings.from_env(None)))
+    record = next(engine.scan("", deadline_s=LONG_S)).name
+    engine.close()
+    admin = bucket.admin()
+    admin.put_object(Bucket=BUCKET, Key=f"team/{record}", Body=b"something else")
+    admin.put_object(Bucket=BUCKET, Key=f"team/kvbm2/{model}/notes", Body=b"by hand")
+    told = kvbm("verify", url, "--remove-damaged")
+    assert told.exit_code == 1 and "1 of 8 records are damaged" in told.output
+    assert kvbm("sweep", url, "--max-gb", "0.005").exit_code == 1, "all of it was used just now"
+    told = kvbm("sweep", url, "--max-gb", "0.005", "--grace-s", "0")
+    assert told.exit_code == 0 and "7 records, 5.63 MB, limit 5 MB: 2 records, 1.61 MB removed" in told.output
+    assert f"{model}: 5 records removed" in kvbm("rm", url, model, "--yes").output
+    left = [found["Key"] for found in admin.list_objects_v2(Bucket=BUCKET)["Contents"]]
+    assert left == [f"team/kvbm2/{model}/notes"]
+    rule = json.loads(kvbm("policy", url, "--only", "lifecycle").output)
+    admin.put_bucket_lifecycle_configuration(Bucket=BUCKET, LifecycleConfiguration=rule)
+    (taken,) = admin.get_bucket_lifecycle_configuration(Bucket=BUCKET)["Rules"]
+    assert (taken["Filter"], taken["Expiration"]) == ({"Prefix": "team/kvbm2/"}, {"Days": 7})
+    admin.put_bucket_policy(Bucket=BUCKET, Policy=kvbm("policy", url, "--only", "rights").output)
+    assert len(json.loads(admin.get_bucket_policy(Bucket=BUCKET)["Policy"])["Statement"]) == 2
+    if isinstance(bucket, SeaweedServer):  # moto checks no signature
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "NeverShown")
+        told = kvbm("ls", url)
+        assert told.exit_code == 2 and told.output.count("\n") == 1 and "NeverShown" not in told.output
+    bucket.stop()
+    told = kvbm("ls", url)
+    assert told.exit_code == 2 and told.output.count("\n") == 1 and url in told.output
+
+
+@pytest.mark.valkey
+def test_a_server_of_valkey_with_the_rights_that_are_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in KvbmSettings.env_names().values():
+        monkeypatch.delenv(name, raising=False)
+    lines = kvbm("policy", "redis://host").output.splitlines()
+    password = "a-password-of-the-test"
+    config = tmp_path / "valkey.conf"
+    config.write_text("\n".join(lines).replace(">PASSWORD", f">{password}") + "\n")
+    secret = tmp_path / "password"
+    secret.write_text(password)
+    with ValkeyServer(tmp_path, "--include", str(config)) as server:
+        monkeypatch.setenv("KVBM_REMOTE_USERNAME", "kvbm")
+        monkeypatch.setenv("KVBM_REMOTE_PASSWORD_FILE", str(secret))
+        assert put(server.url) == [Outcome.OK] * 8
+        model = walk_through(server.url)
+        told = kvbm("sweep", server.url, "--max-gb", "0.001")
+        assert told.exit_code == 0 and "evicts by itself" in told.output
+        assert f"{model}: 8 records removed" in kvbm("rm", server.url, "--all", "--yes").output
+        secret.write_text("another one")
+        told = kvbm("ls", server.url)
+        assert told.exit_code == 2 and told.output.count("\n") == 1 and "WRONGPASS" in told.output
