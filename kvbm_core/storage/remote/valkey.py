@@ -52,7 +52,7 @@ _CLUSTER = "it is one node of a cluster, which is not supported: name a server o
 _REMEDIES = {
     "NOAUTH": _LOGIN,
     "WRONGPASS": _LOGIN,
-    "NOPERM": "let the user do SET, GET, GETRANGE, EXISTS, UNLINK, TOUCH, STRLEN, OBJECT and SCAN on kvbm2*",
+    "NOPERM": "let the user do SET, GET, GETRANGE, STRLEN, EXISTS, UNLINK, TOUCH, SELECT on ~kvbm2*",
     "MOVED": _CLUSTER,
     "ASK": _CLUSTER,
     "CLUSTERDOWN": _CLUSTER,
