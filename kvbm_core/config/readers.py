@@ -22,17 +22,21 @@ _SHOWN_CHARS = 80
 # Plain ASCII notation only: Python's own float() would also take "1_000", "nan" and non-Latin digits.
 _FLOAT = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d{1,3})?", re.ASCII)
 _INT = re.compile(r"[+-]?\d{1,18}", re.ASCII)
-_USER_IN_URL = re.compile(r"://.*@")
+_USER_IN_URL = re.compile(r"(://|^[^\s@/]*:).*@")
 _QUERY_OF_SERVER = re.compile(r"((?!file:)\b[a-z0-9]+://[^?]*\?).*", re.IGNORECASE)
 _WORD = re.compile(r"[A-Za-z0-9_.-]{1,64}", re.ASCII)
 _TRUE = frozenset({"1", "true", "on", "yes"})
 _FALSE = frozenset({"0", "false", "off", "no"})
 
 
+def without_password(text: str) -> str:
+    """``text`` but for who one is in a URL, and its query, which may be a key."""
+    return _QUERY_OF_SERVER.sub(r"\1***", _USER_IN_URL.sub(r"\1***@", text))
+
+
 def shown(value: object) -> str:
     """``value`` as it may stand in a message: one printable line of bounded length, no password of a URL."""
-    text = _USER_IN_URL.sub("://***@", str(value))
-    text = _QUERY_OF_SERVER.sub(r"\1***", text)[: _SHOWN_CHARS + 1]
+    text = without_password(str(value))[: _SHOWN_CHARS + 1]
     text = text if text.isprintable() else ascii(text)
     return text if len(text) <= _SHOWN_CHARS else text[:_SHOWN_CHARS] + "..."
 

@@ -7,6 +7,7 @@ from urllib.parse import urlsplit
 
 VALKEY_SCHEMES = ("redis", "rediss", "valkey", "valkeys")
 """Two words for one thing; those with an s at the end are with TLS."""
+TLS_SCHEMES = ("rediss", "valkeys")
 MOONCAKE_SCHEME = "mooncake"
 SERVER_SCHEMES = (*VALKEY_SCHEMES, MOONCAKE_SCHEME)
 _DEFAULT_PORT = {MOONCAKE_SCHEME: 50051}
@@ -25,7 +26,7 @@ class ServerUrl(NamedTuple):
     @property
     def is_tls(self) -> bool:
         """Whether the connection is encrypted, and the server's certificate checked."""
-        return self.scheme in ("rediss", "valkeys")
+        return self.scheme in TLS_SCHEMES
 
     @property
     def address(self) -> str:

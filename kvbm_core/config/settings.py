@@ -12,9 +12,9 @@ from pydantic.fields import FieldInfo
 
 from kvbm_core.config.fields import Adapter, SettingFields
 from kvbm_core.config.names import overrides_by_env, unknown_variable_warnings
-from kvbm_core.config.readers import shown
+from kvbm_core.config.readers import shown, without_password
 from kvbm_core.config.remote_url import BUCKET_SCHEMES, remote_bucket
-from kvbm_core.config.server_url import SERVER_SCHEMES
+from kvbm_core.config.server_url import SERVER_SCHEMES, TLS_SCHEMES, VALKEY_SCHEMES
 from kvbm_core.errors import ConfigError
 
 _CPU_GB = "DYN_KVBM_CPU_CACHE_GB"
@@ -23,6 +23,8 @@ _DISK_GB = "DYN_KVBM_DISK_CACHE_GB"
 _REMOTE_URL = "KVBM_REMOTE_URL"
 _REMOTE_GB = "KVBM_REMOTE_CACHE_GB"
 _OBJECT_BUCKET = "DYN_KVBM_OBJECT_BUCKET"
+_OF_TLS = ("remote_ca_file", "remote_cert_file")
+_OF_VALKEY = ("remote_username", "remote_password_file", *_OF_TLS)
 _OF_DIRECTORIES = ("remote_cache_gb", "remote_trust")
 _STAGED_BYTES = 512_000_000
 _MIN_STAGED_BLOCKS = 64
@@ -148,7 +150,11 @@ class KvbmSettings(SettingFields):
 
     @property
     def _is_bound_by_its_server(self) -> bool:
-        return (self.store_url or "").partition("://")[0].lower() in SERVER_SCHEMES
+        return self._scheme in SERVER_SCHEMES
+
+    @property
+    def _scheme(self) -> str:
+        return (self.store_url or "").partition("://")[0].lower()
 
     def _check_object_store(self) -> None:
         """ConfigError for KVBM's names of an object store if they are not whole, or not what the URL says."""
@@ -189,6 +195,12 @@ class KvbmSettings(SettingFields):
                 remedy = "has no effect here; the server's own settings bound it"
             elif name in _OF_DIRECTORIES and self.has_object_store and getattr(self, name):
                 remedy = "is for a shared directory; rights and a lifecycle rule of the bucket do that"
+            elif name in _OF_VALKEY and getattr(self, name) and self._scheme not in VALKEY_SCHEMES:
+                remedy = "is for a Valkey or Redis server"
+                if name == "remote_ca_file" and self.has_object_store:
+                    remedy += "; a bucket's authorities are in AWS_CA_BUNDLE"
+            elif name in _OF_TLS and getattr(self, name) and self._scheme not in TLS_SCHEMES:
+                remedy = "has no effect without TLS; write rediss:// or valkeys://"
             elif name == "object_bucket" and not self.object_enabled:
                 remedy = "has no effect without DYN_KVBM_OBJECT_ENABLED=1; set that too"
             elif name.startswith("object_") and not self.has_object_store:
@@ -244,9 +256,13 @@ class KvbmSettings(SettingFields):
         """All settings with value, source and meaning, for a table."""
         infos = type(self).model_fields
         return [
-            SettingRow(name, env, getattr(self, name), self.source(name), infos[name].description or "")
+            SettingRow(name, env, self._told(name), self.source(name), infos[name].description or "")
             for name, env in self.env_names().items()
         ]
+
+    def _told(self, name: str) -> object:
+        value = getattr(self, name)
+        return without_password(value) if isinstance(value, str) else value
 
     def require_tier(self) -> None:
         """Raises ConfigError if no tier of this release is configured."""
@@ -288,7 +304,7 @@ class KvbmSettings(SettingFields):
     @property
     def has_object_store(self) -> bool:
         """Whether that is a bucket."""
-        return (self.store_url or "").partition("://")[0] in BUCKET_SCHEMES
+        return self._scheme in BUCKET_SCHEMES
 
     @property
     def remote_max_bytes(self) -> int | None:

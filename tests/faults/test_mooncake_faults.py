@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ import pytest
 from kvbm_core.config.server_url import server_url
 from kvbm_core.errors import Outcome
 from kvbm_core.storage.remote.engine import GetItem, Got, PutItem
-from kvbm_core.storage.remote.mooncake import THREADS, MooncakeEngine
+from kvbm_core.storage.remote.mooncake import REHEARSAL_S, THREADS, MooncakeEngine
 from kvbm_core.testing.engine_contract import content_of, room
 from tests.engines.mooncake_pool import MooncakePool
 from tests.engines.ports import HOST, free_port
@@ -61,6 +62,32 @@ def within(limit_s: float, call: Callable[[], list[Outcome]]) -> set[Outcome]:
     outcomes = set(call())
     assert time.monotonic() - started_s < limit_s + GRACE_S
     return outcomes
+
+
+def test_a_master_that_does_not_answer_at_the_start_stops_no_thread_of_the_engine(tmp_path: Path) -> None:
+    with MooncakePool(tmp_path) as pool:
+        pool.freeze_master()
+        is_over, gaps = threading.Event(), [0.0]
+
+        def beat() -> None:
+            last_s = time.monotonic()
+            while not is_over.wait(0.01):
+                now_s = time.monotonic()
+                gaps.append(now_s - last_s)
+                last_s = now_s
+
+        heart = threading.Thread(target=beat)
+        heart.start()
+        engine = MooncakeEngine(server_url(f"mooncake://{pool.address}"))
+        try:
+            assert put(engine, ["a"], deadline_s=REHEARSAL_S + 5.0) == [Outcome.IO_ERROR]
+            assert max(gaps) < 5.0, "Mooncake joins with the interpreter's lock in its hands, for 40 s"
+            pool.thaw_master()
+            until(lambda: put(engine, ["a"]) == [Outcome.OK])
+        finally:
+            is_over.set()
+            heart.join()
+            engine.close()
 
 
 def test_a_machine_that_dies_takes_its_objects_along_and_no_others(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from kvbm_core.errors import ConfigError
 from kvbm_core.policy.admission import AdmitAll
 from kvbm_core.policy.frequency import FrequencyFilter
 from kvbm_core.runtime.assembly import lower_makers, remote_admission, store_options
+from kvbm_core.storage.remote.login import ServerLogin
 from kvbm_core.storage.remote.record_store import RecordStore
 from kvbm_core.storage.remote.s3_client import S3Options, store_maker
 from kvbm_core.storage.stores import StoreSpec, open_store
@@ -154,6 +155,46 @@ def test_a_bucket_for_each_rank_has_no_blocks_for_other_numbers_of_ranks(
 ) -> None:
     with pytest.raises(ConfigError, match=r"KVBM_REMOTE_HEAD_SHARDS=4: .*leave \{worker_id\} out"):
         settings_of(monkeypatch, **OWN, KVBM_REMOTE_HEAD_SHARDS="4")
+
+
+@pytest.mark.parametrize("arguments", [["config", "--changed"], ["config", "--json"]])
+def test_a_password_in_a_url_is_not_shown(monkeypatch: pytest.MonkeyPatch, arguments: list[str]) -> None:
+    monkeypatch.setenv("KVBM_REMOTE_URL", "s3://bucket")
+    monkeypatch.setenv("DYN_KVBM_OBJECT_ENDPOINT", "http://user:hunter2@127.0.0.1:1")
+    monkeypatch.setenv("COLUMNS", "400")
+    done = CliRunner().invoke(app, arguments)
+    assert "127.0.0.1:1" in done.output and "hunter2" not in done.output
+
+
+def test_a_password_before_anything_else_is_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError) as refused:
+        settings_of(monkeypatch, KVBM_REMOTE_URL="user:hunter2@bucket")
+    assert "hunter2" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("url", "setting", "said"),
+    [
+        ("s3://bucket", "KVBM_REMOTE_USERNAME", "is for a Valkey or Redis server"),
+        ("s3://bucket", "KVBM_REMOTE_CA_FILE", "AWS_CA_BUNDLE"),
+        ("mooncake://host", "KVBM_REMOTE_PASSWORD_FILE", "is for a Valkey or Redis server"),
+        ("redis://host", "KVBM_REMOTE_CA_FILE", "has no effect without TLS"),
+    ],
+)
+def test_what_is_for_another_kind_of_store_is_warned_of(
+    monkeypatch: pytest.MonkeyPatch, url: str, setting: str, said: str
+) -> None:
+    given = {"KVBM_REMOTE_URL": url, "DYN_KVBM_CPU_CACHE_GB": "1", setting: "/there"}
+    (warning,) = settings_of(monkeypatch, **given).warnings
+    assert warning.startswith(f"kvbm: {setting}=/there: ") and said in warning
+
+
+def test_a_password_file_that_is_no_file_is_refused_at_once(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "large").write_bytes(b"x" * 5000)
+    for name, said in (("pipe", "is no file"), ("large", "holds more than 4096 bytes")):
+        with pytest.raises(ConfigError, match=said):
+            ServerLogin(password_file=str(tmp_path / name)).password()
 
 
 def test_a_bad_key_is_refused_without_being_shown(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from kvbm_core.errors import ConfigError
+from kvbm_core.storage.remote.secret import MAX_BYTES, read_private
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +24,8 @@ class ServerLogin:
         """What the file holds now. ConfigError."""
         if not self.password_file:
             return b""
-        try:
-            return Path(self.password_file).read_bytes().strip()
-        except OSError as error:
-            remedy = f"cannot be read: {error.strerror}; name a file that holds the password alone"
-            raise ConfigError("KVBM_REMOTE_PASSWORD_FILE", self.password_file, remedy) from None
+        setting, remedy = "KVBM_REMOTE_PASSWORD_FILE", "name a file that holds the password alone"
+        content = read_private(setting, self.password_file, remedy)
+        if len(content) > MAX_BYTES:
+            raise ConfigError(setting, self.password_file, f"holds more than {MAX_BYTES} bytes; {remedy}")
+        return content

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import http.client
 import importlib
+import json
 import logging
 import os
 import socket
+import subprocess
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -30,6 +33,10 @@ BATCH_BYTES = 32 << 20
 BATCH_NAMES = 1024
 MAX_OBJECT_BYTES = 64 << 20
 JOIN_PAUSE_S = 1.0
+LONGEST_PAUSE_S = 60.0
+"""Between two attempts to join: twice as long after each that failed, up to this."""
+REHEARSAL_S = 10.0
+"""Joining a master that answers takes a tenth of a second, and loading Mooncake a second."""
 QUICK_S = 0.5
 """A read that failed and took longer is not tried in another way."""
 PROBE_S = 1.0
@@ -445,6 +452,7 @@ class _Membership:
             log.warning(line, num_bytes / 1e9, code)
 
     def _join(self) -> None:
+        pause_s = JOIN_PAUSE_S
         while not self._is_closed:
             client = self._made()
             with self._changed:
@@ -452,7 +460,8 @@ class _Membership:
                 self._changed.notify_all()
                 if client is None:
                     if not self._is_closed:
-                        self._changed.wait(JOIN_PAUSE_S)
+                        self._changed.wait(pause_s)
+                    pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
                     continue
                 spans = list(self._spans)
             for address, num_bytes in spans:
@@ -475,18 +484,12 @@ class _Membership:
         try:
             with socket.create_connection((self.master.host, self.master.port), timeout=PROBE_S):
                 pass
-            client = self._module.MooncakeDistributedStore()
-            code = client.setup(
-                setup.local_hostname or own_address(self.master),
-                setup.metadata_server,
-                setup.segment_bytes,
-                setup.buffer_bytes,
-                setup.protocol,
-                setup.device,
-                setup.master,
-                **({} if setup.tenant == "default" else {"tenant_id": setup.tenant}),
-            )
-        except (OSError, RuntimeError) as error:
+            more = {} if setup.tenant == "default" else {"tenant_id": setup.tenant}
+            code = _rehearse(self._arguments(segment_bytes=0), more)
+            if not code:
+                client = self._module.MooncakeDistributedStore()
+                code = client.setup(*self._arguments(setup.segment_bytes), **more)
+        except (OSError, RuntimeError, subprocess.SubprocessError) as error:
             line = "kvbm: KVBM_REMOTE_URL: %s: %s"
             self._trouble.failed("joining", type(error).__name__, line, where, error)
             return None
@@ -498,6 +501,18 @@ class _Membership:
         given = f"gives {setup.segment_bytes / 1e9:g} GB to the pool" if setup.segment_bytes else "gives none"
         log.log(logging.INFO, "kvbm: %s by %s; this process %s", where, setup.protocol, given)
         return client
+
+    def _arguments(self, segment_bytes: int) -> list[object]:
+        setup = self._setup
+        return [
+            setup.local_hostname or own_address(self.master),
+            setup.metadata_server,
+            segment_bytes,
+            setup.buffer_bytes,
+            setup.protocol,
+            setup.device,
+            setup.master,
+        ]
 
     def close(self, *, is_idle: bool) -> None:
         """``is_idle``: no call of the client is under way; else it is left as it is."""
@@ -515,6 +530,27 @@ class _Membership:
         else:
             _KEPT.append(client)
 
+
+def _rehearse(arguments: Sequence[object], more: Mapping[str, str]) -> int:
+    """Mooncake's code of joining in a process of its own. SubprocessError if that does not end in time.
+
+    Joining a master that accepts connections and does not answer takes Mooncake 40 s, in which no thread of
+    its process runs Python.
+    """
+    command = [sys.executable, "-c", _REHEARSAL, json.dumps([arguments, more])]
+    # The program is ours, and its arguments are no shell's.
+    done = subprocess.run(  # noqa: S603
+        command, capture_output=True, timeout=REHEARSAL_S, check=False
+    )
+    return done.returncode
+
+
+_REHEARSAL = """
+import json, os, sys
+from mooncake.store import MooncakeDistributedStore
+arguments, more = json.loads(sys.argv[1])
+os._exit(MooncakeDistributedStore().setup(*arguments, **more) & 255)
+"""
 
 _KEPT: list[object] = []
 """Clients of which a call never ended."""

@@ -15,6 +15,20 @@ MAX_BYTES = 4096
 _REMEDY = "name a file that holds it, on all machines the same, made by: openssl rand -base64 32"
 
 
+def read_private(setting: str, path: str, remedy: str) -> bytes:
+    """What is in a small file, but for white space around it; of more than MAX_BYTES the beginning.
+    ConfigError; a pipe is refused, as nobody may ever write into it.
+    """
+    try:
+        fd = os.open(Path(path).expanduser(), os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        with os.fdopen(fd, "rb") as file:
+            if not stat.S_ISREG(os.fstat(fd).st_mode):
+                raise ConfigError(setting, path, f"is no file; {remedy}")
+            return file.read(MAX_BYTES + 1).strip()
+    except OSError as error:
+        raise ConfigError(setting, path, f"cannot be read: {error.strerror}; {remedy}") from None
+
+
 class Secret:
     """Never shown: neither it nor a digest of it alone is in a log line, a ``repr`` or a file."""
 
@@ -35,14 +49,7 @@ class Secret:
         """What is in the file, but for white space around it; None for an empty ``path``. ConfigError."""
         if not path:
             return None
-        try:
-            fd = os.open(Path(path).expanduser(), os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-            with os.fdopen(fd, "rb") as file:
-                if not stat.S_ISREG(os.fstat(fd).st_mode):
-                    raise ConfigError(SETTING, path, f"is no file; {_REMEDY}")
-                content = file.read(MAX_BYTES + 1).strip()
-        except OSError as error:
-            raise ConfigError(SETTING, path, f"cannot be read: {error.strerror}; {_REMEDY}") from None
+        content = read_private(SETTING, path, _REMEDY)
         if not MIN_BYTES <= len(content) <= MAX_BYTES:
             size = f"holds {len(content)} bytes, not {MIN_BYTES} to {MAX_BYTES}"
             raise ConfigError(SETTING, path, f"{size}; {_REMEDY}")
