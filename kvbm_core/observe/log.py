@@ -122,7 +122,8 @@ class TroubleLog:
 
 
 class CacheStatsLog:
-    """KVBM's line "KVBM [worker] Cache Hit Rates - Host: ..., Disk: ..."; call ``tick`` at any rate,
+    """KVBM's line "KVBM [worker] Cache Hit Rates - Host: ..., Disk: ...", and ", Object: ..." where a shared
+    store has brought something; call ``tick`` at any rate,
     from one thread.
     """
 
@@ -152,9 +153,8 @@ class CacheStatsLog:
         if window == self._last:
             return False
         self._last = window
-        host, disk, _, queried = window
-        self._logger.info(
-            "KVBM [%s] Cache Hit Rates - Host: %.1f%% (%d/%d), Disk: %.1f%% (%d/%d)",
-            self._worker, 100 * window.rate(host), host, queried, 100 * window.rate(disk), disk, queried,
-        )  # fmt: skip
+        host, disk, objects, queried = window
+        tiers = [("Host", host), ("Disk", disk)] + [("Object", objects)] * bool(objects)
+        rates = (f"{tier}: {100 * window.rate(hits):.1f}% ({hits}/{queried})" for tier, hits in tiers)
+        self._logger.info("KVBM [%s] Cache Hit Rates - %s", self._worker, ", ".join(rates))
         return True

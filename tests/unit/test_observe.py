@@ -170,9 +170,13 @@ def test_hit_rate_line(caplog: pytest.LogCaptureFixture) -> None:
     metrics.request_hits(0, 0, 4)
     clock.advance(5)
     assert stats.tick()
+    metrics.request_hits(0, 0, 4, 3)
+    clock.advance(5)
+    assert stats.tick()
     assert [record.getMessage() for record in caplog.records] == [
         "KVBM [7] Cache Hit Rates - Host: 37.5% (3/8), Disk: 12.5% (1/8)",
         "KVBM [7] Cache Hit Rates - Host: 25.0% (3/12), Disk: 8.3% (1/12)",
+        "KVBM [7] Cache Hit Rates - Host: 18.8% (3/16), Disk: 6.2% (1/16), Object: 18.8% (3/16)",
     ]
 
 
