@@ -149,13 +149,17 @@ def test_of_ranks_that_share_heads_one_stores() -> None:
     engine, payload_bytes = MemoryEngine(), 2048
     keeper, other = (heads_of(payload_bytes, "tokens outside", rank, 4) for rank in (0, 1))
     twin = HeadShards(4, keeper.own, False, keeper.shard_bytes, keeper.meaning, keeper.groups)
-    with_others = records(engine, twin, payload_bytes)
+    with_others, with_keeper, with_other = stores = [
+        records(engine, heads, payload_bytes) for heads in (twin, keeper, other)
+    ]
     key, memory = key_of(1), buffers(1, payload_bytes)
     assert with_others.put_many([key], memory, deadline_s=LONG_S) == [Outcome.OK]
     assert not engine.objects.objects
-    assert records(engine, keeper, payload_bytes).put_many([key], memory, deadline_s=LONG_S) == [Outcome.OK]
+    assert with_keeper.put_many([key], memory, deadline_s=LONG_S) == [Outcome.OK]
     assert with_others.contains_many([key], deadline_s=LONG_S) == [Outcome.OK]
-    assert records(engine, other, payload_bytes).contains_many([key], deadline_s=LONG_S) == [Outcome.MISS]
+    assert with_other.contains_many([key], deadline_s=LONG_S) == [Outcome.MISS]
+    for store in stores:
+        store.close()
 
 
 def test_a_call_that_needs_more_memory_than_there_is_goes_in_steps() -> None:

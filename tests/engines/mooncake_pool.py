@@ -64,7 +64,7 @@ class Node:
 
     def freeze(self) -> None:
         """It keeps its connections and answers nothing."""
-        self.process.send_signal(signal.SIGSTOP)
+        _freeze(self.process)
 
     def thaw(self) -> None:
         """It goes on."""
@@ -74,6 +74,20 @@ class Node:
         """As a loss of power; idempotent."""
         self.process.kill()
         self.process.communicate()
+
+
+def _freeze(process: subprocess.Popen[bytes]) -> None:
+    """Returns when none of its threads runs any more."""
+    process.send_signal(signal.SIGSTOP)
+    ends_at_s = time.monotonic() + START_S
+    while any(_state(task) not in "Tt" for task in Path(f"/proc/{process.pid}/task").iterdir()):
+        if time.monotonic() > ends_at_s:
+            raise RuntimeError(f"process {process.pid} does not stop")
+        time.sleep(0.001)
+
+
+def _state(task: Path) -> str:
+    return (task / "stat").read_text().rpartition(") ")[2][0]
 
 
 class MooncakePool:
@@ -143,7 +157,7 @@ class MooncakePool:
     def freeze_master(self) -> None:
         """It keeps its connections and answers nothing."""
         assert self._master is not None
-        self._master.send_signal(signal.SIGSTOP)
+        _freeze(self._master)
 
     def thaw_master(self) -> None:
         """It goes on."""

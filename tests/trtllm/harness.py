@@ -264,7 +264,9 @@ class Serving:
         """
 
         def is_quiet() -> bool:
-            return not self.leader.pending_jobs and not self.leader.chain.storing_blocks
+            chain = self.leader.chain
+            is_moving = chain.storing_blocks or any(tier.fetching_blocks for tier in chain.keyed)
+            return not self.leader.pending_jobs and not is_moving
 
         def is_quiet_here() -> bool:
             toy_store.land_all()
