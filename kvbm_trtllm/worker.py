@@ -230,8 +230,9 @@ class WorkerSide:
             self._refused = []  # these the leader names again
             self.start_load()
         self._offloads.abandon()  # this iteration computed nothing, or did not come to its end
-        self._take_results()
+        # A load's result is there before the leader's word on it: in this order none of these words is early.
         self._hear()
+        self._take_results()
         self._take_notes()
         if not (self._saving or self._loading):
             return [], []

@@ -13,10 +13,12 @@ from typing import Any
 
 import pytest
 
+from kvbm_core.runtime.messages import LoadEnded, Note
 from kvbm_core.storage.disk.io import Transfer
 from kvbm_core.storage.disk.record import slot_offset_bytes, whole_sectors
 from kvbm_core.testing import toy_store
 from kvbm_core.transfer.movers import disk as disk_mover
+from kvbm_core.transfer.plan import TransferPlan
 from kvbm_core.types import Direction
 
 pytest.importorskip("torch", reason="NOT RUN: TensorRT-LLM's connector against its double; torch is missing")
@@ -322,6 +324,60 @@ def test_a_damaged_block_is_never_read(kind: Kind, folder: Path, play: Play) -> 
     play(kind, fill, kind, folder)
     flip(folder, range(4, 5))
     play(kind, meet_damage, kind, folder)
+
+
+def news_before_result(serving: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A load ends when the worker side has just taken results, and the leader has said its word on it before
+    the worker side listens.
+    """
+    side = serving.executor.worker.side
+    worker, held = side.worker, list[TransferPlan]()
+    submit, take_notes = worker.submit, worker.take_notes
+
+    def hold(plan: TransferPlan) -> None:
+        if plan.direction is Direction.ONBOARD:
+            held.append(plan)
+        else:
+            submit(plan)
+
+    def load_and_take_notes() -> list[Note]:
+        notes, jobs = list[Note](), {plan.job_id for plan in held}
+        for plan in held:
+            submit(plan)
+        held.clear()
+        assert worker.wait(jobs, PATIENCE_S)
+        ends_at_s = time.monotonic() + PATIENCE_S
+        while jobs and time.monotonic() < ends_at_s:
+            side._find_leader().poll()
+            worker.wait_note(0.01)
+            news = take_notes()
+            jobs -= {note.job_id for note in news if isinstance(note, LoadEnded)}
+            notes += news
+        return notes + take_notes()
+
+    monkeypatch.setattr(worker, "submit", hold)
+    monkeypatch.setattr(worker, "take_notes", load_and_take_notes)
+
+
+def hear_first(rank: int, kind: Kind, folder: Path) -> None:
+    """A job: as above, and the leader's word on the load is there before the rank looks at its own result."""
+    with (
+        serve_with_disk(rank, kind, folder, checks=False, executor_class=KeepingExecutor) as serving,
+        pytest.MonkeyPatch.context() as monkeypatch,
+    ):
+        news_before_result(serving, monkeypatch)
+        failed = serving.ask(PROMPT)
+        serving.expect_match(failed, (CAP, True))
+        assert serving.reason(failed) == "error" and serving.output(failed) == []
+
+
+@pytest.mark.parametrize("kind", kinds(1), ids=str)
+def test_news_of_a_failed_load_are_not_lost_that_come_before_its_result(
+    kind: Kind, folder: Path, play: Play
+) -> None:
+    play(kind, fill, kind, folder)
+    flip(folder, range(4, 5))
+    play(kind, hear_first, kind, folder)
 
 
 def leave_out_damage(rank: int, kind: Kind, folder: Path, stored: float, damaged: range) -> None:
