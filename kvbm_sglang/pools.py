@@ -23,7 +23,7 @@ from kvbm_core.storage.base import BlockStore
 from kvbm_core.storage.disk.allocate import DirectoryBusyError, DiskError
 from kvbm_core.storage.disk.folder import DiskFolder, claimed_folder
 from kvbm_core.storage.disk.record import record_bytes
-from kvbm_core.storage.stores import StoreSpec, open_store
+from kvbm_core.storage.stores import StoreSpec, limited_log, open_store
 from kvbm_core.tokens.namespace import KeyNamespace
 from kvbm_core.types import Direction, Tier
 from kvbm_sglang.engine_settings import code_of, describe_engine, effective, find_server_args
@@ -241,7 +241,7 @@ class Pools:
                 disk,
                 remote,
                 pages.page_bytes,
-                remote_admission(settings, SystemClock()),
+                remote_admission(settings, settings.store_urls[0], SystemClock()),
                 self._stats.metrics,
                 io_deadline_s=self._remote_deadline_s,
             )
@@ -269,9 +269,12 @@ class Pools:
         return OwnFile(self._folder.path, namespace, pages.page_bytes, num_slots, options, shares=shares)
 
     def _open_remote(self, name: str, pages: Pages, namespace: KeyNamespace) -> BlockStore | None:
-        url = self._settings.store_url
-        if url is None:
+        if not self._settings.store_urls:
             return None
+        url, *others = self._settings.store_urls
+        if others:
+            line = "kvbm: KVBM_REMOTE_URL names %d stores: HiCache uses the first one alone, %s"
+            limited_log.log(logging.WARNING, url, line, 1 + len(others), url)
         shard, meaning = shard_of(self._config, name), meaning_of(namespace).hex()
         try:
             return open_store(

@@ -40,7 +40,7 @@ def heads_of(
     """How this rank's blocks are divided in the store; None if they are not, and a line if that was asked
     for.
     """
-    if not settings.remote_head_shards or settings.store_url is None:
+    if not settings.remote_head_shards or not settings.store_urls:
         return None
     try:
         return _divided(kv_caches, kv_cache_config, vllm_config, settings.remote_head_shards)

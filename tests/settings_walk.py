@@ -27,7 +27,7 @@ _ANSWERS = {
     "has_lower_tier",
     "has_remote_tier",
     "remote_max_bytes",
-    "store_url",
+    "store_urls",
 }
 _BLOCKS = ("cpu_cache_override_num_blocks", "disk_cache_override_num_blocks")
 
@@ -96,7 +96,7 @@ def values(folder: str, metrics_port: int) -> dict[str, str]:
 
 def _remote(folder: str) -> dict[str, str]:
     return {
-        "remote_url": "memory://walk",
+        "remote_url": "memory://walk memory://second",
         "remote_cache_gb": "0.01",
         "remote_filter": "hit",
         "remote_trust": "group",

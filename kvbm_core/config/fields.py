@@ -128,7 +128,8 @@ class SettingFields(BaseSettings):
         "KVBM_REMOTE_URL",
         None,
         "Where blocks are kept for all machines: file:// and a directory that they share, s3:// and a "
-        "bucket, or redis://, rediss://, mooncake:// and a server.",
+        "bucket, or redis://, rediss://, mooncake:// and a server. Several, with spaces between them, are "
+        "asked in this order.",
     )
     remote_cache_gb: r.GigabytesOrZero = _setting(
         "KVBM_REMOTE_CACHE_GB",

@@ -9,7 +9,7 @@ from typing import Annotated
 
 from pydantic import PlainValidator, SecretStr
 
-from kvbm_core.config.remote_url import read_remote_url
+from kvbm_core.config.remote_url import read_remote_urls
 
 MAX_CACHE_GB = 1e6
 MAX_COUNT = 2**40
@@ -214,7 +214,7 @@ ConsolidatorMode = Annotated[str, PlainValidator(choice_reader("dedup", "passthr
 DiskIo = Annotated[
     str, PlainValidator(choice_reader("auto", "aio", "threads", "nixl-posix", "nixl-gds", "nixl-gds-mt"))
 ]
-RemoteUrl = Annotated[str | None, PlainValidator(read_remote_url)]
+RemoteUrl = Annotated[str | None, PlainValidator(read_remote_urls)]
 RemoteFilter = Annotated[str, PlainValidator(choice_reader("auto", "all", "hit"))]
 RemoteLoad = Annotated[str, PlainValidator(choice_reader("faster", "always"))]
 RemoteTrust = Annotated[str, PlainValidator(choice_reader("user", "group"))]

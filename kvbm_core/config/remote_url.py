@@ -1,4 +1,4 @@
-"""Where blocks are kept for all machines: a URL, whose scheme says what kind of store it is."""
+"""Where blocks are kept for all machines: URLs, whose schemes say what kind of store each is."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ BUCKET_SCHEMES = ("s3", "gs", "az")
 
 _REMEDY = "write file:// and the absolute path of a directory that all machines share, such as file:///mnt/kv"
 _BUCKET_REMEDY = "write s3:// and a bucket, with a prefix or without, such as s3://kv-cache/team"
+_BETWEEN_URLS = re.compile(r"[\s,]+(?=[A-Za-z][A-Za-z0-9+.-]*://)")
 _BUCKET = re.compile(r"[a-zA-Z0-9](?:[a-zA-Z0-9._-]|\{worker_id\}){1,255}", re.ASCII)
 _PREFIX = re.compile(r"[a-zA-Z0-9!_.*'()/=-]*", re.ASCII)
 
@@ -33,14 +34,35 @@ class Bucket(NamedTuple):
         return f"{self.scheme}://{self.name}" + (f"/{self.prefix}" if self.prefix else "")
 
 
-def read_remote_url(value: object) -> str | None:
-    """``value`` if it can be used. ValueError with the remedy."""
+def read_remote_urls(value: object) -> str | None:
+    """One URL or several, with a space between them. ValueError with the remedy."""
     if value is None:
         return None
+    if not isinstance(value, str):
+        raise ValueError(_REMEDY)
+    urls = [read_remote_url(text) for text in split_urls(value)]
+    if len(set(urls)) < len(urls):
+        raise ValueError("names a store twice; name each once, the one to ask first in front")
+    return " ".join(urls)
+
+
+def split_urls(text: str) -> list[str]:
+    """The URLs in ``text``. Spaces within the path of a directory are part of it."""
+    return _BETWEEN_URLS.split(text.strip())
+
+
+def scheme_of(url: str) -> str:
+    """In small letters; empty if there is none."""
+    scheme, separator, _ = url.partition("://")
+    return scheme.lower() if separator else ""
+
+
+def read_remote_url(value: object) -> str:
+    """``value`` if it can be used. ValueError with the remedy."""
     if not isinstance(value, str) or not value.isprintable():
         raise ValueError(_REMEDY)
     text = value.strip()
-    scheme = text.partition("://")[0].lower() if "://" in text else ""
+    scheme = scheme_of(text)
     if scheme not in ("", *SCHEMES):
         raise ValueError(f"{scheme} is not in this release; {_REMEDY}")
     if scheme in ("", "file"):

@@ -13,7 +13,7 @@ from pydantic.fields import FieldInfo
 from kvbm_core.config.fields import Adapter, SettingFields
 from kvbm_core.config.names import overrides_by_env, unknown_variable_warnings
 from kvbm_core.config.readers import shown, without_password
-from kvbm_core.config.remote_url import BUCKET_SCHEMES, remote_bucket
+from kvbm_core.config.remote_url import BUCKET_SCHEMES, remote_bucket, scheme_of, split_urls
 from kvbm_core.config.server_url import SERVER_SCHEMES, TLS_SCHEMES, VALKEY_SCHEMES
 from kvbm_core.errors import ConfigError
 
@@ -26,6 +26,7 @@ _OBJECT_BUCKET = "DYN_KVBM_OBJECT_BUCKET"
 _OF_TLS = ("remote_ca_file", "remote_cert_file")
 _OF_VALKEY = ("remote_username", "remote_password_file", *_OF_TLS)
 _OF_DIRECTORIES = ("remote_cache_gb", "remote_trust")
+_BOUND_ELSEWHERE = {*SERVER_SCHEMES, *BUCKET_SCHEMES}
 _STAGED_BYTES = 512_000_000
 _MIN_STAGED_BLOCKS = 64
 _PORTS = ("leader_zmq_pub_port", "leader_zmq_ack_port", "metrics_port")
@@ -139,8 +140,7 @@ class KvbmSettings(SettingFields):
 
     def _check_remote(self) -> None:
         self._check_object_store()
-        bounds_itself = self._is_bound_by_its_server or self.has_object_store
-        if self.store_url is not None and self.remote_cache_gb is None and not bounds_itself:
+        if self._schemes - _BOUND_ELSEWHERE and self.remote_cache_gb is None:
             remedy = "KVBM_REMOTE_URL needs a size; set it to gigabytes, such as 500, or to 0 for no limit"
             raise ConfigError(_REMOTE_GB, "(unset)", remedy)
         if self.remote_encrypt and not self.remote_secret_file:
@@ -149,16 +149,13 @@ class KvbmSettings(SettingFields):
             raise ConfigError(names["remote_encrypt"], self.remote_encrypt, remedy)
 
     @property
-    def _is_bound_by_its_server(self) -> bool:
-        return self._scheme in SERVER_SCHEMES
-
-    @property
-    def _scheme(self) -> str:
-        return (self.store_url or "").partition("://")[0].lower()
+    def _schemes(self) -> set[str]:
+        """Of the stores."""
+        return {scheme_of(url) for url in self.store_urls}
 
     def _check_object_store(self) -> None:
         """ConfigError for KVBM's names of an object store if they are not whole, or not what the URL says."""
-        if self.remote_head_shards and "{worker_id}" in (self.store_url or ""):
+        if self.remote_head_shards and any("{worker_id}" in url for url in self.store_urls):
             remedy = "with KVBM_REMOTE_HEAD_SHARDS ranks share one bucket; leave {worker_id} out of its name"
             raise ConfigError("KVBM_REMOTE_HEAD_SHARDS", self.remote_head_shards, remedy)
         if (self.object_access_key is None) is not (self.object_secret_key is None):
@@ -176,7 +173,7 @@ class KvbmSettings(SettingFields):
         except ValueError:
             remedy = "write the name of a bucket, without s3:// and without slashes"
             raise ConfigError(_OBJECT_BUCKET, shown(self.object_bucket), remedy) from None
-        is_same = self.remote_url is None or f"{self.remote_url}/".startswith(f"{bucket.url}/")
+        is_same = any(f"{url}/".startswith(f"{bucket.url}/") for url in self.store_urls)
         if bucket.prefix or not is_same:
             remedy = f"KVBM_REMOTE_URL says {shown(self.remote_url)}; keep one of them"
             if bucket.prefix:
@@ -189,17 +186,18 @@ class KvbmSettings(SettingFields):
             if not self.is_set(name) or name in ("remote_url", "object_enabled", "object_num_blocks"):
                 continue
             remedy = ""
-            if name.startswith("remote_") and self.store_url is None:
+            if name.startswith("remote_") and not self.store_urls:
                 remedy = f"has no effect without {_REMOTE_URL}; set that too, such as file:///mnt/kv"
-            elif name == "remote_cache_gb" and self._is_bound_by_its_server and self.remote_cache_gb:
-                remedy = "has no effect here; the server's own settings bound it"
-            elif name in _OF_DIRECTORIES and self.has_object_store and getattr(self, name):
-                remedy = "is for a shared directory; rights and a lifecycle rule of the bucket do that"
-            elif name in _OF_VALKEY and getattr(self, name) and self._scheme not in VALKEY_SCHEMES:
+            elif name in _OF_DIRECTORIES and getattr(self, name) and not self._schemes - _BOUND_ELSEWHERE:
+                instead = "rights and a lifecycle rule of the bucket do that"
+                if not self.has_object_store:
+                    instead = "the server's own settings bound it"
+                remedy = f"is for a shared directory; {instead}"
+            elif name in _OF_VALKEY and getattr(self, name) and self._schemes.isdisjoint(VALKEY_SCHEMES):
                 remedy = "is for a Valkey or Redis server"
                 if name == "remote_ca_file" and self.has_object_store:
                     remedy += "; a bucket's authorities are in AWS_CA_BUNDLE"
-            elif name in _OF_TLS and getattr(self, name) and self._scheme not in TLS_SCHEMES:
+            elif name in _OF_TLS and getattr(self, name) and self._schemes.isdisjoint(TLS_SCHEMES):
                 remedy = "has no effect without TLS; write rediss:// or valkeys://"
             elif name == "object_bucket" and not self.object_enabled:
                 remedy = "has no effect without DYN_KVBM_OBJECT_ENABLED=1; set that too"
@@ -293,18 +291,20 @@ class KvbmSettings(SettingFields):
     @property
     def has_remote_tier(self) -> bool:
         """Whether blocks are kept somewhere for all machines."""
-        return self.store_url is not None
+        return bool(self.store_urls)
 
     @property
-    def store_url(self) -> str | None:
-        """Where blocks are kept for all machines, by whichever name it was said."""
+    def store_urls(self) -> tuple[str, ...]:
+        """Where blocks are kept for all, in the order of the search, by whichever name it was said."""
         bucket, is_enabled = self.object_bucket, self.object_enabled
-        return f"s3://{bucket}" if bucket and is_enabled and self.remote_url is None else self.remote_url
+        if self.remote_url is not None:
+            return tuple(split_urls(self.remote_url))
+        return (f"s3://{bucket}",) if bucket and is_enabled else ()
 
     @property
     def has_object_store(self) -> bool:
-        """Whether that is a bucket."""
-        return self._scheme in BUCKET_SCHEMES
+        """Whether one of them is a bucket."""
+        return not self._schemes.isdisjoint(BUCKET_SCHEMES)
 
     @property
     def remote_max_bytes(self) -> int | None:

@@ -6,11 +6,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import count
 from pathlib import Path
 
 from kvbm_core.blocks.slot_tier import BlockTier
 from kvbm_core.clock import Clock, SystemClock
 from kvbm_core.config import Adapter, KvbmSettings
+from kvbm_core.config.remote_url import BUCKET_SCHEMES, scheme_of
 from kvbm_core.errors import Outcome
 from kvbm_core.identity.weights import WEIGHTS_WAIT_S, WeightsIdentity
 from kvbm_core.native import native
@@ -77,10 +80,12 @@ class LowerTiers:
         plans: dict[str, PlanTier] = {}
         if self._settings.has_disk_tier:
             plans[DISK] = self._plan_disk
-        if self._settings.store_url is not None:
-            place = TierPlace(REMOTE, self._settings.store_url, model=self._model)
-            plans[REMOTE] = lambda block_bytes, fingerprint: place
+        for name, url in remote_tiers(self._settings).items():
+            plans[name] = partial(self._plan_store, TierPlace(name, url, model=self._model))
         return plans
+
+    def _plan_store(self, place: TierPlace, block_bytes: int, fingerprint: str) -> TierPlace:
+        return place
 
     def _plan_disk(self, block_bytes: int, fingerprint: str) -> TierPlace:
         slots = self._settings.disk_tier_slots(block_bytes + self._num_ranks * SECTOR_BYTES)
@@ -207,12 +212,18 @@ def lower_makers(settings: KvbmSettings, clock: Clock) -> dict[str, LowerTierMak
     makers: dict[str, LowerTierMaker] = {}
     if settings.has_disk_tier:
         makers[DISK] = slotted_tier(DISK, Tier.DISK, disk_admission(settings, clock))
-    if settings.store_url is not None:
+    for name, url in remote_tiers(settings).items():
         options = KeyedOptions(
-            keeps_extents=keeps_extents(settings.store_url), always_loads=settings.remote_load == "always"
+            keeps_extents=keeps_extents(url), always_loads=settings.remote_load == "always"
         )
-        makers[REMOTE] = keyed_tier(REMOTE, Tier.REMOTE, remote_admission(settings, clock), options)
+        makers[name] = keyed_tier(name, Tier.REMOTE, remote_admission(settings, url, clock), options)
     return makers
+
+
+def remote_tiers(settings: KvbmSettings) -> dict[str, str]:
+    """The stores that machines share: the URL of each by its tier's name, in the order of the search."""
+    names = (REMOTE if number == 1 else f"{REMOTE}-{number}" for number in count(1))
+    return dict(zip(names, settings.store_urls, strict=False))
 
 
 def disk_admission(settings: KvbmSettings, clock: Clock) -> AdmissionPolicy:
@@ -226,13 +237,12 @@ def disk_admission(settings: KvbmSettings, clock: Clock) -> AdmissionPolicy:
     return AdmitAll() if settings.disable_disk_offload_filter else FrequencyFilter(clock)
 
 
-def remote_admission(settings: KvbmSettings, clock: Clock) -> AdmissionPolicy:
-    """Which blocks go to what machines share: by default all to a directory, and to a bucket, whose requests
-    cost money, what was used again.
+def remote_admission(settings: KvbmSettings, url: str, clock: Clock) -> AdmissionPolicy:
+    """Which blocks go to the store with this URL: by default all to a directory, and to a bucket, whose
+    requests cost money, what was used again.
     """
-    is_hit = settings.remote_filter == "hit" or (
-        settings.remote_filter == "auto" and settings.has_object_store
-    )
+    is_bucket = scheme_of(url) in BUCKET_SCHEMES
+    is_hit = settings.remote_filter == "hit" or (settings.remote_filter == "auto" and is_bucket)
     return FrequencyFilter(clock) if is_hit else AdmitAll()
 
 

@@ -9,7 +9,13 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from kvbm_core.config.readers import shown
-from kvbm_core.config.remote_url import BUCKET_SCHEMES, SCHEMES, remote_bucket, remote_directory
+from kvbm_core.config.remote_url import (
+    BUCKET_SCHEMES,
+    SCHEMES,
+    remote_bucket,
+    remote_directory,
+    scheme_of,
+)
 from kvbm_core.config.server_url import MOONCAKE_SCHEME, VALKEY_SCHEMES, ServerUrl, server_url
 from kvbm_core.errors import ConfigError
 from kvbm_core.layout.heads import HeadShards
@@ -26,7 +32,7 @@ if TYPE_CHECKING:
     from kvbm_core.storage.remote.record_store import RecordStore
 
 limited_log = RateLimitedLogger()
-"""Of one directory once, also if each of an engine's pools opens it."""
+"""Of one store once, also if each of an engine's pools opens it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,12 +217,12 @@ def register_engine(scheme: str, make: EngineMaker) -> None:
 
 def keeps_extents(url: str) -> bool:
     """Whether the store of this URL is given extents: for whoever knows the URL and not the store."""
-    return _scheme_of(url) in _KEEP_EXTENTS
+    return scheme_of(url) in _KEEP_EXTENTS
 
 
 def open_store(spec: StoreSpec) -> BlockStore:
     """The store. ConfigError, one line, if it cannot be had."""
-    scheme = _scheme_of(spec.url)
+    scheme = scheme_of(spec.url)
     if scheme in _MAKERS:
         return _MAKERS[scheme](spec)
     url = spec.url.replace("{worker_id}", spec.shard.partition("of")[0])
@@ -225,7 +231,7 @@ def open_store(spec: StoreSpec) -> BlockStore:
 
 def open_engine(url: str, options: StoreOptions) -> ObjectEngine:
     """What keeps the records of the store with this URL. ConfigError, one line, if it cannot be had."""
-    scheme = _scheme_of(url)
+    scheme = scheme_of(url)
     if scheme not in _ENGINES:
         known = ", ".join(f"{name}://" for name in sorted({*_MAKERS, *_ENGINES}))
         raise ConfigError("KVBM_REMOTE_URL", shown(url), f"no store has such a URL; there are: {known}")
@@ -234,7 +240,7 @@ def open_engine(url: str, options: StoreOptions) -> ObjectEngine:
 
 def inspect_store(url: str, options: StoreOptions) -> StoreInspection:
     """To look at it from outside. ConfigError, one line, if it cannot be had."""
-    if _scheme_of(url) == "file":
+    if scheme_of(url) == "file":
         from kvbm_core.storage.directory.inspect import DirectoryInspection
 
         return DirectoryInspection(remote_directory(url))
@@ -242,9 +248,3 @@ def inspect_store(url: str, options: StoreOptions) -> StoreInspection:
     from kvbm_core.storage.remote.secret import Secret
 
     return RecordInspection(open_engine(url, options), url, Secret.read(options.secret_file))
-
-
-def _scheme_of(url: str) -> str:
-    """In small letters; empty if there is none."""
-    scheme, separator, _ = url.partition("://")
-    return scheme.lower() if separator else ""

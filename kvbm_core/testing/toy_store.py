@@ -387,6 +387,11 @@ def forget_all() -> None:
     OPENED.clear()
 
 
+def forget(name: str) -> None:
+    """The stores called ``name`` lose all that they have."""
+    _SHARED.pop(name, None)
+
+
 def land_all() -> None:
     """Late writes of all stores that were opened by URL land now."""
     for store in OPENED:

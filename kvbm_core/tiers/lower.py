@@ -162,7 +162,8 @@ class LowerTier(ABC):
 
     @property
     def _words(self) -> str:
-        return WORDS.get(self.tier, self.name)
+        words, number = WORDS.get(self.tier, self.name), self.name.rpartition("-")[2]
+        return f"{words}, number {number}," if number.isdigit() else words
 
     def turn_off(self, reason: str) -> None:
         """It cannot be used in this process; the engine serves without it."""

@@ -619,6 +619,8 @@ def settings_of_hicache(folder: str, seed: int) -> list[str]:
                 assert isinstance(kept.disk, OwnFile) and kept._chain is not None
                 if in_blocks:
                     assert kept.disk.num_slots == 32
+                    told = "2 stores: HiCache uses the first one alone"  # once
+                    assert any(told in line for line in seen.told)
                 assert kept._deadline_s == DEADLINE_S, "30 s are more than SGLang gives"
                 assert isinstance(kept.disk._writer.record_io._io, ThreadIo)
                 assert isinstance(kept.disk._reader.record_io._io, ThreadIo)

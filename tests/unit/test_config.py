@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvbm_core.clock import ManualClock
 from kvbm_core.config import Adapter, KvbmSettings, SettingSource, readers
 from kvbm_core.config.remote_url import remote_directory
 from kvbm_core.errors import ConfigError, KvbmError
@@ -314,6 +315,22 @@ def test_a_shared_directory_has_a_url_and_a_size(monkeypatch: pytest.MonkeyPatch
         assert settings.remote_url is not None
         assert remote_directory(settings.remote_url) == Path("/mnt/a share")
     assert remote_directory("file://localhost/mnt/kv") == Path("/mnt/kv")
+
+
+def test_several_stores_are_named_in_the_order_of_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVBM_REMOTE_URL", " mooncake://m:50051\ts3://kv/team, file:///mnt/a share, kept ")
+    assert error_of().setting == "KVBM_REMOTE_CACHE_GB", "one of them is a directory"
+    monkeypatch.setenv("KVBM_REMOTE_CACHE_GB", "500")
+    settings = KvbmSettings.from_env()
+    assert settings.store_urls == ("mooncake://m:50051", "s3://kv/team", "file:///mnt/a share, kept")
+    assert settings.has_object_store and settings.warnings == ()
+    assert list(assembly.lower_makers(settings, ManualClock())) == ["remote", "remote-2", "remote-3"]
+    for urls, said in (
+        ("s3://kv/a s3://kv/a/", "names a store twice"),
+        ("s3://kv ftp://x", "ftp is not in this release"),
+    ):
+        monkeypatch.setenv("KVBM_REMOTE_URL", urls)
+        assert said in str(error_of())
 
 
 @pytest.mark.parametrize(

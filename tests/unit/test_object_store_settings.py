@@ -58,7 +58,7 @@ def settings_of(monkeypatch: pytest.MonkeyPatch, **environment: str) -> KvbmSett
 )
 def test_urls_of_buckets(monkeypatch: pytest.MonkeyPatch, url: str, bucket: Bucket) -> None:
     settings = settings_of(monkeypatch, KVBM_REMOTE_URL=url)
-    assert remote_bucket(settings.remote_url or "") == bucket and settings.store_url == bucket.url
+    assert remote_bucket(settings.remote_url or "") == bucket and settings.store_urls == (bucket.url,)
     assert settings.has_remote_tier and settings.has_object_store and settings.warnings == ()
 
 
@@ -90,10 +90,10 @@ def test_other_urls_are_refused_in_one_line_that_shows_no_key(
 
 def test_kvbms_names_mean_a_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = settings_of(monkeypatch, **OWN)
-    assert settings.store_url == "s3://kv-{worker_id}" and settings.has_object_store
+    assert settings.store_urls == ("s3://kv-{worker_id}",) and settings.has_object_store
     assert settings.warnings == ()
     monkeypatch.setenv("KVBM_REMOTE_URL", "s3://kv-{worker_id}/prefix")
-    assert KvbmSettings.from_env().store_url == "s3://kv-{worker_id}/prefix", "the same bucket"
+    assert KvbmSettings.from_env().store_urls == ("s3://kv-{worker_id}/prefix",), "the same bucket"
 
 
 @pytest.mark.parametrize(
@@ -226,12 +226,12 @@ def test_keys_are_shown_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_was_used_again_goes_to_a_bucket_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = ManualClock()
-    assert isinstance(
-        remote_admission(settings_of(monkeypatch, KVBM_REMOTE_URL="s3://kv"), clock), FrequencyFilter
-    )
-    all_of_them = settings_of(monkeypatch, KVBM_REMOTE_URL="s3://kv", KVBM_REMOTE_FILTER="all")
-    assert isinstance(remote_admission(all_of_them, clock), AdmitAll)
+    clock, url = ManualClock(), "s3://kv"
+    settings = settings_of(monkeypatch, KVBM_REMOTE_URL=f"redis://here {url}")
+    assert isinstance(remote_admission(settings, url, clock), FrequencyFilter)
+    assert isinstance(remote_admission(settings, "redis://here", clock), AdmitAll)
+    all_of_them = settings_of(monkeypatch, KVBM_REMOTE_FILTER="all")
+    assert isinstance(remote_admission(all_of_them, url, clock), AdmitAll)
 
 
 def test_a_store_is_opened_with_the_rank_in_its_buckets_name(
@@ -241,7 +241,7 @@ def test_a_store_is_opened_with_the_rank_in_its_buckets_name(
     with faulty_store() as server:
         keys = {"DYN_KVBM_OBJECT_ACCESS_KEY": ACCESS_KEY, "DYN_KVBM_OBJECT_SECRET_KEY": SECRET_KEY}
         settings = settings_of(monkeypatch, **OWN, **keys, DYN_KVBM_OBJECT_ENDPOINT=server.url)
-        spec = StoreSpec(settings.store_url or "", 4096, "meaning", "1of2", "model", store_options(settings))
+        spec = StoreSpec(settings.store_urls[0], 4096, "meaning", "1of2", "model", store_options(settings))
         store = open_store(spec)
         try:
             assert isinstance(store, RecordStore)

@@ -68,4 +68,7 @@ def test_a_server_bounds_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not KvbmSettings.from_env().warnings
     monkeypatch.setenv("KVBM_REMOTE_CACHE_GB", "500")
     (line,) = KvbmSettings.from_env().warnings
-    assert line == "kvbm: KVBM_REMOTE_CACHE_GB=500.0: has no effect here; the server's own settings bound it"
+    assert (
+        line
+        == "kvbm: KVBM_REMOTE_CACHE_GB=500.0: is for a shared directory; the server's own settings bound it"
+    )

@@ -144,6 +144,34 @@ def test_faults_of_a_store_cost_hits_and_nothing_else(
         engine.assert_clean()
 
 
+def test_of_two_stores_the_second_gives_what_the_first_has_lost(tmp_path: Path) -> None:
+    stores = "toys://near?seed=1 toy://far?seed=2"
+    with KvbmEngine(tmp_path, host_blocks=60, store=stores) as engine:
+        first = engine.ask("a", ALL, 8)
+        engine.settle()
+    for lost, reads in (("", ("near",)), ("near", ("far",)), ("far", ("near",))):
+        toy_store.forget(lost)
+        toy_store.OPENED.clear()
+        with KvbmEngine(tmp_path, host_blocks=60, store=stores) as engine:
+            assert engine.ask("b", ALL, 8) == first
+            assert engine.external_tokens("b") == 48
+            engine.settle()
+            asked = [{name for name, _ in store.calls} for store in toy_store.OPENED]
+            assert [toy_store.GET in names for names in asked] == [name in reads for name in ("near", "far")]
+            engine.assert_clean()
+
+
+def test_of_two_stores_one_that_fails_keeps_nobody_from_the_other(tmp_path: Path) -> None:
+    stores = "toy://near?seed=1&fails=1.0 toys://far?seed=2"
+    with KvbmEngine(tmp_path, host_blocks=60, store=stores) as engine:
+        first = engine.ask("a", ALL, 8)
+        engine.settle()
+    with KvbmEngine(tmp_path, host_blocks=60, store=stores) as engine:
+        assert engine.ask("b", ALL, 8) == first
+        assert engine.external_tokens("b") == 48
+        engine.assert_clean()
+
+
 @every_store
 def test_a_store_that_hangs_costs_a_bounded_wait(store: str, tmp_path: Path) -> None:
     with KvbmEngine(tmp_path, host_blocks=60, store=store) as engine:
