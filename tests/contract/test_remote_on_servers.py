@@ -53,6 +53,13 @@ def walk_through(url: str) -> str:
     return str(model)
 
 
+def only_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No settings in the environment but a deadline that a server on a busy machine keeps."""
+    for name in KvbmSettings.env_names().values():
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("KVBM_REMOTE_DEADLINE_S", str(LONG_S))
+
+
 @pytest.fixture(params=[SeaweedServer, MotoServer])
 def bucket(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -60,8 +67,9 @@ def bucket(
     """A server with an empty bucket, and credentials in the environment."""
     with request.param(tmp_path) as server:
         server.make_bucket()
-        for name in [*KvbmSettings.env_names().values(), *filter(lambda n: n.startswith("AWS_"), os.environ)]:
-            monkeypatch.delenv(name, raising=False)
+        only_patience(monkeypatch)
+        for name in filter(lambda n: n.startswith("AWS_"), [*os.environ]):
+            monkeypatch.delenv(name)
         for name, value in server.client_environment.items():
             monkeypatch.setenv(name, value)
         yield server
@@ -104,8 +112,7 @@ def test_a_bucket(bucket: ObjectServer, monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_server_of_valkey_with_the_rights_that_are_printed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in KvbmSettings.env_names().values():
-        monkeypatch.delenv(name, raising=False)
+    only_patience(monkeypatch)
     lines = kvbm("policy", "redis://host").output.splitlines()
     password = "a-password-of-the-test"
     config = tmp_path / "valkey.conf"

@@ -35,6 +35,7 @@ def test_what_one_engine_has_computed_is_a_hit_in_another(
             "KVBM_REMOTE_LOAD": "always",  # models this small are computed sooner
             "KVBM_REMOTE_FILTER": "all",
             "KVBM_REMOTE_WAIT_S": "20",
+            "KVBM_REMOTE_DEADLINE_S": "20",
             **server.client_environment,
         }
         first = run_engine(tmp_path / "first", job(tiny_model, prompts, 1, llm=whole), **environment)

@@ -27,6 +27,7 @@ def environment(url: str, **more: str) -> dict[str, str]:
         "KVBM_REMOTE_URL": url,
         "KVBM_REMOTE_LOAD": "always",  # models this small are computed sooner
         "KVBM_REMOTE_WAIT_S": "20",
+        "KVBM_REMOTE_DEADLINE_S": "20",
         **more,
     }
 

@@ -118,6 +118,15 @@ class SeaweedServer(ObjectServer):
             command += [f"-{part}.port={free_port()}", f"-{part}.port.grpc={free_port()}"]
         return [*command, f"-s3.port.grpc={free_port()}"]
 
+    def make_bucket(self, name: str = BUCKET) -> None:
+        """With room for objects: SeaweedFS makes that when the first one comes, which takes seconds on a busy
+        machine.
+        """
+        super().make_bucket(name)
+        admin = self.admin()
+        admin.put_object(Bucket=name, Key="first", Body=b"first")
+        admin.delete_object(Bucket=name, Key="first")
+
 
 class MotoServer(ObjectServer):
     """moto, which checks no signature; it is as strict as S3 about what may be copied."""
