@@ -32,6 +32,8 @@ log = logging.getLogger("kvbm")
 MAX_QUEUED_MESSAGES = 100_000
 MAX_RECEIVED_AT_ONCE = 1000
 CLOSE_TIMEOUT_S = 5.0
+FIRST_RECONNECT_MS, LAST_RECONNECT_MS = 5, 320
+"""A worker whose leader does not listen tries again after so long, then twice as long, and so on."""
 HANDSHAKE_TIMEOUT_S = 5.0
 """A connection that has not shown by then that it has the secret is closed."""
 Identity = bytes
@@ -291,6 +293,8 @@ class WorkerChannel:
         self._loop.socket.setsockopt(zmq.ROUTING_ID, uuid4().hex.encode())
         # Else messages to nobody would fill the socket's own queue, and the oldest hello would come first.
         self._loop.socket.setsockopt(zmq.IMMEDIATE, 1)
+        self._loop.socket.setsockopt(zmq.RECONNECT_IVL, FIRST_RECONNECT_MS)
+        self._loop.socket.setsockopt(zmq.RECONNECT_IVL_MAX, LAST_RECONNECT_MS)
         self._loop.connect(endpoint)
         self._loop.on_tick = self._tick
         self._last_repeat_s = float("-inf")
