@@ -32,13 +32,15 @@ class KvbmEngine(Engine):
         folder: Path,
         *,
         host_blocks: int = 256,
+        has_host_tier: bool = True,
         disk_blocks: int = 0,
         store: str | None = None,
         extra: dict[str, Any] | None = None,
         **spec: Any,
     ) -> None:
         self.executors: list[Gate] = []
-        settings = {"cpu_cache_override_num_blocks": host_blocks, **(extra or {})}
+        host = {"cpu_cache_override_num_blocks": host_blocks} if has_host_tier else {}
+        settings = {**host, **(extra or {})}
         if disk_blocks:  # all that the host has goes there, unless ``extra`` says otherwise
             settings.setdefault("disable_disk_offload_filter", True)
             settings |= {

@@ -69,6 +69,23 @@ def test_a_new_engine_finds_what_the_old_one_left(spec: dict[str, Any], tmp_path
         engine.assert_clean()
 
 
+@pytest.mark.parametrize("windows", [(None, None), (None, 8)])
+def test_a_disk_without_a_host_tier(windows: tuple[int | None, ...], tmp_path: Path) -> None:
+    """A little host memory is on the way to the disk: as many blocks as the disk has, if these are few."""
+    alone = {"host_blocks": 1000, "disk_blocks": 1000, "has_host_tier": False}
+    with KvbmEngine(tmp_path, windows=windows, **alone) as engine:
+        first = engine.ask("a", ALL, 8)
+        engine.settle()
+        stored = engine.disk.slots.resident_blocks
+        assert stored > 0
+    with KvbmEngine(tmp_path, windows=windows, **alone) as engine:
+        engine.wait_for(lambda: engine.disk.slots.resident_blocks == stored)
+        assert engine.ask("b", ALL, 8) == first
+        assert engine.external_tokens("b") == 48
+        assert engine.metric(FROM_DISK) > 0
+        engine.assert_clean()
+
+
 @pytest.mark.skipif(NO_NIXL is not None, reason=f"NOT RUN: disk I/O by NIXL: {NO_NIXL}")
 def test_a_prompt_comes_back_from_disk_by_nixl(tmp_path: Path) -> None:
     with KvbmEngine(tmp_path, **TIGHT, extra={"KVBM_DISK_IO": "nixl-posix"}) as engine:
