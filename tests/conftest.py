@@ -44,7 +44,7 @@ DEEPER = {
     *(TESTS / "property", TESTS / "faults"),
     *(TESTS / "trtllm" / name for name in ("test_random.py", "test_scenarios.py", "test_attention_dp.py")),
     TESTS / "vllm" / "test_identity.py",
-    *(TESTS / "e2e" / name for name in ("test_clients.py", "test_main_job.py", "test_disk.py")),
+    *(TESTS / "e2e" / f"test_{name}.py" for name in ("clients", "main_job", "disk", "object_store")),
     TESTS / "sglang" / "test_engine.py",
 }
 SHARED_NOT_RUN = "kvbm_not_run"  # a worker's NOT_RUN_KEY, on its way to the process that started it

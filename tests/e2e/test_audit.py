@@ -61,6 +61,7 @@ def test_all_hits_are_what_is_computed_and_a_wrong_block_is_found(
     assert_nothing_left(result)
 
 
+@pytest.mark.nightly("an engine more; test_disk.py compares the bytes that come from the disk")
 def test_what_comes_from_the_disk_is_what_is_computed(
     tiny_model: Path, tmp_path: Path, rng: random.Random
 ) -> None:
@@ -81,10 +82,8 @@ def test_what_comes_from_the_disk_is_what_is_computed(
     assert_nothing_left(result)
 
 
-@pytest.mark.parametrize(
-    "cache_dtype",
-    ["fp8_e4m3", pytest.param("fp8_e5m2", marks=pytest.mark.nightly("one engine more of the same kind"))],
-)
+@pytest.mark.nightly("an engine more of each kind; tests/unit/test_audit.py compares float8")
+@pytest.mark.parametrize("cache_dtype", ["fp8_e4m3", "fp8_e5m2"])
 def test_float8_caches_are_compared(
     tiny_model: Path, tmp_path: Path, rng: random.Random, cache_dtype: str
 ) -> None:

@@ -81,6 +81,7 @@ def test_prompts_come_back_from_disk_and_again_after_sigkill(
     assert_nothing_left(again)
 
 
+@pytest.mark.nightly("two engines more, of two ranks each; tests/vllm/test_scheduler_disk.py has two ranks")
 def test_both_ranks_find_their_shards_after_sigkill(
     tiny_model: Path, tmp_path: Path, prompts: list[list[int]]
 ) -> None:
@@ -94,6 +95,7 @@ def test_both_ranks_find_their_shards_after_sigkill(
     assert all(counts["read"] >= 4 * (PROMPT_BLOCKS - 1) for counts in again["bytes"])
 
 
+@pytest.mark.nightly("two engines more; tests/vllm/test_scheduler_disk.py has windows, and no host tier")
 def test_windows_and_a_disk_without_a_host_tier(
     tiny_hybrid_model: Path, tmp_path: Path, rng: random.Random
 ) -> None:

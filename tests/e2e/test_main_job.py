@@ -103,6 +103,7 @@ def test_prompts_come_back(plain: Engine, ours: Engine, rng: random.Random) -> N
     assert_nothing_left(found)
 
 
+@pytest.mark.nightly("an engine of two ranks more; tests/e2e/test_remote.py has one, with a host tier")
 def test_tensor_parallel(tiny_model: Path, tmp_path: Path, rng: random.Random) -> None:
     """Cold, and from the host memory of both ranks."""
     rounds = _two_rounds(_prompts(rng, NUM_PROMPTS, PROMPT_TOKENS))

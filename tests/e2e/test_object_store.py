@@ -9,6 +9,7 @@ import pytest
 
 from tests.e2e.engine_child import answers, assert_nothing_left, cached, run_engine
 from tests.e2e.test_disk import BLOCK, DEVICE_FOR_ALL, PROMPT_BLOCKS, PROMPT_TOKENS, job
+from tests.effort import IS_NIGHTLY
 from tests.engines.object_servers import BUCKET, SECRET_KEY, SeaweedServer
 
 NUM_PROMPTS = 3
@@ -52,9 +53,13 @@ def test_what_one_engine_has_computed_is_a_hit_in_another(
         assert second["metrics"]["kvbm_object_read_failures"] == 0
         assert_nothing_left(second)
 
-        wrong = {**environment, "AWS_SECRET_ACCESS_KEY": "another"}  # it finds nothing, and serves
-        third = run_engine(tmp_path / "third", job(tiny_model, prompts, 1, llm=whole), **wrong)
-        assert max(cached(third, 0)) == 0 and answers(third, 0) == answers(first, 0)
-        assert_nothing_left(third)
-    assert "the credentials are wrong" in third["log"] and "kvbm: object store: s3://" in first["log"]
-    assert not any(SECRET_KEY in engine["log"] for engine in (first, second, third))
+        engines = [first, second]
+        if IS_NIGHTLY:  # tests/faults/test_s3_credentials.py always has a wrong key
+            wrong = {**environment, "AWS_SECRET_ACCESS_KEY": "another"}  # it finds nothing, and serves
+            third = run_engine(tmp_path / "third", job(tiny_model, prompts, 1, llm=whole), **wrong)
+            assert max(cached(third, 0)) == 0 and answers(third, 0) == answers(first, 0)
+            assert_nothing_left(third)
+            assert "the credentials are wrong" in third["log"]
+            engines.append(third)
+    assert "kvbm: object store: s3://" in first["log"]
+    assert not any(SECRET_KEY in engine["log"] for engine in engines)

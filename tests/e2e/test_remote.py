@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.engine_child import answers, assert_nothing_left, cached, run_engine
-from tests.e2e.test_disk import BLOCK, DEVICE_FOR_ALL, PROMPT_BLOCKS, PROMPT_TOKENS, job
+from tests.e2e.test_disk import BLOCK, DEVICE_FOR_ALL, DEVICE_FOR_TWO, PROMPT_BLOCKS, PROMPT_TOKENS, job
 from tests.engines.mooncake_pool import MooncakePool
 from tests.engines.valkey_server import ValkeyServer
 
@@ -61,6 +61,7 @@ def prompts(rng: random.Random) -> list[list[int]]:
     return [[rng.randrange(3, 500) for _ in range(PROMPT_TOKENS)] for _ in range(NUM_PROMPTS)]
 
 
+@pytest.mark.nightly("two engines more of each store; the others have a directory and a bucket")
 @pytest.mark.parametrize(
     "store",
     [
@@ -111,21 +112,28 @@ def shared(model: Path, folder: Path, prompts: list[list[int]], settings: dict[s
 def test_engines_of_another_tensor_parallel_size_hit_what_one_engine_has_computed(
     tiny_model: Path, tmp_path: Path, prompts: list[list[int]]
 ) -> None:
-    """Both ways, in float32: what another size has computed differs by the order of additions alone."""
+    """Both ways, in float32: what another size has computed differs by the order of additions alone.
+
+    The engine of two ranks computes, keeps and finds blocks of its own too, on a device with room for two.
+    """
     share = tmp_path / "share"
     share.mkdir()
     env = environment(f"file://{share}", KVBM_REMOTE_CACHE_GB="5", KVBM_REMOTE_HEAD_SHARDS="2")
     whole = {"num_gpu_blocks_override": DEVICE_FOR_ALL, "dtype": "float32"}
-    halves = whole | {"tensor_parallel_size": 2}
+    halves = whole | {"tensor_parallel_size": 2, "num_gpu_blocks_override": DEVICE_FOR_TWO}
     of_one, of_two = prompts[:2], prompts[2:]
     first = run_engine(tmp_path / "first", job(tiny_model, of_one, 1, llm=whole), **env)
     assert max(cached(first, 0)) == 0
 
     both = job(tiny_model, of_one, 1, llm=halves)
-    both["rounds"] += [{"prompts": of_two, "max_tokens": 8}]
+    both["rounds"] += [{"prompts": some, "max_tokens": 8} for some in (of_two, of_one, of_two)]
     second = run_engine(tmp_path / "second", both, **env)
     assert min(cached(second, 0)) >= PROMPT_TOKENS - BLOCK and max(cached(second, 1)) == 0
-    assert answers(second, 0) == answers(first, 0)
+    assert answers(second, 0) == answers(first, 0) == answers(second, 2)
+    assert min(cached(second, 3)) >= PROMPT_TOKENS - BLOCK and answers(second, 3) == answers(second, 1)
+    assert len(second["bytes"]) == 2
+    for counts in second["bytes"]:  # what it has not seen, another engine had stored
+        assert counts["onboarded"] - counts["unknown"] >= PROMPT_BLOCKS - 4 and counts["different"] == 0
 
     third = run_engine(tmp_path / "third", job(tiny_model, of_two, 1, llm=whole), **env)
     assert min(cached(third, 0)) >= PROMPT_TOKENS - BLOCK

@@ -36,7 +36,6 @@ GUIDE_METRICS = {
 START_TIMEOUT_S = 240.0
 
 pytestmark = pytest.mark.timeout(600)
-once_more = pytest.mark.nightly("one more start that is refused; tests/vllm/test_startup.py has the line")
 
 
 def prompt_ids(seed: int) -> list[int]:
@@ -138,6 +137,7 @@ def test_metrics_endpoint_has_the_guides_names(server: VllmServer) -> None:
     assert all(types[name] == "counter" for name in GUIDE_METRICS if not name.endswith("rate"))
 
 
+@pytest.mark.nightly("one more start; tests/vllm/test_startup.py, test_names.py have the line, the path")
 def test_older_module_path_and_a_metrics_port_in_use(options: ServerOptions, tmp_path: Path) -> None:
     """The 0.6.0 guide's module path serves just as well; a taken metrics port is a warning that names it."""
     with socket.socket() as taken:
@@ -167,12 +167,13 @@ async def _host_hit_without_metrics(server: VllmServer) -> None:
         assert again.token_ids == first.token_ids
 
 
+@pytest.mark.nightly("a start more of each; tests/vllm/test_startup.py has every line")
 @pytest.mark.parametrize(
     ("host_cache_gb", "words"),
     [
-        pytest.param("lots", ("DYN_KVBM_CPU_CACHE_GB=lots",), id="unreadable", marks=once_more),
+        pytest.param("lots", ("DYN_KVBM_CPU_CACHE_GB=lots",), id="unreadable"),
         pytest.param("900000", ("DYN_KVBM_CPU_CACHE_GB", "GB"), id="more memory than there is"),
-        pytest.param("", ("DYN_KVBM_CPU_CACHE_GB",), id="no tier configured", marks=once_more),
+        pytest.param("", ("DYN_KVBM_CPU_CACHE_GB",), id="no tier configured"),
     ],
 )
 def test_bad_host_cache_is_refused_in_one_line(

@@ -268,17 +268,13 @@ def not_cached(folder: str, seed: int) -> dict[str, list[str]]:
         }
         said = {}
         for what, arguments in engines.items():
-            lines: list[str] = []
-            handler = logging.Handler(logging.WARNING)
-            handler.emit = lambda record, lines=lines: lines.append(record.getMessage())  # type: ignore[method-assign, misc]
-            logging.getLogger("kvbm").addHandler(handler)
-            try:
-                with backend(folder, {"kv": pool}, arguments=arguments, model_name=model) as store:
-                    assert store.batch_exists(keys) == 0, what
-                    assert store.batch_set_v1(keys, indices(pages)) == [False] * 4, what
-                    assert store.batch_get_v1(keys, indices(pages)) == [False] * 4, what
-            finally:
-                logging.getLogger("kvbm").removeHandler(handler)
+            with (
+                _warnings() as lines,
+                backend(folder, {"kv": pool}, arguments=arguments, model_name=model) as store,
+            ):
+                assert store.batch_exists(keys) == 0, what
+                assert store.batch_set_v1(keys, indices(pages)) == [False] * 4, what
+                assert store.batch_get_v1(keys, indices(pages)) == [False] * 4, what
             said[what] = [line for line in lines if "nothing is cached" in line]
         with backend(folder, {"kv": pool}, model_name=model) as store:
             assert store.batch_exists(keys) == 4, "all of it is still there for those who may have it"
@@ -631,11 +627,8 @@ def settings_of_hicache(folder: str, seed: int) -> list[str]:
     return settings_walk.neither_read_nor_told(Adapter.HICACHE, runs)
 
 
-def settings_of_linker(folder: str, rank: int) -> list[str]:
-    """Settings that the linker neither heeds nor tells of; and its page, on the port of its rank."""
-    runs = []
-    model = _write_weights(Path(folder) / "some-model")
-    parallel = {"attn_tp_rank": rank, "attn_tp_size": 2, "tp_rank": rank, "tp_size": 2, "attn_dp_size": 1}
+def linker_params(**more: Any) -> SimpleNamespace:
+    """What SGLang gives a linker, with a pool of its own."""
     pool = MHATokenToKVPool(
         size=NUM_PAGES * PAGE_TOKENS,
         page_size=PAGE_TOKENS,
@@ -646,17 +639,36 @@ def settings_of_linker(folder: str, rank: int) -> list[str]:
         device="cpu",
         enable_memory_saver=False,
     )
-    params = SimpleNamespace(
-        token_to_kv_pool_allocator=SimpleNamespace(get_kvcache=lambda: pool),
-        page_size=PAGE_TOKENS,
-        pp_rank=0,
-        pp_size=1,
-        attn_cp_rank=0,
-        attn_cp_size=1,
-        is_eagle=False,
-        mtp_draft_device_pools=[],
-        sidecar_draft_device_pools=[],
-    )
+    params = {"page_size": PAGE_TOKENS, "pp_rank": 0, "pp_size": 1, "attn_cp_rank": 0, "attn_cp_size": 1}
+    params |= {"is_eagle": False, "mtp_draft_device_pools": [], "sidecar_draft_device_pools": [], **more}
+    return SimpleNamespace(token_to_kv_pool_allocator=SimpleNamespace(get_kvcache=lambda: pool), **params)
+
+
+def not_cached_by_linker(folder: str, **more: Any) -> list[str]:
+    """What the linker says of an engine that it must not cache for."""
+    arguments = arguments_of(_write_weights(Path(folder) / "some-model"))
+    parallel = {"attn_tp_rank": 0, "attn_tp_size": 1, "tp_rank": 0, "tp_size": 1, "attn_dp_size": 1}
+    size = {"DYN_KVBM_CPU_CACHE_GB": "0.01"}
+    with (
+        begins_now("kvbm_sglang.weights"),
+        patch.dict("os.environ", size),
+        get_parallel().override(dp_rank=None, **parallel),
+        _warnings() as lines,
+    ):
+        linker = KvbmLinker(arguments, linker_params(**more), components={ComponentType.FULL})
+        is_on = linker._parts._tiers is not None
+        linker.close()
+    said = [line for line in lines if "nothing is cached" in line]
+    assert is_on is not bool(said)
+    return said
+
+
+def settings_of_linker(folder: str, rank: int) -> list[str]:
+    """Settings that the linker neither heeds nor tells of; and its page, on the port of its rank."""
+    runs = []
+    model = _write_weights(Path(folder) / "some-model")
+    parallel = {"attn_tp_rank": rank, "attn_tp_size": 2, "tp_rank": rank, "tp_size": 2, "attn_dp_size": 1}
+    params = linker_params()
     for in_blocks in (True, False):
         place, port = f"{folder}/{in_blocks}", settings_walk.free_port()
         with (
@@ -691,6 +703,19 @@ _LLAMA = {
     "rope_theta": 10000.0,
     "torch_dtype": "bfloat16",
 }
+
+
+@contextmanager
+def _warnings() -> Iterator[list[str]]:
+    """What kvbm says meanwhile."""
+    lines: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("kvbm").addHandler(handler)
+    try:
+        yield lines
+    finally:
+        logging.getLogger("kvbm").removeHandler(handler)
 
 
 @contextmanager

@@ -88,9 +88,10 @@ def test_prompts_of_another_server_come_from_the_shared_directory(
 
 
 def test_prompts_come_back_to_two_ranks(tiny_model: Path, tmp_path: Path, seed: int) -> None:
-    assert_comes_back(tmp_path, tiny_model, seed, files=2, tp_size=2)
+    assert_comes_back(tmp_path, tiny_model, seed, files=2, restarts=IS_NIGHTLY, tp_size=2)
 
 
+@pytest.mark.nightly("two engines more of two stages; test_pools.py: a stage finds its own pages alone")
 def test_prompts_come_back_to_two_stages(tiny_model: Path, tmp_path: Path, seed: int) -> None:
     """SGLang lets its first stage count the hits of all: one without its pages must make no wrong answer."""
     cold, log = assert_comes_back(tmp_path, tiny_model, seed, files=2, restarts=IS_NIGHTLY, pp_size=2)
@@ -102,7 +103,8 @@ def test_prompts_come_back_to_two_stages(tiny_model: Path, tmp_path: Path, seed:
     assert same_answers(cold, after)
 
 
-@pytest.mark.parametrize("tp_size", [pytest.param(1, marks=only_in_full), 2])
+@pytest.mark.nightly("an engine more of each; test_pools.py has latents, and ranks that read one writer's")
+@pytest.mark.parametrize("tp_size", [1, 2])
 def test_prompts_of_an_mla_model_come_back(
     tp_size: int, tiny: Callable[[str], Path], tmp_path: Path, seed: int
 ) -> None:

@@ -4,7 +4,6 @@ bit.
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -53,23 +52,6 @@ def stored_by_an_engine(folder: Path, model: Path, seed: int, ranks: int = 1) ->
     return list(cold)
 
 
-@pytest.fixture(scope="module")
-def stored(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory, seed: int) -> tuple[Path, list[Any]]:
-    """A disk that an engine has left, and its cold answers."""
-    folder = tmp_path_factory.mktemp("stored")
-    return folder / "disk", stored_by_an_engine(folder, tiny_model, seed)
-
-
-def test_prompts_come_back_after_a_restart(
-    stored: tuple[Path, list[Any]], tiny_model: Path, tmp_path: Path, seed: int
-) -> None:
-    disk, cold = stored
-    shutil.copytree(disk, tmp_path / "disk")
-    (warm,), _ = ask(tmp_path, ["together"], tiny_model, seed)
-    assert cached(warm) == HIT
-    assert same_answers(cold, warm)
-
-
 @pytest.mark.nightly("two engines more, of two ranks each; test_engine.py has two ranks of HiCache")
 def test_prompts_come_back_to_two_ranks(tiny_model: Path, tmp_path: Path, seed: int) -> None:
     cold = stored_by_an_engine(tmp_path, tiny_model, seed, ranks=2)
@@ -86,11 +68,10 @@ def test_prompts_of_an_mla_model_come_back(tiny: Callable[[str], Path], tmp_path
     assert same_answers(cold, again)
 
 
-def test_a_damaged_page_is_never_used(
-    stored: tuple[Path, list[Any]], tiny_model: Path, tmp_path: Path, seed: int
+def test_prompts_come_back_after_a_restart_and_a_damaged_page_is_never_used(
+    tiny_model: Path, tmp_path: Path, seed: int
 ) -> None:
-    disk, cold = stored
-    shutil.copytree(disk, tmp_path / "disk")
+    cold = stored_by_an_engine(tmp_path, tiny_model, seed)
     (path,) = find_files(tmp_path / "disk", lambda error: None)
     header = identify(path).header
     assert header is not None
@@ -104,9 +85,11 @@ def test_a_damaged_page_is_never_used(
     assert len(errors) == 1, "SGLang gives up a request whose load fails, once"
     assert same_answers(cold, second) and same_answers(cold, third)
     whole = [number for number, answer in enumerate(first) if "error" not in answer]
+    assert cached([first[number] for number in whole]) == HIT[1:], "after a restart, from the disk"
     assert same_answers([cold[number] for number in whole], [first[number] for number in whole])
 
 
+@pytest.mark.nightly("an engine of two stages more; test_pools.py has what is said and done")
 def test_pipeline_parallelism_is_refused(tiny_model: Path, tmp_path: Path, seed: int) -> None:
     (cold, again), log = ask(tmp_path, ["ask", "flush", "ask"], tiny_model, seed, pp_size=2)
     assert cached(again) == NONE and same_answers(cold, again)

@@ -149,6 +149,21 @@ def test_each_setting_is_read_by_hicache_or_its_user_is_told(
     assert sglang.run(f"{SCENES}:settings_of_hicache", folder=str(tmp_path), seed=seed) == []
 
 
+@pytest.mark.parametrize(
+    ("params", "words"),
+    [
+        ({}, ""),
+        ({"pp_size": 2}, "pipeline parallelism (--pp-size) is not supported by the linker"),
+        ({"is_eagle": True}, "KV of a draft model is not supported by the linker"),
+    ],
+)
+def test_what_the_linker_must_not_cache_it_names(
+    sglang: Worker, params: dict[str, object], words: str, tmp_path: Path
+) -> None:
+    said = sglang.run(f"{SCENES}:not_cached_by_linker", folder=str(tmp_path), **params)
+    assert len(said) == bool(words) and all(words in line for line in said)
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_each_setting_is_read_by_the_linker_or_its_user_is_told(
     sglang: Worker, tmp_path: Path, rank: int

@@ -18,6 +18,7 @@ pages, fit kvbm's file of some 540, and come back in its second half; with those
 """
 
 
+@pytest.mark.nightly("a minute of a real server; test_engine.py has its answers")
 @pytest.mark.timeout(900)
 def test_a_short_soak_has_no_complaint(tiny_model: Path, tmp_path: Path) -> None:
     heard: list[str] = []
