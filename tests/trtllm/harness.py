@@ -428,7 +428,8 @@ def serve(
     failed.
     """
     size = {} if host_blocks is None else {"DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS": str(host_blocks)}
-    settings = {**size, **(env or {})}
+    wait = {} if is_ready else {"KVBM_START_WAIT_S": "0"}  # for memory that is not there before the start
+    settings = {**size, **wait, **(env or {})}
     with environment(settings):
         shape = ExecutorConfig(
             manager=kind.manager, overlap=kind.overlap, attention_dp=kind.attention_dp, sleeps=True, **config

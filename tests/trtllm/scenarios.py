@@ -357,7 +357,7 @@ def host_smaller_than_the_prompts(rank: int, kind: Kind) -> None:
 
 @scenario(is_essential=True)
 def tier_that_is_not_ready(rank: int, kind: Kind) -> None:
-    with serve(rank, kind, is_ready=False, env={"KVBM_START_WAIT_S": "0"}) as serving:
+    with serve(rank, kind, is_ready=False) as serving:
         serving.expect_match(serving.ask(PROMPT), (0, False))
         serving.may_begin.set()
         serving.wait_ready()

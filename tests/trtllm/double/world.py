@@ -15,12 +15,14 @@ from tests.trtllm.double.contract import installed
 from tests.trtllm.double.failure import DoubleFailure
 
 JOB_TIMEOUT_S = 240.0
+PRELOADED = ["torch", "tests.trtllm.harness"]
+"""Imported by one process, out of which all ranks are forked: torch alone takes two seconds."""
 
 
 class World:
     """``num_ranks`` ranks with TensorRT-LLM of one contract version.
 
-    One rank is this process; more are spawned at the first job and kept for the next. A job is a function of
+    One rank is this process; more are started at the first job and kept for the next. A job is a function of
     a module and arguments that can be pickled; it gets the rank first and imports adapters itself, so that
     they see the version. Jobs of one world run one after the other.
     """
@@ -79,7 +81,8 @@ class World:
         return pipes[pipe], is_ok, value
 
     def _spawn(self) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOADED)
         links = [context.Pipe() for _ in range(self.num_ranks - 1)]
         for rank in range(self.num_ranks):
             ours, theirs = context.Pipe()
