@@ -10,7 +10,8 @@ BIN := $(VENV)/bin
 SETUP_FLAGS ?=
 # A worker that dies ends the run, as it does without workers; pytest-xdist would run what killed it again.
 SIDE_BY_SIDE := --numprocesses=2 --dist=loadfile --no-loadscope-reorder --max-worker-restart=0
-PYTEST = KVBM_CONTRACT_SOURCES=$(CONTRACT) KVBM_SGLANG_PYTHON=$(abspath $(SGLANG_VENV))/bin/python \
+# Bytecode is written, whatever the shell says: engines and ranks are processes that import the same files.
+PYTEST = PYTHONDONTWRITEBYTECODE= KVBM_CONTRACT_SOURCES=$(CONTRACT) KVBM_SGLANG_PYTHON=$(abspath $(SGLANG_VENV))/bin/python \
 	KVBM_DYNAMO_PYTHON=$(abspath $(DYNAMO_VENV))/bin/python $(BIN)/python -m pytest $(SIDE_BY_SIDE)
 PYTEST_ARGS ?=
 BENCH_ARGS ?=

@@ -17,7 +17,7 @@ from tests.conftest import DYNAMO_PYTHON
 from tests.engines import REPOSITORY
 from tests.engines.disaggregated import nixl_environment
 from tests.engines.ports import HOST, free_port
-from tests.engines.vllm_server import ServerOptions, VllmServer
+from tests.engines.vllm_server import ONE_THREAD, ServerOptions, VllmServer
 
 DEVICE_BLOCKS = 129  # of 32 tokens
 BLOCK_TOKENS = 32
@@ -90,6 +90,7 @@ def dynamo(
     """A frontend and a worker for each of (host cache in GB, --kv-transfer-config, further arguments)."""
     environment = {
         **dict.fromkeys(ON_LOOPBACK, HOST),
+        **ONE_THREAD,
         "DYN_DISCOVERY_BACKEND": "file",
         "DYN_FILE_KV": str(logs / "discovery"),
         "PYTHONPATH": os.pathsep.join(

@@ -1,18 +1,30 @@
-"""Runs real vLLM engines, each in a fresh process, and says what their results must be."""
+"""Runs real vLLM engines, each in a process of its own, and says what their results must be."""
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from tests.engines import REPOSITORY
+from tests.engines.forks import Forks
 from tests.engines.job import run_job
 from tests.engines.worker import Worker
 
 TIMEOUT_S = 420
+IMPORTED = ("vllm.v1.engine.llm_engine", "vllm.v1.worker.cpu_worker", "vllm.entrypoints.llm")
+
+
+@cache
+def forks() -> Forks:
+    """Where engines are forked, with vLLM imported."""
+    started = Forks(sys.executable, IMPORTED, {"VLLM_LOGGING_LEVEL": "WARNING", **_plain_variables()})
+    atexit.register(started.close)
+    return started
 
 
 def run_engine(
@@ -20,7 +32,7 @@ def run_engine(
 ) -> dict[str, Any]:
     """The result of one job of ``module``; "bytes" is the byte ledger of each rank."""
     env = _variables(folder, environment)
-    result = run_job(sys.executable, module, job, folder, environment=env, timeout_s=TIMEOUT_S)
+    result = run_job(forks().start, module, job, folder, environment=env, timeout_s=TIMEOUT_S)
     return result | {"bytes": _ledgers(folder)}
 
 
@@ -30,7 +42,7 @@ class Engine:
     def __init__(self, folder: Path, job: dict[str, Any], **environment: str) -> None:
         self._folder = folder
         folder.mkdir()
-        self._worker = Worker(sys.executable, _variables(folder, environment), folder / "log.txt")
+        self._worker = Worker(forks().start, _variables(folder, environment), folder / "log.txt")
         self._worker.run("tests.e2e.offline:start", job=job)
 
     def serve(self, rounds: list[dict[str, Any]], fail_every: int = 0) -> dict[str, Any]:
@@ -52,13 +64,13 @@ class Engine:
 
 
 def _variables(folder: Path, more: dict[str, str]) -> dict[str, str]:
-    return {
-        **os.environ,
-        "DYN_KVBM_CPU_CACHE_GB": "0.5",
-        "KVBM_TEST_BYTES_REPORT": str(folder / "bytes"),
-        "PYTHONPATH": os.pathsep.join([str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])]),
-        **more,
-    }
+    own = {"DYN_KVBM_CPU_CACHE_GB": "0.5", "KVBM_TEST_BYTES_REPORT": str(folder / "bytes")}
+    return {**_plain_variables(), **own, **more}
+
+
+def _plain_variables() -> dict[str, str]:
+    paths = os.pathsep.join([str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return {**os.environ, "PYTHONPATH": paths}
 
 
 def _ledgers(folder: Path) -> list[dict[str, int]]:

@@ -50,7 +50,6 @@ def test_a_replica_finds_what_another_has_computed(
         "KVBM_REMOTE_LOAD": "always",  # models this small are computed sooner
         "KVBM_REMOTE_CACHE_GB": "0.2",
         "KVBM_REMOTE_WAIT_S": "20",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     }
     arguments = ("--data-parallel-size", str(REPLICAS))
     options = ServerOptions(

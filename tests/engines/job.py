@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 from collections.abc import Mapping
+from contextlib import suppress
 from itertools import count
 from pathlib import Path
 from typing import Any
+
+from tests.engines.forks import Start
 
 _number = count()
 
@@ -19,7 +21,7 @@ class EngineFailed(Exception):
 
 
 def run_job(
-    python: str | Path,
+    start: Start,
     module: str,
     job: Mapping[str, Any],
     folder: Path,
@@ -39,18 +41,17 @@ def run_job(
         for name, suffix in (("job", "json"), ("result", "json"), ("log", "txt"))
     )
     job_file.write_text(json.dumps(job))
-    command = [str(python), "-m", module, str(job_file), str(result_file)]
-    with log_file.open("w") as log:
-        process = subprocess.Popen(
-            command, env=dict(environment), stdout=log, stderr=subprocess.STDOUT, start_new_session=True
-        )
+    arguments = [str(job_file), str(result_file)]
+    with log_file.open("w") as log, open(os.devnull) as nothing:
+        files = [nothing.fileno(), log.fileno(), log.fileno()]
+        process = start(module, arguments, environment, files)
         try:
-            process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(timeout_s)
+        finally:
+            process.kill()
     log_text = log_file.read_text(errors="replace")
     if not result_file.is_file():
-        raise EngineFailed(f"the engine ended with {process.returncode}:\n{log_text[-4000:]}")
+        raise EngineFailed(f"the engine ended without a result:\n{log_text[-4000:]}")
     result: dict[str, Any] = json.loads(result_file.read_text())
     return result | {"log": log_text}

@@ -21,6 +21,8 @@ from tests.engines.ports import HOST, free_port
 from tests.engines.process import Server, ServerError
 
 CONNECTOR_MODULE = "kvbm.vllm_integration.connector"
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+"""For engines that run beside others."""
 
 
 @dataclass(frozen=True)

@@ -9,53 +9,43 @@ from __future__ import annotations
 import importlib
 import json
 import os
-import subprocess
 import sys
 import traceback
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-END_TIMEOUT_S = 60.0
+from tests.engines.forks import Start
 
 
 class Worker:
     """The process, from the tests' side. ``log``: what the engine and kvbm write."""
 
-    def __init__(self, python: str | Path, environment: Mapping[str, str], log: Path) -> None:
+    def __init__(self, start: Start, environment: Mapping[str, str], log: Path) -> None:
         self.log = log
+        asked, orders = os.pipe()
+        answered, answers = os.pipe()
+        self._orders, self._answers = os.fdopen(orders, "w"), os.fdopen(answered)
         with log.open("w") as file:
-            self._process = subprocess.Popen(
-                [str(python), "-m", "tests.engines.worker"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=file,
-                text=True,
-                env=dict(environment),
-            )
+            self._process = start("tests.engines.worker", (), environment, [asked, answers, file.fileno()])
+        os.close(asked)
+        os.close(answers)
 
     def run(self, call: str, **kwargs: Any) -> Any:
         """The function's result; AssertionError with its traceback if it raised."""
-        process = self._process
-        assert process.stdin is not None and process.stdout is not None
-        process.stdin.write(json.dumps({"call": call, "kwargs": kwargs}) + "\n")
-        process.stdin.flush()
-        line = process.stdout.readline()
+        self._orders.write(json.dumps({"call": call, "kwargs": kwargs}) + "\n")
+        self._orders.flush()
+        line = self._answers.readline()
         assert line, f"the process ended:\n{self.log.read_text(errors='replace')[-4000:]}"
         answer = json.loads(line)
         assert "error" not in answer, answer["error"]
         return answer["result"]
 
     def close(self) -> None:
-        """Ends it."""
-        process = self._process
-        assert process.stdin is not None and process.stdout is not None
-        process.stdin.close()
-        try:
-            process.wait(END_TIMEOUT_S)
-        finally:
-            process.kill()
-            process.stdout.close()
+        """Ends it, with what it has started."""
+        self._orders.close()
+        self._process.kill()
+        self._answers.close()
 
 
 def serve() -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.engines.forks import python
 from tests.engines.sglang.environment import PYTHON, build_tiny_model, variables
 from tests.engines.worker import Worker
 
@@ -15,7 +16,7 @@ from tests.engines.worker import Worker
 @pytest.fixture(scope="session")
 def sglang(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worker]:
     """SGLang's classes without an engine."""
-    worker = Worker(PYTHON, variables(), tmp_path_factory.mktemp("sglang") / "log.txt")
+    worker = Worker(python(PYTHON), variables(), tmp_path_factory.mktemp("sglang") / "log.txt")
     yield worker
     worker.close()
 

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from tests.engines.forks import python
 from tests.engines.job import run_job
 from tests.engines.sglang.environment import PYTHON, variables
 
@@ -93,7 +94,7 @@ def run_engine(
     # One thread computes: on few cores several wait for each other by spinning.
     env = variables(**{**own, **peers, **more, "OMP_NUM_THREADS": "1", **(environment or {})})
     module = "tests.engines.sglang.engine_job"
-    return run_job(PYTHON, module, job, folder, environment=env, timeout_s=TIMEOUT_S)
+    return run_job(python(PYTHON), module, job, folder, environment=env, timeout_s=TIMEOUT_S)
 
 
 def same_answers(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> bool:
