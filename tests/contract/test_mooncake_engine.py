@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from unittest.mock import patch
 
 import pytest
 
@@ -23,7 +24,7 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MooncakePool]:
 
 @pytest.fixture(scope="class")
 def cleaner(pool: MooncakePool) -> Iterator[ObjectEngine]:
-    """A client takes a second to join."""
+    """A client takes a second to join, and one to leave."""
     engine = pool.engine()
     yield engine
     engine.close()
@@ -42,3 +43,13 @@ class TestMooncake(EngineContract):
         names = [info.name for info in self.cleaner.scan("", deadline_s=10.0)]
         self.cleaner.remove(names, deadline_s=10.0)
         yield self.pool.engine
+
+    @contextmanager
+    def opened(self) -> Iterator[ObjectEngine]:
+        """The same one for all tests but those of its end."""
+        with self.store():
+            yield self.cleaner
+
+    def test_close_while_others_work_ends_their_calls(self) -> None:
+        with patch.object(self, "opened", super().opened):
+            super().test_close_while_others_work_ends_their_calls()
