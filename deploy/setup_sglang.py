@@ -62,8 +62,9 @@ def make_environment(venv: Path) -> None:
         env.pip(venv, f"SGLang {SGLANG_VERSION} for CUDA", "install", f"sglang=={SGLANG_VERSION}")
     else:
         _install_for_cpu(venv)
-    env.pip(venv, "kvbm from this checkout", "install", "-e", f"{env.REPOSITORY}[crypto,zstd]")
+    env.pip(venv, "kvbm from this checkout", "install", "-e", f"{env.REPOSITORY}[crypto,s3,zstd]")
     env.install_nixl(venv)
+    env.install_mooncake(venv)
     env.run(
         "checking that SGLang imports", [str(env.python_of(venv)), "-c", "import torch, sglang, kvbm_sglang"]
     )

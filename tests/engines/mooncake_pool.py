@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+from collections.abc import Sequence
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
@@ -91,10 +92,19 @@ def _state(task: Path) -> str:
 
 
 class MooncakePool:
-    """A context manager. ``num_nodes`` machines of ``segment_bytes`` each."""
+    """A context manager. ``num_nodes`` machines of ``segment_bytes`` each. ``options``: more of the
+    master's own.
+    """
 
-    def __init__(self, folder: Path, num_nodes: int = 1, segment_bytes: int = SEGMENT_BYTES) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        num_nodes: int = 1,
+        segment_bytes: int = SEGMENT_BYTES,
+        options: Sequence[str] = (),
+    ) -> None:
         self._folder = folder
+        self._options = options
         self._segment_bytes = segment_bytes
         self._num_nodes = num_nodes
         self._master: subprocess.Popen[bytes] | None = None
@@ -126,6 +136,13 @@ class MooncakePool:
         finally:
             del os.environ["MOONCAKE_MASTER_METRICS_PORT"]
 
+    def allocated_bytes(self) -> int:
+        """What objects take, and what is half written."""
+        with urllib.request.urlopen(f"http://{HOST}:{self.metrics_port}/metrics", timeout=10.0) as answer:
+            lines = answer.read().decode().splitlines()
+        (number,) = [line.split()[1] for line in lines if line.startswith("master_allocated_bytes ")]
+        return int(number)
+
     def add_nodes(self, count: int) -> None:
         """Each has its memory in the pool when this returns."""
         added = [Node(self._folder, self.address, self._segment_bytes) for _ in range(count)]
@@ -141,7 +158,7 @@ class MooncakePool:
         ports = [f"--rpc_port={self.port}", f"--metrics_port={self.metrics_port}"]
         options = [f"--rpc_address={HOST}", "--enable_metric_reporting=false", "--client_ttl=10"]
         with (self._folder / "master.log").open("ab") as log:
-            command = [str(folder / "mooncake_master"), *ports, *options]
+            command = [str(folder / "mooncake_master"), *ports, *options, *self._options]
             self._master = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
         ends_at_s = time.monotonic() + START_S
         while True:

@@ -61,8 +61,20 @@ def pipes(process: subprocess.Popen[str]) -> tuple[IO[str], IO[str]]:
     return process.stdin, process.stdout
 
 
-def kill_one(process: subprocess.Popen[str], order: str, rng: Random) -> None:
-    """Has a writer started, and killed at a random moment after its first call."""
+def soon(rng: Random, line: str) -> float:
+    """Within a few milliseconds."""
+    return rng.random() * rng.choice((0.0003, 0.001, 0.004))
+
+
+def kill_one(
+    process: subprocess.Popen[str],
+    order: str,
+    rng: Random,
+    moment_s: Callable[[Random, str], float] = soon,
+) -> int:
+    """Has a writer started, and killed at a random moment after its first call: ``moment_s`` after the line
+    that announces a call. The number of the last call that it has begun.
+    """
     commands, answers = pipes(process)
     commands.write(order + "\n")
     word, pid = answers.readline().split()
@@ -70,13 +82,14 @@ def kill_one(process: subprocess.Popen[str], order: str, rng: Random) -> None:
     for _ in range(rng.randrange(2, 5)):
         line = answers.readline()
         assert line.startswith("put "), f"the writer did not open the file: {line}"
-    end_s = time.perf_counter() + rng.random() * rng.choice((0.0003, 0.001, 0.004))
+    end_s = time.perf_counter() + moment_s(rng, line)
     while time.perf_counter() < end_s:
         pass
     os.kill(int(pid), signal.SIGKILL)
-    while (line := answers.readline()).startswith("put "):
-        pass
+    while line.startswith("put "):
+        last, line = line, answers.readline()
     assert line.split() == ["dead", str(int(signal.SIGKILL))]
+    return int(last.split()[1])
 
 
 @pytest.mark.timeout(300 + NUM_KILLS)
