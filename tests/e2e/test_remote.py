@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -12,47 +12,20 @@ import pytest
 
 from tests.e2e.engine_child import answers, assert_nothing_left, cached, run_engine
 from tests.e2e.test_disk import BLOCK, DEVICE_FOR_ALL, DEVICE_FOR_TWO, PROMPT_BLOCKS, PROMPT_TOKENS, job
-from tests.engines.mooncake_pool import MooncakePool
-from tests.engines.valkey_server import ValkeyServer
+from tests.engines.shared_stores import directory, mooncake, valkey
 
 NUM_PROMPTS = 3
 
 pytestmark = pytest.mark.timeout(600)
 
 
-def environment(url: str, **more: str) -> dict[str, str]:
-    """A host tier for all prompts, and the store."""
-    return {
-        "DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS": str(8 * PROMPT_BLOCKS),
-        "KVBM_REMOTE_URL": url,
-        "KVBM_REMOTE_LOAD": "always",  # models this small are computed sooner
-        "KVBM_REMOTE_WAIT_S": "20",
-        "KVBM_REMOTE_DEADLINE_S": "20",
-        **more,
-    }
-
-
-@contextmanager
-def directory(folder: Path) -> Iterator[dict[str, str]]:
-    """It is gone afterwards, and engines find nothing."""
-    share = folder / "share"
-    share.mkdir()
-    yield environment(f"file://{share}", KVBM_REMOTE_CACHE_GB="5")
-    share.rename(folder / "gone")
-
-
-@contextmanager
-def valkey(folder: Path) -> Iterator[dict[str, str]]:
-    """With a password."""
-    with ValkeyServer(folder) as server:
-        yield environment(server.url, KVBM_REMOTE_PASSWORD_FILE=server.login().password_file)
-
-
-@contextmanager
-def mooncake(folder: Path) -> Iterator[dict[str, str]]:
-    """One machine's memory."""
-    with MooncakePool(folder, segment_bytes=1 << 30) as pool:
-        yield environment(f"mooncake://{pool.address}")
+ENVIRONMENT = {
+    "DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS": str(8 * PROMPT_BLOCKS),
+    "KVBM_REMOTE_LOAD": "always",  # models this small are computed sooner
+    "KVBM_REMOTE_WAIT_S": "20",
+    "KVBM_REMOTE_DEADLINE_S": "20",
+}
+"""A host tier for all prompts."""
 
 
 @pytest.fixture
@@ -76,7 +49,8 @@ def test_what_one_engine_has_computed_is_a_hit_in_another(
     prompts: list[list[int]],
     store: Callable[[Path], AbstractContextManager[dict[str, str]]],
 ) -> None:
-    with store(tmp_path) as settings:
+    with store(tmp_path) as of_store:
+        settings = {**ENVIRONMENT, **of_store}
         expected = shared(tiny_model, tmp_path, prompts, settings)
     if store is directory:  # the next one finds nothing, and serves
         third = run_engine(tmp_path / "third", whole_job(tiny_model, prompts), **settings)
@@ -116,27 +90,26 @@ def test_engines_of_another_tensor_parallel_size_hit_what_one_engine_has_compute
 
     The engine of two ranks computes, keeps and finds blocks of its own too, on a device with room for two.
     """
-    share = tmp_path / "share"
-    share.mkdir()
-    env = environment(f"file://{share}", KVBM_REMOTE_CACHE_GB="5", KVBM_REMOTE_HEAD_SHARDS="2")
     whole = {"num_gpu_blocks_override": DEVICE_FOR_ALL, "dtype": "float32"}
     halves = whole | {"tensor_parallel_size": 2, "num_gpu_blocks_override": DEVICE_FOR_TWO}
     of_one, of_two = prompts[:2], prompts[2:]
-    first = run_engine(tmp_path / "first", job(tiny_model, of_one, 1, llm=whole), **env)
-    assert max(cached(first, 0)) == 0
+    with directory(tmp_path) as of_store:
+        env = {**ENVIRONMENT, **of_store, "KVBM_REMOTE_HEAD_SHARDS": "2"}
+        first = run_engine(tmp_path / "first", job(tiny_model, of_one, 1, llm=whole), **env)
+        assert max(cached(first, 0)) == 0
 
-    both = job(tiny_model, of_one, 1, llm=halves)
-    both["rounds"] += [{"prompts": some, "max_tokens": 8} for some in (of_two, of_one, of_two)]
-    second = run_engine(tmp_path / "second", both, **env)
-    assert min(cached(second, 0)) >= PROMPT_TOKENS - BLOCK and max(cached(second, 1)) == 0
-    assert answers(second, 0) == answers(first, 0) == answers(second, 2)
-    assert min(cached(second, 3)) >= PROMPT_TOKENS - BLOCK and answers(second, 3) == answers(second, 1)
-    assert len(second["bytes"]) == 2
-    for counts in second["bytes"]:  # what it has not seen, another engine had stored
-        assert counts["onboarded"] - counts["unknown"] >= PROMPT_BLOCKS - 4 and counts["different"] == 0
+        both = job(tiny_model, of_one, 1, llm=halves)
+        both["rounds"] += [{"prompts": some, "max_tokens": 8} for some in (of_two, of_one, of_two)]
+        second = run_engine(tmp_path / "second", both, **env)
+        assert min(cached(second, 0)) >= PROMPT_TOKENS - BLOCK and max(cached(second, 1)) == 0
+        assert answers(second, 0) == answers(first, 0) == answers(second, 2)
+        assert min(cached(second, 3)) >= PROMPT_TOKENS - BLOCK and answers(second, 3) == answers(second, 1)
+        assert len(second["bytes"]) == 2
+        for counts in second["bytes"]:  # what it has not seen, another engine had stored
+            assert counts["onboarded"] - counts["unknown"] >= PROMPT_BLOCKS - 4 and counts["different"] == 0
 
-    third = run_engine(tmp_path / "third", job(tiny_model, of_two, 1, llm=whole), **env)
-    assert min(cached(third, 0)) >= PROMPT_TOKENS - BLOCK
-    assert answers(third, 0) == answers(second, 1)
-    assert third["metrics"]["kvbm_object_read_failures"] == 0
-    assert_nothing_left(third)
+        third = run_engine(tmp_path / "third", job(tiny_model, of_two, 1, llm=whole), **env)
+        assert min(cached(third, 0)) >= PROMPT_TOKENS - BLOCK
+        assert answers(third, 0) == answers(second, 1)
+        assert third["metrics"]["kvbm_object_read_failures"] == 0
+        assert_nothing_left(third)

@@ -70,23 +70,6 @@ def test_prompts_come_back(layout: str, io: str, tiny_model: Path, tmp_path: Pat
     assert_comes_back(tmp_path, tiny_model, seed, **place)
 
 
-def test_prompts_of_another_server_come_from_the_shared_directory(
-    tiny_model: Path, tmp_path: Path, seed: int
-) -> None:
-    prompts, num_pages = prompts_of(seed), 3 * WHOLE_PAGES
-    share = tmp_path / "first" / "disk" / "share"
-    share.mkdir(parents=True)
-    environment = {"KVBM_REMOTE_URL": f"file://{share}", "KVBM_REMOTE_CACHE_GB": "1"}
-    engine = {"model_path": str(tiny_model), **HICACHE, "dtype": "float32", "environment": environment}
-    answers = []
-    for name, until in (("first", "shared"), ("second", "stored")):
-        (tmp_path / name).mkdir(exist_ok=True)
-        steps = ["ask", {until: num_pages}]
-        answers += run_engine(tmp_path / name, steps, prompts=prompts, **engine)["answers"]
-    assert [cached(some) for some in answers] == [[0, 0, 0], HIT]
-    assert same_answers(*answers)
-
-
 def test_prompts_come_back_to_two_ranks(tiny_model: Path, tmp_path: Path, seed: int) -> None:
     assert_comes_back(tmp_path, tiny_model, seed, files=2, restarts=IS_NIGHTLY, tp_size=2)
 

@@ -7,18 +7,23 @@ A job: {"engine": arguments of sglang.Engine, "only_new_rows": see tests.engines
 [[token, ...], ...], "answer_tokens": n, "disk": folder, "steps": [...]}. Steps: "ask" (all prompts, one after
 the other), {"ask": [their numbers]}, "together" (all at the same time), "flush" (all tiers of SGLang's own),
 "new_weights" (the same ones, loaded again), {"stored": n} (wait for n records of kvbm's), {"files": n} (for n
-files of SGLang's own backends), {"shared": n} (for n blocks in kvbm's shared directory in that folder).
+files of SGLang's own backends), {"shared": n} (for n pages that kvbm has put into a store that machines
+share, by its metrics). A result: {"answers": of each step that asks, "metrics": kvbm's, if it serves them}.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
+import urllib.request
 from pathlib import Path
 from typing import Any
 
 from kvbm_core.storage.disk.inspect import Kind, find_files, identify, scan
+from tests.engines.client import parse_metrics
+from tests.engines.ports import HOST
 
 TIMEOUT_S = 60.0
 
@@ -29,6 +34,7 @@ def main(job_file: str, result_file: str) -> None:
     engine = _engine(job)
     prompts, answer_tokens = job["prompts"], job["answer_tokens"]
     answers: list[Any] = []
+    metrics: dict[str, float] = {}
     try:
         for step in job["steps"]:
             if step == "flush":
@@ -45,9 +51,10 @@ def main(job_file: str, result_file: str) -> None:
                 answers.append([_ask(engine, [prompts[number]], answer_tokens)[0] for number in chosen])
             else:
                 _wait(Path(job["disk"]), **step)
+        metrics = _metrics()
     finally:
         engine.shutdown()
-    Path(result_file).write_text(json.dumps({"answers": answers}))
+    Path(result_file).write_text(json.dumps({"answers": answers, "metrics": metrics}))
 
 
 def _engine(job: dict[str, Any]) -> Any:
@@ -98,13 +105,22 @@ def _wait(folder: Path, stored: int = 0, files: int = 0, shared: int = 0) -> Non
     while (
         _stored(folder) < stored
         or sum(path.is_file() for path in folder.rglob("*")) < files
-        or sum(1 for _ in folder.rglob("*.kv")) < shared
+        or (shared and _metrics()["kvbm_offload_blocks_d2o"] < shared)
     ):
         if time.monotonic() > ends_at_s:
             raise TimeoutError(
                 f"{_stored(folder)} pages were stored in {TIMEOUT_S:.0f} s, not {stored or files or shared}"
             )
         time.sleep(0.05)
+
+
+def _metrics() -> dict[str, float]:
+    """Of the first rank; nothing if it serves none."""
+    port = os.environ.get("DYN_KVBM_METRICS_PORT")
+    if port is None:
+        return {}
+    with urllib.request.urlopen(f"http://{HOST}:{port}/metrics", timeout=TIMEOUT_S) as answer:
+        return parse_metrics(answer.read().decode())
 
 
 def _stored(folder: Path) -> int:

@@ -1,0 +1,106 @@
+"""Stores that engines share, on real SGLang: what one engine has computed is a hit in another one, to the
+last bit. By HiCache, and by the linker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engines.ports import HOST, free_port
+from tests.engines.sglang.engine import (
+    HICACHE,
+    LINKER,
+    PAGE_TOKENS,
+    WHOLE_PAGES,
+    cached,
+    prompts_of,
+    run_engine,
+    same_answers,
+)
+from tests.engines.shared_stores import bucket, directory, mooncake, valkey
+
+pytestmark = pytest.mark.timeout(900)  # engines start for half a minute each
+
+HIT = [WHOLE_PAGES * PAGE_TOKENS] * 3
+NUM_PAGES = 3 * WHOLE_PAGES
+HOST_TIER = {
+    "DYN_KVBM_CPU_CACHE_GB": "0.1",
+    "DYN_KVBM_DISK_CACHE_GB": "0",
+    "KVBM_REMOTE_LOAD": "always",  # models this small are computed sooner
+}
+LONG_PROMPT_TOKENS = 1600
+
+in_full = pytest.mark.nightly("two more real engines; one store has them always, all have vLLM's")
+Store = Callable[[Path], AbstractContextManager[dict[str, str]]]
+
+
+def ask(
+    folder: Path, steps: list[Any], prompts: list[list[int]], environment: dict[str, str], **engine: Any
+) -> dict[str, Any]:
+    """One engine, with kvbm's metrics."""
+    folder.mkdir()
+    metrics = {"DYN_KVBM_METRICS": "true", "KVBM_METRICS_HOST": HOST}
+    metrics["DYN_KVBM_METRICS_PORT"] = str(free_port())
+    environment = {**environment, **metrics}
+    return run_engine(folder, steps, prompts=prompts, environment=environment, dtype="float32", **engine)
+
+
+@pytest.mark.parametrize(
+    "store",
+    [
+        pytest.param(directory, marks=in_full),
+        pytest.param(bucket, marks=in_full),
+        pytest.param(valkey, marks=pytest.mark.valkey),
+        pytest.param(mooncake, marks=[pytest.mark.mooncake, in_full]),
+    ],
+)
+def test_what_one_engine_has_computed_is_a_hit_in_another(
+    store: Store, tiny_model: Path, tmp_path: Path, seed: int
+) -> None:
+    prompts, engine = prompts_of(seed), {"model_path": str(tiny_model), **HICACHE}
+    with store(tmp_path) as settings:
+        first = ask(tmp_path / "first", ["ask", {"shared": NUM_PAGES}], prompts, settings, **engine)
+        second = ask(tmp_path / "second", ["ask", {"stored": NUM_PAGES}], prompts, settings, **engine)
+    (cold,), (warm,) = first["answers"], second["answers"]
+    assert [cached(cold), cached(warm)] == [[0, 0, 0], HIT]
+    assert same_answers(cold, warm)
+    assert_brought(second)
+
+
+@in_full
+@pytest.mark.parametrize(
+    "store",
+    [
+        directory,
+        bucket,
+        pytest.param(valkey, marks=pytest.mark.valkey),
+        pytest.param(mooncake, marks=pytest.mark.mooncake),
+    ],
+)
+def test_the_linker_finds_what_another_engine_has_computed(
+    store: Store, tiny_model: Path, tmp_path: Path, seed: int
+) -> None:
+    """While a long prompt is computed in chunks, those of the others come."""
+    prompts = prompts_of(seed)
+    (other,) = prompts_of(seed + 1, how_many=1, num_tokens=LONG_PROMPT_TOKENS)
+    engine = {"model_path": str(tiny_model), **LINKER, "chunked_prefill_size": 4 * PAGE_TOKENS}
+    with store(tmp_path) as of_store:
+        settings = {**HOST_TIER, **of_store}
+        first = ask(tmp_path / "first", ["ask", {"shared": NUM_PAGES}], prompts, settings, **engine)
+        second = ask(tmp_path / "second", ["together"], [other, *prompts], settings, **engine)
+    (cold,), ((long, *warm),) = first["answers"], second["answers"]
+    assert [cached(cold), cached([long]), cached(warm)] == [[0, 0, 0], [0], HIT]
+    assert same_answers(cold, warm)
+    assert_brought(second)
+
+
+def assert_brought(engine: dict[str, Any]) -> None:
+    """All pages came from the store, and none was bad."""
+    metrics = engine["metrics"]
+    assert metrics["kvbm_onboard_blocks_o2d"] >= NUM_PAGES
+    assert metrics["kvbm_object_read_failures"] == 0 and metrics["kvbm_guarded_errors_total"] == 0
