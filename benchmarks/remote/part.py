@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from benchmarks.figures import Figure, Goal
-from benchmarks.remote import mooncake, s3, valkey
+from benchmarks.remote import mooncake, s3, steps, valkey
 from benchmarks.suite import CannotRun, Findings, Options
 
-STORES = (s3, valkey, mooncake)
+STORES = (s3, valkey, mooncake, steps)
 
 
 class RemotePart:

@@ -1,20 +1,17 @@
 """A warm interpreter that forks writers for test_directory_kills.py: one for each line on standard input.
 
-Lines in: payload bytes, 1 for O_DIRECT, first version, seed, path. Lines out: ``pid <n>``, then ``put
-<call>`` before each call, and ``dead <wait status>`` when the writer is gone.
+Lines in: payload bytes, 1 for O_DIRECT, first version, seed, path. Lines out: see nurseries.py.
 """
 
 from __future__ import annotations
 
-import os
-import sys
 from functools import partial
 from pathlib import Path
 from random import Random
 
 from kvbm_core.storage.directory.names import Meaning
 from kvbm_core.storage.directory.store import DirectoryOptions, DirectoryStore
-from tests.faults.kill_nursery import MOST_CALLS, say
+from tests.faults.nurseries import MOST_CALLS, fork_for_each_line, say
 from tests.faults.versions import put_versions
 
 NUM_KEYS = 8
@@ -34,21 +31,11 @@ def write_until_killed(payload_bytes: int, is_direct: bool, version: int, seed: 
         )
 
 
-def main() -> None:
-    """Until standard input ends."""
-    for line in sys.stdin:
-        payload_bytes, is_direct, version, seed, path = line.rstrip("\n").split(" ", 4)
-        pid = os.fork()
-        if pid == 0:
-            try:
-                say("pid", os.getpid())
-                write_until_killed(int(payload_bytes), is_direct == "1", int(version), int(seed), Path(path))
-            except BaseException as error:
-                os.write(2, f"{type(error).__name__}: {error}\n".encode())
-            finally:
-                os._exit(1)
-        say("dead", os.waitpid(pid, 0)[1])
+def write(line: str) -> None:
+    """As the line says."""
+    payload_bytes, is_direct, version, seed, path = line.split(" ", 4)
+    write_until_killed(int(payload_bytes), is_direct == "1", int(version), int(seed), Path(path))
 
 
 if __name__ == "__main__":
-    main()
+    fork_for_each_line(write)

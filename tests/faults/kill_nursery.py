@@ -1,13 +1,10 @@
 """A warm interpreter that forks writers for test_kills.py: one for each line on standard input.
 
-Lines in: payload bytes, 1 for O_DIRECT, first version, seed, path. Lines out: ``pid <n>``, then ``put
-<call>`` before each call, and ``dead <wait status>`` when the writer is gone.
+Lines in: payload bytes, 1 for O_DIRECT, first version, seed, path. Lines out: see nurseries.py.
 """
 
 from __future__ import annotations
 
-import os
-import sys
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -16,6 +13,7 @@ from kvbm_core.storage.disk.allocate import FileOptions
 from kvbm_core.storage.disk.block_file import Geometry
 from kvbm_core.storage.disk.store import DiskStore
 from kvbm_core.testing.store_contract import LONG_S
+from tests.faults.nurseries import MOST_CALLS, fork_for_each_line, say
 from tests.faults.versions import put_versions, read_all
 
 NUM_SLOTS = 16
@@ -23,13 +21,6 @@ NUM_KEYS = 24
 VERSIONS_EACH = 1_000_000
 """What a writer may use up."""
 FINGERPRINT = b"killed while wri"
-MOST_CALLS = 20_000
-"""A writer that nobody kills ends some time."""
-
-
-def say(*words: object) -> None:
-    """One line, at once and in one piece."""
-    os.write(1, (" ".join(map(str, words)) + "\n").encode())
 
 
 def write_until_killed(payload_bytes: int, is_direct: bool, version: int, seed: int, path: Path) -> None:
@@ -45,21 +36,11 @@ def write_until_killed(payload_bytes: int, is_direct: bool, version: int, seed: 
         put_versions(store, versions, payload_bytes, on_ready=partial(say, "put", call))
 
 
-def main() -> None:
-    """Until standard input ends."""
-    for line in sys.stdin:
-        payload_bytes, is_direct, version, seed, path = line.rstrip("\n").split(" ", 4)
-        pid = os.fork()
-        if pid == 0:
-            try:
-                say("pid", os.getpid())
-                write_until_killed(int(payload_bytes), is_direct == "1", int(version), int(seed), Path(path))
-            except BaseException as error:
-                os.write(2, f"{type(error).__name__}: {error}\n".encode())
-            finally:
-                os._exit(1)
-        say("dead", os.waitpid(pid, 0)[1])
+def write(line: str) -> None:
+    """As the line says."""
+    payload_bytes, is_direct, version, seed, path = line.split(" ", 4)
+    write_until_killed(int(payload_bytes), is_direct == "1", int(version), int(seed), Path(path))
 
 
 if __name__ == "__main__":
-    main()
+    fork_for_each_line(write)

@@ -1,13 +1,11 @@
 """A warm interpreter that forks writers for test_record_kills.py: one for each line on standard input.
 
-Lines in: number of the writer, seed, URL; what else a store takes is in the environment. Lines out: ``pid
-<n>``, then ``put <call> <seconds that the call before took>``, and ``dead <wait status>`` when the writer is
-gone.
+Lines in: number of the writer, seed, URL; what else a store takes is in the environment. Lines out: see
+nurseries.py; with each call, the seconds that the one before took.
 """
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections.abc import Sequence
@@ -26,7 +24,7 @@ from kvbm_core.storage.remote.record_store import RecordStore
 from kvbm_core.storage.stores import StoreSpec, open_engine, record_store
 from kvbm_core.testing.extent_contract import extent_of
 from kvbm_core.testing.store_contract import LONG_S
-from tests.faults.kill_nursery import MOST_CALLS, say
+from tests.faults.nurseries import MOST_CALLS, fork_for_each_line, say
 from tests.faults.versions import aligned, payload_of
 
 PAYLOAD_BYTES = 16_384
@@ -89,22 +87,12 @@ def records_of(engine: ObjectEngine) -> list[str]:
     return sorted(name for name in names if not name.endswith(BESIDE))
 
 
-def main() -> None:
-    """Until standard input ends."""
-    import_module(sys.argv[1])  # loaded once for all writers
-    for line in sys.stdin:
-        writer, seed, url = line.rstrip("\n").split(" ", 2)
-        pid = os.fork()
-        if pid == 0:
-            try:
-                say("pid", os.getpid())
-                write_until_killed(int(writer), int(seed), url)
-            except BaseException as error:
-                os.write(2, f"{type(error).__name__}: {error}\n".encode())
-            finally:
-                os._exit(1)
-        say("dead", os.waitpid(pid, 0)[1])
+def write(line: str) -> None:
+    """As the line says."""
+    writer, seed, url = line.split(" ", 2)
+    write_until_killed(int(writer), int(seed), url)
 
 
 if __name__ == "__main__":
-    main()
+    import_module(sys.argv[1])  # loaded once for all writers
+    fork_for_each_line(write)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -20,11 +19,10 @@ from kvbm_core.errors import Outcome
 from kvbm_core.storage.directory.evictor import TEMPORARY_S
 from kvbm_core.storage.directory.names import is_temporary
 from kvbm_core.storage.directory.store import DirectoryStore
-from kvbm_core.testing.store_contract import LONG_S
 from tests.effort import tries
 from tests.faults.directory_nursery import MEANING, NUM_KEYS, OPTIONS
 from tests.faults.kill_nursery import VERSIONS_EACH
-from tests.faults.test_kills import ROOT, kill_one
+from tests.faults.nurseries import kill_one, nursery
 from tests.faults.versions import read_all
 from tests.unit.directory_stores import files_below
 
@@ -33,24 +31,15 @@ SIZES = (65_536, 20_000, 131_072)
 
 
 @pytest.fixture
-def nursery() -> Iterator[subprocess.Popen[str]]:
+def writers() -> Iterator[subprocess.Popen[str]]:
     """The warm interpreter."""
-    environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "tests.faults.directory_nursery"]
-    pipe = subprocess.PIPE
-    process = subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdin=pipe, stdout=pipe, text=True, bufsize=1
-    )
-    with process:
+    with nursery("tests.faults.directory_nursery") as process:
         yield process
-        assert process.stdin is not None
-        process.stdin.close()
-        assert process.wait(LONG_S) == 0
 
 
 @pytest.mark.timeout(300 + NUM_KILLS)
 def test_no_kill_costs_a_byte(
-    nursery: subprocess.Popen[str], tmp_path: Path, rng: Random, tell: Callable[[str], None]
+    writers: subprocess.Popen[str], tmp_path: Path, rng: Random, tell: Callable[[str], None]
 ) -> None:
     started_s = time.monotonic()
     counts: Counter[Outcome] = Counter()
@@ -64,7 +53,7 @@ def test_no_kill_costs_a_byte(
             size = SIZES[kill % len(SIZES)]
             first_version = (kill + 1) * VERSIONS_EACH
             order = f"{size} {kill % 2} {first_version} {rng.getrandbits(32)} {tmp_path / str(size)}"
-            kill_one(nursery, order, rng)
+            kill_one(writers, order, rng)
             outcomes, versions = read_all(readers[size], NUM_KEYS, size)
             counts.update(outcomes)
             newest += any(version is not None and version >= first_version for version in versions)

@@ -7,8 +7,6 @@ no wrong byte, no reader held beyond its deadline, nothing left for good.
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import threading
 import time
 from collections import Counter
@@ -36,8 +34,8 @@ from tests.engines.mooncake_pool import MooncakePool
 from tests.engines.object_servers import BUCKET, SeaweedServer
 from tests.engines.ports import HOST
 from tests.engines.valkey_server import ValkeyServer
+from tests.faults.nurseries import kill_one, nursery
 from tests.faults.record_nursery import PAYLOAD_BYTES, SHARED, number_of, opened, own_extents
-from tests.faults.test_kills import ROOT, kill_one
 from tests.faults.versions import payload_of, version_in
 
 NUM_KILLS = int(os.environ.get("KVBM_FAULT_RECORD_KILLS") or tries(12, nightly=200))
@@ -156,22 +154,6 @@ def writers_of(extent: Extent, targets: Sequence[Memory], outcomes: Sequence[Out
     return writers
 
 
-@contextmanager
-def nursery(store: Store) -> Iterator[subprocess.Popen[str]]:
-    """The warm interpreter."""
-    environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "tests.faults.record_nursery", store.module]
-    pipe = subprocess.PIPE
-    process = subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdin=pipe, stdout=pipe, text=True, bufsize=1
-    )
-    with process:
-        yield process
-        assert process.stdin is not None
-        process.stdin.close()
-        assert process.wait(LONG_S) == 0
-
-
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
     "make",
@@ -197,7 +179,7 @@ def test_no_kill_costs_a_byte_or_a_deadline(
         reader = Reader(store.url)
         inspection = inspect_store(store.url, store_options(KvbmSettings.from_env(None)))
         try:
-            with nursery(store) as process:
+            with nursery("tests.faults.record_nursery", store.module) as process:
                 for kill in range(1, NUM_KILLS + 1):
                     reader.wanted = [*SHARED, *own_extents(kill, 0), *own_extents(kill, 1)]
                     order = f"{kill} {rng.getrandbits(32)} {store.url}"

@@ -4,13 +4,19 @@ checked.
 
 from __future__ import annotations
 
+import sys
+import threading
+import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
 
 from kvbm_core.testing import toy_store
+from tests.engines.silent_server import silent_server
 from tests.vllm.kvbm_engine import KvbmEngine, specs_to_try
 from tests.vllm.test_scheduler_disk import ALL, FROM_DISK, keys_of, push_out
 
@@ -185,3 +191,54 @@ def test_a_store_that_hangs_costs_a_bounded_wait(store: str, tmp_path: Path) -> 
         assert engine.external_tokens("b") == 0 and engine.metric(FROM_DISK) == 0
         toy.let_go()
         engine.assert_clean()
+
+
+def test_no_step_waits_for_a_store_that_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tell: Any
+) -> None:
+    """All that a thread can wait by is watched in the engine's own: what it waits for is copies alone."""
+    with silent_server() as server:
+        for name, value in server.environment.items():
+            monkeypatch.setenv(name, value)
+        extra: dict[str, Any] = {"remote_wait_s": 0.3, "remote_deadline_s": 2.0, "remote_load": "always"}
+        with KvbmEngine(tmp_path, host_blocks=60, store="s3://bucket/hangs", extra=extra) as engine:
+            longest_s = 0.0
+            with waits_of_this_thread() as waits:
+                for turn in range(4):
+                    engine.add(f"{turn}", range(100 * turn, 100 * turn + 50), 8)
+                    while engine.scheduler.has_requests():
+                        started_s = time.monotonic()
+                        engine.step()
+                        longest_s = max(longest_s, time.monotonic() - started_s)
+            assert server.connections() > 0, "the store was not asked"
+            assert engine.external_tokens("0") == 0 and engine.promised("0")[:2] == [None, None]
+            engine.assert_clean()
+    tell(f"{engine.record.steps} steps beside a store that hangs, {len(waits)} waits for copies")
+    assert not [wait for wait in waits if "staged.drain" not in wait]
+    assert longest_s < extra["remote_deadline_s"]
+
+
+@contextmanager
+def waits_of_this_thread() -> Iterator[list[list[str]]]:
+    """The functions on the stack, the innermost first, of each call in which a thread may wait."""
+    waits: list[list[str]] = []
+    python = {threading.Condition.wait.__code__, threading.Thread.join.__code__}
+    native = {"sleep", "recv", "recv_into", "send", "sendall", "connect", "select", "poll"}
+
+    def watch(frame: FrameType, event: str, function: Any) -> None:
+        is_native = event == "c_call" and function.__name__ in native
+        if is_native or (event == "call" and frame.f_code in python):
+            waits.append([getattr(function, "__name__", ""), *names_above(frame)])
+
+    sys.setprofile(watch)
+    try:
+        yield waits
+    finally:
+        sys.setprofile(None)
+
+
+def names_above(frame: FrameType | None) -> Iterator[str]:
+    """Of the frame's function and its callers, with their modules."""
+    while frame is not None:
+        yield f"{Path(frame.f_code.co_filename).stem}.{frame.f_code.co_name}"
+        frame = frame.f_back
