@@ -42,6 +42,8 @@ KVBM = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the scheduler's steps are in the process that times them
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",  # several wait for each other by spinning, and for whatever else runs
 }
 
 
