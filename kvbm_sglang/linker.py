@@ -23,7 +23,7 @@ from kvbm_core.runtime.assembly import announce, metrics_of, metrics_server
 from kvbm_sglang.device_pool import DevicePages
 from kvbm_sglang.engine_settings import code_of, describe_engine, effective
 from kvbm_sglang.identity import KV
-from kvbm_sglang.linker_assembly import Ranks, assemble
+from kvbm_sglang.linker_assembly import Ranks, assemble, why_late
 from kvbm_sglang.linker_tiers import WaitReady
 from kvbm_sglang.weights import weights_identity
 
@@ -77,6 +77,8 @@ class KvbmLinker(UnifiedCacheLinker):
         pages = self._pages_of(pool, server_args, params, components)
         self._is_cpu = pages is None or pages.memory.is_cpu
         arguments = effective(server_args)
+        if late := why_late(settings, str(getattr(arguments, "schedule_policy", ""))):
+            log.warning("%s", late)
         model = str(arguments.model_path)
         self._parts = assemble(
             pages,

@@ -29,6 +29,20 @@ LOAD_MARGIN_S = 60.0
 """A load may take so much longer than its deadlines before the engine waits no more."""
 
 
+_LOOKING_AGAIN = ("lpm", "dfs-weight", "hrrn", "shortest-prefill-first")
+"""Scheduling policies with which SGLang looks up all requests that wait, before each of its steps."""
+
+
+def why_late(settings: KvbmSettings, policy: str) -> str:
+    """Why what a shared store has comes too late for requests, as a line for people; empty if it does not."""
+    if not settings.has_remote_tier or policy in _LOOKING_AGAIN:
+        return ""
+    return (
+        f"kvbm: KVBM_REMOTE_URL: with --schedule-policy {policy} SGLang looks a request up once, when it "
+        "begins to compute it, and what a store has comes too late: set --schedule-policy lpm, or use HiCache"
+    )
+
+
 @dataclass(frozen=True)
 class Ranks:
     """``shard``: names and numbers that say which part of the KV this process holds. ``num_ranks``: of one

@@ -31,9 +31,9 @@ NUM_PAGES = 3 * WHOLE_PAGES
 HOST_TIER = {
     "DYN_KVBM_CPU_CACHE_GB": "0.1",
     "DYN_KVBM_DISK_CACHE_GB": "0",
-    "KVBM_REMOTE_LOAD": "always",  # models this small are computed sooner
 }
-LONG_PROMPT_TOKENS = 1600
+LATE = "set --schedule-policy lpm"
+LONG_PROMPT_TOKENS = 2000
 
 in_full = pytest.mark.nightly("two more real engines; one store has them always, all have vLLM's")
 Store = Callable[[Path], AbstractContextManager[dict[str, str]]]
@@ -85,17 +85,24 @@ def test_what_one_engine_has_computed_is_a_hit_in_another(
 def test_the_linker_finds_what_another_engine_has_computed(
     store: Store, tiny_model: Path, tmp_path: Path, seed: int
 ) -> None:
-    """While a long prompt is computed in chunks, those of the others come."""
+    """While a long prompt is computed in chunks, those of the requests behind it come: with this policy they
+    are looked up as they wait.
+    """
     prompts = prompts_of(seed)
     (other,) = prompts_of(seed + 1, how_many=1, num_tokens=LONG_PROMPT_TOKENS)
-    engine = {"model_path": str(tiny_model), **LINKER, "chunked_prefill_size": 4 * PAGE_TOKENS}
+    engine = {"model_path": str(tiny_model), **LINKER, "chunked_prefill_size": 2 * PAGE_TOKENS}
     with store(tmp_path) as of_store:
         settings = {**HOST_TIER, **of_store}
         first = ask(tmp_path / "first", ["ask", {"shared": NUM_PAGES}], prompts, settings, **engine)
-        second = ask(tmp_path / "second", ["together"], [other, *prompts], settings, **engine)
-    (cold,), ((long, *warm),) = first["answers"], second["answers"]
-    assert [cached(cold), cached([long]), cached(warm)] == [[0, 0, 0], [0], HIT]
-    assert same_answers(cold, warm)
+        engine["schedule_policy"] = "lpm"
+        steps = ["together", "flush", {"ask": [1, 2, 3]}]
+        second = ask(tmp_path / "second", steps, [other, *prompts], settings, **engine)
+    assert [LATE in one["log"] for one in (first, second)] == [True, False]
+    (cold,), ((long, *warm), alone) = first["answers"], second["answers"]
+    assert [cached(cold), cached([long]), cached(warm), cached(alone)] == [[0, 0, 0], [0], HIT, HIT]
+    # Beside others in a batch the last bits of a computation differ, whatever was cached.
+    assert [one["tokens"] for one in warm] == [one["tokens"] for one in cold]
+    assert same_answers(cold, alone)
     assert_brought(second)
 
 

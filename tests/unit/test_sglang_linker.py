@@ -33,7 +33,7 @@ from kvbm_core.transfer.executors.memcpy import MemcpyExecutor  # noqa: E402
 from kvbm_core.transfer.movers import disk as disk_mover  # noqa: E402
 from kvbm_sglang import linker_assembly, linker_tiers, load_counter  # noqa: E402
 from kvbm_sglang.device_pool import DevicePages  # noqa: E402
-from kvbm_sglang.linker_assembly import Ranks, assemble  # noqa: E402
+from kvbm_sglang.linker_assembly import Ranks, assemble, why_late  # noqa: E402
 from kvbm_sglang.load_counter import LoadCounter  # noqa: E402
 from kvbm_sglang.weights import weights_identity  # noqa: E402
 from tests.began import begins_now  # noqa: E402
@@ -766,3 +766,13 @@ def test_a_batch_without_loads_waits_for_nothing() -> None:
     assert counter.finish(index)
     counter.reset()
     assert counter.consumer_index == -1
+
+
+@pytest.mark.parametrize(
+    ("policy", "is_late"), [("fcfs", True), ("lof", True), ("lpm", False), ("hrrn", False)]
+)
+def test_a_store_that_comes_too_late_by_the_policy_is_told(policy: str, is_late: bool) -> None:
+    shared = KvbmSettings.from_env({"remote_url": "redis://host", "cpu_cache_gb": 1})
+    line = why_late(shared, policy)
+    assert (f"--schedule-policy {policy} " in line) == is_late == bool(line) and "\n" not in line
+    assert not why_late(KvbmSettings.from_env({"cpu_cache_gb": 1}), policy)
