@@ -23,8 +23,8 @@ from benchmarks.suite import CannotRun, Options, expect
 from benchmarks.timing import rotated
 from kvbm_core.config.remote_url import remote_bucket
 from kvbm_core.errors import Outcome
-from kvbm_core.storage.directory.names import Meaning
 from kvbm_core.storage.extents import EXTENT_BYTES, Extent
+from kvbm_core.storage.names import Meaning
 from kvbm_core.storage.remote.engine import GetItem, PutItem
 from kvbm_core.storage.remote.names import RecordNames
 from kvbm_core.storage.remote.record_store import RecordStore

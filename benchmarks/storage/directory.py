@@ -16,8 +16,9 @@ from benchmarks.storage.sides import Rates
 from benchmarks.storage.throughput import DIRECTIONS, Samples, Scene, size_text, take_turns
 from benchmarks.suite import expect
 from kvbm_core.errors import Outcome
-from kvbm_core.storage.directory.names import FAN_DIGITS, TOP, Meaning, file_name
+from kvbm_core.storage.directory.names import TOP, file_name
 from kvbm_core.storage.directory.store import DirectoryOptions, DirectoryStore
+from kvbm_core.storage.names import FAN_DIGITS, Meaning
 from kvbm_core.types import BlockKey
 
 SHARES = {128 << 10: 0.5, 2 << 20: 0.8}

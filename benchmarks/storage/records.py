@@ -12,8 +12,8 @@ from benchmarks.storage.throughput import DIRECTIONS, Samples, Scene, size_text,
 from benchmarks.suite import expect
 from kvbm_core.errors import Outcome
 from kvbm_core.storage.base import Memory
-from kvbm_core.storage.directory.names import Meaning
 from kvbm_core.storage.extents import EXTENT_BYTES, Extent, extent_blocks
+from kvbm_core.storage.names import Meaning
 from kvbm_core.storage.remote.encoding import Encoding
 from kvbm_core.storage.remote.names import RecordNames
 from kvbm_core.storage.remote.record_store import RecordStore

@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 
 from kvbm_core.errors import Outcome
 from kvbm_core.storage.disk.inspect import Contents, OnProgress
-from kvbm_core.storage.remote.engine import ObjectInfo
+from kvbm_core.storage.names import ObjectInfo
 
 OnCount = Callable[[int, "int | None"], None]
 """How much has been looked at, and of how much, if that is known."""

@@ -25,8 +25,8 @@ from kvbm_core.storage.remote.login import ServerLogin
 from kvbm_core.storage.remote.s3_client import S3Options, endpoint_of, store_maker
 
 if TYPE_CHECKING:
-    from kvbm_core.storage.directory.names import Meaning
     from kvbm_core.storage.inspection import StoreInspection
+    from kvbm_core.storage.names import Meaning
     from kvbm_core.storage.remote.engine import ObjectEngine
     from kvbm_core.storage.remote.head_store import HeadRecords
     from kvbm_core.storage.remote.record_store import RecordStore
@@ -114,7 +114,7 @@ def record_store(engine: ObjectEngine, spec: StoreSpec) -> RecordStore | HeadRec
 
 def _meaning_of(spec: StoreSpec, encoding: str = "") -> Meaning:
     """``encoding``: what else the bytes depend on."""
-    from kvbm_core.storage.directory.names import FINGERPRINT_BYTES, Meaning
+    from kvbm_core.storage.names import FINGERPRINT_BYTES, Meaning
 
     rank, _, num_ranks = spec.shard.partition("of")
     what = f"{spec.meaning}/{spec.payload_bytes}{encoding}"

@@ -13,7 +13,8 @@ from functools import partial
 from random import Random
 
 from kvbm_core.errors import Outcome
-from kvbm_core.storage.remote.engine import GetItem, Got, ObjectEngine, ObjectInfo, PutItem
+from kvbm_core.storage.names import ObjectInfo
+from kvbm_core.storage.remote.engine import GetItem, Got, ObjectEngine, PutItem
 
 LONG_S = 30.0
 """A deadline longer than anything here takes."""

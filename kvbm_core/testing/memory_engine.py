@@ -18,7 +18,8 @@ from urllib.parse import parse_qsl, urlsplit
 from kvbm_core.errors import ConfigError, Outcome
 from kvbm_core.storage.base import Memory
 from kvbm_core.storage.call_pool import ranges_of
-from kvbm_core.storage.remote.engine import EngineTraits, GetItem, Got, ObjectInfo, PutItem
+from kvbm_core.storage.names import ObjectInfo
+from kvbm_core.storage.remote.engine import EngineTraits, GetItem, Got, PutItem
 from kvbm_core.storage.stores import StoreOptions, register_engine
 
 PUT, GET, EXISTS, REMOVE, RENEW, SCAN = "put", "get", "exists", "remove", "renew", "scan"

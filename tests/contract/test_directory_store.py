@@ -12,9 +12,9 @@ import pytest
 
 from kvbm_core.errors import Outcome
 from kvbm_core.storage.base import BlockStore, Memory, parts_of
-from kvbm_core.storage.directory.names import Meaning
 from kvbm_core.storage.directory.store import DirectoryOptions, DirectoryStore
 from kvbm_core.storage.disk.record import record_bytes
+from kvbm_core.storage.names import Meaning
 from kvbm_core.testing.store_contract import NUM_BLOCKS, BlockStoreContract, key_of
 from kvbm_core.types import BlockKey
 

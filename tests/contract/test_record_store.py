@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from kvbm_core.errors import Outcome
 from kvbm_core.storage.base import BlockStore
-from kvbm_core.storage.directory.names import Meaning
+from kvbm_core.storage.names import Meaning
 from kvbm_core.storage.remote.encoding import Encoding
 from kvbm_core.storage.remote.names import RecordNames
 from kvbm_core.storage.remote.record_store import RecordStore

@@ -9,8 +9,8 @@ from functools import partial
 from pathlib import Path
 from random import Random
 
-from kvbm_core.storage.directory.names import Meaning
 from kvbm_core.storage.directory.store import DirectoryOptions, DirectoryStore
+from kvbm_core.storage.names import Meaning
 from tests.faults.nurseries import MOST_CALLS, fork_for_each_line, say
 from tests.faults.versions import put_versions
 

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from kvbm_core.storage.directory.calls import FileCalls
-from kvbm_core.storage.directory.names import Meaning, fan_folder, file_name
+from kvbm_core.storage.directory.names import file_name
 from kvbm_core.storage.directory.store import DirectoryOptions, DirectoryStore
+from kvbm_core.storage.names import Meaning, fan_folder
 from kvbm_core.testing.store_contract import LONG_S, buffers, content_in, content_of
 from kvbm_core.types import BlockKey
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from kvbm_core.errors import Outcome
 from kvbm_core.storage.base import Memory
-from kvbm_core.storage.directory.names import Meaning
 from kvbm_core.storage.extents import Extent
+from kvbm_core.storage.names import Meaning
 from kvbm_core.storage.remote.encoding import Encoding
 from kvbm_core.storage.remote.names import RecordNames
 from kvbm_core.storage.remote.record_store import RecordStore

@@ -14,8 +14,8 @@ from kvbm_core.cli.main import app
 from kvbm_core.config import KvbmSettings
 from kvbm_core.errors import Outcome
 from kvbm_core.storage.call_pool import ranges_of
-from kvbm_core.storage.directory.names import Meaning
 from kvbm_core.storage.extents import Extent
+from kvbm_core.storage.names import Meaning
 from kvbm_core.storage.remote.engine import GetItem, Got
 from kvbm_core.storage.remote.inspect import RecordInspection
 from kvbm_core.storage.remote.names import BESIDE

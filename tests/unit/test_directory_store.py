@@ -19,10 +19,11 @@ from kvbm_core.clock import Clock, ManualClock
 from kvbm_core.errors import Outcome
 from kvbm_core.storage.call_pool import _Call
 from kvbm_core.storage.directory import store as store_module
-from kvbm_core.storage.directory.names import FINGERPRINT_BYTES, Meaning, file_name, key_in
+from kvbm_core.storage.directory.names import file_name, key_in
 from kvbm_core.storage.directory.record_files import CHECK_EVERY_S
 from kvbm_core.storage.directory.store import DirectoryOptions, DirectoryStore
 from kvbm_core.storage.disk.record import FORMAT_VERSION
+from kvbm_core.storage.names import FINGERPRINT_BYTES, Meaning
 from kvbm_core.storage.stores import StoreSpec, open_store
 from kvbm_core.testing.store_contract import LONG_S, buffers, key_of
 from tests.unit.directory_stores import (

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from kvbm_core.storage.directory.names import Meaning
 from kvbm_core.storage.extents import Extent
+from kvbm_core.storage.names import Meaning
 from kvbm_core.storage.remote.inspect import check_record
 from kvbm_core.storage.remote.names import place_of
 from kvbm_core.storage.remote.record_store import BAD_BLOCK, OF_ANOTHER_SECRET, OURS, Verdict

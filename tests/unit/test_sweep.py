@@ -11,8 +11,7 @@ import pytest
 
 from kvbm_core.clock import ManualClock
 from kvbm_core.errors import Outcome
-from kvbm_core.storage.directory.names import Meaning
-from kvbm_core.storage.remote.engine import ObjectInfo
+from kvbm_core.storage.names import Meaning, ObjectInfo
 from kvbm_core.storage.remote.inspect import RecordInspection
 from kvbm_core.storage.remote.names import BESIDE, RecordNames
 from kvbm_core.storage.remote.sweep import LISTING_S, LOW_MARK, Sweeper, SweepLimits, Swept

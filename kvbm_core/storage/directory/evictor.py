@@ -17,7 +17,8 @@ from pathlib import Path
 from kvbm_core.clock import Clock
 from kvbm_core.observe.log import RateLimitedLogger
 from kvbm_core.storage.directory.calls import FileCalls
-from kvbm_core.storage.directory.names import is_fan, is_shard, is_temporary, key_in, temporary_name
+from kvbm_core.storage.directory.names import is_temporary, key_in, temporary_name
+from kvbm_core.storage.names import is_fan, is_shard
 
 LOCK = "evictor"
 """Who evicts renews this file; its text says who that is."""

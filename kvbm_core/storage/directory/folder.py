@@ -11,8 +11,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from kvbm_core.storage.directory.calls import FileCalls
-from kvbm_core.storage.directory.names import TOP, Meaning, temporary_name
+from kvbm_core.storage.directory.names import TOP, temporary_name
 from kvbm_core.storage.disk.record import SECTOR_BYTES
+from kvbm_core.storage.names import Meaning
 
 SETTING = "KVBM_REMOTE_URL"
 

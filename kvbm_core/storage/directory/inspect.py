@@ -17,20 +17,12 @@ import xxhash
 
 from kvbm_core.errors import Outcome
 from kvbm_core.storage.directory.evictor import LOCK
-from kvbm_core.storage.directory.names import (
-    TOP,
-    is_fan,
-    is_namespace,
-    is_shard,
-    is_temporary,
-    key_in,
-    life_of,
-)
+from kvbm_core.storage.directory.names import TOP, is_temporary, key_in
 from kvbm_core.storage.directory.record_files import NOT_THERE
 from kvbm_core.storage.disk.inspect import OnProgress, reading
 from kvbm_core.storage.disk.record import SECTOR_BYTES, record_bytes, unpack_record
 from kvbm_core.storage.inspection import Checked, Counted, Model, OnCount, Removed, Shard
-from kvbm_core.storage.remote.engine import ObjectInfo
+from kvbm_core.storage.names import ObjectInfo, is_fan, is_namespace, is_shard, life_of
 
 VERIFY_THREADS = 8
 """A server that is far away answers several at once as fast as one."""

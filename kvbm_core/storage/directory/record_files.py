@@ -20,7 +20,7 @@ from kvbm_core.errors import Outcome
 from kvbm_core.observe.log import RateLimitedLogger, TroubleLog
 from kvbm_core.storage.base import Memory, plain_parts
 from kvbm_core.storage.directory.folder import SETTING, Folder
-from kvbm_core.storage.directory.names import fan_folder, file_name, temporary_name
+from kvbm_core.storage.directory.names import file_name, temporary_name
 from kvbm_core.storage.disk.record import (
     SECTOR_BYTES,
     FileHeader,
@@ -30,6 +30,7 @@ from kvbm_core.storage.disk.record import (
     record_bytes,
     unpack_record,
 )
+from kvbm_core.storage.names import fan_folder
 from kvbm_core.types import BlockKey
 
 USE_EVERY_S = 3600.0

@@ -13,8 +13,9 @@ from kvbm_core.storage.call_pool import CallPool, IsGivenUp, Task
 from kvbm_core.storage.directory.calls import FileCalls
 from kvbm_core.storage.directory.evictor import Evictor
 from kvbm_core.storage.directory.folder import Folder
-from kvbm_core.storage.directory.names import FINGERPRINT_BYTES, Meaning, is_fan, key_in
+from kvbm_core.storage.directory.names import key_in
 from kvbm_core.storage.directory.record_files import RecordFiles
+from kvbm_core.storage.names import FINGERPRINT_BYTES, Meaning, is_fan
 from kvbm_core.types import BlockKey
 
 CLOSE_TIMEOUT_S = 2.0

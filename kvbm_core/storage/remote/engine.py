@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from kvbm_core.errors import Outcome
+from kvbm_core.storage.names import ObjectInfo
 
 
 class EngineTraits(NamedTuple):
@@ -43,14 +44,6 @@ class Got(NamedTuple):
 
     outcome: Outcome
     num_bytes: int = 0
-
-
-class ObjectInfo(NamedTuple):
-    """``changed_s``: when it was written or last renewed, in seconds since 1970."""
-
-    name: str
-    num_bytes: int
-    changed_s: float
 
 
 class ObjectEngine(Protocol):

@@ -8,11 +8,11 @@ from operator import attrgetter
 from kvbm_core.clock import SystemClock
 from kvbm_core.errors import Outcome
 from kvbm_core.storage.base import HoldsLate, Memory
-from kvbm_core.storage.directory.names import is_namespace, life_of
 from kvbm_core.storage.disk.inspect import OnProgress
 from kvbm_core.storage.inspection import Checked, Counted, Model, OnCount, Removed, Shard
+from kvbm_core.storage.names import ObjectInfo, is_namespace, life_of
 from kvbm_core.storage.remote.encoding import COMPRESSED, ENCRYPTED, Encoding
-from kvbm_core.storage.remote.engine import GetItem, Got, ObjectEngine, ObjectInfo, TakesMemory
+from kvbm_core.storage.remote.engine import GetItem, Got, ObjectEngine, TakesMemory
 from kvbm_core.storage.remote.names import TOP, Place, place_of, plain_name, secret_id_of
 from kvbm_core.storage.remote.record_store import (
     BAD_BLOCK,

@@ -23,7 +23,8 @@ from kvbm_core.errors import ConfigError, Outcome
 from kvbm_core.observe.log import TroubleLog, get_logger
 from kvbm_core.storage.base import Memory
 from kvbm_core.storage.call_pool import CallPool
-from kvbm_core.storage.remote.engine import EngineTraits, GetItem, Got, ObjectInfo, PutItem
+from kvbm_core.storage.names import ObjectInfo
+from kvbm_core.storage.remote.engine import EngineTraits, GetItem, Got, PutItem
 from kvbm_core.storage.remote.mooncake_setup import MooncakeSetup, own_address, read_setup, set_timeouts
 
 THREADS = 4

@@ -1,6 +1,6 @@
 """Names of records: ``kvbm2/{model}-{12 hex}/{fingerprint, 16 hex}-{rank}of{world}/{3 hex}/{name}``.
 
-The folders are those of a shared directory (see directory/names.py). The name is ``{key}-{group}x{blocks}``:
+The folders are those of every shared store (see storage/names.py). The name is ``{key}-{group}x{blocks}``:
 that of the extent's last block, and how many there are. With a secret it is 64 hex digits that only who has
 it can make, and so is the fingerprint: a listing tells nothing about prompts, and two secrets share nothing.
 """
@@ -10,13 +10,7 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-from kvbm_core.storage.directory.names import (
-    FINGERPRINT_BYTES,
-    Meaning,
-    fan_folder,
-    is_namespace,
-    is_shard,
-)
+from kvbm_core.storage.names import FINGERPRINT_BYTES, Meaning, fan_folder, is_namespace, is_shard
 from kvbm_core.storage.remote.records import RECORD_VERSION, SECRET_ID_BYTES
 from kvbm_core.storage.remote.secret import Secret
 from kvbm_core.types import SEQUENCE_HASH_BYTES, BlockKey, SequenceHash, block_key, group_of

@@ -15,7 +15,8 @@ from kvbm_core.errors import Outcome
 from kvbm_core.observe.log import TroubleLog
 from kvbm_core.storage.base import Memory
 from kvbm_core.storage.call_pool import CallPool, IsGivenUp
-from kvbm_core.storage.remote.engine import EngineTraits, GetItem, Got, ObjectInfo, PutItem
+from kvbm_core.storage.names import ObjectInfo
+from kvbm_core.storage.remote.engine import EngineTraits, GetItem, Got, PutItem
 from kvbm_core.storage.remote.s3_answers import Trouble, answer_in, is_beyond_the_end, judge
 from kvbm_core.storage.remote.s3_client import StoreMaker
 

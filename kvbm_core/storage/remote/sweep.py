@@ -10,7 +10,7 @@ from typing import NamedTuple
 from kvbm_core.clock import Clock, SystemClock
 from kvbm_core.errors import Outcome
 from kvbm_core.storage.inspection import OnCount, StoreInspection
-from kvbm_core.storage.remote.engine import ObjectInfo
+from kvbm_core.storage.names import ObjectInfo
 
 LOW_MARK = 0.9
 """Of the limit: a sweep that removes anything removes down to it."""

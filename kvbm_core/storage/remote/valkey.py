@@ -17,7 +17,8 @@ from kvbm_core.config.server_url import ServerUrl
 from kvbm_core.errors import ConfigError, Outcome
 from kvbm_core.observe.log import RateLimitedLogger, TroubleLog
 from kvbm_core.storage.call_pool import CallPool
-from kvbm_core.storage.remote.engine import EngineTraits, GetItem, Got, ObjectInfo, PutItem
+from kvbm_core.storage.names import ObjectInfo
+from kvbm_core.storage.remote.engine import EngineTraits, GetItem, Got, PutItem
 from kvbm_core.storage.remote.login import ServerLogin
 from kvbm_core.storage.remote.resp import Commands, Deadline, Refusal, Reply, RespConnection, WireError
 
