@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -241,6 +242,22 @@ def policy_command(
 
 # -------------------------------------------------------------------- inside
 
+_REMEDIES = (
+    (
+        re.compile(r"\bNOAUTH\b|\bWRONGPASS\b|Authentication required|invalid username-password"),
+        "set KVBM_REMOTE_PASSWORD_FILE, and KVBM_REMOTE_USERNAME if the server has users",
+    ),
+    (
+        re.compile(r"\bNOPERM\b|has no permissions"),
+        "`kvbm remote policy` with this URL prints the rights that a user needs",
+    ),
+    (
+        re.compile(r"cannot be listed: not found$"),
+        "correct the bucket's name, or the server's address (AWS_ENDPOINT_URL_S3)",
+    ),
+)
+"""By what a server or an engine says, where that alone does not tell what to do."""
+
 
 @contextmanager
 def _opened(url: str, command: str) -> Iterator[StoreInspection]:
@@ -280,7 +297,8 @@ def _refuse_secrets(url: str, command: str) -> None:
 def _line_of(error: OSError, store: StoreInspection) -> str:
     if error.filename is None:
         text = error.strerror or str(error)
-        return text if store.where in text else f"{store.where}: {text}"
+        remedy = next((f"; {remedy}" for words, remedy in _REMEDIES if words.search(text)), "")
+        return f"{text if store.where in text else f'{store.where}: {text}'}{remedy}"
     remedy = "; run this as the engine's user" if isinstance(error, PermissionError) else ""
     return f"{error.filename}: {error.strerror}{remedy}"
 

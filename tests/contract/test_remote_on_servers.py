@@ -17,6 +17,7 @@ from kvbm_core.runtime.assembly import store_options
 from kvbm_core.storage.extents import Extent, ExtentStore
 from kvbm_core.storage.stores import StoreSpec, open_engine, open_store
 from kvbm_core.testing.store_contract import LONG_S, buffers, key_of
+from tests.engines.faulty_store import Fault, faulty_store
 from tests.engines.object_servers import BUCKET, MotoServer, ObjectServer, SeaweedServer
 from tests.engines.valkey_server import ValkeyServer
 
@@ -24,6 +25,16 @@ BLOCK_BYTES = 100_000
 EXTENTS = [
     Extent(8, tuple(key_of(number) for number in range(start, start + 8))) for start in range(0, 64, 8)
 ]
+
+
+CREDENTIALS = {"AWS_ACCESS_KEY_ID": "id", "AWS_SECRET_ACCESS_KEY": "key", "AWS_REGION": "us-east-1"}
+
+
+def forget_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of kvbm and of S3, in the environment, but for a deadline that a server on a busy machine keeps."""
+    for name in [*KvbmSettings.env_names().values(), *filter(lambda n: n.startswith("AWS_"), [*os.environ])]:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("KVBM_REMOTE_DEADLINE_S", str(LONG_S))
 
 
 def kvbm(command: str, url: str, *more: str) -> Result:
@@ -53,13 +64,6 @@ def walk_through(url: str) -> str:
     return str(model)
 
 
-def only_patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No settings in the environment but a deadline that a server on a busy machine keeps."""
-    for name in KvbmSettings.env_names().values():
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("KVBM_REMOTE_DEADLINE_S", str(LONG_S))
-
-
 @pytest.fixture(params=[SeaweedServer, MotoServer])
 def bucket(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -67,9 +71,7 @@ def bucket(
     """A server with an empty bucket, and credentials in the environment."""
     with request.param(tmp_path) as server:
         server.make_bucket()
-        only_patience(monkeypatch)
-        for name in filter(lambda n: n.startswith("AWS_"), [*os.environ]):
-            monkeypatch.delenv(name)
+        forget_settings(monkeypatch)
         for name, value in server.client_environment.items():
             monkeypatch.setenv(name, value)
         yield server
@@ -102,7 +104,8 @@ def test_a_bucket(bucket: ObjectServer, monkeypatch: pytest.MonkeyPatch) -> None
     if isinstance(bucket, SeaweedServer):  # moto checks no signature
         monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "NeverShown")
         told = kvbm("ls", url)
-        assert told.exit_code == 2 and told.output.count("\n") == 1 and "NeverShown" not in told.output
+        assert_said(told, "the credentials are wrong")
+        assert "NeverShown" not in told.output
     bucket.stop()
     told = kvbm("ls", url)
     assert told.exit_code == 2 and told.output.count("\n") == 1 and url in told.output
@@ -112,7 +115,7 @@ def test_a_bucket(bucket: ObjectServer, monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_server_of_valkey_with_the_rights_that_are_printed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    only_patience(monkeypatch)
+    forget_settings(monkeypatch)
     lines = kvbm("policy", "redis://host").output.splitlines()
     password = "a-password-of-the-test"
     config = tmp_path / "valkey.conf"
@@ -128,5 +131,52 @@ def test_a_server_of_valkey_with_the_rights_that_are_printed(
         assert told.exit_code == 0 and "evicts by itself" in told.output
         assert f"{model}: 8 records removed" in kvbm("rm", server.url, "--all", "--yes").output
         secret.write_text("another one")
-        told = kvbm("ls", server.url)
-        assert told.exit_code == 2 and told.output.count("\n") == 1 and "WRONGPASS" in told.output
+        assert_said(
+            kvbm("ls", server.url), "WRONGPASS", "set KVBM_REMOTE_PASSWORD_FILE, and KVBM_REMOTE_USERN"
+        )
+
+
+@pytest.mark.valkey
+def test_what_a_server_of_valkey_refuses_is_said_with_a_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forget_settings(monkeypatch)
+    secret = tmp_path / "password"
+    secret.write_text("may-only-read")
+    config = tmp_path / "valkey.conf"
+    config.write_text("user reader on >may-only-read ~kvbm2/* -@all +get +info\n")
+    with ValkeyServer(tmp_path, "--include", str(config)) as server:
+        assert_said(kvbm("ls", server.url), "NOAUTH", "set KVBM_REMOTE_PASSWORD_FILE")
+        monkeypatch.setenv("KVBM_REMOTE_USERNAME", "reader")
+        monkeypatch.setenv("KVBM_REMOTE_PASSWORD_FILE", str(secret))
+        assert_said(kvbm("ls", server.url), "NOPERM", "`kvbm remote policy` with this URL prints the rights")
+
+
+@pytest.mark.parametrize(
+    ("fault", "words", "remedy"),
+    [
+        (Fault.FORBIDDEN, "403 AccessDenied", "`kvbm remote policy` with this URL prints the rights"),
+        (Fault.BAD_SIGNATURE, "SignatureDoesNotMatch", "the credentials are wrong; see docs/remote.md"),
+        (Fault.SKEWED, "RequestTimeTooSkewed", "the clock of this machine is wrong; let NTP set it"),
+        (Fault.NO_BUCKET, "404 NoSuchBucket", "make it, or correct its name"),
+        (Fault.NOT_MODIFIED, "304", ""),
+        (Fault.NONE, "not found", "correct the bucket's name, or the server's address"),
+    ],
+    ids=str,
+)
+def test_what_an_object_store_refuses_is_said_with_a_remedy(
+    fault: Fault, words: str, remedy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``NONE``: a server of objects that knows no listing."""
+    forget_settings(monkeypatch)
+    with faulty_store() as server:
+        server.fault = fault
+        for name, value in {**CREDENTIALS, "AWS_ENDPOINT_URL_S3": server.url}.items():
+            monkeypatch.setenv(name, value)
+        assert_said(kvbm("ls", f"s3://{BUCKET}/team"), words, remedy)
+
+
+def assert_said(told: Result, *words: str) -> None:
+    """In one line, of a store that cannot be listed."""
+    assert told.exit_code == 2 and told.output.count("\n") == 1, told.output
+    assert all(word in told.output for word in words), told.output
