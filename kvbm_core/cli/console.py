@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NoReturn
 
 import typer
@@ -28,3 +32,21 @@ def progress_bar(*columns: ProgressColumn) -> Progress:
     console = Console(stderr=True)
     shown = (TextColumn("{task.description}"), BarColumn(), *columns)
     return Progress(*shown, console=console, transient=True, disable=not console.is_terminal)
+
+
+@contextmanager
+def without_library_lines() -> Iterator[None]:
+    """What C libraries write to standard error meanwhile goes nowhere; what Python writes there is shown."""
+    python_stderr = sys.stderr
+    python_stderr.flush()
+    shown = os.dup(2)
+    try:
+        with open(os.devnull, "wb") as nowhere, os.fdopen(os.dup(2), "w", buffering=1) as own_stderr:
+            os.dup2(nowhere.fileno(), 2)
+            if python_stderr is sys.__stderr__:
+                sys.stderr = own_stderr
+            yield
+    finally:
+        sys.stderr = python_stderr
+        os.dup2(shown, 2)
+        os.close(shown)

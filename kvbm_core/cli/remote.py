@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Annotated
 
 import typer
 from rich.progress import DownloadColumn, MofNCompleteColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from kvbm_core.cli.console import fail, progress_bar, table_console
+from kvbm_core.cli.console import fail, progress_bar, table_console, without_library_lines
 from kvbm_core.cli.remote_policy import policy_text
 from kvbm_core.cli.remote_report import (
     as_json,
@@ -30,6 +31,7 @@ from kvbm_core.cli.status import format_bytes
 from kvbm_core.config import KvbmSettings
 from kvbm_core.config.readers import shown as shown_value
 from kvbm_core.config.remote_url import read_remote_url
+from kvbm_core.config.server_url import MOONCAKE_SCHEME
 from kvbm_core.errors import ConfigError
 from kvbm_core.runtime.assembly import store_options
 from kvbm_core.storage.inspection import Checked, Counted, Shard, StoreInspection
@@ -263,6 +265,13 @@ _REMEDIES = (
 def _opened(url: str, command: str) -> Iterator[StoreInspection]:
     """The store. What fails within is one line and the end; settings that it does not need are not read."""
     _refuse_secrets(url, command)
+    is_mooncake = url.lower().startswith(f"{MOONCAKE_SCHEME}:")
+    # Mooncake logs a dozen lines at each start, and errors where none is; who wants them has set the level.
+    with without_library_lines() if is_mooncake and "MC_LOG_LEVEL" not in os.environ else nullcontext():
+        yield from _opened_store(url, command)
+
+
+def _opened_store(url: str, command: str) -> Iterator[StoreInspection]:
     try:
         read_remote_url(url)
         options = StoreOptions()

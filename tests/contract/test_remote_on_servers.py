@@ -18,6 +18,7 @@ from kvbm_core.storage.extents import Extent, ExtentStore
 from kvbm_core.storage.stores import StoreSpec, open_engine, open_store
 from kvbm_core.testing.store_contract import LONG_S, buffers, key_of
 from tests.engines.faulty_store import Fault, faulty_store
+from tests.engines.mooncake_pool import MooncakePool
 from tests.engines.object_servers import BUCKET, MotoServer, ObjectServer, SeaweedServer
 from tests.engines.valkey_server import ValkeyServer
 
@@ -180,3 +181,28 @@ def assert_said(told: Result, *words: str) -> None:
     """In one line, of a store that cannot be listed."""
     assert told.exit_code == 2 and told.output.count("\n") == 1, told.output
     assert all(word in told.output for word in words), told.output
+
+
+@pytest.mark.mooncake
+def test_a_pool_of_mooncake_whose_own_log_stays_off_the_terminal(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    forget_settings(monkeypatch)
+    with MooncakePool(tmp_path) as pool:
+        url = f"mooncake://{pool.address}"
+        assert put(url) == [Outcome.OK] * 8
+        monkeypatch.setenv("MOONCAKE_MASTER_METRICS_PORT", str(pool.metrics_port))
+        assert "client_service.cpp" in capfd.readouterr().err, "an engine's log has what Mooncake says"
+        assert kvbm("verify", url).output == "all 8 records are good\n"
+        assert capfd.readouterr().err == ""
+        monkeypatch.setenv("MC_LOG_LEVEL", "INFO")
+        assert kvbm("ls", url).exit_code == 0
+        assert "client_service.cpp" in capfd.readouterr().err, "who has set the level sees it"
+        monkeypatch.setenv("MOONCAKE_TE_META_DATA_SERVER", "http://me:NeverShown@127.0.0.1:9/metadata")
+        assert_said(kvbm("ls", url), f"kvbm remote ls: {url}: the master does not say how large objects are")
+        line = caplog.messages[-1]
+        assert "Mooncake cannot join (code 255): PUT http://***@127.0.0.1:9/" in line
+        assert "Failed to initialize transfer engine" in line and "NeverShown" not in caplog.text

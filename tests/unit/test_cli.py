@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import shlex
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -273,3 +275,23 @@ def test_serve_line_without_metrics() -> None:
 )
 def test_bytes_for_people(number: float, text: str) -> None:
     assert format_bytes(number) == text
+
+
+def test_what_libraries_write_is_kept_off_the_terminal_and_our_own_lines_are_not() -> None:
+    program = """
+import logging, os, sys
+from kvbm_core.cli.console import fail, without_library_lines
+try:
+    with without_library_lines():
+        os.write(2, b"a library's line\\n")
+        print("our line", file=sys.stderr)
+        logging.getLogger("kvbm").warning("our warning")
+        fail("our error", 2)
+finally:
+    os.write(2, b"afterwards\\n")
+    print("our last line", file=sys.stderr)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    shown = "our line\nour warning\nour error\nafterwards\nour last line\n"
+    assert done.stderr.startswith(shown) and "library" not in done.stderr.partition("Traceback")[0]
+    assert (done.stdout, done.returncode) == ("", 1)

@@ -7,6 +7,7 @@ import importlib
 import json
 import logging
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from kvbm_core.clock import Clock, SystemClock
+from kvbm_core.config.readers import shown
 from kvbm_core.config.server_url import ServerUrl
 from kvbm_core.errors import ConfigError, Outcome
 from kvbm_core.observe.log import TroubleLog, get_logger
@@ -66,6 +68,7 @@ _MEANINGS = {
     _TRANSFER_FAILED: "a machine of the pool does not answer",
     -900: "the master does not answer",
 }
+_OWN_LOG = "see Mooncake's own log on standard error (MC_LOG_LEVEL=INFO)"
 
 
 class _Pieces(NamedTuple):
@@ -308,7 +311,7 @@ class MooncakeEngine:
             return Outcome.OK
         outcome = _OUTCOMES.get(code, Outcome.IO_ERROR)
         if outcome in (Outcome.IO_ERROR, Outcome.NO_SPACE):
-            meaning = _MEANINGS.get(code, "see Mooncake's own log")
+            meaning = _MEANINGS.get(code, _OWN_LOG)
             line = "kvbm: KVBM_REMOTE_URL: Mooncake Store: %s fail with code %d: %s"
             self._trouble.failed(what, code, line, what, code, meaning)
         return outcome
@@ -486,7 +489,7 @@ class _Membership:
             with socket.create_connection((self.master.host, self.master.port), timeout=PROBE_S):
                 pass
             more = {} if setup.tenant == "default" else {"tenant_id": setup.tenant}
-            code = _rehearse(self._arguments(segment_bytes=0), more)
+            code, errors = _rehearse(self._arguments(segment_bytes=0), more)
             if not code:
                 client = self._module.MooncakeDistributedStore()
                 code = client.setup(*self._arguments(setup.segment_bytes), **more)
@@ -495,8 +498,8 @@ class _Membership:
             self._trouble.failed("joining", type(error).__name__, line, where, error)
             return None
         if code:
-            line = "kvbm: KVBM_REMOTE_URL: %s: Mooncake cannot join (code %d); see its own log lines"
-            self._trouble.failed("joining", code, line, where, code)
+            line = "kvbm: KVBM_REMOTE_URL: %s: Mooncake cannot join (code %d): %s"
+            self._trouble.failed("joining", code, line, where, code, errors or _OWN_LOG)
             return None
         self._trouble.worked("joining", "kvbm: %s: joined", where)
         given = f"gives {setup.segment_bytes / 1e9:g} GB to the pool" if setup.segment_bytes else "gives none"
@@ -532,19 +535,32 @@ class _Membership:
             _KEPT.append(client)
 
 
-def _rehearse(arguments: Sequence[object], more: Mapping[str, str]) -> int:
-    """Mooncake's code of joining in a process of its own. SubprocessError if that does not end in time.
+def _rehearse(arguments: Sequence[object], more: Mapping[str, str]) -> tuple[int, str]:
+    """Joins in a process of its own: Mooncake's code, and the errors that it has logged. TimeoutError.
 
     Joining a master that accepts connections and does not answer takes Mooncake 40 s, in which no thread of
     its process runs Python.
     """
     command = [sys.executable, "-c", _REHEARSAL, json.dumps([arguments, more])]
-    # The program is ours, and its arguments are no shell's.
-    done = subprocess.run(  # noqa: S603
-        command, capture_output=True, timeout=REHEARSAL_S, check=False
-    )
-    return done.returncode
+    try:
+        # The program is ours, and its arguments are no shell's.
+        done = subprocess.run(  # noqa: S603
+            command, capture_output=True, timeout=REHEARSAL_S, check=False
+        )
+    except subprocess.TimeoutExpired as late:
+        errors = _errors_in(late.stderr or b"") or "the master accepts connections and does not answer"
+        raise TimeoutError(f"Mooncake does not join within {REHEARSAL_S:g} s: {errors}") from None
+    return done.returncode, _errors_in(done.stderr)
 
+
+def _errors_in(log_text: bytes) -> str:
+    """The first errors in Mooncake's own log: later ones follow from them."""
+    found = dict.fromkeys(text.decode("utf-8", "replace") for text in _ERROR_LINE.findall(log_text))
+    return "; ".join(shown(text) for text in [*found][:3])
+
+
+_ERROR_LINE = re.compile(rb"^E\d{4} [\d:.]+ +\d+ \S+\] (.+)$", re.MULTILINE)
+"""Of glog's."""
 
 _REHEARSAL = """
 import json, os, sys
