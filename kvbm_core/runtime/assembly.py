@@ -42,7 +42,7 @@ from kvbm_core.storage.disk.record import SECTOR_BYTES
 from kvbm_core.storage.host_slab import available_memory_bytes, taken_by_siblings_bytes
 from kvbm_core.storage.remote.login import ServerLogin
 from kvbm_core.storage.remote.s3_client import S3Options
-from kvbm_core.storage.stores import StoreOptions, keeps_extents
+from kvbm_core.storage.stores import StoreOptions, extent_bytes
 from kvbm_core.tiers.groups import GroupSpec
 from kvbm_core.tiers.keyed import KeyedOptions, keyed_tier
 from kvbm_core.tiers.lower import LowerTierMaker
@@ -213,9 +213,7 @@ def lower_makers(settings: KvbmSettings, clock: Clock) -> dict[str, LowerTierMak
     if settings.has_disk_tier:
         makers[DISK] = slotted_tier(DISK, Tier.DISK, disk_admission(settings, clock))
     for name, url in remote_tiers(settings).items():
-        options = KeyedOptions(
-            keeps_extents=keeps_extents(url), always_loads=settings.remote_load == "always"
-        )
+        options = KeyedOptions(extent_bytes=extent_bytes(url), always_loads=settings.remote_load == "always")
         makers[name] = keyed_tier(name, Tier.REMOTE, remote_admission(settings, url, clock), options)
     return makers
 

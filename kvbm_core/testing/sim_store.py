@@ -239,7 +239,7 @@ class StoreLeaderSim(DiskLeaderSim):
         options = KeyedOptions(
             max_fetching_blocks=self._max_fetching_blocks,
             max_known_extents=50,
-            keeps_extents=self._full_blocks > 1,
+            extent_bytes=EXTENT_BYTES if self._full_blocks > 1 else 0,
         )
         makers = tuple(keyed_tier(name, Tier.REMOTE, AdmitAll(), options) for name in NAMES)
         block_bytes = self.shape.world_size * (EXTENT_BYTES // self._full_blocks)

@@ -21,7 +21,7 @@ import numpy as np
 
 from kvbm_core.errors import ConfigError, Outcome
 from kvbm_core.storage.base import Memory, parts_of
-from kvbm_core.storage.extents import Extent
+from kvbm_core.storage.extents import EXTENT_BYTES, Extent
 from kvbm_core.storage.stores import StoreSpec, register_store
 from kvbm_core.types import BlockKey
 
@@ -378,7 +378,7 @@ OPENED: list[ToyStore] = []
 def register() -> None:
     """Makes ``toy://`` and ``toys://`` URLs usable in this process."""
     register_store("toy", partial(_open, ToyStore))
-    register_store("toys", partial(_open, ToyExtentStore), keeps_extents=True)
+    register_store("toys", partial(_open, ToyExtentStore), extent_bytes=EXTENT_BYTES)
 
 
 def forget_all() -> None:

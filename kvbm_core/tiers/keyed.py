@@ -69,8 +69,8 @@ class Seeker:
 class KeyedOptions:
     """``present_s``, ``absent_s``: how long an answer is believed; ``trouble_s``: how long an extent is not
     asked for again that could not be answered. Of single blocks ``first_find_blocks`` are looked for at
-    first; each find doubles it, up to ``most_find_blocks``. ``keeps_extents``: whether the store does.
-    ``always_loads``: also what the engine computes sooner.
+    first; each find doubles it, up to ``most_find_blocks``. ``extent_bytes``: of the extents
+    that the store is given; 0: single blocks. ``always_loads``: also what the engine computes sooner.
     """
 
     storing: StoringOptions = field(default_factory=StoringOptions)
@@ -81,7 +81,7 @@ class KeyedOptions:
     trouble_s: float = 1.0
     first_find_blocks: int = 8
     most_find_blocks: int = 256
-    keeps_extents: bool = False
+    extent_bytes: int = 0
     always_loads: bool = False
 
 
@@ -170,8 +170,8 @@ class KeyedTier(LowerTier):
     def expect(self, num_places: int, num_ranks: int, block_bytes: int = 0) -> None:
         """See LowerTier. From the same bytes every engine makes extents of the same size."""
         super().expect(num_places, num_ranks, block_bytes)
-        if self._keyed.keeps_extents and block_bytes:
-            self.full_blocks = extent_blocks(block_bytes)
+        if self._keyed.extent_bytes and block_bytes:
+            self.full_blocks = extent_blocks(block_bytes, self._keyed.extent_bytes)
 
     @property
     def fetching_blocks(self) -> int:

@@ -41,7 +41,7 @@ class ExtentBench(TierBench[KeyedTier]):
         num_ranks: int = 1,
         **options: Any,
     ) -> None:
-        given = KeyedOptions(keeps_extents=True, **options)
+        given = KeyedOptions(extent_bytes=EXTENT_BYTES, **options)
         super().__init__(
             lambda around: KeyedTier(
                 "store", Tier.REMOTE, AdmitAll() if admission is None else admission, around, given

@@ -17,7 +17,7 @@ WINDOWED = (GroupSpec(0, 4), GroupSpec(1, 4, window_tokens=6))
 
 
 def bench_of(groups: tuple[GroupSpec, ...] = ONE_GROUP, world_size: int = 1) -> LeaderBench:
-    options = KeyedOptions(keeps_extents=True)
+    options = KeyedOptions(extent_bytes=EXTENT_BYTES)
     maker = keyed_tier("store", Tier.REMOTE, AdmitAll(), options)
     disk = BenchDisk(0, more=(maker,), block_bytes=world_size * EXTENT_BYTES // FULL)
     return LeaderBench(100, groups=groups, world_size=world_size, disk=disk)

@@ -141,6 +141,25 @@ def test_what_has_no_effect_is_warned_of(
     assert said in line
 
 
+@pytest.mark.parametrize(
+    ("url", "num_blocks"),
+    [
+        ("s3://bucket", 32),
+        ("mooncake://host", 32),
+        *((f"{scheme}://host", 8) for scheme in ("redis", "rediss", "valkey", "VALKEYS")),
+        ("file:///mnt/kv", 1),
+    ],
+)
+def test_how_many_blocks_an_extent_has_depends_on_the_kind_of_store_alone(
+    monkeypatch: pytest.MonkeyPatch, url: str, num_blocks: int
+) -> None:
+    more = {"KVBM_REMOTE_CACHE_GB": "1"} if url.startswith("file:") else {}
+    settings = settings_of(monkeypatch, KVBM_REMOTE_URL=url, DYN_KVBM_CPU_CACHE_GB="1", **more)
+    tier = TierBench(lower_makers(settings, ManualClock())["remote"]).tier
+    tier.expect(0, 1, 128 << 10)
+    assert isinstance(tier, KeyedTier) and tier.full_blocks == num_blocks
+
+
 def test_kvbms_names_alone_make_a_tier_that_keeps_extents(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = settings_of(monkeypatch, **OWN, DYN_KVBM_CPU_CACHE_GB="1", KVBM_REMOTE_LOAD="always")
     makers = lower_makers(settings, ManualClock())
