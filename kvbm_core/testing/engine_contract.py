@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -15,6 +14,7 @@ from random import Random
 from kvbm_core.errors import Outcome
 from kvbm_core.storage.names import ObjectInfo
 from kvbm_core.storage.remote.engine import GetItem, Got, ObjectEngine, PutItem
+from kvbm_core.testing.together import open_files, run_together, wait_for
 
 LONG_S = 30.0
 """A deadline longer than anything here takes."""
@@ -338,7 +338,7 @@ class EngineContract(ABC):
                 assert len(engine.remove(["absent"], deadline_s=deadline_s)) == 1
                 assert len(engine.renew(["there"], deadline_s=deadline_s)) == 1
                 assert time.monotonic() - started_s < LONG_S / 2, "it does not wait"
-            _until(lambda: self.get(engine, "there", size) == (Got(Outcome.OK, size), content))
+            wait_for(lambda: self.get(engine, "there", size) == (Got(Outcome.OK, size), content))
             for number in range(len(NO_TIME_S)):
                 got_late, found = self.get(engine, f"new{number}", size)
                 assert got_late.outcome is Outcome.MISS or found == content_of(f"new{number}", size)
@@ -364,7 +364,6 @@ class EngineContract(ABC):
 
     def test_an_object_is_seen_whole_or_not_at_all(self) -> None:
         """Threads of two clients overwrite, remove and read the same names, with contents of many sizes."""
-        failures: list[BaseException] = []
         counts = dict.fromkeys(Outcome, 0)
         names = [f"hot/{number}" for number in range(3)]
 
@@ -372,96 +371,63 @@ class EngineContract(ABC):
             rng = Random(number)  # noqa: S311 (a test's randomness)
             most = min(200_000, self.largest(engine))
             sizes = [most // (version + 1) for version in range(4)]
-            try:
-                for _ in range(40):
-                    name, what = rng.choice(names), rng.random()
-                    if what < 0.4:
-                        version = rng.randrange(len(sizes))
-                        content = content_of(name, sizes[version], version)
-                        engine.put([PutItem(name, cut(content, sizes[version] // 3))], deadline_s=LONG_S)
-                    elif what < 0.5:
-                        engine.remove([name], deadline_s=LONG_S)
-                    else:
-                        got, found = self.get(engine, name, most)
-                        counts[got.outcome] += 1
-                        if got.outcome is Outcome.OK:
-                            version = sizes.index(got.num_bytes)
-                            assert found == content_of(name, sizes[version], version), "of two writers"
-            except BaseException as error:
-                failures.append(error)
+            for _ in range(40):
+                name, what = rng.choice(names), rng.random()
+                if what < 0.4:
+                    version = rng.randrange(len(sizes))
+                    content = content_of(name, sizes[version], version)
+                    engine.put([PutItem(name, cut(content, sizes[version] // 3))], deadline_s=LONG_S)
+                elif what < 0.5:
+                    engine.remove([name], deadline_s=LONG_S)
+                else:
+                    got, found = self.get(engine, name, most)
+                    counts[got.outcome] += 1
+                    if got.outcome is Outcome.OK:
+                        version = sizes.index(got.num_bytes)
+                        assert found == content_of(name, sizes[version], version), "of two writers"
 
         with self.store() as connect:
             engines = [connect(), connect()]
             try:
-                _run_all([partial(work, engines[number % 2], number) for number in range(6)])
+                run_together([partial(work, engines[number % 2], number) for number in range(6)])
             finally:
                 for engine in engines:
                     engine.close()
-        if failures:
-            raise failures[0]
         assert counts[Outcome.OK] > 10, counts
         if self.sees_at_once:
             assert sum(counts.values()) == counts[Outcome.OK] + counts[Outcome.MISS], counts
 
     def test_close_while_others_work_ends_their_calls(self) -> None:
-        failures: list[BaseException] = []
         at_work = threading.Barrier(4)
 
         def work(engine: ObjectEngine, number: int) -> None:
             content = content_of(str(number), 1000)
-            try:
-                at_work.wait(LONG_S)
-                while True:
-                    (put,) = engine.put([PutItem(str(number), [memoryview(content)])], deadline_s=LONG_S)
-                    got, found = self.get(engine, str(number), 1000)
-                    assert got.outcome is not Outcome.OK or found == content
-                    if Outcome.REJECTED in (put, got.outcome):
-                        return
-            except BaseException as error:
-                failures.append(error)
+            at_work.wait(LONG_S)
+            while True:
+                (put,) = engine.put([PutItem(str(number), [memoryview(content)])], deadline_s=LONG_S)
+                got, found = self.get(engine, str(number), 1000)
+                assert got.outcome is not Outcome.OK or found == content
+                if Outcome.REJECTED in (put, got.outcome):
+                    return
 
-        with self.opened() as engine:
-            threads = [threading.Thread(target=work, args=(engine, number)) for number in range(3)]
-            for thread in threads:
-                thread.start()
+        def close() -> None:
             at_work.wait(LONG_S)
             engine.close()
-            for thread in threads:
-                thread.join(LONG_S)
-                assert not thread.is_alive()
-        if failures:
-            raise failures[0]
+
+        with self.opened() as engine:
+            run_together([partial(work, engine, number) for number in range(3)], close)
 
     def test_close_gives_back_files_and_threads(self) -> None:
         with self.store() as connect:
             self._use(connect())  # what is loaded with the first one may stay
-            files, threads = _open_files(), set(threading.enumerate())
+            files, threads = open_files(), set(threading.enumerate())
             for _ in range(3):
                 self._use(connect())
-            _until(lambda: set(threading.enumerate()) <= threads)
-            _until(lambda: len(_open_files()) <= len(files))
+            wait_for(lambda: set(threading.enumerate()) <= threads)
+            wait_for(lambda: len(open_files()) <= len(files))
 
     def _use(self, engine: ObjectEngine) -> None:
         self.put(engine, used=b"used")
         assert self.get(engine, "used", 4)[1] == b"used"
         assert list(engine.scan("used", deadline_s=LONG_S))
         engine.close()
-
-
-def _run_all(tasks: Sequence[Callable[[], None]]) -> None:
-    threads = [threading.Thread(target=task) for task in tasks]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-
-
-def _until(is_so: Callable[[], bool]) -> None:
-    end_s = time.monotonic() + LONG_S
-    while not is_so():
-        assert time.monotonic() < end_s, "it does not come to be"
-        time.sleep(0.005)
-
-
-def _open_files() -> list[str]:
-    return sorted(os.listdir("/proc/self/fd"))

@@ -3,10 +3,10 @@
 
 from __future__ import annotations
 
-import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from random import Random
 from typing import Protocol
 
@@ -14,6 +14,7 @@ from kvbm_core.errors import Outcome
 from kvbm_core.storage.base import BlockStore, Memory
 from kvbm_core.storage.extents import MAX_EXTENT_BLOCKS, Extent, ExtentStore
 from kvbm_core.testing.store_contract import LONG_S, NOT_NOW, buffers, content_in, content_of, fill, key_of
+from kvbm_core.testing.together import run_together
 from kvbm_core.types import BlockKey
 
 SIZES = (1, 4, 64)
@@ -196,33 +197,23 @@ class ExtentStoreContract(ABC):
             assert store.contains_extents([whole], deadline_s=LONG_S) == [Outcome.REJECTED]
 
     def test_many_threads_at_once_see_only_right_bytes(self) -> None:
-        failures: list[BaseException] = []
         counts = dict.fromkeys(Outcome, 0)
 
         def work(number: int) -> None:
             rng = Random(number)  # noqa: S311 (a test's randomness)
-            try:
-                for _ in range(20):
-                    sizes = [rng.choice((1, 2, 8)) for _ in range(rng.randrange(1, 4))]
-                    extents = [extent_of(rng.randrange(6), size) for size in sizes]
-                    if rng.random() < 0.5:
-                        ends = self.put(store, extents)
-                    else:
-                        parts = [last_of(extent, rng.randrange(len(extent.keys)) + 1) for extent in extents]
-                        ends = [end for own in self.get(store, parts) for end in own]
-                    for end in ends:
-                        counts[end] += 1
-            except BaseException as error:
-                failures.append(error)
+            for _ in range(20):
+                sizes = [rng.choice((1, 2, 8)) for _ in range(rng.randrange(1, 4))]
+                extents = [extent_of(rng.randrange(6), size) for size in sizes]
+                if rng.random() < 0.5:
+                    ends = self.put(store, extents)
+                else:
+                    parts = [last_of(extent, rng.randrange(len(extent.keys)) + 1) for extent in extents]
+                    ends = [end for own in self.get(store, parts) for end in own]
+                for end in ends:
+                    counts[end] += 1
 
         with self.opened() as store:
-            threads = [threading.Thread(target=work, args=(number,)) for number in range(5)]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-        if failures:
-            raise failures[0]
+            run_together([partial(work, number) for number in range(5)])
         assert sum(counts.values()) == counts[Outcome.OK] + counts[Outcome.MISS], counts
         assert counts[Outcome.OK] > 50, counts
 

@@ -3,17 +3,18 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from random import Random
 
 from kvbm_core.errors import Outcome
 from kvbm_core.storage.base import BlockStore, Memory, parts_of
 from kvbm_core.testing.file_io_contract import memory_of
+from kvbm_core.testing.together import open_files, run_together, wait_for
 from kvbm_core.types import BlockKey, SequenceHash, block_key
 
 LONG_S = 30.0
@@ -291,7 +292,7 @@ class BlockStoreContract(ABC):
                 assert len(store.remove_many(keys[3:4], deadline_s=deadline_s)) == 1
                 assert time.monotonic() - started_s < LONG_S / 2, "it does not wait"
             assert set(self.get(store, keys)) <= {Outcome.OK, Outcome.MISS}
-            _until(lambda: self.put(store, keys[4:]) == self.get(store, keys[4:]) == [Outcome.OK] * 4)
+            wait_for(lambda: self.put(store, keys[4:]) == self.get(store, keys[4:]) == [Outcome.OK] * 4)
 
     def test_after_close_everything_is_rejected(self) -> None:
         keys = [key_of(0), key_of(1)]
@@ -304,35 +305,25 @@ class BlockStoreContract(ABC):
             assert store.remove_many(keys, deadline_s=LONG_S) == rejected
 
     def test_many_threads_at_once_see_only_right_bytes(self) -> None:
-        failures: list[BaseException] = []
         counts = dict.fromkeys(Outcome, 0)
 
         def work(number: int) -> None:
             rng = Random(number)  # noqa: S311 (a test's randomness)
-            try:
-                for _ in range(30):
-                    keys = [key_of(rng.randrange(3 * NUM_BLOCKS // 2)) for _ in range(rng.randrange(1, 6))]
-                    what = rng.random()
-                    if what < 0.4:
-                        outcomes = self.put(store, keys)
-                    elif what < 0.9:
-                        outcomes = self.get(store, keys)
-                    else:
-                        outcomes = store.remove_many(keys, deadline_s=LONG_S)
-                        set(self.scanned(store))
-                    for outcome in outcomes:
-                        counts[outcome] += 1
-            except BaseException as error:
-                failures.append(error)
+            for _ in range(30):
+                keys = [key_of(rng.randrange(3 * NUM_BLOCKS // 2)) for _ in range(rng.randrange(1, 6))]
+                what = rng.random()
+                if what < 0.4:
+                    outcomes = self.put(store, keys)
+                elif what < 0.9:
+                    outcomes = self.get(store, keys)
+                else:
+                    outcomes = store.remove_many(keys, deadline_s=LONG_S)
+                    set(self.scanned(store))
+                for outcome in outcomes:
+                    counts[outcome] += 1
 
         with self.opened() as store:
-            threads = [threading.Thread(target=work, args=(number,)) for number in range(6)]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-            if failures:
-                raise failures[0]
+            run_together([partial(work, number) for number in range(6)])
             bad = {outcome for outcome, count in counts.items() if count}
             assert bad <= {Outcome.OK, Outcome.MISS, Outcome.NO_SPACE}, counts
             assert counts[Outcome.OK] > counts[Outcome.MISS] / 4, counts
@@ -340,38 +331,29 @@ class BlockStoreContract(ABC):
 
     def test_close_while_others_work_ends_their_calls(self) -> None:
         keys = [key_of(number) for number in range(8)]
-        failures: list[BaseException] = []
         at_work = threading.Barrier(4)
 
         def work() -> None:
-            try:
-                at_work.wait(LONG_S)
-                while Outcome.REJECTED not in (outcomes := self.put(store, keys) + self.get(store, keys)):
-                    assert set(outcomes) <= {Outcome.OK, Outcome.MISS, Outcome.NO_SPACE}
-            except BaseException as error:
-                failures.append(error)
+            at_work.wait(LONG_S)
+            while Outcome.REJECTED not in (outcomes := self.put(store, keys) + self.get(store, keys)):
+                assert set(outcomes) <= {Outcome.OK, Outcome.MISS, Outcome.NO_SPACE}
 
-        with self.opened() as store:
-            threads = [threading.Thread(target=work) for _ in range(3)]
-            for thread in threads:
-                thread.start()
+        def close() -> None:
             at_work.wait(LONG_S)
             store.close()
-            for thread in threads:
-                thread.join(LONG_S)
-                assert not thread.is_alive()
-        if failures:
-            raise failures[0]
+
+        with self.opened() as store:
+            run_together([work] * 3, close)
 
     def test_close_gives_back_files_and_threads(self) -> None:
         with self.opened() as store:  # what is loaded with the first one may stay
             self.put(store, [key_of(0)])
-        files, threads = _open_files(), set(threading.enumerate())
+        files, threads = open_files(), set(threading.enumerate())
         for _ in range(3):
             with self.opened() as store:
                 self.put(store, [key_of(0)])
                 self.get(store, [key_of(0), key_of(1)])
-        assert _open_files() == files
+        assert open_files() == files
         assert set(threading.enumerate()) <= threads
 
 
@@ -381,13 +363,3 @@ def _refuses(call: Callable[..., object], keys: Sequence[BlockKey], memory: Sequ
     except ValueError:
         return
     raise AssertionError("ValueError was not raised")
-
-
-def _until(is_so: Callable[[], bool]) -> None:
-    end_s = time.monotonic() + LONG_S
-    while not is_so():
-        assert time.monotonic() < end_s, "it does not come to be"
-
-
-def _open_files() -> list[str]:
-    return sorted(os.listdir("/proc/self/fd"))

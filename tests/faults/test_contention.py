@@ -7,6 +7,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from random import Random
 
@@ -17,6 +18,7 @@ from kvbm_core.storage.disk.allocate import FileOptions
 from kvbm_core.storage.disk.block_file import Geometry
 from kvbm_core.storage.disk.store import DiskStore
 from kvbm_core.testing.store_contract import LONG_S, NOT_NOW, buffers, content_of, key_of
+from kvbm_core.testing.together import run_together
 
 NUM_SLOTS, NUM_KEYS, NUM_THREADS, NUM_CALLS = 12, 18, 4, 60
 KEYS = [key_of(number) for number in range(NUM_KEYS)]
@@ -30,23 +32,9 @@ def make_store(path: Path, payload_bytes: int, *, is_direct: bool) -> DiskStore:
     return store
 
 
-def in_threads(work: Callable[[Random], None], seeds: list[int]) -> None:
-    """Runs ``work`` once for each seed, all at once; raises what the first of them raised."""
-    failures: list[BaseException] = []
-
-    def guarded(seed: int) -> None:
-        try:
-            work(Random(seed))
-        except BaseException as error:
-            failures.append(error)
-
-    threads = [threading.Thread(target=guarded, args=(seed,)) for seed in seeds]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if failures:
-        raise failures[0]
+def in_threads(work: Callable[[Random], None], rng: Random) -> None:
+    """Runs ``work`` in several threads at once, each with randomness of its own."""
+    run_together([partial(work, Random(rng.getrandbits(32))) for _ in range(NUM_THREADS)])
 
 
 class Caller:
@@ -102,7 +90,7 @@ class Caller:
 def test_calls_with_hardly_any_time(tmp_path: Path, payload_bytes: int, is_direct: bool, rng: Random) -> None:
     store = make_store(tmp_path / "hurried.blocks", payload_bytes, is_direct=is_direct)
     caller = Caller(store, payload_bytes, [0.0, 0.0002, 0.001, 0.01, LONG_S])
-    in_threads(caller.work, [rng.getrandbits(32) for _ in range(NUM_THREADS)])
+    in_threads(caller.work, rng)
     assert caller.counts[Outcome.TIMED_OUT] and caller.counts[Outcome.OK], caller.counts
     caller.check_that_all_slots_are_there()
     store.close()
@@ -128,7 +116,7 @@ def test_everything_is_forgotten_while_others_work(tmp_path: Path, payload_bytes
 
     clearing = threading.Thread(target=clear_often, args=(rng,))
     clearing.start()
-    in_threads(work, [rng.getrandbits(32) for _ in range(NUM_THREADS)])
+    in_threads(work, rng)
     clearing.join()
     assert set(caller.counts) <= {Outcome.OK, Outcome.MISS, Outcome.NO_SPACE} and caller.counts[Outcome.OK]
     caller.check_that_all_slots_are_there()
