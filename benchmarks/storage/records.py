@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from benchmarks.figures import Figure, Goal
 from benchmarks.storage.blocks import Blocks
 from benchmarks.storage.sides import Rates
-from benchmarks.storage.throughput import DIRECTIONS, Samples, Scene, size_text, take_turns
+from benchmarks.storage.throughput import DIRECTIONS, Samples, Scene, pair_figures, size_text, take_turns
 from benchmarks.suite import expect
 from kvbm_core.errors import Outcome
 from kvbm_core.storage.base import Memory
@@ -85,12 +85,9 @@ class RecordSide:
 
 def measure(scene: Scene) -> list[Figure]:
     """Both sizes, both directions, in turns."""
-    figures = []
+    figures: list[Figure] = []
     for block_bytes in BLOCKS_BYTES:
-        samples = _measure(block_bytes, scene)
-        for place, direction in enumerate(DIRECTIONS):
-            series = {name: tuple(rates[place] for rates in taken) for name, taken in samples.items()}
-            figures.append(Figure(goal(direction, block_bytes), series[OURS], {PLAIN: series[PLAIN]}))
+        figures += pair_figures(goal, block_bytes, _measure(block_bytes, scene), OURS)
     return figures
 
 

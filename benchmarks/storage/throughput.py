@@ -198,13 +198,15 @@ def fio_figures(block_bytes: int, samples: Samples, missing: Mapping[str, str]) 
     return figures
 
 
-def pair_figures(make_goal: Callable[[str, int], Goal], block_bytes: int, samples: Samples) -> list[Figure]:
-    """Both directions, ours as prompts are stored against the peer of the goal alone."""
+def pair_figures(
+    make_goal: Callable[[str, int], Goal], block_bytes: int, samples: Samples, ours: str = PROMPTS
+) -> list[Figure]:
+    """Both directions, the side ``ours`` against the peer of the goal alone."""
     figures = []
     for place, direction in enumerate(DIRECTIONS):
         goal = make_goal(direction, block_bytes)
         series = {name: tuple(rates[place] for rates in taken) for name, taken in samples.items()}
-        figures.append(Figure(goal, series[PROMPTS], {goal.against: series[goal.against]}))
+        figures.append(Figure(goal, series[ours], {goal.against: series[goal.against]}))
     return figures
 
 

@@ -31,6 +31,20 @@ def push_out(engine: KvbmEngine, times: int = 1) -> None:
             engine.forget_device()
 
 
+def ask_anew(engine: KvbmEngine) -> None:
+    """The same prompts again and again, which have gone from the device and the host meanwhile: every time
+    the same answers.
+    """
+    prompts = [range(start, start + 50) for start in range(0, 400, 100)]
+    answers = [engine.ask(f"first {prompt.start}", prompt, 4) for prompt in prompts]
+    for turn in range(2):
+        engine.forget_device()
+        push_out(engine)
+        for prompt, answer in zip(prompts, answers, strict=True):
+            assert engine.ask(f"{turn} {prompt.start}", prompt, 4) == answer
+            engine.forget_device()
+
+
 @every_kind
 def test_a_prompt_comes_back_from_disk_and_then_from_the_host(spec: dict[str, Any], tmp_path: Path) -> None:
     with KvbmEngine(tmp_path, **{**TIGHT, **spec}) as engine:

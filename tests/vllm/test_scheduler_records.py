@@ -11,7 +11,7 @@ import pytest
 from kvbm_core.testing import memory_engine
 from kvbm_core.testing.memory_engine import EXISTS, GET
 from tests.vllm.kvbm_engine import KvbmEngine
-from tests.vllm.test_scheduler_disk import ALL, keys_of, push_out
+from tests.vllm.test_scheduler_disk import ALL, ask_anew, keys_of
 
 FROM_STORE = "kvbm_onboard_blocks_o2d"
 STORE = "memory://blocks?seed=1"
@@ -92,14 +92,7 @@ def test_what_an_engine_of_objects_does_wrong_costs_hits_and_nothing_else(
     store = f"memory://blocks?seed={seed}&{faults}"
     shape = {"host_blocks": 30, "disk_blocks": 40, "store": store, "ranks": 2}
     with KvbmEngine(tmp_path, **shape, extra={"remote_wait_s": 1.0}) as engine:
-        prompts = [range(start, start + 50) for start in range(0, 400, 100)]
-        answers = [engine.ask(f"first {prompt.start}", prompt, 4) for prompt in prompts]
-        for turn in range(2):
-            engine.forget_device()
-            push_out(engine)
-            for prompt, answer in zip(prompts, answers, strict=True):
-                assert engine.ask(f"{turn} {prompt.start}", prompt, 4) == answer
-                engine.forget_device()
+        ask_anew(engine)
         asked = [call for opened in memory_engine.OPENED for call, _ in opened.calls]
         assert EXISTS in asked and (GET in asked or faults == FAULTS["all"]), "one that fails is left alone"
         engine.assert_clean()

@@ -18,7 +18,7 @@ import pytest
 from kvbm_core.testing import toy_store
 from tests.engines.silent_server import silent_server
 from tests.vllm.kvbm_engine import KvbmEngine, specs_to_try
-from tests.vllm.test_scheduler_disk import ALL, FROM_DISK, keys_of, push_out
+from tests.vllm.test_scheduler_disk import ALL, FROM_DISK, ask_anew, keys_of, push_out
 
 every_kind = pytest.mark.parametrize("spec", specs_to_try().values(), ids=specs_to_try().keys())
 FROM_STORE = "kvbm_onboard_blocks_o2d"
@@ -137,14 +137,7 @@ def test_faults_of_a_store_cost_hits_and_nothing_else(
     """Each of two ranks has faults of its own."""
     shape = {**TIGHT, "store": f"{scheme}://blocks?seed={seed}&{faults}", "ranks": 2}
     with KvbmEngine(tmp_path, **shape, extra={"remote_wait_s": 1.0}) as engine:
-        prompts = [range(start, start + 50) for start in range(0, 400, 100)]
-        answers = [engine.ask(f"first {prompt.start}", prompt, 4) for prompt in prompts]
-        for turn in range(2):
-            engine.forget_device()
-            push_out(engine)
-            for prompt, answer in zip(prompts, answers, strict=True):
-                assert engine.ask(f"{turn} {prompt.start}", prompt, 4) == answer
-                engine.forget_device()
+        ask_anew(engine)
         # A store that fails, or is late, again and again is left alone, by luck from its first call on.
         assert engine.metric(FROM_STORE) > 0 or faults not in {FAULTS[name] for name in NOT_LEFT_ALONE}
         engine.assert_clean()
