@@ -1,10 +1,10 @@
 """Extents: runs of consecutive blocks that a shared store keeps as one object, and where they begin and end.
 
-Where an extent lies depends on positions alone, so that every engine gives the same run the same name. A
-chain of blocks is cut at 0, 1, 2, 4, 8 ... and, from the full size on, at its multiples: the first blocks are
-extents of their own, so that a short prefix that many prompts share is found without what follows it, and so
-that one look-up of the first block tells that nothing of a prompt is there. What is left of a chain that has
-ended is cut into smaller powers of two.
+A chain of blocks is cut at 0, 1, 2, 4, 8 ... and, from the size of a full extent on, at its multiples. The
+cuts depend on positions alone, so every engine gives the same run the same name. The first blocks are small
+extents: a short prefix that many prompts share is found without what follows it, and one look-up of the first
+block tells whether a store has anything of a prompt. When a chain ends within an extent, the rest is cut into
+smaller powers of two.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ MAX_EXTENT_BLOCKS = 512
 
 
 class Extent(NamedTuple):
-    """``num_blocks`` consecutive blocks of one group; ``keys`` are those of the last of them, in order: all
-    of them where they are stored, the last one at least where they are looked for.
+    """``num_blocks`` consecutive blocks of one group. ``keys`` are the keys of its last blocks, in order: of
+    all blocks to store the extent, of those that are wanted to read it, of the last one at least to look for
+    it.
     """
 
     num_blocks: int
@@ -54,7 +55,7 @@ def extent_blocks(block_bytes: int, extent_bytes: int = EXTENT_BYTES) -> int:
 
 
 def extent_at(position: int, full_blocks: int) -> range:
-    """The extent that block ``position`` of a chain that goes on is in."""
+    """The extent with block ``position``, of a chain that does not end within it."""
     if position >= full_blocks:
         start = position // full_blocks * full_blocks
         return range(start, start + full_blocks)
@@ -64,7 +65,7 @@ def extent_at(position: int, full_blocks: int) -> range:
 
 
 def extents_within(first: int, end: int, full_blocks: int) -> Iterator[range]:
-    """The extents of a chain that goes on which have a block in ``first..end`` and end by ``end``."""
+    """The extents that have a block in ``first`` to ``end`` - 1 and do not reach beyond it."""
     position = first
     while position < end:
         extent = extent_at(position, full_blocks)
@@ -75,9 +76,7 @@ def extents_within(first: int, end: int, full_blocks: int) -> Iterator[range]:
 
 
 def tail_extents(end: int, full_blocks: int) -> Iterator[range]:
-    """The smaller extents of a chain that ends after ``end`` blocks: of what no extent of ``extents_within``
-    holds.
-    """
+    """The smaller extents at the end of a chain of ``end`` blocks: what ``extents_within`` leaves of it."""
     if end <= 0:
         return
     position = extent_at(end, full_blocks).start
@@ -88,8 +87,8 @@ def tail_extents(end: int, full_blocks: int) -> Iterator[range]:
 
 
 def smaller_extents(position: int, end: int, full_blocks: int) -> Iterator[range]:
-    """The extents that may hold block ``position`` where a chain ended within ``extent_at(position)``: the
-    largest first, none beyond ``end``.
+    """The smaller extents that may hold block ``position`` if its chain has ended within
+    ``extent_at(position)``: the largest first, none that reaches beyond ``end``.
     """
     whole = extent_at(position, full_blocks)
     size = len(whole) // 2
@@ -101,14 +100,14 @@ def smaller_extents(position: int, end: int, full_blocks: int) -> Iterator[range
 
 
 def extent_number(position: int, full_blocks: int) -> int:
-    """How many extents of a chain that goes on lie before ``extent_at(position)``."""
+    """How many extents lie before ``extent_at(position)``."""
     if position < full_blocks:
         return position.bit_length()
     return full_blocks.bit_length() - 1 + position // full_blocks
 
 
 def extent_numbered(number: int, full_blocks: int) -> range:
-    """The extent before which so many others lie."""
+    """The extent that has ``number`` others before it."""
     num_growing = full_blocks.bit_length()
     if number < num_growing:
         return extent_at((1 << number) >> 1, full_blocks)

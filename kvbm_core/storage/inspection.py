@@ -1,4 +1,4 @@
-"""Stores that machines share, looked at from outside while engines use them: one face for all kinds."""
+"""What ``kvbm remote`` needs of a shared store of any kind, while engines use it."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from kvbm_core.storage.disk.inspect import Contents, OnProgress
 from kvbm_core.storage.names import ObjectInfo
 
 OnCount = Callable[[int, "int | None"], None]
-"""How much has been looked at, and of how much, if that is known."""
+"""Called with what has been looked at so far, and with the total if that is known."""
 
 
 @dataclass(slots=True)
 class Shard:
-    """One rank's folder. ``contents``: its records by the time of their last use. ``num_blocks``: in them,
-    but for ``untold`` records, whose names do not tell. ``temporary``: half written, or for a moment.
-    ``strange``: names that are none of ours; they are neither counted in ``num_bytes`` nor ever touched.
+    """One rank's folder. ``contents``: its records by the time of their last use. ``num_blocks``: blocks in
+    them, without those of ``untold`` records, whose names do not tell a number. ``temporary``: files that are
+    being written, and copies made to renew a record. ``strange``: names that kvbm does not make; they are not
+    counted in ``num_bytes``, and never touched.
     """
 
     namespace: str
@@ -33,8 +34,8 @@ class Shard:
 
 
 class Model(NamedTuple):
-    """A model's folder, but for its ranks' folders. ``evictor``: who keeps it within its size, by his own
-    word, "host pid"; empty if nobody ever has. ``strange``: as a Shard's.
+    """A model's folder, without its ranks' folders. ``evictor``: the engine that keeps it within its size, as
+    "host pid"; empty if none ever has. ``strange``: as in Shard.
     """
 
     evictor: str = ""
@@ -42,7 +43,7 @@ class Model(NamedTuple):
 
 
 class Counted(NamedTuple):
-    """``models`` by the name of their folder. ``strange``: names beside these folders."""
+    """``models``: by their folders' names. ``strange``: the number of other names beside these folders."""
 
     shards: Sequence[Shard]
     models: dict[str, Model]
@@ -50,7 +51,7 @@ class Counted(NamedTuple):
 
 
 class Removed(NamedTuple):
-    """``strange``: names that are none of ours, which stay, and so do the folders that they are in."""
+    """``strange``: the number of names that kvbm does not make. They stay, and so do their folders."""
 
     records: int
     num_bytes: int
@@ -58,8 +59,8 @@ class Removed(NamedTuple):
 
 
 class Checked(NamedTuple):
-    """A record that was read. ``what`` is wrong with it, empty if nothing is. ``is_foreign``: it may be right
-    for somebody else, who has another secret, version or meaning; it is left alone.
+    """A record that was read. ``what``: what is wrong with it; empty for nothing. ``is_foreign``: it may be
+    right for engines with another secret, version or meaning; it is left alone.
     """
 
     name: str
@@ -71,11 +72,12 @@ class Checked(NamedTuple):
 
 
 class StoreInspection(Protocol):
-    """A store as the command line looks at it. OSError, with a line for people, for what cannot be looked at
-    or changed. Only names of ours are touched. One thread at a time.
+    """A store as ``kvbm remote`` uses it. OSError, with a line for people, for a part that cannot be read or
+    changed. It touches only names that kvbm makes. One thread at a time.
 
-    ``where`` it is, and the folder ``top`` of all that is kvbm's, for people. ``evicts_itself``: needs nobody
-    to make room. ``models``: names of models' folders, none for all.
+    ``where``: its URL or path, for people. ``top``: the folder of all that kvbm keeps there.
+    ``evicts_itself``: the store makes room by itself. In all methods, ``models`` are names of models'
+    folders; empty for all.
     """
 
     where: str
@@ -83,22 +85,22 @@ class StoreInspection(Protocol):
     evicts_itself: bool
 
     def models(self) -> list[str]:
-        """The models' folders that there are, in order."""
+        """The names of the models' folders, in order."""
 
     def count(self, now_ns: int, on_count: OnCount) -> Counted:
-        """Looks at everything; shards in order."""
+        """Counts everything in the store; shards are in order of their names."""
 
     def verify(self, models: Sequence[str] = (), *, removes_damaged: bool = False) -> Iterator[Checked]:
-        """Reads every record and checks it. What is damaged is removed if that is wanted."""
+        """Reads and checks every record. Removes damaged ones if ``removes_damaged``."""
 
     def remove_model(self, namespace: str, on_records: OnProgress) -> Removed:
-        """Removes its records, and what is half written."""
+        """Removes a model's records, and files that are half written."""
 
     def objects(self, models: Sequence[str] = ()) -> Iterator[ObjectInfo]:
-        """Records, with the time of their last use as it is known."""
+        """The records; ``changed_s`` is the time of the last use, as far as the store knows it."""
 
     def remove(self, names: Sequence[str]) -> list[Outcome]:
-        """Of ``objects``. OK or MISS if it is gone."""
+        """Removes records that ``objects`` has named. OK or MISS: it is gone."""
 
     def close(self) -> None:
-        """Ends what looking has begun."""
+        """Closes connections and files."""

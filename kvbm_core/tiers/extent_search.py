@@ -1,9 +1,13 @@
-"""Which extents of a chain a shared store is asked for next, from what it has answered so far.
+"""Which extents of a chain to look for next in a shared store, given its answers so far.
 
-Nothing is remembered here. The first extent is asked for alone, so that a prompt of which nothing is stored
-costs one request; if it is there, those at 2, 4, 8 ... and the last one; then what lies between the last that
-is there and the first that is not, in sixteenths. What lies before an extent that is there is believed to be
-there too. Where the full extents end, smaller ones are looked for; there are none before block 1.
+The search keeps no state; it begins anew with each answer.
+
+1. The first extent is looked for alone: a prompt of which nothing is stored costs one request.
+2. If it is there, those at 2, 4, 8 ... and the last one are looked for at once.
+3. Then the gap between the last that is there and the first that is not, at sixteen places at once.
+
+Extents before one that is there are believed to be there too. Where the full extents end, smaller ones are
+looked for; there are none before block 1.
 """
 
 from __future__ import annotations
@@ -27,8 +31,8 @@ class Belief(Enum):
 
 
 class Step(NamedTuple):
-    """``there``: extents from the front on that are there, known or believed; as many of them as were asked
-    for. ``ask``: to be looked for now. ``is_open``: answers are missing, there may be more.
+    """``there``: the extents to fetch, from the front on: known or believed to be there. ``ask``: extents to
+    look for now. ``is_open``: answers are missing, so there may be more extents.
     """
 
     there: Sequence[range] = ()
@@ -37,8 +41,8 @@ class Step(NamedTuple):
 
 
 class ExtentSearch:
-    """For blocks up to ``end`` - 1 of a chain, from ``origin`` on, which was the first block that was missing
-    when the search began. ``belief``: of an extent.
+    """A search for blocks ``origin`` to ``end`` - 1 of a chain. ``origin``: the first block that was missing
+    when the search began. ``belief``: tells what is known of an extent.
     """
 
     def __init__(self, origin: int, end: int, full_blocks: int, belief: Callable[[range], Belief]) -> None:
@@ -49,8 +53,8 @@ class ExtentSearch:
         self._num_whole = extent_number(end, full_blocks) - self._start_number
 
     def step(self, first: int, most_blocks: int) -> Step:
-        """What to do now that ``first`` is the first block that is missing; extents that begin within
-        ``most_blocks`` of it are named.
+        """The next step if ``first`` is the first block that is missing now. ``there`` has no extents that
+        begin ``most_blocks`` or more behind it.
         """
         found, ask, is_open = self._search_whole()
         there = list[range]()
@@ -68,7 +72,7 @@ class ExtentSearch:
         return Step([*there, *(e for e in smaller if e.stop > first)], ask, is_open)
 
     def _whole(self, number: int) -> range:
-        """From that of ``origin`` on."""
+        """The full extent with this number; that of ``origin`` has number 0."""
         return extent_numbered(self._start_number + number, self._full_blocks)
 
     def _search_whole(self) -> tuple[int, list[range], bool]:
@@ -107,7 +111,7 @@ class ExtentSearch:
         return _Look(last, self._num_whole, ask, is_open)
 
     def _search_smaller(self, position: int) -> tuple[list[range], list[range], bool]:
-        """Where a chain ended at ``position``, or within its extent: as ``_search_whole``."""
+        """The same for smaller extents from ``position`` on, of a chain that has ended within its extent."""
         there, smallest = list[range](), len(extent_at(position, self._full_blocks))
         while position < self._end:
             sizes = [e for e in smaller_extents(position, self._end, self._full_blocks) if len(e) < smallest]
@@ -124,7 +128,9 @@ class ExtentSearch:
 
 
 class _Look(NamedTuple):
-    """The last number that is there (-1: none), the first that is not, what to ask for, what is missing."""
+    """``last``: the last number that is there, -1 for none. ``absent``: the first that is not. ``ask``,
+    ``is_open``: as in Step.
+    """
 
     last: int
     absent: int

@@ -1,12 +1,12 @@
-"""A lower tier by key: a store that others share and in which we do not allocate (directory, object store,
-peer).
+"""A lower tier by key: a store that other engines share (directory, object store, pooled memory). It has no
+slots of ours.
 
-What it has is not known until it is asked, and a store that does not answer must cost nobody a request. So it
-promises nothing: what a request wants is looked for and brought into the host in the background, and the
-request finds it there when it asks again.
+Only the store knows what it has, and a store that does not answer must not fail a request. So this tier
+promises nothing. It looks for the blocks that a request wants and brings them into the host in the
+background; the request finds them there when it asks again.
 
-A store that keeps extents has a run of blocks under one name (storage/extents.py); any other has each block
-under its own, which is an extent of one.
+A store that keeps extents has a run of blocks under one name (storage/extents.py). Any other store has each
+block under a name of its own: an extent of one block.
 """
 
 from __future__ import annotations
@@ -40,23 +40,24 @@ from kvbm_core.transfer.plan import NO_SLOT, ExtentPart, OrderKind, TierOrder
 from kvbm_core.types import BlockKey, Direction, Tier
 
 HOST_SHARE = 8
-"""At most one slot in so many of the host tier is being fetched into; but for one extent, if nothing else is
-fetched and it takes no more than half of the slots.
+"""At most one in so many of the host's slots is being fetched into. A single extent may take more, up to half
+of the slots, if nothing else is being fetched.
 """
 FETCH_EXTENTS = 4
-"""Full extents in one order to fetch: what comes first can be used while the rest is on its way."""
+"""Full extents in one order to fetch. Requests use what one order has brought while the next is under way."""
 MOVING_EXTENTS = 8
-"""So many full extents may be on their way, however many blocks these are."""
+"""So many full extents may always be under way, also if that is more blocks than the options allow."""
 
 Name = tuple[BlockKey, int]
-"""Of an extent: its last key, and how many blocks it has."""
+"""The name of an extent: its last key, and how many blocks it has."""
 
 
 @dataclass(slots=True)
 class Seeker:
-    """What one request has learned of tiers by key, each by its name. ``vain``: extents that are not to be
-    had. ``origins``: of a chain, by its first key, where the search began. ``token_s``: how long the engine
-    takes to compute a token; None: not known. ``is_computed``: computing was found to be faster.
+    """What one request has learned of tiers by key, which it keeps by their names. ``vain``:
+    extents that are not there, or could not be read. ``origins``: the block at which the search began, for
+    each chain by its first key. ``token_s``: seconds that the engine takes to compute a token; None: not
+    known. ``is_computed``: the request does not wait, as computing was found to be faster.
     """
 
     token_s: float | None = None
@@ -67,10 +68,10 @@ class Seeker:
 
 @dataclass(frozen=True, slots=True)
 class KeyedOptions:
-    """``present_s``, ``absent_s``: how long an answer is believed; ``trouble_s``: how long an extent is not
-    asked for again that could not be answered. Of single blocks ``first_find_blocks`` are looked for at
-    first; each find doubles it, up to ``most_find_blocks``. ``extent_bytes``: of the extents
-    that the store is given; 0: single blocks. ``always_loads``: also what the engine computes sooner.
+    """``present_s``, ``absent_s``: how long an answer is believed. ``trouble_s``: how long an extent is not
+    looked for again after a look-up without an answer. Of single blocks ``first_find_blocks`` are looked for
+    at first; each find doubles it, up to ``most_find_blocks``. ``extent_bytes``: of the extents that the
+    store is given; 0: single blocks. ``always_loads``: also what the engine computes sooner.
     """
 
     storing: StoringOptions = field(default_factory=StoringOptions)
@@ -104,8 +105,8 @@ class Sought(Enum):
 
 
 class _Sight(NamedTuple):
-    """Of what is wanted: what to fetch now, in this order; whether more is on its way, or looked for; and
-    whether something is there that cannot be had now.
+    """``todo``: what to fetch now, in this order. ``is_coming``: more is under way, or looked for.
+    ``is_stuck``: something is there that cannot be fetched now.
     """
 
     todo: Sequence[Extent]
@@ -128,8 +129,8 @@ class _FindJob(Job):
 
 
 class FetchJob(Job):
-    """Host slots that are being fetched into. ``extents``: as far as they were asked for. ``num_beside``:
-    other orders that were on their way.
+    """An order to fetch. ``reservation``: the host slots that are filled. ``extents``: with the keys of the
+    blocks that are wanted. ``num_beside``: how many other orders were under way when it was sent.
     """
 
     __slots__ = ("extents", "num_beside", "reservation")
@@ -144,8 +145,8 @@ class FetchJob(Job):
 
 
 class KeyedTier(LowerTier):
-    """Every rank stores its own shard under the extent's name. ``full_blocks``: of a full extent; 1: each
-    block is one.
+    """Every rank stores its own shard under the extent's name. ``full_blocks``: blocks in a full extent; 1:
+    every block is an extent.
     """
 
     def __init__(
@@ -162,7 +163,7 @@ class KeyedTier(LowerTier):
         self._waiting_extents: deque[Extent] = deque()
         self._num_waiting = 0
         self._unused: set[BlockKey] = set()
-        """Brought into the host, and not loaded since."""
+        """Blocks that were brought into the host and that no request has loaded yet."""
         self._is_fetch_failing = False
         self._pace = LoadPace(around.clock)
         self._log = RateLimitedLogger(clock=around.clock)
@@ -195,9 +196,9 @@ class KeyedTier(LowerTier):
     # ---------------------------------------------------------------- the way up
 
     def wanted(self, runs: Sequence[BlockRun], seeker: Seeker | None = None) -> Sought:
-        """The blocks of ``runs`` that are not in the host are wanted, the first ones first. Looks for what is
-        not known, and fetches what is known to be there. ``seeker``: of the request that wants them; nothing
-        is asked for again that it was told is not to be had.
+        """A request wants the blocks of ``runs`` that are not in the host, the first ones first. Looks for
+        those of which nothing is known, and fetches those that are there. ``seeker``: the request's own; what
+        it has found to be absent is not looked for again.
         """
         if not self.is_usable:
             return Sought.NOWHERE
@@ -278,7 +279,7 @@ class KeyedTier(LowerTier):
         return _Sight(todo, is_coming, is_stuck=bool(there))
 
     def _search(self, run: BlockRun, first: int, seeker: Seeker) -> Step:
-        """``first``: the first block of ``run`` that is missing."""
+        """The next step for ``run``, whose first missing block is ``first``."""
         keys, chain = run.keys, (self.name, run.keys[0])
 
         def belief(extent: range) -> Belief:
@@ -375,7 +376,7 @@ class KeyedTier(LowerTier):
         return bool(chosen)
 
     def _orders(self, extents: Sequence[Extent]) -> Iterator[list[Extent]]:
-        """What is fetched by one order each."""
+        """Divides extents among orders."""
         most = FETCH_EXTENTS * self.full_blocks if self.full_blocks > 1 else len(extents)
         part, num_blocks = list[Extent](), 0
         for extent in extents:
@@ -445,14 +446,14 @@ class KeyedTier(LowerTier):
             del self._known[next(iter(self._known))]
 
     def _judge_fetch(self, outcome: Outcome) -> None:
-        """A store that knows what it has and does not give it fails, however well it is asked."""
+        """As long as fetches fail, look-ups that succeed do not count: the store is of no use."""
         self._is_fetch_failing = outcome is not Outcome.OK
         self.judge(outcome)
 
     # ---------------------------------------------------------------- the way down
 
     def hit(self, runs: Sequence[BlockRun]) -> None:
-        """See LowerTier. An extent is known to the filter by its last block."""
+        """See LowerTier. The filter counts uses of an extent by its last block."""
         if self.full_blocks == 1:
             super().hit(runs)
             return
@@ -460,14 +461,14 @@ class KeyedTier(LowerTier):
         self.offer(runs)
 
     def offer(self, runs: Sequence[BlockRun]) -> None:
-        """See LowerTier. Of extents, those that have a block of ``runs`` and are in the host as a whole."""
+        """See LowerTier. Offers extents that have a block of ``runs`` and are in the host as a whole."""
         if self.full_blocks == 1:
             super().offer(runs)
         elif self.is_usable:
             self._offer_extents(self._in_host(runs))
 
     def ended(self, runs: Sequence[BlockRun]) -> None:
-        """The chains of ``runs`` end there: what is left of them is stored in smaller extents."""
+        """The chains of ``runs`` have ended: blocks behind their last full extent go into smaller ones."""
         if self.full_blocks > 1 and self.is_usable:
             left = [(run.keys, span) for run in runs for span in tail_extents(run.end, self.full_blocks)]
             self._offer_extents(self._complete(left))
@@ -507,8 +508,8 @@ class KeyedTier(LowerTier):
             self._store(keys, tuple(ExtentPart(extent.num_blocks) for extent in batch))
 
     def _next_batch(self) -> list[Extent]:
-        """Of the extents that wait and are still in the host, what one order may have, if there is room on
-        the way.
+        """Extents for one order to store, from those that wait and are still in the host. Empty if as much as
+        may be is under way.
         """
         most = max(self._options.max_storing_blocks, MOVING_EXTENTS * self.full_blocks)
         room, waiting = most - self.ordered_blocks, self._waiting_extents
@@ -566,12 +567,12 @@ class KeyedTier(LowerTier):
     # ---------------------------------------------------------------- ends
 
     def forget(self, keys: Sequence[BlockKey]) -> None:
-        """See LowerTier: they are not believed to be there for a while."""
+        """See LowerTier. For a while all extents that end with these blocks count as absent."""
         sizes = [1 << n for n in range(self.full_blocks.bit_length())]
         self._learn({(key, size): Outcome.MISS for key in keys for size in sizes})
 
     def reset(self) -> None:
-        """See LowerTier. What others share stays in the store."""
+        """See LowerTier. Blocks stay in the store, which other engines share."""
         super().reset()
         self._known.clear()
         self._unused.clear()
@@ -590,7 +591,7 @@ class KeyedTier(LowerTier):
 
 
 def _own_keys(runs: Sequence[BlockRun]) -> Protected:
-    """What comes last of a request must not drive out what it has already."""
+    """All keys of the runs: fetching a request's later blocks must not evict its earlier ones."""
     return lambda new_keys: frozenset[BlockKey]().union(*(run.keys for run in runs))
 
 

@@ -1,7 +1,7 @@
-"""How fast a store brings blocks, and how fast the engine computes them: what is faster is done.
+"""Load or compute: how fast a store brings blocks, and how fast the engine computes their tokens.
 
-Both are measured, as averages in which what is older counts less. As long as either is not known, loading is
-taken to be faster.
+Both are measured, as averages in which older samples count less. As long as either is unknown, loading counts
+as faster.
 """
 
 from __future__ import annotations
@@ -11,21 +11,21 @@ from kvbm_core.clock import Clock
 WORTH = 0.8
 """Loading is worth waiting for if it takes at most this share of the time that computing takes."""
 SHORT_LOAD_S = 0.1
-"""What takes no longer than this is loaded without more ado."""
+"""A load that takes no longer than this is always worth it."""
 FRESH_S = 30.0
-"""A store that has not been tried for so long is tried again."""
+"""After so long without a load a store is tried again, however slow it was."""
 MIN_STEP_TOKENS = 256
-"""Steps that compute fewer say little of how fast a prompt is computed."""
+"""Steps that compute fewer tokens are no samples: they say little about the speed of prompts."""
 LONGEST_STEP_S = 30.0
 MIN_SAMPLES = 3
 KEPT = 0.9
 
 
 class ComputePace:
-    """Seconds per token of steps that compute prompts. One thread.
+    """Seconds that the engine takes per token of a prompt. One thread.
 
-    Under asynchronous scheduling a step is planned while the one before still runs. So both the time until
-    the next plan and that until the one after it are counted: a little too much where plans do not overlap.
+    Under asynchronous scheduling a step is planned while the one before still runs. So a step's time is taken
+    to be the time until the next two plans. Where plans do not overlap, that is a little too much.
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -37,7 +37,7 @@ class ComputePace:
         self._sum_tokens = self._sum_s = 0.0
 
     def computes(self, num_tokens: int) -> None:
-        """A request computes so many in the step that is being planned."""
+        """In the step that is being planned, a request computes ``num_tokens`` more."""
         self._tokens += num_tokens
 
     def planned(self) -> None:
@@ -55,13 +55,13 @@ class ComputePace:
 
     @property
     def token_s(self) -> float | None:
-        """None: not known yet."""
+        """Seconds per token; None: not known yet."""
         is_known = self._num_samples > MIN_SAMPLES and self._sum_s > 0.0
         return self._sum_s / self._sum_tokens if is_known else None
 
 
 class LoadPace:
-    """Seconds per block that a store brings, and per question that it answers. One thread."""
+    """How long a store takes per block that it brings, and per look-up that it answers. One thread."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -71,16 +71,18 @@ class LoadPace:
         self._tried_at_s = float("-inf")
 
     def answered(self, seconds: float) -> None:
-        """A question, after so long."""
+        """A look-up was answered after ``seconds``."""
         self._answer_s += (1.0 - KEPT) * (seconds - self._answer_s)
 
     @property
     def answers_soon(self) -> bool:
-        """Whether a question costs a request next to nothing."""
+        """Whether a request may wait for a look-up, as answers come within SHORT_LOAD_S."""
         return self._answer_s <= SHORT_LOAD_S
 
     def brought(self, num_blocks: int, seconds: float, num_beside: int) -> None:
-        """An order has brought so many blocks; ``num_beside`` others were on their way too."""
+        """An order has brought ``num_blocks`` in ``seconds``, while ``num_beside`` other orders were under
+        way.
+        """
         self._sum_blocks = KEPT * self._sum_blocks + num_blocks
         self._sum_s = KEPT * self._sum_s + seconds / (1 + num_beside)
         self._num_samples += 1

@@ -9,8 +9,9 @@ from kvbm_core.types import BlockKey
 
 
 class BlockRun(NamedTuple):
-    """Blocks ``first`` to ``end`` - 1 of a chain. ``keys`` are those of the chain from block 0 on, no copy;
-    it may grow. ``block_tokens`` puts blocks of several groups in order.
+    """Blocks ``first`` to ``end`` - 1 of a chain. ``keys``: of the whole chain, from block 0 on. It is the
+    request's own list, no copy, and may grow. ``block_tokens``: tokens in a block; by it blocks of several
+    groups are put in order.
     """
 
     keys: Sequence[BlockKey]
@@ -20,12 +21,12 @@ class BlockRun(NamedTuple):
 
 
 def run_of(keys: Sequence[BlockKey]) -> BlockRun:
-    """All of ``keys``."""
+    """A run of all blocks of a chain with these keys."""
     return BlockRun(keys, 0, len(keys))
 
 
 def blocks_of(runs: Sequence[BlockRun]) -> Sequence[BlockKey]:
-    """The keys meant, in prefix order: a block that ends earlier comes first."""
+    """The keys of the runs' blocks, in prefix order: a block that ends earlier comes first."""
     if len(runs) == 1:
         ((keys, first, end, _),) = runs
         return keys if first == 0 and end == len(keys) else keys[first:end]
@@ -39,7 +40,7 @@ def blocks_of(runs: Sequence[BlockRun]) -> Sequence[BlockKey]:
 
 
 def consecutive(blocks: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Where ascending ``blocks`` begin and end without a gap: first and end of each stretch."""
+    """Divides ascending ``blocks`` into stretches without a gap: (first, last + 1) of each."""
     if not blocks:
         return
     first = last = blocks[0]

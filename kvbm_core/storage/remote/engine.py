@@ -1,4 +1,6 @@
-"""The seam between kvbm's records and whatever keeps them: objects under names. No idea of blocks here."""
+"""The interface of stores that keep objects under names. Records of blocks are built on it; an engine itself
+knows nothing of blocks.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +12,12 @@ from kvbm_core.storage.names import ObjectInfo
 
 
 class EngineTraits(NamedTuple):
-    """What an engine takes well, and what it may do.
+    """What an engine can do, and how it is used best.
 
-    ``concurrency``: calls at once. ``batch_items``: items in one call. ``writes_late``: memory of a call that
-    was given up may still be read or written by its library (the engine is then ``HoldsLate``).
-    ``has_capacity``: it evicts by itself. ``max_object_bytes``: what is larger is not for it.
+    ``concurrency``: so many calls at once are fastest. ``batch_items``: so many items in one call are
+    fastest. ``writes_late``: its library may read or write the memory of a call after that call was given up;
+    the engine is then ``HoldsLate``. ``has_capacity``: the store bounds itself and evicts.
+    ``max_object_bytes``: larger objects are refused.
     """
 
     concurrency: int
@@ -25,14 +28,14 @@ class EngineTraits(NamedTuple):
 
 
 class PutItem(NamedTuple):
-    """``pieces`` in order are the object's bytes."""
+    """An object to write: its bytes are those of ``pieces``, in order."""
 
     name: str
     pieces: Sequence[memoryview]
 
 
 class GetItem(NamedTuple):
-    """``pieces`` in order take the object's bytes from ``offset_bytes`` on."""
+    """An object to read: ``pieces`` are filled in order with its bytes from ``offset_bytes`` on."""
 
     name: str
     pieces: Sequence[memoryview]
@@ -40,7 +43,7 @@ class GetItem(NamedTuple):
 
 
 class Got(NamedTuple):
-    """``num_bytes`` were filled. With any outcome but OK they are garbage."""
+    """How a read ended. ``num_bytes`` were filled; with any outcome but OK the pieces hold garbage."""
 
     outcome: Outcome
     num_bytes: int = 0
@@ -50,10 +53,10 @@ class ObjectEngine(Protocol):
     """One store of objects. Safe to call from any thread.
 
     Names are relative, of ``[a-z0-9._/-]``, at most 200 characters. Every call answers for each item, in
-    order, within ``deadline_s`` seconds (and a grace of 0.2 s), and raises only for misuse. An object is seen
-    whole or not at all. Why it fails, an engine logs itself, once, and once that it works again
-    (``TroubleLog``); that it does not answer is said by whoever asks. Nothing of a credential is ever in a
-    log line, an exception or a ``repr``. After ``close`` all is REJECTED.
+    order, within ``deadline_s`` seconds and a grace of 0.2 s, and raises only for misuse. Readers see an
+    object whole or not at all. When calls begin to fail, the engine logs why, once, and again when they work
+    (``TroubleLog``); time-outs are logged by the caller. No part of a credential is ever in a log line, an
+    exception or a ``repr``. After ``close`` every call is REJECTED.
     """
 
     @property
@@ -61,7 +64,9 @@ class ObjectEngine(Protocol):
         """Does not change."""
 
     def put(self, items: Sequence[PutItem], *, deadline_s: float) -> list[Outcome]:
-        """OK: it can be got, by anybody. One that was there already counts as OK, rewritten or not."""
+        """OK: every client can read the object now. If one of this name was there already, it may be
+        rewritten or left as it is.
+        """
 
     def get(self, items: Sequence[GetItem], *, deadline_s: float) -> list[Got]:
         """OK: filled up to the end of the pieces or of the object. MISS: there is no such object. CORRUPT:
@@ -80,7 +85,9 @@ class ObjectEngine(Protocol):
         """
 
     def renew(self, names: Sequence[str], *, deadline_s: float) -> list[Outcome]:
-        """They were used: whoever makes room shall take others first. OK also where that means nothing."""
+        """Marks the objects as used just now, so that others are evicted first. OK also from a store that has
+        no such mark.
+        """
 
     def close(self) -> None:
         """Releases threads and connections, in some seconds at most; idempotent."""
@@ -88,7 +95,7 @@ class ObjectEngine(Protocol):
 
 @runtime_checkable
 class TakesMemory(Protocol):
-    """An engine that wants to know the memory of its pieces beforehand, such as RDMA does."""
+    """An engine that has to know beforehand in which memory pieces lie, as for RDMA."""
 
     def register(self, address: int, num_bytes: int) -> None:
-        """Pieces lie in this memory from now on. Once per memory."""
+        """From now on pieces may lie in this memory. Called once for each."""

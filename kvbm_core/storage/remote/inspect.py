@@ -1,4 +1,4 @@
-"""Records on any ObjectEngine, looked at from outside: counted, checked by their own code, removed."""
+"""``kvbm remote`` for records on any ObjectEngine: counts, checks and removes them."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ from kvbm_core.types import BlockKey, group_of, is_block_key
 READ_TOGETHER_BYTES = 64 << 20
 MAX_RECORD_BYTES = 512 << 20
 CALL_S = 60.0
-"""A call of several records may take so long; nobody waits but who has given the command."""
+"""The deadline of a call for several records. It is long: only the user of the command waits."""
 REMOVED_TOGETHER = 256
 
 
 class RecordInspection:
-    """A StoreInspection. It closes ``engine``. Without the ``secret`` of records it can count them, and not
-    check them. ConfigError, one line, for a package that a record needs.
+    """A StoreInspection. It closes ``engine``. Without the ``secret`` that records were made with it counts
+    them, but cannot check them. ConfigError, one line, for a package that a record needs.
     """
 
     top = TOP
@@ -129,7 +129,7 @@ class RecordInspection:
     # ---------------------------------------------------------------- inside
 
     def _memory(self) -> Scratch:
-        """To read into; made when it is needed, as some engines pin it."""
+        """Memory to read records into. Made at the first use, as some engines pin it."""
         if self._scratch is None:
             self._scratch = Scratch(MAX_RECORD_BYTES + READ_TOGETHER_BYTES, self._holds, SystemClock())
             if isinstance(self._engine, TakesMemory):
@@ -150,7 +150,7 @@ class RecordInspection:
                 raise OSError(f"{name} cannot be removed: {outcome}")
 
     def _windows(self, models: Sequence[str]) -> Iterator[list[ObjectInfo]]:
-        """Records that are read together."""
+        """Lists of records to read in one call each."""
         window, num_bytes = list[ObjectInfo](), 0
         most = max(self._engine.traits.batch_items, self._engine.traits.concurrency)
         for info in self.objects(models):
@@ -199,8 +199,9 @@ class RecordInspection:
 
 
 def check_record(place: Place, record: memoryview, secret: Secret | None) -> Verdict:
-    """All of it, and whether it belongs to ``place``, without knowing a key. What somebody with another
-    secret or version may have a use for is not bad. ConfigError, one line, for a package that it needs.
+    """Checks all bytes of a record, and that it belongs to ``place``; no key has to be known. A record that
+    engines with another secret or version may be able to use is not bad. ConfigError, one line, for a package
+    that is needed.
     """
     end = trailer_in(record)
     trailer = unpack_trailer(end)
@@ -236,7 +237,7 @@ def _count_record(seen: Shard, place: Place, info: ObjectInfo, now_ns: int) -> N
 
 
 def _judge(place: Place, fields: RecordFields, secret: Secret | None) -> Verdict:
-    """By what the record says of itself."""
+    """Whose record it is, by its own fields."""
     if fields.secret_id != secret_id_of(secret) or (secret is None and fields.codec & ENCRYPTED):
         return OF_ANOTHER_SECRET
     if fields.codec & ~(COMPRESSED | ENCRYPTED):
@@ -248,7 +249,9 @@ def _judge(place: Place, fields: RecordFields, secret: Secret | None) -> Verdict
 
 
 def _is_named(place: Place, fields: RecordFields, *, has_secret: bool) -> bool:
-    """With a secret a name can be made of a key alone, which is nowhere in the store."""
+    """Whether the record has the name that its fields ask for. With a secret only an engine can check that:
+    the name is made from the key, which is not in the store.
+    """
     if has_secret:
         return place.num_blocks is None
     key = BlockKey(fields.mark)
@@ -257,7 +260,7 @@ def _is_named(place: Place, fields: RecordFields, *, has_secret: bool) -> bool:
 
 
 def _fits(trailer: RecordTrailer, blocks_bytes: int, encoding: Encoding) -> bool:
-    """Whether its blocks are as long as they may be, and fill what is before the trailer."""
+    """Whether each block has a possible length, and all of them end where the trailer begins."""
     sizes = [block.num_bytes for block in trailer.blocks]
     most = encoding.stored_bytes(trailer.fields.block_bytes)
     is_right = all(size == most if encoding.has_one_size else size <= most for size in sizes)

@@ -32,18 +32,18 @@ from kvbm_core.storage.remote.mooncake_setup import MooncakeSetup, own_address, 
 THREADS = 4
 BATCH_ITEMS = 64
 BATCH_BYTES = 32 << 20
-"""A batch that takes longer than the master's lease (5 s by default) fails as a whole."""
+"""Of one batch: a batch that takes longer than the master's lease (5 s by default) fails as a whole."""
 BATCH_NAMES = 1024
 MAX_OBJECT_BYTES = 64 << 20
 JOIN_PAUSE_S = 1.0
 LONGEST_PAUSE_S = 60.0
-"""Between two attempts to join: twice as long after each that failed, up to this."""
+"""Between two attempts to join. The pause doubles after each failure, up to this."""
 REHEARSAL_S = 10.0
-"""Joining a master that answers takes a tenth of a second, and loading Mooncake a second."""
+"""For joining in a child process. A master that answers takes 0.1 s, and loading Mooncake 1 s."""
 QUICK_S = 0.5
-"""A read that failed and took longer is not tried in another way."""
+"""A batch of reads that took longer is not followed by a second attempt for those that failed."""
 PROBE_S = 1.0
-"""For a master that is not there: the client would try for a minute and a half."""
+"""To connect to the master before the client does: where nobody listens, it would try for 90 s."""
 CLOSE_S = 1.0
 
 T = TypeVar("T")
@@ -61,7 +61,7 @@ _OUTCOMES = {
     -712: Outcome.MISS,
     -901: Outcome.TIMED_OUT,
 }
-"""Of Mooncake's codes; all others are IO_ERROR."""
+"""By Mooncake's error code; all others are IO_ERROR."""
 _MEANINGS = {
     -101: "no machine gives memory to the pool",
     -200: "the pool is full",
@@ -72,7 +72,7 @@ _OWN_LOG = "see Mooncake's own log on standard error (MC_LOG_LEVEL=INFO)"
 
 
 class _Pieces(NamedTuple):
-    """Where an item's bytes are: addresses and sizes, none of them empty."""
+    """The memory of an item: addresses and sizes, without empty pieces."""
 
     addresses: list[int]
     sizes: list[int]
@@ -82,7 +82,7 @@ class _Pieces(NamedTuple):
         return sum(self.sizes)
 
     def first(self, num_bytes: int) -> _Pieces:
-        """As many of them as hold so many bytes."""
+        """The first ``num_bytes`` of them."""
         addresses, sizes = list[int](), list[int]()
         for address, size in zip(self.addresses, self.sizes, strict=True):
             if num_bytes <= 0:
@@ -94,10 +94,11 @@ class _Pieces(NamedTuple):
 
 
 class MooncakeEngine:
-    """An ObjectEngine that HoldsLate and TakesMemory. ConfigError if Mooncake is not installed, or its own
-    configuration cannot be used. It joins in the background, and again until that succeeds.
+    """An ObjectEngine that HoldsLate and TakesMemory. It joins in the background, and tries until that
+    succeeds. ConfigError if Mooncake is not installed, or its own configuration cannot be used.
 
-    A call that is over keeps its thread and its memory until Mooncake gives them back: it cannot be stopped.
+    A call of Mooncake's client cannot be stopped. One that has passed its deadline keeps its thread and its
+    memory until the client returns.
     """
 
     traits = EngineTraits(
@@ -179,7 +180,9 @@ class MooncakeEngine:
         return answers
 
     def _get_odd(self, client: Any, item: GetItem, pieces: _Pieces, size: int) -> Got:
-        """One that has ``size`` bytes, where ``pieces`` hold more or fewer; or from an offset; or again."""
+        """Reads an object of ``size`` bytes that a batch could not: its size is not that of the memory, it is
+        read from an offset, or the batch failed for another reason.
+        """
         num_bytes = min(pieces.num_bytes, max(0, size - item.offset_bytes))
         if not item.offset_bytes and size > pieces.num_bytes:
             return Got(Outcome.CORRUPT)
@@ -199,7 +202,7 @@ class MooncakeEngine:
         return Got(outcome, code) if outcome is Outcome.OK else Got(outcome)
 
     def exists(self, names: Sequence[str], *, deadline_s: float) -> list[Outcome]:
-        """See ObjectEngine. What a machine had that died is said to be there for some seconds more."""
+        """See ObjectEngine. Objects of a machine that has died count as there for some seconds more."""
 
         def look(client: Any, part: Sequence[int]) -> list[Outcome]:
             codes = client.batch_is_exist([names[i] for i in part])
@@ -211,7 +214,7 @@ class MooncakeEngine:
         )
 
     def remove(self, names: Sequence[str], *, deadline_s: float) -> list[Outcome]:
-        """See ObjectEngine. Also what somebody has just asked for."""
+        """See ObjectEngine. Also objects that are under the master's lease, as they were just read."""
 
         def remove(client: Any, part: Sequence[int]) -> list[Outcome]:
             codes = client.batch_remove([names[i] for i in part], True)
@@ -222,11 +225,13 @@ class MooncakeEngine:
         )
 
     def renew(self, names: Sequence[str], *, deadline_s: float) -> list[Outcome]:
-        """See ObjectEngine. To ask for one is to use it."""
+        """See ObjectEngine. Asking whether an object exists counts as a use of it."""
         return self.exists(names, deadline_s=deadline_s)
 
     def scan(self, prefix: str, *, deadline_s: float) -> Iterator[ObjectInfo]:
-        """See ObjectEngine. The master's page of metrics lists names; when they were used, nobody knows."""
+        """See ObjectEngine. Names come from the master's metrics port. Nothing tells when an object was used:
+        ``changed_s`` is the current time.
+        """
         names = sorted(name for name in self._listed(deadline_s) if name.startswith(prefix))
         for start in range(0, len(names), BATCH_NAMES):
             part = names[start : start + BATCH_NAMES]
@@ -261,7 +266,7 @@ class MooncakeEngine:
             connection.close()
 
     def close(self) -> None:
-        """See ObjectEngine. A client whose calls hang is left to them."""
+        """See ObjectEngine. A client with calls that hang is not closed."""
         is_idle = self._pool.close(CLOSE_S)
         self._membership.close(is_idle=is_idle)
 
@@ -278,7 +283,9 @@ class MooncakeEngine:
         made: Callable[[Outcome], T],
         most_items: int = BATCH_ITEMS,
     ) -> list[T]:
-        """What ``work`` answers, in parts; where it did not in time, why."""
+        """Calls ``work`` for parts of the items, each in a thread. The answers in order; where a part has
+        none in time, what ``made`` makes of the reason.
+        """
         fitting = [i for i, size in enumerate(sizes) if size <= MAX_OBJECT_BYTES]
         parts = list(_parts(fitting, names, sizes, most_items))
         found: list[list[T]] = [[] for _ in parts]
@@ -329,7 +336,9 @@ def _pieces_of(memory: Sequence[memoryview]) -> _Pieces:
 def _parts(
     items: Sequence[int], names: Sequence[str], sizes: Sequence[int], most_items: int
 ) -> Iterator[list[int]]:
-    """No name twice in a part: of two reads of one object, Mooncake fills one and says OK to both."""
+    """Divides items into batches. None has a name twice: of two reads of one object in a batch Mooncake fills
+    one and says OK to both.
+    """
     if len(items) <= most_items and sum(sizes) <= BATCH_BYTES and len({*names}) == len(names):
         if items:
             yield list(items)
@@ -374,7 +383,9 @@ def _get_ranges(client: Any, name: str, offset_bytes: int, pieces: _Pieces) -> i
 
 
 def _get_around(client: Any, item: GetItem, pieces: _Pieces, size: int) -> int:
-    """A part of an object, for memory that Mooncake does not know: it gives no parts of objects there."""
+    """A part of an object, read into memory that is not registered. Mooncake reads no parts of objects there,
+    so the whole object is read and the part is copied.
+    """
     whole = memoryview(bytearray(size))
     (code,) = _get_whole(client, [item], [_pieces_of([whole])], [0])
     if code < 0:
@@ -390,7 +401,7 @@ def _get_around(client: Any, item: GetItem, pieces: _Pieces, size: int) -> int:
 
 
 def _sizes(client: Any, names: Sequence[str]) -> dict[str, int]:
-    """Of those that the master knows."""
+    """Sizes of the objects that the master knows, by name."""
     found: dict[str, int] = {}
     for name, replicas in client.batch_get_replica_desc(list(dict.fromkeys(names))).items():
         for replica in replicas:
@@ -404,7 +415,7 @@ def _sizes(client: Any, names: Sequence[str]) -> dict[str, int]:
 
 
 class _Membership:
-    """The one client of this process; made in a thread of its own, as that may take minutes. Any thread."""
+    """This engine's client. It is made in a thread of its own, as that may take minutes. Any thread."""
 
     def __init__(self, master: ServerUrl, setup: MooncakeSetup, trouble: TroubleLog) -> None:
         self.master = master
@@ -426,7 +437,7 @@ class _Membership:
         return self._is_closed
 
     def client(self, wait_s: float) -> Any:
-        """The client; None if there is none, and none is likely in time."""
+        """The client. None if there is none within ``wait_s``, or the last attempt to join has failed."""
         with self._changed:
             self._changed.wait_for(
                 lambda: self._client is not None or self._has_failed or self._is_closed, wait_s
@@ -434,7 +445,7 @@ class _Membership:
             return self._client
 
     def register(self, address: int, num_bytes: int) -> None:
-        """Now, or as soon as there is a client."""
+        """Registers memory now, or as soon as there is a client."""
         with self._changed:
             self._spans.append((address, num_bytes))
             client = self._client
@@ -519,7 +530,7 @@ class _Membership:
         ]
 
     def close(self, *, is_idle: bool) -> None:
-        """``is_idle``: no call of the client is under way; else it is left as it is."""
+        """``is_idle``: no call of the client is under way. Otherwise the client is kept for good."""
         with self._changed:
             if self._is_closed:
                 return
@@ -570,7 +581,7 @@ os._exit(MooncakeDistributedStore().setup(*arguments, **more) & 255)
 """
 
 _KEPT: list[object] = []
-"""Clients of which a call never ended."""
+"""Clients with a call that has not ended: they must not be destroyed."""
 
 
 def _load() -> Any:

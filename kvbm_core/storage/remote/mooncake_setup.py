@@ -20,7 +20,7 @@ TIMEOUTS = {
     "MC_TCP_PROGRESS_TIMEOUT_SEC": "3",
     "MC_TCP_STATUS_TIMEOUT_SEC": "3",
 }
-"""Mooncake's own wait half a minute and longer. It reads them when it is loaded."""
+"""Mooncake reads these when it is loaded. Its own defaults are 30 s and longer."""
 DEFAULT_METRICS_PORT = 9003
 _VARIABLES = {
     "local_hostname": "MOONCAKE_LOCAL_HOSTNAME",
@@ -32,13 +32,13 @@ _VARIABLES = {
     "tenant_id": "MOONCAKE_TENANT_ID",
     "master_metrics_port": "MOONCAKE_MASTER_METRICS_PORT",
 }
-"""The field of the file, and the variable."""
+"""The variable for each field of the file."""
 _UNITS = (("kb", 1 << 10), ("mb", 1 << 20), ("gb", 1 << 30), ("tb", 1 << 40), ("b", 1))
 
 
 class MooncakeSetup(NamedTuple):
-    """``local_hostname``: where others reach this machine; empty: where it reaches the master from.
-    ``segment_bytes``: of this process's memory that it gives to the pool.
+    """``local_hostname``: the address at which others reach this machine; empty: that of the interface
+    towards the master. ``segment_bytes``: how much memory this process gives to the pool.
     """
 
     master: str
@@ -53,7 +53,9 @@ class MooncakeSetup(NamedTuple):
 
 
 def read_setup(master: ServerUrl, environ: Mapping[str, str]) -> MooncakeSetup:
-    """ConfigError, one line, for what cannot be used. The master is that of the URL, whatever else says."""
+    """Reads the configuration. The master is that of the URL, whatever the file or a variable says.
+    ConfigError, one line, for a value that cannot be used.
+    """
     in_file = _file(environ.get(FILE_SETTING, ""))
 
     def value(field: str, default: str) -> str:
@@ -85,13 +87,15 @@ def read_setup(master: ServerUrl, environ: Mapping[str, str]) -> MooncakeSetup:
 
 
 def set_timeouts() -> None:
-    """In this process's environment, where its user has not; before Mooncake is loaded."""
+    """Sets TIMEOUTS in this process's environment, but for those that its user has set. To be called before
+    Mooncake is loaded.
+    """
     for name, text in TIMEOUTS.items():
         os.environ.setdefault(name, text)
 
 
 def own_address(master: ServerUrl) -> str:
-    """The address of this machine from which it reaches the master; other machines reach it there."""
+    """This machine's address on the way to the master, at which other machines reach it."""
     try:
         family, kind, _, _, address = socket.getaddrinfo(master.host, master.port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:

@@ -1,8 +1,9 @@
 """Names of records: ``kvbm2/{model}-{12 hex}/{fingerprint, 16 hex}-{rank}of{world}/{3 hex}/{name}``.
 
 The folders are those of every shared store (see storage/names.py). The name is ``{key}-{group}x{blocks}``:
-that of the extent's last block, and how many there are. With a secret it is 64 hex digits that only who has
-it can make, and so is the fingerprint: a listing tells nothing about prompts, and two secrets share nothing.
+the key and the group of the extent's last block, and the number of its blocks. With a secret, name and
+fingerprint are digests that nobody can make without it. Then a listing tells nothing about prompts, and
+engines with different secrets share nothing.
 """
 
 from __future__ import annotations
@@ -17,15 +18,15 @@ from kvbm_core.types import SEQUENCE_HASH_BYTES, BlockKey, SequenceHash, block_k
 
 TOP = f"kvbm{RECORD_VERSION}"
 BESIDE = ".renewed"
-"""Ends the name of a record's copy, for the moment in which an engine renews the record."""
+"""Ends the name of a copy that an engine makes of a record for a moment, to renew the record."""
 
 _NAME = re.compile(r"([0-9a-f]{64})-(0|[1-9]\d{0,2})x1", re.ASCII)
 _ANY_NAME = re.compile(r"[0-9a-f]{64}(?:-(?:0|[1-9]\d{0,2})x([1-9]\d{0,2}))?", re.ASCII)
 
 
 class Place(NamedTuple):
-    """Where a name lies. ``stem``: the name without its folders, empty if it is none of ours. ``num_blocks``:
-    of its record; None if the name does not tell, as it was made with a secret. ``is_beside``: see BESIDE.
+    """A name, taken apart. ``stem``: its last part; empty if kvbm makes no such names. ``num_blocks``: of the
+    record; None if the name was made with a secret, and does not tell. ``is_beside``: see BESIDE.
     """
 
     namespace: str
@@ -54,17 +55,17 @@ def place_of(name: str) -> Place | None:
 
 
 def secret_id_of(secret: Secret | None) -> bytes:
-    """Which one it is, as records say it; zeros for none."""
+    """What records have to tell which secret made them; zeros for none."""
     return bytes(SECRET_ID_BYTES) if secret is None else secret.digest("id")[:SECRET_ID_BYTES]
 
 
 def plain_name(mark: bytes, group: int, num_blocks: int) -> str:
-    """Of the extent that ends with this block, without folders, where there is no secret."""
+    """The last part of a record's name where there is no secret. ``mark``: the last block's key."""
     return f"{mark[:SEQUENCE_HASH_BYTES].hex()}-{group}x{num_blocks}"
 
 
 class RecordNames:
-    """Of one rank's records of one model."""
+    """Names of one rank's records of one model."""
 
     def __init__(self, meaning: Meaning, secret: Secret | None = None) -> None:
         self._secret = secret
@@ -77,18 +78,18 @@ class RecordNames:
         self.folder = f"{TOP}/{meaning.namespace_folder}/{meaning.shard_folder}/"
 
     def name_of(self, last_key: BlockKey, num_blocks: int) -> str:
-        """Of the extent of so many blocks that ends with this one."""
+        """The name of the extent of ``num_blocks`` blocks that ends with ``last_key``."""
         name = plain_name(last_key, group_of(last_key), num_blocks)
         if self._secret is not None:
             name = self._secret.digest("name", self.life, name.encode()).hex()
         return f"{self.folder}{fan_folder(name)}/{name}"
 
     def mark_of(self, key: BlockKey) -> bytes:
-        """What stands for a key in a record."""
+        """What a record has in place of a key."""
         return bytes(key) if self._secret is None else self._secret.digest("key", self.life, key)
 
     def key_in(self, name: str) -> BlockKey | None:
-        """The key of the block that alone is in the record of this name; None for any other name."""
+        """The key of the block, if this is the name of a record of one block without a secret; else None."""
         found = _NAME.fullmatch(name.rpartition("/")[2])
         if found is None or (group := int(found[2])) > 255:
             return None

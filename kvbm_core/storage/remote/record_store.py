@@ -34,19 +34,19 @@ from kvbm_core.types import BlockKey, group_of
 
 TRAILERS_BYTES = 4 << 20
 ENCODED_BYTES = 64 << 20
-"""Memory for what is on its way: trailers alone, or encoded blocks too."""
+"""A store's own memory for calls under way: for trailers, and for blocks if they are encoded."""
 CALLS_AT_ONCE = 4
-"""That memory is shared by so many calls; one that needs more is made in several steps."""
+"""So many calls share that memory; a call that needs more than its share is made in several steps."""
 SIDE_S = 1.0
-"""What is not what was asked for (a removal, a renewal) takes no longer."""
+"""A removal or a renewal that a call makes by the way takes no longer."""
 LIST_DEADLINE_S = 10.0
 
 limited_log = RateLimitedLogger()
 
 
 class Verdict(NamedTuple):
-    """What a record is. ``flaw``: for people, empty if it is ours and right. ``is_bad``: nobody can use it
-    under this name, so it is removed and can be put anew.
+    """What reading a record has shown. ``flaw``: what is wrong with it, for people; empty for nothing.
+    ``is_bad``: no engine can use it under this name, so it is removed and can be written anew.
     """
 
     outcome: Outcome
@@ -65,8 +65,8 @@ FOREIGN = Verdict(Outcome.INCOMPATIBLE, "its blocks mean something else")
 
 
 class _Read(NamedTuple):
-    """How ``extent`` is read: ``item``, whose pieces are those of the targets and in ``memory``, or all in
-    ``memory``.
+    """How ``extent`` is read. ``item``: what the engine is asked for. Blocks that are stored as they are go
+    straight to ``targets`` and the trailer to ``memory``; otherwise all of it goes to ``memory``.
     """
 
     extent: Extent
@@ -229,7 +229,7 @@ class RecordStore:
         return whole_sectors(blocks_bytes + trailer_bytes(num_blocks) + 1)
 
     def _steps(self, extents: Sequence[Extent]) -> Iterator[slice]:
-        """Those that go together, by the memory that they take."""
+        """Slices of the extents that have room in a call's share of the memory."""
         most, begin, used = self._scratch.num_bytes // CALLS_AT_ONCE, 0, 0
         for index, extent in enumerate(extents):
             size = self._room_bytes(extent.num_blocks)
@@ -241,12 +241,12 @@ class RecordStore:
             yield slice(begin, len(extents))
 
     def _take(self, extents: Sequence[Extent], ends_at_s: float) -> Lent | None:
-        """Memory for all of them; None if there is none in time."""
+        """Memory for all of these extents; None if there is none in time."""
         size = sum(self._room_bytes(extent.num_blocks) for extent in extents)
         return self._scratch.take(size, self._left_s(ends_at_s))
 
     def _rooms(self, extents: Sequence[Extent], memory: memoryview) -> Iterator[memoryview]:
-        """The part of ``memory`` that each of them has."""
+        """The part of ``memory`` for each extent."""
         at = 0
         for extent in extents:
             size = self._room_bytes(extent.num_blocks)
@@ -351,8 +351,9 @@ class RecordStore:
         return outcomes
 
     def _read_of(self, extent: Extent, targets: Sequence[Memory], room: memoryview) -> _Read:
-        """From the first block that is wanted on, where it is known where that begins; and one byte more than
-        there should be, as it is not told otherwise that a record is too long.
+        """Reads from the first block that is wanted on, if all blocks have one size; else the whole record.
+        A read from an offset has room for one byte more: otherwise nothing would tell that a record is too
+        long.
         """
         skipped = extent.num_blocks - len(targets) if self._encoding.has_one_size else 0
         end_bytes = trailer_bytes(extent.num_blocks) + (1 if skipped else 0)
@@ -401,7 +402,9 @@ class RecordStore:
         return SWAPPED if is_of_this_folder else FOREIGN
 
     def _stored_in(self, read: _Read, trailer: RecordTrailer, trailer_at: int) -> list[Memory] | None:
-        """Where each block that is wanted lies; None if they do not fill what came before the trailer."""
+        """The stored bytes of each block that is wanted; None if blocks and trailer are not all of the
+        record.
+        """
         sizes = [block.num_bytes for block in trailer.blocks]
         if self._encoding.has_one_size:
             sizes = sizes[-len(read.targets) :]
@@ -430,7 +433,7 @@ class RecordStore:
 
     @staticmethod
     def _tell(name: str, verdict: Verdict) -> bool:
-        """Whether it is removed."""
+        """Logs the flaw, if there is one. Whether the record is to be removed."""
         if verdict.flaw:
             line = "kvbm: %s: %s; it is %s"
             what = "removed" if verdict.is_bad else "left alone"

@@ -1,10 +1,10 @@
-"""What stands in a shared store: a record, which is a run of blocks and says itself what it is. Arithmetic.
+"""The format of a record, the object in which a shared store keeps a run of blocks. No I/O here.
 
-Version 2, little-endian: ``[block 0]...[block k-1][trailer]``. The trailer is whole sectors: a table with one
-entry per block, zeros, the fields of the record, and the xxh3_128 of all of that. It names everything that
-the bytes depend on, so no index, listing or hint has to be believed: what is read is either what was written
-under that key, or it does not verify. It stands behind the blocks, so that any last blocks of a record come
-with it in one request.
+Version 2, little-endian: ``[block 0]...[block k-1][trailer]``. The trailer fills whole sectors: a table with
+one entry per block, zeros, the fields of the record, and the xxh3_128 of all of that. It names everything
+that the bytes depend on. So no index, listing or hint has to be trusted: what is read is what was written
+under that key, or it does not verify. The trailer is at the end, so that one request can read it together
+with the last blocks of the record, however many are wanted.
 """
 
 from __future__ import annotations
@@ -33,11 +33,12 @@ _END_BYTES = _FIELDS.size + DIGEST_BYTES
 
 
 class RecordFields(NamedTuple):
-    """``life``: of the folder that the record is in. ``fingerprint``: of what the bytes of a block mean.
-    ``secret_id``: zeros, or which secret ``mark`` was made with. ``salt``: random bytes of this record's own.
+    """``life``: a digest of the folder's name (see ``life_of``). ``fingerprint``: what the bytes of a block
+    mean. ``secret_id``: which secret ``mark`` was made with; zeros for none. ``salt``: random bytes, other
+    ones in each encrypted record.
 
-    ``codec``: how blocks are stored; see encoding.py. ``group``: that of the blocks. ``mark``: what stands
-    for the last block's key: itself, or a digest of it that only who has the secret can make.
+    ``codec``: how blocks are stored; see encoding.py. ``group``: of the blocks. ``mark``: the last block's
+    key; with a secret, a digest of the key that needs the secret.
     """
 
     num_blocks: int
@@ -52,7 +53,9 @@ class RecordFields(NamedTuple):
 
 
 class StoredBlock(NamedTuple):
-    """``tail``: the last bytes of its key's mark. ``num_bytes``, ``digest`` (xxh3_128): as it is stored."""
+    """A block's entry in the table. ``tail``: the last bytes of its key's mark. ``num_bytes`` and ``digest``
+    (xxh3_128): of the bytes as they are stored, perhaps compressed or encrypted.
+    """
 
     tail: bytes
     num_bytes: int
@@ -60,14 +63,14 @@ class StoredBlock(NamedTuple):
 
 
 class RecordTrailer(NamedTuple):
-    """One entry per block."""
+    """The fields, and one entry per block."""
 
     fields: RecordFields
     blocks: tuple[StoredBlock, ...]
 
 
 def trailer_bytes(num_blocks: int) -> int:
-    """What it takes, for a record of so many blocks."""
+    """The size of the trailer of a record of so many blocks."""
     return whole_sectors(num_blocks * _ENTRY.size + _END_BYTES)
 
 
@@ -80,7 +83,7 @@ def digest_of(memory: Memory) -> bytes:
 
 
 def pack_fields(fields: RecordFields) -> bytes:
-    """As they stand in the trailer. ValueError for a key that is empty or longer than MAX_KEY_BYTES."""
+    """The fields as bytes of the trailer. ValueError for a key that is empty or longer than MAX_KEY_BYTES."""
     if not 0 < len(fields.mark) <= MAX_KEY_BYTES:
         raise ValueError(f"a key of {len(fields.mark)} bytes does not go into a record")
     return _FIELDS.pack(_MAGIC, RECORD_VERSION, *fields[:3], len(fields.mark), *fields[3:])
@@ -97,8 +100,8 @@ def pack_trailer_into(memory: memoryview, fields: RecordFields, blocks: Sequence
 
 
 def trailer_in(record: memoryview) -> memoryview:
-    """The trailer of a whole record, by what the record itself says of its length: it may not verify. Empty
-    if there can be none.
+    """The trailer at the end of a whole record; the record says how long it is. It may not verify. Empty if
+    the record is too short to have one.
     """
     if record.nbytes < _END_BYTES:
         return record[:0]
@@ -108,7 +111,7 @@ def trailer_in(record: memoryview) -> memoryview:
 
 
 def unpack_trailer(memory: memoryview) -> RecordTrailer | None:
-    """None if it does not verify, or is not of this version; ``version_of`` tells which."""
+    """None if it does not verify, or has another version; ``version_of`` tells these apart."""
     if version_of(memory) != RECORD_VERSION:
         return None
     found = _FIELDS.unpack_from(memory, memory.nbytes - _END_BYTES)

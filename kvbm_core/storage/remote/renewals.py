@@ -1,4 +1,4 @@
-"""Which objects were used and should be said to be, so that whoever makes room takes others first."""
+"""Which objects have been read and are to be renewed in the store, so that eviction takes others first."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MAX_TOGETHER = 64
 
 
 class Renewals:
-    """Bounded: what is forgotten may be renewed once more than it had to be, or later. Any thread."""
+    """Bounded: an object that it forgets may be renewed too often or too late. Any thread."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -24,7 +24,7 @@ class Renewals:
         self._due: OrderedDict[str, None] = OrderedDict()
 
     def used(self, names: Iterable[str]) -> None:
-        """They were got."""
+        """These objects were read."""
         now_s = self._clock.now_s()
         with self._lock:
             for name in names:
@@ -35,7 +35,7 @@ class Renewals:
                 self._due.popitem(last=False)
 
     def renewed(self, names: Iterable[str]) -> None:
-        """They were put, or renewed."""
+        """These objects were written or renewed just now."""
         now_s = self._clock.now_s()
         with self._lock:
             for name in names:
@@ -46,7 +46,7 @@ class Renewals:
                 self._renewed_s.popitem(last=False)
 
     def take_due(self) -> list[str]:
-        """Some that are to be renewed; whoever takes them does it."""
+        """Some names that are due, at most MAX_TOGETHER. The caller renews them; they are given out once."""
         with self._lock:
             count = min(MAX_TOGETHER, len(self._due))
             return [self._due.popitem(last=False)[0] for _ in range(count)]

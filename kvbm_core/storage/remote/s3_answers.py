@@ -30,7 +30,7 @@ _BY_CODE = {
     "PermanentRedirect": _REGION,
     "IllegalLocationConstraintException": _REGION,
 }
-"""What no second try mends, by S3's word for it."""
+"""What no second try mends, by S3's error code."""
 _FULL = {"QuotaExceeded", "InsufficientStorage", "XMinioStorageFull", "XMinioAdminBucketQuotaExceeded"}
 _ARCHIVED = "InvalidObjectState"
 _TIMED_OUT = re.compile(r"TimedOut|operation timed out")
@@ -60,8 +60,9 @@ _OFF = {401: _KEYS, 403: _RIGHTS, 301: _REGION, 302: _REGION, 307: _REGION, 308:
 
 
 class Trouble(NamedTuple):
-    """``why``: for the log; made of our own words, a status and S3's word for it, never of what was sent.
-    Empty for a MISS, and for what whoever asked says himself. ``kind``: what is said once.
+    """``why``: for the log, made of our own words, a status and S3's error code, never of other text of the
+    answer. Empty for a MISS and for a time-out, which the caller logs. ``kind``: trouble of one kind is
+    logged once.
 
     ``is_off``: a person has to mend it, so the store is left alone for a while. ``may_pass``: a second try
     may succeed.
@@ -75,10 +76,10 @@ class Trouble(NamedTuple):
 
 
 def judge(error: BaseException, *, was_late: bool) -> Trouble:
-    """What an exception of obstore means. ``was_late``: its own time was over.
+    """What an exception of obstore means. ``was_late``: the request's own time was over.
 
-    Its classes do not tell time-outs, buckets or clocks apart, its text does. Of that text nothing is handed
-    on: it holds what the server sent, which repeats keys and tokens.
+    obstore's classes do not tell time-outs, missing buckets and wrong clocks apart; its text does. None of
+    that text is handed on: it repeats what the server sent, with keys and tokens.
     """
     text = str(error)
     status, code = answer_in(error)
@@ -97,14 +98,16 @@ def judge(error: BaseException, *, was_late: bool) -> Trouble:
 
 
 def answer_in(error: BaseException) -> tuple[int, str]:
-    """The status of a server's answer, and S3's word for it. 0 and "": there is none; HEAD has no word."""
+    """The status of a server's answer, and S3's error code in it. 0 and "" if there is none; an answer to
+    HEAD has no code.
+    """
     text = str(error)
     status, code = _STATUS.search(text), _CODE.search(text)
     return int(status[1]) if status else 0, code[1] if code else ""
 
 
 def _judge_transport(text: str, *, was_late: bool) -> Trouble:
-    """Of what is no answer."""
+    """What an exception means that holds no answer of the server."""
     for pattern, why in _TRANSPORT:
         if pattern.search(text):
             return Trouble(Outcome.IO_ERROR, why, why, is_off=True)

@@ -1,4 +1,4 @@
-"""Memory for what is neither the caller's nor a block: trailers, and blocks that are encoded. Bounded."""
+"""A store's own memory, of a bounded size, for trailers and for encoded blocks on their way."""
 
 from __future__ import annotations
 
@@ -12,23 +12,24 @@ from kvbm_core.storage.base import Memory
 from kvbm_core.storage.call_pool import ranges_of
 
 LOOK_S = 0.05
-"""How often it is looked whether a late request has ended."""
+"""So often a waiting call checks whether a late request has ended."""
 _KEPT: list[mmap.mmap] = []
 """Memory of closed stores that requests which never ended may still touch."""
 
 
 class Lent(NamedTuple):
-    """``memory`` begins with a page."""
+    """A part that is lent; ``memory`` begins at a page's start."""
 
     start: int
     memory: memoryview
 
 
 class Scratch:
-    """One piece of memory, lent in parts. Takes no memory until it is written to. Any thread.
+    """One mapping, lent in parts. The kernel gives it pages when they are first written. Any thread.
 
-    ``is_late``: whether somebody may still touch memory that is given back. It is then kept until that is
-    over, and counts as lent: a store whose requests never end has no memory left before it takes more.
+    ``is_late``: whether a request that was given up may still touch this memory. Such a part is not lent
+    again until the request has ended. So a store whose requests never end runs out of parts; it never takes
+    more memory.
     """
 
     def __init__(self, num_bytes: int, is_late: Callable[[Memory], bool], clock: Clock) -> None:
@@ -43,12 +44,12 @@ class Scratch:
 
     @property
     def place(self) -> tuple[int, int]:
-        """Its address, and how many bytes."""
+        """Its address and size in bytes."""
         ((start, stop),) = ranges_of(self._memory)
         return start, stop - start
 
     def take(self, num_bytes: int, deadline_s: float) -> Lent | None:
-        """Waits until there is so much in one piece; None if there is not in time."""
+        """A part of ``num_bytes``; waits for one at most ``deadline_s`` seconds, then None."""
         size = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         ends_at_s = self._clock.now_s() + deadline_s
         with self._changed:
@@ -60,7 +61,7 @@ class Scratch:
             return lent
 
     def give_back(self, lent: Lent) -> None:
-        """Nobody of ours uses it any more."""
+        """The borrower does not use it any more; a late request may."""
         with self._changed:
             if self._is_late(lent.memory):
                 self._late.append(lent)

@@ -17,13 +17,15 @@ LOW_MARK = 0.9
 CANDIDATES = 200_000
 """Names that are held at once; where more have to go, the store is listed again."""
 LISTING_S = 600.0
-"""A listing is believed for so long: what has been used meanwhile is newer in the next one."""
+"""Removal goes by one listing for so long at most. Then the store is listed anew, as objects have been used
+meanwhile.
+"""
 REMOVED_TOGETHER = 256
 ATTEMPTS = 3
 
 
 class SweepLimits(NamedTuple):
-    """``grace_s``: what was used within it, by the listing, is never removed."""
+    """``grace_s``: an object that was used within so many seconds, as the listing says, is never removed."""
 
     max_bytes: int
     grace_s: float = 3600.0
@@ -32,8 +34,9 @@ class SweepLimits(NamedTuple):
 
 @dataclass(slots=True)
 class Swept:
-    """What a sweep found and did. ``num_bytes``, ``records``: what was there. ``oldest_s``: when what was
-    removed first had been used last. ``trouble``: why it ended too soon, for people.
+    """What a sweep found and did. ``records``, ``num_bytes``: in the store before it. ``oldest_s``: the last
+    use of the object that had not been used for longest. ``trouble``: for people, why the sweep ended too
+    soon.
     """
 
     records: int = 0
@@ -58,10 +61,11 @@ class _Listing(NamedTuple):
 
 
 class Sweeper:
-    """Of one store. Nothing is locked: two that sweep at once choose the same records, and one that the other
-    has removed counts as removed. ``models``: those that are bounded together; none for all.
+    """Sweeps one store. It takes no lock: two sweepers at once choose the same records, and each counts as
+    removed what the other one has removed. ``models``: the models whose records are bounded together; empty
+    for all.
 
-    ``now_s``: as the store's times are, since 1970.
+    ``now_s``: the time in seconds since 1970, as in the store's listing.
     """
 
     def __init__(
@@ -122,7 +126,7 @@ class Sweeper:
     def _remove(
         self, oldest: Sequence[ObjectInfo], excess_bytes: int, swept: Swept, on_removed: OnCount
     ) -> int:
-        """How much there is still too much, after those that could be removed."""
+        """Removes what is chosen; how many bytes are still too much."""
         chosen = list(_first(oldest, excess_bytes))
         ends_at_s, left_bytes = self._clock.now_s() + LISTING_S, excess_bytes
         for start in range(0, len(chosen), REMOVED_TOGETHER):
@@ -138,7 +142,7 @@ class Sweeper:
         return left_bytes
 
     def _remove_some(self, some: Sequence[ObjectInfo]) -> tuple[list[ObjectInfo], Outcome]:
-        """Those that are gone, and why others are not."""
+        """The objects that are gone now, and the outcome of those that are not."""
         gone, left, failure = list[ObjectInfo](), list(some), Outcome.OK
         for _ in range(ATTEMPTS):
             outcomes = self._store.remove([info.name for info in left])
