@@ -1,8 +1,9 @@
-"""Which bytes of a block belong to which KV heads: what ranks of engines of another size have to agree on.
+"""Which bytes of a block belong to which KV heads, so that engines with other numbers of ranks can read it.
 
-A block of the whole model is divided into *head shards*, each of the same number of heads of all layers. A
-rank has one or more of them, or shares one with other ranks. The bytes of a shard have one order, whatever
-the engine's own is on this rank: layer, head, and then the tensor's other axes as the engine numbers them.
+A block of the whole model is divided into *head shards*; each has the same number of heads, of all layers. A
+rank has one or more shards, or several ranks have the same one. The bytes of a shard are in one order,
+however this rank's engine arranges them: layer, head, then the tensor's other axes as the engine numbers
+them.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ ITEM_SIZES = (1, 2, 4, 8)
 
 
 class HeadTensor(NamedTuple):
-    """One layer's tensor within a block's content. ``shape`` and ``strides_bytes``: the heads (one, if there
-    are none), and then the other axes.
+    """One layer's tensor within a block's content. The first axis of ``shape`` and ``strides_bytes`` is that
+    of the heads (of size 1 if the tensor has none); the other axes follow.
     """
 
     name: str
@@ -35,7 +36,7 @@ class HeadTensor(NamedTuple):
 
     @property
     def head_bytes(self) -> int:
-        """What one head of a block takes."""
+        """Bytes of one head in a block."""
         return prod(self.shape[1:]) * self.itemsize
 
 
@@ -49,8 +50,8 @@ class HeadGroup(NamedTuple):
 def head_tensors(
     tensors: Sequence[TensorInfo], num_blocks: int, head_axis: int | None
 ) -> tuple[HeadTensor, ...]:
-    """Those of ``view_of_tensors(tensors, num_blocks)``, in its order. ``head_axis`` None: no axis is the
-    heads', every rank has the same. LayoutError if such a tensor cannot be divided.
+    """The tensors of ``view_of_tensors(tensors, num_blocks)``, in its order. ``head_axis`` None: the tensors
+    have no axis of heads, and are the same on every rank. LayoutError if a tensor cannot be divided.
     """
     made: list[HeadTensor] = []
     at_bytes = 0
@@ -75,10 +76,10 @@ def head_tensors(
 class HeadShards:
     """How the blocks of one rank are made of head shards.
 
-    ``num_shards``: of a block of the whole model. ``own``: those that this rank has. ``is_keeper``: whether
-    it is this rank that stores them, of those that have the same. ``shard_bytes``: of each, and of any group;
-    what a group does not fill is zeros. ``meaning``: 32 hex digits, the same wherever the bytes of a shard
-    mean the same.
+    ``num_shards``: of a block of the whole model. ``own``: the shards that this rank has. ``is_keeper``: of
+    the ranks with the same shards, this one stores them. ``shard_bytes``: the same for every group; a smaller
+    group is filled up with zeros. ``meaning``: 32 hex digits, equal wherever the bytes of a shard mean the
+    same.
     """
 
     num_shards: int
@@ -92,10 +93,12 @@ class HeadShards:
 def divide_heads(
     groups: Sequence[HeadGroup], total_heads: int | None, rank: int, num_ranks: int, max_shards: int
 ) -> HeadShards:
-    """Rank ``rank`` of ``num_ranks`` that share ``total_heads`` heads evenly, in order; where there are more
-    ranks than heads, neighbors have the same one. None: all ranks have the same (MLA).
+    """The shards of rank ``rank``. ``num_ranks`` ranks share ``total_heads`` heads evenly, in order; with
+    more ranks than heads, neighbors have the same head. None: all ranks have the same bytes (MLA). The
+    number of shards is the largest that divides both ``total_heads`` and ``max_shards``; with None it is 1.
 
-    LayoutError, a line that goes on, if it is not so, or does not go with ``max_shards``.
+    LayoutError, the end of a line for people, if the groups are not divided like this, or a rank would have
+    less than a shard.
     """
     if total_heads is None:
         num_shards, own, is_keeper = 1, range(1), rank == 0

@@ -1,4 +1,4 @@
-"""A bounded number of threads for calls that may hang in the kernel, and what a call that hung still owns."""
+"""A bounded number of threads for calls that may hang in the kernel, and the memory that these calls keep."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvbm_core.observe.log import RateLimitedLogger
 from kvbm_core.storage.base import Memory, parts_of
 
 ITEMS_PER_THREAD = 8
-"""Small tasks: so many at least before one more thread is worth its start."""
+"""Of small tasks: fewer are not worth one more thread."""
 
 IsGivenUp = Callable[[], bool]
 Task = Callable[[int, IsGivenUp], Outcome]
@@ -24,9 +24,9 @@ limited_log = RateLimitedLogger()
 class CallPool:
     """Runs a task for each item of a call in daemon threads. Any thread.
 
-    A call ends by its deadline: what has not begun is not begun any more, and what hangs is TIMED_OUT and
-    keeps its thread until the kernel lets go. When all threads hang, calls are BUSY at once; as soon as one
-    of them comes back, it serves again.
+    A call ends by its deadline. Tasks that have not begun by then are dropped. A task that hangs is TIMED_OUT
+    and keeps its thread until the kernel returns. While all threads hang, calls are BUSY at once; a thread
+    that comes back works again.
     """
 
     def __init__(self, name: str, num_threads: int, clock: Clock) -> None:
@@ -49,9 +49,11 @@ class CallPool:
         targets: Sequence[Memory] | None = None,
         is_small: bool = False,
     ) -> list[Outcome]:
-        """``task(i, is_given_up)`` for each of ``count`` items, in any order: their outcomes.
+        """Calls ``task(i, is_given_up)`` for each of ``count`` items, in any order. The outcomes, in order of
+        the items.
 
-        ``targets``: what each item may write into. ``is_small``: a task takes microseconds where all is well.
+        ``targets``: the memory that each item may write to. ``is_small``: a task takes microseconds, as a
+        rule.
         """
         call = _Call(self, task, count, targets)
         ends_at_s = self._clock.now_s() + deadline_s

@@ -73,7 +73,7 @@ class StoreSpec:
     heads: HeadShards | None = None
 
     def by_shard(self) -> list[StoreSpec]:
-        """Of each of its head shards."""
+        """The same store for each of this rank's head shards; itself if there are none."""
         heads = self.heads
         if heads is None:
             return [self]
@@ -83,7 +83,7 @@ class StoreSpec:
 
 StoreMaker = Callable[[StoreSpec], BlockStore]
 EngineMaker = Callable[[str, StoreOptions], "ObjectEngine"]
-"""Of a URL. ConfigError, one line, for an engine that cannot be had."""
+"""Makes the engine of a URL. ConfigError, one line, for one that cannot be had."""
 
 
 def record_store(engine: ObjectEngine, spec: StoreSpec) -> RecordStore | HeadRecords:
@@ -114,7 +114,7 @@ def record_store(engine: ObjectEngine, spec: StoreSpec) -> RecordStore | HeadRec
 
 
 def _meaning_of(spec: StoreSpec, encoding: str = "") -> Meaning:
-    """``encoding``: what else the bytes depend on."""
+    """What the blocks of ``spec`` mean. ``encoding``: how records keep them; empty: they are files."""
     from kvbm_core.storage.names import FINGERPRINT_BYTES, Meaning
 
     rank, _, num_ranks = spec.shard.partition("of")
@@ -139,7 +139,7 @@ def _open_directory(spec: StoreSpec) -> BlockStore:
 
 
 def _refuse_what_records_need(options: StoreOptions) -> None:
-    """Rather no store than one that is less private than its user asked for."""
+    """ConfigError for settings that only records heed: no store is better than a less private one."""
     asked = (
         ("KVBM_REMOTE_ENCRYPT", options.encrypts, False),
         ("KVBM_REMOTE_SECRET_FILE", options.secret_file, ""),
@@ -241,7 +241,9 @@ def open_store(spec: StoreSpec) -> BlockStore:
 
 
 def open_engine(url: str, options: StoreOptions) -> ObjectEngine:
-    """What keeps the records of the store with this URL. ConfigError, one line, if it cannot be had."""
+    """The engine that keeps the records of the store with this URL. ConfigError, one line, if it cannot be
+    had.
+    """
     scheme = scheme_of(url)
     if scheme not in _ENGINES:
         known = ", ".join(f"{name}://" for name in sorted({*_MAKERS, *_ENGINES}))
@@ -250,7 +252,7 @@ def open_engine(url: str, options: StoreOptions) -> ObjectEngine:
 
 
 def inspect_store(url: str, options: StoreOptions) -> StoreInspection:
-    """To look at it from outside. ConfigError, one line, if it cannot be had."""
+    """The store with this URL, for ``kvbm remote``. ConfigError, one line, if it cannot be had."""
     if scheme_of(url) == "file":
         from kvbm_core.storage.directory.inspect import DirectoryInspection
 
