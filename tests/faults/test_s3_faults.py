@@ -56,7 +56,7 @@ ROWS = (
     Row("400 ExpiredToken", Fault.EXPIRED, IO_ERROR, IO_ERROR, IO_ERROR, "have expired", True),
     Row("403 RequestTimeTooSkewed", Fault.SKEWED, IO_ERROR, IO_ERROR, IO_ERROR, "the clock of this", True),
     Row("404 NoSuchBucket", Fault.NO_BUCKET, IO_ERROR, IO_ERROR, MISS, "there is no such bucket", True),
-    Row("301 to another region", Fault.MOVED, IO_ERROR, IO_ERROR, IO_ERROR, ELSEWHERE, True),
+    Row("301: another region", Fault.MOVED, IO_ERROR, IO_ERROR, IO_ERROR, ELSEWHERE, True),
     Row("404", Fault.NOT_FOUND, MISS, MISS, MISS),
     Row("304", Fault.NOT_MODIFIED, IO_ERROR, IO_ERROR, IO_ERROR, "its answer is 304"),
     Row("412", Fault.EXISTS, OK, IO_ERROR, IO_ERROR, "its answer is 412"),

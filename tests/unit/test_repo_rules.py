@@ -28,6 +28,13 @@ ADAPTERS = {"kvbm_vllm": "vllm", "kvbm_sglang": "sglang", "kvbm_trtllm": "tensor
 MAX_FUNCTION_LINES = 60
 MAX_CONSTRUCTOR_PARAMETERS = 7
 MAX_LINE_CHARACTERS = 110
+LONG_TABLES = {
+    "CONTRIBUTING.md",
+    "README.md",
+    *(f"docs/{name}.md" for name in ("architecture", "benchmarks", "configuration", "disk-files", "gpu")),
+    *(f"docs/{name}.md" for name in ("identity", "metrics", "sglang", "trtllm")),
+}
+"""Pages whose tables have longer rows. No page is to be added: shorten the row, or write a list."""
 LIBRARY_API = {
     "ManualClock",
     "register_engine",
@@ -260,15 +267,20 @@ def test_no_public_name_is_dead() -> None:
 
 
 def test_lines_of_text_are_short_enough_to_review() -> None:
-    """Tables and what is to be pasted excepted, which cannot be broken."""
-    long = []
+    """But for what is to be pasted, and for the tables of LONG_TABLES, whose rows cannot be broken."""
+    long, tables = [], set()
     for path in sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]):
-        is_code = False
+        name, is_code = path.relative_to(ROOT).as_posix(), False
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
             is_code ^= line.lstrip().startswith("```")
-            if len(line) > MAX_LINE_CHARACTERS and not is_code and not line.startswith("|"):
-                long.append(f"{path.relative_to(ROOT)}:{number}: {len(line)} characters")
+            if len(line) <= MAX_LINE_CHARACTERS or is_code:
+                continue
+            if line.startswith("|"):
+                tables.add(name)
+            if not line.startswith("|") or name not in LONG_TABLES:
+                long.append(f"{name}:{number}: {len(line)} characters")
     assert not long, "\n".join(long)
+    assert tables == LONG_TABLES, f"take off the list: {LONG_TABLES - tables}"
 
 
 def core_import_allowed(importer: str, imported: str) -> bool:
