@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from statistics import median
 from typing import Protocol, cast
 
@@ -143,7 +144,7 @@ def take_turns(sides: Sequence[Side], blocks: Blocks, rounds: int) -> dict[str, 
         for what in (PUT, GET, EXISTS):
             for side in order:
                 started_cpu_s = time.process_time()
-                seconds, _ = timed(lambda: _do(side, what, keys[side.name], absent))  # noqa: B023 - run at once
+                seconds, _ = timed(partial(_do, side, what, keys[side.name], absent))
                 cpu_s = time.process_time() - started_cpu_s
                 if number >= 0:
                     work = (

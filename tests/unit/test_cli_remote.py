@@ -27,7 +27,8 @@ NAME, OTHER_NAME = MEANING.namespace_folder, OTHER.namespace_folder
 
 def kvbm(command: str, folder: Path, *more: str, **options: str) -> Result:
     """``kvbm remote`` in this process."""
-    return CliRunner().invoke(app, ["remote", command, f"file://{folder}", *more], **options)  # type: ignore[arg-type]
+    line = ["remote", command, f"file://{folder}", *more]
+    return CliRunner().invoke(app, line, **options)  # type: ignore[arg-type]
 
 
 @pytest.fixture

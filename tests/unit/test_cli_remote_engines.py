@@ -187,8 +187,8 @@ class Announced(MemoryEngine):
 def test_what_cannot_be_read_is_no_damage(objects: MemoryObjects, monkeypatch: pytest.MonkeyPatch) -> None:
     read = MemoryEngine.get
 
-    def fails(engine: MemoryEngine, items: object, *, deadline_s: float) -> object:
-        return [got._replace(outcome=Outcome.IO_ERROR) for got in read(engine, items, deadline_s=deadline_s)]  # type: ignore[arg-type]
+    def fails(engine: MemoryEngine, items: Sequence[GetItem], *, deadline_s: float) -> list[Got]:
+        return [got._replace(outcome=Outcome.IO_ERROR) for got in read(engine, items, deadline_s=deadline_s)]
 
     monkeypatch.setattr(MemoryEngine, "get", fails)
     told = kvbm("verify", "--remove-damaged")

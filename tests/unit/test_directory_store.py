@@ -344,6 +344,11 @@ def _owned(status: os.stat_result, *, uid: int, gid: int | None = None) -> os.st
     return os.stat_result((*status[:4], uid, status[5] if gid is None else gid, *status[6:]))
 
 
+def _of_another(fstat: Callable[[int], os.stat_result], gid: int) -> Callable[[int], os.stat_result]:
+    """As if files were another user's."""
+    return lambda fd: _owned(fstat(fd), uid=os.geteuid() + 1, gid=gid)
+
+
 def test_folders_that_others_can_write_to_are_refused(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -417,8 +422,7 @@ def test_a_file_of_another_user_is_read_only_where_the_group_is_trusted(tmp_path
         plain = calls.fstat
         with opened(folder, DirectoryOptions(trusts_group=trusts_group), calls=calls) as store:
             assert put(store, KEYS[:1]) == get(store, KEYS[:1]) == [OK]
-            uid = os.geteuid() + 1
-            calls.fstat = lambda fd: _owned(plain(fd), uid=uid, gid=other_gid)  # type: ignore[method-assign]  # noqa: B023
+            calls.fstat = _of_another(plain, other_gid)  # type: ignore[method-assign]
             assert get(store, KEYS[:1]) == [outcome]
             path = path_of(folder, KEYS[0])
             assert path.exists(), "another's file is not ours to remove"

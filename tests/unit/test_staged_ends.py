@@ -426,7 +426,10 @@ def test_a_cancel_meets_the_last_read_and_the_end_of_the_reads() -> None:
             hand.read()
             hand.end_read()
 
-        meet(read, lambda hand=hand, answers=answers: answers.append(hand.executor.cancel(LOAD)))  # type: ignore[misc]
+        def cancel(hand: ByHand = hand, answers: list[bool] = answers) -> None:
+            answers.append(hand.executor.cancel(LOAD))
+
+        meet(read, cancel)
         if len(hand.copies) > 1:  # it had begun
             assert answers == [False] and hand.events == []
             hand.end_copy(1)
