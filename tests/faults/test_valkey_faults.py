@@ -151,19 +151,23 @@ def test_of_a_put_that_was_given_up_nothing_is_kept_but_the_whole(server: Valkey
         assert get(engine, "big", size).outcome in (Outcome.MISS, Outcome.OK)
 
 
-class FaultyServer:
-    """Answers every command with the same bytes, at a given pace."""
+class Listener:
+    """Calls ``serve(connection, is_over)`` in a thread for each connection, until ``is_over``."""
 
-    def __init__(self, answer: bytes, step_bytes: int = 1 << 20, pause_s: float = 0.0) -> None:
-        self._answer, self._step_bytes, self._pause_s = answer, step_bytes, pause_s
+    def __init__(self, serve: Callable[[socket.socket, threading.Event], None]) -> None:
+        self._serve = serve
         self._listener = socket.create_server((HOST, 0))
-        self._stack = ExitStack()
         self._is_over = threading.Event()
-        self.url = f"redis://{HOST}:{self._listener.getsockname()[1]}"
+        self.port = self._listener.getsockname()[1]
         self._threads = [threading.Thread(target=self._accept)]
         self._threads[0].start()
 
-    def __enter__(self) -> FaultyServer:
+    @property
+    def url(self) -> str:
+        """As in KVBM_REMOTE_URL."""
+        return f"redis://{HOST}:{self.port}"
+
+    def __enter__(self) -> Listener:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -179,32 +183,38 @@ class FaultyServer:
                 sock, _ = self._listener.accept()
             except OSError:
                 return
-            thread = threading.Thread(target=self._serve, args=(sock,))
+            thread = threading.Thread(target=self._serve_one, args=(sock,))
             self._threads.append(thread)
             thread.start()
 
-    def _serve(self, sock: socket.socket) -> None:
-        with sock:
+    def _serve_one(self, sock: socket.socket) -> None:
+        with sock, suppress(OSError):
+            self._serve(sock, self._is_over)
+
+
+def faulty_server(answer: bytes, step_bytes: int = 1 << 20, pause_s: float = 0.0) -> Listener:
+    """Answers every command with the same bytes, at a given pace."""
+
+    def serve(sock: socket.socket, is_over: threading.Event) -> None:
+        sock.settimeout(0.05)
+        while not is_over.is_set():
             try:
-                sock.settimeout(0.05)
-                while not self._is_over.is_set():
-                    try:
-                        count = sock.recv(1 << 20).count(b"*")
-                    except TimeoutError:
-                        continue
-                    if not count:
-                        return
-                    for start in range(0, len(self._answer) * count, self._step_bytes):
-                        sock.sendall((self._answer * count)[start : start + self._step_bytes])
-                        if self._is_over.wait(self._pause_s):
-                            return
-            except OSError:
-                pass
+                count = sock.recv(1 << 20).count(b"*")
+            except TimeoutError:
+                continue
+            if not count:
+                return
+            for start in range(0, len(answer) * count, step_bytes):
+                sock.sendall((answer * count)[start : start + step_bytes])
+                if is_over.wait(pause_s):
+                    return
+
+    return Listener(serve)
 
 
 def test_a_server_that_trickles_costs_the_deadline_and_no_more(server: ValkeyServer) -> None:
     with (
-        FaultyServer(b"$1000\r\n" + bytes(1000) + b"\r\n", 1, 0.05) as faulty,
+        faulty_server(b"$1000\r\n" + bytes(1000) + b"\r\n", 1, 0.05) as faulty,
         client(server, faulty.url, ServerLogin()) as engine,
     ):
         started_s = time.monotonic()
@@ -224,7 +234,7 @@ def test_a_server_that_trickles_costs_the_deadline_and_no_more(server: ValkeySer
     ],
 )
 def test_another_protocol_is_an_error(server: ValkeyServer, answer: bytes) -> None:
-    with FaultyServer(answer) as faulty, client(server, faulty.url, ServerLogin()) as engine:
+    with faulty_server(answer) as faulty, client(server, faulty.url, ServerLogin()) as engine:
         assert put(engine, "a", deadline_s=1.0) in (Outcome.IO_ERROR, Outcome.TIMED_OUT)
         assert get(engine, "a", deadline_s=1.0).outcome in (Outcome.IO_ERROR, Outcome.TIMED_OUT)
 
@@ -242,7 +252,7 @@ def test_another_protocol_is_an_error(server: ValkeyServer, answer: bytes) -> No
 def test_an_error_reply_is_its_outcome_and_a_line(
     server: ValkeyServer, caplog: pytest.LogCaptureFixture, answer: bytes, outcome: Outcome, told: str
 ) -> None:
-    with FaultyServer(answer) as faulty, client(server, faulty.url, ServerLogin()) as engine:
+    with faulty_server(answer) as faulty, client(server, faulty.url, ServerLogin()) as engine:
         for _ in range(3):
             assert put(engine, "a") is outcome
         assert len([line for line in lines(caplog) if told in line]) == 1
@@ -252,7 +262,7 @@ def test_an_error_reply_that_repeats_what_was_sent_is_cut(
     server: ValkeyServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     echo = b"-ERR unknown command 'SET', with args beginning with: 'kvbytes' \r\n"
-    with FaultyServer(echo) as faulty, client(server, faulty.url, ServerLogin()) as engine:
+    with faulty_server(echo) as faulty, client(server, faulty.url, ServerLogin()) as engine:
         assert put(engine, "a") is Outcome.IO_ERROR
     assert "unknown command" in caplog.text and "kvbytes" not in caplog.text
 
@@ -400,49 +410,22 @@ def test_looking_at_what_there_is_does_not_count_as_use(server: ValkeyServer) ->
 # -------------------------------------------------------------------- TLS
 
 
-class TlsProxy:
+def tls_proxy(port: int, context: ssl.SSLContext) -> Listener:
     """TLS before a server that has none."""
 
-    def __init__(self, port: int, context: ssl.SSLContext) -> None:
-        self._port, self._context = port, context
-        self._listener = socket.create_server((HOST, 0))
-        self.port = self._listener.getsockname()[1]
-        self._threads = [threading.Thread(target=self._accept)]
-        self._threads[0].start()
+    def serve(plain: socket.socket, _: threading.Event) -> None:
+        with (
+            context.wrap_socket(plain, server_side=True) as outer,
+            socket.create_connection((HOST, port)) as inner,
+        ):
+            inner.settimeout(0.02)
+            while data := outer.recv(1 << 16):
+                inner.sendall(data)
+                with suppress(TimeoutError):
+                    while answer := inner.recv(1 << 20):
+                        outer.sendall(answer)
 
-    def __enter__(self) -> TlsProxy:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
-        for thread in self._threads:
-            thread.join(LONG_S)
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                plain, _ = self._listener.accept()
-            except OSError:
-                return
-            thread = threading.Thread(target=self._serve, args=(plain,))
-            self._threads.append(thread)
-            thread.start()
-
-    def _serve(self, plain: socket.socket) -> None:
-        try:
-            with (
-                self._context.wrap_socket(plain, server_side=True) as outer,
-                socket.create_connection((HOST, self._port)) as inner,
-            ):
-                inner.settimeout(0.02)
-                while data := outer.recv(1 << 16):
-                    inner.sendall(data)
-                    with suppress(TimeoutError):
-                        while answer := inner.recv(1 << 20):
-                            outer.sendall(answer)
-        except OSError:
-            pass
+    return Listener(serve)
 
 
 def openssl(folder: Path, *arguments: str) -> None:
@@ -477,7 +460,7 @@ def test_tls_with_a_ca_of_ones_own_and_a_certificate_for_us(
     context.load_verify_locations(certificates / "ca.pem")
     context.verify_mode = ssl.CERT_REQUIRED
     ca, mine = str(certificates / "ca.pem"), str(certificates / "client.pem")
-    with TlsProxy(server.port, context) as proxy:
+    with tls_proxy(server.port, context) as proxy:
         url, login = f"rediss://{HOST}:{proxy.port}", replace(server.login(), ca_file=ca, cert_file=mine)
         with client(server, url, login) as engine:
             assert put(engine, "a", 1 << 20) is get(engine, "a", 1 << 20).outcome is Outcome.OK
