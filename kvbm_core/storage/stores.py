@@ -197,7 +197,7 @@ _ENGINES: dict[str, EngineMaker] = {
     **dict.fromkeys(BUCKET_SCHEMES, _bucket_engine),
 }
 VALKEY_EXTENT_BYTES = 1 << 20
-"""Larger values are read at 0.6 of the speed, with twice the client's CPU time."""
+"""Values of 4 MiB are read at 0.5 to 0.85 of the speed, with up to twice the client's CPU time."""
 _EXTENT_BYTES = {
     **dict.fromkeys(_ENGINES, EXTENT_BYTES),
     **dict.fromkeys(VALKEY_SCHEMES, VALKEY_EXTENT_BYTES),
