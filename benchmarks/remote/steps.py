@@ -21,6 +21,7 @@ from typing import Any
 from benchmarks.figures import Figure, Goal
 from benchmarks.suite import CannotRun, Options, expect
 from benchmarks.timing import rotated
+from tests.engines.forks import python
 from tests.engines.silent_server import silent_server
 from tests.engines.tiny_model import ensure_model
 from tests.engines.worker import Worker
@@ -59,7 +60,7 @@ def measure(options: Options) -> list[Figure]:
         hanging = {"KVBM_REMOTE_URL": "s3://bucket/steps", **server.environment}
         engines = []
         for name, more in ((PEER, {}), ("kvbm", hanging)):
-            worker = Worker(sys.executable, {**os.environ, **KVBM, **more}, folder / f"{name}.log")
+            worker = Worker(python(sys.executable), {**os.environ, **KVBM, **more}, folder / f"{name}.log")
             stack.callback(worker.close)
             worker.run(f"{THIS}:start", model=str(model))
             engines.append((name, worker))
