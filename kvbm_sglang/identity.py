@@ -24,6 +24,7 @@ from kvbm_sglang.config_tables import (
     PROCESS_ONLY_ENVIRONMENT,
     TABLES,
 )
+from kvbm_sglang.side_pools import STATES
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
@@ -34,8 +35,10 @@ __all__ = [
     "KV",
     "PROCESS_ONLY_ENVIRONMENT",
     "TABLES",
+    "TP_RANKS",
     "device_namespace_of",
     "engine_claim",
+    "is_first_of",
     "is_replicated",
     "model_of",
     "namespace_of",
@@ -61,15 +64,17 @@ _LAYOUT = (
     "kv_lora_rank",
     "qk_rope_head_dim",
     "size_per_token",
+    "num_mamba_layers",
     "temporal_dtype",
     "temporal_state_elem_size",
+    "temporal_state_shape",
     "conv_dtype",
     "conv_state_shapes",
     "indexer_dtype",
     "index_head_dim",
 )
 _RANKS = ("pp_rank", "pp_size", "attn_cp_rank", "attn_cp_size", "dcp_rank", "dcp_size")
-_TP = ("tp_rank", "tp_size")
+TP_RANKS = ("tp_rank", "tp_size")
 
 
 def namespace_of(
@@ -85,7 +90,7 @@ def namespace_of(
     """The namespace of one host pool. ``piece_bytes``: the sizes of a page's pieces, in SGLang's order.
     ``engine``, ``weights``: lasting.
     """
-    ranks = _RANKS if is_replicated(config, name) else (*_RANKS, *_TP)
+    ranks = _RANKS if is_replicated(config, name) else (*_RANKS, *TP_RANKS)
     layout = [
         (field, str(getattr(pool, field))) for field in _LAYOUT if getattr(pool, field, None) is not None
     ]
@@ -111,8 +116,10 @@ def model_of(config: HiCacheStorageConfig, server_args: Any) -> str:
 
 
 def is_replicated(config: HiCacheStorageConfig, name: str) -> bool:
-    """Whether all TP ranks hold the same bytes: latents of MLA; other pools are sharded even then."""
-    return bool(config.is_mla_model) and name == KV
+    """Whether all TP ranks hold the same bytes, of which SGLang lets one write: latents of MLA and what goes
+    with them; states are sharded even then.
+    """
+    return bool(config.is_mla_model) and name != STATES
 
 
 def reads_along(config: HiCacheStorageConfig, name: str) -> bool:
@@ -135,6 +142,11 @@ def _parent() -> str:
     except (OSError, IndexError):
         return f"{parent} {secrets.token_hex(16)}"
     return f"{parent} {started} {boot}"
+
+
+def is_first_of(config: HiCacheStorageConfig) -> bool:
+    """Whether this rank is the first of those that hold one KV cache together."""
+    return not any(int(getattr(config, f"{what}_rank", 0) or 0) for what in ("pp", "attn_cp", "tp"))
 
 
 def rank_of(config: HiCacheStorageConfig) -> int:

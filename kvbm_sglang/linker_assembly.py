@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from queue import SimpleQueue
+from typing import Any, NamedTuple
 
 from kvbm_core.clock import SystemClock
 from kvbm_core.config import KvbmSettings
@@ -14,12 +16,16 @@ from kvbm_core.identity.weights import WEIGHTS_WAIT_S, WeightsIdentity
 from kvbm_core.observe.labels import FailureKind
 from kvbm_core.observe.metrics import Metrics
 from kvbm_core.runtime.assembly import LowerTiers, lower_makers, rank_options
+from kvbm_core.runtime.following import FollowingTiers
 from kvbm_core.runtime.local import LocalOptions, LocalTiers
+from kvbm_core.runtime.messages import PROTOCOL_VERSION, Hello, Joined
+from kvbm_core.runtime.replicas import NOT_ALIKE, ReplicaRank, Role, meet
 from kvbm_core.storage.host_slab import available_memory_bytes, taken_by_siblings_bytes
 from kvbm_core.transfer.plan import TierPlace
 from kvbm_core.transfer.rank import slot_bytes_of
 from kvbm_sglang.device_pool import DevicePages
-from kvbm_sglang.identity import device_namespace_of
+from kvbm_sglang.events import EventFeed
+from kvbm_sglang.identity import TP_RANKS, device_namespace_of
 from kvbm_sglang.linker_tiers import LinkerTiers, PageRoots
 from kvbm_sglang.load_counter import LoadCounter
 
@@ -44,16 +50,45 @@ def why_late(settings: KvbmSettings, policy: str) -> str:
 
 
 @dataclass(frozen=True)
+class Alike:
+    """``rank`` of ``size`` that have the same KV. ``exchange``: see ``meet``."""
+
+    rank: int
+    size: int
+    exchange: Callable[[Any], list[Any]]
+
+
+class Part(NamedTuple):
+    """What this rank keeps of every page: ``shard``, of as many as ``num_ranks`` store, ``num_here`` of them
+    on this machine, all engines of a server together. ``role``: see ReplicaRank.
+    """
+
+    shard: Mapping[str, int]
+    num_ranks: int
+    num_here: int
+    role: Role
+
+
+@dataclass(frozen=True)
 class Ranks:
     """``shard``: names and numbers that say which part of the KV this process holds. ``num_ranks``: of one
     engine. ``num_here``: on this machine, of all engines that one server has; 0: as many as of one engine.
     ``number``: this one's among those of all replicas on their machines, for its port.
+    ``data_parallel_rank``: which of the KV caches of one server this is a part of. ``alike``: those that
+    have the same KV as this one; None if there are none.
     """
 
     shard: Mapping[str, int]
     num_ranks: int
     num_here: int = 0
     number: int = 0
+    data_parallel_rank: int = 0
+    alike: Alike | None = None
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the first of those that hold one KV cache together."""
+        return not any(number for name, number in self.shard.items() if name.endswith("_rank"))
 
 
 def assemble(
@@ -76,43 +111,104 @@ def assemble(
     """
     timeout_s = settings.transfer_deadline_s + settings.disk_deadline_s + LOAD_MARGIN_S
     counter = LoadCounter(num_layers, timeout_s)
+    part = _part_of(pages, settings, model, engine, ranks)
     if pages is None:
         return LinkerTiers(None, None, None, counter=counter, metrics=metrics, on_close=weights.close)
-    num_slots = settings.host_tier_slots(pages.page_bytes * ranks.num_ranks)
-    namespace = device_namespace_of(model, pages.layout, pages.page_tokens, ranks.shard, engine)
+    namespace = device_namespace_of(model, pages.layout, pages.page_tokens, part.shard, engine)
+    if part.role.shard is None and part.role.group is not None:
+        following = FollowingTiers(pages.memory, part.role.group)
+        roots = PageRoots(namespace, weights, is_lasting=False)
+        # What is found and loaded is counted once, by the rank that stores.
+        return LinkerTiers(
+            following, pages, roots, counter=counter, metrics=Metrics(), on_close=weights.close
+        )
+    num_slots = settings.host_tier_slots(pages.place_bytes * part.num_ranks)
     fingerprint = namespace.root().hex()  # the keys tell the weights apart
-    lower = LowerTiers(settings, ranks.num_ranks, SystemClock(), model)
+    lower = LowerTiers(settings, part.num_ranks, SystemClock(), model)
     places: list[TierPlace] = []
     if settings.has_lower_tier:
         engine.tell("SGLang", NOT_ON_DISK)
         if engine.is_lasting:
             weights.start()
-            block_bytes = slot_bytes_of(pages.memory, has_lower=True) * ranks.num_ranks
+            block_bytes = slot_bytes_of(pages.memory, has_lower=True) * part.num_ranks
             places = _places_of(lower, block_bytes, fingerprint, metrics)
-    options = _options_of(settings, num_slots, places, fingerprint)
-    try:
-        share_bytes = num_slots * slot_bytes_of(pages.memory, has_lower=bool(places))
-        room_bytes = available_memory_bytes() + taken_by_siblings_bytes()
-        settings.check_memory(share_bytes * (ranks.num_here or ranks.num_ranks), room_bytes)
-        tiers = LocalTiers(pages.memory, options, metrics)
-    except (ConfigError, UnsupportedError) as error:  # one rank must not end, or wait for, the others
-        log.error("%s; nothing is cached", error)
-        metrics.failure(FailureKind.OTHER)
-        weights.close()
-        lower.close()
-        return LinkerTiers(None, None, None, counter=counter, metrics=metrics)
-    line = "kvbm: linker: host tier of %d pages, %.2f GB; pages of %d bytes"
-    log.info(line, num_slots, num_slots * pages.page_bytes / 1e9, pages.page_bytes)
+    events = EventFeed(settings, metrics, pages.page_tokens, ranks.data_parallel_rank, ranks.is_first)
+    options = replace(_options_of(settings, num_slots, places, fingerprint), listener=events.log)
+    tiers = _tiers_of(pages, settings, part, options, metrics)
 
     def on_close() -> None:
         weights.close()
         lower.close()
+        events.close()
 
+    if tiers is None:
+        on_close()
+        return LinkerTiers(None, None, None, counter=counter, metrics=metrics)
     if places:
         weights.wait(WEIGHTS_WAIT_S)
     tiers.wait_ready(1, *(place.num_slots for place in places), timeout_s=settings.start_wait_s)
     roots = PageRoots(namespace, weights, is_lasting=engine.is_lasting)
-    return LinkerTiers(tiers, pages, roots, counter=counter, metrics=metrics, on_close=on_close)
+    return LinkerTiers(
+        tiers, pages, roots, counter=counter, metrics=metrics, on_close=on_close, events=events
+    )
+
+
+def _tiers_of(
+    pages: DevicePages, settings: KvbmSettings, part: Part, options: LocalOptions, metrics: Metrics
+) -> LocalTiers | None:
+    """None, and a line in the log, if they cannot be had: one rank must not end, or wait for, the others."""
+    share_bytes = options.num_slots * slot_bytes_of(pages.memory, has_lower=bool(options.places))
+    try:
+        room_bytes = available_memory_bytes() + taken_by_siblings_bytes()
+        settings.check_memory(share_bytes * part.num_here, room_bytes)
+        tiers = LocalTiers(pages.memory, options, metrics, group=part.role.group)
+    except (ConfigError, UnsupportedError) as error:
+        if part.role.group is not None:
+            part.role.group.close()
+            part.role.group.discard()
+        log.error("%s; nothing is cached", error)
+        metrics.failure(FailureKind.OTHER)
+        return None
+    line = "kvbm: linker: host tier of %d pages, %.2f GB; pages of %d bytes"
+    log.info(line, options.num_slots, options.num_slots * pages.page_bytes / 1e9, pages.page_bytes)
+    return tiers
+
+
+def _part_of(
+    pages: DevicePages | None, settings: KvbmSettings, model: str, engine: Description, ranks: Ranks
+) -> Part:
+    """A collective of ranks that are ``alike``."""
+    own = Part(ranks.shard, ranks.num_ranks, ranks.num_here or ranks.num_ranks, Role((0, 1), None))
+    if ranks.alike is None:
+        if settings.nccl_mla_mode and ranks.num_ranks > 1:
+            log.warning(NOT_ALIKE)
+        return own
+    common = {name: number for name, number in ranks.shard.items() if name not in TP_RANKS}
+    answers: SimpleQueue[Joined] = SimpleQueue()
+    deadline_s = settings.transfer_deadline_s
+    replica = ReplicaRank(ranks.alike.rank, settings.nccl_max_ctas, deadline_s, answers.put)
+    fingerprint = ""
+    if pages is not None and settings.nccl_mla_mode:
+        replica.open("latents")
+        namespace = device_namespace_of(model, pages.layout, pages.page_tokens, common, engine)
+        fingerprint = namespace.root().hex()
+    hello = Hello(
+        PROTOCOL_VERSION,
+        ranks.alike.rank,
+        ranks.alike.size,
+        0 if pages is None else pages.page_bytes,
+        0 if pages is None else pages.num_pages,
+        fingerprint,
+        part=replica.part,
+        machine=replica.machine,
+        broadcast_address=replica.address,
+    )
+    memory = None if pages is None else pages.memory
+    replicas, role = meet(hello, replica, answers, memory, ranks.alike.exchange)
+    if not replicas.are_shared:
+        return own
+    num_storing = own.num_ranks * len(replicas.storing()) // ranks.alike.size
+    return Part(common, num_storing, max(1, own.num_here // replicas.num_like(hello.rank)), role)
 
 
 def _options_of(

@@ -15,15 +15,21 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
+from kvbm_core.control.desk import AtOnce
 from kvbm_core.errors import LayoutError, Outcome, StuckCopyError
 from kvbm_core.identity.roots import NO_ADAPTER, Root, Roots
 from kvbm_core.identity.weights import WeightsIdentity
-from kvbm_core.observe.labels import DropReason, FailureKind
+from kvbm_core.observe.labels import DropReason, FailureKind, MissReason
 from kvbm_core.observe.metrics import Metrics
+from kvbm_core.observe.why import Account
+from kvbm_core.runtime.following import FollowingTiers
 from kvbm_core.runtime.local import Claim, LocalTiers
+from kvbm_core.runtime.sharing import turn_of
+from kvbm_core.runtime.why import Why
 from kvbm_core.tokens.namespace import KeyNamespace
-from kvbm_core.types import BlockKey
+from kvbm_core.types import BlockKey, SequenceHash, Tier, block_key
 from kvbm_sglang.device_pool import DevicePages
+from kvbm_sglang.events import EventFeed
 from kvbm_sglang.identity import page_keys
 from kvbm_sglang.load_counter import LoadCounter
 
@@ -36,7 +42,7 @@ MAX_SOUGHT = 256
 looked up again and again, on the scheduler's thread.
 """
 MAX_QUERIED = 4096
-"""Requests of which it is remembered that they were looked up; so that each counts once."""
+"""Requests of which it is remembered that they were looked up, so that each counts once; and first pages."""
 QUIESCE_TIMEOUT_S = 60.0
 WRITE_OUT_TIMEOUT_S = 3.0
 
@@ -50,6 +56,7 @@ class PageRoots:
     """
 
     def __init__(self, namespace: KeyNamespace, weights: WeightsIdentity, *, is_lasting: bool) -> None:
+        self.digest = namespace.digest
         self._roots = Roots(namespace, weights.stamp, is_lasting=is_lasting)
         self._layout = namespace.layout
         self._weights = weights
@@ -58,6 +65,10 @@ class PageRoots:
     def generation(self) -> int:
         """How often the weights have changed: what was found with those before is not to be loaded."""
         return self._weights.generation
+
+    def on_change(self, call: Callable[[], None]) -> None:
+        """``call``: when pages that were named before are not asked for any more."""
+        self._roots.on_change = call
 
     def now(self) -> Root:
         """For pages that are computed or looked up now."""
@@ -79,20 +90,45 @@ class _Query(NamedTuple):
     is_counted: bool = False
 
 
+class _Told(NamedTuple):
+    """What is told of a request, and how many pages it had found then."""
+
+    account: Account
+    num_found: int
+
+
+def _again(*, is_renamed: bool) -> Why:
+    """Of a beginning that was asked for before, and that no tier knows."""
+    if is_renamed:
+        return (
+            MissReason.OTHER_WEIGHTS,
+            "the same beginning came under other weights, or before they were known",
+        )
+    return (
+        MissReason.NOT_KEPT,
+        "it was asked for before: it is being computed, or SGLang has not stored it yet",
+    )
+
+
 @dataclass(eq=False)
 class _Load:
-    """A load of one request. ``claim`` None: it has failed already. ``index``: of its batch. Of its pages
-    ``num_queried`` were looked up, and ``num_read`` come from the disk.
+    """A load of one request. ``claim`` None: it has failed already. ``index``: of its batch, and ``turn``:
+    what ranks that share it call it. Of its pages ``num_queried`` were looked up, and ``num_read`` come from
+    the disk.
 
-    ``is_begun``: the tiers have it. ``is_over``: it was given up before that.
+    ``state``: the slot of the state behind the last page, None for models without. ``is_begun``: the tiers
+    have it. ``is_over``: it was given up before that.
     """
 
     claim: Claim | None
     indices: Any
+    state: Any = None
     num_queried: int = 0
     num_read: int = 0
     is_lasting: bool = False
+    account: Account | None = None
     index: int = -1
+    turn: int = 0
     is_begun: bool = False
     is_over: bool = False
 
@@ -112,30 +148,41 @@ class LinkerTiers:
 
     def __init__(
         self,
-        tiers: LocalTiers | None,
+        tiers: LocalTiers | FollowingTiers | None,
         pages: DevicePages | None,
         roots: PageRoots | None,
         *,
         counter: LoadCounter,
         metrics: Metrics,
         on_close: Callable[[], None] | None = None,
+        events: EventFeed | None = None,
     ) -> None:
         self.counter = counter
+        self._events = events
+        if roots is not None and events is not None:
+            roots.on_change(events.renamed)
         self._on_close = on_close
         self._tiers = tiers
         self._pages = pages
+        self._num_parts = 0 if pages is None else pages.num_parts
         self._roots = roots
         self._metrics = metrics
         self._pending: dict[str, _Load] = {}
         self._queried: dict[str, _Query] = {}
+        self._why: dict[str, _Told] = {}
+        self._firsts: dict[str, SequenceHash] = {}  # under which root the first page was last asked for
         self._stores: deque[_Store] = deque()
         self._changed = threading.Condition()
         self._loading: set[_Load] = set()
         self._num_storing = 0
+        self._num_begun = 0  # loads, in the order that all ranks begin them in
         self._life = 0  # stores that were asked for in an earlier one are void
         self._loader = ThreadPoolExecutor(1, "kvbm-linker-load")
         self._storer = ThreadPoolExecutor(1, "kvbm-linker-store")
         counter.give_up = self._give_up_batch
+        self.control = AtOnce(self._tiers_there, self._reset_tiers)
+        if isinstance(tiers, LocalTiers):
+            tiers.hold_back_while(lambda: self.control.is_draining)
 
     # ---------------------------------------------------------------- the way up
 
@@ -143,7 +190,10 @@ class LinkerTiers:
         """The lengths, in pages, of the prefixes of ``keys`` that can be loaded; held for the request for a
         while.
         """
-        if self._tiers is None or self._roots is None or not keys:
+        if self._tiers is None or self._roots is None or not keys or self.control.is_draining:
+            if keys and rid not in self._why:
+                text = "it is drained" if self.control.is_draining else "nothing is cached; the log says why"
+                self._note_why(rid, len(keys), 0, (MissReason.NOT_READY, text))
             return []
         root = self._roots.now()
         (first,) = page_keys(root.hash, [keys[0]])
@@ -151,10 +201,65 @@ class LinkerTiers:
         sought = keys
         if not self._tiers.contains(first):  # most prompts that are new are new from their first page on
             sought = keys[:MAX_SOUGHT] if self._tiers.has_keyed_tier else ()
+        lengths: list[int] = []
         if sought:
-            num_found = self._tiers.match(rid, page_keys(root.hash, list(sought)))
+            named = page_keys(root.hash, list(sought))
+            lengths = self._match(rid, named)
+            num_found = max(lengths, default=0)
+            if self._events is not None and num_found:
+                self._events.wanted(named[:num_found], sought[:num_found])
         self._note_query(rid, _Query(len(keys), root, self._roots.generation), is_hit=num_found > 0)
-        return list(range(1, num_found + 1))
+        self._find_why(rid, keys, num_found, root)
+        return lengths
+
+    def _find_why(self, rid: str, keys: Sequence[str], num_found: int, root: Root) -> None:
+        """Notes what a request got, at its first lookup, and anew when a later one finds more."""
+        known = self._why.get(rid)
+        if known is not None and known.num_found >= num_found:
+            return
+        why: Why | None = None
+        if num_found < len(keys) and isinstance(self._tiers, LocalTiers):
+            (key,) = page_keys(root.hash, [keys[num_found]])
+            why = self._tiers.why_missed(key)
+            other = self._firsts.get(keys[0])
+            if why[0] is MissReason.NEVER_SEEN and not num_found and other is not None:
+                why = _again(is_renamed=other != root.hash)
+        self._firsts[keys[0]] = root.hash
+        if len(self._firsts) > MAX_QUERIED:
+            del self._firsts[next(iter(self._firsts))]
+        self._note_why(rid, len(keys), num_found, why)
+
+    def _note_why(self, rid: str, num_pages: int, num_found: int, why: Why | None) -> None:
+        page_tokens = 0 if self._pages is None else self._pages.page_tokens
+        missed, (reason, text) = (num_pages - num_found) * page_tokens, why or (None, "")
+        account = Account(rid, num_pages * page_tokens, 0, missed, reason, text)
+        account.host_tokens = num_found * page_tokens
+        if reason is not None and rid not in self._why:
+            self._metrics.missed(reason, missed)
+        self._why[rid] = _Told(account, num_found)
+        if len(self._why) > MAX_QUERIED:
+            del self._why[next(iter(self._why))]
+        self._metrics.why.add(account)
+
+    def _match(self, rid: str, named: list[BlockKey]) -> list[int]:
+        """The lengths that can be loaded; the longest is held. With states: those that end at one."""
+        if isinstance(self._tiers, FollowingTiers) or not self._num_parts:
+            return list(range(1, self._tiers.match(rid, named) + 1)) if self._tiers is not None else []
+        if self._tiers is None:
+            return []
+        is_there = self._tiers.contains
+        whole = range(1, self._tiers.leading(named) + 1)
+        lengths = [length for length in whole if all(map(is_there, self._parts_of(named[length - 1])))]
+        wanted = self._with_state(named[: max(lengths, default=0)])
+        return lengths if self._tiers.match(rid, wanted) == len(wanted) else []
+
+    def _parts_of(self, page: BlockKey) -> list[BlockKey]:
+        """Of the state behind a page."""
+        return [block_key(SequenceHash(page), part) for part in range(1, self._num_parts + 1)]
+
+    def _with_state(self, pages: list[BlockKey]) -> list[BlockKey]:
+        """The state last: it is of use for longer than a page of its prefix."""
+        return [*pages, *self._parts_of(pages[-1])] if pages else []
 
     def _note_query(self, rid: str, query: _Query, *, is_hit: bool) -> None:
         """A request that waits is looked up again and again; a hit counts when it has been loaded."""
@@ -166,9 +271,9 @@ class LinkerTiers:
         if is_miss:
             self._metrics.request_hits(0, 0, query.num_pages)
 
-    def load(self, rid: str, keys: Sequence[str], indices: Any) -> None:
-        """Queues a load into the pages of ``indices``, for the next ``start``. What cannot be loaded fails
-        there.
+    def load(self, rid: str, keys: Sequence[str], indices: Any, state: Any = None) -> None:
+        """Queues a load into the pages of ``indices`` and the slot ``state``, for the next ``start``. What
+        cannot be loaded fails there.
         """
         self.cancel(rid)
         if self._tiers is None or self._roots is None:
@@ -182,8 +287,11 @@ class LinkerTiers:
             if query.is_counted:  # as a miss, before a store brought it
                 num_queried = 0
                 self._queried[rid] = query._replace(is_counted=False)
-        claim = self._tiers.claim(rid, page_keys(root.hash, list(keys)))
-        self._pending[rid] = _Load(claim, indices, num_queried, is_lasting=root.is_lasting)
+        named = page_keys(root.hash, list(keys))
+        claim = self._tiers.claim(rid, named if state is None else self._with_state(named))
+        load = _Load(claim, indices, state, num_queried, is_lasting=root.is_lasting)
+        load.account = told.account if (told := self._why.get(rid)) is not None else None
+        self._pending[rid] = load
 
     def fail_load(self, rid: str) -> None:
         """Queues a load that fails."""
@@ -203,12 +311,16 @@ class LinkerTiers:
         """
         if not self._pending:
             return -1
-        loads, self._pending = list(self._pending.values()), {}
+        loads, self._pending = self._pending, {}
         index = self.counter.begin(len(loads))
-        for load in loads:
+        for rid, load in loads.items():
+            load.turn = turn_of(self._num_begun, rid)
+            self._num_begun += 1
             if load.claim is None:
                 self._metrics.failure(FailureKind.LEASE_EXPIRED)
                 self.counter.end_load(index, has_landed=False)
+                if self._tiers is not None:  # in its turn
+                    self._loader.submit(self._tiers.skip, load.turn, 0)
             else:
                 load.index = index
                 with self._changed:
@@ -227,31 +339,43 @@ class LinkerTiers:
         blocks: tuple[int, ...] | None = None
         try:
             wait_ready()
-            blocks = self._pages.numbers(load.indices)
+            blocks = self._blocks_of(self._pages, load.indices, load.state)
         except Exception:
             log.exception("kvbm: pages cannot be loaded")
             self._metrics.failure(FailureKind.OTHER)
         with self._changed:
-            if load.is_over:
-                return
-            if blocks is not None:
+            was_over, load.is_over = load.is_over, blocks is None or load.is_over
+            if blocks is not None and not was_over:
                 load.is_begun, load.num_read = True, load.claim.held.num_fetched
-                self._tiers.load(
-                    load.claim, blocks, partial(self._load_ended, load), is_lasting=load.is_lasting
-                )
+                on_end = partial(self._load_ended, load)
+                self._tiers.load(load.claim, blocks, on_end, turn=load.turn, is_lasting=load.is_lasting)
                 return
-            load.is_over = True
-        self._tiers.drop(load.claim)
-        self._load_ended(load, Outcome.REJECTED)
+        self._tiers.skip(load.turn, len(load.claim.keys))
+        if not was_over:
+            self._tiers.drop(load.claim)
+            self._load_ended(load, Outcome.REJECTED)
 
     def _load_ended(self, load: _Load, outcome: Outcome) -> None:
         self.counter.end_load(load.index, has_landed=outcome is Outcome.OK)
         if outcome is Outcome.OK and self._pages is not None and load.claim is not None:
-            num_pages = len(load.claim.keys)
-            self._metrics.matched_tokens(num_pages * self._pages.page_tokens)
-            num_brought = load.claim.held.num_brought
-            num_hosted = num_pages - load.num_read - num_brought
-            self._metrics.request_hits(num_hosted, load.num_read, load.num_queried, num_brought)
+            num_parts = 0 if load.state is None else self._num_parts
+            num_pages, page_tokens = len(load.claim.keys) - num_parts, self._pages.page_tokens
+            num_read, num_brought = min(load.num_read, num_pages), load.claim.held.num_brought
+            self._metrics.matched_tokens(
+                num_pages * page_tokens,
+                disk_tokens=num_read * page_tokens,
+                remote_tokens=num_brought * page_tokens,
+            )
+            num_hosted = num_pages - num_read - num_brought
+            self._metrics.request_hits(num_hosted, num_read, load.num_queried, num_brought)
+            if load.account is not None:
+                load.account.host_tokens = num_hosted * page_tokens
+                load.account.disk_tokens = num_read * page_tokens
+                load.account.remote_tokens = num_brought * page_tokens
+        elif load.account is not None:
+            lost_tokens = load.account.host_tokens
+            load.account.failed(lost_tokens, f"its load failed: {outcome}")
+            self._metrics.missed(MissReason.FAILED, lost_tokens)
         with self._changed:
             self._loading.discard(load)
             self._changed.notify_all()
@@ -273,24 +397,25 @@ class LinkerTiers:
 
     # ---------------------------------------------------------------- the way down
 
-    def store(self, keys: Sequence[str], indices: Any, wait_ready: WaitReady) -> None:
-        """Keeps the pages of ``indices``, which may be read when ``wait_ready`` returns, until it has
-        ended.
+    def store(self, keys: Sequence[str], indices: Any, wait_ready: WaitReady, state: Any = None) -> None:
+        """Keeps the pages of ``indices``, and the slot ``state`` that is behind the last of them. They may be
+        read when ``wait_ready`` returns, until the store has ended.
         """
         store = _Store()
+        is_off = self._tiers is None or self._roots is None or self.control.is_draining
         with self._changed:
-            is_refused = self._num_storing >= MAX_WAITING_STORES
-            is_refused = is_refused or self._tiers is None or self._roots is None
+            is_refused = self._num_storing >= MAX_WAITING_STORES or is_off
             self._num_storing += not is_refused
         self._stores.append(store)
         if is_refused or self._roots is None:
             store.outcome = Outcome.BUSY
-            self._metrics.dropped(
-                DropReason.TIER_NOT_READY if self._tiers is None else DropReason.QUEUE_FULL, len(keys)
-            )
+            self._metrics.dropped(DropReason.TIER_NOT_READY if is_off else DropReason.QUEUE_FULL, len(keys))
             return
-        root = self._roots.now()
-        job = partial(self._store, store, page_keys(root.hash, list(keys)), is_lasting=root.is_lasting)
+        root, pages = self._roots.now(), tuple(keys)
+        named = page_keys(root.hash, list(keys))
+        on_end = partial(self._stored, store, named, pages, self._events.generation if self._events else 0)
+        kept = named if state is None else self._with_state(named)
+        job = partial(self._store, store, kept, state=state, on_end=on_end, is_lasting=root.is_lasting)
         self._storer.submit(job, indices, self._life, wait_ready)
 
     def fail_store(self) -> None:
@@ -313,6 +438,8 @@ class LinkerTiers:
         life: int,
         wait_ready: WaitReady,
         *,
+        state: Any,
+        on_end: Callable[[Outcome], None],
         is_lasting: bool,
     ) -> None:
         """In the storing thread."""
@@ -321,7 +448,7 @@ class LinkerTiers:
         blocks: tuple[int, ...] | None = None
         try:
             wait_ready()
-            blocks = self._pages.numbers(indices)
+            blocks = self._blocks_of(self._pages, indices, state)
             if len(blocks) != len(keys):
                 raise LayoutError(f"kvbm: {len(blocks)} pages, {len(keys)} keys")
         except Exception:
@@ -330,15 +457,45 @@ class LinkerTiers:
             blocks = None
         with self._changed:
             if blocks is not None and life == self._life:
-                self._tiers.store(keys, blocks, partial(self._store_ended, store), is_lasting=is_lasting)
+                self._tiers.store(keys, blocks, on_end, is_lasting=is_lasting)
                 return
         self._store_ended(store, Outcome.REJECTED)
+
+    def _blocks_of(self, pages: DevicePages, indices: Any, state: Any) -> tuple[int, ...]:
+        """Of the pages, and of the parts of the state."""
+        parts = () if state is None else (pages.state_number(state),) * self._num_parts
+        return (*pages.numbers(indices), *parts)
+
+    def _stored(
+        self,
+        store: _Store,
+        keys: Sequence[BlockKey],
+        pages: Sequence[str],
+        generation: int,
+        outcome: Outcome,
+    ) -> None:
+        if self._events is not None and outcome in {Outcome.OK, Outcome.NO_SPACE}:
+            self._events.kept(keys, pages, generation)
+        self._store_ended(store, outcome)
 
     def _store_ended(self, store: _Store, outcome: Outcome) -> None:
         store.outcome = outcome
         with self._changed:
             self._num_storing -= 1
             self._changed.notify_all()
+
+    # ---------------------------------------------------------------- an operator's orders; any thread
+
+    @property
+    def namespace(self) -> str:
+        """See About."""
+        return "" if self._roots is None else self._roots.digest
+
+    def _tiers_there(self) -> frozenset[Tier]:
+        return frozenset() if self._tiers is None else self._tiers.tiers
+
+    def _reset_tiers(self, tiers: frozenset[Tier]) -> bool:
+        return self._tiers is None or self._tiers.reset(tiers, QUIESCE_TIMEOUT_S)
 
     # ---------------------------------------------------------------- ends
 
@@ -373,6 +530,8 @@ class LinkerTiers:
         """
         if self._roots is not None:
             self._roots.weights_changed()
+        if self._events is not None:
+            self._events.renamed()
 
     def close(self) -> None:
         """Ends threads and tiers; idempotent. What is on its way to the disk has WRITE_OUT_TIMEOUT_S to get

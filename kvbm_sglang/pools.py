@@ -15,6 +15,7 @@ import torch
 
 from kvbm_core.clock import SystemClock
 from kvbm_core.config import KvbmSettings
+from kvbm_core.control.desk import AtOnce
 from kvbm_core.errors import ConfigError, LayoutError, Outcome
 from kvbm_core.observe.labels import FailureKind
 from kvbm_core.runtime.assembly import rank_options, remote_admission
@@ -27,9 +28,11 @@ from kvbm_core.storage.stores import StoreSpec, limited_log, open_store
 from kvbm_core.tokens.namespace import KeyNamespace
 from kvbm_core.types import Direction, Tier
 from kvbm_sglang.engine_settings import code_of, describe_engine, effective, find_server_args
+from kvbm_sglang.events import EventFeed
 from kvbm_sglang.identity import (
     KV,
     engine_claim,
+    is_first_of,
     is_replicated,
     model_of,
     namespace_of,
@@ -37,6 +40,7 @@ from kvbm_sglang.identity import (
     shard_of,
 )
 from kvbm_sglang.pages import Pages
+from kvbm_sglang.side_pools import STATES, why_not_kept
 from kvbm_sglang.stats import Stats
 from kvbm_sglang.store import DEADLINE_S, FollowedFile, OwnFile, PagesOnDisk, PageStore, meaning_of
 from kvbm_sglang.weights import weights_identity
@@ -47,6 +51,10 @@ if TYPE_CHECKING:
 SIZE = "DYN_KVBM_DISK_CACHE_GB"
 BUSY_RETRY_S = 1.0
 """How often a file is asked for that another process still has."""
+STATE_EVERY_TOKENS = 2048
+"""SGLang makes a state for each chunk of a prefill and for each finished request. It divides its host memory
+as the device's, which has as many states as requests run; KV without a state behind it is dead memory.
+"""
 
 log = logging.getLogger("kvbm")
 
@@ -56,8 +64,9 @@ class Pools:
 
     Pools that are registered before the first use share ``DYN_KVBM_DISK_CACHE_GB`` as they share host memory;
     one that comes later gets, on top, as much as it would have had. A number of blocks counts pages of the KV
-    pool; the others get as much for their host memory. A pool that cannot be kept is said so
-    once, and missing. Nothing is kept or found while it is not known which weights these are, and never if
+    pool; the others get as much for their host memory. States get at least one for every STATE_EVERY_TOKENS
+    of the KV pool's pages. If one of the pools cannot be kept, nothing is, which is said once: a prompt needs
+    all of them. Nothing is kept or found while it is not known which weights these are, and never if
     the engine has a setting under which a page means nothing in another process.
     """
 
@@ -72,17 +81,23 @@ class Pools:
         self._lock = threading.Lock()
         self._waiting: dict[str, Any] = {}
         self._busy: set[str] = set()
+        self._refused: set[str] = set()
         self._next_try_s = 0.0
         self._pages: dict[str, Pages] = {}
         self._stores: dict[str, PageStore] = {}
         self._folder: DiskFolder | None = None
-        self._bytes_per_host_byte = 0.0
+        self._followed = ""  # the writer's folder is called by its first pool
+        self._bytes_per_counted_byte = 0.0
+        self._events: EventFeed | None = None  # made with the KV pool
         server_args = find_server_args()
         self._engine = describe_engine(server_args, config)
         self._engine.tell("SGLang", "nothing is cached")
-        arguments = effective(server_args)
-        self._model = model_of(config, arguments)
-        self._weights = weights_identity(arguments, self._model, code_of(server_args))
+        self._arguments = arguments = effective(server_args)
+        self.model = model_of(config, arguments)
+        self.namespace = ""
+        """See About; "" until the KV pool is open."""
+        self.control = AtOnce(self._tiers_there, self._reset)
+        self._weights = weights_identity(arguments, self.model, code_of(server_args))
         if self._engine.is_lasting:
             self._weights.start()
 
@@ -94,6 +109,7 @@ class Pools:
         """Tells of a pool; nothing is opened yet. The same name again: the pool has been made anew."""
         with self._lock:
             self._waiting[name] = pool
+            self._refused.discard(name)
             self._next_try_s = 0.0
 
     def open(self) -> None:
@@ -131,6 +147,14 @@ class Pools:
         started_s = time.perf_counter()
         return self._ended(Direction.ONBOARD, name, store.get(keys, host_indices), started_s)
 
+    def _tiers_there(self) -> frozenset[Tier]:
+        return frozenset({Tier.DISK}) if self._stores else frozenset()
+
+    def _reset(self, tiers: frozenset[Tier]) -> bool:
+        self.clear()
+        self._tell_usage()
+        return True
+
     def clear(self) -> None:
         """Forgets all pages of these pools, for good; nothing else in the directory is touched."""
         self.open()
@@ -146,6 +170,8 @@ class Pools:
             folder, self._folder = self._folder, None
         for store in stores.values():
             store.close()
+        if self._events is not None:
+            self._events.close()
         if folder is not None:
             folder.close()
 
@@ -156,32 +182,42 @@ class Pools:
 
     def _store(self, name: str) -> PageStore | None:
         if not self._is_lasting():
+            if self._events is not None and self._weights.generation and not self._events.generation:
+                self._events.renamed()  # once: no page is asked for any more
+            return None
+        if self.control.is_draining:
             return None
         self.open()
-        return self._stores.get(name) if KV in self._stores else None
+        has_all = KV in self._stores and not self._refused and not self._busy
+        return self._stores.get(name) if has_all else None
 
     def _ended(self, direction: Direction, name: str, answers: Answers, started_s: float) -> list[bool]:
         seconds = time.perf_counter() - started_s
         outcomes, page_bytes = answers.outcomes, self._pages[name].page_bytes
         self._stats.moved(direction, outcomes, page_bytes, seconds, len(answers.remote))
+        self._tell_usage()
+        return [outcome is Outcome.OK for outcome in outcomes]
+
+    def _tell_usage(self) -> None:
         disks = [store.disk for store in list(self._stores.values())]
         used, capacity = sum(disk.resident_blocks for disk in disks), sum(disk.num_slots for disk in disks)
         self._stats.disk_tier(used, capacity, sum(disk.evicted_blocks_total for disk in disks))
-        return [outcome is Outcome.OK for outcome in outcomes]
 
     def _open_waiting(self) -> None:
         waiting, self._waiting = self._waiting, {}
         known = {
             name: pages for name, pool in waiting.items() if (pages := self._pages_of(name, pool)) is not None
         }
-        if not self._bytes_per_host_byte and known:
-            self._bytes_per_host_byte = self._share_of(known)
+        if not self._bytes_per_counted_byte and known:
+            self._bytes_per_counted_byte = self._share_of(known)
         for name, pages in known.items():
             replaced = self._stores.pop(name, None)
             if replaced is not None:
                 replaced.close()
+                if name == KV and self._events is not None and self._events.log is not None:
+                    self._events.log.cleared(Tier.DISK, ())
             try:
-                self._stores[name] = self._open(name, pages, waiting[name])
+                self._stores[name] = self._open(name, pages, waiting[name], known)
                 self._pages[name] = pages
                 self._busy.discard(name)
             except DirectoryBusyError as error:
@@ -194,43 +230,59 @@ class Pools:
                 self._refuse(name, error)
 
     def _share_of(self, known: Mapping[str, Pages]) -> float:
-        """Bytes on disk for each byte of host memory."""
+        """Bytes on disk for each byte that counts of the pools (see ``_counted_bytes``)."""
         num_pages = self._settings.disk_cache_override_num_blocks
         if num_pages is None:
-            host_bytes = sum(pages.pool_bytes for pages in known.values())
-            return (self._settings.disk_cache_gb or 0.0) * 1e9 / host_bytes
+            counted_bytes = sum(self._counted_bytes(name, pages, known) for name, pages in known.items())
+            return (self._settings.disk_cache_gb or 0.0) * 1e9 / counted_bytes
         counted = known.get(KV) or next(iter(known.values()))
         return num_pages * record_bytes(counted.page_bytes) / counted.pool_bytes
 
-    def _num_slots(self, name: str, pages: Pages) -> int:
+    def _counted_bytes(self, name: str, pages: Pages, known: Mapping[str, Pages]) -> float:
+        """The host memory of a pool; of states as much as a state every STATE_EVERY_TOKENS takes at least."""
+        kv = known.get(KV) or self._pages.get(KV)
+        if name != STATES or kv is None:
+            return pages.pool_bytes
+        num_tokens = kv.pool_bytes / record_bytes(kv.page_bytes) * kv.page_tokens
+        return max(pages.pool_bytes, num_tokens / STATE_EVERY_TOKENS * record_bytes(pages.page_bytes))
+
+    def _num_slots(self, name: str, pages: Pages, known: Mapping[str, Pages]) -> int:
         num_pages = self._settings.disk_cache_override_num_blocks
         if name == KV and num_pages is not None:
             return num_pages
-        return int(pages.pool_bytes * self._bytes_per_host_byte) // record_bytes(pages.page_bytes)
+        disk_bytes = self._counted_bytes(name, pages, known) * self._bytes_per_counted_byte
+        return int(disk_bytes) // record_bytes(pages.page_bytes)
 
     def _pages_of(self, name: str, pool: Any) -> Pages | None:
+        config = self._config
         try:
+            if reason := why_not_kept(
+                name, pool, self._arguments, is_mla_model=bool(config.is_mla_model), tp_size=config.tp_size
+            ):
+                raise LayoutError(f"kvbm: {reason}")
             return Pages(pool)
         except LayoutError as error:
             self._refuse(name, error)
             return None
 
     def _refuse(self, name: str, error: Exception) -> None:
-        what = "no page is cached" if name == KV else "no prompt that needs it is cached"
-        log.error("%s; pool %s: %s", error, name, what)
+        self._refused.add(name)
+        log.error("%s; pool %s: nothing is cached", error, name)
         self._stats.metrics.failure(FailureKind.LAYOUT)
 
-    def _open(self, name: str, pages: Pages, pool: Any) -> PageStore:
+    def _open(self, name: str, pages: Pages, pool: Any, known: Mapping[str, Pages]) -> PageStore:
         settings, config = self._settings, self._config
         weights = self._weights.stamp()
         if not weights.is_lasting:
             raise LayoutError("kvbm: the weights have just changed")
         namespace = namespace_of(
-            config, pool, name, pages.piece_bytes, self._model, engine=self._engine, weights=weights
+            config, pool, name, pages.piece_bytes, self.model, engine=self._engine, weights=weights
         )
+        if name == KV:
+            self.namespace = namespace.digest
         remote = self._open_remote(name, pages, namespace)
         try:
-            disk = self._open_disk(name, pages, namespace)
+            disk = self._open_disk(name, pages, namespace, self._num_slots(name, pages, known))
         except BaseException:
             if remote is not None:
                 remote.close()
@@ -245,19 +297,20 @@ class Pools:
                 self._stats.metrics,
                 io_deadline_s=self._remote_deadline_s,
             )
-        return PageStore(disk, chain, pages, namespace, self._options.disk.io_deadline_s)
+        events = self._events if name == KV else None
+        return PageStore(disk, chain, pages, namespace, self._options.disk.io_deadline_s, events=events)
 
-    def _open_disk(self, name: str, pages: Pages, namespace: KeyNamespace) -> PagesOnDisk:
+    def _open_disk(self, name: str, pages: Pages, namespace: KeyNamespace, num_slots: int) -> PagesOnDisk:
         settings, config, options = self._settings, self._config, self._options.disk
         directory, claim = Path(settings.disk_cache_dir), engine_claim(config)
         fingerprint = namespace.without_weights().root().hex()
         if reads_along(config, name):
+            self._followed = followed = self._followed or fingerprint
             return FollowedFile(
-                lambda: claimed_folder(directory, fingerprint, claim), namespace, pages.page_bytes, options
+                lambda: claimed_folder(directory, followed, claim), namespace, pages.page_bytes, options
             )
         if self._folder is None:
             self._folder = DiskFolder(directory, fingerprint, claim)
-        num_slots = self._num_slots(name, pages)
         if not num_slots:
             raise ConfigError(
                 SIZE, settings.disk_cache_gb, f"holds no page of {pages.page_bytes} bytes; set more"
@@ -266,7 +319,25 @@ class Pools:
         log.info(
             "kvbm: pool %s: %d pages of %d bytes in %s", name, num_slots, pages.page_bytes, self._folder.path
         )
-        return OwnFile(self._folder.path, namespace, pages.page_bytes, num_slots, options, shares=shares)
+        listener = None
+        if name == KV:
+            self._events = self._events or EventFeed(
+                settings,
+                self._stats.metrics,
+                pages.page_tokens,
+                int(getattr(config, "dp_rank", 0) or 0),
+                is_first_of(config),
+            )
+            listener = self._events.log
+        return OwnFile(
+            self._folder.path,
+            namespace,
+            pages.page_bytes,
+            num_slots,
+            options,
+            shares=shares,
+            listener=listener,
+        )
 
     def _open_remote(self, name: str, pages: Pages, namespace: KeyNamespace) -> BlockStore | None:
         if not self._settings.store_urls:
@@ -278,7 +349,7 @@ class Pools:
         shard, meaning = shard_of(self._config, name), meaning_of(namespace).hex()
         try:
             return open_store(
-                StoreSpec(url, pages.page_bytes, meaning, shard, self._model, self._options.store)
+                StoreSpec(url, pages.page_bytes, meaning, shard, self.model, self._options.store)
             )
         except (ConfigError, OSError) as error:
             log.error("%s; pool %s is kept on this machine alone", error.args[-1], name)

@@ -71,8 +71,12 @@ class Stats:
 
     def queried(self, page_tokens: int, hits: Sequence[Tier | None], queried_pages: int) -> None:
         """A prefix was looked for; ``hits``: where each page of what was found is."""
-        self.metrics.matched_tokens(len(hits) * page_tokens)
         remote_pages = hits.count(Tier.REMOTE)
+        self.metrics.matched_tokens(
+            len(hits) * page_tokens,
+            disk_tokens=(len(hits) - remote_pages) * page_tokens,
+            remote_tokens=remote_pages * page_tokens,
+        )
         self.metrics.request_hits(0, len(hits) - remote_pages, queried_pages, remote_pages)
 
     def take(self) -> dict[Direction, list[Batch]] | None:

@@ -11,6 +11,7 @@ from typing import Protocol
 
 import torch
 
+from kvbm_core.blocks.slot_tier import Residency
 from kvbm_core.errors import Outcome
 from kvbm_core.runtime.store_chain import Answers, StoreChain
 from kvbm_core.storage.base import BlockStore, Memory
@@ -20,6 +21,7 @@ from kvbm_core.storage.disk.reader import DiskReader
 from kvbm_core.storage.disk.store import DiskStore
 from kvbm_core.tokens.namespace import KeyNamespace
 from kvbm_core.types import BlockKey, Tier
+from kvbm_sglang.events import EventFeed
 from kvbm_sglang.identity import page_keys
 from kvbm_sglang.pages import Pages
 
@@ -46,7 +48,8 @@ class PagesOnDisk(BlockStore, Protocol):
 
 
 class OwnFile(DiskStore):
-    """Pages that this rank writes, ``num_slots`` at most. ``shares``: other ranks read along.
+    """Pages that this rank writes, ``num_slots`` at most. ``shares``: other ranks read along. ``listener``:
+    see DiskStore.
 
     DiskError, one line, if the folder cannot hold it.
     """
@@ -60,6 +63,7 @@ class OwnFile(DiskStore):
         options: FileOptions,
         *,
         shares: bool,
+        listener: Residency | None = None,
     ) -> None:
         self.num_slots = num_slots
         path, meaning = _place_of(folder, namespace)
@@ -69,6 +73,7 @@ class OwnFile(DiskStore):
             options,
             reads_straight=False,  # SGLang takes a page back as soon as a read has failed, late or not
             shares=shares,
+            listener=listener,
         )
         self.wait_recovered(START_WAIT_S)
 
@@ -144,8 +149,8 @@ class FollowedFile:
 
 
 class PageStore:
-    """A pool's pages by SGLang's keys: ``disk``, and the remote store of ``chain`` if there is one. Safe to
-    call from any thread; a call ends within ``deadline_s``.
+    """A pool's pages by SGLang's keys: ``disk``, and the remote store of ``chain`` if there is one.
+    ``events``: of the disk. Safe to call from any thread; a call ends within ``deadline_s``.
     """
 
     def __init__(
@@ -155,8 +160,11 @@ class PageStore:
         pages: Pages,
         namespace: KeyNamespace,
         deadline_s: float,
+        *,
+        events: EventFeed | None = None,
     ) -> None:
         self.disk = disk
+        self._events = events
         self._chain = chain
         self._pages = pages
         self._root = namespace.root()
@@ -169,6 +177,8 @@ class PageStore:
             found = Answers(self.disk.contains_many(named, deadline_s=self._deadline_s), set())
         else:
             found = self._chain.find(named, deadline_s=self._deadline_s)
+        if self._events is not None:
+            self._events.wanted(named, keys)
         return [
             None if outcome is not Outcome.OK else Tier.REMOTE if i in found.remote else Tier.DISK
             for i, outcome in enumerate(found.outcomes)
@@ -178,7 +188,12 @@ class PageStore:
         """Keeps these pages."""
         memory = self._pages.memory_of(host_indices, len(keys))
         store: BlockStore = self._chain or self.disk
-        return store.put_many(page_keys(self._root, keys), memory, deadline_s=self._deadline_s)
+        named = page_keys(self._root, keys)
+        generation = self._events.generation if self._events is not None else 0
+        outcomes = store.put_many(named, memory, deadline_s=self._deadline_s)
+        if self._events is not None:
+            self._events.kept(named, keys, generation)
+        return outcomes
 
     def get(self, keys: list[str], host_indices: torch.Tensor) -> Answers:
         """Fills these pages; one whose outcome is not OK holds garbage."""

@@ -5,6 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from kvbm_core.config import Adapter, SettingSource
+from kvbm_core.control.desk import About
+from kvbm_core.events.log import EventLog
+from kvbm_core.events.service import ConsolidatedEnds, EventService, media_of
 from kvbm_core.identity.fields import NOT_ON_DISK
 from kvbm_core.identity.roots import Roots
 from kvbm_core.observe.guard import GuardState
@@ -20,6 +23,7 @@ from kvbm_core.runtime.assembly import (
 from kvbm_core.runtime.transfer_jobs import JobPart
 from kvbm_core.runtime.worker import Worker
 from kvbm_core.tiers.groups import GroupSpec
+from kvbm_core.types import Tier
 from kvbm_trtllm.config import (
     block_tokens_of,
     check_supported,
@@ -31,7 +35,9 @@ from kvbm_trtllm.config import (
     tiers_here_of,
     world_size_of,
 )
+from kvbm_trtllm.consolidator_config import endpoints_of
 from kvbm_trtllm.contract import BAD_PAGE
+from kvbm_trtllm.events import EventFeed, own_hash
 from kvbm_trtllm.identity import describe_engine, namespace_of, weights_identity
 from kvbm_trtllm.layout import Ranks
 from kvbm_trtllm.meeting import data_parallel_rank_of, meet, name_of_engine, rank_of
@@ -69,17 +75,30 @@ class LeaderPart:
         self._process = LeaderProcess(
             settings,
             self.metrics,
-            endpoint_of(meeting.engine_id, settings, data_parallel_rank_of(llm_args)),
+            endpoint_of(
+                meeting.engine_id,
+                settings,
+                data_parallel_rank_of(llm_args),
+                is_spread=tiers_here_of(llm_args) < 1,
+            ),
             world_size=world_size_of(llm_args),
             model=str(getattr(llm_args, "model", "")),
             engine_name=meeting.engine_id[-8:],
             tiers_here=tiers_here_of(llm_args),
         )
+        self._events, self._publishing = self._make_events()
         self._groups: tuple[GroupSpec, ...] = (GroupSpec(0, block_tokens_of(llm_args)),)
         self._is_told = False
+        rank = data_parallel_rank_of(llm_args)
+        self._about = about = About(
+            "TensorRT-LLM", str(getattr(llm_args, "model", "")), rank, self._namespace_digest
+        )
         self._make_callbacks()
         self._process.channel.poll_with(self._poll_if_quiet)
-        self._process.serve_metrics(data_parallel_rank_of(llm_args), self._readiness)
+        rank = data_parallel_rank_of(llm_args)
+        about = About("TensorRT-LLM", str(getattr(llm_args, "model", "")), rank, self._namespace_digest)
+        self._process.serve_metrics(about, self._readiness)
+        self._process.take_orders(about, self._readiness)
         if settings.has_lower_tier:
             self._weights.start()
         meeting.leader = self
@@ -103,12 +122,38 @@ class LeaderPart:
         """Ends threads and sockets. May be called twice."""
         self._weights.close()
         self._process.close()
+        if self._publishing is not None:
+            self._publishing.close()
+
+    def _make_events(self) -> tuple[EventFeed, EventService | None]:
+        """Nothing but an idle feed, if nobody wants events."""
+        settings, has_attention_dp = (
+            self._settings,
+            bool(getattr(self._llm_args, "enable_attention_dp", False)),
+        )
+        ends = None if has_attention_dp else endpoints_of(settings)
+        if ends is None and not settings.event_ways:
+            return EventFeed(), None
+        event_log = EventLog(media_of(settings), own_hash)
+        consolidated = None if ends is None else ConsolidatedEnds(*ends, same_hashes=False)
+        rank = data_parallel_rank_of(self._llm_args)
+        return EventFeed(event_log), EventService(settings, event_log, rank, self.metrics, consolidated)
 
     def _make_callbacks(self) -> None:
         settings = self._settings
+        if self._events.log is not None:  # of a leader that is not used any more
+            for tier in (Tier.HOST, Tier.DISK):
+                self._events.log.cleared(tier, ())
         # Nobody can be told to ask again, so that loads under way are not waited for.
         options = leader_options(settings, share_loads=False, null_block=BAD_PAGE)
-        leader = self._process.make_leader(self._groups, options, on_onboard_end=self._on_onboard_end)
+        leader = self._process.make_leader(
+            self._groups,
+            options,
+            listener=self._events.log,
+            on_offload_end=self._events.on_end,
+            on_onboard_end=self._on_onboard_end,
+        )
+        self._process.compare(leader, self._about, self._description)
         self.callbacks = SchedulerSide(
             leader,
             Roots(
@@ -127,7 +172,11 @@ class LeaderPart:
                 spare_tokens=spare_tokens_of(self._llm_args),
                 pads_graphs=pads_graphs(self._llm_args),
             ),
+            events=self._events,
         )
+
+    def _namespace_digest(self) -> str:
+        return namespace_of(self._description, self._groups[0].block_size_tokens).digest
 
     def _readiness(self) -> Readiness:
         return self.callbacks.leader.readiness()  # that of the groups as they turned out to be
@@ -146,8 +195,8 @@ def build_worker_side(llm_args: Any, *, waits_at_register: bool) -> WorkerSide:
     engine_id = name_of_engine(llm_args, meeting)
     settings = read_settings()
     setup_logging(settings.log_level)
-    endpoint = endpoint_of(engine_id, settings, data_parallel_rank_of(llm_args))
-    replicates = settings.nccl_mla_mode and world_size > 1
+    is_spread = tiers_here_of(llm_args) < 1
+    endpoint = endpoint_of(engine_id, settings, data_parallel_rank_of(llm_args), is_spread=is_spread)
     # A load that is given up costs a whole batch here, and one that takes long nobody but its own request.
     is_default = settings.source("disk_deadline_s") is SettingSource.DEFAULT
     options = rank_options(
@@ -155,9 +204,7 @@ def build_worker_side(llm_args: Any, *, waits_at_register: bool) -> WorkerSide:
         deadline_s=PATIENT_DISK_DEADLINE_S if is_default else None,
         check_at_start=True,  # a damaged record is found now, not by a load
     )
-    worker = Worker(
-        rank, world_size, endpoint, options, replicates=replicates, max_ctas=settings.nccl_max_ctas
-    )
+    worker = Worker(rank, world_size, endpoint, options, max_ctas=settings.nccl_max_ctas)
     return WorkerSide(
         worker,
         Ranks(rank, world_size),
@@ -167,6 +214,6 @@ def build_worker_side(llm_args: Any, *, waits_at_register: bool) -> WorkerSide:
             lambda is_latent: index_cache_of(llm_args, is_latent=is_latent),
         ),
         lambda: meeting.leader if meeting is not None else None,
-        replicates=replicates,
+        stores_once=settings.nccl_mla_mode,
         guard_state=GuardState(metrics_of(settings, WorkerSide)),
     )

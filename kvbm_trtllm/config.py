@@ -5,13 +5,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from typing import Any
 
 from kvbm_core.config import KvbmSettings
 from kvbm_core.errors import UnsupportedError
 from kvbm_core.identity.hub import folder_of
-from kvbm_core.runtime.endpoint import Endpoint, engine_endpoint
+from kvbm_core.identity.layers import keeps_states
+from kvbm_core.runtime.endpoint import Endpoint, endpoint_apart, engine_endpoint
 
 
 def read_settings() -> KvbmSettings:
@@ -93,6 +95,13 @@ def check_supported(llm_args: Any, *, has_attention_dp: bool) -> None:
             raise UnsupportedError(
                 f"kvbm: {setting} is not supported with kvbm: remove it, or kv_connector_config"
             )
+    model = _model_config_of(llm_args)
+    if model is not None and keeps_states(model):
+        # Newer TensorRT-LLM refuses it as well; 1.1 and 1.2 go on, and a hit would be without its states.
+        raise UnsupportedError(
+            f"kvbm: {llm_args.model} has layers with states (Mamba, gated delta net), which TensorRT-LLM does"
+            " not hand to connectors: run it without kv_connector_config, or with vLLM"
+        )
     if uses_attention_dp(llm_args) and not has_attention_dp:
         raise UnsupportedError(
             "kvbm: enable_attention_dp=true: this TensorRT-LLM gives connectors one leader for all "
@@ -145,8 +154,14 @@ def _model_config_of(llm_args: Any) -> dict[str, Any] | None:
     return {**found, **(getattr(llm_args, "model_kwargs", None) or {})} if isinstance(found, dict) else None
 
 
-def endpoint_of(engine_id: str, settings: KvbmSettings, data_parallel_rank: int) -> Endpoint:
+def endpoint_of(
+    engine_id: str, settings: KvbmSettings, data_parallel_rank: int, *, is_spread: bool = False
+) -> Endpoint:
     """Where this engine's leader and workers meet. The name, which is made anew for each engine and told to
-    its ranks alone, is their secret too.
+    its ranks alone, is their secret too. ``is_spread``: ranks are on several machines.
     """
+    name_apart = f"trtllm {hashlib.sha256(engine_id.encode()).hexdigest()[:32]}"  # which others may read
+    apart = endpoint_apart(settings, name_apart, data_parallel_rank, is_spread=is_spread)
+    if apart is not None:
+        return apart
     return engine_endpoint(settings, engine_id, engine_id.encode(), data_parallel_rank)

@@ -57,7 +57,13 @@ def describe_environment(environ: Mapping[str, str]) -> Description:
 def _describe_software() -> Description:
     """Versions and the device: kernels, formats of numbers and models' configurations change with them."""
     version = str(getattr(sys.modules.get("tensorrt_llm"), "__version__", ""))
-    return environment.describe_software(("version", version), platform=_platform, transformers=_transformers)
+    return environment.describe_software(
+        ("version", version),
+        platform=_platform,
+        transformers=_transformers,
+        packages=environment.packages,
+        editable=lambda: environment.code_of_editable("tensorrt_llm", "transformers"),
+    )
 
 
 def _platform() -> str:

@@ -35,6 +35,7 @@ class Ranks(NamedTuple):
 
 
 WHOLE = Ranks(0, 1)
+"""What a rank has of latents, as every other."""
 
 
 class KvMemory(NamedTuple):
@@ -64,6 +65,8 @@ def pool_memory(pool: torch.Tensor, block_tokens: int, ranks: Ranks) -> KvMemory
             "a pool that TensorRT-LLM does not hand to connectors: use kv_cache_config.dtype=fp8"
         )
     view = view_of_tensors(infos, shape[0])
+    is_latent = shape[2] == 1
+    held = WHOLE if is_latent else ranks
     identity = LayoutIdentity(
         dtype=infos[0].dtype,
         block_size_tokens=block_tokens,
@@ -72,14 +75,14 @@ def pool_memory(pool: torch.Tensor, block_tokens: int, ranks: Ranks) -> KvMemory
         order=f"TensorRT-LLM pool {shape[2]} {memory_order(infos[0])}",
         kv_heads_local=0,
         head_size=0,
-        rank=ranks.rank,
-        world_size=ranks.world_size,
+        rank=held.rank,
+        world_size=held.world_size,
     )
     return KvMemory(
         DeviceMemory((view,), storages),
         (GroupSpec(0, block_tokens),),
         identity.fingerprint(),
-        is_latent=shape[2] == 1,
+        is_latent=is_latent,
         is_told=False,
     )
 
@@ -96,6 +99,9 @@ def layout_memory(layout: Any, ranks: Ranks) -> KvMemory:
         )
     block_tokens = int(layout.tokens_per_block)
     regions = [_regions_of(group) for group in groups]
+    roles = {str(buffer.role).lower() for found in regions for region in found for buffer in region.buffers}
+    is_latent = bool(roles) and roles <= {"key"}
+    held = WHOLE if is_latent else ranks
     tensors = {
         f"{g} {i}": region.as_tensor() for g, found in enumerate(regions) for i, region in enumerate(found)
     }
@@ -108,10 +114,8 @@ def layout_memory(layout: Any, ranks: Ranks) -> KvMemory:
         views.append(view)
         window = getattr(group, "window_size", None)
         specs.append(GroupSpec(g, block_tokens, None if window is None else int(window)))
-        identities.append(_group_identity(group, found, view, block_tokens, ranks).fingerprint())
-    roles = {str(buffer.role).lower() for found in regions for region in found for buffer in region.buffers}
+        identities.append(_group_identity(group, found, view, block_tokens, held).fingerprint())
     memory = DeviceMemory(tuple(views), storages)
-    is_latent = bool(roles) and roles <= {"key"}
     return KvMemory(memory, tuple(specs), "+".join(identities), is_latent, is_told=True)
 
 

@@ -7,7 +7,7 @@ to somebody else, or when nothing has been heard of it for long.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from kvbm_core.runtime.request import RequestState
@@ -28,6 +28,7 @@ class Followed:
     on the device when it was queried; ``matched_tokens``: promised to it beyond that; ``is_async``: and that
     it waits parked for them. ``status`` is moved on by Requests alone. ``kept_tokens``: offload ends there,
     by retention priority. ``added_tokens``: what the next report's ``computed_position`` leaves out.
+    ``is_private``: it has a salt or an adapter, and nobody is told its tokens.
     """
 
     number: int
@@ -43,6 +44,7 @@ class Followed:
     kept_tokens: int | None = None
     heard_at_s: float = 0.0
     heard_tokens: int = -1
+    is_private: bool = False
 
     @property
     def name(self) -> str:
@@ -119,6 +121,9 @@ class Requests:
 
     def __len__(self) -> int:
         return len(self._by_number)
+
+    def __iter__(self) -> Iterator[Followed]:
+        return iter(self._by_number.values())
 
     def __contains__(self, number: int) -> bool:
         return number in self._by_number

@@ -21,13 +21,15 @@ from kvbm_core.clock import Clock
 from kvbm_core.errors import Outcome
 from kvbm_core.identity.roots import Roots
 from kvbm_core.observe.guard import GuardState, guarded
-from kvbm_core.observe.labels import FailureKind
+from kvbm_core.observe.labels import FailureKind, MissReason
 from kvbm_core.runtime.leader import Leader
 from kvbm_core.runtime.messages import Finish, LoadEnded, Note
+from kvbm_core.runtime.tenants import Tenant
 from kvbm_core.runtime.transfer_jobs import JobPart
 from kvbm_core.tiers.groups import alignment_tokens
 from kvbm_trtllm.block_size import BlockSizeCheck
 from kvbm_trtllm.contract import has_other_inputs, identity_of, may_run_dummy, new_tables
+from kvbm_trtllm.events import EventFeed
 from kvbm_trtllm.follow import Follower
 from kvbm_trtllm.identity import adapter_of
 from kvbm_trtllm.metadata import QUIET, StepPlans, encode
@@ -93,12 +95,15 @@ class SchedulerSide:
         *,
         guard_state: GuardState,
         options: Options,
+        events: EventFeed | None = None,
     ) -> None:
         self.leader = leader
+        self._events = events or EventFeed()
         self.guard_state = guard_state
         self.lock = threading.Lock()
         self.called_at_s = float("-inf")
         self._roots = roots
+        roots.on_change = self._forget_names
         self._clock = clock
         self._send = send
         self._options = options
@@ -112,7 +117,12 @@ class SchedulerSide:
             on_mismatch=self._refuse_all,
         )
         self._follower = Follower(
-            leader, self._requests, self._block_size, options.decode_run_tokens, options.min_priority
+            leader,
+            self._requests,
+            self._block_size,
+            options.decode_run_tokens,
+            options.min_priority,
+            events=self._events,
         )
         self._plans = StepPlans()
         # Blocks that were given to somebody in this iteration, by group.
@@ -176,6 +186,7 @@ class SchedulerSide:
         matched = (
             self.leader.match(state, followed.tokens, num_computed_tokens, len(followed.tokens) - 1) or 0
         )
+        self._events.on_match(followed, state)
         followed.matched_tokens = matched
         followed.is_async = bool(matched) and not self._is_quick(followed)
         return matched, followed.is_async
@@ -280,16 +291,33 @@ class SchedulerSide:
         identity = identity_of(request)
         if identity.refusal is not None:
             self.leader.metrics.uncached_request(identity.refusal)
-        elif self.leader.is_ready and not identity.is_dummy:
+            why: tuple[MissReason, str] = (MissReason.UNCACHED, identity.refusal)
+            self.leader.pass_by(str(number), len(tokens), num_computed_tokens, *why)
+        elif not self.leader.is_ready and not identity.is_dummy:
+            self.leader.pass_by(str(number), len(tokens), num_computed_tokens, MissReason.NOT_READY)
+        elif not identity.is_dummy:
             adapter = adapter_of(identity.adapter)
             root = self._roots.of(adapter, identity.salt, self.leader.layout_fingerprint)
-            state = self.leader.open(str(number), root.hash, None, is_lasting=root.is_lasting)
+            salt = None if identity.salt is None else identity.salt[1:]  # after the letter of its kind
+            state = self.leader.open(
+                str(number),
+                root.hash,
+                None,
+                is_lasting=root.is_lasting,
+                facts=root.facts,
+                tenant=Tenant.of(identity.adapter, salt),
+            )
             state.foreign_tokens = num_computed_tokens
             state.restart_offload()
         followed = Followed(number, state, tokens, len(tokens), computed_tokens=num_computed_tokens)
         followed.heard_at_s = self._clock.now_s()
+        followed.is_private = identity.salt is not None or bool(identity.adapter)
         self._requests.add(followed)
         return followed
+
+    def _forget_names(self) -> None:
+        states = (followed.state for followed in self._requests)
+        self._events.renamed(state for state in states if state is not None)
 
     def _begin_again(self, former: Followed | None, data: Any) -> Followed:
         """A request that was not queried: one that TensorRT-LLM made up, or the replay of one that has been

@@ -1,7 +1,7 @@
 """What a request of TensorRT-LLM can be, and what moves it on: one table for the leader, and one for the
 request's load on each rank.
 
-docs/architecture.md shows both tables; a test compares them.
+docs/trtllm-inside.md shows both tables; a test compares them.
 """
 
 from __future__ import annotations

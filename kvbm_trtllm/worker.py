@@ -18,7 +18,7 @@ from kvbm_core.observe.labels import FailureKind
 from kvbm_core.runtime.messages import Finish, LoadEnded, Note
 from kvbm_core.runtime.step_offloads import StepOffloads
 from kvbm_core.runtime.worker import FENCE_TIMEOUT_S, Worker
-from kvbm_trtllm.layout import WHOLE, KvMemory, Ranks, layout_memory, pool_memory
+from kvbm_trtllm.layout import KvMemory, Ranks, layout_memory, pool_memory
 from kvbm_trtllm.metadata import StepPlans, decode
 from kvbm_trtllm.states import LOAD_TABLE, LoadEvent, LoadStatus, after
 
@@ -54,7 +54,7 @@ class WorkerSide:
     """One rank's worker side. Every callback is guarded, but for the one error that keeps wrong bytes from a
     model.
 
-    ``replicates``: all ranks are to have the same KV (DYN_KVBM_NCCL_MLA_MODE).
+    ``stores_once``: KV that all ranks have is to be stored by one of them (DYN_KVBM_NCCL_MLA_MODE).
     """
 
     def __init__(
@@ -64,13 +64,13 @@ class WorkerSide:
         engine: EngineFacts,
         find_leader: Callable[[], LeaderPart | None],
         *,
-        replicates: bool,
+        stores_once: bool,
         guard_state: GuardState,
     ) -> None:
         self.worker = worker
         self.guard_state = guard_state
         self._shard = shard
-        self._ranks = None if replicates else shard
+        self._stores_once = stores_once and shard.world_size > 1
         self._is_alone = shard.world_size == 1
         self._engine = engine
         self._find_leader = find_leader
@@ -103,10 +103,10 @@ class WorkerSide:
     @guarded("register_kv_caches", lambda self, layout: None)
     def register_layout(self, layout: Any) -> None:
         """The V2 manager's layer groups."""
-        self._register(lambda: layout_memory(layout, self._ranks or WHOLE))
+        self._register(lambda: layout_memory(layout, self._shard))
 
     def _read_pool(self, pool: torch.Tensor) -> KvMemory:
-        found = pool_memory(pool, self._engine.block_tokens, self._ranks or WHOLE)
+        found = pool_memory(pool, self._engine.block_tokens, self._shard)
         reason = self._engine.find_index_cache(found.is_latent)
         if reason is not None:
             raise LayoutError(
@@ -119,14 +119,6 @@ class WorkerSide:
         """Says hello; a layout in doubt is refused with one line and nothing is cached."""
         try:
             found = read()
-            if self._ranks is None and not found.is_latent:
-                log.warning(
-                    "kvbm: DYN_KVBM_NCCL_MLA_MODE is set, but it is for MLA models, whose ranks have the "
-                    "same KV: here each rank stores and loads its own"
-                )
-                self._ranks = self._shard
-                self.worker.keep_own()
-                found = read()
         except LayoutError as error:
             log.error(
                 "%s; nothing is cached: report this model and TensorRT-LLM version, or run without kvbm",
@@ -135,10 +127,16 @@ class WorkerSide:
             self.guard_state.metrics.failure(FailureKind.LAYOUT)
             self.worker.refuse(str(error))
             return
+        if self._stores_once and not found.is_latent:
+            log.warning(
+                "kvbm: DYN_KVBM_NCCL_MLA_MODE is set, but it is for MLA models, whose ranks have the same "
+                "KV: here each rank stores and loads its own"
+            )
         leader = self._find_leader()
         if leader is not None:
             leader.begin(found.groups, is_told=found.is_told)
-        self.worker.register(found.memory, found.fingerprint)
+        part = "all" if self._stores_once and found.is_latent else ""
+        self.worker.register(found.memory, found.fingerprint, part=part)
         if leader is not None and self._engine.waits_at_register:
             leader.wait()
 

@@ -7,21 +7,29 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvbm_core.config import Adapter, KvbmSettings
+from kvbm_core.control.desk import About
+from kvbm_core.events.log import EventLog
+from kvbm_core.events.service import EventService, media_of
 from kvbm_core.identity.adapters import AdapterIdentities
-from kvbm_core.identity.fields import NOT_ON_DISK
+from kvbm_core.identity.fields import NOT_ON_DISK, Description
 from kvbm_core.identity.roots import Roots
 from kvbm_core.observe.guard import GuardState
 from kvbm_core.observe.log import setup_logging
+from kvbm_core.observe.metrics import Metrics
 from kvbm_core.runtime.assembly import (
     LeaderProcess,
     announce,
     leader_options,
     metrics_of,
+    peer_options,
     rank_options,
 )
+from kvbm_core.runtime.leader import Leader
+from kvbm_core.runtime.replicas import NOT_ALIKE
 from kvbm_core.runtime.worker import Worker
 from kvbm_core.storage.host_slab import available_memory_bytes
 from kvbm_core.tiers.groups import GroupSpec, base_block_tokens
+from kvbm_core.tiers.lower import PEERS
 from kvbm_vllm import engine_calls
 from kvbm_vllm.changes import EngineChanges
 from kvbm_vllm.config import (
@@ -29,23 +37,30 @@ from kvbm_vllm.config import (
     data_parallel_rank_of,
     endpoint_of,
     group_specs,
+    has_replicas,
+    num_nodes_of,
     rank_of,
     read_settings,
-    replicates,
+    shard_of,
+    tell_states,
     world_size_of,
 )
-from kvbm_vllm.events import EventFeed
+from kvbm_vllm.consolidator_config import consolidated_ends
+from kvbm_vllm.events import EngineOutlet, EventFeed, attention_of, hash_maker
 from kvbm_vllm.heads import heads_of
-from kvbm_vllm.identity import WHERE_HEADS_LIE, describe_engine, namespace_of
+from kvbm_vllm.identity import HOW_MANY_REPLICAS, WHERE_HEADS_LIE, describe_engine, namespace_of
+from kvbm_vllm.layout import audited_of
 from kvbm_vllm.scheduler import SchedulerSide
 from kvbm_vllm.stats import StatsReporter
-from kvbm_vllm.versions import Capabilities, probe
+from kvbm_vllm.versions import probe
 from kvbm_vllm.weights import weights_identity
 from kvbm_vllm.worker import WorkerSide
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
+
+LOSSY = "kvbm: KVBM_REMOTE_CODEC=fp8: KV from the shared store is rounded to float8; answers may differ"
 
 log = logging.getLogger("kvbm")
 
@@ -54,15 +69,19 @@ log = logging.getLogger("kvbm")
 class SchedulerAssembly:
     """Everything of the scheduler's role."""
 
+    settings: KvbmSettings
     hooks: SchedulerSide
     stats: StatsReporter
     process: LeaderProcess
     changes: EngineChanges
+    publishing: EventService | None
 
     def close(self) -> None:
         """Ends threads and sockets. May be called twice."""
         self.changes.close()
         self.process.close()
+        if self.publishing is not None:
+            self.publishing.close()
 
 
 def build_scheduler_side(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> SchedulerAssembly:
@@ -70,20 +89,18 @@ def build_scheduler_side(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
     check_supported(vllm_config)
     settings = read_settings(vllm_config)
     announce(settings, Adapter.VLLM)
-    capabilities = probe()
-    groups = group_specs(kv_cache_config, capabilities)
+    groups = group_specs(vllm_config, kv_cache_config, probe())
     world_size = world_size_of(vllm_config)
-    description = describe_engine(vllm_config)
-    if settings.remote_head_shards:  # the layout says it for blocks that are not divided by heads
-        description = description.without(WHERE_HEADS_LIE)
+    tell_states(vllm_config, kv_cache_config)
+    description = _describe(vllm_config, kv_cache_config, settings)
     if settings.has_lower_tier:
         description.tell("vLLM", NOT_ON_DISK)
+    if settings.is_lossy:
+        log.info(LOSSY)
     changes = _changes(vllm_config, has_disk=settings.has_lower_tier)
-    is_replicated = _tell_if_replicated(vllm_config, kv_cache_config, settings)
-    _check_memory(settings, kv_cache_config, 1 if is_replicated else world_size)
-    _set_failure_policy(vllm_config, settings)
+    _check_memory(vllm_config, kv_cache_config, settings)
+    set_failure_policy(vllm_config, settings)
     metrics = metrics_of(settings, SchedulerSide)
-    events = _event_feed(vllm_config, settings, groups, capabilities)
     transfer = vllm_config.kv_transfer_config
     process = LeaderProcess(
         settings,
@@ -97,54 +114,89 @@ def build_scheduler_side(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
         settings,
         share_loads=bool(vllm_config.cache_config.enable_prefix_caching),
         fetch_wait_s=settings.remote_wait_s,
-        audit_rate=settings.audit_rate,
+        audit_rate=0.0 if settings.is_lossy else settings.audit_rate,
+        state_every_tokens=settings.state_every_tokens,
     )
-    leader = process.make_leader(groups, options, on_evict=events.on_evict, on_offload_end=events.on_end)
+    events, publishing = _events(vllm_config, kv_cache_config, settings, groups, metrics)
+    leader = process.make_leader(groups, options, listener=events.log, on_offload_end=events.on_end)
+    if num_nodes_of(vllm_config) > 1:
+        _turn_off_peers(leader)
     if settings.has_lower_tier and description.is_lasting:
         changes.weights.start()
     process.wait(changes.weights)
-    leader.catch_up()
+    with leader.lock:
+        leader.catch_up()
+    namespace = namespace_of(description, base_block_tokens(groups))
     hooks = SchedulerSide(
         leader,
-        Roots(
-            namespace_of(description, base_block_tokens(groups)),
-            changes.weights.stamp,
-            is_lasting=description.is_lasting,
-        ),
+        Roots(namespace, changes.weights.stamp, is_lasting=description.is_lasting),
         events,
         changes=changes,
         hold_back_tokens=_hold_back_tokens(vllm_config, groups),
         decode_run_tokens=settings.decode_run_tokens,
         guard_state=GuardState(metrics),
     )
-    process.serve_metrics(data_parallel_rank_of(vllm_config), leader.readiness)
-    return SchedulerAssembly(hooks, StatsReporter(metrics, process.clock), process, changes)
+    rank = data_parallel_rank_of(vllm_config)
+    about = About("vLLM", str(vllm_config.model_config.model), rank, lambda: namespace.digest)
+    process.compare(leader, about, description)
+    process.serve_metrics(about, leader.readiness)
+    process.answer_at_once(leader)
+    process.take_orders(about, leader.readiness)
+    stats = StatsReporter(metrics, process.clock)
+    return SchedulerAssembly(settings, hooks, stats, process, changes, publishing)
+
+
+def _turn_off_peers(leader: Leader) -> None:
+    peers = leader.chain.named(PEERS)
+    if peers is not None:
+        peers.turn_off("KVBM_PEERS: a hint names one machine, and the ranks of this engine are on several")
+
+
+def _describe(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, settings: KvbmSettings) -> Description:
+    """What names of blocks say of this engine."""
+    description = describe_engine(vllm_config)
+    if settings.remote_head_shards:  # the layout says it for blocks that are not divided by heads
+        description = description.without(WHERE_HEADS_LIE)
+    elif settings.nccl_mla_mode and has_replicas(vllm_config, kv_cache_config):
+        description = description.without(HOW_MANY_REPLICAS)
+    return description
 
 
 def build_worker_side(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> WorkerSide:
     """One rank's role. ConfigError or UnsupportedError, one line, when it cannot serve as configured."""
     settings = read_settings(vllm_config)
     setup_logging(settings.log_level)
-    is_replicated = replicates(vllm_config, kv_cache_config, settings)
-    rank, world_size = rank_of(vllm_config), world_size_of(vllm_config)
     worker = Worker(
-        rank,
-        world_size,
+        rank_of(vllm_config),
+        world_size_of(vllm_config),
         endpoint_of(vllm_config, settings),
         rank_options(settings),
         engine_carries_acks=True,
-        replicates=is_replicated,
         max_ctas=settings.nccl_max_ctas,
     )
+    _meet_peers(worker, vllm_config, kv_cache_config, settings)
     return WorkerSide(
         worker,
         kv_cache_config,
-        str(vllm_config.cache_config.cache_dtype),
-        (0, 1) if is_replicated else (rank, world_size),
+        audited_of(vllm_config),
+        shard_of(vllm_config, kv_cache_config, settings),
         GuardState(metrics_of(settings, WorkerSide)),
         submits_without_save=not probe().wait_for_save_always,
         heads_of=lambda kv_caches: heads_of(kv_caches, kv_cache_config, vllm_config, settings),
     )
+
+
+def _meet_peers(
+    worker: Worker, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, settings: KvbmSettings
+) -> None:
+    if not settings.has_peers or num_nodes_of(vllm_config) > 1:
+        return
+    block_tokens = base_block_tokens(group_specs(vllm_config, kv_cache_config, probe()))
+    namespace = namespace_of(_describe(vllm_config, kv_cache_config, settings), block_tokens).root().hex()
+    first_rank = data_parallel_rank_of(vllm_config) * world_size_of(vllm_config)
+    options = peer_options(settings, namespace, first_rank)
+    if options is not None:
+        worker.meet_peers(options)
 
 
 def _changes(vllm_config: VllmConfig, *, has_disk: bool) -> EngineChanges:
@@ -160,25 +212,25 @@ def _changes(vllm_config: VllmConfig, *, has_disk: bool) -> EngineChanges:
     return changes
 
 
-def _tell_if_replicated(
-    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, settings: KvbmSettings
-) -> bool:
-    is_replicated = replicates(vllm_config, kv_cache_config, settings)
-    if settings.nccl_mla_mode and not is_replicated and world_size_of(vllm_config) > 1:
-        log.warning(
-            "kvbm: DYN_KVBM_NCCL_MLA_MODE is set, but it is for MLA models with tensor parallelism, whose "
-            "ranks have the same KV: here each rank stores and loads its own"
-        )
-    return is_replicated
+def _num_shards(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, settings: KvbmSettings) -> int:
+    """Into how many a block is divided; a line if DYN_KVBM_NCCL_MLA_MODE makes nothing of it."""
+    world_size = world_size_of(vllm_config)
+    if not settings.nccl_mla_mode or world_size == 1:
+        return world_size
+    if has_replicas(vllm_config, kv_cache_config):  # each machine has its own
+        return max(int(vllm_config.parallel_config.pipeline_parallel_size), num_nodes_of(vllm_config))
+    log.warning(NOT_ALIKE)
+    return world_size
 
 
-def _check_memory(settings: KvbmSettings, kv_cache_config: KVCacheConfig, world_size: int) -> None:
+def _check_memory(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, settings: KvbmSettings) -> None:
     pages = [
         sum(_page_bytes(group.kv_cache_spec, name) for name in group.layer_names)
         for group in kv_cache_config.kv_cache_groups
     ]
-    block_bytes = max(pages) * world_size
-    settings.check_memory(settings.host_tier_slots(block_bytes) * block_bytes, available_memory_bytes())
+    block_bytes = max(pages) * _num_shards(vllm_config, kv_cache_config, settings)
+    needed_bytes = settings.host_tier_slots(block_bytes) * block_bytes // num_nodes_of(vllm_config)
+    settings.check_memory(needed_bytes, available_memory_bytes())
 
 
 def _page_bytes(spec: object, layer_name: str) -> int:
@@ -186,29 +238,49 @@ def _page_bytes(spec: object, layer_name: str) -> int:
     return int(getattr(specs[layer_name] if specs else spec, "page_size_bytes", 0))
 
 
-def _set_failure_policy(vllm_config: VllmConfig, settings: KvbmSettings) -> None:
-    # vLLM reads the policy after it has made the connector (0.26 to 0.33). Its default would fail a request
-    # whose load failed; for a cache that is a miss.
+def set_failure_policy(vllm_config: VllmConfig, settings: KvbmSettings) -> None:
+    """What vLLM does with a request whose load failed. Its default fails it; for a cache that is a miss.
+
+    vLLM reads the policy after it has made the connector (0.26 to 0.33).
+    """
     transfer = vllm_config.kv_transfer_config
     if transfer is not None and settings.load_failure_policy == "recompute":
         transfer.kv_load_failure_policy = "recompute"
 
 
-def _event_feed(
-    vllm_config: VllmConfig, settings: KvbmSettings, groups: tuple[GroupSpec, ...], capabilities: Capabilities
-) -> EventFeed:
-    kv_events = vllm_config.kv_events_config
-    cache = vllm_config.cache_config
-    return EventFeed(
-        groups,
-        settings.events_medium,
-        capabilities,
-        hash_block_tokens=int(getattr(cache, "hash_block_size", None) or base_block_tokens(groups)),
-        enabled=kv_events is not None and bool(kv_events.enable_kv_cache_events),
-    )
+def _events(
+    vllm_config: VllmConfig,
+    kv_cache_config: KVCacheConfig,
+    settings: KvbmSettings,
+    groups: tuple[GroupSpec, ...],
+    metrics: Metrics,
+) -> tuple[EventFeed, EventService | None]:
+    """Nothing but an idle feed, if nobody wants events."""
+    kv_events, cache = vllm_config.kv_events_config, vllm_config.cache_config
+    is_published = kv_events is not None and bool(kv_events.enable_kv_cache_events)
+    hash_block_tokens = _hash_block_tokens(cache, kv_cache_config, groups)
+    if not is_published and not settings.event_ways:
+        return EventFeed(None, hash_block_tokens=hash_block_tokens), None
+    event_log = EventLog(media_of(settings), hash_maker(), attention_of(kv_cache_config))
+    consolidated = consolidated_ends(vllm_config) if is_published else None
+    service = None
+    if settings.event_ways or consolidated is not None:
+        rank = data_parallel_rank_of(vllm_config)
+        service = EventService(settings, event_log, rank, metrics, consolidated)
+    outlet = EngineOutlet(probe()) if is_published and consolidated is None else None
+    if outlet is not None:
+        event_log.connect(outlet.put)
+    return EventFeed(event_log, hash_block_tokens=hash_block_tokens, outlet=outlet), service
+
+
+def _hash_block_tokens(cache: object, kv_cache_config: KVCacheConfig, groups: tuple[GroupSpec, ...]) -> int:
+    """How many tokens each of a request's hashes is of; fewer than a block has with --prefix-match-unit."""
+    found = getattr(kv_cache_config, "hash_block_size", None) or getattr(cache, "hash_block_size", None)
+    return int(found or getattr(cache, "prefix_match_unit", None) or base_block_tokens(groups))
 
 
 def _hold_back_tokens(vllm_config: VllmConfig, groups: tuple[GroupSpec, ...]) -> int:
-    # A draft layer's KV of the newest tokens may still be rewritten after a rejected draft.
+    # No case is known that needs it: the KV of tokens that are known, a draft layer's too, is not written
+    # again, and blocks are read behind the drafter. vLLM's own connector keeps the newest block back as well.
     speculative = vllm_config.speculative_config
     return max(group.block_size_tokens for group in groups) if speculative is not None else 0

@@ -45,6 +45,8 @@ class EngineChanges:
             if self._adapters.reloads(lora.lora_int_id, str(lora.lora_path)):
                 self._changed_adapters.add(lora.lora_int_id)  # also for requests that run with it now
             return None
+        if getattr(lora, "tensorizer_config_dict", None):
+            return None  # vLLM reads its weights from another place than its path
         stamp = self._adapters.stamp_of(lora.lora_int_id, str(lora.lora_path))
         if stamp is None:
             return None

@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
+import logging
 import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvbm_core.config import KvbmSettings
 from kvbm_core.errors import UnsupportedError
-from kvbm_core.runtime.endpoint import Endpoint, SecretFile, engine_endpoint
+from kvbm_core.runtime.endpoint import Endpoint, SecretFile, endpoint_apart, engine_endpoint
 from kvbm_core.tiers.groups import GroupSpec
 from kvbm_core.types import MAX_GROUPS
+from kvbm_vllm.kinds import FULL, REPLICATED, STATES, check_kind, layer_specs
 from kvbm_vllm.versions import Capabilities
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
 
+log = logging.getLogger("kvbm")
+
 _UUID = re.compile("[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
-_FULL = frozenset({"FullAttentionSpec", "MLAAttentionSpec"})
-# With tensor parallelism every rank computes and keeps the whole latent.
-_REPLICATED = frozenset({"MLAAttentionSpec"})
-_WINDOWED = frozenset({"SlidingWindowSpec"})
+# Ranks of these have different tokens of a block.
+_BY_TOKENS = ("decode_context_parallel_size", "prefill_context_parallel_size")
 
 
 def read_settings(vllm_config: VllmConfig) -> KvbmSettings:
@@ -36,9 +38,29 @@ def endpoint_of(vllm_config: VllmConfig, settings: KvbmSettings) -> Endpoint:
     """Where this engine's leader and workers meet. They are made apart and know of each other what is in the
     configuration alone: it names the file with their secret.
     """
+    is_spread = num_nodes_of(vllm_config) > 1
+    data_parallel_rank = data_parallel_rank_of(vllm_config)
+    name_apart = _name_on_all_nodes(vllm_config) if is_spread else _name_of(vllm_config)
+    apart = endpoint_apart(settings, name_apart, data_parallel_rank, is_spread=is_spread)
+    if apart is not None:
+        return apart
     name = _name_of(vllm_config)
     holder = SecretFile(name)
-    return engine_endpoint(settings, name, holder.secret, data_parallel_rank_of(vllm_config), holder)
+    return engine_endpoint(settings, name, holder.secret, data_parallel_rank, holder)
+
+
+def num_nodes_of(vllm_config: VllmConfig) -> int:
+    """Machines that one engine's ranks are on (--nnodes)."""
+    return int(vllm_config.parallel_config.nnodes_within_dp)
+
+
+def _name_on_all_nodes(vllm_config: VllmConfig) -> str:
+    """Each node is started by itself and makes up ids of its own: what their command lines share."""
+    transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
+    engine_id = (transfer.engine_id if transfer is not None else None) or ""
+    if engine_id and not _UUID.search(engine_id):
+        return engine_id
+    return f"{parallel.master_addr}:{parallel.master_port}"
 
 
 def _name_of(vllm_config: VllmConfig) -> str:
@@ -70,69 +92,92 @@ def rank_of(vllm_config: VllmConfig) -> int:
 def check_supported(vllm_config: VllmConfig) -> None:
     """Refuses parallel shapes whose blocks kvbm does not know how to cut. UnsupportedError, one line."""
     parallel = vllm_config.parallel_config
-    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+    for name in _BY_TOKENS:
         size = getattr(parallel, name, 1)
         if size > 1:
             raise UnsupportedError(f"kvbm: {name}={size} is not supported: set it to 1 or run without kvbm")
 
 
-def group_specs(kv_cache_config: KVCacheConfig, capabilities: Capabilities) -> tuple[GroupSpec, ...]:
-    """The engine's KV cache groups. UnsupportedError, one line, for a kind that kvbm would not serve
-    correctly.
+def group_specs(
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, capabilities: Capabilities
+) -> tuple[GroupSpec, ...]:
+    """The engine's KV cache groups. UnsupportedError, one line with the model, for a kind that kvbm would not
+    serve correctly.
     """
+    try:
+        return _group_specs(kv_cache_config, capabilities)
+    except UnsupportedError as error:
+        model = vllm_config.model_config
+        line = str(error).removeprefix("kvbm: ")
+        raise UnsupportedError(f"kvbm: {model.model} ({model.architecture}): {line}") from None
+
+
+def _group_specs(kv_cache_config: KVCacheConfig, capabilities: Capabilities) -> tuple[GroupSpec, ...]:
     groups = kv_cache_config.kv_cache_groups
+    for index, group in enumerate(groups):
+        check_kind(index, group)
     if not fails_by_block(kv_cache_config) and not capabilities.hybrid_load_failures:
         raise UnsupportedError(
-            "kvbm: this vLLM cannot recover a failed load of a model with several KV cache groups "
-            "or a window; "
+            "kvbm: this vLLM cannot recover a failed load of a model with several KV cache groups, "
+            "a window or states; "
             "use vLLM 0.31 or newer, or --disable-hybrid-kv-cache-manager"
         )
-    if not 1 <= len(groups) <= MAX_GROUPS:
-        raise UnsupportedError(f"kvbm: {len(groups)} KV cache groups: only 1 to {MAX_GROUPS} are supported")
-    return tuple(_group_spec(index, group) for index, group in enumerate(groups))
+    if not groups:
+        raise UnsupportedError("kvbm: it keeps no KV cache: run this model without kvbm")
+    if len(groups) > MAX_GROUPS:
+        raise UnsupportedError(f"kvbm: {len(groups)} KV cache groups: at most {MAX_GROUPS} are supported")
+    return tuple(_group_spec(index, group, capabilities) for index, group in enumerate(groups))
 
 
-def replicates(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, settings: KvbmSettings) -> bool:
-    """Whether rank 0 alone stores, and sends what it loads to the others (DYN_KVBM_NCCL_MLA_MODE).
+class KvShard(NamedTuple):
+    """Which shard of every block a rank has: ``number`` of ``num_shards``. ``part``: see Worker.register."""
 
-    So it is where every rank has the same KV: tensor parallel MLA. Elsewhere each rank keeps its own.
-    """
+    number: int
+    num_shards: int
+    part: str = ""
+
+
+def shard_of(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, settings: KvbmSettings) -> KvShard:
+    """This worker's. Ranks of a stage have the same one of MLA's latents."""
+    if not has_replicas(vllm_config, kv_cache_config):
+        return KvShard(rank_of(vllm_config), world_size_of(vllm_config))
     parallel = vllm_config.parallel_config
-    return (
-        settings.nccl_mla_mode
-        and parallel.tensor_parallel_size > 1
-        and parallel.pipeline_parallel_size == 1
-        and all(
-            type(spec).__name__ in _REPLICATED
-            for group in kv_cache_config.kv_cache_groups
-            for spec in layer_specs(group)
-        )
+    stage = rank_of(vllm_config) // int(parallel.tensor_parallel_size)  # vLLM counts stage by stage
+    part = f"stage {stage}" if settings.nccl_mla_mode and parallel.tensor_parallel_size > 1 else ""
+    return KvShard(stage, int(parallel.pipeline_parallel_size), part)
+
+
+def has_replicas(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> bool:
+    """Whether all tensor-parallel ranks have the same KV, if there are several: MLA's, unless it is divided
+    by tokens among them.
+    """
+    return not _is_divided_by_tokens(vllm_config) and all(
+        type(spec).__name__ in REPLICATED
+        for group in kv_cache_config.kv_cache_groups
+        for spec in layer_specs(group)
     )
+
+
+def _is_divided_by_tokens(vllm_config: VllmConfig) -> bool:
+    return any(getattr(vllm_config.parallel_config, name, 1) > 1 for name in _BY_TOKENS)
 
 
 def fails_by_block(kv_cache_config: KVCacheConfig) -> bool:
     """Whether vLLM can recompute from the first block that a load failed to bring.
 
-    Not with several groups (block ids are not unique), nor with a window (what lies before that block was not
-    loaded either): there the whole request starts anew.
+    Not with several groups (block ids are not unique), nor with a window or states (what lies before that
+    block was not loaded either): there the whole request starts anew.
     """
     groups = kv_cache_config.kv_cache_groups
-    return len(groups) == 1 and all(type(spec).__name__ not in _WINDOWED for spec in layer_specs(groups[0]))
+    return len(groups) == 1 and all(type(spec).__name__ in FULL for spec in layer_specs(groups[0]))
 
 
-def layer_specs(group: KVCacheGroupSpec) -> list[KVCacheSpec]:
-    """Of its layers, each kind once at least."""
+def _group_spec(index: int, group: KVCacheGroupSpec, capabilities: Capabilities) -> GroupSpec:
     spec = group.kv_cache_spec
-    return list(getattr(spec, "kv_cache_specs", {}).values()) or [spec]
-
-
-def _group_spec(index: int, group: KVCacheGroupSpec) -> GroupSpec:
-    if not getattr(group, "enable_kv_transfer", True) or getattr(group, "host_resident", False):
-        raise UnsupportedError(
-            f"kvbm: KV cache group {index} is not meant for transfer; run this model without kvbm"
-        )
-    spec = group.kv_cache_spec
-    windows = {_window_of(index, layer_spec) for layer_spec in layer_specs(group)}
+    if all(type(layer_spec).__name__ in STATES for layer_spec in layer_specs(group)):
+        _check_states(layer_specs(group), capabilities)
+        return GroupSpec(index, int(spec.block_size), is_state=True)
+    windows = {_window_of(layer_spec) for layer_spec in layer_specs(group)}
     if len(windows) != 1:
         raise UnsupportedError(
             f"kvbm: KV cache group {index} mixes windows {windows}; run this model without kvbm"
@@ -140,13 +185,53 @@ def _group_spec(index: int, group: KVCacheGroupSpec) -> GroupSpec:
     return GroupSpec(index, int(spec.block_size), windows.pop())
 
 
-def _window_of(index: int, spec: KVCacheSpec) -> int | None:
-    kind = type(spec).__name__
-    if kind in _FULL:
+def _check_states(specs: list[KVCacheSpec], capabilities: Capabilities) -> None:
+    modes = {str(getattr(spec, "mamba_cache_mode", "none")) for spec in specs}
+    if modes != {"align"}:
+        raise UnsupportedError(
+            f"kvbm: mamba_cache_mode={'+'.join(sorted(modes))} keeps no state that could be stored: "
+            "use --enable-prefix-caching --mamba-cache-mode align, or run this model without kvbm"
+        )
+    if not capabilities.hands_off_states:
+        raise UnsupportedError(
+            "kvbm: this vLLM does not say where the states of Mamba layers are: use vLLM 0.31 or newer, "
+            "or run this model without kvbm"
+        )
+
+
+def tell_states(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
+    """A line on what a state costs and when there is one, if the model has any."""
+    state_bytes, token_bytes, block_tokens = 0, 0.0, 0
+    for group in kv_cache_config.kv_cache_groups:
+        specs = getattr(group.kv_cache_spec, "kv_cache_specs", {})
+        for name in group.layer_names:
+            spec = specs.get(name, group.kv_cache_spec)
+            content_bytes = int(getattr(spec, "real_page_size_bytes", 0)) * world_size_of(vllm_config)
+            if type(spec).__name__ in STATES:
+                state_bytes, block_tokens = state_bytes + content_bytes, int(spec.block_size)
+            elif type(spec).__name__ in FULL:
+                token_bytes += content_bytes / int(spec.block_size)
+    if state_bytes:
+        log.info(
+            "kvbm: this model has layers with a state of %.1f MB%s; hits end where one is stored: after a "
+            "multiple of %d tokens; vLLM hands off %s",
+            state_bytes / 1e6,
+            f", as much as the KV of {int(state_bytes / token_bytes)} tokens" if token_bytes else "",
+            block_tokens,
+            _handed_off(getattr(vllm_config.cache_config, "prefix_cache_retention_interval", None)),
+        )
+
+
+def _handed_off(interval_tokens: int | None) -> str:
+    if interval_tokens is None:
+        return "each that it has"
+    last = "the last one of each prompt"
+    if interval_tokens:
+        return f"{last} and one every {interval_tokens} tokens"
+    return f"{last}, and of answers none (--prefix-cache-retention-interval)"
+
+
+def _window_of(spec: KVCacheSpec) -> int | None:
+    if type(spec).__name__ in FULL:
         return None
-    if kind in _WINDOWED:
-        return int(spec.sliding_window) + int(getattr(spec, "extra_retained_tokens", 0))
-    raise UnsupportedError(
-        f"kvbm: KV cache group {index} is a {kind}; supported are {', '.join(sorted(_FULL | _WINDOWED))}: "
-        "run this model without kvbm"
-    )
+    return int(spec.sliding_window) + int(getattr(spec, "extra_retained_tokens", 0))

@@ -28,7 +28,7 @@ from kvbm_core.identity.fields import (
 from kvbm_core.identity.fields import canonical as text_of
 
 if TYPE_CHECKING:
-    from vllm.config import LoadConfig, ModelConfig, MultiModalConfig
+    from vllm.config import LoadConfig, ModelConfig, MultiModalConfig, ParallelConfig
 
 ROPE_OF_ANY_LENGTH = frozenset(
     {
@@ -136,6 +136,21 @@ def _rope_kinds(rope: Any) -> list[str]:
     below = [kind for value in rope.values() for kind in _rope_kinds(value)]
     kind = rope.get("rope_type", rope.get("type"))
     return [*below, str(kind)] if kind is not None else below
+
+
+def reads_tokenizer(model_config: ModelConfig) -> bool:
+    """Whether K and V depend on the tokenizer's files: Engram's table of n-grams is made from its words
+    (deepseek_v41).
+    """
+    configs = (model_config.hf_text_config, model_config.hf_config)
+    return any(getattr(config, "engram_layer_ids", None) for config in configs)
+
+
+def replicas_that_count(parallel_config: ParallelConfig) -> object:
+    """data_parallel_size of a model with experts: some kernels for them refuse it, and others with other
+    formats take their place. None of one that is known to have none.
+    """
+    return None if parallel_config.is_moe_model is False else parallel_config.data_parallel_size
 
 
 def temperature_tuning(model_config: ModelConfig) -> object:
@@ -266,11 +281,17 @@ MODEL = ConfigTable(
             " quantization_config runner trust_remote_code word_embeddings_untied_by_checkpoint"
         ),
         **_irrelevant("the stamp of the weights' content says more", "model model_weights revision"),
-        **_irrelevant("its effect is in hf_config", "hf_config_path"),
+        **_irrelevant("its effect is in hf_config, and its code in the weights' stamp", "hf_config_path"),
+        "tokenizer": ThisProcessOnly(
+            "the model computes with the tokenizer's words (Engram)",
+            applies=reads_tokenizer,
+            otherwise=Irrelevant(INPUT),
+            whole=True,
+        ),
         **_irrelevant(
             INPUT,
             "allowed_local_media_path allowed_media_domains io_processor_plugin renderer_num_workers"
-            " skip_tokenizer_init tokenizer tokenizer_mode tokenizer_revision",
+            " skip_tokenizer_init tokenizer_mode tokenizer_revision",
         ),
         **_irrelevant(
             OUTPUT,
@@ -429,8 +450,11 @@ COMPILATION = ConfigTable(
 PARALLEL = ConfigTable(
     "ParallelConfig",
     {
+        # Kernels for experts refuse some of these, and others with other formats take their place.
+        **_in_key("all2all_backend enable_eplb enable_expert_parallel is_moe_model"),
+        "data_parallel_size": InKey(replicas_that_count, "if the model has experts", whole=True),
         **_in_key(
-            "all2all_backend cp_kv_cache_interleave_size dcp_kv_cache_interleave_size"
+            "cp_kv_cache_interleave_size dcp_kv_cache_interleave_size"
             " decode_context_parallel_size pipeline_parallel_size prefill_context_parallel_size"
             " tensor_parallel_size worker_cls worker_extension_cls"
         ),
@@ -440,7 +464,7 @@ PARALLEL = ConfigTable(
             " assigned_physical_gpu_ids cpu_distributed_timeout_seconds data_parallel_backend"
             " data_parallel_external_lb data_parallel_hybrid_lb data_parallel_index data_parallel_master_ip"
             " data_parallel_master_port data_parallel_rank data_parallel_rank_local data_parallel_rpc_port"
-            " data_parallel_size data_parallel_size_local distributed_executor_backend"
+            " data_parallel_size_local distributed_executor_backend"
             " distributed_timeout_seconds dp_sync_interval elastic_ep_max_dp_size enable_elastic_ep"
             " enable_fault_tolerance enable_shm_tensor_arena fault_tolerance_config master_addr master_port"
             " nnodes node_rank numa_bind numa_bind_cpus numa_bind_nodes placement_group rank"
@@ -450,11 +474,11 @@ PARALLEL = ConfigTable(
             ROUNDING,
             "dbo_decode_token_threshold dbo_prefill_token_threshold dcp_comm_backend dcp_q_replicate"
             " disable_custom_all_reduce disable_nccl_for_dp_synchronization enable_batch_sharded_sampling"
-            " enable_dbo enable_ep_weight_filter enable_eplb enable_expert_parallel enable_hc_sp eplb_config"
+            " enable_dbo enable_ep_weight_filter enable_hc_sp eplb_config"
             " expert_placement_strategy ubatch_size",
         ),
         **_irrelevant(MOVED, "max_parallel_loading_workers"),
-        **_irrelevant(FROM_OTHERS, "_allow_auto_resolve_cp_interleave_size is_moe_model"),
+        **_irrelevant(FROM_OTHERS, "_allow_auto_resolve_cp_interleave_size"),
     },
 )
 
@@ -466,8 +490,8 @@ SPECULATIVE = ConfigTable(
         **_in_key(
             "attention_backend code_revision draft_tensor_parallel_size index_share_for_mtp_iteration"
             " kv_cache_dtype method moe_backend num_speculative_tokens parallel_drafting quantization"
-            " use_heterogeneous_vocab"
         ),
+        "use_heterogeneous_vocab": ThisProcessOnly("the draft's tokens are found by both tokenizers' words"),
         **_irrelevant("the stamp of the draft's weights says more", "model revision"),
         **_irrelevant(
             "which drafts are tried and kept; K and V are those of the tokens kept",

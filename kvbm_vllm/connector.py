@@ -15,7 +15,12 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole, SupportsHMA
 
 from kvbm_vllm import engine_calls
-from kvbm_vllm.assembly import SchedulerAssembly, build_scheduler_side, build_worker_side
+from kvbm_vllm.assembly import (
+    SchedulerAssembly,
+    build_scheduler_side,
+    build_worker_side,
+    set_failure_policy,
+)
 from kvbm_vllm.metadata import DynamoConnectorMetadata
 from kvbm_vllm.pd import PdConnector
 from kvbm_vllm.stats import KvbmPromMetrics, KvbmStats
@@ -101,6 +106,12 @@ class DynamoConnector(KVConnectorBase_V1, SupportsHMA):
             raise TypeError("this connector has the scheduler's role")
         return self._worker_part
 
+    def join_transport(self, vllm_config: VllmConfig) -> None:
+        """Called by PdConnector, whose configuration this is: another connector moves KV between workers."""
+        self.scheduler_side.hooks.leaves_remote_prefills = True
+        # Ours was set in a copy, which vLLM does not look at.
+        set_failure_policy(vllm_config, self.scheduler_side.settings)
+
     def shutdown(self) -> None:
         if self._worker_part is not None:
             self._worker_part.shutdown()
@@ -132,12 +143,14 @@ class DynamoConnector(KVConnectorBase_V1, SupportsHMA):
         self.scheduler_side.hooks.update_connector_output(connector_output)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        return self.scheduler_side.hooks.request_finished(request, (block_ids,)), None
+        return self.request_finished_all_groups(request, (block_ids,))
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        return self.scheduler_side.hooks.request_finished(request, block_ids), None
+        hooks = self.scheduler_side.hooks
+        handed_over = hooks.hand_over(request)
+        return hooks.request_finished(request, block_ids), handed_over
 
     def has_pending_push_work(self) -> bool:
         return self.scheduler_side.hooks.has_pending_push_work()

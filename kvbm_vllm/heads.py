@@ -1,6 +1,7 @@
 """How vLLM divides KV heads among tensor-parallel ranks, for stores that engines of other sizes share.
 
-What is not known for sure is refused: each rank's blocks are stored as they are then.
+What is not known for sure is refused: each rank's blocks are stored as they are then, or, if they were to be
+made smaller, not at all.
 """
 
 from __future__ import annotations
@@ -11,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from kvbm_core.config import KvbmSettings
 from kvbm_core.errors import LayoutError
-from kvbm_core.layout.heads import HeadGroup, HeadShards, divide_heads, head_tensors
+from kvbm_core.layout.heads import FP8, NO_CODEC, HeadGroup, HeadShards, divide_heads, head_tensors
 from kvbm_core.transfer.torch_memory import describe_tensors
-from kvbm_vllm.config import layer_specs, rank_of
+from kvbm_vllm.config import rank_of
+from kvbm_vllm.kinds import layer_specs
 
 if TYPE_CHECKING:
     import torch
@@ -38,28 +40,37 @@ def heads_of(
     settings: KvbmSettings,
 ) -> HeadShards | None:
     """How this rank's blocks are divided in the store; None if they are not, and a line if that was asked
-    for.
+    for. Without a number of shards there are as many as ranks.
     """
-    if not settings.remote_head_shards or not settings.store_urls:
+    if not settings.keeps_heads:
         return None
     try:
-        return _divided(kv_caches, kv_cache_config, vllm_config, settings.remote_head_shards)
-    except Exception as error:  # whatever a vLLM's objects are like: blocks are stored as they are
+        return _divided(kv_caches, kv_cache_config, vllm_config, settings)
+    except Exception as error:  # whatever a vLLM's objects are like
         if rank_of(vllm_config) == 0:
-            log.warning(
-                "kvbm: KVBM_REMOTE_HEAD_SHARDS=%d: %s; blocks are stored as each rank has them, and engines "
-                "of another tensor-parallel size do not find them",
-                settings.remote_head_shards,
-                error if isinstance(error, LayoutError) else f"{type(error).__name__}: {error}",
-            )
+            why = error if isinstance(error, LayoutError) else f"{type(error).__name__}: {error}"
+            log.warning("kvbm: %s: %s; %s", _asked(settings), why, _instead(settings))
         return None
+
+
+def _asked(settings: KvbmSettings) -> str:
+    codec, shards = settings.remote_codec, settings.remote_head_shards
+    asked = [f"KVBM_REMOTE_CODEC={codec}"] if settings.is_lossy else []
+    return ", ".join([*asked, f"KVBM_REMOTE_HEAD_SHARDS={shards}"] if shards else asked)
+
+
+def _instead(settings: KvbmSettings) -> str:
+    if settings.is_lossy:
+        return "nothing is kept in the shared store; with KVBM_REMOTE_CODEC=none or zstd blocks are"
+    what = "blocks are stored as each rank has them"
+    return f"{what}, and engines of another tensor-parallel size do not find them"
 
 
 def _divided(
     kv_caches: dict[str, torch.Tensor],
     kv_cache_config: KVCacheConfig,
     vllm_config: VllmConfig,
-    max_shards: int,
+    settings: KvbmSettings,
 ) -> HeadShards:
     parallel = vllm_config.parallel_config
     if parallel.pipeline_parallel_size > 1:
@@ -77,7 +88,9 @@ def _divided(
     num_blocks = int(kv_cache_config.num_blocks)
     made = tuple(_group(group, kv_caches, num_blocks, axis) for group in groups)
     ranks = int(parallel.tensor_parallel_size)
-    return divide_heads(made, total_heads, rank_of(vllm_config), ranks, max_shards)
+    max_shards = settings.remote_head_shards or ranks
+    codec = FP8 if settings.is_lossy else NO_CODEC
+    return divide_heads(made, total_heads, rank_of(vllm_config), ranks, max_shards, codec=codec)
 
 
 def _total_heads(vllm_config: VllmConfig) -> int:

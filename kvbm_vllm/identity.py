@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Mapping
@@ -33,6 +32,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ENVIRONMENT_WORDS",
+    "HOW_MANY_REPLICAS",
     "IRRELEVANT_ENVIRONMENT",
     "PROCESS_ONLY_ENVIRONMENT",
     "TABLES",
@@ -45,6 +45,10 @@ WHERE_HEADS_LIE = frozenset(
     {"cache_config.kv_cache_layout", "parallel_config.tensor_parallel_size", "VLLM_KV_CACHE_LAYOUT"}
 )
 """What says on which rank a head is, and where in its memory: nothing that counts in blocks kept by heads."""
+HOW_MANY_REPLICAS = frozenset({"parallel_config.tensor_parallel_size"})
+"""What says how many ranks have the same KV: nothing that counts in blocks that one of them stores for
+all.
+"""
 PLUGIN_GROUPS = ("vllm.general_plugins", "vllm.platform_plugins")
 
 
@@ -71,7 +75,12 @@ def _describe_software() -> Description:
     them.
     """
     found = environment.describe_software(
-        ("vllm", installed_version()), platform=_platform, plugins=_plugins, transformers=_transformers
+        ("vllm", installed_version()),
+        platform=_platform,
+        plugins=_plugins,
+        transformers=_transformers,
+        packages=environment.packages,
+        editable=lambda: environment.code_of_editable("vllm", "transformers"),
     )
     editable = tuple(f"plugin {name}: it is installed editable" for name in _editable_plugins())
     return found._replace(process_only=editable)
@@ -123,8 +132,8 @@ def _named_classes(vllm_config: VllmConfig) -> list[tuple[str, str]]:
 
 
 def _code_of(module: str) -> str:
-    """sha256 of the module's file; "" for vLLM and transformers, whose versions count. LookupError if it has
-    none.
+    """sha256 of the module's file; "" for vLLM and transformers, whose versions count, and their code if they
+    are installed editable. LookupError if it has none.
     """
     if module.partition(".")[0] in {"vllm", "transformers"}:
         return ""
@@ -146,7 +155,10 @@ def _platform() -> str:
     # Of the same cache_dtype "fp8", AMD's older devices store other numbers (e4m3fnuz) than all others.
     # A device's capability chooses kernels, some of which compute in other formats.
     capability = current_platform.get_device_capability()
-    return f"{current_platform.device_name} {current_platform.fp8_dtype()} {capability and tuple(capability)}"
+    parts = [current_platform.device_name, current_platform.fp8_dtype(), capability and tuple(capability)]
+    if current_platform.is_cpu():
+        parts.append(environment.vector_units())
+    return " ".join(map(str, parts))
 
 
 def _plugins() -> str:
@@ -157,12 +169,13 @@ def _plugins() -> str:
 def _editable_plugins() -> tuple[str, ...]:
     """Those whose code may change without their version."""
     points = [point for group in PLUGIN_GROUPS for point in metadata.entry_points(group=group)]
-    return tuple(sorted({point.name for point in points if point.dist and _is_editable(point.dist)}))
-
-
-def _is_editable(distribution: metadata.Distribution) -> bool:
-    origin = json.loads(distribution.read_text("direct_url.json") or "{}")
-    return bool(origin.get("dir_info", {}).get("editable"))
+    return tuple(
+        sorted(
+            point.name
+            for point in points
+            if point.dist and environment.is_editable(point.dist.read_text("direct_url.json"))
+        )
+    )
 
 
 def _transformers() -> str:

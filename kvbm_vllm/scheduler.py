@@ -6,23 +6,34 @@ learns its targets. What a request has on the device is followed in tables.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+import functools
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 from kvbm_core.identity.roots import Roots, Stamp
 from kvbm_core.observe.guard import GuardState, guarded
-from kvbm_core.observe.labels import UncachedReason
+from kvbm_core.observe.labels import MissReason, UncachedReason
 from kvbm_core.observe.log import RateLimitedLogger
 from kvbm_core.runtime.due import DueRequests
 from kvbm_core.runtime.leader import Leader
-from kvbm_core.runtime.request import RequestState
+from kvbm_core.runtime.request import RequestState, StateOnDevice
+from kvbm_core.runtime.tenants import Tenant
+from kvbm_core.tiers.lower import PEERS
 from kvbm_core.transfer.plan import TransferPlan
 from kvbm_vllm.changes import DeviceCache, EngineChanges
 from kvbm_vllm.events import EventFeed
 from kvbm_vllm.keys import has_lasting_names, multimodal_extras, uncacheable_reason
 from kvbm_vllm.metadata import QUIET, DynamoConnectorMetadata, DynamoWorkerMetadata
 from kvbm_vllm.pins import DevicePins
-from kvbm_vllm.request_params import opts_out
+from kvbm_vllm.request_params import (
+    PREFILLED_AS,
+    hinted_peer,
+    holds_foreign_blocks,
+    is_prefilled_elsewhere,
+    is_to_be_decoded_elsewhere,
+    opts_out,
+    token_limits,
+)
 from kvbm_vllm.tables import DeviceTables, Tables
 
 if TYPE_CHECKING:
@@ -33,10 +44,34 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_UNCACHED = {
+    UncachedReason.OPTED_OUT.value: 'its kv_transfer_params say {"kvbm": {"skip": true}}',
+    UncachedReason.PROMPT_EMBEDS.value: "its prompt is embeddings, not tokens",
+    UncachedReason.STREAMING_SESSION.value: "a streaming session replaces tokens that were computed",
+    UncachedReason.ADAPTER.value: "nobody knows what its LoRA adapter holds",
+}
+"""Why requests are not cached, in words."""
 _NO_MATCH: tuple[int | None, bool] = (0, False)
+_NOTHING: dict[str, Any] | None = None
 _NO_EVENTS: Iterable[KVCacheEvent] = ()
 # Ends with all of its tokens' KV written; an aborted request may still have a step in flight.
 _COMPLETE = frozenset({"FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED"})
+
+
+def exclusive(
+    method: Callable[Concatenate[SchedulerSide, P], T],
+) -> Callable[Concatenate[SchedulerSide, P], T]:
+    """For what vLLM calls: what is lent to peers is looked up by another thread."""
+
+    @functools.wraps(method)
+    def call(self: SchedulerSide, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        with self.leader.lock:
+            return method(self, *args, **kwargs)
+
+    return call
 
 
 class SchedulerSide:
@@ -57,19 +92,27 @@ class SchedulerSide:
     ) -> None:
         self.leader = leader
         self.guard_state = guard_state
+        self.leaves_remote_prefills = False
+        """Another connector beside this one brings prompts that another worker has computed, whole."""
         self._roots = roots
+        roots.on_change = self._forget_names
         self._changes = changes
         self._generation = changes.weights.generation
         self._device_cache = DeviceCache()
         self._events = events
         self._hold_back_tokens = hold_back_tokens
+        self._heeds_hints = leader.chain.named(PEERS) is not None
+        self._has_states = any(group.is_state for group in leader.groups)
         self._pins = DevicePins(leader.groups)
         self._due = DueRequests[str](leader.groups, decode_run_tokens)
         self._log = RateLimitedLogger()
         # Whether what the workers said has been taken in this step.
         self._has_polled = False
         self._requests: dict[str, Request] = {}
-        self._uncached: set[str] = set()
+        # Why they are not cached: an UncachedReason.
+        self._uncached: dict[str, str] = {}
+        # Of which it is known why the tiers are not asked for them.
+        self._explained: set[str] = set()
         # Weights or adapter have changed since they began: what they have on the device is of both.
         self._mixed: set[str] = set()
         # Of requests whose blocks may go to the disk if their adapter is still the same at their end.
@@ -92,18 +135,21 @@ class SchedulerSide:
 
     # ---------------------------------------------------------------- hooks
 
+    @exclusive
     @guarded("bind_kv_cache_manager", lambda self, pool: None)
     def bind_gpu_block_pool(self, pool: BlockPool) -> None:
         """vLLM's block pool, before the first request."""
         self._pins.bind(pool)
         self._device_cache.bind(pool)
 
+    @exclusive
     @guarded("on_new_request", lambda self, request: None)
     def on_new_request(self, request: Request) -> None:
         """Remembers the request; its tokens are read from it as it grows."""
         self._has_polled = False
         self._requests[request.request_id] = request
 
+    @exclusive
     @guarded("get_num_new_matched_tokens", lambda self, request, num_computed_tokens: _NO_MATCH)
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
@@ -112,7 +158,13 @@ class SchedulerSide:
         self._poll()
         self._requests[request.request_id] = request
         state = self._state_from_start(request, num_computed_tokens)
-        if state is None or request.skip_reading_prefix_cache:
+        if state is None:
+            self._pass_by(request, num_computed_tokens)
+            return 0, False
+        if request.skip_reading_prefix_cache:
+            self._tell_why(request, num_computed_tokens, MissReason.OPTED_OUT, "it asks not to read caches")
+            return 0, False
+        if self.leaves_remote_prefills and is_prefilled_elsewhere(request):
             return 0, False
         # One token is left to compute: its logits are what the request is about.
         matched = self.leader.match(state, request.all_token_ids, num_computed_tokens, request.num_tokens - 1)
@@ -123,6 +175,7 @@ class SchedulerSide:
             return 0, False
         return matched, bool(matched)
 
+    @exclusive
     @guarded(
         "update_state_after_alloc", lambda self, request, blocks, n: self._promise_broken(request, blocks, n)
     )
@@ -140,6 +193,8 @@ class SchedulerSide:
         tables = blocks.get_block_ids()
         first_token = state.match.computed_tokens if state is not None and state.match is not None else 0
         self._announced[request.request_id] = self._tables.targets(tables, first_token, num_external_tokens)
+        if state is not None:
+            self._events.on_match(request, state)
         plan = self.leader.onboard(state, num_external_tokens, tables) if state is not None else None
         if plan is None:
             self._failed_loads[request.request_id] = self._announced[request.request_id]
@@ -148,6 +203,7 @@ class SchedulerSide:
         self._onboards.append((request.request_id, plan))
         self._tables.note_overwritten(block for move in plan.moves for block in move.device_blocks)
 
+    @exclusive
     @guarded("build_connector_meta", lambda self, scheduler_output: self._fallback_metadata())
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> DynamoConnectorMetadata:
         """Everything the workers do in this step."""
@@ -157,6 +213,8 @@ class SchedulerSide:
         overwritten = self._tables.follow(scheduler_output, note_grown=self.leader.pending_jobs > 0)
         fences = tuple(sorted(self.leader.readers_of(overwritten))) if overwritten else ()
         self._plan_offloads(scheduler_output)
+        if self._has_states:
+            self._plan_states(scheduler_output)
         offload = self.leader.take_offloads()
         moved = [offload] if offload is not None else []
         moved += self.leader.take_audits()
@@ -186,6 +244,7 @@ class SchedulerSide:
         self._new_step()
         return metadata
 
+    @exclusive
     @guarded("request_finished", lambda self, request, tables: self._forget(request.request_id))
     def request_finished(self, request: Request, tables: Tables) -> bool:
         """True: vLLM keeps the device blocks until our own reads of them are over."""
@@ -209,6 +268,16 @@ class SchedulerSide:
         self._finishing[request.request_id] = self._new_finishing[request.request_id] = jobs
         return True
 
+    @exclusive
+    @guarded("hand_over", lambda self, request: _NOTHING)
+    def hand_over(self, request: Request) -> dict[str, Any] | None:
+        """What the request's next worker shall know of its blocks; to be asked before request_finished."""
+        state = self.leader.request(request.request_id)
+        if state is None or state.is_retired or not is_to_be_decoded_elsewhere(request):
+            return None
+        return {PREFILLED_AS: state.chain.root.hex()}
+
+    @exclusive
     @guarded("update_connector_output", lambda self, output: None)
     def update_connector_output(self, output: KVConnectorOutput) -> None:
         """Which finished requests vLLM frees now, and what the workers said."""
@@ -221,11 +290,13 @@ class SchedulerSide:
                 self.leader.acknowledge(rank, acks)
         self._poll()
 
+    @exclusive
     @guarded("has_pending_push_work", lambda self: False)
     def has_pending_push_work(self) -> bool:
         """Keeps the engine stepping while finished requests wait for their copies."""
         return bool(self._finishing) or len(self._pins) > 0
 
+    @exclusive
     @guarded("reset_cache", lambda self: False)
     def reset_cache(self) -> bool:
         """Forgets all blocks; True."""
@@ -234,9 +305,10 @@ class SchedulerSide:
         self.leader.reset()
         return True
 
+    @exclusive
     @guarded("take_events", lambda self: _NO_EVENTS)
     def take_events(self) -> Iterable[KVCacheEvent]:
-        """Blocks stored in and removed from the host tier since the last call."""
+        """Blocks stored in and removed from kvbm's tiers since the last call."""
         return self._events.take()
 
     # ---------------------------------------------------------------- requests
@@ -265,25 +337,68 @@ class SchedulerSide:
         if reason is None and opts_out(request, self._log):
             reason = UncachedReason.OPTED_OUT.value
         if reason is not None:
-            self._uncached.add(request.request_id)
+            self._uncached[request.request_id] = reason
             self.leader.metrics.uncached_request(reason)
             return None
         return self._open(request)
 
+    def _pass_by(self, request: Request, num_computed_tokens: int) -> None:
+        """For who asks why: a request that the tiers are not asked for."""
+        reason = self._uncached.get(request.request_id)
+        if reason is not None:
+            is_wish = reason == UncachedReason.OPTED_OUT.value
+            why, text = (
+                (MissReason.OPTED_OUT if is_wish else MissReason.UNCACHED),
+                _UNCACHED.get(reason, reason),
+            )
+        elif request.request_id in self._mixed:
+            why, text = MissReason.CHANGED, "the engine's own prefix cache has blocks of other weights"
+        else:
+            why, text = MissReason.NOT_READY, ""
+        self._tell_why(request, num_computed_tokens, why, text)
+
+    def _tell_why(self, request: Request, device_tokens: int, reason: MissReason, text: str) -> None:
+        if request.request_id not in self._explained:
+            self._explained.add(request.request_id)
+            self.leader.pass_by(
+                request.request_id,
+                request.num_tokens,
+                device_tokens,
+                reason,
+                text,
+                trace_headers=request.trace_headers,
+            )
+
     def _open(self, request: Request) -> RequestState | None:
         adapter = self._changes.adapter_of(request.lora_request)
         if adapter is None:
-            self._uncached.add(request.request_id)
+            self._uncached[request.request_id] = UncachedReason.ADAPTER.value
             self.leader.metrics.uncached_request(UncachedReason.ADAPTER)
             return None
         root = self._roots.of(adapter, request.cache_salt, self.leader.layout_fingerprint)
         is_lasting = root.is_lasting and has_lasting_names(request)
+        if holds_foreign_blocks(request, root.hash.hex()):
+            is_lasting = False
         self._adapters.pop(request.request_id, None)
         if is_lasting and request.lora_request is not None:
             # The engine may load the adapter only now, or once more: what it was is known at the end.
             self._adapters[request.request_id], is_lasting = adapter, False
         extras = multimodal_extras(request, self._roots.block_size_tokens)
-        return self.leader.open(request.request_id, root.hash, extras, is_lasting=is_lasting)
+        lora = request.lora_request
+        tenant = Tenant.of("" if lora is None else lora.lora_name, request.cache_salt)
+        state = self.leader.open(
+            request.request_id,
+            root.hash,
+            extras,
+            is_lasting=is_lasting,
+            facts=root.facts,
+            tenant=tenant,
+        )
+        state.trace_headers = request.trace_headers
+        state.limits = token_limits(request, self._log)
+        if self._heeds_hints:
+            state.seeker.source = hinted_peer(request)
+        return state
 
     def _end_with_adapter(self, state: RequestState, request: Request, adapter: Stamp) -> None:
         if self._changes.adapter_of(request.lora_request) == adapter:
@@ -294,7 +409,8 @@ class SchedulerSide:
     def _forget(self, request_id: str) -> bool:
         self._requests.pop(request_id, None)
         self._tables.forget(request_id)
-        self._uncached.discard(request_id)
+        self._uncached.pop(request_id, None)
+        self._explained.discard(request_id)
         self._mixed.discard(request_id)
         self._adapters.pop(request_id, None)
         self._due.forget(request_id)
@@ -316,10 +432,17 @@ class SchedulerSide:
             )
             self._mixed.update(self._requests)
             self.leader.new_generation()
+            self._forget_names()
         changed = self._changes.take_adapters()
+        if changed:
+            self._events.adapters_changed(changed)
         for request in list(self._requests.values()) if changed else ():
             if request.lora_request is not None and request.lora_request.lora_int_id in changed:
                 self._mix(request.request_id)
+
+    def _forget_names(self) -> None:
+        states = map(self.leader.request, self._requests)
+        self._events.renamed(state for state in states if state is not None)
 
     def _mix(self, request_id: str) -> None:
         self._mixed.add(request_id)
@@ -374,6 +497,37 @@ class SchedulerSide:
             num_prompt_tokens=request.num_prompt_tokens,
         )
         self._note(job_id, request)
+
+    def _plan_states(self, scheduler_output: SchedulerOutput) -> None:
+        """The states that this step completes: where they are is said in it, and not in any table."""
+        block_state = getattr(scheduler_output, "kv_connector_block_state", None)
+        handed_off = block_state.boundary_state_offloads if block_state is not None else {}
+        for request_id, entries in handed_off.items():
+            request, state = self._requests.get(request_id), self.leader.request(request_id)
+            if request is None or state is None or request_id in self._receiving:
+                continue
+            offered = [StateOnDevice(*entry) for entry in entries if entry[2] <= request.num_tokens]
+            is_drafting = request_id in scheduler_output.scheduled_spec_decode_tokens
+            num_scheduled = 0 if is_drafting else scheduler_output.num_scheduled_tokens.get(request_id, 0)
+            known = [
+                one
+                for one in offered
+                if self._pins.is_state_of(request, one)
+                and not self._is_passed_by(request, one, num_scheduled)
+            ]
+            job_id = self.leader.offload_states(
+                state, request.all_token_ids, known, request.num_prompt_tokens
+            )
+            self._note(job_id, request)
+
+    def _is_passed_by(self, request: Request, state: StateOnDevice, num_scheduled: int) -> bool:
+        """Whether this step begins in the middle of the block and goes beyond its end: the block keeps the
+        state that the step began with. vLLM 0.32 hands off such ones where prefixes may end inside blocks and
+        a prefill exports a checkpoint. With drafts (``num_scheduled`` 0) it copies the state that was passed.
+        """
+        size = self.leader.groups[state.position].block_size_tokens
+        begin = request.num_computed_tokens
+        return bool(state.end_tokens - size < begin < state.end_tokens < begin + num_scheduled)
 
     def _offload_rest(self, state: RequestState, request: Request, tables: Tables) -> None:
         computed = min(request.num_computed_tokens, request.num_tokens - 1)

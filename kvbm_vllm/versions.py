@@ -105,6 +105,8 @@ class Capabilities:
     """wait_for_save is also called in steps that run no forward pass."""
     stored_event_fields: frozenset[str]
     removed_event_fields: frozenset[str]
+    hands_off_states: bool
+    """The scheduler says in which block the state at the end of a block is (boundary_state_offloads)."""
 
     @property
     def hybrid_load_failures(self) -> bool:
@@ -121,12 +123,18 @@ def probe() -> Capabilities:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
     from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 
+    try:
+        from vllm.v1.core.sched.output import KVConnectorBlockState
+    except ImportError:  # vLLM < 0.29
+        KVConnectorBlockState = None
     step = inspect.signature(KVConnectorModelRunnerMixin._get_kv_connector_output)
     return Capabilities(
         transfer_results=hasattr(KVConnectorBase_V1, "get_transfer_results"),
         wait_for_save_always="wait_for_save" not in step.parameters,
         stored_event_fields=field_names(BlockStored),
         removed_event_fields=field_names(BlockRemoved),
+        hands_off_states=KVConnectorBlockState is not None
+        and "boundary_state_offloads" in field_names(KVConnectorBlockState),
     )
 
 

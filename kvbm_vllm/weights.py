@@ -42,6 +42,9 @@ def weight_sources(vllm_config: VllmConfig) -> dict[str, Source]:
             for repository in sorted(code_repositories(auto_map)):
                 code = Source(repository, str(of.code_revision or ""), is_code=True)
                 sources[f"{prefix}code {repository}"] = code
+            place = getattr(of, "hf_config_path", None)
+            if place:  # the class of the configuration may be defined there
+                sources[f"{prefix}configuration"] = Source(str(place), str(of.revision or ""), is_code=True)
     return sources
 
 

@@ -13,8 +13,8 @@ from kvbm_core.observe.labels import FailureKind
 from kvbm_core.runtime.step_offloads import StepOffloads
 from kvbm_core.runtime.worker import Worker
 from kvbm_core.transfer.plan import GroupMove, JobResult
-from kvbm_vllm.config import fails_by_block
-from kvbm_vllm.layout import device_memory
+from kvbm_vllm.config import KvShard, fails_by_block
+from kvbm_vllm.layout import Audited, device_memory
 from kvbm_vllm.metadata import DynamoConnectorMetadata, DynamoWorkerMetadata
 
 if TYPE_CHECKING:
@@ -36,8 +36,8 @@ class WorkerSide:
         self,
         worker: Worker,
         kv_cache_config: KVCacheConfig,
-        cache_dtype: str,
-        shard: tuple[int, int],
+        audited: Audited,
+        shard: KvShard,
         guard_state: GuardState,
         *,
         submits_without_save: bool,
@@ -46,7 +46,7 @@ class WorkerSide:
         self.worker = worker
         self.guard_state = guard_state
         self._kv_cache_config = kv_cache_config
-        self._cache_dtype = cache_dtype
+        self._audited = audited
         self._fails_by_block = fails_by_block(kv_cache_config)
         self._shard = shard
         self._submits_without_save = submits_without_save
@@ -71,14 +71,18 @@ class WorkerSide:
         """
         try:
             memory, fingerprint = device_memory(
-                kv_caches, self._kv_cache_config, self._cache_dtype, *self._shard
+                kv_caches,
+                self._kv_cache_config,
+                self._audited,
+                self._shard.number,
+                self._shard.num_shards,
             )
         except LayoutError as error:
             log.error("%s; nothing is cached: report this model and vLLM version, or run without kvbm", error)
             self.guard_state.metrics.failure(FailureKind.LAYOUT)
             self.worker.refuse(str(error))
             return
-        self.worker.register(memory, fingerprint, self._heads_of(kv_caches))
+        self.worker.register(memory, fingerprint, self._heads_of(kv_caches), part=self._shard.part)
 
     @guarded("handle_preemptions", lambda self, metadata: self._stop_all())
     def handle_preemptions(self, metadata: DynamoConnectorMetadata) -> None:

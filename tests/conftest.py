@@ -15,13 +15,27 @@ import pytest
 from hypothesis import settings
 
 from tests import effort
+from tests.engines.etcd_server import find_etcd
 from tests.engines.mooncake_pool import find_mooncake
+from tests.engines.nats_server import find_server as find_nats
 from tests.engines.sglang.environment import PYTHON as SGLANG_PYTHON
 from tests.engines.tiny_model import build_model
 from tests.engines.valkey_server import find_server
 
 if TYPE_CHECKING:
     from xdist.workermanage import WorkerController
+
+# What makes tables as wide as a terminal that is not there, or colors them: rich and typer look for these.
+for _name in (
+    "COLUMNS",
+    "LINES",
+    "FORCE_COLOR",
+    "PY_COLORS",
+    "GITHUB_ACTIONS",
+    "TTY_COMPATIBLE",
+    "TERMINAL_WIDTH",
+):
+    os.environ.pop(_name, None)
 
 SEED_VARIABLE = "KVBM_TEST_SEED"
 TESTS = Path(__file__).parent
@@ -32,6 +46,8 @@ ENGINES = {
     "dynamo": "Dynamo",
     "valkey": "a Valkey or Redis server",
     "mooncake": "Mooncake Store",
+    "etcd": "etcd",
+    "nats": "a NATS server",
 }  # the marker and folder of tests, and what they need
 RUN_ORDER = {
     "vllm": 1,
@@ -41,11 +57,11 @@ RUN_ORDER = {
 }  # e2e has the longest file, which at the end would be alone
 # Tests that try more at night, or more of their combinations (tests/effort.py).
 DEEPER = {
-    *(TESTS / "property", TESTS / "faults"),
+    *(TESTS / "property", TESTS / "faults", TESTS / "unit" / "test_peer_tier.py"),
     *(TESTS / "trtllm" / name for name in ("test_random.py", "test_scenarios.py", "test_attention_dp.py")),
     TESTS / "vllm" / "test_identity.py",
     *(TESTS / "e2e" / f"test_{name}.py" for name in ("clients", "main_job", "disk", "object_store")),
-    TESTS / "sglang" / "test_engine.py",
+    *(TESTS / "sglang" / name for name in ("test_engine.py", "test_identity.py")),
 }
 SHARED_NOT_RUN = "kvbm_not_run"  # a worker's NOT_RUN_KEY, on its way to the process that started it
 NIGHTLY = "nightly"  # the marker of tests that `make test` leaves out, and their key in NOT_RUN_KEY
@@ -70,6 +86,8 @@ def missing_engines() -> set[str]:
         "Dynamo": DYNAMO_PYTHON.exists(),
         "a Valkey or Redis server": find_server() is not None,
         "Mooncake Store": find_mooncake() is not None,
+        "etcd": find_etcd() is not None and find_spec("etcd3") is not None,
+        "a NATS server": find_nats() is not None and find_spec("nats") is not None,
     }
     return {engine for engine, found in is_there.items() if not found}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,21 +15,37 @@ from unittest.mock import patch
 
 from kvbm_core import config
 from kvbm_core.config import Adapter, KvbmSettings
+from kvbm_core.fleet.keys import new_keys
+from kvbm_core.runtime.endpoint import endpoint_apart
 from kvbm_core.testing import memory_engine
+from tests.engines.certificates import make_certificates
 from tests.engines.ports import free_port
 
 _CONFIG = str(Path(config.__file__).parent)
 # What a caller outside learns of settings without naming them.
 _ANSWERS = {
+    "control_ways",
+    "event_ways",
+    "fleet_root",
     "has_host_tier",
     "has_disk_tier",
     "host_tier_slots",
+    "instance_of",
     "disk_tier_slots",
     "has_lower_tier",
     "has_remote_tier",
+    "has_peers",
+    "peer_export_bytes",
+    "record_bytes",
     "remote_max_bytes",
     "store_urls",
+    "way_to_device",
 }
+READ_IN_VAIN = {"peers", "remote_load", "share_wait_s", "why_requests"}
+"""Read by what engines have in common, where nothing comes of it: no hint names an instance, the pace of
+computing is not known, no load is shared, no request is told of.
+"""
+_OF_FLEETS = ("ETCD_", "KVBM_FLEET", "KVBM_CURVE_")
 _BLOCKS = ("cpu_cache_override_num_blocks", "disk_cache_override_num_blocks")
 
 
@@ -54,6 +71,7 @@ def values(folder: str, metrics_port: int) -> dict[str, str]:
         "disable_disk_offload_filter": "true",
         "disk_deadline_s": "30",
         "disk_io": "threads",
+        "disk_to_device": "nixl-posix",
         "disk_check_at_start": "true",
         **_remote(folder),
         "host_offload_prefix_min_priority": "1",
@@ -67,6 +85,7 @@ def values(folder: str, metrics_port: int) -> dict[str, str]:
         "share_wait_s": "0.5",
         "sync_onboard_bytes": "1",
         "decode_run_tokens": "64",
+        "state_every_tokens": "1024",
         "verify_onboard": "true",
         "audit_rate": "0.5",
         "load_failure_policy": "fail",
@@ -77,6 +96,7 @@ def values(folder: str, metrics_port: int) -> dict[str, str]:
         "leader_zmq_host": "127.0.0.1",
         "leader_zmq_pub_port": str(free_port()),
         "leader_zmq_ack_port": str(free_port()),
+        **_fleet(folder),
         "runtime_enabled": "true",
         "metrics": "true",
         "metrics_port": str(metrics_port),
@@ -84,13 +104,68 @@ def values(folder: str, metrics_port: int) -> dict[str, str]:
         "cache_stats_max_requests": "500",
         "cache_stats_log_interval_s": "60",
         "log_level": "debug",
+        "peers": "zmq",
+        "peer_bind": f"127.0.0.1:{free_port()}",
+        "peer_deadline_s": "1.5",
+        "peer_export_gb": "0.125",
         "native": "false",
-        "enable_record": "true",
+        **_recordings(folder),
         "events_medium": "CPU",
+        **_events(folder),
         "kv_events_enable_consolidator": "true",
         "kv_events_consolidator_mode": "passthrough",
         "trtllm_zmq_port": "5555",
         "fatbin_path": "x.fatbin",
+    }
+
+
+def _recordings(folder: str) -> dict[str, str]:
+    return {"enable_record": "true", "record_dir": f"{folder}/recordings", "record_gb": "0.5"}
+
+
+def _fleet(folder: str) -> dict[str, str]:
+    """Of an etcd that is not there."""
+    public, secret = new_keys(Path(folder) / "keys", f"walk-{secrets.token_hex(4)}")
+    certificates = make_certificates(Path(folder) / "certificates")
+    return {
+        "etcd_endpoints": f"https://127.0.0.1:{free_port()}",
+        "etcd_auth_ca": str(certificates.authority),
+        "etcd_auth_client_cert": str(certificates.certificate),
+        "etcd_auth_client_key": str(certificates.key),
+        "etcd_auth_username": "kv",
+        "etcd_auth_password": "not-a-password",
+        "fleet": "walk",
+        "fleet_lease_s": "3",
+        "fleet_insecure": "true",
+        "curve_key_file": str(secret),
+        "curve_allowed": str(public),
+    }
+
+
+def _events(folder: str) -> dict[str, str]:
+    token = Path(folder) / f"token-{secrets.token_hex(4)}"
+    token.touch(mode=0o600)
+    token.write_text(secrets.token_hex(32))
+    return {
+        "events": "zmq,nats",
+        "events_endpoint": f"tcp://127.0.0.1:{free_port()}",
+        "events_replay_endpoint": f"tcp://127.0.0.1:{free_port()}",
+        "events_topic": "walk",
+        "instance": "walk",
+        "control": "socket,http,nats",
+        "control_http": f"127.0.0.1:{free_port()}",
+        "control_token_file": str(token),
+        "why_requests": "7",
+        "traces": "off",
+        "control_operators": "UCHF6ALSLLYZ7DZR4OMEJBHTZ3OU2AQHYCCBMMZVDC5JHUD7NNH56CZJ",
+        "nats_server": "nats://127.0.0.1:4222",
+        "nats_username": "walk",
+        "nats_password": "walk",
+        "nats_token": "walk",
+        "nats_nkey": "walk",
+        "nats_credentials_file": "walk",
+        "nats_ca_file": "walk",
+        "nats_cert_file": "walk",
     }
 
 
@@ -122,13 +197,19 @@ def _remote(folder: str) -> dict[str, str]:
 
 
 @contextmanager
-def everything_set(folder: str, metrics_port: int, *, in_blocks: bool) -> Iterator[Seen]:
-    """Each setting is made in the environment. ``in_blocks``: sizes in blocks win, else there are none."""
+def everything_set(
+    folder: str, metrics_port: int, *, in_blocks: bool, has_fleet: bool = True
+) -> Iterator[Seen]:
+    """Each setting is made in the environment. ``in_blocks``: sizes in blocks win, else there are none.
+    Without ``has_fleet`` leader and workers meet on this machine, and not in an etcd that is not there.
+    """
     names = KvbmSettings.env_names()
     made = values(folder, metrics_port)
     assert made.keys() == names.keys(), "a new setting needs a value here"
     memory_engine.register()
     given = {names[name]: text for name, text in made.items() if in_blocks or name not in _BLOCKS}
+    if not has_fleet:
+        given = {name: text for name, text in given.items() if not name.startswith(_OF_FLEETS)}
     seen = Seen()
     handler = logging.Handler()
     handler.emit = lambda record: seen.told.append(record.getMessage())  # type: ignore[method-assign]
@@ -175,13 +256,22 @@ def _recording(read: set[str]) -> Iterator[None]:
         yield
 
 
+def apart(folder: str) -> Seen:
+    """What is read where ranks may be on several machines."""
+    with everything_set(folder, free_port(), in_blocks=True) as seen:
+        assert endpoint_apart(KvbmSettings.from_env(), "walk", 0) is not None
+    return seen
+
+
 def neither_read_nor_told(adapter: Adapter, runs: list[Seen]) -> list[str]:
     """Settings that do nothing under ``adapter`` without its user hearing of it. [] is good.
 
-    One that says it is heeded has to be read; one that is not has to be told; what is always so need not.
+    One that says it is heeded has to be read; one that is not has to be told, and not to be read; what is
+    always so need not.
     """
     read = set().union(*(run.read for run in runs))
     told = "\n".join(line for run in runs for line in run.told)
+    is_all_used = adapter is not Adapter.HICACHE  # which takes the options of a whole rank, and uses some
     wrong = []
     for name, info in KvbmSettings.model_fields.items():
         extra = info.json_schema_extra
@@ -196,4 +286,6 @@ def neither_read_nor_told(adapter: Adapter, runs: list[Seen]) -> list[str]:
             wrong.append(f"{name}: is not read")
         elif not is_heeded and not is_told:
             wrong.append(f"{name}: has no effect, and nobody is told")
+        elif not is_heeded and is_all_used and name in read - READ_IN_VAIN:
+            wrong.append(f"{name}: is said to have no effect, and is read")
     return wrong

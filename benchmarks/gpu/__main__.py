@@ -24,6 +24,8 @@ STAGES = {
     "pinned": ("pinned", "PinnedStage"),
     "ways": ("ways", "WaysStage"),
     "layers": ("layers", "LayersStage"),
+    "disk": ("disk", "DiskStage"),
+    "broadcast": ("broadcast", "BroadcastStage"),
     "serving": ("serving", "ServingStage"),
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from functools import partial
 from statistics import mean
 from typing import TYPE_CHECKING, Any
 
@@ -71,7 +72,7 @@ def _decode(goal: Goal, num_requests: int, runs: int, seed: int) -> Figure:
         builds, acks = [], []
         for _ in range(RUN_TOKENS):
             output = engine.decode_output(requests)
-            seconds, metadata = timed(lambda output=output: engine.hooks.build_connector_meta(output))  # type: ignore[misc]
+            seconds, metadata = timed(partial(engine.hooks.build_connector_meta, output))
             builds.append(1e3 * seconds)
             offloaded_blocks += sum(plan.num_blocks for plan in metadata.offloads)
             acks.append(1e3 * engine.acknowledge(metadata))
@@ -121,7 +122,7 @@ def _prefill(rounds: int, seed: int) -> Figure:
     for number in range(warm_up + rounds):
         request = engine.request(PROMPT_TOKENS)
         output = engine.prefill_output([request])
-        seconds, metadata = timed(lambda output=output: engine.hooks.build_connector_meta(output))  # type: ignore[misc]
+        seconds, metadata = timed(partial(engine.hooks.build_connector_meta, output))
         num_blocks = sum(plan.num_blocks for plan in metadata.offloads)
         expect(
             num_blocks == PROMPT_TOKENS // BLOCK_TOKENS,
@@ -143,10 +144,9 @@ class Steps:
         from kvbm_vllm.changes import EngineChanges
         from kvbm_vllm.events import EventFeed
         from kvbm_vllm.scheduler import SchedulerSide
-        from kvbm_vllm.versions import probe
 
         self._bench = LeaderBench(num_slots, groups=GROUPS)
-        events = EventFeed(GROUPS, "cpu", probe(), hash_block_tokens=BLOCK_TOKENS, enabled=False)
+        events = EventFeed(None, hash_block_tokens=BLOCK_TOKENS)
         self._guards = Metrics()
         weights = WeightsIdentity({}, 0)
         self.hooks = SchedulerSide(

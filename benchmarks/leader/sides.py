@@ -45,12 +45,13 @@ class OurSide:
     name = "kvbm"
 
     def __init__(self, capacity_blocks: int) -> None:
-        self.evicted_blocks = 0
-        self._tier = BlockTier(Tier.HOST, LruPolicy(), SystemClock(), on_evict=self._count)
+        self._tier = BlockTier(Tier.HOST, LruPolicy(), SystemClock())
         self._tier.grow(capacity_blocks)
 
-    def _count(self, keys: Sequence[BlockKey]) -> None:
-        self.evicted_blocks += len(keys)
+    @property
+    def evicted_blocks(self) -> int:
+        """See Side."""
+        return self._tier.evicted_blocks_total
 
     def keys(self, hashes: Sequence[bytes]) -> list[Any]:
         """See Side."""

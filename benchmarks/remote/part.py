@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from benchmarks.figures import Figure, Goal
-from benchmarks.remote import mooncake, s3, steps, valkey
+from benchmarks.remote import mooncake, peers, peers_nixl, s3, steps, valkey
 from benchmarks.suite import CannotRun, Findings, Options
 
-STORES = (s3, valkey, mooncake, steps)
+STORES = (s3, valkey, mooncake, steps, peers, peers_nixl)
 
 
 class RemotePart:

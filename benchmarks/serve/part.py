@@ -14,6 +14,7 @@ from benchmarks.serve import audit, throughput, ttft
 from benchmarks.serve.workload import Side
 from benchmarks.suite import CannotRun, Findings, Options
 from tests.engines.client import EngineClient
+from tests.engines.hybrid_model import ensure_hybrid
 from tests.engines.process import ServerError
 from tests.engines.tiny_model import ensure_model
 from tests.engines.vllm_server import ServerOptions, VllmServer
@@ -33,7 +34,7 @@ class ServePart:
     name = "serve"
     help = "TTFT of a host hit, throughput and CPU time with nothing to reuse, cost of audits; vLLM servers"
     goals: Sequence[Goal] = (
-        ttft.GOAL,
+        *(ttft.GOAL, ttft.STATES_GOAL),
         *(goal for load in throughput.LOADS for goal in (load.goal, load.cpu_goal)),
         *(audit.GOAL, audit.CPU_GOAL),
     )
@@ -70,12 +71,18 @@ class ServePart:
             more, wrong = asyncio.run(_measure_audits(servers[0], server, options))
             figures += more
             complaints += wrong
+            for running in (servers[0], server):
+                running.stop()
+            more, wrong = _measure_states(stack, options)
+            figures += more
+            complaints += wrong
         settings_of_run = {
             "model": "tiny Qwen3, random weights, 4 layers",
             "dtype": options.dtype,
             "device cache": f"{DEVICE_BLOCKS} blocks of 32 tokens",
             "host cache": f"{HOST_CACHE_GB:g} GB",
             "ttft": f"{ttft.PROMPT_TOKENS} tokens, one request at a time",
+            "ttft with states": "tiny Qwen3-Next, random weights, 2 gated delta nets, 2 layers of attention",
             **{load.goal.name: load.text for load in throughput.LOADS},
         }
         return Findings(figures, complaints, settings_of_run)
@@ -104,6 +111,23 @@ async def _measure(
             complaints += await throughput.ask_again_alone(ours, plain, load, loaded)
             figures += throughput.figures(load, loaded, peer)
     return figures, complaints
+
+
+def _measure_states(stack: ExitStack, options: Options) -> tuple[list[Figure], list[str]]:
+    """A model with states; vLLM's kernels for it know bfloat16 alone. vLLM's own offloading needs a GPU."""
+    options.told("starting vllm serve of a model with states")
+    model = ensure_hybrid(options.output / "tiny-qwen3-next", "qwen3_next")
+    settings = ServerOptions(
+        model, DEVICE_BLOCKS, HOST_CACHE_GB, dtype="bfloat16", arguments=("--enable-prefix-caching",)
+    )
+    server = stack.enter_context(VllmServer(settings, options.output / "vllm-states.log"))
+    pairs = asyncio.run(_measure_hits(server, options))
+    return [ttft.figure(pairs, ttft.STATES_GOAL)], [f"with states: {line}" for line in ttft.complaints(pairs)]
+
+
+async def _measure_hits(server: VllmServer, options: Options) -> list[ttft.Pair]:
+    async with EngineClient(server.base_url, str(server.options.model), server.metrics_url) as client:
+        return await ttft.measure(client, options.choose(8, 30, 60), options.seed, options.told)
 
 
 async def _measure_audits(

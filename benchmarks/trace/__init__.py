@@ -1,3 +1,1 @@
-"""A request trace replayed through the product's own tiers, without an engine: which admission policy serves
-whom.
-"""
+"""Which admission policy a request trace speaks for: those of the product and candidates."""

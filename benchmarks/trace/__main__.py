@@ -1,81 +1,66 @@
-"""Which admission policy a trace speaks for: ``python -m benchmarks.trace TRACE.jsonl [--device-blocks
-N]``.
+"""``kvbm replay`` with policies that are not in the product beside those that are:
+``python -m benchmarks.trace TRACE.jsonl [--device SIZE]``.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
+import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from datetime import datetime, timezone
 from pathlib import Path
+from typing import Any
+
+import typer
 
 from benchmarks.console import report_console
-from benchmarks.suite import WrongAnswer
-from benchmarks.trace import report
-from benchmarks.trace.requests import TraceError
-from benchmarks.trace.study import Size, study
+from benchmarks.trace.policies import COMPARED
+from kvbm_core.cli.replay import as_plain, load_trace, run_cases, show
+from kvbm_core.cli.trace_plots import draw_study
+from kvbm_core.replay.study import Size, Study, cases_of
 
-DEVICE_BLOCKS = 1000
+SIZES = "as kvbm replay takes them; {}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Command line; 0 when all counts added up, 1 when not, 2 when the trace cannot be read."""
+    """Command line; 0 when all counts added up, 1 when not, 2 when the trace or a size cannot be used."""
     arguments = _parse(argv)
-    console = report_console()
     try:
-        with console.status("replaying") as status:
-            found = study(
-                arguments.trace,
-                arguments.device_blocks,
-                arguments.host_blocks,
-                arguments.disk_blocks,
-                seed=arguments.seed,
-                processes=arguments.processes,
-                told=status.update,
-            )
-    except WrongAnswer as wrong:
-        console.print(f"✗ {wrong}", style="red", markup=False, highlight=False)
-        return 1
-    except (OSError, TraceError) as problem:
-        console.print(f"{arguments.trace.name}: {problem}", style="red", markup=False, highlight=False)
-        return 2
-    settings = {
-        "trace": arguments.trace.name,
-        "device_blocks": arguments.device_blocks,
-        "seed": arguments.seed,
-    }
-    report.show(found, console)
-    console.print(f"report: {report.write(found, arguments.output, settings)}")
+        trace = load_trace(arguments.trace, None)
+        sizes = (arguments.device, arguments.host, arguments.disk)
+        found = run_cases(trace, cases_of(trace, COMPARED, sizes), arguments.processes)
+    except typer.Exit as ended:
+        return ended.exit_code
+    settings = {"trace": trace.name, "device": str(arguments.device)}
+    console = report_console()
+    show(found, console)
+    console.print(f"report: {_write(found, arguments.output, settings)}")
     return 0
+
+
+def _write(found: Study, folder: Path, settings: Mapping[str, Any]) -> Path:
+    """``trace.json`` and ``trace.png`` in ``folder``, which is made if need be; the path of the first."""
+    folder.mkdir(parents=True, exist_ok=True)
+    measured_at = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
+    plain = {"measured_at": measured_at, "settings": dict(settings), **as_plain(found)}
+    path = folder / "trace.json"
+    path.write_text(json.dumps(plain, indent=1) + "\n", encoding="utf-8")
+    draw_study(found, folder / "trace.png")
+    return path
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.trace", description=__doc__)
-    parser.add_argument("trace", type=Path, help="requests in Mooncake's format, one JSON object a line")
-    parser.add_argument("--device-blocks", type=_count, default=DEVICE_BLOCKS, help="of 512 tokens")
-    sizes = "sizes with commas between: 4000, 4x (times {}), unlimited; {}"
-    hosts, disks = "1x,4x", "4x,16x,unlimited"
-    parser.add_argument("--host-blocks", type=_sizes, default=hosts, help=sizes.format("the device", hosts))
-    parser.add_argument("--disk-blocks", type=_sizes, default=disks, help=sizes.format("the host", disks))
-    parser.add_argument(
-        "--output", type=Path, default=Path("benchmarks/results"), help="folder of the report"
-    )
-    parser.add_argument(
-        "--seed", type=int, default=1, help="of the blocks' keys; counts must not depend on it"
-    )
-    cores = len(os.sched_getaffinity(0))
-    parser.add_argument(
-        "--processes", type=_count, default=cores, help="replays at a time; all cores by default"
-    )
+    parser.add_argument("trace", type=Path, help="as kvbm replay takes it")
+    device, hosts, disks = "1000", "1x,4x", "4x,16x,unlimited"
+    parser.add_argument("--device", type=Size.parse, default=device, help=SIZES.format(device))
+    parser.add_argument("--host", type=_sizes, default=hosts, help=SIZES.format(hosts))
+    parser.add_argument("--disk", type=_sizes, default=disks, help=SIZES.format(disks))
+    results = Path("benchmarks/results")
+    parser.add_argument("--output", type=Path, default=results, help="folder of the report")
+    parser.add_argument("--processes", type=int, help="replays at a time; all cores by default")
     return parser.parse_args(argv)
-
-
-def _count(text: str) -> int:
-    count = int(text)
-    if count < 1:
-        raise ValueError(text)
-    return count
 
 
 def _sizes(text: str) -> list[Size]:

@@ -1,23 +1,14 @@
-"""The admission policies that a trace compares: what kvbm has, and candidates that stand between them."""
+"""Admission policies that are not in the product, and stand between those that are."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 from kvbm_core.clock import Clock
-from kvbm_core.policy.admission import AdmissionPolicy, AdmitAll
+from kvbm_core.policy.admission import AdmissionPolicy
 from kvbm_core.policy.frequency import ADMITTED_FROM, MAX_ENTRIES, FrequencyFilter
+from kvbm_core.replay.machine import POLICIES, Policy
 from kvbm_core.types import BlockKey
-
-
-@dataclass(frozen=True, slots=True)
-class Policy:
-    """``make`` answers a new one. A candidate is not in the product."""
-
-    name: str
-    make: Callable[[Clock], AdmissionPolicy]
-    is_candidate: bool = False
 
 
 class HitsAlone(FrequencyFilter):
@@ -60,11 +51,12 @@ class RejectFirst:
                 del self._seen[next(iter(self._seen))]
 
 
-POLICIES = (
-    Policy("AdmitAll", lambda clock: AdmitAll()),
-    Policy("FrequencyFilter", FrequencyFilter),
+def _reject_first(clock: Clock) -> AdmissionPolicy:
+    return RejectFirst()
+
+
+CANDIDATES = (
     Policy("hits alone", HitsAlone, is_candidate=True),
-    Policy("reject first", lambda clock: RejectFirst(), is_candidate=True),
+    Policy("reject first", _reject_first, is_candidate=True),
 )
-ADMIT_ALL = 0
-"""Its place in POLICIES."""
+COMPARED = (*POLICIES, *CANDIDATES)

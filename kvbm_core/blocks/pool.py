@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 
 from kvbm_core.errors import IntegrityError
 from kvbm_core.policy.recency import Slots, are_distinct
@@ -77,6 +78,11 @@ class SlotPool:
         self._fresh += num_fresh
         self._used[slots] = True
         return slots
+
+    def are_used(self, slots: Slots) -> npt.NDArray[np.bool_]:
+        """Which of ``slots`` are handed out."""
+        used: npt.NDArray[np.bool_] = self._used[slots]
+        return used
 
     def release(self, slots: Slots) -> None:
         """Gives slots back. Raises ValueError for a slot that is free, given twice or not of this pool."""

@@ -14,7 +14,8 @@ from typing import Annotated
 import typer
 from rich.progress import DownloadColumn, MofNCompleteColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from kvbm_core.cli.console import fail, progress_bar, table_console
+from kvbm_core.cli.completion import by_shell
+from kvbm_core.cli.console import fail, progress_bar, show_table, table_console
 from kvbm_core.cli.disk_report import (
     BAD_KINDS,
     Checked,
@@ -25,6 +26,7 @@ from kvbm_core.cli.disk_report import (
     files_table,
     is_bad,
     notes,
+    verified_as_json,
     verify_table,
 )
 from kvbm_core.cli.report import BAD_USAGE_EXIT, DAMAGED_EXIT, ages_table, verdict
@@ -51,7 +53,12 @@ Both commands take that directory, any folder above or below it, or one file.
 )
 
 Directory = Annotated[
-    Path, typer.Argument(metavar="DIR", help=f"The value of {SETTING}, another folder, or one {SUFFIX} file.")
+    Path,
+    typer.Argument(
+        metavar="DIR",
+        help=f"The value of {SETTING}, another folder, or one {SUFFIX} file.",
+        autocompletion=by_shell,
+    ),
 ]
 
 
@@ -83,10 +90,10 @@ def inspect_command(
     _nothing_there(directory, identities)
     console = table_console()
     if any(identity.kind is Kind.BLOCKS for identity, _ in looked):
-        console.print(files_table(directory, looked, now_ns))
+        show_table(console, files_table(directory, looked, now_ns))
     if any(contents.used for _, contents in looked):
         rows = [(file_name(directory, identity.path), contents) for identity, contents in looked]
-        console.print(ages_table("used slots by age", "file", rows))
+        show_table(console, ages_table("used slots by age", "file", rows))
     for line in notes(directory, looked):
         typer.echo(line)
     raise typer.Exit(_look_exit(looked))
@@ -101,6 +108,7 @@ def verify_command(
             "--erase-damaged", help="Overwrite the headers of damaged records; no engine may be running."
         ),
     ] = False,
+    as_json_text: Annotated[bool, typer.Option("--json", help="The same as JSON, for programs.")] = False,
 ) -> None:
     """Reads every record and checks its header and its payload.
 
@@ -108,6 +116,10 @@ def verify_command(
     checks the same, and takes what does not verify for a miss.
 
     Example: `kvbm disk verify /mnt/nvme && echo sound`
+
+    With --json: "directory", "erased" (null without --erase-damaged), "took_s" and "files", a list with path,
+    kind, detail, in_use, pid, records, good, damaged, unreadable, read_bytes and "details": the first bad
+    records, each with slot, key (null if unknown), what and unreadable.
 
     Exit status: 0 if all records are good; 1 if any is damaged (erased by this run or not), or if a file or a
     record cannot be read; 2 if DIR is not there, or if --erase-damaged cannot have a file because a process
@@ -120,12 +132,17 @@ def verify_command(
         held: dict[Path, int] = {}
         if erase_damaged:
             identities = _held(identities, held, stack)
-        _nothing_there(directory, identities)
+        if not as_json_text:
+            _nothing_there(directory, identities)
         checked = _check(identities)
         erased = _erase(checked, held) if erase_damaged else 0
     took_s = clock.now_s() - started_s
+    if as_json_text:
+        told = verified_as_json(directory, checked, erased if erase_damaged else None, took_s)
+        typer.echo(json.dumps(told, indent=2))
+        raise typer.Exit(DAMAGED_EXIT if any(map(is_bad, checked)) else 0)
     if any(identity.kind is Kind.BLOCKS for identity, _ in checked):
-        table_console().print(verify_table(directory, checked, took_s))
+        show_table(table_console(), verify_table(directory, checked, took_s))
     about_files = notes(directory, [(identity, Contents()) for identity, _ in checked])
     about_records = _verdict(checked, erased if erase_damaged else None)
     for line in (*damage(directory, checked), *about_files, *about_records):

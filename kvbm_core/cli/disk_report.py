@@ -117,6 +117,43 @@ def as_json(directory: Path, looked: Sequence[Looked]) -> dict[str, object]:
     return {"directory": str(directory), "files": [_file_as_json(*one) for one in looked]}
 
 
+def verified_as_json(
+    directory: Path, checked: Sequence[Checked], erased: int | None, took_s: float
+) -> dict[str, object]:
+    """The keys are part of the interface: see docs/disk-files.md."""
+    return {
+        "directory": str(directory),
+        "erased": erased,
+        "took_s": round(took_s, 3),
+        "files": [_checked_as_json(*one) for one in checked],
+    }
+
+
+def _checked_as_json(identity: Identity, findings: Findings) -> dict[str, object]:
+    records, good, damaged, unreadable = _counts(findings)
+    return {
+        "path": str(identity.path),
+        "kind": identity.kind.value,
+        "detail": identity.detail,
+        "in_use": None if identity.kind is Kind.UNREADABLE else identity.is_in_use,
+        "pid": identity.pid,
+        "records": records,
+        "good": good,
+        "damaged": damaged,
+        "unreadable": unreadable,
+        "read_bytes": findings.read_bytes,
+        "details": [
+            {
+                "slot": verdict.slot,
+                "key": verdict.key.hex() if verdict.key else None,
+                "what": verdict.what,
+                "unreadable": verdict.is_unreadable,
+            }
+            for verdict in sorted(findings.details)
+        ],
+    }
+
+
 def _file_as_json(identity: Identity, contents: Contents) -> dict[str, object]:
     header = identity.header
     about = {

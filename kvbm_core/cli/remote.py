@@ -14,23 +14,26 @@ from typing import Annotated
 import typer
 from rich.progress import DownloadColumn, MofNCompleteColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from kvbm_core.cli.console import fail, progress_bar, table_console, without_library_lines
+from kvbm_core.cli.console import fail, progress_bar, show_table, table_console, without_library_lines
 from kvbm_core.cli.remote_policy import policy_text
 from kvbm_core.cli.remote_report import (
     as_json,
+    lossy_line,
     models_table,
     notes,
     shards_table,
     strange_note,
     sweep_line,
+    swept_as_json,
     unreadable_notes,
     uses_table,
+    verified_as_json,
 )
 from kvbm_core.cli.report import BAD_USAGE_EXIT, DAMAGED_EXIT, damage_lines, shown, verdict
 from kvbm_core.cli.status import format_bytes
 from kvbm_core.config import KvbmSettings
 from kvbm_core.config.readers import shown as shown_value
-from kvbm_core.config.remote_url import read_remote_url
+from kvbm_core.config.remote_url import read_remote_url, split_urls
 from kvbm_core.config.server_url import MOONCAKE_SCHEME
 from kvbm_core.errors import ConfigError
 from kvbm_core.runtime.assembly import store_options
@@ -53,7 +56,7 @@ Look into a store that engines share, named as they name it in KVBM_REMOTE_URL: 
 
 4. `kvbm remote rm URL MODEL` removes the blocks of a model.
 
-5. `kvbm remote policy URL` prints the rules by which the store itself keeps small.
+5. `kvbm remote policy URL` prints the rules by which the store keeps itself small.
 
 6. `kvbm remote sweep URL --max-gb N`, as a cron job, keeps it small where there are no such rules.
 
@@ -80,7 +83,7 @@ def ls_command(url: Url, as_json_text: AsJson = False) -> None:
     with _opened(url, "ls") as store:
         counted = _counted(store, url, as_json_text=as_json_text)
         if full := [shard for shard in counted.shards if shard.num_bytes]:
-            table_console().print(models_table(store.where, full, time.time_ns()))
+            show_table(table_console(), models_table(store.where, full, time.time_ns()))
         elif not any(unreadable_notes(counted.shards)):
             _say_nothing_there(store)
         _end(counted.shards)
@@ -97,9 +100,9 @@ def inspect_command(url: Url, as_json_text: AsJson = False) -> None:
     with _opened(url, "inspect") as store:
         counted = _counted(store, url, as_json_text=as_json_text)
         console = table_console()
-        console.print(shards_table(store.where, counted.shards, time.time_ns()))
+        show_table(console, shards_table(store.where, counted.shards, time.time_ns()))
         if any(shard.contents.used for shard in counted.shards):
-            console.print(uses_table(counted.shards))
+            show_table(console, uses_table(counted.shards))
         for line in notes(counted, store.where):
             typer.echo(line)
         _end(counted.shards)
@@ -112,17 +115,21 @@ def verify_command(
     remove_damaged: Annotated[
         bool, typer.Option("--remove-damaged", help="Remove what is damaged; engines may be running.")
     ] = False,
+    as_json_text: AsJson = False,
 ) -> None:
     """Reads every record and checks it and its blocks, as engines do when they load one.
 
     Damage costs hits, never wrong answers. What was made with another secret than KVBM_REMOTE_SECRET_FILE's,
     by another version, or for another folder, is not ours to check: it is counted and left alone.
 
+    With --json: "url", "good", "foreign" (a number for each reason), "removed", "not_looked_at" and "bad", a
+    list with name, what and unreadable.
+
     Exit status: 0 if all are good; 1 if any is damaged (removed by this run or not) or cannot be read; 2 if
     the store is not there or cannot be listed.
     """
     with _opened(url, "verify") as store:
-        counted = _counted(store, url)
+        counted = _counted(store, url, ends_if_empty=not as_json_text)
         chosen = _chosen(models, counted, "verify", store)
         good, foreign, bad = 0, list[Checked](), list[Checked]()
         with progress_bar(DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()) as progress:
@@ -135,7 +142,13 @@ def verify_command(
                 else:
                     good += not checked.is_gone
         closed = list(unreadable_notes(counted.shards))
+        if as_json_text:
+            told = verified_as_json(url, good, foreign, bad, removed=remove_damaged)
+            typer.echo(json.dumps(told | {"not_looked_at": closed}, indent=2))
+            raise typer.Exit(DAMAGED_EXIT if bad or closed else 0)
         _say_verified(good, foreign, bad, closed, remove_damaged=remove_damaged)
+        if line := lossy_line([shard for shard in counted.shards if shard.namespace in chosen]):
+            typer.echo(line)
         raise typer.Exit(DAMAGED_EXIT if bad or closed else 0)
 
 
@@ -186,9 +199,11 @@ def sweep_command(
     ],
     models: OnlyModels = None,
     is_dry: Annotated[bool, typer.Option("--dry-run", help="Say what would go, and remove nothing.")] = False,
+    *,
     grace_s: Annotated[
         float, typer.Option("--grace-s", min=0.0, help="What was used within so many seconds stays.")
     ] = 3600.0,
+    as_json_text: AsJson = False,
 ) -> None:
     """If there is more than --max-gb, removes what was used longest ago, down to nine tenths of it.
 
@@ -201,8 +216,11 @@ def sweep_command(
     now; 2 for an unknown model, or if the store is not there or cannot be listed.
     """
     with _opened(url, "sweep") as store:
-        if store.evicts_itself:
+        if store.evicts_itself and not as_json_text:
             typer.echo(f"{store.where}: the server evicts by itself: see kvbm remote policy {store.where}")
+            return
+        if store.evicts_itself:
+            typer.echo(json.dumps({"url": url, "evicts_itself": True}, indent=2))
             return
         if models:
             _refuse_missing(models, store.models(), "sweep", store)
@@ -216,7 +234,10 @@ def sweep_command(
                 lambda seen, total: progress.update(removing, completed=seen, total=total, visible=True),
                 is_dry=is_dry,
             )
-        typer.echo(sweep_line(store.where, limits, swept, is_dry=is_dry))
+        if as_json_text:
+            typer.echo(json.dumps(swept_as_json(url, limits, swept, is_dry=is_dry), indent=2))
+        else:
+            typer.echo(sweep_line(store.where, limits, swept, is_dry=is_dry))
         raise typer.Exit(DAMAGED_EXIT if swept.trouble or swept.left_bytes > limits.max_bytes else 0)
 
 
@@ -235,7 +256,7 @@ def policy_command(
 
     Exit status: 0; 2 for a URL of a kind that kvbm does not know.
     """
-    _refuse_secrets(url, "policy")
+    _refuse_unfit(url, "policy")
     try:
         typer.echo(policy_text(url, days, only))
     except ValueError as error:
@@ -264,7 +285,7 @@ _REMEDIES = (
 @contextmanager
 def _opened(url: str, command: str) -> Iterator[StoreInspection]:
     """The store. What fails within is one line and the end; settings that it does not need are not read."""
-    _refuse_secrets(url, command)
+    _refuse_unfit(url, command)
     is_mooncake = url.lower().startswith(f"{MOONCAKE_SCHEME}:")
     # Mooncake logs a dozen lines at each start, and errors where none is; who wants them has set the level.
     with without_library_lines() if is_mooncake and "MC_LOG_LEVEL" not in os.environ else nullcontext():
@@ -296,11 +317,13 @@ def _is_directory(url: str) -> bool:
     return url.lower().startswith("file:")
 
 
-def _refuse_secrets(url: str, command: str) -> None:
-    """What is on a command line, every process of the machine can read."""
+def _refuse_unfit(url: str, command: str) -> None:
+    """Secrets, as every process of the machine can read a command line; and several stores."""
     if "@" in url and not _is_directory(url):
-        remedy = "no name or password belongs into a URL; set them in the environment, see docs/remote.md"
+        remedy = "write no name or password into the URL; set them in the environment, see docs/remote.md"
         fail(f"kvbm remote {command}: {remedy}", BAD_USAGE_EXIT)
+    if len(stores := split_urls(url)) > 1:
+        fail(f"kvbm remote {command}: {len(stores)} stores are named; name one of them", BAD_USAGE_EXIT)
 
 
 def _line_of(error: OSError, store: StoreInspection) -> str:
@@ -371,7 +394,9 @@ def _end(shards: Sequence[Shard]) -> None:
     raise typer.Exit(DAMAGED_EXIT if lines else 0)
 
 
-def _counted(store: StoreInspection, url: str, *, as_json_text: bool = False) -> Counted:
+def _counted(
+    store: StoreInspection, url: str, *, as_json_text: bool = False, ends_if_empty: bool = True
+) -> Counted:
     """All that is there, counted with a bar.
 
     Ends the command here when it has said all: with ``as_json_text``, or that there is nothing.
@@ -383,8 +408,8 @@ def _counted(store: StoreInspection, url: str, *, as_json_text: bool = False) ->
         )
     if as_json_text:
         typer.echo(json.dumps(as_json(url, counted), indent=2))
-    elif not counted.shards:
+    elif not counted.shards and ends_if_empty:
         _say_nothing_there(store)
-    if as_json_text or not counted.shards:
+    if as_json_text or (not counted.shards and ends_if_empty):
         _end(counted.shards)
     return counted

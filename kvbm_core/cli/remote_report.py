@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from rich.table import Table
@@ -9,11 +10,12 @@ from rich.text import Text
 
 from kvbm_core.cli.report import age_text, ages_as_json, ages_table, date_text, shown, unix_s
 from kvbm_core.cli.status import format_bytes
+from kvbm_core.layout.heads import FP8
 from kvbm_core.storage.disk.inspect import Contents
-from kvbm_core.storage.inspection import Counted, Model, Shard
+from kvbm_core.storage.inspection import Checked, Counted, Model, Shard
 from kvbm_core.storage.remote.sweep import SweepLimits, Swept
 
-_COLUMNS = ("records", "blocks", "size", "last used", "least recently")
+_COLUMNS = ("records", "blocks", "codec", "size", "last used", "least recently")
 
 
 def models_table(where: str, shards: Sequence[Shard], now_ns: int) -> Table:
@@ -62,12 +64,13 @@ def _contents(shards: Sequence[Shard]) -> Contents:
     return Contents.sum_of(shard.contents for shard in shards)
 
 
-def _cells(shards: Sequence[Shard], now_ns: int) -> tuple[str, str, str, str, str]:
+def _cells(shards: Sequence[Shard], now_ns: int) -> tuple[str, ...]:
     contents = _contents(shards)
     blocks = _num_blocks(shards)
     return (
         f"{contents.used:,}",
         "?" if blocks is None else f"{blocks:,}",
+        "; ".join(sorted({shard.codec for shard in shards} - {""})),
         format_bytes(sum(shard.num_bytes for shard in shards)),
         age_text(contents.newest_ns, now_ns),
         age_text(contents.oldest_ns, now_ns),
@@ -101,6 +104,13 @@ def strange_note(folder: str, count: int) -> str:
     return f"{folder}: {what} not kvbm's and left alone"
 
 
+def lossy_line(shards: Sequence[Shard]) -> str:
+    """What checksums do not say; empty if there is nothing to say."""
+    lossy = sum(shard.contents.used for shard in shards if shard.codec.partition(",")[0] == FP8)
+    what = "numbers in float8, not what engines computed"
+    return f"{lossy:,} records are kept with the codec fp8: {what}" if lossy else ""
+
+
 def unreadable_notes(shards: Sequence[Shard]) -> Iterator[str]:
     """One line for each rank's folder of which a part cannot be read."""
     for shard in shards:
@@ -128,6 +138,38 @@ def sweep_line(where: str, limits: SweepLimits, swept: Swept, *, is_dry: bool) -
     return line
 
 
+def swept_as_json(url: str, limits: SweepLimits, swept: Swept, *, is_dry: bool) -> dict[str, object]:
+    """The keys are part of the interface: see docs/remote.md."""
+    return {
+        "url": url,
+        "evicts_itself": False,
+        "max_bytes": limits.max_bytes,
+        "dry_run": is_dry,
+        "records": swept.records,
+        "bytes": swept.num_bytes,
+        "removed": swept.removed,
+        "removed_bytes": swept.removed_bytes,
+        "left_bytes": swept.left_bytes,
+        "trouble": swept.trouble or None,
+    }
+
+
+def verified_as_json(
+    url: str, good: int, foreign: Sequence[Checked], bad: Sequence[Checked], *, removed: bool
+) -> dict[str, object]:
+    """The keys are part of the interface: see docs/remote.md."""
+    return {
+        "url": url,
+        "good": good,
+        "foreign": dict(Counter(checked.what for checked in foreign)),
+        "removed": sum(not checked.is_unreadable for checked in bad) if removed else 0,
+        "bad": [
+            {"name": checked.name, "what": checked.what, "unreadable": checked.is_unreadable}
+            for checked in bad
+        ],
+    }
+
+
 def as_json(url: str, counted: Counted) -> dict[str, object]:
     """The keys are part of the interface: see docs/remote.md."""
     models = by_namespace(counted.shards)
@@ -153,6 +195,7 @@ def _model_as_json(shards: Sequence[Shard], model: Model) -> dict[str, object]:
                 "name": shard.name,
                 "records": shard.contents.used,
                 "blocks": _num_blocks([shard]),
+                "codec": shard.codec or None,
                 "bytes": shard.num_bytes,
                 "half_written": shard.temporary,
                 "strange": shard.strange,

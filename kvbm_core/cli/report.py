@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import datetime, timezone
 from itertools import islice
+from typing import Any
 
 from rich.table import Table
 from rich.text import Text
@@ -82,6 +83,15 @@ def bar(share: float) -> str:
     eighths = math.ceil(share * BAR_CELLS * 8)
     text = EIGHTHS[8] * (eighths // 8) + (EIGHTHS[eighths % 8] if eighths % 8 else "")
     return text.ljust(BAR_CELLS)
+
+
+def finite(value: Any) -> Any:
+    """The same for JSON, which has no word for numbers that are none."""
+    if isinstance(value, dict):
+        return {key: finite(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def shown(text: object) -> str:

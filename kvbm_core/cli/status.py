@@ -1,20 +1,18 @@
-"""What a running kvbm says about itself: its /metrics page, read and put into rows for a person."""
+"""``kvbm status``: what running instances have done, from their metrics pages, in rows for a person."""
 
 from __future__ import annotations
 
 import re
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 
 from kvbm_core.errors import KvbmError
 
-MAX_PAGE_BYTES = 4 << 20
 Samples = dict[str, list[tuple[dict[str, str], float]]]
 Row = tuple[str, str, str]
 
 _SAMPLE = re.compile(r"([a-zA-Z_:][\w:]*)(?:\{(.*)\})? (\S+)(?: \d+)?", re.ASCII)
-_LABEL = re.compile(r'(\w+)="([^"]*)"')
+_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+_ESCAPED = re.compile(r"\\(.)")
 HOST, DISK, REMOTE = "host", "disk", "remote"
 _HIT_RATES = {
     HOST: "kvbm_host_cache_hit_rate",
@@ -34,7 +32,7 @@ _UNLABELLED = {
     "kvbm_object_read_failures": "blocks not fetched from remote",
     "kvbm_object_write_failures": "blocks not stored in remote",
 }
-_TROUBLE = (
+TROUBLE = (
     ("evicted", ("kvbm_evicted_blocks_total",)),
     ("not kept", ("kvbm_dropped_blocks_total",)),
     ("failures", ("kvbm_failures_total", *_UNLABELLED)),
@@ -44,25 +42,7 @@ _TROUBLE = (
 
 
 class StatusError(KvbmError):
-    """The engine's metrics cannot be read; one line with the remedy."""
-
-
-def fetch_samples(host: str, port: int, timeout_s: float) -> Samples:
-    """The samples of http://host:port/metrics by name. Raises StatusError if that is no kvbm's page."""
-    url = f"http://{host}:{port}/metrics"
-    try:
-        with urllib.request.urlopen(url, timeout=timeout_s) as answer:  # always http
-            page = answer.read(MAX_PAGE_BYTES).decode("utf-8")
-    except (OSError, ValueError) as error:
-        reason = error.reason if isinstance(error, urllib.error.URLError) else error
-        raise StatusError(
-            f"cannot read {url} ({reason}): start the engine with DYN_KVBM_METRICS=true, "
-            "or name its DYN_KVBM_METRICS_PORT with --port"
-        ) from None
-    samples = parse_samples(page)
-    if not any(name.startswith("kvbm_") for name in samples):
-        raise StatusError(f"{url} is not kvbm's: name the engine's DYN_KVBM_METRICS_PORT with --port")
-    return samples
+    """Metrics cannot be read; one line, which says why."""
 
 
 def parse_samples(page: str) -> Samples:
@@ -77,20 +57,23 @@ def parse_samples(page: str) -> Samples:
         found = _SAMPLE.fullmatch(line)
         try:
             name, labels, value = found.groups() if found else ("", "", line)
-            samples.setdefault(name, []).append((dict(_LABEL.findall(labels or "")), float(value)))
+            samples.setdefault(name, []).append((_labels(labels or ""), float(value)))
         except ValueError:
-            remedy = "name the engine's DYN_KVBM_METRICS_PORT with --port"
-            raise StatusError(f"the page is not in Prometheus text format: {remedy}") from None
+            raise StatusError("the page is not in Prometheus text format") from None
     return samples
+
+
+def _labels(text: str) -> dict[str, str]:
+    def plain(value: str) -> str:
+        return _ESCAPED.sub(lambda found: "\n" if found[1] == "n" else found[1], value)
+
+    return {name: plain(value) for name, value in _LABEL.findall(text)}
 
 
 def status_rows(samples: Samples) -> Iterator[Row]:
     """(section, what, value) in the order a person reads them; of the labelled series, those that moved."""
     tiers = _tiers_there(samples)
-    for tier, name in _HIT_RATES.items():
-        if tier in tiers:
-            yield "hits", f"{tier} hit rate (recent requests)", f"{100 * _total(samples, name):.1f} %"
-    yield "hits", "tokens matched", _count(_total(samples, "kvbm_matched_tokens"))
+    yield from _hit_rows(samples, tiers)
     for section, what, tier, names in _WAYS:
         if tier in tiers:
             yield section, what, _blocks(sum(_total(samples, name) for name in names))
@@ -103,21 +86,42 @@ def status_rows(samples: Samples) -> Iterator[Row]:
             rate = _mean_rate(samples, labels, value)
             yield "moved", f"{labels.get('from')} to {labels.get('to')}", f"{format_bytes(value)}{rate}"
     yield from _tier_rows(samples)
-    yield "in flight", "transfers", _count(_total(samples, "kvbm_pending_jobs"))
-    yield "in flight", "leases", _count(_total(samples, "kvbm_live_leases"))
-    silent_ranks = _total(samples, "kvbm_silent_ranks")
-    if silent_ranks:
-        yield "in flight", "ranks that do not answer", _count(silent_ranks)
+    yield from _flight_rows(samples)
     for labels, value in samples.get("kvbm_audited_blocks_total", ()):
         if value:
             yield "audited", labels.get("result", "").replace("_", " "), _blocks(value)
     yield from _trouble_rows(samples)
 
 
+def _hit_rows(samples: Samples, tiers: set[str]) -> Iterator[Row]:
+    for tier, name in _HIT_RATES.items():
+        if tier in tiers:
+            yield "hits", f"{tier} hit rate (recent requests)", f"{100 * _total(samples, name):.1f} %"
+    yield "hits", "tokens matched", _count(_total(samples, "kvbm_matched_tokens"))
+    for labels, value in samples.get("kvbm_hit_tokens_total", ()):
+        if value:
+            yield "hits", f"tokens from {labels.get('tier')}", _count(value)
+    for name, what in (("saved", "time to first token saved"), ("lost", "time to first token lost")):
+        seconds = _total(samples, f"kvbm_ttft_{name}_seconds_total")
+        if seconds:
+            yield "hits", f"{what} (estimate)", f"{seconds:,.1f} s"
+
+
+def _flight_rows(samples: Samples) -> Iterator[Row]:
+    yield "in flight", "transfers", _count(_total(samples, "kvbm_pending_jobs"))
+    for labels, value in samples.get("kvbm_waiting_blocks", ()):
+        if value:
+            yield "in flight", f"waiting for {labels.get('tier')}", _blocks(value)
+    yield "in flight", "leases", _count(_total(samples, "kvbm_live_leases"))
+    silent_ranks = _total(samples, "kvbm_silent_ranks")
+    if silent_ranks:
+        yield "in flight", "ranks that do not answer", _count(silent_ranks)
+
+
 def _trouble_rows(samples: Samples) -> Iterator[Row]:
-    for section, names in _TROUBLE:
+    for section, names in TROUBLE:
         moved = [
-            (" ".join(labels.values()) or _UNLABELLED[name], value)
+            (label_text(name, labels), value)
             for name in names
             for labels, value in samples.get(name, ())
             if value
@@ -126,6 +130,11 @@ def _trouble_rows(samples: Samples) -> Iterator[Row]:
             yield section, what, _count(value)
         if not moved:
             yield section, "none", "0"
+
+
+def label_text(name: str, labels: dict[str, str]) -> str:
+    """What a series of TROUBLE counts, in words."""
+    return " ".join(labels.values()) or _UNLABELLED.get(name, name)
 
 
 def _tiers_there(samples: Samples) -> set[str]:
@@ -150,11 +159,18 @@ def _tier_rows(samples: Samples) -> Iterator[Row]:
     tiers: dict[str, dict[str, float]] = {}
     for labels, value in samples.get("kvbm_tier_blocks", ()):
         tiers.setdefault(labels.get("tier", ""), {})[labels.get("state", "")] = value
-    for tier, states in tiers.items():
-        used, capacity = states.get("used", 0.0), states.get("capacity", 0.0)
+    for tier, numbers in tiers.items():
+        used, capacity = numbers.get("used", 0.0), numbers.get("capacity", 0.0)
         if capacity:
             share = f"{100 * used / capacity:.0f} %"
-            yield "tiers", tier, f"{_count(used)} of {_count(capacity)} blocks ({share})"
+            states = _states_in(samples, tier)
+            yield "tiers", tier, f"{_count(used)} of {_count(capacity)} blocks ({share}){states}"
+
+
+def _states_in(samples: Samples, tier: str) -> str:
+    """Of a hybrid model, how many of a tier's blocks are states."""
+    found = sum(value for labels, value in samples.get("kvbm_state_blocks", ()) if labels.get("tier") == tier)
+    return f", {_count(found)} of them states" if found else ""
 
 
 def _mean_rate(samples: Samples, labels: dict[str, str], num_bytes: float) -> str:
@@ -168,7 +184,10 @@ def _mean_ms(samples: Samples, direction: str) -> str:
         return sum(value for labels, value in found if labels.get("direction") == direction)
 
     count = of("count")
-    return f" in {_count(count)} transfers of {1000 * of('sum') / count:.1f} ms on average" if count else ""
+    if not count:
+        return ""
+    plural = "s" if count > 1 else ""
+    return f" in {_count(count)} transfer{plural} of {1000 * of('sum') / count:.1f} ms on average"
 
 
 def _total(samples: Samples, name: str) -> float:

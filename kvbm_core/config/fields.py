@@ -29,7 +29,6 @@ _LED = (Adapter.VLLM, Adapter.TRTLLM)
 """Those with a leader."""
 _WITH_HOST_TIER = (*_LED, Adapter.LINKER)
 _HOST_IS_SGLANGS = "SGLang has the host tier: --hicache-size or --hicache-ratio"
-_CONSOLIDATOR = "the event consolidator is not in this release"
 
 
 def _setting(
@@ -118,6 +117,13 @@ class SettingFields(BaseSettings):
         "auto",
         "Reads and writes of the disk: auto, aio, threads, nixl-posix, nixl-gds or nixl-gds-mt.",
     )
+    disk_to_device: r.DiskToDevice = _setting(
+        "KVBM_DISK_TO_DEVICE",
+        "off",
+        "Without a host tier, blocks are read straight from disk into GPU memory: nixl-gds-mt or nixl-gds "
+        "(nixl-posix: a KV cache in host memory); or off.",
+        only=_WITH_HOST_TIER,
+    )
     disk_check_at_start: r.OptionalFlag = _setting(
         "KVBM_DISK_CHECK_AT_START",
         None,
@@ -135,7 +141,7 @@ class SettingFields(BaseSettings):
         "KVBM_REMOTE_CACHE_GB",
         None,
         "Size of each model's folder in a shared directory, in gigabytes (1e9 bytes), over all machines; "
-        "0 = no limit.",
+        "0 = no limit. To be set with the URL of a directory.",
     )
     remote_filter: r.RemoteFilter = _setting(
         "KVBM_REMOTE_FILTER",
@@ -178,12 +184,14 @@ class SettingFields(BaseSettings):
     remote_encrypt: r.Flag = _setting(
         "KVBM_REMOTE_ENCRYPT",
         False,
-        "Encrypt what is kept there (AES-256-GCM), by the secret in KVBM_REMOTE_SECRET_FILE.",
+        "Encrypt what is kept there (AES-256-GCM), by the secret in KVBM_REMOTE_SECRET_FILE. Needs the "
+        "extra crypto.",
     )
     remote_codec: r.RemoteCodec = _setting(
         "KVBM_REMOTE_CODEC",
         "none",
-        "Compress what is kept there: none or zstd (lossless).",
+        "Make what is kept there smaller: none, zstd (lossless) or fp8 (lossy, vLLM only). zstd needs the "
+        "extra zstd.",
     )
     remote_wait_s: r.SecondsOrZero = _setting(
         "KVBM_REMOTE_WAIT_S",
@@ -202,6 +210,32 @@ class SettingFields(BaseSettings):
         0,
         "Blocks are kept there in so many parts, by KV heads: a multiple of all tensor-parallel sizes that "
         "are to share them; 0 = one size alone.",
+        only=(Adapter.VLLM,),
+    )
+    peers: r.Peers = _setting(
+        "KVBM_PEERS",
+        "off",
+        "Copy blocks from the instance that a router's hint names, and give them to others: over zmq, or by "
+        "nixl, which needs a network that nobody else is on; or off.",
+        only=(Adapter.VLLM,),
+    )
+    peer_bind: r.Address = _setting(
+        "KVBM_PEER_BIND",
+        "127.0.0.1:56100",
+        "Address and port at which others ask rank 0 for blocks; each further rank takes the next port. "
+        "One that other machines reach needs KVBM_CURVE_KEY_FILE.",
+        only=(Adapter.VLLM,),
+    )
+    peer_deadline_s: r.Seconds = _setting(
+        "KVBM_PEER_DEADLINE_S",
+        2.0,
+        "An instance that has not answered by then is left alone for a while.",
+        only=(Adapter.VLLM,),
+    )
+    peer_export_gb: r.Gigabytes = _setting(
+        "KVBM_PEER_EXPORT_GB",
+        0.25,
+        "Memory of each rank for copies of blocks on their way to others, in gigabytes (1e9 bytes).",
         only=(Adapter.VLLM,),
     )
     object_enabled: r.Flag = _setting(
@@ -267,7 +301,8 @@ class SettingFields(BaseSettings):
     max_concurrent_transfers: r.Count = _setting(
         "DYN_KVBM_MAX_CONCURRENT_TRANSFERS",
         4,
-        "Copies in flight at once, per rank and direction.",
+        "Transfers in flight at once between a rank's GPU and host memory, both ways together; a KV cache in "
+        "CPU memory: always one.",
         only=_WITH_HOST_TIER,
     )
     max_transfer_batch_size: r.Count = _setting(
@@ -303,6 +338,13 @@ class SettingFields(BaseSettings):
         "What decoding fills is stored so many tokens at a time; 0 = each block at once.",
         only=_LED,
     )
+    state_every_tokens: r.CountOrZero = _setting(
+        "KVBM_STATE_EVERY_TOKENS",
+        4096,
+        "Hybrid models (Mamba, gated delta net): states inside a prompt, and older ones of an answer, are "
+        "kept at least so many tokens apart; 0 = each that the engine hands over.",
+        only=(Adapter.VLLM,),
+    )
     verify_onboard: r.Flag = _setting(
         "KVBM_VERIFY_ONBOARD",
         False,
@@ -326,14 +368,15 @@ class SettingFields(BaseSettings):
     nccl_mla_mode: r.Flag = _setting(
         "DYN_KVBM_NCCL_MLA_MODE",
         False,
-        "MLA models with tensor parallelism: rank 0 alone stores, loads and broadcasts to the others.",
-        only=_LED,
+        "MLA models with tensor parallelism: KV is stored once on each machine; the rank that stores it "
+        "sends what it loads to the others.",
+        only=_WITH_HOST_TIER,
     )
     nccl_max_ctas: r.OptionalCount = _setting(
         "DYN_KVBM_NCCL_MAX_CTAS",
         None,
         "Limit of NCCL's CTAs in that broadcast; unset: NCCL's own choice.",
-        only=_LED,
+        only=_WITH_HOST_TIER,
     )
 
     # Leader and workers
@@ -355,8 +398,8 @@ class SettingFields(BaseSettings):
     leader_zmq_pub_port: r.Port = _setting(
         "DYN_KVBM_LEADER_ZMQ_PUB_PORT",
         56001,
-        "Accepted, never bound: one port carries both ways. Must differ from the other.",
-        later="leader and workers talk both ways over DYN_KVBM_LEADER_ZMQ_ACK_PORT",
+        "Never bound: one port carries both ways. Consolidated KV events are published 1000 above it. Must "
+        "differ from the other.",
         lenient=True,
         only=_LED,
     )
@@ -366,6 +409,50 @@ class SettingFields(BaseSettings):
         "Port on which leader and workers meet.",
         lenient=True,
         only=_LED,
+    )
+    etcd_endpoints: r.Text = _setting(
+        "ETCD_ENDPOINTS",
+        "",
+        "URLs of etcd, with commas between them: there leader and workers on several machines find each "
+        "other, if they have keys, and kvbm fleet finds who takes orders.",
+    )
+    etcd_auth_ca: r.Text = _setting(
+        "ETCD_AUTH_CA", "", "Certificates (PEM) of who may sign etcd's; unset: the system's."
+    )
+    etcd_auth_client_cert: r.Text = _setting(
+        "ETCD_AUTH_CLIENT_CERT", "", "Certificate (PEM) by which etcd knows us."
+    )
+    etcd_auth_client_key: r.Text = _setting("ETCD_AUTH_CLIENT_KEY", "", "The key (PEM) of that certificate.")
+    etcd_auth_username: r.Text = _setting(
+        "ETCD_AUTH_USERNAME", "", "User name at etcd, where it goes by passwords."
+    )
+    etcd_auth_password: r.Secret = _setting(
+        "ETCD_AUTH_PASSWORD", None, "Its password, in the environment only.", is_secret=True
+    )
+    fleet: r.Word = _setting(
+        "KVBM_FLEET", "default", "Name of the engines that belong together, in one etcd and one NATS."
+    )
+    fleet_lease_s: r.Seconds = _setting(
+        "KVBM_FLEET_LEASE_S",
+        15.0,
+        "So long after an instance has gone silent etcd forgets it; it says that it is there three times as "
+        "often.",
+    )
+    fleet_insecure: r.Flag = _setting(
+        "KVBM_FLEET_INSECURE",
+        False,
+        "Speak with an etcd or a NATS server on another machine without TLS; take orders over HTTP from one.",
+    )
+    curve_key_file: r.Text = _setting(
+        "KVBM_CURVE_KEY_FILE",
+        "",
+        "This process' CURVE key pair (a .key_secret file, made by: kvbm keys new FOLDER); needed where a "
+        "socket can be reached from other machines.",
+    )
+    curve_allowed: r.Text = _setting(
+        "KVBM_CURVE_ALLOWED",
+        "",
+        "Public keys of those who may speak with us: a folder of .key files, or one file.",
     )
     runtime_enabled: r.Flag = _setting(
         "DYN_RUNTIME_ENABLED_KVBM",
@@ -404,31 +491,114 @@ class SettingFields(BaseSettings):
     enable_record: r.Flag = _setting(
         "DYN_KVBM_ENABLE_RECORD",
         False,
-        "Record the connector's calls.",
-        later="recording is not in this release",
+        "Record requests for kvbm plan and kvbm replay: times, lengths, numbers of blocks, no text.",
+        only=_LED,
+    )
+    record_dir: r.Text = _setting(
+        "KVBM_RECORD_DIR", f"{_DISK_DIR}/kvbm-record", "Where recordings are written.", only=_LED
+    )
+    record_gb: r.Gigabytes = _setting(
+        "KVBM_RECORD_GB", 1.0, "The last so many gigabytes of a recording are kept.", only=_LED
     )
     events_medium: r.Word = _setting(
-        "KVBM_EVENTS_MEDIUM", "CPU_TIER1", "Name of the host tier in KV events.", only=(Adapter.VLLM,)
+        "KVBM_EVENTS_MEDIUM", "CPU_TIER1", "Name of the host tier in KV events.", only=_WITH_HOST_TIER
+    )
+    events: r.EventWays = _setting(
+        "KVBM_EVENTS",
+        "off",
+        "Publish KV events: zmq, nats or zmq,nats; or off. Besides, vLLM publishes them with its own.",
+    )
+    events_endpoint: r.Text = _setting(
+        "KVBM_EVENTS_ENDPOINT",
+        "tcp://127.0.0.1:5567",
+        "Where KV events are published over ZMQ (tcp:// or ipc://); data-parallel ranks add their number.",
+    )
+    events_replay_endpoint: r.Text = _setting(
+        "KVBM_EVENTS_REPLAY_ENDPOINT",
+        "tcp://127.0.0.1:5667",
+        "Where readers ask for what they missed, or for all; data-parallel ranks add their number.",
+    )
+    events_topic: r.Text = _setting("KVBM_EVENTS_TOPIC", "", "Topic of the ZMQ messages.")
+    instance: r.Word = _setting(
+        "KVBM_INSTANCE", "", "Name of this instance in its fleet; unset: random, new at each start."
+    )
+    control: r.ControlWays = _setting(
+        "KVBM_CONTROL",
+        "socket",
+        "Answer kvbm why and operators' orders (kvbm fleet, pin, quota, clear ...): over a private socket of "
+        "this machine (socket), HTTP with a token (http), NATS (nats), several with commas; or off.",
+    )
+    why_requests: r.CountOrZero = _setting(
+        "KVBM_WHY_REQUESTS",
+        1000,
+        "How many of the last requests are remembered, with why they missed the cache (kvbm why); 0: none.",
+        only=_WITH_HOST_TIER,
+    )
+    traces: r.Traces = _setting(
+        "KVBM_TRACES",
+        "auto",
+        "Send OpenTelemetry spans of requests and transfers (extra otel): on, off, or auto: if an "
+        "OTEL_EXPORTER_OTLP_ENDPOINT is set.",
+    )
+    control_http: r.Address = _setting(
+        "KVBM_CONTROL_HTTP",
+        "127.0.0.1:6890",
+        "Where orders are taken over HTTP; data-parallel ranks add their number.",
+    )
+    control_token_file: r.Text = _setting(
+        "KVBM_CONTROL_TOKEN_FILE",
+        "",
+        "File with the token of those whose orders are taken over HTTP; readable by its owner alone.",
+    )
+    control_operators: r.Text = _setting(
+        "KVBM_CONTROL_OPERATORS",
+        "",
+        "Public keys (U...) of those whose orders are taken over NATS, with commas between them; kvbm keys "
+        "operator FILE makes one.",
+    )
+    nats_server: r.Text = _setting(
+        "NATS_SERVER",
+        "nats://127.0.0.1:4222",
+        "NATS servers for KV events and orders, with commas between them.",
+    )
+    nats_username: r.OptionalText = _setting("NATS_AUTH_USERNAME", None, "User of NATS.")
+    nats_password: r.Secret = _setting(
+        "NATS_AUTH_PASSWORD", None, "Password of NATS; in the environment only.", is_secret=True
+    )
+    nats_token: r.Secret = _setting(
+        "NATS_AUTH_TOKEN", None, "Token of NATS; in the environment only.", is_secret=True
+    )
+    nats_nkey: r.Secret = _setting(
+        "NATS_AUTH_NKEY", None, "NKey seed of NATS; in the environment only.", is_secret=True
+    )
+    nats_credentials_file: r.OptionalText = _setting(
+        "NATS_AUTH_CREDENTIALS_FILE", None, "File with credentials of NATS (.creds)."
+    )
+    nats_ca_file: r.OptionalText = _setting(
+        "KVBM_NATS_CA_FILE", None, "Certificates of authorities that NATS servers are checked against."
+    )
+    nats_cert_file: r.OptionalText = _setting(
+        "KVBM_NATS_CERT_FILE", None, "Our certificate and its key for NATS, in one file."
     )
     kv_events_enable_consolidator: r.Flag = _setting(
         "DYN_KVBM_KV_EVENTS_ENABLE_CONSOLIDATOR",
         True,
-        "Merge the engine's and kvbm's events.",
-        later=_CONSOLIDATOR,
+        "Under Dynamo: merge the device's KV events and kvbm's into the one stream that it reads.",
+        only=_LED,
     )
     kv_events_consolidator_mode: r.ConsolidatorMode = _setting(
         "DYN_KVBM_KV_EVENTS_CONSOLIDATOR_MODE",
         "dedup",
-        "dedup or passthrough.",
-        later=_CONSOLIDATOR,
+        "dedup: a block is stored while it is anywhere; passthrough: all events, each with its medium.",
         lenient=True,
+        only=_LED,
     )
     trtllm_zmq_port: r.OptionalPort = _setting(
         "DYN_KVBM_TRTLLM_ZMQ_PORT",
         None,
-        "Port of TensorRT-LLM's event publisher.",
-        later=_CONSOLIDATOR,
+        "Port at which dynamo.trtllm publishes TensorRT-LLM's KV events; they are consolidated if it is set.",
         lenient=True,
+        only=_TRTLLM,
     )
     fatbin_path: r.Text = _setting(
         "DYN_FATBIN_PATH", "", "KVBM's copy kernels.", later="kvbm needs no kernel file"

@@ -15,6 +15,7 @@ MAX_CACHE_GB = 1e6
 MAX_COUNT = 2**40
 MAX_SECONDS = 1e7
 LOG_LEVELS = ("error", "warn", "warning", "info", "debug", "trace", "off")
+_LAST_PORT = 65_535
 OUR_LOG_TARGET = "kvbm"
 _MAX_FLOAT = 1e300
 _SHOWN_CHARS = 80
@@ -115,11 +116,40 @@ def _read_word(value: object) -> str:
     return value.strip()
 
 
+def _read_event_ways(value: object) -> str:
+    words = [word.strip() for word in value.split(",")] if isinstance(value, str) else []
+    is_known = words == ["off"] or (set(words) <= {"zmq", "nats"} and len(set(words)) == len(words))
+    if not words or not is_known:
+        raise ValueError("write zmq, nats, zmq,nats or off")
+    return ",".join(words)
+
+
+def _read_control_ways(value: object) -> str:
+    words = [word.strip() for word in value.split(",")] if isinstance(value, str) else []
+    is_known = words == ["off"] or (
+        set(words) <= {"socket", "http", "nats"} and len(set(words)) == len(words)
+    )
+    if not words or not is_known:
+        raise ValueError("write socket, http, nats, some of them with commas, or off")
+    return ",".join(words)
+
+
 def _read_host(value: object) -> str:
     text = value.strip() if isinstance(value, str) else ""
-    if not text or not text.isprintable() or " " in text or "/" in text:
+    if text.startswith("[") and text.endswith("]"):  # as in a URL
+        text = text[1:-1]
+    if not text or not text.isprintable() or any(sign in text for sign in " /[]") or text.count(":") == 1:
         raise ValueError("write a host name or address without scheme and port, such as 127.0.0.1")
     return text
+
+
+def _read_address(value: object) -> str:
+    text = value.strip().removeprefix("tcp://") if isinstance(value, str) else ""
+    host, _, port = text.rpartition(":")
+    is_bare = ":" in host and not (host.startswith("[") and host.endswith("]"))
+    if is_bare or _int_or_none(port) is None or not 0 < int(port) <= _LAST_PORT:
+        raise ValueError("write an address and a port, such as 127.0.0.1:56100 or [::1]:56100")
+    return f"{_read_host(host)}:{int(port)}"
 
 
 def _read_log_level(value: object) -> str:
@@ -171,8 +201,8 @@ _GB = "write a plain number of gigabytes (1e9 bytes) above 0 and up to 1000000, 
 _GB_OR_ZERO = "write a plain number of gigabytes (1e9 bytes) from 0 to 1000000, such as 20"
 _MIN_SHARE = 1e-9
 _SHARE = f"write 0, or a plain number from {_MIN_SHARE:g} to 1, such as 0.001"
-_SECONDS = "write a plain number of seconds above 0, such as 30"
-_SECONDS_OR_ZERO = "write a plain number of seconds, 0 or more, such as 1"
+_SECONDS = f"write a plain number of seconds above 0, such as 30, at most {MAX_SECONDS:.0f}"
+_SECONDS_OR_ZERO = f"write a plain number of seconds, 0 to {MAX_SECONDS:.0f}, such as 1"
 
 _read_number_to_1 = float_reader(_SHARE, 1.0, zero_allowed=True)
 
@@ -206,6 +236,8 @@ OptionalFlag = Annotated[bool | None, PlainValidator(_read_flag)]
 Presence = Annotated[bool, PlainValidator(_read_presence)]
 """KVBM turns some switches on by their mere presence; here an outspoken "false" keeps them off."""
 Word = Annotated[str, PlainValidator(_read_word)]
+EventWays = Annotated[str, PlainValidator(_read_event_ways)]
+ControlWays = Annotated[str, PlainValidator(_read_control_ways)]
 Host = Annotated[str, PlainValidator(_read_host)]
 Text = Annotated[str, PlainValidator(_read_text)]
 LogLevel = Annotated[str, PlainValidator(_read_log_level)]
@@ -214,11 +246,15 @@ ConsolidatorMode = Annotated[str, PlainValidator(choice_reader("dedup", "passthr
 DiskIo = Annotated[
     str, PlainValidator(choice_reader("auto", "aio", "threads", "nixl-posix", "nixl-gds", "nixl-gds-mt"))
 ]
+DiskToDevice = Annotated[str, PlainValidator(choice_reader("off", "nixl-gds-mt", "nixl-gds", "nixl-posix"))]
 RemoteUrl = Annotated[str | None, PlainValidator(read_remote_urls)]
 RemoteFilter = Annotated[str, PlainValidator(choice_reader("auto", "all", "hit"))]
 RemoteLoad = Annotated[str, PlainValidator(choice_reader("faster", "always"))]
+Peers = Annotated[str, PlainValidator(choice_reader("off", "zmq", "nixl"))]
+Address = Annotated[str, PlainValidator(_read_address)]
+Traces = Annotated[str, PlainValidator(choice_reader("auto", "on", "off"))]
 RemoteTrust = Annotated[str, PlainValidator(choice_reader("user", "group"))]
-RemoteCodec = Annotated[str, PlainValidator(choice_reader("none", "zstd"))]
+RemoteCodec = Annotated[str, PlainValidator(choice_reader("none", "zstd", "fp8"))]
 OptionalText = Annotated[str | None, PlainValidator(_read_optional_text)]
 Secret = Annotated[SecretStr | None, PlainValidator(_read_secret)]
 """Nothing that shows settings shows it."""

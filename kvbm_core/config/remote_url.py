@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
+from os.path import normpath
 from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import unquote, urlsplit
 
-from kvbm_core.config.server_url import SERVER_SCHEMES, server_url
+from kvbm_core.config.server_url import MOONCAKE_SCHEME, SERVER_SCHEMES, server_url
 
 SCHEMES = {"file", "s3", "gs", "az", *SERVER_SCHEMES}
 """Those for which there is a store; see kvbm_core.storage.stores."""
@@ -16,6 +17,7 @@ BUCKET_SCHEMES = ("s3", "gs", "az")
 
 _REMEDY = "write file:// and the absolute path of a directory that all machines share, such as file:///mnt/kv"
 _BUCKET_REMEDY = "write s3:// and a bucket, with a prefix or without, such as s3://kv-cache/team"
+_AROUND_URLS = " \t\r\n,"
 _BETWEEN_URLS = re.compile(r"[\s,]+(?=[A-Za-z][A-Za-z0-9+.-]*://)")
 _BUCKET = re.compile(r"[a-zA-Z0-9](?:[a-zA-Z0-9._-]|\{worker_id\}){1,255}", re.ASCII)
 _PREFIX = re.compile(r"[a-zA-Z0-9!_.*'()/=-]*", re.ASCII)
@@ -40,15 +42,28 @@ def read_remote_urls(value: object) -> str | None:
         return None
     if not isinstance(value, str):
         raise ValueError(_REMEDY)
-    urls = [read_remote_url(text) for text in split_urls(value)]
-    if len(set(urls)) < len(urls):
+    urls, texts = list[str](), split_urls(value)
+    for number, text in enumerate(texts, 1):
+        try:
+            urls.append(read_remote_url(text))
+        except ValueError as error:
+            raise ValueError(f"number {number}: {error}" if len(texts) > 1 else str(error)) from None
+    if len(set(map(_place_of, urls))) < len(urls):
         raise ValueError("names a store twice; name each once, the one to ask first in front")
     return " ".join(urls)
 
 
 def split_urls(text: str) -> list[str]:
     """The URLs in ``text``. Spaces within the path of a directory are part of it."""
-    return _BETWEEN_URLS.split(text.strip())
+    return _BETWEEN_URLS.split(text.strip(_AROUND_URLS))
+
+
+def _place_of(url: str) -> object:
+    """Equal for URLs that can be seen to name one store."""
+    scheme = scheme_of(url)
+    if scheme in SERVER_SCHEMES:
+        return server_url(url)._replace(scheme=MOONCAKE_SCHEME if scheme == MOONCAKE_SCHEME else "")
+    return normpath(remote_directory(url)) if scheme in ("", "file") else url
 
 
 def scheme_of(url: str) -> str:
@@ -64,7 +79,8 @@ def read_remote_url(value: object) -> str:
     text = value.strip()
     scheme = scheme_of(text)
     if scheme not in ("", *SCHEMES):
-        raise ValueError(f"{scheme} is not in this release; {_REMEDY}")
+        known = ", ".join(f"{name}://" for name in sorted(SCHEMES))
+        raise ValueError(f"{scheme} is not in this release; there are {known}")
     if scheme in ("", "file"):
         remote_directory(text)
     elif scheme in SERVER_SCHEMES:

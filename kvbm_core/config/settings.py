@@ -26,6 +26,9 @@ _OBJECT_BUCKET = "DYN_KVBM_OBJECT_BUCKET"
 _OF_TLS = ("remote_ca_file", "remote_cert_file")
 _OF_VALKEY = ("remote_username", "remote_password_file", *_OF_TLS)
 _OF_DIRECTORIES = ("remote_cache_gb", "remote_trust")
+_OF_RECORDS = ("remote_secret_file", "remote_encrypt", "remote_codec")
+_EXAMPLE_URLS = {**dict.fromkeys(_OF_RECORDS, "s3://BUCKET"), **dict.fromkeys(_OF_VALKEY, "redis://HOST")}
+"""Of stores that heed a setting, where file:///mnt/kv does not."""
 _BOUND_ELSEWHERE = {*SERVER_SCHEMES, *BUCKET_SCHEMES}
 _STAGED_BYTES = 512_000_000
 _MIN_STAGED_BLOCKS = 64
@@ -53,6 +56,10 @@ class SettingRow(NamedTuple):
     value: object
     source: SettingSource
     doc: str
+    no_effect: str
+    """Why it has none; empty: it has."""
+    only: tuple[Adapter, ...]
+    """Those that heed it."""
 
 
 class KvbmSettings(SettingFields):
@@ -76,11 +83,15 @@ class KvbmSettings(SettingFields):
         settings._note_sources(given, environ, replaced)
         settings._check_ports()
         settings._check_remote()
+        settings._check_keys()
         settings._warnings = (
             *replaced.values(),
             *settings._low_port_warnings(),
             *settings._later_warnings(),
+            *settings._lone_disk_warnings(),
+            *settings._small_disk_warnings(),
             *settings._lone_remote_warnings(),
+            *settings._lone_peer_warnings(),
             *unknown_variable_warnings(environ, cls.env_names().values()),
         )
         return settings
@@ -153,11 +164,23 @@ class KvbmSettings(SettingFields):
         """Of the stores."""
         return {scheme_of(url) for url in self.store_urls}
 
+    def _check_keys(self) -> None:
+        """ConfigError for a key pair without a list of whom it may meet, or the other way round."""
+        if bool(self.curve_key_file) is not bool(self.curve_allowed):
+            given, other = ("curve_key_file", "curve_allowed")
+            if self.curve_allowed:
+                given, other = other, given
+            names = self.env_names()
+            remedy = f"goes together with {names[other]}; set both, or none"
+            raise ConfigError(names[given], getattr(self, given), remedy)
+
     def _check_object_store(self) -> None:
         """ConfigError for KVBM's names of an object store if they are not whole, or not what the URL says."""
-        if self.remote_head_shards and any("{worker_id}" in url for url in self.store_urls):
-            remedy = "with KVBM_REMOTE_HEAD_SHARDS ranks share one bucket; leave {worker_id} out of its name"
-            raise ConfigError("KVBM_REMOTE_HEAD_SHARDS", self.remote_head_shards, remedy)
+        if self.keeps_heads and any("{worker_id}" in url for url in self.store_urls):
+            name = "remote_head_shards" if self.remote_head_shards else "remote_codec"
+            env = self.env_names()[name]
+            remedy = f"with {env} ranks share one bucket; leave {{worker_id}} out of its name"
+            raise ConfigError(env, getattr(self, name), remedy)
         if (self.object_access_key is None) is not (self.object_secret_key is None):
             raise ConfigError(
                 "DYN_KVBM_OBJECT_SECRET_KEY",
@@ -180,14 +203,25 @@ class KvbmSettings(SettingFields):
                 remedy = "is more than a bucket's name; write KVBM_REMOTE_URL=s3://BUCKET/PREFIX instead"
             raise ConfigError(_OBJECT_BUCKET, shown(self.object_bucket), remedy)
 
+    @property
+    def _of_more_than_stores(self) -> tuple[str, ...]:
+        """Settings that are heeded, or told of, without a store too."""
+        of_peers = ("remote_wait_s", "remote_load") if self.has_peers else ()
+        return ("remote_url", "object_enabled", "object_num_blocks", *of_peers)
+
     def _lone_remote_warnings(self) -> Iterator[str]:
         """One line for each setting of a store that is not there, or that heeds no such setting."""
         for name, env in self.env_names().items():
-            if not self.is_set(name) or name in ("remote_url", "object_enabled", "object_num_blocks"):
+            if not self.is_set(name) or name in self._of_more_than_stores:
                 continue
             remedy = ""
-            if name.startswith("remote_") and not self.store_urls:
-                remedy = f"has no effect without {_REMOTE_URL}; set that too, such as file:///mnt/kv"
+            if name == "audit_rate" and self.audit_rate and self.is_lossy:
+                remedy = (
+                    "has no effect with KVBM_REMOTE_CODEC=fp8: what comes back is not quite what is computed"
+                )
+            elif name.startswith("remote_") and not self.store_urls:
+                such = _EXAMPLE_URLS.get(name, "file:///mnt/kv")
+                remedy = f"has no effect without {_REMOTE_URL}; set that too, such as {such}"
             elif name in _OF_DIRECTORIES and getattr(self, name) and not self._schemes - _BOUND_ELSEWHERE:
                 instead = "rights and a lifecycle rule of the bucket do that"
                 if not self.has_object_store:
@@ -205,6 +239,46 @@ class KvbmSettings(SettingFields):
                 remedy = f"has no effect without a bucket; set {_REMOTE_URL}=s3://BUCKET"
             if remedy:
                 yield f"kvbm: {env}={shown(getattr(self, name))}: {remedy}"
+
+    def _lone_peer_warnings(self) -> Iterator[str]:
+        """One line for each setting of peers that are off, and if there is nowhere to bring their blocks."""
+        names = self.env_names()
+        if self.peers != "off" and not self.has_host_tier:
+            yield f"kvbm: {names['peers']}={self.peers}: has no effect without a host tier; set {_CPU_GB} too"
+        for name in ("peer_bind", "peer_deadline_s", "peer_export_gb") if self.peers == "off" else ():
+            if self.is_set(name):
+                remedy = f"has no effect without {names['peers']}; set that to zmq or nixl"
+                yield f"kvbm: {names[name]}={shown(getattr(self, name))}: {remedy}"
+
+    def _lone_disk_warnings(self) -> Iterator[str]:
+        """One line if the disk cannot be read straight into the device's memory, as the settings are."""
+        if self.disk_to_device == "off" or (self.has_disk_tier and not self.has_host_tier):
+            return
+        remedy = f"has no effect without a disk tier; set {_DISK_GB} too"
+        if self.has_host_tier:
+            remedy = "has no effect with a host tier, which keeps what comes from disk"
+            remedy += f"; leave {_CPU_GB if self.cpu_cache_gb is not None else _CPU_BLOCKS} out"
+        yield f"kvbm: {self.env_names()['disk_to_device']}={self.disk_to_device}: {remedy}"
+
+    @property
+    def has_other_measures(self) -> bool:
+        """Whether of host and disk one is given in GB and the other in blocks."""
+        in_blocks = [self.cpu_cache_override_num_blocks, self.disk_cache_override_num_blocks]
+        return self.has_host_tier and self.has_disk_tier and in_blocks.count(None) == 1
+
+    def _small_disk_warnings(self) -> Iterator[str]:
+        """One line if the disk holds no more than the host, by the same measure; else see
+        ``has_other_measures``.
+        """
+        sizes = (("disk_cache_override_num_blocks", "cpu_cache_override_num_blocks"),)
+        if self.disk_cache_override_num_blocks is self.cpu_cache_override_num_blocks is None:
+            sizes = (("disk_cache_gb", "cpu_cache_gb"),)
+        for name, above in sizes:
+            disk, host = getattr(self, name), getattr(self, above)
+            if disk and host and disk <= host:
+                names = self.env_names()
+                remedy = f"holds no more than {names[above]}={host:g}; a disk pays if it is larger"
+                yield f"kvbm: {names[name]}={disk:g}: {remedy} (kvbm plan says how large)"
 
     def _low_port_warnings(self) -> list[str]:
         names = self.env_names()
@@ -254,7 +328,15 @@ class KvbmSettings(SettingFields):
         """All settings with value, source and meaning, for a table."""
         infos = type(self).model_fields
         return [
-            SettingRow(name, env, self._told(name), self.source(name), infos[name].description or "")
+            SettingRow(
+                name,
+                env,
+                self._told(name),
+                self.source(name),
+                infos[name].description or "",
+                _extra(infos[name])["later"],
+                _extra(infos[name])["only"],
+            )
             for name, env in self.env_names().items()
         ]
 
@@ -284,9 +366,32 @@ class KvbmSettings(SettingFields):
         return bool(self.disk_cache_gb) if blocks is None else blocks > 0
 
     @property
+    def way_to_device(self) -> str:
+        """How blocks are read from disk straight to the device, or "off". A host tier keeps what comes from
+        disk, so it comes by way of that.
+        """
+        kind = self.disk_to_device
+        return "off" if self.has_host_tier else kind
+
+    @property
     def has_lower_tier(self) -> bool:
         """Whether blocks are kept outside of this process, so that their names must mean the same there."""
-        return self.has_disk_tier or self.has_remote_tier
+        return self.has_disk_tier or self.has_remote_tier or self.has_peers
+
+    @property
+    def has_peers(self) -> bool:
+        """Whether blocks come from other instances, and go there."""
+        return self.peers != "off" and self.has_host_tier
+
+    @property
+    def peer_export_bytes(self) -> int:
+        """Of each rank."""
+        return round((self.peer_export_gb or 0.0) * _BYTES_PER_GB)
+
+    @property
+    def record_bytes(self) -> int:
+        """Of one recording."""
+        return round((self.record_gb or 0.0) * _BYTES_PER_GB)
 
     @property
     def has_remote_tier(self) -> bool:
@@ -302,9 +407,34 @@ class KvbmSettings(SettingFields):
         return (f"s3://{bucket}",) if bucket and is_enabled else ()
 
     @property
+    def event_ways(self) -> tuple[str, ...]:
+        """By which KV events are published: "zmq", "nats"."""
+        return tuple(way for way in self.events.split(",") if way != "off")
+
+    @property
+    def control_ways(self) -> tuple[str, ...]:
+        """Over which wires orders are taken: "socket", "http", "nats"."""
+        return tuple(way for way in self.control.split(",") if way != "off")
+
+    @property
+    def fleet_root(self) -> str:
+        """Of the fleet's records in etcd."""
+        return f"/kvbm/v1/{self.fleet}/"
+
+    @property
     def has_object_store(self) -> bool:
         """Whether one of them is a bucket."""
         return not self._schemes.isdisjoint(BUCKET_SCHEMES)
+
+    @property
+    def keeps_heads(self) -> bool:
+        """Whether blocks are to be kept there by KV heads."""
+        return self.has_remote_tier and (self.remote_head_shards > 0 or self.is_lossy)
+
+    @property
+    def is_lossy(self) -> bool:
+        """Whether what comes back from there is to be not quite what was computed."""
+        return self.has_remote_tier and self.remote_codec == "fp8"
 
     @property
     def remote_max_bytes(self) -> int | None:
@@ -356,6 +486,14 @@ class KvbmSettings(SettingFields):
             f"needs {_gb(needed_bytes)} of host memory but {_gb(available_bytes)} is available; "
             "lower it, or free memory or raise the container's limit",
         )
+
+
+def limits_of(no_effect: str, only: Sequence[Adapter]) -> Iterator[str]:
+    """In sentences: that a setting has no effect, or for whom."""
+    if no_effect:
+        yield f"No effect: {no_effect}."
+    if len(only) < len(Adapter):
+        yield f"Only {listed(only)}."
 
 
 def listed(adapters: Sequence[Adapter]) -> str:

@@ -215,13 +215,19 @@ def _is_private(status: os.stat_result) -> bool:
     return status.st_uid == os.geteuid() and not status.st_mode & 0o022
 
 
-def default_memory() -> DigestMemory:
-    """In the user's cache folder; without one, nothing is remembered."""
+def cache_folder() -> Path | None:
+    """kvbm's in the user's cache folder; None without one."""
     try:
         base = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
     except RuntimeError:  # no home
-        return DigestMemory(None)
-    return DigestMemory(base / "kvbm" / "digests" if base.is_absolute() else None)
+        return None
+    return base / "kvbm" if base.is_absolute() else None
+
+
+def default_memory() -> DigestMemory:
+    """In the user's cache folder; without one, nothing is remembered."""
+    folder = cache_folder()
+    return DigestMemory(None if folder is None else folder / "digests")
 
 
 # ---------------------------------------------------------------- which files

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
 from functools import cache
 from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
 
 from kvbm_core.identity.fields import Description
 
@@ -35,6 +38,31 @@ IRRELEVANT_OF_LIBRARIES = {
     "FLA_CACHE_RESULTS": "where kernels are kept",
     "FLA_CI_ENV": "only for tests of that library",
 }
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+PACKAGES_THAT_COMPUTE = _names(
+    "aiter amd-aiter amd-mori amd-quark apex auto-round b12x bitsandbytes causal-conv1d compressed-tensors"
+    " conch-triton-kernels deep-ep deep-gemm fbgemm-gpu fast-hadamard-transform flash-attn flash-attn-3"
+    " flash-attn-4 flash-linear-attention flash-mla fla-core flashinfer-cubin flashinfer-jit-cache"
+    " flashinfer-python gptqmodel helion hpc-ops humming-kernels intel-extension-for-pytorch kernels"
+    " mamba-ssm mori mslk nvidia-cutlass-dsl nvidia-modelopt petit-kernel pytorch-triton"
+    " pytorch-triton-rocm quack-kernels sgl-deep-ep sgl-deep-gemm sgl-flash-mla sgl-kernel sgl-kernel-npu"
+    " sglang-kernel tilelang torch torch-npu torchao transformer-engine triton triton-kernels"
+    " vllm-xpu-kernels xformers zentorch"
+)
+MODULES_THAT_COMPUTE = _names(
+    "aiter b12x conch cutlass deep_ep deep_gemm fbgemm_gpu flash_attn flashinfer flashinfer_cubin fmha_sm100"
+    " helion hpc humming moonep mori nixl_ep petit_kernel quark sageattn3 tilelang torchao triton"
+    " triton_kernels zentorch"
+)
+"""Engines choose kernels, and with them formats of numbers, by which of these are there. They ask for
+modules, whatever the package is called that has them.
+"""
+_VECTORS = re.compile(r"(amx|avx|fma|f16c|vnni|asimd|bf16|i8mm|sve|sme(?!p)|fphp)\w*")
 
 _OFF = frozenset(("", "0", "0.0", "false"))
 
@@ -86,6 +114,94 @@ def plugins(*groups: str) -> str:
         f"{point.name}={point.value}=={'' if point.dist is None else point.dist.version}" for point in points
     }
     return " ".join(sorted(found))
+
+
+@cache
+def packages() -> str:
+    """Those of PACKAGES_THAT_COMPUTE that are installed, with their versions, and which of
+    MODULES_THAT_COMPUTE are there.
+    """
+    found = [f"{name}=={version}" for name in sorted(PACKAGES_THAT_COMPUTE) if (version := _version(name))]
+    return " ".join([*found, *(name for name in sorted(MODULES_THAT_COMPUTE) if _has_module(name))])
+
+
+def _has_module(name: str) -> bool:
+    try:
+        return find_spec(name) is not None
+    except ValueError:  # imported, in a way that tells nothing of where it is from
+        return True
+
+
+def _version(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+@cache
+def vector_units(path: str = "/proc/cpuinfo") -> str:
+    """What a CPU can compute with, of all cores alike: engines choose formats by it. LookupError if the
+    kernel does not say.
+    """
+    for line in Path(path).read_text().splitlines():
+        name, _, text = line.partition(":")
+        if name.strip() in {"flags", "Features"}:
+            return " ".join(sorted(flag for flag in text.split() if _VECTORS.fullmatch(flag)))
+        if name.strip() in {"features", "isa", "cpu"}:  # s390x, RISC-V, POWER: all that they say
+            return " ".join(text.split())
+    raise LookupError(f"{path} names no flags")
+
+
+@cache
+def code_of_editable(*names: str) -> str:
+    """ "" for packages whose version says which code they have; of one that is installed editable, or is used
+    from where it was not installed, the sha256 of its Python files, and which libraries it has. LookupError
+    if they cannot be found.
+    """
+    return " ".join(f"{name}={_code_of_package(name)}" for name in names if not _is_as_installed(name))
+
+
+def _is_as_installed(name: str) -> bool:
+    """Whether the package's version says which code it has: it is not installed editable, and its code is
+    beside what its installer wrote of it. It is not with a checkout on the path, nor after ``setup.py
+    develop``.
+    """
+    spec = find_spec(name)
+    try:
+        installed = metadata.distribution(name)
+    except metadata.PackageNotFoundError:  # made by a program, if nothing of it is in a file
+        return spec is None or not (spec.origin or spec.submodule_search_locations)
+    if is_editable(installed.read_text("direct_url.json")):
+        return False
+    is_noted = installed.read_text("METADATA") is not None  # what lies in a checkout has none
+    beside = Path(str(installed.locate_file(name)))
+    folders = [] if spec is None else spec.submodule_search_locations or []
+    return is_noted and all(Path(folder).resolve() == beside.resolve() for folder in folders)
+
+
+def is_editable(direct_url: str | None) -> bool:
+    """By what pip has noted of where a package came from (PEP 610)."""
+    return bool(json.loads(direct_url or "{}").get("dir_info", {}).get("editable"))
+
+
+def _code_of_package(name: str) -> str:
+    spec = find_spec(name)
+    if spec is None or not spec.submodule_search_locations:
+        raise LookupError(f"{name} has no folder")
+    code = hashlib.sha256()
+    for folder in spec.submodule_search_locations:
+        for path in sorted(Path(folder).rglob("*")):
+            if path.suffix == ".py":
+                code.update(f"{path.relative_to(folder)} {_file_digest(path)}\n".encode())
+            elif path.suffix == ".so":
+                found = path.stat()
+                code.update(f"{path.relative_to(folder)} {found.st_size} {found.st_mtime_ns}\n".encode())
+    return code.hexdigest()
+
+
+def _file_digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def _reason(name: str, reasons: Mapping[str, str]) -> str | None:

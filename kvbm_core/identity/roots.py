@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import secrets
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from kvbm_core.tokens.namespace import KeyNamespace
 from kvbm_core.types import SequenceHash
 
 MAX_KNOWN_ROOTS = 1024
+LONG_SALT_CHARS = 128
 
 
 class Stamp(NamedTuple):
@@ -26,6 +28,17 @@ class Stamp(NamedTuple):
 NO_ADAPTER = Stamp("", is_lasting=True)
 
 
+class RootFacts(NamedTuple):
+    """What a root was made of besides what the whole engine has in common. For this process: a salt is a
+    secret.
+    """
+
+    adapter: str
+    salt: str | None
+    weights: str
+    layout: str
+
+
 class Root(NamedTuple):
     """The parent of a sequence's first block. Blocks of one that is not lasting stay in this process's
     memory.
@@ -33,6 +46,18 @@ class Root(NamedTuple):
 
     hash: SequenceHash
     is_lasting: bool
+    facts: RootFacts | None = None
+
+
+def short_salt(salt: str | None) -> str | None:
+    """What stands for a salt where it is remembered: itself, or of a long one a digest, which is longer than
+    any short one, so that no salt stands for another. Clients choose how long theirs are, and memory for many
+    of them has to be bounded.
+    """
+    if salt is None or len(salt) <= LONG_SALT_CHARS:
+        return salt
+    digest = hashlib.sha256(salt.encode(errors="surrogatepass")).hexdigest()
+    return digest.rjust(LONG_SALT_CHARS + 1)
 
 
 def process_stamp(what: str) -> Stamp:
@@ -60,6 +85,10 @@ class Roots:
         self._weights_of_now = weights
         self._weights = weights()
         self._is_lasting = is_lasting
+        self.on_change: Callable[[], None] = lambda: None
+        """Called by ``of`` before it answers a root under other weights than before: blocks that were named
+        from those roots are not asked for any more.
+        """
         self._known: dict[tuple[Stamp, str | None], Root] = {}
 
     @property
@@ -75,12 +104,16 @@ class Roots:
         if weights != self._weights or layout_fingerprint != self._namespace.layout:
             self._weights = weights
             self._namespace = replace(self._namespace, layout=layout_fingerprint)
+            was_used = bool(self._known)
             self._known.clear()
-        root = self._known.get((adapter, salt))
+            if was_used:
+                self.on_change()
+        name = adapter, short_salt(salt)
+        root = self._known.get(name)
         if root is None:
             if len(self._known) >= MAX_KNOWN_ROOTS:
                 self._known.clear()
-            root = self._known[adapter, salt] = self._make(adapter, salt)
+            root = self._known[name] = self._make(adapter, salt)
         return root
 
     def _make(self, adapter: Stamp, salt: str | None) -> Root:
@@ -88,4 +121,6 @@ class Roots:
         is_lasting = self._is_lasting and self._weights.is_lasting and adapter.is_lasting
         if not is_lasting:  # as if the whole namespace were another one: nobody else makes the same keys
             namespace = replace(namespace, extra=(*namespace.extra, ("process", process_stamp("").text)))
-        return Root(namespace.with_request(adapter=adapter.text, salt=salt).root(), is_lasting)
+        root = namespace.with_request(adapter=adapter.text, salt=salt).root()
+        facts = RootFacts(adapter.text, short_salt(salt), self._weights.text, self._namespace.layout)
+        return Root(root, is_lasting, facts)

@@ -20,6 +20,10 @@ from kvbm_core.tokens.hashing import encode_fields
 
 HEADS_VERSION = 1
 ITEM_SIZES = (1, 2, 4, 8)
+NO_CODEC, FP8 = "none", "fp8"
+FP8_VERSION = 1
+FP8_DTYPES = ("bfloat16", "float16", "float32")
+SCALE_BYTES = 4
 
 
 class HeadTensor(NamedTuple):
@@ -38,6 +42,20 @@ class HeadTensor(NamedTuple):
     def head_bytes(self) -> int:
         """Bytes of one head in a block."""
         return prod(self.shape[1:]) * self.itemsize
+
+    @property
+    def cuts(self) -> tuple[int, ...]:
+        """Into how many parts a head's axes are cut where each part has a scale: the last two are halved.
+
+        K and V are in a tensor as halves of each row, or as halves of all rows (on GPUs, on CPUs): no part
+        has both.
+        """
+        inner = self.shape[1:]
+        return tuple(2 if a >= len(inner) - 2 and n % 2 == 0 else 1 for a, n in enumerate(inner))
+
+    def stored_head_bytes(self, codec: str) -> int:
+        """What one head of a block takes in a store."""
+        return self.head_bytes if codec == NO_CODEC else prod(self.cuts) * SCALE_BYTES + prod(self.shape[1:])
 
 
 class HeadGroup(NamedTuple):
@@ -79,7 +97,7 @@ class HeadShards:
     ``num_shards``: of a block of the whole model. ``own``: the shards that this rank has. ``is_keeper``: of
     the ranks with the same shards, this one stores them. ``shard_bytes``: the same for every group; a smaller
     group is filled up with zeros. ``meaning``: 32 hex digits, equal wherever the bytes of a shard mean the
-    same.
+    same. ``codec``: NO_CODEC, or FP8: numbers as storage/remote/fp8.py keeps them.
     """
 
     num_shards: int
@@ -88,10 +106,17 @@ class HeadShards:
     shard_bytes: int
     meaning: str
     groups: tuple[HeadGroup, ...]
+    codec: str = NO_CODEC
 
 
 def divide_heads(
-    groups: Sequence[HeadGroup], total_heads: int | None, rank: int, num_ranks: int, max_shards: int
+    groups: Sequence[HeadGroup],
+    total_heads: int | None,
+    rank: int,
+    num_ranks: int,
+    max_shards: int,
+    *,
+    codec: str = NO_CODEC,
 ) -> HeadShards:
     """The shards of rank ``rank``. ``num_ranks`` ranks share ``total_heads`` heads evenly, in order; with
     more ranks than heads, neighbors have the same head. None: all ranks have the same bytes (MLA). The
@@ -117,13 +142,20 @@ def divide_heads(
     for tensor in (tensor for group in groups for tensor in group.tensors):
         if tensor.shape[0] != local_heads:
             raise LayoutError(f"{tensor.name} has {tensor.shape[0]} KV heads here, not {local_heads}")
-    shard_bytes = max(shard_heads * sum(t.head_bytes for t in group.tensors) for group in groups)
-    meaning = _meaning(groups, total_heads or 0, num_shards)
-    return HeadShards(num_shards, own, is_keeper, shard_bytes, meaning, tuple(groups))
+        if codec == FP8 and tensor.dtype not in FP8_DTYPES:
+            known = ", ".join(FP8_DTYPES)
+            raise LayoutError(f"{tensor.name} is {tensor.dtype}, and only {known} can be made smaller")
+    shard_bytes = max(
+        shard_heads * sum(tensor.stored_head_bytes(codec) for tensor in group.tensors) for group in groups
+    )
+    meaning = _meaning(groups, total_heads or 0, num_shards, codec)
+    return HeadShards(num_shards, own, is_keeper, shard_bytes, meaning, tuple(groups), codec)
 
 
-def _meaning(groups: Sequence[HeadGroup], total_heads: int, num_shards: int) -> str:
+def _meaning(groups: Sequence[HeadGroup], total_heads: int, num_shards: int, codec: str) -> str:
     fields: list[str | int] = ["kvbm-heads", HEADS_VERSION, total_heads, num_shards, len(groups)]
+    if codec != NO_CODEC:
+        fields += [codec, FP8_VERSION]
     for group in groups:
         fields += [group.block_tokens, len(group.tensors)]
         for tensor in group.tensors:

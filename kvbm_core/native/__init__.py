@@ -1,5 +1,5 @@
-"""The loops that Python is too slow for, in C (_kvbm.c, _copy.c, _index.c, _aio.c): optional, built where
-there is a compiler.
+"""The loops that Python is too slow for, in C (_kvbm.c, _copy.c, _index.c, _aio.c, _names.c): optional,
+built where there is a compiler.
 
 ``native`` is None where the module was not built, or ``KVBM_NATIVE`` was 0, false, off or no in the
 environment when this was imported. Whoever uses it has the same function in plain Python beside it, and both
@@ -25,6 +25,7 @@ Bytes = npt.NDArray[np.uint8]
 Ids = npt.NDArray[np.int64]
 Slots = npt.NDArray[np.int32]
 Numbers = npt.NDArray[np.uint64]
+Seconds = npt.NDArray[np.float32]
 
 
 class Index(Protocol):
@@ -155,8 +156,20 @@ class Native(Protocol):
     def copy_blocks_streaming(self, dst: Bytes, dst_ids: Ids, src: Bytes, src_ids: Ids, /) -> None:
         """``copy_blocks`` as on CPUs where stores that bypass the caches are best; here for the tests."""
 
+    def note_departures(
+        self, rows: Numbers, keys: Sequence[BlockKey], why: int, at_s: float, idle_s: Seconds, /
+    ) -> None:
+        """``note_in_python`` of blocks/departures.py, for rows of any power of two and as many ``idle_s`` as
+        keys: else ValueError. TypeError for a key that is not 8 bytes at least; others may be noted then.
+        """
+
     def pack_u32(self, tokens: Sequence[int], /) -> bytes:
         """The tokens as little-endian 32 bit numbers. OverflowError or TypeError for one that is none."""
+
+    def record_names(self, keys: Sequence[BlockKey], folder: str, num_blocks: int, /) -> list[str]:
+        """``plain_names`` of storage/remote/names.py. ValueError for a key of another length, or a folder
+        that is not ASCII; TypeError for a key that is not bytes.
+        """
 
 
 def _load() -> Native | None:

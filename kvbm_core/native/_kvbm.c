@@ -293,11 +293,14 @@ static PyMethodDef METHODS[] = {
 int kvbm_add_copies(PyObject *module); /* _copy.c */
 int kvbm_add_index(PyObject *module); /* _index.c */
 int kvbm_add_aio(PyObject *module); /* _aio.c */
+int kvbm_add_names(PyObject *module); /* _names.c */
 
 static int execute(PyObject *module)
 {
     compress = best_compress();
-    return kvbm_add_copies(module) < 0 || kvbm_add_index(module) < 0 ? -1 : kvbm_add_aio(module);
+    if (kvbm_add_copies(module) < 0 || kvbm_add_index(module) < 0 || kvbm_add_names(module) < 0)
+        return -1;
+    return kvbm_add_aio(module);
 }
 
 static PyModuleDef_Slot SLOTS[] = {{Py_mod_exec, (void *)execute}, {0, NULL}};

@@ -10,6 +10,7 @@ from typing import Concatenate, Final, ParamSpec, Protocol, TypeVar
 from kvbm_core.errors import StuckCopyError
 from kvbm_core.observe.log import RateLimitedLogger, get_logger
 from kvbm_core.observe.metrics import Metrics
+from kvbm_core.observe.ranges import ranged
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -51,7 +52,7 @@ def guarded(
 
     If the fallback fails too, ``last_resort`` is returned (share nothing mutable through it); without one,
     its error goes on to the engine. StuckCopyError, KeyboardInterrupt, SystemExit and other BaseExceptions
-    always pass.
+    always pass. Where a profiler is attached, the call is a range in what it records (ranges.py).
     ``seam`` names the hook in the log and in ``kvbm_guarded_errors_total``; see ``seams_of``.
     """
 
@@ -75,7 +76,7 @@ def guarded(
                 return last_resort
 
         setattr(call, _SEAM, seam)
-        return call
+        return ranged(call)
 
     return decorate
 

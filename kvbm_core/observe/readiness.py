@@ -1,4 +1,4 @@
-"""Whether the cache is in service, as ``/health`` tells it."""
+"""Whether the cache is in service, as ``/ready`` and ``/health`` tell it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page for Prometheus: GET /metrics and /health on one port, from daemon threads."""
+"""The page for Prometheus: GET /metrics, /live, /ready and /targets on one port, from daemon threads."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ MAX_CONNECTION_S = 10.0
 _JOIN_TIMEOUT_S = 5.0
 _POLL_S = 0.1
 _PLAIN = "text/plain; charset=utf-8"
+_JSON = "application/json"
 
 # As in PEP 3333; wsgiref has types for them since Python 3.11.
 Environment = dict[str, Any]
@@ -35,8 +36,8 @@ class MetricsServer:
     Serves ``metrics`` from ``start`` until ``close``. One owner thread calls both.
 
     ``port`` 0 takes any free port (see ``bound_port``). If the port cannot be had, there is one warning and
-    no page; the engine goes on. ``readiness`` is called from any thread, for each GET of /health: it must not
-    wait.
+    no page; the engine goes on. ``readiness`` is called from any thread, for each GET of /ready: it must not
+    wait. ``targets``: what /targets answers to a question whose Host is this.
     """
 
     def __init__(
@@ -45,12 +46,14 @@ class MetricsServer:
         metrics: Metrics,
         host: str = "0.0.0.0",
         readiness: Callable[[], Readiness] = always_ready,
+        targets: Callable[[str], str] = lambda host: "[]",
     ) -> None:
         self._host = host
+        self._targets = targets
         self._readiness = readiness
         self._port = port
         self._metrics = metrics
-        self._server: _Server | None = None
+        self._server: BoundedServer | None = None
         self._thread: threading.Thread | None = None
         self.warning: str | None = None
         """Why the last ``start`` failed, with variable, value and remedy."""
@@ -60,7 +63,12 @@ class MetricsServer:
         if self._server is not None:
             return True
         try:
-            self._server = _Server(self._host, self._port, _application(self._metrics, self._readiness))
+            self._server = BoundedServer(
+                self._host,
+                self._port,
+                _application(self._metrics, self._readiness, self._targets),
+                "kvbm-metrics-request",
+            )
             thread = threading.Thread(
                 target=self._server.serve_forever, args=(_POLL_S,), name="kvbm-metrics", daemon=True
             )
@@ -96,23 +104,29 @@ class MetricsServer:
         self._server = self._thread = None
 
 
-def _application(metrics: Metrics, readiness: Callable[[], Readiness]) -> Application:
-    def answer(path: str) -> tuple[str, str, str]:
+def _application(
+    metrics: Metrics, readiness: Callable[[], Readiness], targets: Callable[[str], str]
+) -> Application:
+    def answer(path: str, host: str) -> tuple[str, str, str]:
         if path == "/metrics":
             return "200 OK", CONTENT_TYPE, metrics.exposition()
-        if path == "/health":
+        if path == "/live":
+            return "200 OK", _PLAIN, "ok\n"
+        if path in {"/ready", "/health"}:
             now = readiness()
             if now.is_ready:
                 return "200 OK", _PLAIN, "ok\n"
             return "503 Service Unavailable", _PLAIN, f"not ready: {now.reason}\n"
-        return "404 Not Found", _PLAIN, "try /metrics or /health\n"
+        if path == "/targets":
+            return "200 OK", _JSON, targets(host)
+        return "404 Not Found", _PLAIN, "try /metrics, /live, /ready or /targets\n"
 
     def application(environ: Environment, start_response: Callable[..., Any]) -> Iterable[bytes]:
         if environ["REQUEST_METHOD"] not in {"GET", "HEAD"}:
             status, content_type, text = "405 Method Not Allowed", _PLAIN, "GET or HEAD\n"
         else:
             try:
-                status, content_type, text = answer(environ["PATH_INFO"])
+                status, content_type, text = answer(environ["PATH_INFO"], environ.get("HTTP_HOST", ""))
             except Exception:
                 get_logger("metrics").exception("kvbm: %s cannot be answered", environ["PATH_INFO"])
                 status, content_type, text = "500 Internal Server Error", _PLAIN, "see the engine's log\n"
@@ -123,7 +137,7 @@ def _application(metrics: Metrics, readiness: Callable[[], Readiness]) -> Applic
     return application
 
 
-class _Server(ThreadingWSGIServer):
+class BoundedServer(ThreadingWSGIServer):
     """prometheus_client's, with an end to every connection: the library's own holds a thread for each one,
     however long it says nothing.
 
@@ -135,7 +149,8 @@ class _Server(ThreadingWSGIServer):
     allow_reuse_address = True
     request_queue_size = 128
 
-    def __init__(self, host: str, port: int, application: Application) -> None:
+    def __init__(self, host: str, port: int, application: Application, thread_name: str) -> None:
+        self._thread_name = thread_name
         self._connections: dict[threading.Thread, tuple[socket.socket, float]] = {}
         self._closing = threading.Lock()
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -155,7 +170,7 @@ class _Server(ThreadingWSGIServer):
         thread = threading.Thread(
             target=self.process_request_thread,
             args=(request, client_address),
-            name="kvbm-metrics-request",
+            name=self._thread_name,
             daemon=True,
         )
         thread.start()

@@ -29,13 +29,22 @@ class EvictionPolicy(Protocol):
         """Adds ``slots``, unpinned and most recent. Raises ValueError if one is there or given twice."""
 
     def touch(self, slots: Slots) -> None:
-        """``slots`` have been used again. Unknown and pinned ones are ignored."""
+        """``slots`` have been used again. Unknown ones are ignored, and pinned ones but that they are demoted
+        no more.
+        """
+
+    def demote(self, slots: Slots) -> None:
+        """``slots`` go before all that are not demoted, until they are touched; of those that are demoted the
+        first ones first, of one call the tail. Unknown ones are ignored; pinned ones are demoted with their
+        last unpin.
+        """
 
     def pin(self, slots: Slots) -> None:
         """Keeps ``slots`` until as many unpins; counted, once per mention. KeyError if one is unknown."""
 
     def unpin(self, slots: Slots) -> None:
-        """Takes back one pin per mention; the last one makes the slot most recent.
+        """Takes back one pin per mention; the last one makes the slot most recent, unless it
+        is demoted.
 
         Raises KeyError if a slot has fewer pins than that.
         """

@@ -92,8 +92,11 @@ class RecencyLog:
             for chunk, count in Counter(chunks.tolist()).items():
                 self._lose(chunk, count)
         else:
-            chunks.sort()
-            ends = [*(np.flatnonzero(chunks[1:] != chunks[:-1]) + 1).tolist(), len(chunks)]
+            changes = np.flatnonzero(chunks[1:] != chunks[:-1])
+            if len(changes) > len(chunks) // FEW:  # the oldest of all are together as they are
+                chunks.sort()
+                changes = np.flatnonzero(chunks[1:] != chunks[:-1])
+            ends = [*(changes + 1).tolist(), len(chunks)]
             for start, end in pairwise([0, *ends]):
                 self._lose(int(chunks[start]), end - start)
 
@@ -182,6 +185,9 @@ def are_distinct(slots: Slots) -> bool:
     """Whether no slot is given twice."""
     if len(slots) <= 4 * FEW:
         return len(set(slots.tolist())) == len(slots)
+    later, earlier = slots[1:], slots[:-1]
+    if (later > earlier).all() or (later < earlier).all():  # as those of one prompt mostly are
+        return True
     ordered = np.sort(slots)
     return not (ordered[1:] == ordered[:-1]).any()
 

@@ -5,24 +5,33 @@ options.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from itertools import count
 from pathlib import Path
+from typing import TYPE_CHECKING
+from uuid import uuid4
 
-from kvbm_core.blocks.slot_tier import BlockTier
+from kvbm_core import __version__
+from kvbm_core.blocks.slot_tier import BlockTier, Residency
 from kvbm_core.clock import Clock, SystemClock
 from kvbm_core.config import Adapter, KvbmSettings
+from kvbm_core.config.instance import instance_of
 from kvbm_core.config.remote_url import BUCKET_SCHEMES, scheme_of
-from kvbm_core.errors import Outcome
+from kvbm_core.control.desk import About, Controlled, Desk
+from kvbm_core.control.pages import Page, PageNote, targets
+from kvbm_core.errors import ConfigError, Outcome
+from kvbm_core.identity.digest import cache_folder
+from kvbm_core.identity.fields import Description
 from kvbm_core.identity.weights import WEIGHTS_WAIT_S, WeightsIdentity
 from kvbm_core.native import native
 from kvbm_core.observe.guard import seams_of
-from kvbm_core.observe.labels import FailureKind
+from kvbm_core.observe.labels import FailureKind, PeerTrouble
 from kvbm_core.observe.log import CacheStatsLog, setup_logging
 from kvbm_core.observe.metrics import Metrics
 from kvbm_core.observe.readiness import Readiness, always_ready
 from kvbm_core.observe.server import MetricsServer
+from kvbm_core.observe.traces import Traces, open_traces
 from kvbm_core.policy.admission import AdmissionPolicy, AdmitAll
 from kvbm_core.policy.frequency import FrequencyFilter
 from kvbm_core.policy.lru import LruPolicy
@@ -31,25 +40,33 @@ from kvbm_core.runtime.endpoint import Endpoint
 from kvbm_core.runtime.handshake import Handshake, PlanTier
 from kvbm_core.runtime.leader import Leader, LeaderParts
 from kvbm_core.runtime.leader_options import LeaderOptions
-from kvbm_core.runtime.messages import Message, Move
+from kvbm_core.runtime.messages import GiveBack, Lent, Message, Move, OfPeers, PeerNews, Returned
+from kvbm_core.runtime.namesakes import FOLDER, Namesakes
 from kvbm_core.runtime.offload import OnPartEnd
+from kvbm_core.runtime.recorder import Recorder
+from kvbm_core.runtime.replicas import LOAD_GRACE_S
 from kvbm_core.runtime.request import NULL_BLOCK
 from kvbm_core.runtime.transfer_jobs import JobPart
-from kvbm_core.runtime.worker import LOAD_GRACE_S
-from kvbm_core.storage.disk.allocate import FileOptions
-from kvbm_core.storage.disk.folder import DiskFolder
+from kvbm_core.storage.disk.allocate import OFF, FileOptions
+from kvbm_core.storage.disk.folder import TOP, DiskFolder
 from kvbm_core.storage.disk.record import SECTOR_BYTES
 from kvbm_core.storage.host_slab import available_memory_bytes, taken_by_siblings_bytes
 from kvbm_core.storage.remote.login import ServerLogin
 from kvbm_core.storage.remote.s3_client import S3Options
 from kvbm_core.storage.stores import StoreOptions, extent_bytes
-from kvbm_core.tiers.groups import GroupSpec
+from kvbm_core.tiers.groups import GroupSpec, base_block_tokens
 from kvbm_core.tiers.keyed import KeyedOptions, keyed_tier
-from kvbm_core.tiers.lower import LowerTierMaker
+from kvbm_core.tiers.lower import PEERS, LowerTierMaker
 from kvbm_core.tiers.slotted import slotted_tier
 from kvbm_core.transfer.plan import TierOrder, TierPlace
 from kvbm_core.transfer.rank import RankOptions
 from kvbm_core.types import BlockKey, Tier
+
+if TYPE_CHECKING:
+    from kvbm_core.control.service import ControlService
+    from kvbm_core.fleet.meeting import LeaderPost
+    from kvbm_core.peers.lending import Lender
+    from kvbm_core.peers.rank import PeerOptions
 
 log = logging.getLogger("kvbm")
 
@@ -61,14 +78,17 @@ DISK, REMOTE = "disk", "remote"
 class LowerTiers:
     """The tiers below the host in the leader's process: which there are, and where.
 
-    ``model``: see DiskFolder's ``identity``.
+    ``model``: see DiskFolder's ``identity``. ``is_apart``: ranks may be on other machines than this.
     """
 
-    def __init__(self, settings: KvbmSettings, num_ranks: int, clock: Clock, model: str) -> None:
+    def __init__(
+        self, settings: KvbmSettings, num_ranks: int, clock: Clock, model: str, *, is_apart: bool = False
+    ) -> None:
         self._settings = settings
         self._num_ranks = num_ranks
         self._clock = clock
         self._model = model
+        self._claim = uuid4().hex if is_apart else ""
         self._folder: DiskFolder | None = None
 
     def makers(self) -> tuple[LowerTierMaker, ...]:
@@ -89,8 +109,13 @@ class LowerTiers:
 
     def _plan_disk(self, block_bytes: int, fingerprint: str) -> TierPlace:
         slots = self._settings.disk_tier_slots(block_bytes + self._num_ranks * SECTOR_BYTES)
-        self._folder = DiskFolder(Path(self._settings.disk_cache_dir), fingerprint, identity=self._model)
-        return TierPlace(DISK, str(self._folder.path), slots)
+        host = self._settings.host_tier_slots(block_bytes) if self._settings.has_other_measures else 0
+        if slots <= host:
+            line = "kvbm: the disk tier (%d blocks) is no larger than the host tier (%d blocks); "
+            log.warning(line + "a disk pays if it is larger (kvbm plan says how large)", slots, host)
+        directory = Path(self._settings.disk_cache_dir)
+        self._folder = DiskFolder(directory, fingerprint, self._claim, identity=self._model)
+        return TierPlace(DISK, str(self._folder.path), slots, self._folder.claim)
 
     def close(self) -> None:
         """Gives the disk's folder up."""
@@ -121,8 +146,10 @@ class LeaderProcess:
         self.clock = SystemClock()
         self._settings = settings
         self._metrics = metrics
+        self._post: LeaderPost | None = None
         self._tiers_here = tiers_here
-        self._lower = LowerTiers(settings, world_size, self.clock, model)
+        is_apart = endpoint.apart is not None
+        self._lower = LowerTiers(settings, world_size, self.clock, model, is_apart=is_apart)
         self._stats_log = CacheStatsLog(metrics, settings.cache_stats_log_interval_s, engine_name)
         self._handshake = Handshake(
             world_size,
@@ -130,6 +157,7 @@ class LeaderProcess:
             self._lower.plans(),
             init_timeout_s=settings.leader_worker_init_timeout_s,
             on_overdue=lambda: metrics.failure(FailureKind.HANDSHAKE),
+            engine=endpoint.engine,
         )
         self.channel = LeaderChannel(
             endpoint,
@@ -138,11 +166,36 @@ class LeaderProcess:
             on_tick=self._tick,
         )
         self._handshake.connect(self.channel.send)
-        self._server: MetricsServer | None = None
+        self._post = self._tell_where(endpoint)
+        self._lender: Lender | None = None
+        self._server: MetricsPage | None = None
+        self._desk = Desk()
+        metrics.traces = self._traces = traces_of(settings, model)
+        self._control: ControlService | None = None
+        self._recorder: Recorder | None = None
+        self._namesakes: Namesakes | None = None
+
+    def _tell_where(self, endpoint: Endpoint) -> LeaderPost | None:
+        """So that ranks on other machines find this leader."""
+        if endpoint.apart is None:
+            return None
+        from kvbm_core.fleet.meeting import LeaderPost
+
+        try:
+            post = LeaderPost(endpoint.apart, self.channel.address)
+        except ConfigError:
+            self.channel.close()
+            raise
+        self._handshake.describe_missing = post.describe
+        return post
 
     def _tick(self) -> list[tuple[Identity, Message]]:
         """On the channel's thread, so that an engine without requests writes the log line too."""
         self._stats_log.tick()
+        if self._post is not None and not self._handshake.missing_ranks():
+            self._post.are_met()
+        if self._lender is not None:
+            self._lender.expire()
         return self._handshake.on_tick()
 
     def _host_slots(self, block_bytes: int) -> int:
@@ -160,14 +213,25 @@ class LeaderProcess:
         groups: tuple[GroupSpec, ...],
         options: LeaderOptions,
         *,
-        on_evict: Callable[[Sequence[BlockKey]], None] | None = None,
+        listener: Residency | None = None,
         on_offload_end: OnPartEnd = lambda part, committed: None,
         on_onboard_end: Callable[[JobPart, Outcome], None] = lambda part, outcome: None,
     ) -> Leader:
-        """The leader, with an empty host tier. One that was made before is not used any more."""
-        parts = LeaderParts(self._lower.makers(), self._send_order, on_offload_end, on_onboard_end)
-        host = BlockTier(Tier.HOST, LruPolicy(), self.clock, on_evict=on_evict)
-        return Leader(
+        """The leader, with an empty host tier. One that was made before is not used any more.
+
+        ``listener`` hears what can be matched in all tiers.
+        """
+        self._recorder = recorder_of(self._settings, groups, self.clock)
+        parts = LeaderParts(
+            self._lower.makers(),
+            self._send_order,
+            on_offload_end,
+            on_onboard_end,
+            self._desk,
+            self._recorder,
+        )
+        host = BlockTier(Tier.HOST, LruPolicy(), self.clock, listener, self._metrics)
+        leader = Leader(
             groups,
             host,
             self._handshake,
@@ -176,6 +240,19 @@ class LeaderProcess:
             options=options,
             parts=parts,
         )
+        if self._settings.has_peers:
+            from kvbm_core.peers.lending import Lender  # only where there are peers
+
+            handshake = self._handshake
+            self._lender = Lender(
+                leader.chain,
+                leader.lock,
+                self.clock,
+                self._metrics,
+                lambda: not handshake.has_replaced,
+            )
+            self._handshake.on_peers = partial(_lend, self._lender, self._metrics)
+        return leader
 
     def wait(self, weights: WeightsIdentity) -> None:
         """At start, so that the first request is cached too: until the first slots can be used and
@@ -195,16 +272,83 @@ class LeaderProcess:
         for peer in self._handshake.storing_peers():
             self.channel.send(peer, message)
 
-    def serve_metrics(self, rank: int, readiness: Callable[[], Readiness]) -> None:
+    def serve_metrics(self, about: About, readiness: Callable[[], Readiness]) -> None:
         """See ``metrics_server``."""
-        self._server = metrics_server(self._settings, self._metrics, rank, readiness)
+        self._server = metrics_server(self._settings, self._metrics, about, readiness)
+
+    def answer_at_once(self, leader: Leader) -> None:
+        """Of an engine that holds the leader's lock in all that it calls: questions and pins need no step."""
+        self._desk.nudge = leader.mind_questions
+
+    def compare(self, leader: Leader, about: About, description: Description) -> None:
+        """With other configurations of this model that were served here, so that misses can name them."""
+        if self._namesakes is not None:  # of a leader that is not used any more
+            self._namesakes.close()
+        block_tokens = base_block_tokens(leader.groups)
+        folder = notes_folder(self._settings)
+        self._namesakes = Namesakes(folder, about.engine, about.model, block_tokens, description)
+        leader.compare_with(self._namesakes)
+
+    def take_orders(self, about: About, readiness: Callable[[], Readiness]) -> None:
+        """See ``control_service``."""
+        self._control = control_service(
+            self._settings, about, self._desk, self._metrics, readiness, served=self._server
+        )
 
     def close(self) -> None:
         """Ends threads and sockets. May be called twice."""
+        if self._control is not None:
+            self._control.close()
+        if self._recorder is not None:
+            self._recorder.close()
+        if self._namesakes is not None:
+            self._namesakes.close()
+        if self._post is not None:
+            self._post.close()
         self.channel.close()
         if self._server is not None:
             self._server.close()
+        if self._traces is not None:
+            self._traces.close()
         self._lower.close()
+
+
+def _lend(lender: Lender, metrics: Metrics, message: OfPeers) -> Message | None:
+    """What a rank says for other instances. On the channel's thread."""
+    if isinstance(message, GiveBack):
+        return Returned(message.number, lender.take_back(message.rank, message.number))
+    if isinstance(message, PeerNews):
+        counts = zip(PeerTrouble, (message.busy, message.refused, message.bad), strict=False)
+        for reason, count_of in counts:
+            metrics.unserved_peers(reason, count_of)
+        return None
+    keys = [BlockKey(key) for key in message.keys]
+    if message.is_find:
+        return Lent(message.number, *lender.find(keys))
+    return Lent(message.number, *lender.lend(message.rank, message.number, keys, message.ttl_s))
+
+
+def notes_folder(settings: KvbmSettings) -> Path | None:
+    """Where it is noted which configurations were served here, if blocks outlive a process. Never in what
+    machines share.
+    """
+    if not settings.why_requests:
+        return None
+    if settings.has_disk_tier:
+        return Path(settings.disk_cache_dir) / TOP / FOLDER
+    cache = cache_folder() if settings.has_remote_tier else None
+    return None if cache is None else cache / FOLDER
+
+
+def recorder_of(settings: KvbmSettings, groups: tuple[GroupSpec, ...], clock: Clock) -> Recorder | None:
+    """What records requests, if that is wanted and there is a place for it."""
+    if not settings.enable_record:
+        return None
+    try:
+        return Recorder(Path(settings.record_dir), base_block_tokens(groups), settings.record_bytes, clock)
+    except OSError as error:
+        log.error("kvbm: KVBM_RECORD_DIR=%s: requests are not recorded: %s", settings.record_dir, error)
+        return None
 
 
 def lower_makers(settings: KvbmSettings, clock: Clock) -> dict[str, LowerTierMaker]:
@@ -212,6 +356,10 @@ def lower_makers(settings: KvbmSettings, clock: Clock) -> dict[str, LowerTierMak
     makers: dict[str, LowerTierMaker] = {}
     if settings.has_disk_tier:
         makers[DISK] = slotted_tier(DISK, Tier.DISK, disk_admission(settings, clock))
+    if settings.has_peers:
+        from kvbm_core.peers.tier import peer_tier  # only where there are peers
+
+        makers[PEERS] = peer_tier(KeyedOptions(always_loads=settings.remote_load == "always"))
     for name, url in remote_tiers(settings).items():
         options = KeyedOptions(extent_bytes=extent_bytes(url), always_loads=settings.remote_load == "always")
         makers[name] = keyed_tier(name, Tier.REMOTE, remote_admission(settings, url, clock), options)
@@ -229,7 +377,8 @@ def disk_admission(settings: KvbmSettings, clock: Clock) -> AdmissionPolicy:
     if not settings.has_host_tier:
         log.warning(
             "kvbm: a disk tier without a host tier is experimental; all blocks go to disk, "
-            "without a filter, and pass through a little host memory"
+            "without a filter, and pass through a little host memory%s",
+            "" if settings.way_to_device == OFF else " on their way there",
         )
         return AdmitAll()
     return AdmitAll() if settings.disable_disk_offload_filter else FrequencyFilter(clock)
@@ -251,6 +400,7 @@ def leader_options(
     fetch_wait_s: float = 0.0,
     null_block: int = NULL_BLOCK,
     audit_rate: float = 0.0,
+    state_every_tokens: int = 0,
 ) -> LeaderOptions:
     """A leader's options. A worker ends its jobs itself, in time; the leader's patience ends after that."""
     return LeaderOptions(
@@ -261,6 +411,7 @@ def leader_options(
         null_block,
         settings.transfer_deadline_s + LOAD_GRACE_S,
         audit_rate,
+        state_every_tokens=state_every_tokens,
     )
 
 
@@ -284,6 +435,26 @@ def rank_options(
         near_memory=not settings.disable_numa,
         disk=disk,
         store=store_options(settings),
+    )
+
+
+def peer_options(settings: KvbmSettings, namespace: str, first_rank: int) -> PeerOptions | None:
+    """What a rank takes of the settings to meet other instances; None if it is not to. ``first_rank``: that
+    many ranks of other engines listen at the ports before. ConfigError for keys that cannot be had.
+    """
+    if not settings.has_peers:
+        return None
+    from kvbm_core.fleet.keys import CurveKeys  # only where there are peers
+    from kvbm_core.peers.address import address_of_rank
+    from kvbm_core.peers.rank import PeerOptions
+
+    return PeerOptions(
+        address_of_rank(settings.peer_bind, first_rank) or settings.peer_bind,
+        namespace,
+        settings.peer_deadline_s,
+        settings.peer_export_bytes,
+        CurveKeys.from_settings(settings),
+        by_nixl=settings.peers == "nixl",
     )
 
 
@@ -334,22 +505,75 @@ def metrics_of(settings: KvbmSettings, *guarded_classes: type) -> Metrics:
     return Metrics(
         settings.cache_stats_max_requests,
         has_host_tier=settings.has_host_tier,
+        why_requests=settings.why_requests,
         seams=seams_of(*guarded_classes),
     )
+
+
+def traces_of(settings: KvbmSettings, model: str) -> Traces | None:
+    """Where spans go, if they are asked for. ConfigError, one line, if they cannot be had."""
+    about = {"service.instance.id": instance_of(settings), "kvbm.model": model}
+    return open_traces(settings.traces, about)
+
+
+class MetricsPage:
+    """The page for Prometheus, and what says on this machine where it is."""
+
+    def __init__(self, server: MetricsServer, page: Page) -> None:
+        self._server = server
+        self.page = page
+        self._note = PageNote(page)
+
+    def close(self) -> None:
+        """May be called twice."""
+        self._note.close()
+        self._server.close()
 
 
 def metrics_server(
     settings: KvbmSettings,
     metrics: Metrics,
-    rank: int,
+    about: About,
     readiness: Callable[[], Readiness] = always_ready,
-) -> MetricsServer | None:
+) -> MetricsPage | None:
     """The page for Prometheus, if it is asked for and its port is free. ``readiness``: for /health.
 
     Engines of one data-parallel group, and ranks with tiers of their own, take neighbouring ports.
     """
+    metrics.describe(
+        engine=about.engine,
+        model=about.model,
+        name=instance_of(settings),
+        rank=about.rank,
+        version=__version__,
+    )
     if not settings.metrics:
         return None
-    port = settings.metrics_port + rank
-    server = MetricsServer(port, metrics, settings.metrics_host, readiness)
-    return server if server.start() else None
+    port = settings.metrics_port + about.rank
+    server = MetricsServer(port, metrics, settings.metrics_host, readiness, targets)
+    if not server.start() or server.bound_port is None:
+        return None
+    page = Page(host=settings.metrics_host, port=server.bound_port, about=metrics.about())
+    return MetricsPage(server, page)
+
+
+def control_service(
+    settings: KvbmSettings,
+    about: About,
+    controlled: Controlled,
+    metrics: Metrics,
+    readiness: Callable[[], Readiness] = always_ready,
+    *,
+    served: MetricsPage | None = None,
+) -> ControlService | None:
+    """Takes operators' orders, if that is asked for. Else there is neither a socket nor a thread.
+
+    ``served``: the page for Prometheus; etcd is told of it too.
+    """
+    if not settings.control_ways:
+        return None
+    from kvbm_core.control.responder import Responder
+    from kvbm_core.control.service import ControlService
+
+    responder = Responder(instance_of(settings), about, controlled, metrics, readiness)
+    return ControlService(settings, responder, metrics, None if served is None else served.page)

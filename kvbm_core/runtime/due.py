@@ -21,13 +21,13 @@ class DueRequests(Generic[RequestId]):
     The scheduler's thread only.
 
     What decoding fills is stored in runs of ``run_tokens``; but block by block where blocks leave a window,
-    which would be gone before a whole run is full.
+    which would be gone before a whole run is full, and where there are states, of no use without their KV.
     """
 
     def __init__(self, groups: Sequence[GroupSpec], run_tokens: int, stride: int = STRIDE) -> None:
         self._block_tokens = alignment_tokens(groups)
-        has_window = any(group.window_tokens is not None for group in groups)
-        self._wait_blocks = 0 if has_window else max(0, run_tokens // self._block_tokens - 1)
+        must_not_wait = not all(group.needs_all for group in groups)
+        self._wait_blocks = 0 if must_not_wait else max(0, run_tokens // self._block_tokens - 1)
         self._random = Random(0)  # noqa: S311 - spreads work, decides nothing
         self._stride = stride
         self._step = 0

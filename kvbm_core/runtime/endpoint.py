@@ -2,7 +2,8 @@
 
 An ipc socket in a folder that only this user can enter, or loopback TCP when ports are asked for. On both the
 channel takes nothing from anybody who has not the secret: neither from another user of the machine, nor from
-a second engine of this user that was given the same ports or name.
+a second engine of this user that was given the same ports or name. Where ranks are on several machines, there
+are keys in place of the secret (``fleet/``).
 """
 
 from __future__ import annotations
@@ -14,15 +15,19 @@ import ipaddress
 import logging
 import os
 import secrets
-import stat
 import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 from kvbm_core.config import KvbmSettings
+from kvbm_core.control.place import is_private, private_place
 from kvbm_core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from kvbm_core.fleet.meeting import Apart
 
 log = logging.getLogger("kvbm")
 
@@ -36,18 +41,39 @@ class Endpoint:
     """A ZMQ address, and what leader and workers of one engine know and nobody else does.
 
     ``path``: the socket file of an ipc address. ``holder``: keeps the secret's file while the channel is
-    open.
+    open. ``apart``: leader and workers may be on several machines; then there is no secret.
     """
 
     address: str
     path: Path | None = None
-    secret: bytes = field(kw_only=True, repr=False)
+    secret: bytes = field(default=b"", kw_only=True, repr=False)
     holder: SecretFile | None = field(default=None, kw_only=True, repr=False, compare=False)
+    apart: Apart | None = field(default=None, kw_only=True, repr=False, compare=False)
+
+    @property
+    def engine(self) -> str:
+        """By which leader and workers tell each other their engine where they are apart; else empty."""
+        return self.apart.engine if self.apart is not None else ""
 
     def release(self) -> None:
         """The channel is closed. May be called twice."""
         if self.holder is not None:
             self.holder.close()
+
+
+def endpoint_apart(
+    settings: KvbmSettings, name: str, data_parallel_rank: int, *, is_spread: bool = False
+) -> Endpoint | None:
+    """Where leader and workers meet if they may be on several machines, as the settings are; None if they
+    meet on theirs. ``is_spread``: the engine says that they are on several. ConfigError, one line.
+    """
+    is_asked_for = settings.curve_key_file or settings.etcd_endpoints or settings.is_set("leader_zmq_host")
+    if not is_spread and not is_asked_for:
+        return None
+    from kvbm_core.fleet.meeting import Apart
+
+    apart = Apart.from_settings(settings, name, data_parallel_rank, is_spread=is_spread)
+    return Endpoint(apart.address, apart=apart) if apart is not None else None
 
 
 def engine_endpoint(
@@ -57,8 +83,8 @@ def engine_endpoint(
     data_parallel_rank: int,
     holder: SecretFile | None = None,
 ) -> Endpoint:
-    """Where leader and workers of the engine called ``name`` meet: ipc, unless host or port was set by the
-    user. Engines of one data-parallel group take neighbouring ports.
+    """Where leader and workers of the engine called ``name`` meet on one machine: ipc, unless host or port
+    was set by the user. Engines of one data-parallel group take neighbouring ports.
     """
     if settings.is_set("leader_zmq_host") or settings.is_set("leader_zmq_ack_port"):
         port = settings.leader_zmq_ack_port + data_parallel_rank
@@ -99,27 +125,19 @@ def private_folder(name: str) -> Path:
     All engines of a user share one, unless somebody else has made something of its name: then each has its
     own, whose name nobody else can know. ConfigError if there is none to be had.
     """
-    common = Path(tempfile.gettempdir()) / f"kvbm-{os.getuid()}"
+    common = private_place()
     own = common.with_name(f"{common.name}-{_stem(name)}")
-    if _is_private(own):  # where the others of this engine are, whatever became of the common one since
+    if is_private(own):  # where the others of this engine are, whatever became of the common one since
         return own
     for folder in (common, own):
         with contextlib.suppress(OSError):
             folder.mkdir(mode=0o700)
-        if _is_private(folder):
+        if is_private(folder):
             if folder == own:
                 log.warning("kvbm: %s is not private to this user; using %s instead", common, own)
             return folder
     remedy = "no folder that only this user can enter can be made there; set a directory that can be written"
     raise ConfigError("TMPDIR", tempfile.gettempdir(), remedy)
-
-
-def _is_private(folder: Path) -> bool:
-    try:
-        found = folder.lstat()
-    except OSError:
-        return False
-    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077
 
 
 def _leave(folder: Path) -> None:
@@ -157,9 +175,14 @@ class SecretFile:
                 self._create()
                 continue
             fcntl.flock(fd, fcntl.LOCK_SH)  # an exclusive one is only held to remove the file
-            if _is_named(fd, self._path):
-                return fd, os.read(fd, SECRET_BYTES)
-            os.close(fd)  # removed between open and lock
+            secret = os.read(fd, SECRET_BYTES)
+            if len(secret) == SECRET_BYTES and _is_named(fd, self._path):
+                return fd, secret
+            if len(secret) < SECRET_BYTES:  # lost with the machine's power; anybody could guess it
+                fcntl.flock(fd, fcntl.LOCK_EX)
+                if _is_named(fd, self._path):
+                    self._path.unlink()
+            os.close(fd)  # else it was removed between open and lock
 
     def _create(self) -> None:
         # Whole under its name, or not at all: others read it as soon as it is there.
@@ -208,7 +231,11 @@ class EndpointLock:
         self._path = endpoint.path
         if endpoint.path is None:
             return
-        self._fd = _try_lock(_lock_path(endpoint.path))
+        try:
+            self._fd = _try_lock(_lock_path(endpoint.path))
+        except OSError as error:
+            remedy = f"cannot hold the lock of leader and workers ({error}); set a directory that can"
+            raise ConfigError("TMPDIR", endpoint.path.parent, remedy) from None
         if self._fd is None:
             remedy = "another running engine has this name; give each its own engine_id"
             raise ConfigError("engine_id", endpoint.path.stem, remedy)
@@ -241,19 +268,24 @@ def sweep(directory: Path) -> int:
     """
     removed = sum(_sweep_secret(path) for path in [*directory.glob("*.secret"), *directory.glob("*.draft")])
     for found in directory.glob("*.sock*"):
-        socket = found.with_name(found.name.removesuffix(".lock"))
-        fd = _try_lock(_lock_path(socket)) if _is_old(found) else None
-        if fd is None:
-            continue
-        try:
-            # Again, now that nobody can bind it: a leader may have come and gone since.
-            if not socket.exists() or _is_old(socket):
-                removed += 1
-                socket.unlink(missing_ok=True)
-                _lock_path(socket).unlink(missing_ok=True)
-        finally:
-            os.close(fd)
+        with contextlib.suppress(OSError):  # what is none of ours, or no room for its lock
+            removed += _is_old(found) and _sweep_socket(found.with_name(found.name.removesuffix(".lock")))
     return removed
+
+
+def _sweep_socket(socket: Path) -> bool:
+    fd = _try_lock(_lock_path(socket))
+    if fd is None:
+        return False
+    try:
+        # Again, now that nobody can bind it: a leader may have come and gone since.
+        if socket.exists() and not _is_old(socket):
+            return False
+        socket.unlink(missing_ok=True)
+        _lock_path(socket).unlink(missing_ok=True)
+        return True
+    finally:
+        os.close(fd)
 
 
 def _sweep_secret(path: Path) -> bool:

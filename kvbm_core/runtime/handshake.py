@@ -12,6 +12,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from msgspec.structs import replace
 
@@ -25,14 +26,18 @@ from kvbm_core.runtime.messages import (
     Configure,
     Hello,
     Here,
+    Joined,
     Message,
+    OfPeers,
     Order,
     Ready,
     Refused,
     Results,
+    TierDirect,
     TierFound,
     TierRefused,
 )
+from kvbm_core.runtime.replicas import Replicas
 from kvbm_core.storage.disk.allocate import DiskError
 from kvbm_core.storage.disk.recovery import Found
 from kvbm_core.transfer.plan import JobResult, TierPlace
@@ -90,6 +95,14 @@ class TierOff:
 
 
 @dataclass(frozen=True, slots=True)
+class TierReach:
+    """Whether every rank that stores reads a lower tier straight into its device's memory from now on."""
+
+    tier: str
+    is_direct: bool
+
+
+@dataclass(frozen=True, slots=True)
 class RankReplaced:
     """A new process is this rank, without a block; jobs below ``first_job_id`` died with the old one."""
 
@@ -97,7 +110,7 @@ class RankReplaced:
     first_job_id: int
 
 
-LeaderEvent = SlotsReady | RankAnswer | Disabled | TierOff | RankReplaced
+LeaderEvent = SlotsReady | RankAnswer | Disabled | TierOff | TierReach | RankReplaced
 PlanTier = Callable[[int, str], TierPlace]
 """``plan(bytes of a block over all ranks, fingerprint of the layout)``: where a lower tier is."""
 
@@ -114,10 +127,13 @@ class Handshake:
     process that says that it is this rank is refused, and nothing else happens, unless the first one has died
     and answers no more.
 
-    Where every rank replicates the same KV, rank 0 alone stores: sizes and fingerprint are its.
+    Where several ranks have the same KV, one of them may store it for all (``Replicas``): sizes and
+    fingerprints are those of the ranks that store.
 
     If not every rank is there after ``init_timeout_s``, one line in the log says which ones are missing, and
     ``on_overdue`` is called; who comes later is welcome all the same.
+
+    ``engine``: where ranks of other engines can come too, which are refused and change nothing.
     """
 
     def __init__(
@@ -129,14 +145,16 @@ class Handshake:
         clock: Clock | None = None,
         init_timeout_s: float = math.inf,
         on_overdue: Callable[[], None] = lambda: None,
+        engine: str = "",
     ) -> None:
+        self.describe_missing: Callable[[list[int]], str] = lambda ranks: ""
+        """What else is known of ranks that have not said hello."""
         self.inbox: deque[LeaderEvent] = deque()
         self.found: deque[SlotsFound] = deque()
         self.world_size = world_size
         self._size_tier = size_tier
         self._plans = dict(plans or {})
         self._places: dict[str, TierPlace] = {}
-        self.num_storing_ranks = world_size
         self._hellos: dict[int, tuple[bytes, Hello]] = {}
         self._ready: dict[int, int] = {}
         self._num_slots: int | None = None
@@ -145,12 +163,18 @@ class Handshake:
         self._searched: dict[str, set[int]] = {}
         self._unsearched: set[str] = set()
         self._are_searched = threading.Event()
+        # Which ranks read a tier straight into their devices' memory.
+        self._direct: dict[str, set[int]] = {}
         self.foreign_total = 0
         self.next_job_id: Callable[[], int] = lambda: 0
+        self.on_peers: Callable[[OfPeers], Message | None] = lambda message: None
+        """Answers what a rank asks for other instances. On the channel's thread."""
         self._clock = clock or SystemClock()
+        self._replicas = Replicas(self._clock)
         self._starts_at_s = self._clock.now_s()
         self._init_timeout_s = init_timeout_s
         self._on_overdue = on_overdue
+        self._engine = engine
         self._is_overdue = False
         self._problem: str | None = None
         self._send: Callable[[bytes, Message], None] | None = None
@@ -196,14 +220,20 @@ class Handshake:
             )
         return is_over
 
+    def missing_ranks(self) -> list[int]:
+        """Those that have not said hello. Any thread."""
+        return [rank for rank in range(self.world_size) if rank not in self._hellos]
+
     def readiness(self) -> Readiness:
         """Whether there are slots, or what they wait for. Any thread."""
         if self._problem is not None:
             return Readiness(False, f"the tier is off: {self._problem}")
-        ranks = range(self.world_size)
-        silent = [rank for rank in ranks if rank not in self._hellos]
-        unready = [rank for rank in ranks if rank in self._hellos and rank not in self._ready]
-        parts = [f"{_named(silent)} not said hello"] if silent else []
+        silent = self.missing_ranks()
+        unready = [
+            rank for rank in range(self.world_size) if rank in self._hellos and rank not in self._ready
+        ]
+        known = self.describe_missing(silent) if silent else ""
+        parts = [f"{_named(silent)} not said hello{known and f': {known}'}"] if silent else []
         parts += [f"{_named(unready)} no memory yet"] if unready and not silent else []
         return Readiness(not parts, "; ".join(parts))
 
@@ -221,18 +251,25 @@ class Handshake:
                 self.readiness().reason,
             )
             self._on_overdue()
-        return []
+        return self._meanwhile(self._replicas.tick)
 
     def on_message(self, identity: bytes, message: Message) -> list[tuple[bytes, Message]]:
         """Takes one message of one worker; returns the answers."""
         if isinstance(message, Hello):
-            return self._hello(identity, message)
+            stranger = self._is_not_ours(message)
+            if stranger is None:
+                return self._hello(identity, message)
+            self.foreign_total += 1
+            self._log.warning(stranger, "kvbm: a worker is refused: it %s", stranger)
+            return [(identity, Refused(message.rank, stranger))]
         if isinstance(message, Order) or not self._may_speak(identity, message):
             self.foreign_total += 1
             return []
         self._heard_at_s[message.rank] = self._clock.now_s()
         if isinstance(message, Refused):
             self._disable(f"worker {message.rank}: {message.reason}")
+        elif isinstance(message, Joined):
+            return self._meanwhile(partial(self._replicas.joined, message))
         elif isinstance(message, Ready):
             self._on_ready(message)
         elif isinstance(message, Results):
@@ -242,14 +279,21 @@ class Handshake:
             self._stop_waiting_for(message.tier)
         elif isinstance(message, TierFound):
             self._on_tier_found(message)
+        elif isinstance(message, TierDirect):
+            self._on_tier_direct(message.rank, message.tier, message.is_direct)
+        elif isinstance(message, OfPeers):
+            answer = self.on_peers(message)
+            return [(identity, answer)] if answer is not None else []
         return []
 
     def _may_speak(
-        self, identity: bytes, message: Ready | Results | Here | Refused | TierFound | TierRefused
+        self,
+        identity: bytes,
+        message: Joined | Ready | Results | Here | Refused | TierFound | TierRefused | TierDirect | OfPeers,
     ) -> bool:
         peer = self._peer_of(message.rank)
         if isinstance(message, Refused) and peer is None:  # it cannot even say how large its blocks are
-            return 0 <= message.rank < self.world_size
+            return 0 <= message.rank < self.world_size and message.engine == self._engine
         return peer == identity
 
     def _on_tier_found(self, message: TierFound) -> None:
@@ -261,13 +305,28 @@ class Handshake:
         self.found.append(SlotsFound(message.tier, message.rank, message.end, found))
         if message.end >= place.num_slots:
             ranks.add(message.rank)
-            if len(ranks) == self.num_storing_ranks:
+            if len(ranks) == len(self.storing_ranks):
                 self._stop_waiting_for(message.tier)
+
+    def _on_tier_direct(self, rank: int, tier: str, is_direct: bool) -> None:
+        ranks = self._direct.setdefault(tier, set())
+        were_all = len(ranks) == len(self.storing_ranks)
+        (ranks.add if is_direct else ranks.discard)(rank)
+        are_all = len(ranks) == len(self.storing_ranks)
+        if were_all is not are_all:
+            self.inbox.append(TierReach(tier, are_all))
 
     def _stop_waiting_for(self, tier: str) -> None:
         self._unsearched.discard(tier)
         if not self._unsearched:
             self._are_searched.set()
+
+    @property
+    def has_replaced(self) -> bool:
+        """Whether a rank's memory is gone and the leader has not taken it in. On the channel's thread, while
+        the leader does not poll.
+        """
+        return any(isinstance(event, RankReplaced) for event in self.inbox)
 
     def places_of(self, tier: str) -> int:
         """Slots of a lower tier on each rank that stores; 0 while that is not known."""
@@ -280,7 +339,12 @@ class Handshake:
 
     def storing_peers(self) -> list[bytes]:
         """Those of them that store."""
-        return [identity for identity, hello in self._hellos.values() if _stores(hello)]
+        return [self._hellos[rank][0] for rank in self._replicas.storing()]
+
+    @property
+    def storing_ranks(self) -> list[int]:
+        """Those that store; all, until it is known that some do it for others."""
+        return self._replicas.storing() or list(range(self.world_size))
 
     def _peer_of(self, rank: int) -> bytes | None:
         hello = self._hellos.get(rank)
@@ -307,14 +371,44 @@ class Handshake:
             return [(identity, self._configuration(self._num_slots, hello.rank))]
         if len(self._hellos) < self.world_size:
             return []
+        ranks = [hello.rank]
+        if not self._replicas.is_begun:
+            self._replicas.begin([said for _, (_, said) in sorted(self._hellos.items())])
+            ranks = sorted(self._hellos)
+        invited = [(self._hellos[rank][0], self._replicas.invitation(rank)) for rank in ranks]
+        return [(who, join) for who, join in invited if join is not None] or self._configure_all()
+
+    def _meanwhile(self, news: Callable[[], None]) -> list[tuple[bytes, Message]]:
+        """Takes in news of ranks that are to meet others; their answers, if it is settled now who stores."""
+        was_settled = self._replicas.is_settled
+        news()
+        return [] if was_settled else self._configure_all()
+
+    def _configure_all(self) -> list[tuple[bytes, Message]]:
+        if not self._replicas.is_settled:
+            return []
         try:
-            self._check_replicas()
             self._num_slots = self._size_tier(self._block_bytes())
         except ConfigError as error:
             self._disable(str(error))
             return [(who, Refused(rank, str(error))) for rank, (who, _) in self._hellos.items()]
         self._plan_tiers()
         return [(who, self._configuration(self._num_slots, rank)) for rank, (who, _) in self._hellos.items()]
+
+    def _is_not_ours(self, hello: Hello) -> str | None:
+        """Why it is no rank of this engine, where others can come too; None if it is one."""
+        if not self._engine:
+            return None
+        if hello.protocol != PROTOCOL_VERSION:
+            return self._problem_of(hello)
+        if hello.engine != self._engine:
+            return f"is rank {hello.rank} of engine {hello.engine!r}, this leader is of {self._engine!r}"
+        return self._wrong_size(hello)
+
+    def _wrong_size(self, hello: Hello) -> str | None:
+        if hello.world_size != self.world_size or not 0 <= hello.rank < self.world_size:
+            return f"is rank {hello.rank} of {hello.world_size}, the leader expects {self.world_size} ranks"
+        return None
 
     def _plan_tiers(self) -> None:
         for name, plan in self._plans.items():
@@ -356,46 +450,32 @@ class Handshake:
         self._hellos[rank] = (identity, hello)
         self._heard_at_s[rank] = self._clock.now_s()
         self._ready.pop(rank, None)
-        if self._num_slots is None:  # nothing had begun
-            return []
+        if self._num_slots is None:  # at most it was joining others
+            return self._meanwhile(partial(self._replicas.left, rank))
         same = (old.fingerprint, old.block_bytes, old.num_device_blocks, old.head_shards)
         now = (hello.fingerprint, hello.block_bytes, hello.num_device_blocks, hello.head_shards)
-        if old.replicates or same != now:
+        if self._replicas.is_shared(rank) or same != now:
             reason = f"rank {rank} was started anew and does not fit in its old place; restart the engine"
             self._disable(reason)
             return [(identity, Refused(rank, reason))]
         log.warning("kvbm: a new process is rank %d; the host tier starts empty", rank)
+        for tier in self._direct:  # of the old process
+            self._on_tier_direct(rank, tier, False)
         self._first_job_ids[rank] = first_job_id = self.next_job_id()
         self.inbox.append(RankReplaced(rank, first_job_id))
-        return [(identity, self._configuration(self._num_slots, rank))]
+        join, configure = self._replicas.join_of(rank), self._configuration(self._num_slots, rank)
+        return [(identity, configure)] if join is None else [(identity, join), (identity, configure)]
 
     def _configuration(self, num_slots: int, rank: int) -> Configure:
-        address = self._hellos[0][1].broadcast_address
-        places = tuple(self._places.values())
-        return Configure(num_slots, places, address, self._first_job_ids.get(rank, 0))
-
-    def _check_replicas(self) -> None:
-        """Whether ranks that replicate have indeed the same blocks; then only rank 0 stores from now on."""
-        hellos = [hello for _, (_, hello) in sorted(self._hellos.items())]
-        replicating = [hello.rank for hello in hellos if hello.replicates]
-        if replicating and len(replicating) < len(hellos):
-            remedy = f"only ranks {replicating} of {len(hellos)} say so; set it alike on all, or on none"
-            raise ConfigError("DYN_KVBM_NCCL_MLA_MODE", True, remedy)
-        first = hellos[0]
-        same = (first.fingerprint, first.block_bytes, first.num_device_blocks)
-        for hello in hellos if replicating else ():
-            if (hello.fingerprint, hello.block_bytes, hello.num_device_blocks) != same:
-                remedy = f"the KV blocks of rank {hello.rank} are not those of rank 0; unset it"
-                raise ConfigError("DYN_KVBM_NCCL_MLA_MODE", True, remedy)
-        self.num_storing_ranks = sum(_stores(hello) for hello in hellos)
+        places, first = tuple(self._places.values()), self._first_job_ids.get(rank, 0)
+        return Configure(num_slots, places, first, is_shared=self._replicas.are_shared)
 
     def _fingerprint(self) -> str:
-        hellos = (hello for _, (_, hello) in sorted(self._hellos.items()))
-        return "-".join(hello.fingerprint for hello in hellos if _stores(hello))
+        return "-".join(self._hellos[rank][1].fingerprint for rank in self._replicas.naming())
 
     def _heads(self) -> str:
         """What all that store say that their blocks mean as head shards; empty if one of them does not."""
-        meanings = {hello.head_shards for _, hello in self._hellos.values() if _stores(hello)}
+        meanings = {self._hellos[rank][1].head_shards for rank in self._replicas.storing()}
         return meanings.pop() if len(meanings) == 1 else ""
 
     def _problem_of(self, hello: Hello) -> str | None:
@@ -404,8 +484,8 @@ class Handshake:
                 f"speaks protocol {hello.protocol}, the leader {PROTOCOL_VERSION}; install one "
                 "kvbm everywhere"
             )
-        if hello.world_size != self.world_size or not 0 <= hello.rank < self.world_size:
-            return f"is rank {hello.rank} of {hello.world_size}, the leader expects {self.world_size} ranks"
+        if (wrong_size := self._wrong_size(hello)) is not None:
+            return wrong_size
         if hello.block_bytes <= 0 or hello.num_device_blocks <= 0:
             return f"has blocks of {hello.block_bytes} bytes, {hello.num_device_blocks} of them"
         return None
@@ -427,14 +507,10 @@ class Handshake:
         self._answered.set()
 
     def _block_bytes(self) -> int:
-        return sum(hello.block_bytes for _, hello in self._hellos.values() if _stores(hello))
+        return sum(self._hellos[rank][1].block_bytes for rank in self._replicas.storing())
 
 
 def _named(ranks: list[int]) -> str:
     """The subject of a sentence that goes on."""
     numbers = ", ".join(map(str, ranks))
     return f"rank {numbers} has" if len(ranks) == 1 else f"ranks {numbers} have"
-
-
-def _stores(hello: Hello) -> bool:
-    return not hello.replicates or hello.rank == 0

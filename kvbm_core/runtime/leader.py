@@ -8,25 +8,44 @@ transfer. The two journeys of a block are in ``offload`` and ``onboard``.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+import threading
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
 from functools import partial
 
 from kvbm_core.blocks.slot_tier import BlockTier
 from kvbm_core.clock import Clock
+from kvbm_core.control.desk import Desk
 from kvbm_core.errors import IntegrityError, Outcome
-from kvbm_core.observe.labels import DropReason, FailureKind
+from kvbm_core.identity.roots import RootFacts
+from kvbm_core.observe.labels import DropReason, FailureKind, MissReason
 from kvbm_core.observe.log import RateLimitedLogger
 from kvbm_core.observe.metrics import Metrics
 from kvbm_core.observe.readiness import Readiness
+from kvbm_core.observe.why import Account
 from kvbm_core.runtime.audit import AuditedPrefix, AuditSampler
-from kvbm_core.runtime.handshake import Disabled, Handshake, RankAnswer, RankReplaced, SlotsReady, TierOff
+from kvbm_core.runtime.handshake import (
+    Disabled,
+    Handshake,
+    RankAnswer,
+    RankReplaced,
+    SlotsReady,
+    TierOff,
+    TierReach,
+)
 from kvbm_core.runtime.leader_options import LeaderOptions
+from kvbm_core.runtime.namesakes import Namesakes
 from kvbm_core.runtime.offload import Offloading, OnPartEnd
 from kvbm_core.runtime.onboard import Onboarding
+from kvbm_core.runtime.orders import LeaderActs, LeaderOrders
+from kvbm_core.runtime.pins import LeaderPins
 from kvbm_core.runtime.rank_watch import RankWatch
-from kvbm_core.runtime.request import BlockTable, RequestState
+from kvbm_core.runtime.recorder import Recorder
+from kvbm_core.runtime.request import BlockTable, RequestState, StateOnDevice
+from kvbm_core.runtime.tenants import Tenant, TenantTable
 from kvbm_core.runtime.transfer_jobs import JobPart, TransferJob, readers_of, writers_of
+from kvbm_core.runtime.why import Asked, MissFinder, Why
 from kvbm_core.storage.disk.recovery import REPORT_SLOTS
 from kvbm_core.tiers.chain import TierChain
 from kvbm_core.tiers.groups import GroupSpec, base_block_tokens
@@ -36,7 +55,7 @@ from kvbm_core.tiers.lower import LowerTierMaker
 from kvbm_core.tiers.pace import ComputePace
 from kvbm_core.tokens.chain import TokenChain
 from kvbm_core.transfer.plan import JobResult, TierOrder, TransferPlan, rejected
-from kvbm_core.types import Direction, SequenceHash
+from kvbm_core.types import Direction, SequenceHash, Tier
 
 log = logging.getLogger("kvbm")
 
@@ -50,7 +69,8 @@ MAX_DISTRUSTED_NAMESPACES = 64
 @dataclass(frozen=True, slots=True)
 class LeaderParts:
     """What a leader is connected to. ``lower``: makes the tiers below the host, in the order of the search.
-    ``send`` reaches every worker that stores, and does not wait.
+    ``send`` reaches every worker that stores, and does not wait. ``desk``: where orders of
+    operators wait. ``recorder``: is told of requests that have ended.
 
     ``on_offload_end(part, committed)`` is told of the end of each request's offload; committed: can be
     matched. ``on_onboard_end(part, outcome)`` of the end of each load, when every rank has answered.
@@ -60,6 +80,8 @@ class LeaderParts:
     send: Callable[[TierOrder], None] = lambda order: None
     on_offload_end: OnPartEnd = lambda part, committed: None
     on_onboard_end: Callable[[JobPart, Outcome], None] = lambda part, outcome: None
+    desk: Desk = field(default_factory=Desk)
+    recorder: Recorder | None = None
 
 
 class Leader:
@@ -81,19 +103,12 @@ class Leader:
         self.disabled_reason: str | None = None
         self.layout_fingerprint = ""
         self.block_bytes = 0
+        self.lock = threading.RLock()
+        """Held by whoever calls a leader that a second thread looks at."""
         self._handshake = handshake
-        self._jobs = JobTable(handshake.world_size, clock)
-        self.chain = TierChain(
-            host,
-            parts.lower,
-            self._jobs,
-            send=parts.send,
-            clock=clock,
-            metrics=metrics,
-            lease_ttl_s=options.lease_ttl_s,
-        )
-        # Only for who may wait for a store.
-        self._pace = ComputePace(clock) if self.chain.keyed else None
+        self._clock, self._jobs = clock, JobTable(handshake.world_size, clock)
+        self.chain = self._chain_over(host, parts, options.lease_ttl_s)
+        self._pace = ComputePace(clock)
         self._ranks = RankWatch(handshake, clock, metrics, options.job_deadline_s)
         # Whether a rank's new process is still getting the memory that its old one had.
         self._is_refilling = False
@@ -101,9 +116,14 @@ class Leader:
         self._requests: dict[str, RequestState] = {}
         self._log = RateLimitedLogger(log)
         self._sampler = AuditSampler(options.audit_rate, options.audit_seed)
-        self._audits: list[TransferJob] = []
-        self._distrusted: set[SequenceHash] = set()
+        self._audits, self._distrusted = list[TransferJob](), set[SequenceHash]()
         self._on_onboard_end = parts.on_onboard_end
+        self._recorder = parts.recorder
+        self.pins = LeaderPins(groups, self.chain, clock, has_host_tier=metrics.has_host_tier)
+        self.tenants = TenantTable(self.chain, self.pins.on_root)
+        self._orders = self._orders_at(parts.desk)
+        self.chain.holds_back = lambda: self._orders.hold_back
+        self._ordered = (0, 0, 0)
         self._offloading = Offloading(
             groups,
             self.chain,
@@ -111,8 +131,12 @@ class Leader:
             self._start,
             metrics=metrics,
             on_part_end=parts.on_offload_end,
-            null_block=options.null_block,
+            options=options,
         )
+        self._keeper = self._offloading.keeper
+        if self._keeper.positions:
+            self.chain.count_states({group.index for group in groups if group.is_state})
+        self._why = MissFinder(groups, self.chain, self.request, metrics=metrics, clock=clock)
         self._onboarding = Onboarding(
             groups,
             self.chain,
@@ -120,6 +144,30 @@ class Leader:
             clock=clock,
             metrics=metrics,
             options=options,
+            pace=self._pace,
+        )
+
+    def _orders_at(self, desk: Desk) -> LeaderOrders:
+        acts = LeaderActs(
+            reset=self.reset,
+            has_loads=lambda: self.has_loads,
+            has_loads_of=self.has_loads_of,
+            block_bytes=lambda: self.block_bytes,
+            publish_gauges=self.publish_gauges,
+        )
+        return LeaderOrders(
+            desk, self.groups, self.chain, self.metrics, tenants=self.tenants, pins=self.pins, acts=acts
+        )
+
+    def _chain_over(self, host: BlockTier, parts: LeaderParts, lease_ttl_s: float) -> TierChain:
+        return TierChain(
+            host,
+            parts.lower,
+            self._jobs,
+            send=parts.send,
+            clock=self._clock,
+            metrics=self.metrics,
+            lease_ttl_s=lease_ttl_s,
         )
 
     def _start(self, direction: Direction) -> TransferJob:
@@ -140,6 +188,7 @@ class Leader:
             and self.disabled_reason is None
             and not self._ranks.away
             and not self._is_refilling
+            and not self._orders.hold_back
         )
 
     def readiness(self) -> Readiness:
@@ -149,6 +198,8 @@ class Leader:
         away = sorted(self._ranks.away)
         if away:
             return Readiness(False, f"no answer from rank {', '.join(map(str, away))}")
+        if self._orders.is_draining:
+            return Readiness(False, "an operator has it drained")
         return self._handshake.readiness()
 
     @property
@@ -192,10 +243,13 @@ class Leader:
         extra_of_block: Callable[[int], bytes] | None,
         *,
         is_lasting: bool = True,
+        facts: RootFacts | None = None,
+        tenant: Tenant | None = None,
     ) -> RequestState:
         """Starts to follow a request. ``extra_of_block(i)`` is what block i depends on besides its tokens.
         Blocks of a request that is not ``is_lasting`` mean nothing in another process: they stay in host
-        memory.
+        memory. ``facts``: what ``root`` was made of, for who asks why a request missed. ``tenant``: whose it
+        is; None: nobody knows.
 
         One that was opened under the same id before is let go; what still moves for it ends by itself.
         """
@@ -204,7 +258,13 @@ class Leader:
             self._onboarding.let_go(old)
             self._give_up_audit(old)
         chain = TokenChain(root, base_block_tokens(self.groups), extra_of_block)
-        state = RequestState(request_id, chain, self.groups, is_lasting=is_lasting)
+        state = RequestState(request_id, chain, self.groups, is_lasting=is_lasting, facts=facts)
+        if tenant is not None:
+            state.tenant = self.tenants.number(tenant, root)
+        if self._recorder is not None:
+            state.came_s = self._clock.now_s()
+        if old is not None:
+            state.account, state.span = old.account, old.span
         self._requests[request_id] = state
         return state
 
@@ -218,17 +278,76 @@ class Leader:
         None: another request is loading this prefix right now, ask again. May be called any number of times.
         """
         state.restart_offload()
-        if not self.is_ready or state.is_retired or state.audited is not None or self._is_distrusted(state):
+        if self._recorder is not None and not state.prompt_tokens:
+            state.prompt_tokens = limit_tokens + 1
+        if state.span is None and self.metrics.traces is not None:
+            state.span = self.metrics.traces.begin(state.request_id, state.trace_headers)
+        allowed_tokens = limit_tokens
+        if state.limits.load is not None:
+            allowed_tokens = min(limit_tokens, computed_tokens + state.limits.load)
+        asked = Asked(tokens, computed_tokens, limit_tokens, allowed_tokens)
+        why = self._why_unasked(state)
+        if why is not None:
             self._onboarding.let_go(state)
+            self._answer(state, asked, 0, why)
             return 0
-        if self._pace is not None:
+        self._why.began(state, tokens)
+        if self.chain.keyed:  # only for who may wait for a store
             state.seeker.token_s = self._pace.token_s
-        matched = self._onboarding.match(state, tokens, computed_tokens, limit_tokens)
+        matched = self._onboarding.match(state, tokens, computed_tokens, allowed_tokens)
         if matched and self._sampler.draws():  # computed again instead of loaded, then compared
             state.audited = AuditedPrefix(computed_tokens, computed_tokens + matched)
             self._onboarding.let_go(state)
+            self._answer(state, asked, 0, (MissReason.AUDITED, "a hit, computed again to be compared"))
             return 0
+        if matched is not None:
+            self._answer(state, asked, matched, None)
         return matched
+
+    def compare_with(self, namesakes: Namesakes) -> None:
+        """What a miss under another configuration is told from."""
+        self._why.namesakes = namesakes
+
+    def _why_unasked(self, state: RequestState) -> Why | None:
+        """Why the request is not looked up."""
+        if not self.is_ready:
+            return MissReason.NOT_READY, self.readiness().reason or "its memory is not ready, or being reset"
+        if state.is_retired:
+            return MissReason.CHANGED, "weights or its adapter have changed while it ran"
+        if state.audited is not None:
+            return MissReason.AUDITED, "a hit, computed again to be compared"
+        if self._is_distrusted(state):
+            return MissReason.FAILED, "an audit has found wrong blocks in this namespace"
+        if self._orders.holds_back(state.tenant):
+            return MissReason.NOT_READY, "its salt, adapter or prompt is being cleared"
+        return None
+
+    def _answer(self, state: RequestState, asked: Asked, matched: int, why: Why | None) -> None:
+        if state.account is None:  # else it was asked for before, and there was no room for it
+            self._why.answered(state, asked, matched, why)
+
+    def pass_by(
+        self,
+        request_id: str,
+        num_tokens: int,
+        device_tokens: int,
+        reason: MissReason,
+        text: str = "",
+        *,
+        trace_headers: Mapping[str, str] | None = None,
+    ) -> None:
+        """A request of ``num_tokens`` that the tiers are not asked for, once: for who asks why."""
+        if reason is MissReason.NOT_READY and not text:
+            text = self.readiness().reason
+        account = self._why.passed_by(request_id, num_tokens, device_tokens, reason, text)
+        self._count_misses(account)
+        traces = self.metrics.traces
+        if traces is not None:
+            traces.end(traces.begin(request_id, trace_headers), account)
+
+    def _count_misses(self, account: Account | None) -> None:
+        if account is not None and account.reason is not None:
+            self.metrics.missed(account.reason, account.missed_tokens)
 
     def onboard(
         self, state: RequestState, num_tokens: int, tables: Sequence[BlockTable]
@@ -238,7 +357,10 @@ class Leader:
         None if the promise cannot be kept (no such match, lease expired, or the engine wants a block that was
         not matched): then nothing is loaded and the caller reports the load as failed.
         """
-        return self._onboarding.onboard(state, num_tokens, tables)
+        plan = self._onboarding.onboard(state, num_tokens, tables)
+        if plan is None and state.account is not None:
+            state.account.failed(num_tokens, "what was found was gone before its load began")
+        return plan
 
     def decline(self, state: RequestState) -> None:
         """The engine does not take what was matched: the blocks are let go."""
@@ -257,7 +379,7 @@ class Leader:
         ``computed_tokens``: position before this step; windowed groups may already have given up blocks
         before it. Answers the job in which they will be, with ``take_offloads``; None if no block is full.
         """
-        if self._pace is not None:
+        if stored_tokens - computed_tokens > 1:  # one token is of an answer, and says nothing of prompts
             self._pace.computes(stored_tokens - computed_tokens)
         is_off = not self.is_ready or state.is_retired or self._is_distrusted(state)
         if stored_tokens < state.next_full_tokens or is_off:
@@ -268,12 +390,29 @@ class Leader:
             self._gather_audit(state, state.audited, tables)
         return self._offloading.offload(state, tokens, computed_tokens, stored_tokens, tables)
 
+    def offload_states(
+        self,
+        state: RequestState,
+        tokens: Sequence[int],
+        states: Sequence[StateOnDevice],
+        num_prompt_tokens: int,
+    ) -> int | None:
+        """Writes through ``states``, which are complete after this step. Their blocks must stay as they are
+        until the job is over. Those that are not where a hit may end are left out, and of those inside the
+        prompt, of ``num_prompt_tokens``, the ones that are too near to each other.
+
+        Answers as ``offload`` does. To be called behind it in a step.
+        """
+        is_off = not self.is_ready or state.is_retired or self._is_distrusted(state)
+        if is_off or state.audited is not None:
+            return None
+        return self._offloading.offload_states(state, tokens, states, num_prompt_tokens)
+
     def take_offloads(self) -> TransferJob | None:
         """All that ``offload`` has gathered, of all requests, as one job; to be sent before its blocks are
         reused. Ends the plan of a step.
         """
-        if self._pace is not None:
-            self._pace.planned()
+        self._pace.planned()
         if not self._offloading.has_gathered:
             return None
         finished = [state for state in self._offloading.gathered_states() if state.is_finished]
@@ -323,10 +462,15 @@ class Leader:
         state.is_finished = True
         self._give_up_audit(state)
         if not state.offload_jobs:  # else the end of the last of them does it
-            self.chain.host.touch(state.chain_keys())
+            self.chain.host.touch(self._keeper.used_keys(state))
         self.metrics.request_hits(
             state.host_hit_blocks, state.disk_hit_blocks, state.queried_blocks, state.object_hit_blocks
         )
+        if self._recorder is not None and state.chain.hashes:
+            self._recorder.ended(state.came_s, state.prompt_tokens, state.chain.hashes)
+        self._count_misses(state.account)
+        if state.span is not None and self.metrics.traces is not None:
+            self.metrics.traces.end(state.span, state.account)
         self._drop_if_idle(state)
         return tuple(sorted(state.offload_jobs))
 
@@ -343,7 +487,8 @@ class Leader:
         """Of a request that was opened as not lasting: its keys mean the same in other processes too."""
         state.is_lasting = True
         is_hit = state.host_hit_blocks or state.disk_hit_blocks or state.object_hit_blocks
-        (self.chain.used if is_hit else self.chain.offer)(state.whole_runs())
+        states = self._keeper.runs_at(state, self._keeper.lasting_ends(state))
+        (self.chain.used if is_hit else self.chain.offer)([*state.whole_runs(), *states])
 
     def disown(self, state: RequestState) -> None:
         """The opposite: nobody knows what its keys mean. Those that were stored are forgotten."""
@@ -360,10 +505,27 @@ class Leader:
         self._offloading.forget_gathered()
         self.chain.host.reset()
 
-    def reset(self) -> None:
-        """Forgets every block of the tiers; what is on its way will not be committed."""
+    def reset(self, tiers: Container[Tier] = frozenset(Tier)) -> None:
+        """Forgets every block of these tiers; what is on its way there will not be committed."""
         self._let_all_go()
-        self.chain.reset()
+        self.chain.reset(tiers)
+
+    @property
+    def has_loads(self) -> bool:
+        """Whether something is being loaded, or compared, or is promised to a request."""
+        states = self._requests.values()
+        is_promised = any(s.match is not None and self.chain.is_good(s.match.held) for s in states)
+        return is_promised or bool(self._onboarding.held())
+
+    def has_loads_of(self, tenants: Collection[int]) -> bool:
+        """As ``has_loads``, for requests of these."""
+        for state in self._requests.values():
+            if state.tenant in tenants:
+                if state.onboard_job is not None:
+                    return True
+                if state.match is not None and self.chain.is_good(state.match.held):
+                    return True
+        return False
 
     def _let_all_go(self) -> None:
         for state in self._requests.values():
@@ -381,8 +543,8 @@ class Leader:
 
     @property
     def has_news(self) -> bool:
-        """Whether workers have said something that ``poll`` has not taken. Any thread."""
-        return bool(self._handshake.inbox) or bool(self._handshake.found)
+        """Whether workers or an operator have said something that ``poll`` has not taken. Any thread."""
+        return bool(self._handshake.inbox) or bool(self._handshake.found) or self._orders.has_any
 
     def poll(self) -> None:
         """Takes what has arrived since the last call. Never waits."""
@@ -393,6 +555,10 @@ class Leader:
             self._mind_leases()
         if self._ranks.is_due():
             self._mind_ranks()
+        if self._orders.has_any:
+            self._orders.mind()
+        if self.pins.is_due:
+            self.pins.mind()
         if has_news:
             self.publish_gauges()
 
@@ -409,6 +575,8 @@ class Leader:
             elif isinstance(event, Disabled):
                 self.disable(event.reason)
                 self.metrics.failure(FailureKind.HANDSHAKE)
+            elif isinstance(event, TierReach):
+                self.chain.direct(event.tier, event.is_direct)
             else:
                 self._on_tier_off(event)
         self._take_in_found(TAKE_IN_BLOCKS)
@@ -451,21 +619,30 @@ class Leader:
 
     def _take_in_found(self, most_blocks: float) -> None:
         """At least one of the workers' messages, if there is one; ``most_blocks`` of each worker."""
-        found, num_ranks = self._handshake.found, self._handshake.num_storing_ranks
-        num_taken, num_free = 0, most_blocks * num_ranks
+        found, storing = self._handshake.found, self._handshake.storing_ranks
+        num_taken, num_free = 0, most_blocks * len(storing)
         while found and num_taken < num_free:
             chunk = found.popleft()
             tier = self.chain.named(chunk.tier)
             if tier is not None:
-                tier.expect(self._handshake.places_of(chunk.tier), num_ranks)
+                tier.expect(self._handshake.places_of(chunk.tier), storing)
                 self.chain.take_in(chunk.tier, chunk.rank, chunk.end, chunk.found)
             num_taken += max(EMPTY_BLOCKS, len(chunk.found))
+
+    def mind_questions(self) -> None:
+        """What operators ask for that needs no step. Any thread, where all callers hold ``lock``."""
+        with self.lock:
+            self._orders.mind_questions()
 
     def publish_gauges(self) -> None:
         """How full the tier is, what is pinned, what is under way: now."""
         self.chain.publish_usage()
         self.metrics.set_pending_jobs(self.pending_jobs)
         self.metrics.set_live_leases(self.chain.host.live_leases)
+        ordered = len(self.pins), self.chain.host.kept_blocks, self.tenants.num_quotas
+        if ordered != self._ordered:  # not in most steps
+            self._ordered = ordered
+            self.metrics.set_ordered(*ordered)
 
     def _on_slots(self, event: SlotsReady) -> None:
         host = self.chain.host
@@ -483,17 +660,20 @@ class Leader:
         self.layout_fingerprint = event.fingerprint
         self.block_bytes = event.block_bytes
         for tier in self.chain.lower:
-            num_ranks = self._handshake.num_storing_ranks
-            tier.expect(0, num_ranks, event.head_shard_bytes or event.block_bytes // num_ranks)
+            storing = self._handshake.storing_ranks
+            tier.expect(0, storing, event.head_shard_bytes or event.block_bytes // len(storing))
         host.grow(event.slots)
         if event.slots >= host.capacity_blocks:
             self._is_refilling = False
+        what = "tier" if self.metrics.has_host_tier else "memory for blocks on their way to the disk"
+        if is_first and event.slots < event.planned_slots:
+            line = "kvbm: host %s: %d of %d blocks can be used, the others are being made ready"
+            log.info(line, what, event.slots, event.planned_slots)
         if event.slots == event.planned_slots:
-            what = "tier" if self.metrics.has_host_tier else "memory for blocks on their way to the disk"
             size_gb = event.slots * event.block_bytes / 1e9
             log.info("kvbm: host %s ready: %d blocks, %.2f GB", what, event.slots, size_gb)
             if event.head_shard_bytes and self.chain.keyed:
-                line = "kvbm: shared blocks are kept by heads (%.3g MB), for other tensor-parallel sizes too"
+                line = "kvbm: shared blocks are kept by heads (parts of %.3g MB)"
                 log.info(line, event.head_shard_bytes / 1e6)
 
     def disable(self, reason: str) -> None:
@@ -509,17 +689,26 @@ class Leader:
         is_offload = job.direction is Direction.OFFLOAD
         is_done = self._offloading.end(job) if is_offload else self._onboarding.end(job)
         if not is_offload:
-            self._on_onboard_end(job.parts[0], job.outcome)
+            part = job.parts[0]
+            if not is_done and part.state.account is not None:
+                part.state.account.failed(part.num_tokens, f"its load failed: {job.outcome}")
+            self._on_onboard_end(part, job.outcome)
         if is_done:
-            count_transfer(self.metrics, job.direction, job.results, self.chain.tier_of)
+            self._count_done(job)
         elif job.outcome is not Outcome.OK:
             self._count_failure(job)
         for part in job.parts:
             if is_offload and is_done and part.state.is_lasting:
-                self.chain.offer(part.runs)
+                self.chain.offer(self._keeper.offered(part.state, part.runs))
             if is_offload and is_done and part.state.is_disowned:
                 self.chain.forget(part.keys)
             self._drop_if_idle(part.state)
+
+    def _count_done(self, job: TransferJob) -> None:
+        traces = self.metrics.traces
+        spans = [part.state.span for part in job.parts] if traces is not None else ()
+        with nullcontext() if traces is None else traces.around(spans):
+            count_transfer(self.metrics, job.direction, job.results, self.chain.tier_of)
 
     def _late(self, job: TransferJob, result: JobResult) -> None:
         """Nothing is freed before the answer that counts, but nobody waits for it any more."""
@@ -573,7 +762,11 @@ class Leader:
         is_idle = state.is_finished and not state.offload_jobs and state.onboard_job is None
         if is_idle and self._requests.get(state.request_id) is state:
             del self._requests[state.request_id]
-            if self.chain.keeps_extents and state.is_lasting and not state.is_retired:
+            if not state.is_lasting or state.is_retired:
+                return
+            if state.marks.spare_tokens and self.chain.lower:
+                self.chain.offer(self._keeper.rest(state))
+            if self.chain.keeps_extents:
                 self.chain.ended(state.considered_runs())
 
     def check_integrity(self) -> None:

@@ -16,7 +16,8 @@ class LeaderOptions:
     ``job_deadline_s``: what a rank has not answered by then is stuck, and what never came is not waited for;
     more than a worker gives its jobs.
     ``audit_rate``: the share of hits that are computed again and compared, 0 to 1; ``audit_seed``: see
-    AuditSampler.
+    AuditSampler. ``state_every_tokens``: states inside a prompt, and older ones of an answer, are kept at
+    least so far apart.
     """
 
     lease_ttl_s: float = 30.0
@@ -27,3 +28,4 @@ class LeaderOptions:
     job_deadline_s: float = 120.0
     audit_rate: float = 0.0
     audit_seed: int | None = None
+    state_every_tokens: int = 4096

@@ -9,30 +9,38 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from kvbm_core.blocks.slot_tier import BlockTier, Reservation
+from kvbm_core.blocks.departures import Leave
+from kvbm_core.blocks.slot_tier import BlockTier, Reservation, Residency
 from kvbm_core.clock import Clock, SystemClock
 from kvbm_core.errors import IntegrityError, Outcome
-from kvbm_core.observe.labels import DropReason
+from kvbm_core.observe.labels import DropReason, MissReason
 from kvbm_core.observe.log import RateLimitedLogger
 from kvbm_core.observe.metrics import Metrics
 from kvbm_core.policy.lru import LruPolicy
+from kvbm_core.runtime.sharing import Sharing
+from kvbm_core.runtime.why import Absences, Why
 from kvbm_core.storage.disk.recovery import Found
 from kvbm_core.tiers.chain import Held, TierChain
 from kvbm_core.tiers.jobs import Job, JobTable, count_transfer
-from kvbm_core.tiers.keyed import FetchJob
+from kvbm_core.tiers.keyed import FetchJob, Seeker, Sought
 from kvbm_core.tiers.lower import LowerTier, LowerTierMaker
 from kvbm_core.tiers.runs import run_of
 from kvbm_core.transfer.executor import DeviceMemory
+from kvbm_core.transfer.executors.broadcast_group import Group
 from kvbm_core.transfer.plan import GroupMove, JobResult, TierOrder, TierPlace, TransferPlan, rejected
 from kvbm_core.transfer.rank import RankMemory, RankOptions, Shard
-from kvbm_core.types import BlockKey, Direction, Tier
+from kvbm_core.types import BlockKey, Direction, Tier, group_of
 
 log = logging.getLogger("kvbm")
 
+RESET_LOOK_S = 0.1
+"""How often a reset looks whether promises have run out."""
+NEWS_LOOK_S = 0.1
+"""How often somebody who waits for news looks without any."""
 OnEnd = Callable[[Outcome], None]
 """Told of the end of a transfer, once, from any thread. Must be short."""
 
@@ -41,7 +49,8 @@ OnEnd = Callable[[Outcome], None]
 class LocalOptions:
     """``num_slots``: of the host tier. ``lower`` makes the tiers below it, in the order of the search, and
     ``places`` says where they are. ``fingerprint``: what the bytes of a block mean; what has another is begun
-    anew. ``lease_ttl_s``: how long a match is held for an owner who does not come back.
+    anew. ``lease_ttl_s``: how long a match is held for an owner who does not come back. ``listener`` hears
+    what can be matched, from any thread.
     """
 
     num_slots: int
@@ -50,6 +59,7 @@ class LocalOptions:
     fingerprint: str = ""
     lease_ttl_s: float = 30.0
     memory: RankOptions = field(default_factory=RankOptions)
+    listener: Residency | None = None
 
 
 @dataclass(eq=False)
@@ -98,10 +108,13 @@ class _Store(Job):
 
 
 class LocalTiers:
-    """Safe to call from any thread; nothing waits for I/O but the constructor, ``wait_stored`` and ``close``.
+    """Safe to call from any thread; nothing waits for I/O but the constructor, ``bring``,
+    ``wait_stored`` and ``close``.
 
     A block is there once its transfer has ended well, not before; a failed one leaves nothing registered.
-    What a load stumbled over is forgotten, so that it fails once. Constructor: see RankMemory.
+    What a load stumbled over is forgotten, so that it fails once. Constructor: see RankMemory. ``group``: of
+    ranks that have the same KV; this one stores it, and the others are FollowingTiers. The group in a key is
+    the number of the view of ``memory`` that its block is in.
     """
 
     def __init__(
@@ -110,8 +123,11 @@ class LocalTiers:
         options: LocalOptions,
         metrics: Metrics | None = None,
         clock: Clock | None = None,
+        *,
+        group: Group | None = None,
     ) -> None:
         self.block_bytes = memory.views[0].block_bytes
+        self._num_groups = len(memory.views)
         self._metrics = metrics = metrics or Metrics()
         self._clock = clock = clock or SystemClock()
         self._ttl_s = options.lease_ttl_s
@@ -122,7 +138,7 @@ class LocalTiers:
         self._orders: deque[TierOrder] = deque()
         self._ended: list[tuple[OnEnd, Outcome]] = []
         self._jobs = JobTable(1, clock)
-        host = BlockTier(Tier.HOST, LruPolicy(), clock)
+        host = BlockTier(Tier.HOST, LruPolicy(), clock, options.listener, metrics)
         self._chain = TierChain(
             host,
             options.lower,
@@ -132,8 +148,10 @@ class LocalTiers:
             metrics=metrics,
             lease_ttl_s=options.lease_ttl_s,
         )
+        self._absences = Absences(self._chain, has_host_tier=True)
         for place in options.places:
-            self._lower(place.name).expect(place.num_slots, 1)
+            self._lower(place.name).expect(place.num_slots, [0])
+        self._num_resetting = 0
         self._promises: dict[str, Claim] = {}
         self._claims: set[Claim] = set()
         self._memory = RankMemory(
@@ -145,8 +163,14 @@ class LocalTiers:
             listener=self,
             on_ready=lambda slots: self._hear(partial(host.grow, slots)),
         )
+        self._sharing: Sharing | None = None
         try:
-            self._executor = self._memory.make_executor(self._answered)
+            if group is None:
+                self._executor = self._memory.make_executor(self._answered)
+            else:
+                make_loader, verifies = self._memory.make_executor, options.memory.verify
+                self._sharing = Sharing(memory, group, self._answered, make_loader, verifies=verifies)
+                self._executor = self._sharing.executor
         except BaseException:
             self._memory.close()
             raise
@@ -158,23 +182,57 @@ class LocalTiers:
         with self._lock:
             return self._chain.residents.contains(key)
 
+    def hold_back_while(self, is_held: Callable[[], bool]) -> None:
+        """While ``is_held``, nothing is brought up that nobody asks for."""
+        self._chain.holds_back = is_held
+
+    def leading(self, keys: Sequence[BlockKey]) -> int:
+        """How many leading ``keys`` can be loaded now. Nothing is held, and no tier is asked."""
+        with self._lock:
+            return self._chain.residents.match_prefix(keys)
+
     def match(self, owner: str, keys: Sequence[BlockKey]) -> int:
         """How many leading ``keys`` can be loaded. They are held for ``owner`` until ``claim``, or
         ``lease_ttl_s``. What more there is in lower tiers that must be asked is on its way up after this.
 
         Asked again it answers anew, and holds that instead.
         """
+        if self._sharing is not None and self._sharing.is_broken:
+            return 0
         with self._lock:
             self._mind()
             self._let_go(owner)
+            if self._num_resetting:
+                return 0
             claim = self._hold(owner, keys[: self._chain.residents.match_prefix(keys)])
             found = 0 if claim is None else len(claim.keys)
             if claim is not None:
                 self._promises[owner] = claim
             if self._chain.keyed:
-                self._chain.wanted([run_of(keys[found:])])
+                self._chain.wanted([run_of(keys[found:])], asks_again=False)
         self._take_turn()
         return found
+
+    def bring(self, keys: Sequence[BlockKey], timeout_s: float) -> int:
+        """How many leading ``keys`` can be loaded, after lower tiers that must be asked have brought what
+        they have, or when ``timeout_s`` is over. Nothing is held.
+        """
+        ends_at_s, seeker = self._clock.now_s() + timeout_s, Seeker()
+        while True:
+            with self._lock:
+                self._mind()
+                found = self._chain.residents.match_prefix(keys)
+                is_coming = found < len(keys) and self._is_coming(keys[found:], seeker)
+            self._take_turn()
+            left_s = ends_at_s - self._clock.now_s()
+            if not is_coming or left_s <= 0:
+                return found
+            self.wait_news(left_s)
+
+    def wait_news(self, timeout_s: float) -> None:
+        """Waits until a transfer has ended or so, for a moment at most: whoever waits looks again."""
+        with self._lock:
+            self._lock.wait(min(timeout_s, NEWS_LOOK_S))
 
     def claim(self, owner: str, keys: Sequence[BlockKey]) -> Claim | None:
         """Holds ``keys``, of those matched or others, until ``load`` or ``drop``; None if not all can be."""
@@ -200,32 +258,46 @@ class LocalTiers:
             self._chain.release(claim.held)
 
     def load(
-        self, claim: Claim, device_blocks: Sequence[int], on_end: OnEnd, *, is_lasting: bool = True
+        self,
+        claim: Claim,
+        device_blocks: Sequence[int],
+        on_end: OnEnd,
+        *,
+        turn: int | None = None,
+        is_lasting: bool = True,
     ) -> None:
         """Fills ``device_blocks[i]`` with block i of ``claim``. OK: all are filled; else they hold garbage.
 
         After its end nothing writes to them any more. What came from lower tiers stays in the host. What is
-        not ``is_lasting`` is not offered to them, see ``store``.
+        not ``is_lasting`` is not offered to them, see ``store``. ``turn``: what all ranks of the group call
+        this load, see ``turn_of``; they must begin the same ones in the same order.
         """
         plan = None
         with self._lock:
             self._claims.remove(claim)
             held = claim.held
             if self._chain.is_good(held):
-                job = _Load(self._jobs.new_id(), {0}, self._jobs.now_s(), lambda: None)
+                job_id = self._jobs.new_id() if turn is None or self._sharing is None else turn
+                job = _Load(job_id, {0}, self._jobs.now_s(), lambda: None)
                 job.on_end, job.on_late = partial(self._end_load, job), partial(self._late_load, job)
                 job.claim, job.tell, job.is_lasting = claim, on_end, is_lasting
                 self._jobs.add(job)
-                move = GroupMove(0, tuple(device_blocks), tuple(held.slots))
+                moves = self._moves(held.keys, device_blocks, held.slots)
                 reads = self._chain.reads(held, job.job_id)
-                plan = TransferPlan(job.job_id, Direction.ONBOARD, (move,), reads)
+                plan = TransferPlan(job.job_id, Direction.ONBOARD, moves, reads)
             else:
                 self._chain.release(held)
         if plan is not None:
             self._submit(plan)
         else:
             self._metrics.failure(f"{Direction.ONBOARD}_{Outcome.MISS}")
+            self.skip(turn, len(device_blocks))
             on_end(Outcome.MISS)
+
+    def skip(self, turn: int | None, num_blocks: int) -> None:
+        """In place of ``load`` of what cannot be loaded after all: it fails on all ranks of the group."""
+        if self._sharing is not None and turn is not None:
+            self._sharing.skip(turn, num_blocks)
 
     def cancel(self, claim: Claim) -> None:
         """Ends a load: at once if nothing of it is being copied, else soon. Nothing if it is over.
@@ -238,6 +310,13 @@ class LocalTiers:
                 job.is_cancelled = True
         for job in jobs:
             self._executor.cancel(job.job_id)
+
+    def why_missed(self, key: BlockKey) -> Why:
+        """Why the block cannot be loaded now."""
+        with self._lock:
+            if self._num_resetting or not self._chain.host.capacity_blocks:
+                return MissReason.NOT_READY, "its memory is not ready, or being reset"
+            return self._absences.first(key)
 
     # ---------------------------------------------------------------- the way down
 
@@ -257,7 +336,7 @@ class LocalTiers:
         block_of = dict(zip(keys, device_blocks, strict=True))
         plan, outcome = None, Outcome.OK
         with self._lock:
-            num_new = len(self._chain.host.new_of(keys))
+            num_new = len(self._chain.new_of(keys))
             reservation = self._chain.reserve(keys, lambda new: frozenset(keys))
             self._metrics.dropped(DropReason.NO_SPACE, num_new - len(reservation.keys))
             if reservation.keys:
@@ -266,8 +345,9 @@ class LocalTiers:
                 job.keys, job.reservation = tuple(keys), reservation
                 job.tell, job.is_lasting = on_end, is_lasting
                 self._jobs.add(job)
-                move = GroupMove(0, tuple(block_of[key] for key in reservation.keys), reservation.slots)
-                plan = TransferPlan(job.job_id, Direction.OFFLOAD, (move,))
+                blocks = [block_of[key] for key in reservation.keys]
+                moves = self._moves(reservation.keys, blocks, reservation.slots)
+                plan = TransferPlan(job.job_id, Direction.OFFLOAD, moves)
             else:
                 self._chain.host.touch(keys)
                 outcome = self._kept(keys)
@@ -275,6 +355,36 @@ class LocalTiers:
             self._submit(plan)
         else:
             on_end(outcome)
+
+    @property
+    def tiers(self) -> frozenset[Tier]:
+        """Those that there are."""
+        return frozenset({Tier.HOST, *(tier.tier for tier in self._chain.lower)})
+
+    def reset(self, tiers: Container[Tier], timeout_s: float) -> bool:
+        """Forgets every block of these tiers, when what is being loaded has ended; nothing new is matched
+        meanwhile. False, and nothing is forgotten, if that takes too long.
+        """
+        ends_at_s = self._clock.now_s() + timeout_s
+        with self._lock:
+            self._num_resetting += 1
+            try:
+                while not self._is_quiet():
+                    if self._clock.now_s() >= ends_at_s:
+                        return False
+                    self._lock.wait(RESET_LOOK_S)
+                self._chain.reset(tiers)
+            finally:
+                self._num_resetting -= 1
+        self._take_turn()
+        with self._lock:
+            self._chain.publish_usage()
+        return True
+
+    def _is_quiet(self) -> bool:
+        """Nothing is promised, or being loaded; under the lock."""
+        self._mind()
+        return not self._promises and not self._claims and not self._jobs.jobs(_Load)
 
     def disown(self) -> None:
         """Device blocks that stores still read are used otherwise from now on: nothing of these stores will
@@ -295,6 +405,12 @@ class LocalTiers:
     def has_keyed_tier(self) -> bool:
         """Whether ``match`` has something looked for that is nowhere here."""
         return bool(self._chain.keyed)
+
+    @property
+    def off_tiers(self) -> dict[str, str]:
+        """Lower tiers that cannot be had, and why."""
+        with self._lock:
+            return {tier.name: tier.off_reason for tier in self._chain.lower if tier.off_reason is not None}
 
     @property
     def resident_blocks(self) -> tuple[int, ...]:
@@ -326,6 +442,8 @@ class LocalTiers:
         with self._lock:
             for owner in list(self._promises):
                 self._let_go(owner)
+        self._memory.close_lower()
+        self._executor.close()
         self._memory.close()
 
     def check_integrity(self) -> None:
@@ -350,6 +468,10 @@ class LocalTiers:
         """See TierListener."""
         self._hear(lambda: self._lower(tier).turn_off(reason))
 
+    def direct(self, tier: str, is_direct: bool) -> None:
+        """See TierListener."""
+        self._hear(lambda: self._chain.direct(tier, is_direct))
+
     def _lower(self, name: str) -> LowerTier:
         tier = self._chain.named(name)
         if tier is None:
@@ -367,6 +489,25 @@ class LocalTiers:
                 return Claim(held, self._clock.now_s() + self._ttl_s)
             keys = keys[:held]
         return None
+
+    def _moves(
+        self, keys: Sequence[BlockKey], device_blocks: Sequence[int], slots: Sequence[int]
+    ) -> tuple[GroupMove, ...]:
+        """``keys[i]`` between its device block and its slot."""
+        if self._num_groups == 1:
+            return (GroupMove(0, tuple(device_blocks), tuple(slots)),)
+        places: dict[int, list[int]] = {}
+        for place, key in enumerate(keys):
+            places.setdefault(group_of(key), []).append(place)
+        return tuple(
+            GroupMove(group, tuple(device_blocks[i] for i in at), tuple(slots[i] for i in at))
+            for group, at in sorted(places.items())
+        )
+
+    def _is_coming(self, keys: Sequence[BlockKey], seeker: Seeker) -> bool:
+        """Whether to wait for the first of ``keys``: it is on its way, or there is soon room for it."""
+        sought = self._chain.sought([run_of(keys)], seeker)
+        return sought is Sought.COMING or (sought is Sought.STUCK and bool(self._jobs.jobs(FetchJob)))
 
     def _let_go(self, owner: str) -> None:
         promise = self._promises.pop(owner, None)
@@ -468,6 +609,7 @@ class LocalTiers:
             outcome = self._kept(job.keys)
         else:
             self._metrics.dropped(DropReason.TRANSFER_FAILED, len(reservation.keys))
+            self._chain.host.departures.note(reservation.keys, Leave.FAILED)
         self._ended.append((job.tell, outcome))
 
     def _kept(self, keys: Sequence[BlockKey]) -> Outcome:

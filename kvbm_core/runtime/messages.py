@@ -10,7 +10,7 @@ import msgspec
 
 from kvbm_core.transfer.plan import JobResult, TierOrder, TierPlace, TransferPlan
 
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 10
 MAX_MESSAGE_BYTES = 4 * 1024 * 1024
 
 
@@ -25,26 +25,54 @@ class Hello(msgspec.Struct, tag="hello", frozen=True, forbid_unknown_fields=True
     num_device_blocks: int
     fingerprint: str
     """Of the bytes in one slot of this rank."""
-    replicates: bool = False
-    """Every rank has the same KV: rank 0 stores it, the others get it from there."""
+    part: str = ""
+    """Which part of the KV this rank has, if others have the same and one of them may store it for all;
+    empty: it stores its own.
+    """
+    machine: str = ""
+    """What its loopback addresses are called, see ``loopback_name``: where they are the same, ranks can
+    meet.
+    """
     broadcast_address: str = ""
-    """Where they do, in the words of rank 0's MeetingPoint."""
+    """Where they do if this is the first of them, in the words of its MeetingPoint."""
     head_shards: str = ""
     """What its blocks mean as head shards, ``HeadShards.meaning``; empty: they are not to be kept as such."""
     head_shard_bytes: int = 0
+    engine: str = ""
+    """Whose rank it is, where others could reach the leader too."""
+
+
+class Join(msgspec.Struct, tag="join", frozen=True, forbid_unknown_fields=True):
+    """Leader -> worker: these ranks, of which this is one, have the same KV. They meet at ``address``, the
+    first one's. Sent again until Joined arrives.
+
+    If all ranks can join, the first one stores, as shard ``shard`` of ``num_shards``.
+    """
+
+    ranks: tuple[int, ...]
+    address: str
+    shard: int
+    num_shards: int
+
+
+class Joined(msgspec.Struct, tag="joined", frozen=True, forbid_unknown_fields=True):
+    """Worker -> leader: this rank has met the others of its Join; or cannot: ``problem`` is one line."""
+
+    rank: int
+    problem: str
 
 
 class Configure(msgspec.Struct, tag="configure", frozen=True, forbid_unknown_fields=True):
     """Leader -> worker: how many slots of the host tier every rank that stores allocates, and what is below.
 
-    ``broadcast_address``: where the others get what rank 0 loads. ``first_job_id``: jobs below it were of
-    this rank's process before, and are not to be begun in this one.
+    ``first_job_id``: jobs below it were of this rank's process before, and are not to be begun in this one.
+    ``is_shared``: who stores is as the Join said; else each rank stores its own.
     """
 
     num_slots: int
     tiers: tuple[TierPlace, ...] = ()
-    broadcast_address: str = ""
     first_job_id: int = 0
+    is_shared: bool = False
 
 
 class Ready(msgspec.Struct, tag="ready", frozen=True, forbid_unknown_fields=True):
@@ -77,11 +105,16 @@ class Here(msgspec.Struct, tag="here", frozen=True, forbid_unknown_fields=True):
     rank: int
 
 
-class Refused(msgspec.Struct, tag="refused", frozen=True, forbid_unknown_fields=True):
-    """Either way: this side cannot take part; ``reason`` is one line for the log."""
+class Refused(msgspec.Struct, tag="refused", frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Either way: this side cannot take part; ``reason`` is one line for the log.
+
+    What the leader says of it is read by workers of other versions too: it never changes.
+    """
 
     rank: int
     reason: str
+    engine: str = ""
+    """A worker's, see Hello."""
 
 
 class TierFound(msgspec.Struct, tag="tier_found", frozen=True, forbid_unknown_fields=True):
@@ -105,8 +138,59 @@ class TierRefused(msgspec.Struct, tag="tier_refused", frozen=True, forbid_unknow
     reason: str
 
 
+class TierDirect(msgspec.Struct, tag="tier_direct", frozen=True, forbid_unknown_fields=True):
+    """Worker -> leader: whether this rank reads this tier straight into its device's memory from now on."""
+
+    rank: int
+    tier: str
+    is_direct: bool
+
+
+class Borrow(msgspec.Struct, tag="borrow", frozen=True, forbid_unknown_fields=True):
+    """Worker -> leader: a peer asks for these. Answered by Lent. ``is_find``: only whether they are there."""
+
+    rank: int
+    number: int
+    keys: list[bytes]
+    ttl_s: float
+    is_find: bool
+
+
+class GiveBack(msgspec.Struct, tag="give_back", frozen=True, forbid_unknown_fields=True):
+    """Worker -> leader: what was lent under this number has been copied. Answered by Returned."""
+
+    rank: int
+    number: int
+
+
+class PeerNews(msgspec.Struct, tag="peer_news", frozen=True, forbid_unknown_fields=True):
+    """Worker -> leader: what this rank has not done for peers since it last said so."""
+
+    rank: int
+    busy: int
+    refused: int
+    bad: int
+
+
+class Lent(msgspec.Struct, tag="lent", frozen=True, forbid_unknown_fields=True):
+    """Leader -> worker: where the blocks are; see peers.lending.Loan."""
+
+    number: int
+    slots: tuple[int, ...]
+    places: tuple[int, ...]
+    tier: str
+    is_refused: bool
+
+
+class Returned(msgspec.Struct, tag="returned", frozen=True, forbid_unknown_fields=True):
+    """Leader -> worker: the blocks are not held any more. ``was_held``: until now."""
+
+    number: int
+    was_held: bool
+
+
 class Move(msgspec.Struct, tag="move", frozen=True, forbid_unknown_fields=True):
-    """Leader -> worker: an order to a lower tier. Answered by a result, but for a FORGET."""
+    """Leader -> worker: an order to a lower tier. Answered by a result, but for FORGET and ERASE."""
 
     order: TierOrder
 
@@ -137,12 +221,26 @@ class LoadEnded(msgspec.Struct, tag="load_ended", frozen=True, forbid_unknown_fi
 
 Note = Finish | LoadEnded
 """What a worker's adapter takes up, in its own time."""
-Order = Configure | Ask | Move | Note
+Order = Configure | Join | Ask | Move | Lent | Returned | Note
 """What only a leader says."""
-Message = Hello | Ready | Results | Here | Refused | TierFound | TierRefused | Order
+OfPeers = Borrow | GiveBack | PeerNews
+"""What a rank says for its peers."""
+Message = (
+    Hello | Joined | Ready | Results | Here | Refused | TierFound | TierRefused | TierDirect | OfPeers | Order
+)
+
+
+class _AnyHello(msgspec.Struct, tag="hello"):
+    """What a hello of each version has."""
+
+    protocol: int
+    rank: int
+
 
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
+_HELLO_DECODER = msgspec.msgpack.Decoder(_AnyHello)
+_UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 def encode(message: Message) -> bytes:
@@ -151,10 +249,19 @@ def encode(message: Message) -> bytes:
 
 
 def decode(frame: bytes) -> Message | None:
-    """The message, or None if the frame is too long or not one of ours."""
+    """The message, or None if the frame is too long or not one of ours. Of a hello of another version, which
+    may say more than ours, its version and its rank.
+    """
     if len(frame) > MAX_MESSAGE_BYTES:
         return None
     try:
         return _DECODER.decode(frame)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except _UNREADABLE:
+        pass
+    try:
+        said = _HELLO_DECODER.decode(frame)
+    except _UNREADABLE:
         return None
+    if said.protocol == PROTOCOL_VERSION:
+        return None
+    return Hello(said.protocol, said.rank, 0, 0, 0, "")

@@ -9,14 +9,17 @@ from collections.abc import Set as AbstractSet
 from functools import partial
 from typing import NamedTuple
 
+from kvbm_core.blocks.departures import Leave
 from kvbm_core.blocks.slot_tier import Reservation
+from kvbm_core.blocks.tenants import Tenants
 from kvbm_core.errors import IntegrityError, Outcome
-from kvbm_core.observe.labels import DropReason
 from kvbm_core.observe.metrics import Metrics
-from kvbm_core.runtime.request import NULL_BLOCK, BlockTable, RequestState
+from kvbm_core.runtime.leader_options import LeaderOptions
+from kvbm_core.runtime.request import BlockTable, RequestState, StateOnDevice
+from kvbm_core.runtime.states import StateKeeper
 from kvbm_core.runtime.transfer_jobs import JobPart, TransferJob
 from kvbm_core.tiers.chain import TierChain
-from kvbm_core.tiers.groups import GroupSpec
+from kvbm_core.tiers.groups import GroupSpec, alignment_tokens
 from kvbm_core.tiers.jobs import Job, JobTable
 from kvbm_core.tiers.runs import BlockRun, consecutive
 from kvbm_core.transfer.plan import GroupMove
@@ -46,6 +49,26 @@ class _Wanted(NamedTuple):
             [self.keys[i] for i in places], [self.device_blocks[i] for i in places], blocks, positions
         )
 
+    def with_others(self, other: _Wanted, state: RequestState) -> _Wanted:
+        """These and ``other``, of the same request, in prefix order."""
+        places = [*self._places(state), *other._places(state)]
+        keys, blocks = [*self.keys, *other.keys], [*self.device_blocks, *other.device_blocks]
+        order = sorted(range(len(places)), key=places.__getitem__)
+        return _Wanted(
+            [keys[i] for i in order],
+            [blocks[i] for i in order],
+            [places[i][2] for i in order],
+            [places[i][1] for i in order],
+        )
+
+    def _places(self, state: RequestState) -> list[tuple[int, int, int]]:
+        """Where each one ends, its group's position, and its number."""
+        positions = self.positions or [0] * len(self.blocks)
+        return [
+            ((block + 1) * state.groups[g].block_size_tokens, g, block)
+            for g, block in zip(positions, self.blocks, strict=True)
+        ]
+
     def runs(self, state: RequestState) -> list[BlockRun]:
         """Where in the chains of ``state`` they lie."""
         if isinstance(self.blocks, range):  # most models, as a rule: no loop
@@ -61,13 +84,23 @@ class _Wanted(NamedTuple):
         ]
 
 
-def _own_keys(states: list[RequestState], new_keys: Sequence[BlockKey]) -> AbstractSet[BlockKey]:
+def _own_keys(
+    states: list[RequestState], keeper: StateKeeper, new_keys: Sequence[BlockKey]
+) -> AbstractSet[BlockKey]:
     """What must not be evicted for ``new_keys``, which are of these requests: their prefixes would have
     holes.
     """
     if len(new_keys) == sum(state.num_keys for state in states):
         return frozenset()  # nothing of them is there yet
-    return states[0].own_keys() if len(states) == 1 else _OwnKeys(states)
+    return keeper.protected_keys(states[0]) if len(states) == 1 else _OwnKeys(states, keeper)
+
+
+def _tenants(gathered: Sequence[tuple[RequestState, _Wanted]]) -> Tenants:
+    """Whose the blocks are that these requests offload, one after the other."""
+    first = gathered[0][0].tenant
+    if all(state.tenant == first for state, _ in gathered):
+        return first
+    return [state.tenant for state, wanted in gathered for _ in wanted.keys]
 
 
 class _OwnKeys(AbstractSet[BlockKey]):
@@ -75,8 +108,8 @@ class _OwnKeys(AbstractSet[BlockKey]):
     step.
     """
 
-    def __init__(self, states: list[RequestState]) -> None:
-        self._sets = [state.own_keys() for state in states]
+    def __init__(self, states: list[RequestState], keeper: StateKeeper) -> None:
+        self._sets = [keeper.protected_keys(state) for state in states]
 
     def __contains__(self, key: object) -> bool:
         return any(key in keys for keys in self._sets)
@@ -109,10 +142,13 @@ class Offloading:
         *,
         metrics: Metrics,
         on_part_end: OnPartEnd,
-        null_block: int = NULL_BLOCK,
+        options: LeaderOptions,
     ) -> None:
         self._groups = groups
-        self._null_block = null_block
+        self._null_block = options.null_block
+        self._align = alignment_tokens(groups)
+        self._is_plain = len(groups) == 1 and not groups[0].is_state
+        self.keeper = StateKeeper(groups, chain, options.state_every_tokens)
         self._chain = chain
         self._jobs = jobs
         self._start = start
@@ -132,20 +168,72 @@ class Offloading:
     ) -> int | None:
         """See Leader.offload."""
         state.chain.extend(tokens, stored_tokens)
-        limits = (computed_tokens, stored_tokens)
-        if len(tables) == 1 == len(self._groups):  # most models: no loops for each request of each step
+        allowed_tokens = stored_tokens if state.limits.offload is None else state.limits.offload
+        limits = (computed_tokens, min(stored_tokens, allowed_tokens))
+        if self._is_plain and len(tables) == 1:  # most models: no loops for each request of each step
             span, state.next_full_tokens = self._next_span(state, 0, tables[0], limits)
             wanted = self._of_one_group(state, tables[0], span)
         else:
-            spans = [self._next_span(state, g, tables[g], limits) for g in range(len(self._groups))]
-            state.next_full_tokens = min(next_full_tokens for _, next_full_tokens in spans)
+            spans = [
+                (range(0), 0) if group.is_state else self._next_span(state, g, tables[g], limits)
+                for g, group in enumerate(self._groups)
+            ]
+            state.next_full_tokens = min(
+                (
+                    full_tokens
+                    for group, (_, full_tokens) in zip(self._groups, spans, strict=True)
+                    if not group.is_state
+                ),
+                default=(stored_tokens // self._align + 1) * self._align,
+            )
             wanted = self._wanted(state, tables, [span for span, _ in spans])
+        if allowed_tokens < stored_tokens:  # what it has more is not stored; looked at as often as others are
+            state.next_full_tokens = (stored_tokens // self._align + 1) * self._align
+        return self._gather(state, wanted)
+
+    def offload_states(
+        self,
+        state: RequestState,
+        tokens: Sequence[int],
+        states: Sequence[StateOnDevice],
+        num_prompt_tokens: int,
+    ) -> int | None:
+        """See Leader.offload_states."""
+        limit = state.limits.offload
+        real = [
+            one
+            for one in states
+            if one.device_block != self._null_block and (limit is None or one.end_tokens <= limit)
+        ]
+        if not real:
+            return None
+        state.marks.prompt_tokens = num_prompt_tokens
+        state.chain.extend(tokens, max(one.end_tokens for one in real))
+        chosen = self.keeper.chosen(state, real)
+        numbered = [
+            (one, one.end_tokens // self._groups[one.position].block_size_tokens - 1) for one in chosen
+        ]
+        wanted = _Wanted(
+            [state.keys(one.position)[block] for one, block in numbered],
+            [one.device_block for one in chosen],
+            [block for _, block in numbered],
+            [one.position for one in chosen],
+        )
+        for one, block in numbered:
+            state.next_offload[one.position] = max(state.next_offload[one.position], block + 1)
+        return self._gather(state, wanted)
+
+    def _gather(self, state: RequestState, wanted: _Wanted) -> int | None:
         if not wanted.keys:
             return None
         if self._open is None:
             self._open = self._start(Direction.OFFLOAD)
-        self._gathered.append((state, wanted))
-        state.offload_jobs.add(self._open.job_id)
+        if self._open.job_id in state.offload_jobs:  # its states, or what came before them: one part has all
+            at = next(i for i, (other, _) in enumerate(self._gathered) if other is state)
+            self._gathered[at] = (state, self._gathered[at][1].with_others(wanted, state))
+        else:
+            self._gathered.append((state, wanted))
+            state.offload_jobs.add(self._open.job_id)
         return self._open.job_id
 
     def _next_span(
@@ -209,9 +297,12 @@ class Offloading:
         keys: Sequence[BlockKey] = gathered[0][1].keys
         if len(gathered) > 1:
             keys = [key for _, wanted in gathered for key in wanted.keys]
-        reservation = self._chain.reserve(keys, partial(_own_keys, [state for state, _ in gathered]))
+        reservation = self._chain.reserve(
+            keys, partial(_own_keys, [state for state, _ in gathered], self.keeper), _tenants(gathered)
+        )
         if len(reservation.keys) < len(keys):
-            self._metrics.dropped(DropReason.NO_SPACE, len(self._chain.host.new_of(keys)))
+            lacking = self._chain.new_of(keys)
+            self._chain.host.note_left_out(lacking, reservation.over_quota, self._metrics)
         for part in self._parts(
             job.job_id, gathered, reservation, is_whole=len(reservation.keys) == len(keys)
         ):
@@ -246,7 +337,7 @@ class Offloading:
                 keys = tuple(wanted.keys[i] for i in places)
                 picked = wanted.only(places)
             is_prefill = len(wanted.keys) > len(self._groups)
-            runs = picked.runs(state) if keys and self._chain.lower else ()
+            runs = picked.runs(state) if keys and self._chain.needs_runs else ()
             moves = self._moves(picked, slots)
             yield JobPart(job_id, state, keys, moves, is_prefill=is_prefill, runs=runs)
 
@@ -284,6 +375,9 @@ class Offloading:
             raise IntegrityError(f"job {job.job_id} writes slots that were not reserved for it")
         outcome = job.outcome
         is_committed = self._chain.stored(job.reservation, outcome)
+        if outcome is not Outcome.OK:
+            why = Leave.PREEMPTED if outcome is Outcome.REJECTED else Leave.FAILED
+            self._chain.host.departures.note(job.reservation.keys, why)
         for part in job.parts:
             part.state.offload_jobs.discard(job.job_id)
             if outcome is Outcome.REJECTED:
@@ -297,11 +391,15 @@ class Offloading:
         # What came last must go first. Not after each decoded block (the chain is long); once more at the
         # end, which Leader.finish leaves to the last offload. What came all at once is in order.
         used: list[BlockKey] = []
+        has_states = bool(self.keeper.positions)
         for part in parts:
             state = part.state
-            is_due = (part.is_prefill and is_committed) or (state.is_finished and not state.offload_jobs)
+            if has_states and is_committed:  # chains have few blocks there: as long as a state is large
+                self.keeper.stored(state)
+            is_worth = part.is_prefill or has_states
+            is_due = (is_worth and is_committed) or (state.is_finished and not state.offload_jobs)
             if is_due and not (is_committed and len(part.keys) == state.num_keys):
-                used += state.chain_keys()
+                used += self.keeper.used_keys(state)
         if used:
             self._chain.host.touch(used)
         for part in parts:

@@ -11,6 +11,7 @@ from kvbm_core.runtime.audit import AuditedPrefix
 from kvbm_core.runtime.leader_options import LeaderOptions
 from kvbm_core.runtime.offload import Start
 from kvbm_core.runtime.request import BlockTable, Match, RequestState
+from kvbm_core.runtime.states import StateKeeper
 from kvbm_core.runtime.transfer_jobs import JobPart, TransferJob
 from kvbm_core.tiers.chain import Held, TierChain
 from kvbm_core.tiers.groups import (
@@ -20,6 +21,7 @@ from kvbm_core.tiers.groups import (
     longest_prefix_tokens,
     needed_blocks,
 )
+from kvbm_core.tiers.pace import ComputePace
 from kvbm_core.tiers.runs import BlockRun
 from kvbm_core.transfer.plan import GroupMove, TransferPlan
 from kvbm_core.types import BlockKey, Direction, Tier
@@ -37,8 +39,10 @@ class Onboarding:
         clock: Clock,
         metrics: Metrics,
         options: LeaderOptions,
+        pace: ComputePace,
     ) -> None:
         self._groups = groups
+        self._pace = pace
         self._null_block = options.null_block
         self._chain = chain
         self._start = start
@@ -51,6 +55,7 @@ class Onboarding:
         self._share_wait_s = options.share_wait_s if options.share_loads else 0.0
         self._fetch_wait_s = options.fetch_wait_s
         self._align = alignment_tokens(groups)
+        self._keeper = StateKeeper(groups, chain, options.state_every_tokens)
         self._loading: dict[BlockKey, int] = {}
         self._jobs: dict[int, TransferJob] = {}
         """Loads and audits under way: what they hold does not expire."""
@@ -73,6 +78,9 @@ class Onboarding:
         if matched is not None and self._is_coming(state, computed_tokens + matched, limit_tokens):
             self.let_go(state)
             return None
+        if self._keeper.positions and matched is not None:
+            state.marks.kept_tokens = computed_tokens + matched
+            self._keeper.mind_orphans(state, computed_tokens)
         return matched
 
     def _match_held(self, state: RequestState, computed_tokens: int, limit_tokens: int) -> int | None:
@@ -103,7 +111,8 @@ class Onboarding:
         is_sought = state.is_lasting and self._chain.keyed
         if not is_sought or limit_tokens - prefix_tokens < self._align:
             return False
-        if not self._chain.wanted(self._runs_beyond(state, prefix_tokens, limit_tokens), state.seeker):
+        runs, asks_again = self._runs_beyond(state, prefix_tokens, limit_tokens), self._fetch_wait_s > 0
+        if not self._chain.wanted(runs, state.seeker, asks_again=asks_again):
             state.fetch_wanted_since_s = None
             return False
         now_s = self._clock.now_s()
@@ -112,23 +121,27 @@ class Onboarding:
         return now_s - state.fetch_wanted_since_s < self._fetch_wait_s
 
     def _runs_beyond(self, state: RequestState, prefix_tokens: int, limit_tokens: int) -> list[BlockRun]:
-        """What is needed to use more than ``prefix_tokens``."""
+        """What is needed to use more than ``prefix_tokens``; of states each that may be."""
         spans = []
         for group in self._groups:
             size = group.block_size_tokens
-            first = (
-                prefix_tokens // size
-                if group.window_tokens is None
-                else group.first_needed_block(prefix_tokens)
-            )
+            has_window = group.window_tokens is not None
+            first = group.first_needed_block(prefix_tokens) if has_window else prefix_tokens // size
             spans.append(range(first, limit_tokens // size))
         return state.runs(spans)
 
-    def _hold(self, state: RequestState, blocks: tuple[range, ...]) -> Held | int:
+    def _hold(
+        self, state: RequestState, blocks: tuple[range, ...], *, needs_host: bool = False
+    ) -> Held | int:
         keys = [key for g, span in enumerate(blocks) for key in state.keys(g)[span.start : span.stop]]
         # Of several groups a part is of no use.
         return self._chain.hold(
-            state.request_id, keys, lambda _: state.own_keys(), all_or_none=len(self._groups) > 1
+            state.request_id,
+            keys,
+            lambda _: self._keeper.protected_keys(state),
+            all_or_none=len(self._groups) > 1,
+            needs_host=needs_host,
+            tenant=state.tenant,
         )
 
     def onboard(
@@ -146,14 +159,20 @@ class Onboarding:
         job = self._begin(Direction.ONBOARD, JobPart(0, state, tuple(held.keys), moves, held))
         (part,) = job.parts
         part.num_tokens, part.runs = num_tokens, state.runs(match.blocks)
+        part.end_tokens = match.computed_tokens + num_tokens
+        waits = (self._clock.now_s(), state.deferred_since_s, state.fetch_wanted_since_s)
+        part.asked_at_s = min(since_s for since_s in waits if since_s is not None)
         for key in part.keys:
             self._loading[key] = self._loading.get(key, 0) + 1
         job.is_shared = True
         state.onboard_job = job.job_id
         state.deferred_since_s = state.fetch_wanted_since_s = None
-        fetched_tokens = num_tokens * held.num_fetched // max(1, len(held.keys))
-        brought_tokens = num_tokens * held.num_brought // max(1, len(held.keys))
+        fetched_tokens, brought_tokens = _tokens_from_below(num_tokens, held)
         host_tokens = num_tokens - fetched_tokens - brought_tokens
+        if state.account is not None:
+            account = state.account
+            account.host_tokens, account.disk_tokens = host_tokens, fetched_tokens
+            account.remote_tokens = brought_tokens
         state.host_hit_blocks = max(state.host_hit_blocks, host_tokens // self._align)
         state.disk_hit_blocks = max(state.disk_hit_blocks, fetched_tokens // self._align)
         state.object_hit_blocks = max(state.object_hit_blocks, brought_tokens // self._align)
@@ -163,12 +182,15 @@ class Onboarding:
         self, state: RequestState, prefix: AuditedPrefix, tables: Sequence[BlockTable]
     ) -> TransferJob | None:
         """Compares the tiers' blocks of ``prefix`` with those that the engine computes in this step, or has.
+        Not states: a table does not say where they are.
 
         None if not all of them are there any more. What is in lower tiers is brought up first, and stays in
         the host.
         """
-        blocks = tuple(needed_blocks(group, *prefix) for group in self._groups)
-        held = self._hold(state, blocks)
+        blocks = tuple(
+            range(0) if group.is_state else needed_blocks(group, *prefix) for group in self._groups
+        )
+        held = self._hold(state, blocks, needs_host=True)
         if not isinstance(held, Held):
             return None
         slots = iter(held.slots)
@@ -238,7 +260,7 @@ class Onboarding:
             self._chain.used(part.runs)
         state.onboard_job = None
         # Its end has just been used; the part before that, which the device had, must not be evicted first.
-        self._chain.host.touch(state.chain_keys())
+        self._chain.host.touch(self._keeper.used_keys(state, part.end_tokens))
         return not failed
 
     def stop_sharing(self, job: TransferJob) -> None:
@@ -261,8 +283,14 @@ class Onboarding:
 
     def _count(self, job: TransferJob, part: JobPart, slots: Sequence[int]) -> None:
         """``slots``: those whose blocks are on the device."""
-        if job.outcome is Outcome.OK:
-            self._metrics.matched_tokens(part.num_tokens)
+        if job.outcome is Outcome.OK and part.held is not None:
+            disk_tokens, remote_tokens = _tokens_from_below(part.num_tokens, part.held)
+            self._metrics.matched_tokens(
+                part.num_tokens, disk_tokens=disk_tokens, remote_tokens=remote_tokens
+            )
+            if self._pace.token_s is not None:
+                took_s = self._clock.now_s() - part.asked_at_s
+                self._metrics.ttft_saved(part.num_tokens * self._pace.token_s - took_s)
         # An engine that takes less than was matched may leave some of what was fetched.
         left = set(slots)
         for order in job.reads:
@@ -307,6 +335,8 @@ class Onboarding:
             targets = [block for block in wanted if table[block] != self._null_block]
             if any(block not in slot_of for block in targets):
                 return None
+            if group.is_state and targets != list(needed_blocks(group, match.computed_tokens, last_token)):
+                return None  # whoever goes on needs the one after the last token, and that alone
             device = tuple(table[block] for block in targets)
             moves.append(GroupMove(group.index, device, tuple(slot_of[block] for block in targets)))
         return tuple(move for move in moves if move.slots)
@@ -325,3 +355,9 @@ class Onboarding:
         if state.deferred_since_s is None:
             state.deferred_since_s = now_s
         return now_s - state.deferred_since_s < self._share_wait_s
+
+
+def _tokens_from_below(num_tokens: int, held: Held) -> tuple[int, int]:
+    """Of a hit of ``num_tokens``, those from the disk, and those that a tier by key has brought."""
+    num_blocks = max(1, len(held.keys))
+    return num_tokens * held.num_fetched // num_blocks, num_tokens * held.num_brought // num_blocks

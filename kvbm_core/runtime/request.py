@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
+from kvbm_core.blocks.tenants import NOBODY
+from kvbm_core.identity.roots import RootFacts
+from kvbm_core.observe.why import Account
 from kvbm_core.runtime.audit import AuditedPrefix
 from kvbm_core.tiers.chain import Held
 from kvbm_core.tiers.groups import GroupSpec, base_block_tokens
 from kvbm_core.tiers.keyed import Seeker
 from kvbm_core.tiers.runs import BlockRun
 from kvbm_core.tokens.chain import TokenChain
-from kvbm_core.types import BlockKey, block_key
+from kvbm_core.types import BlockKey, SequenceHash, block_key
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import Span
 
 BlockTable = Sequence[int]
 """Device block ids of one request in one group, by block index; the null block where the engine keeps
@@ -20,6 +26,43 @@ nothing.
 """
 NULL_BLOCK = 0
 """The null block of most engines; see LeaderOptions."""
+
+
+class StateOnDevice(NamedTuple):
+    """The state of the layers of ``groups[position]`` after the first ``end_tokens`` tokens of a request:
+    where the engine says that it is.
+    """
+
+    position: int
+    device_block: int
+    end_tokens: int
+
+
+class TokenLimits(NamedTuple):
+    """What a request allows; None: all. ``load``: tokens that are loaded beyond those on the device, at most.
+    ``offload``: tokens from its first one on of which blocks may be stored.
+    """
+
+    load: int | None = None
+    offload: int | None = None
+
+
+NO_LIMITS = TokenLimits()
+
+
+@dataclass(slots=True)
+class StateMarks:
+    """Ends of states of one request, in tokens. ``kept_tokens``: the last one that stays when there are newer
+    ones; distances are counted from it. ``spare_tokens``: the newest, if it goes first as soon as there is a
+    newer one; 0: none. ``waiting_tokens``: one that was not offered to lower tiers, as its KV was not there.
+    ``prompt_tokens``: the request's prompt. ``lasting``: all that stay.
+    """
+
+    kept_tokens: int = 0
+    spare_tokens: int = 0
+    waiting_tokens: int = 0
+    prompt_tokens: int = 0
+    lasting: set[int] = field(default_factory=set)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +77,17 @@ class Match:
     held: Held
 
 
+class Seen(NamedTuple):
+    """A request that began in some way: its root, what that was made of, and when it came, on the leader's
+    clock.
+    """
+
+    root: SequenceHash
+    facts: RootFacts | None
+    at_s: float
+    request_id: str
+
+
 @dataclass
 class RequestState:
     """One request. Only the leader's thread touches it.
@@ -44,7 +98,11 @@ class RequestState:
     offloaded. ``audited``: what was found and is computed again, to be compared. ``is_lasting``: whether its
     keys mean the same in another process; else they never reach the disk. ``is_retired``: what it has on the
     device is not what its keys say; nothing of it moves any more. ``is_disowned``: nor is what was stored of
-    it. ``seeker``: what was learned of lower tiers by key.
+    it. ``came_s``, ``prompt_tokens``: for who records requests. ``tenant``: whose it is, see TenantTable.
+    ``seeker``: what was learned of lower tiers by key. ``facts``: of its root. ``beginning``, ``before``: a
+    name of its first tokens, and who began so under this root before. ``account``: what it got, once that is
+    known. ``trace_headers``: the W3C trace context that it came with; ``span``: its own, where spans are
+    asked for. ``marks``: of its states. ``limits``: what it allows itself.
     """
 
     request_id: str
@@ -64,10 +122,21 @@ class RequestState:
     object_hit_blocks: int = 0
     is_finished: bool = False
     is_lasting: bool = True
+    tenant: int = NOBODY
     audited: AuditedPrefix | None = None
     is_retired: bool = False
     is_disowned: bool = False
+    came_s: float = 0.0
+    prompt_tokens: int = 0
     seeker: Seeker = field(default_factory=Seeker)
+    facts: RootFacts | None = None
+    beginning: int | None = None
+    before: Seen | None = None
+    account: Account | None = None
+    trace_headers: Mapping[str, str] | None = None
+    span: Span | None = None
+    marks: StateMarks = field(default_factory=StateMarks)
+    limits: TokenLimits = NO_LIMITS
     _keys: list[list[BlockKey]] = field(default_factory=list)
     _steps: list[int] = field(default_factory=list)
     _own: set[BlockKey] = field(default_factory=set)
@@ -98,8 +167,8 @@ class RequestState:
 
     def run(self, position: int, first: int, end: int) -> BlockRun:
         """Blocks ``first`` to ``end`` - 1 of ``groups[position]``, of those that are known so far."""
-        keys = self.keys(position)
-        return BlockRun(keys, first, min(end, len(keys)), self.groups[position].block_size_tokens)
+        keys, group = self.keys(position), self.groups[position]
+        return BlockRun(keys, first, min(end, len(keys)), group.block_size_tokens, group.is_state)
 
     def runs(self, spans: Iterable[range]) -> list[BlockRun]:
         """``spans`` of blocks, one of each group; without those that are empty."""
@@ -107,12 +176,18 @@ class RequestState:
         return [run for run in runs if run.first < run.end]
 
     def whole_runs(self) -> list[BlockRun]:
-        """The chains of all groups as far as they are known."""
-        return self.runs(range(len(self.keys(position))) for position in range(len(self.groups)))
+        """The chains of all groups but those of states, as far as they are known."""
+        return self.runs(
+            range(0 if group.is_state else len(self.keys(position)))
+            for position, group in enumerate(self.groups)
+        )
 
     def considered_runs(self) -> list[BlockRun]:
-        """The chains as far as their blocks were considered for offload."""
-        return self.runs(map(range, self.next_offload))
+        """The same, as far as their blocks were considered for offload."""
+        return self.runs(
+            range(0 if group.is_state else end)
+            for group, end in zip(self.groups, self.next_offload, strict=True)
+        )
 
     @property
     def num_keys(self) -> int:
@@ -120,17 +195,20 @@ class RequestState:
         return sum(len(self.chain.hashes) // step for step in self._steps)
 
     def own_keys(self) -> set[BlockKey]:
-        """The keys of all groups as a set, which grows with the chain instead of being made anew. Not to be
-        changed.
+        """The keys of all groups but those of states as a set, which grows with the chain instead of being
+        made anew. Not to be changed.
         """
         if self._own_hashes < len(self.chain.hashes):
             for position, step in enumerate(self._steps):
-                self._own.update(self.keys(position)[self._own_hashes // step :])
+                if not self.groups[position].is_state:
+                    self._own.update(self.keys(position)[self._own_hashes // step :])
             self._own_hashes = len(self.chain.hashes)
         return self._own
 
     def chain_keys(self) -> list[BlockKey]:
-        """The keys of all groups in prefix order: a block that ends earlier comes first."""
+        """The keys of all groups in prefix order: a block that ends earlier comes first. With a key for each
+        state that there may be.
+        """
         if len(self.groups) == 1:
             return self.keys(0)
         ends: list[tuple[int, BlockKey]] = []

@@ -30,8 +30,10 @@ MIN_BUFFERS, MAX_BUFFERS = 16, 1024
 """Memory between the two stores: so many bytes, but so many blocks at least and at most."""
 READY_WAIT_S = 10.0
 MAX_KNOWN_BLOCKS = 100_000
-KNOWN_S = 60.0
-"""What is in the remote store is not put there again for so long."""
+KNOWN_S = 4 * 3600.0
+"""What is in the remote store is not put there again for so long, unless it is missed."""
+LOOK_AGAIN_S = 60.0
+"""Of what was not seen there for so long, and is used here, one block is looked for in place of all."""
 
 
 class Answers(NamedTuple):
@@ -43,10 +45,13 @@ class Answers(NamedTuple):
 
 @dataclass(eq=False)
 class _Order:
-    """``is_over``: nobody touches its buffers any more. ``is_left``: nobody here needs them any more."""
+    """``is_over``: nobody touches its buffers any more. ``is_left``: nobody here needs them any more.
+    ``stands_for``: blocks that are believed to be there if those looked for are.
+    """
 
     order: TierOrder
     is_left: bool
+    stands_for: tuple[BlockKey, ...] = ()
     is_over: bool = False
     result: JobResult | None = None
 
@@ -96,8 +101,8 @@ class StoreChain:
         self._trouble = TroubleLog(clock=clock)
         self._free = list(range(self._slab.ready_slots))
         self._num_late = 0  # buffers of orders that were given up and are not over
-        self._known: dict[BlockKey, float] = {}
-        self._is_fetch_failing = False
+        self._known: dict[BlockKey, float] = {}  # when a block was put or seen there
+        self._looking: set[BlockKey] = set()
         self._last_id = 0
         self._is_closed = False
 
@@ -245,6 +250,7 @@ class StoreChain:
         for; None: not at all.
         """
         todo = self._admitted(dict(zip(keys, payloads, strict=True)))
+        self._look_again(keys)
         while todo:
             buffers = self._take(len(todo), ends_at_s, is_put=True)
             if not buffers:
@@ -262,9 +268,23 @@ class StoreChain:
         with self._changed:
             if self._is_closed or self._breaker.is_open:
                 return []
-            now_s = self._clock.now_s()
-            admitted = self._admission.admit([key for key in blocks if self._known.get(key, now_s) <= now_s])
+            admitted = self._admission.admit([key for key in blocks if not self._is_known(key, KNOWN_S)])
         return [(key, blocks[key]) for key in admitted]
+
+    def _is_known(self, key: BlockKey, seconds: float) -> bool:
+        """Whether the block was put or seen there, not longer ago than that."""
+        return self._known.get(key, float("-inf")) + seconds > self._clock.now_s()
+
+    def _look_again(self, keys: Sequence[BlockKey]) -> None:
+        """It may have been removed there, or lost, while the disk has it."""
+        with self._changed:
+            known = [key for key in keys if self._is_known(key, KNOWN_S)]
+            if not known or self._is_known(known[-1], LOOK_AGAIN_S) or known[-1] in self._looking:
+                return
+            if self._is_closed or self._breaker.is_open:
+                return
+            self._looking.add(known[-1])
+        self._begin(OrderKind.FIND, known[-1:], (), None, stands_for=tuple(known))
 
     # ---------------------------------------------------------------- buffers
 
@@ -304,12 +324,18 @@ class StoreChain:
     # ---------------------------------------------------------------- orders
 
     def _begin(
-        self, kind: OrderKind, keys: Sequence[BlockKey], buffers: Sequence[int], ends_at_s: float | None
+        self,
+        kind: OrderKind,
+        keys: Sequence[BlockKey],
+        buffers: Sequence[int],
+        ends_at_s: float | None,
+        *,
+        stands_for: tuple[BlockKey, ...] = (),
     ) -> _Order:
         with self._changed:
             self._last_id += 1
             tier_order = TierOrder(self._last_id, "remote", kind, tuple(keys), tuple(buffers))
-        order = _Order(tier_order, is_left=kind is not OrderKind.FETCH)
+        order = _Order(tier_order, is_left=kind is not OrderKind.FETCH, stands_for=stands_for)
         deadline_s = self._io_deadline_s if ends_at_s is None else ends_at_s - self._clock.now_s()
         self._mover.submit(tier_order, lambda result: self._answered(order, result), deadline_s=deadline_s)
         return order
@@ -338,22 +364,26 @@ class StoreChain:
 
     def _learn(self, order: _Order) -> None:
         kind, outcomes = order.order.kind, order.outcomes()
-        until_s = self._clock.now_s() + KNOWN_S
+        now_s = self._clock.now_s()
         for key, outcome in zip(order.order.keys, outcomes, strict=True):
+            if outcome in FAILING:
+                continue
             self._known.pop(key, None)
             if _is_ok(outcome):
-                self._known[key] = until_s
+                self._known[key] = now_s
+        if order.stands_for:
+            self._looking.difference_update(order.order.keys)
+            if outcomes[0] is Outcome.MISS:
+                for key in order.stands_for:
+                    if not self._is_known(key, LOOK_AGAIN_S):
+                        self._known.pop(key, None)
         while len(self._known) > MAX_KNOWN_BLOCKS:
             del self._known[next(iter(self._known))]
         trouble = next((outcome for outcome in outcomes if outcome in FAILING), None)
-        if kind is OrderKind.FETCH:
-            self._is_fetch_failing = trouble is not None
-        if trouble is not None and self._breaker.failed() and trouble is Outcome.TIMED_OUT:
+        if trouble is not None and self._breaker.failed(kind) and trouble is Outcome.TIMED_OUT:
             line = "kvbm: the %s does not answer: it is left alone for a while, and then tried again"
             self._trouble.failed("answer", trouble, line, WORDS[Tier.REMOTE])
-        # One that knows what it has and does not give it fails, however well it is asked.
-        if trouble is None and not (kind is OrderKind.FIND and self._is_fetch_failing):
-            self._breaker.succeeded()
+        if trouble is None and self._breaker.succeeded(kind):
             self._trouble.worked("answer", "kvbm: the %s works again", WORDS[Tier.REMOTE])
 
     def _count(self, order: _Order, result: JobResult) -> None:

@@ -19,8 +19,10 @@ from kvbm_core.types import BlockKey, Direction
 class JobPart:
     """What one request has in a job: of an onboard, or of an audit, what is ``held`` for it.
 
-    ``num_tokens``: of an onboard, what the request need not compute. ``is_prefill``: more than one block per
-    group. ``runs``: where in the request's chains ``keys`` lie, if there are lower tiers.
+    ``num_tokens``: of an onboard, what the request need not compute; ``end_tokens``: where it goes on;
+    ``asked_at_s``: when it first asked.
+    ``is_prefill``: more than one block per
+    group. ``runs``: where in the request's chains ``keys`` lie, if somebody needs that.
     """
 
     job_id: int
@@ -30,6 +32,8 @@ class JobPart:
     held: Held | None = None
     is_prefill: bool = False
     num_tokens: int = 0
+    end_tokens: int = 0
+    asked_at_s: float = 0.0
     runs: Sequence[BlockRun] = ()
 
 

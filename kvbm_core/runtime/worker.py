@@ -10,46 +10,58 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from kvbm_core.errors import Outcome, StuckCopyError
+from kvbm_core.errors import ConfigError, Outcome, StuckCopyError
 from kvbm_core.layout.heads import HeadShards
 from kvbm_core.observe.log import RateLimitedLogger
-from kvbm_core.runtime.channel import WorkerChannel
+from kvbm_core.runtime.channel import WorkerChannel, find_leader
 from kvbm_core.runtime.endpoint import Endpoint
 from kvbm_core.runtime.messages import (
     PROTOCOL_VERSION,
     Ask,
+    Borrow,
     Configure,
+    GiveBack,
     Hello,
     Here,
+    Join,
+    Lent,
     Message,
     Move,
     Note,
+    PeerNews,
     Ready,
     Refused,
     Results,
+    Returned,
+    TierDirect,
     TierFound,
     TierRefused,
 )
+from kvbm_core.runtime.replicas import ReplicaRank, Role
 from kvbm_core.storage.disk.recovery import Found
+from kvbm_core.tiers.lower import PEERS
 from kvbm_core.transfer.executor import DeviceMemory, Executor
 from kvbm_core.transfer.executors.broadcast import BroadcastExecutor
-from kvbm_core.transfer.executors.broadcast_group import Group, MeetingPoint
-from kvbm_core.transfer.plan import JobResult, OrderKind, TierOrder, TransferPlan, rejected
+from kvbm_core.transfer.executors.broadcast_group import Group
+from kvbm_core.transfer.plan import JobResult, TierOrder, TransferPlan, rejected
 from kvbm_core.transfer.rank import RankMemory, RankOptions, Shard
-from kvbm_core.types import Direction
+from kvbm_core.types import BlockKey, Direction
+
+if TYPE_CHECKING:
+    from kvbm_core.peers.rank import PeerOptions
+    from kvbm_core.peers.server import PeerServer
 
 log = logging.getLogger("kvbm")
 
 OnDone = Callable[[JobResult], None]
 
 FENCE_TIMEOUT_S = 60.0
-LOAD_GRACE_S = 60.0
-"""What a load may take once it has started; other ranks that wait for it give up after that."""
 
 
 class _Listener:
@@ -71,15 +83,37 @@ class _Listener:
         """See TierListener."""
         self._channel.send(TierRefused(self._rank, tier, reason))
 
+    def direct(self, tier: str, is_direct: bool) -> None:
+        """See TierListener."""
+        self._channel.send(TierDirect(self._rank, tier, is_direct))
+
+
+class _PeerLine:
+    """What this rank's server of other instances asks the leader; see peers.server.LeaderLine."""
+
+    def __init__(self, rank: int, channel: WorkerChannel) -> None:
+        self._rank = rank
+        self._channel = channel
+
+    def borrow(self, number: int, keys: Sequence[BlockKey], ttl_s: float, *, is_find: bool) -> None:
+        """See LeaderLine."""
+        self._channel.send(Borrow(self._rank, number, list(keys), ttl_s, is_find))
+
+    def give_back(self, number: int) -> None:
+        """See LeaderLine."""
+        self._channel.send(GiveBack(self._rank, number))
+
+    def counted(self, busy: int, refused: int, bad: int) -> None:
+        """See LeaderLine."""
+        self._channel.send(PeerNews(self._rank, busy, refused, bad))
+
 
 class Worker:
     """Called from the engine's worker thread; ``take`` and callbacks are safe against the executor's
     threads.
 
     ``engine_carries_acks``: the adapter takes results to the leader with what the engine sends there in each
-    step anyway (``take_results``); else they go over the channel. ``replicates``: every rank has the same KV.
-    Rank 0 stores it; the others have neither slots nor lower tiers and get what they load from rank 0, as
-    fast as NCCL with ``max_ctas`` is (None: its own choice).
+    step anyway (``take_results``); else they go over the channel. ``max_ctas``: see Group.
     """
 
     def __init__(
@@ -90,22 +124,21 @@ class Worker:
         options: RankOptions,
         *,
         engine_carries_acks: bool = False,
-        replicates: bool = False,
         max_ctas: int | None = None,
     ) -> None:
         self.rank = rank
         self._world_size = world_size
         self._options = options
         self._engine_carries_acks = engine_carries_acks
-        self._max_ctas = max_ctas
         self._device: DeviceMemory | None = None
         self._fingerprint = ""
         self._heads: HeadShards | None = None
         self._memory: RankMemory | None = None
+        self._peers: PeerOptions | None = None
+        self._peer_server: PeerServer | None = None
         self._executor: Executor | None = None
-        self._replicates = replicates and world_size > 1
-        self._point: MeetingPoint | None = None
         self._is_refused = False
+        self._refusal = ""
         self._is_closed = False
         self._lock = threading.Lock()
         self._log = RateLimitedLogger(log)
@@ -124,23 +157,31 @@ class Worker:
         self._wrap: Callable[[Executor], Executor] = lambda executor: executor
         self._judge: Callable[[JobResult], JobResult] = lambda result: result
         self._on_note: Callable[[Note], None] = lambda note: None
+        self._engine = endpoint.engine
         self._channel = WorkerChannel(endpoint, self._on_message)
+        self._channel.on_other_leader = self._on_other_leader
+        self._replica = ReplicaRank(rank, max_ctas, options.transfer_deadline_s, self._channel.send)
+        self._finder = find_leader(endpoint, rank, self._channel)
 
     # ---------------------------------------------------------------- set-up
 
-    def keep_own(self) -> None:
-        """Before ``register``: the ranks have not the same KV after all; each stores and loads its own."""
-        self._replicates = False
+    def meet_peers(self, options: PeerOptions) -> None:
+        """Before ``register``: other instances may copy blocks from here, and blocks come from them."""
+        self._peers = options
 
-    def register(self, memory: DeviceMemory, fingerprint: str, heads: HeadShards | None = None) -> None:
+    def register(
+        self, memory: DeviceMemory, fingerprint: str, heads: HeadShards | None = None, *, part: str = ""
+    ) -> None:
         """The device cache is known: says hello until the leader has answered. ``heads``: how its blocks are
         divided in stores that others share.
+
+        ``part``: which part of the KV this rank has, where other ranks may have the same and are to share it.
+        One of them stores it; the others have neither slots nor lower tiers, and get from it what it loads.
         """
         self._device = memory
         self._fingerprint = fingerprint
         self._heads = heads
-        if self._replicates and self.rank == 0:
-            self._point = MeetingPoint()
+        self._replica.open(part if self._world_size > 1 else "")
         self._channel.repeat(self._hello)
 
     def wrap_executor(self, wrap: Callable[[Executor], Executor]) -> None:
@@ -159,8 +200,15 @@ class Worker:
 
     def refuse(self, reason: str) -> None:
         """Tells the leader that this rank cannot take part."""
-        self._is_refused = True
-        self._channel.send(Refused(self.rank, reason))
+        self._refusal, self._is_refused = reason, True
+        self._channel.send(Refused(self.rank, reason, self._engine))
+
+    def _on_other_leader(self) -> None:
+        """What the one before has said of this rank says nothing of this one."""
+        if self._refusal:
+            self.refuse(self._refusal)
+        else:
+            self._is_refused = False
 
     @property
     def is_ready(self) -> bool:
@@ -177,10 +225,12 @@ class Worker:
             block_bytes=max(view.block_bytes for view in self._device.views),
             num_device_blocks=self._device.views[0].num_blocks,
             fingerprint=self._fingerprint,
-            replicates=self._replicates,
-            broadcast_address=self._point.address if self._point is not None else "",
+            part=self._replica.part,
+            machine=self._replica.machine,
+            broadcast_address=self._replica.address,
             head_shards=self._heads.meaning if self._heads is not None else "",
             head_shard_bytes=self._heads.shard_bytes if self._heads is not None else 0,
+            engine=self._engine,
         )
 
     def _on_message(self, message: Message) -> None:
@@ -189,24 +239,29 @@ class Worker:
             log.error("kvbm: worker %d: refused by the leader: %s", self.rank, message.reason)
         elif isinstance(message, Ask):
             self._answer(message)
+        elif isinstance(message, Join) and self._device is not None:
+            self._replica.invited(message, self._device)
         elif isinstance(message, Configure) and self._executor is None and self._device is not None:
-            self._first_job_id = message.first_job_id
-            try:
-                if self._replicates and self.rank > 0:
-                    self._follow(message, self._device)
-                else:
-                    self._allocate(message, self._device)
-            except (
-                Exception
-            ) as error:  # out of memory, no executor for this memory...: serve without, and say why
-                self._is_refused = True
-                self._channel.send(Refused(self.rank, f"cannot allocate {message.num_slots} blocks: {error}"))
+            self._configure(message, self._device)
         elif isinstance(message, Move):
             self._move(message.order)
+        elif isinstance(message, Lent | Returned):
+            self._heed_loan(message)
         elif isinstance(message, Note):
             self._on_note(message)
             self._notes.append(message)
             self._is_noted.set()
+
+    def _heed_loan(self, message: Lent | Returned) -> None:
+        from kvbm_core.peers.lending import Loan
+
+        if self._peer_server is None:
+            return
+        if isinstance(message, Returned):
+            self._peer_server.returned(message.number, was_held=message.was_held)
+        else:
+            loan = Loan(message.slots, message.places, message.tier, message.is_refused)
+            self._peer_server.lent(message.number, loan)
 
     def _answer(self, ask: Ask) -> None:
         with self._lock:
@@ -226,53 +281,79 @@ class Worker:
         """Whether the leader does not wait for this job any more, and may have given its slots to another."""
         return job_id in self._ended or job_id < self._first_job_id
 
-    def _follow(self, message: Configure, memory: DeviceMemory) -> None:
-        """Rank 0 has the slots; here all of them can be used."""
-        self._begin(self._make_broadcast(message, memory, None), None)
-        self._slots_ready(message.num_slots)
+    def _configure(self, message: Configure, device: DeviceMemory) -> None:
+        self._first_job_id = message.first_job_id
+        role: Role | None = None
+        try:
+            role = self._replica.decided(self._world_size, are_shared=message.is_shared)
+            if role.shard is not None:
+                self._allocate(message, device, role.shard, role.group)
+            elif role.group is not None:  # another rank has the slots; here all of them can be used
+                self._begin(self._make_broadcast(device, role.group, None), None)
+                self._slots_ready(message.num_slots)
+        except Exception as error:  # out of memory, an executor that cannot be: serve without, and say why
+            if role is not None and role.group is not None:
+                role.group.close()
+                role.group.discard()
+            self._is_refused = True
+            self._channel.send(Refused(self.rank, f"cannot allocate {message.num_slots} blocks: {error}"))
 
-    def _allocate(self, message: Configure, device: DeviceMemory) -> None:
+    def _allocate(
+        self, message: Configure, device: DeviceMemory, shard: tuple[int, int], group: Group | None
+    ) -> None:
         memory = RankMemory(
             device,
             message.num_slots,
             self._options,
             places=message.tiers,
-            shard=Shard(
-                self.rank, 1 if self._replicates else self._world_size, self._fingerprint, self._heads
-            ),
+            shard=Shard(*shard, self._fingerprint, self._heads),
             listener=_Listener(self.rank, self._channel),
             on_ready=self._slots_ready,
         )
         self._memory = memory
         try:
-            if self._replicates:
-                executor: Executor = self._make_broadcast(message, device, memory.make_executor)
+            if group is not None:
+                executor: Executor = self._make_broadcast(device, group, memory.make_executor)
             else:
                 executor = memory.make_executor(self._finished)
         except Exception:
             memory.close()
             raise
+        if self._peers is not None:
+            self._join_peers(self._peers, shard, memory, max(view.block_bytes for view in device.views))
         self._begin(executor, memory)
         self._slots_ready(memory.slab.ready_slots)
+
+    def _join_peers(
+        self, options: PeerOptions, shard: tuple[int, int], memory: RankMemory, block_bytes: int
+    ) -> None:
+        from kvbm_core.peers.rank import join_peers  # only where there are peers
+
+        line = _PeerLine(self.rank, self._channel)
+        try:
+            self._peer_server = join_peers(options, (*shard, block_bytes, self._fingerprint), memory, line)
+        except ConfigError as error:
+            self._channel.send(TierRefused(self.rank, PEERS, str(error.args[-1])))
 
     def _begin(self, executor: Executor, memory: RankMemory | None) -> None:
         if self._is_closed:  # while files were being made
             self._end(executor, memory)
             return
         self._executor = self._wrap(executor)
+        if self._finder is not None:
+            self._finder.are_met()
 
     def _make_broadcast(
-        self, message: Configure, memory: DeviceMemory, make_loader: Callable[[OnDone], Executor] | None
+        self, device: DeviceMemory, group: Group, make_loader: Callable[[OnDone], Executor] | None
     ) -> Executor:
-        address, max_ctas = message.broadcast_address, self._max_ctas
         return BroadcastExecutor(
-            memory,
-            Group(self.rank, self._world_size, address, self._point, max_ctas=max_ctas),
+            device,
+            group,
             self._finished,
             make_loader=make_loader,
             # Nobody is to ask for loads any more that can only fail.
             on_broken=lambda reason: self._channel.send(Refused(self.rank, reason)),
-            load_timeout_s=self._options.transfer_deadline_s + LOAD_GRACE_S,
+            verifies=self._options.verify,
         )
 
     def _slots_ready(self, slots: int) -> None:
@@ -405,7 +486,7 @@ class Worker:
         return self._executor is None or self._executor.drain(timeout_s)
 
     def _move(self, order: TierOrder) -> None:
-        memory, is_answered = self._memory, order.kind is not OrderKind.FORGET
+        memory, is_answered = self._memory, order.kind.is_answered
         with self._lock:
             is_ended = self._is_ended(order.job_id)
             if is_answered:
@@ -472,16 +553,18 @@ class Worker:
         twice.
         """
         self._is_closed = True
+        if self._finder is not None:
+            self._finder.close()
         # First: its thread is the one that makes executor and slab.
         self._channel.close()
         if self._executor is not None:
             self._end(self._executor, self._memory)
         self._executor = None
-        if self._point is not None:
-            self._point.close()
-            self._point.discard()
+        self._replica.close()
 
     def _end(self, executor: Executor, memory: RankMemory | None) -> None:
+        if self._peer_server is not None:
+            self._peer_server.close()
         if memory is not None:
             memory.close_lower()
         executor.close()

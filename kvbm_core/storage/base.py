@@ -80,6 +80,14 @@ class BlockStore(Protocol):
 
 
 @runtime_checkable
+class HasSources(Protocol):
+    """Stores of one kind, each at an address of its own."""
+
+    def at(self, source: str) -> BlockStore:
+        """The one at this address. Never waits: what cannot be reached says so when it is asked."""
+
+
+@runtime_checkable
 class HoldsLate(Protocol):
     """A store that may still read or write the caller's memory when a call has returned."""
 

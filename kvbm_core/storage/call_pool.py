@@ -138,10 +138,11 @@ class _Call:
         self._running: set[int] = set()
         self._num_ended = 0
         self._is_given_up = False
-        self._is_over = threading.Event()
+        self._has_ended = not count
+        self._end_signal = threading.Lock()  # as an Event, at half the time
+        if count:
+            self._end_signal.acquire()
         self.outcomes = [Outcome.TIMED_OUT] * count
-        if not count:
-            self._is_over.set()
 
     @property
     def num_late(self) -> int:
@@ -159,11 +160,16 @@ class _Call:
         self._is_given_up = True
         if not self._running:
             self._pool._calls.discard(self)
-        self._is_over.set()
+        self._signal()
+
+    def _signal(self) -> None:
+        if not self._has_ended:
+            self._has_ended = True
+            self._end_signal.release()
 
     def wait(self, ends_at_s: float, clock: Clock) -> None:
         """Until all have ended, or it is given up: at ``ends_at_s`` at the latest."""
-        self._is_over.wait(max(0.0, ends_at_s - clock.now_s()))
+        self._end_signal.acquire(timeout=max(0.0, ends_at_s - clock.now_s()))
         with self._lock:
             self.give_up()
 
@@ -192,7 +198,7 @@ class _Call:
             if not self._is_given_up:
                 self.outcomes[index] = outcome
                 if self._num_ended == self._count:
-                    self._is_over.set()
+                    self._signal()
             elif not self._running:
                 self._pool._calls.discard(self)
 

@@ -20,6 +20,7 @@ class Shard:
     them, without those of ``untold`` records, whose names do not tell a number. ``temporary``: files that are
     being written, and copies made to renew a record. ``strange``: names that kvbm does not make; they are not
     counted in ``num_bytes``, and never touched.
+    ``codec``: how its blocks are stored, such as "zstd, encrypted"; empty if that is not known.
     """
 
     namespace: str
@@ -31,6 +32,7 @@ class Shard:
     temporary: int = 0
     strange: int = 0
     unreadable: int = 0
+    codec: str = ""
 
 
 class Model(NamedTuple):

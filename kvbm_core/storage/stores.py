@@ -18,7 +18,7 @@ from kvbm_core.config.remote_url import (
 )
 from kvbm_core.config.server_url import MOONCAKE_SCHEME, VALKEY_SCHEMES, ServerUrl, server_url
 from kvbm_core.errors import ConfigError
-from kvbm_core.layout.heads import HeadShards
+from kvbm_core.layout.heads import FP8, HeadShards
 from kvbm_core.observe.log import RateLimitedLogger
 from kvbm_core.storage.base import BlockStore
 from kvbm_core.storage.extents import EXTENT_BYTES
@@ -43,7 +43,7 @@ class StoreOptions:
     ``s3``: at an object store.
 
     Of records: ``secret_file`` holds the secret that names are made with, empty: none; ``encrypts`` blocks
-    with it; ``codec``: see remote/encoding.py.
+    with it; ``codec``: see remote/encoding.py, the same as that of head shards if it is theirs.
     """
 
     max_bytes: int | None = None
@@ -101,6 +101,9 @@ def record_store(engine: ObjectEngine, spec: StoreSpec) -> RecordStore | HeadRec
         secret = Secret.read(options.secret_file)
         if options.encrypts and secret is None:
             raise ConfigError("KVBM_REMOTE_ENCRYPT", True, f"needs a secret; set {SETTING} too")
+        if (options.codec == FP8) is not (spec.heads is not None and spec.heads.codec == FP8):
+            remedy = "is for blocks that are kept by KV heads, which is not so here; set it to none or zstd"
+            raise ConfigError("KVBM_REMOTE_CODEC", options.codec, remedy)
         encoding = Encoding(options.codec, secret if options.encrypts else None)
     except ConfigError:
         engine.close()

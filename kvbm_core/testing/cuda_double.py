@@ -19,6 +19,7 @@ class DoubleStream:
     high_priority: bool = False
     work: deque[tuple[str, Any]] = field(default_factory=deque)
     is_held: bool = False
+    was_asked: bool = False
 
 
 @dataclass(eq=False)
@@ -52,6 +53,8 @@ class CudaDouble(CudaRuntime):
         self.batches: list[Copies] = []
         self.refuse_copies = False
         self.fail_copies = False
+        self.refuse_records = False
+        """On streams other than those that the engine's threads have."""
         self._changed = threading.Condition(threading.RLock())
 
     def bind_thread(self) -> None:
@@ -69,10 +72,15 @@ class CudaDouble(CudaRuntime):
 
     def record_on_current_stream(self) -> DoubleEvent:
         """See CudaRuntime."""
-        return self.record(getattr(self._current, "stream", self.default))
+        return self._record(getattr(self._current, "stream", self.default))
 
     def record(self, stream: DoubleStream) -> DoubleEvent:
         """See CudaRuntime."""
+        if self.refuse_records:
+            raise CudaError("CUDA error 2 (double)")
+        return self._record(stream)
+
+    def _record(self, stream: DoubleStream) -> DoubleEvent:
         event = DoubleEvent(stream)
         self._push(stream, "record", event)
         return event
@@ -90,6 +98,16 @@ class CudaDouble(CudaRuntime):
             if event.failed:
                 raise CudaError("CUDA error 700 (double)")
             return event.happened
+
+    def is_idle(self, stream: DoubleStream) -> bool:
+        """See CudaRuntime. The first look at a stream comes too early."""
+        with self._changed:
+            if stream.was_asked:
+                self._run_to(DoubleEvent(stream))
+            stream.was_asked = bool(stream.work)
+            if self.fail_copies:
+                raise CudaError("CUDA error 700 (double)")
+            return not stream.work
 
     def copy(self, copies: Copies, stream: DoubleStream) -> None:
         """See CudaRuntime; every batch is kept in ``batches``."""
@@ -117,7 +135,7 @@ class CudaDouble(CudaRuntime):
         """Does all that is left to do, but for streams that are held, and those that wait for them."""
         for stream in self.streams:
             with self._changed:
-                self._run_to(self.record(stream))
+                self._run_to(self._record(stream))
 
     def close(self) -> None:
         """Work not yet done is dropped."""

@@ -52,8 +52,12 @@ class EngineContract(ABC):
     """Of objects that the suite puts; those above the engine's own limit are left out."""
     listed_objects = 1_100
     """More than a store lists in one answer."""
-    sees_at_once = True
-    """Whether one client sees at once what another one of the same store has put or removed."""
+    misses_what_goes = True
+    """Whether a read of what another client removes or overwrites meanwhile is a miss, and never an error."""
+    keeps_what_is_read = True
+    """Whether no read ever brings bytes of two objects; else they may come where another client removes the
+    object meanwhile, and the check of a record has to find that.
+    """
 
     @abstractmethod
     def store(self) -> AbstractContextManager[Callable[[], ObjectEngine]]:
@@ -384,7 +388,8 @@ class EngineContract(ABC):
                     counts[got.outcome] += 1
                     if got.outcome is Outcome.OK:
                         version = sizes.index(got.num_bytes)
-                        assert found == content_of(name, sizes[version], version), "of two writers"
+                        is_whole = found == content_of(name, sizes[version], version)
+                        assert is_whole or not self.keeps_what_is_read, "of two writers"
 
         with self.store() as connect:
             engines = [connect(), connect()]
@@ -394,8 +399,8 @@ class EngineContract(ABC):
                 for engine in engines:
                     engine.close()
         assert counts[Outcome.OK] > 10, counts
-        if self.sees_at_once:
-            assert sum(counts.values()) == counts[Outcome.OK] + counts[Outcome.MISS], counts
+        expected = {Outcome.OK, Outcome.MISS} | (set() if self.misses_what_goes else {Outcome.IO_ERROR})
+        assert {outcome for outcome, count in counts.items() if count} <= expected, counts
 
     def test_close_while_others_work_ends_their_calls(self) -> None:
         at_work = threading.Barrier(4)

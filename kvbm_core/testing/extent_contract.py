@@ -41,6 +41,8 @@ class ExtentStoreContract(ABC):
     payload_bytes = 4096
     part_bytes: int | None = None
     """Memory of a block is in parts of this size; None: in one piece."""
+    content = staticmethod(content_of)
+    """What the suite puts under a key."""
 
     @abstractmethod
     def stores(self) -> AbstractContextManager[SharedStore]:
@@ -70,7 +72,9 @@ class ExtentStoreContract(ABC):
 
     def payloads(self, extent: Extent) -> list[Memory]:
         """What belongs to its keys."""
-        return self.memory(len(extent.keys), lambda index: content_of(extent.keys[index], self.payload_bytes))
+        return self.memory(
+            len(extent.keys), lambda index: self.content(extent.keys[index], self.payload_bytes)
+        )
 
     def put(self, store: ExtentStore, extents: Sequence[Extent], deadline_s: float = LONG_S) -> list[Outcome]:
         """Puts the content of their keys."""
@@ -85,7 +89,7 @@ class ExtentStoreContract(ABC):
         assert [len(own) for own in outcomes] == [len(extent.keys) for extent in extents]
         for extent, own, ends in zip(extents, targets, outcomes, strict=True):
             for key, target, outcome in zip(extent.keys, own, ends, strict=True):
-                is_right = content_in(target) == content_of(key, self.payload_bytes)
+                is_right = content_in(target) == self.content(key, self.payload_bytes)
                 assert outcome is not Outcome.OK or is_right, "wrong bytes"
         return outcomes
 

@@ -7,8 +7,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from kvbm_core.blocks.slot_tier import BlockTier
+from kvbm_core.blocks.slot_tier import BlockTier, Residency
 from kvbm_core.clock import Clock, ManualClock
+from kvbm_core.control.desk import Desk
 from kvbm_core.errors import Outcome
 from kvbm_core.observe.metrics import Metrics
 from kvbm_core.policy.admission import AdmissionPolicy, AdmitAll
@@ -18,6 +19,7 @@ from kvbm_core.runtime.leader import Leader, LeaderParts
 from kvbm_core.runtime.leader_options import LeaderOptions
 from kvbm_core.runtime.offload import OnPartEnd
 from kvbm_core.runtime.request import BlockTable, RequestState
+from kvbm_core.runtime.tenants import Tenant
 from kvbm_core.storage.disk.recovery import Found
 from kvbm_core.tiers.groups import GroupSpec, base_block_tokens
 from kvbm_core.tiers.lower import LowerTierMaker
@@ -61,23 +63,25 @@ class LeaderBench:
         options: LeaderOptions | None = None,
         on_offload_end: OnPartEnd = lambda part, committed: None,
         disk: BenchDisk | None = None,
+        listener: Residency | None = None,
     ) -> None:
         self.clock = ManualClock()
         self.sent: list[TierOrder] = []
         self._block_bytes = 1 if disk is None else disk.block_bytes
         self._send_on = (lambda order: None) if disk is None else disk.send
-        self.evicted: list[BlockKey] = []
         self.world_size = world_size
-        self.tier = BlockTier(Tier.HOST, LruPolicy(), self.clock, on_evict=self.evicted.extend)
+        metrics = Metrics(has_host_tier=disk is None or disk.has_host_tier, clock=self.clock)
+        self.tier = BlockTier(Tier.HOST, LruPolicy(), self.clock, listener, metrics)
         self.handshake = Handshake(world_size, lambda block_bytes: num_slots, clock=self.clock)
+        self.desk = Desk()
         self.leader = Leader(
             groups,
             self.tier,
             self.handshake,
             clock=self.clock,
-            metrics=Metrics(has_host_tier=disk is None or disk.has_host_tier),
+            metrics=metrics,
             options=options or LeaderOptions(),
-            parts=LeaderParts(self._lower(disk), self._send, on_offload_end),
+            parts=LeaderParts(self._lower(disk), self._send, on_offload_end, desk=self.desk),
         )
         if num_slots:
             self.slots_ready(num_slots)
@@ -146,9 +150,9 @@ class LeaderBench:
         self.say(plan.job_id, outcome, ranks)
         self.leader.poll()
 
-    def open(self, request_id: str = "r") -> RequestState:
+    def open(self, request_id: str = "r", tenant: Tenant | None = None) -> RequestState:
         """A new request."""
-        return self.leader.open(request_id, ROOT, None)
+        return self.leader.open(request_id, ROOT, None, tenant=tenant)
 
     def offload(
         self, state: RequestState, tokens: Sequence[int], first_device_block: int = 1

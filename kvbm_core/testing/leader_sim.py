@@ -3,27 +3,37 @@
 Requests part prefixes, are preempted and aborted in every state; device blocks are reused as soon as they
 are free; copies end in any order, fail, or are cancelled; acknowledgements come late, in any order and twice;
 resets strike. Hits are audited as the options say: what is stored is what is computed.
+
+A group with states has one where a step ends, and hands some of them off that are at the end of a block; the
+blocks that a step passes over hold what was there before.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from functools import partial
 from random import Random
 
+from kvbm_core.control.desk import Report
+from kvbm_core.control.messages import Order, Result, Verb
 from kvbm_core.errors import Outcome
 from kvbm_core.runtime.handshake import RankAnswer
 from kvbm_core.runtime.leader_options import LeaderOptions
-from kvbm_core.runtime.request import NULL_BLOCK, RequestState
+from kvbm_core.runtime.request import NULL_BLOCK, RequestState, StateOnDevice
+from kvbm_core.runtime.tenants import Tenant
 from kvbm_core.runtime.transfer_jobs import JobPart
+from kvbm_core.testing.heard import Heard
 from kvbm_core.testing.leader_bench import BenchDisk, LeaderBench
 from kvbm_core.testing.sim_worker import SimWorker, oracle
-from kvbm_core.tiers.groups import GroupSpec, alignment_tokens
+from kvbm_core.tiers.groups import GroupSpec, alignment_tokens, needed_blocks
 from kvbm_core.transfer.plan import TransferPlan
 from kvbm_core.types import BlockKey
 
 VOCABULARY = 3
+ADAPTERS = ("", "a")
 MAX_TOKENS = 24
 MAX_REQUESTS = 6
 
@@ -51,6 +61,7 @@ class SimRequest:
     held: list[list[int]] = field(default_factory=list)
     load: int = 0
     loaded_tokens: int = 0
+    prompt_tokens: int = 0
 
 
 @dataclass
@@ -72,6 +83,7 @@ class LeaderSim:
         self.shape = shape
         self.random = random
         self.loads_ok = 0
+        self.states_loaded = self.states_handed_off = 0
         self.audits_ok = 0
         self.bench = self._make_bench()
         self.leader = self.bench.leader
@@ -83,15 +95,19 @@ class LeaderSim:
         self._prefix_of: dict[BlockKey, tuple[int, tuple[int, ...]]] = {}
         self._last_job_before_reset = 0
         self._last_job = 0
+        # After each reset by an operator: how many blocks there were, and whether something was loaded.
+        self._after_orders: list[tuple[int, bool]] = []
         # The job that gathers what is offloaded, if there is one.
         self._open_jobs: set[int] = set()
         # Comparisons that were planned and not sent yet; and jobs of those that were sent.
         self._open_audits: list[TransferPlan] = []
         self._audits: set[int] = set()
         self._prompts: list[list[int]] = []
+        self.clears = 0
         self._count = 0
 
     def _make_bench(self, disk: BenchDisk | None = None) -> LeaderBench:
+        self._heard = Heard()
         return LeaderBench(
             self.shape.num_slots,
             groups=self.shape.groups,
@@ -99,6 +115,7 @@ class LeaderSim:
             options=self.shape.options,
             on_offload_end=self._on_offload_end,
             disk=disk,
+            listener=self._heard,
         )
 
     def _make_workers(self) -> Sequence[SimWorker]:
@@ -120,6 +137,8 @@ class LeaderSim:
             (self._abort, 0.5),
             (self._preempt, 0.7),
             (self._reset, 0.1),
+            (self._order, 0.3),
+            (self._order_of_somebody, 0.3),
             (self._time_passes, 1),
         ]
 
@@ -132,6 +151,7 @@ class LeaderSim:
             self._send_offloads()
         action()
         self._release_kept()
+        expect(not any(map(any, self._after_orders)), "an operator's reset left a block, or struck a load")
 
     def end(self) -> None:
         """Everything ends by itself; nothing may be left."""
@@ -152,8 +172,14 @@ class LeaderSim:
         )
 
     def check_bytes(self) -> None:
-        """Each block that could be matched now has the right bytes in its slot, on every rank."""
+        """Each block that could be matched now has the right bytes in its slot, on every rank; and whoever
+        listens was told of these and of no other.
+        """
         self.leader.check_integrity()
+        for tier in (self.bench.tier, *(lower.slots for lower in self.leader.chain.slotted)):
+            expect(
+                self._heard.here[tier.tier] == set(tier.keys()), f"other blocks of {tier.tier.name} were told"
+            )
         for key, (group, prefix) in self._prefix_of.items():
             lease = self.bench.tier.lease("check", [key], 1.0)
             if lease is not None:
@@ -180,7 +206,10 @@ class LeaderSim:
         request_id = next(
             name for name in (f"r{self._count % 5}", f"r{self._count + 5}") if name not in names
         )
-        request = SimRequest(request_id, tokens, self.bench.open(request_id))
+        state = self.bench.open(request_id, Tenant(self.random.choice(ADAPTERS)))
+        request = SimRequest(request_id, tokens, state)
+        if any(group.is_state for group in self.shape.groups):
+            request.prompt_tokens = self.random.randint(1, len(tokens))
         request.state.chain.extend(tokens)
         for position, group in enumerate(self.shape.groups):
             for block, key in enumerate(request.state.keys(position)):
@@ -259,7 +288,10 @@ class LeaderSim:
         """
         for group, table in zip(self.shape.groups, request.held, strict=True):
             size = group.block_size_tokens
-            for block in range(start // size, -(-stop // size)):
+            first = start // size
+            if group.is_state:  # one state, after the last token
+                first = max(first, (stop - 1) // size)
+            for block in range(first, -(-stop // size)):
                 if table[block] != NULL_BLOCK:
                     prefix = request.tokens[: min(stop, (block + 1) * size)]
                     for worker in self.workers:
@@ -284,10 +316,15 @@ class LeaderSim:
 
     def _check_load(self, request: SimRequest) -> None:
         for group, table in zip(self.shape.groups, request.held, strict=True):
+            needed = needed_blocks(group, 0, request.loaded_tokens)
+            expect(
+                table[needed.stop - 1] != NULL_BLOCK or not needed, "the engine has no block to go on from"
+            )
             for block in range(request.loaded_tokens // group.block_size_tokens):
                 prefix = request.tokens[: (block + 1) * group.block_size_tokens]
                 for worker in self.workers:
                     if table[block] != NULL_BLOCK:
+                        self.states_loaded += group.is_state
                         right = worker.on_device(table[block]) == oracle(worker.rank, group.index, prefix)
                         expect(right, f"{request.request_id} was given wrong bytes for {prefix}")
 
@@ -303,15 +340,34 @@ class LeaderSim:
                     self.free_blocks.append(table[block])
                     table[block] = NULL_BLOCK
         after = min(len(request.tokens), before + self.random.randint(1, 9))
+        if request.prompt_tokens and self.random.random() < 0.7:  # most steps end where a state is of use
+            align = alignment_tokens(self.shape.groups)
+            after = max(after // align * align, min(before + 1, after))
         self._compute(request, before, after)
         request.computed_tokens = after
         job_id = self.leader.offload(request.state, request.tokens, before, after, request.tables)
-        if job_id is not None:
-            self._last_job = max(self._last_job, job_id)
-            self._open_jobs = {job_id}
+        for one in (job_id, self._hand_off(request, after)):
+            if one is not None:
+                self._last_job = max(self._last_job, one)
+                self._open_jobs = {one}
         self._open_audits += [job.plan() for job in self.leader.take_audits()]
         if after == len(request.tokens):
             self._finish(request)
+
+    def _hand_off(self, request: SimRequest, after: int) -> int | None:
+        """The engine says where states are; sometimes not of all groups, or twice."""
+        handed = [
+            StateOnDevice(position, table[(after - 1) // group.block_size_tokens], after)
+            for position, (group, table) in enumerate(zip(self.shape.groups, request.held, strict=True))
+            if group.is_state and after % group.block_size_tokens == 0
+        ]
+        if not handed or self.random.random() < 0.1:
+            return None
+        if self.random.random() < 0.1:
+            handed.pop()
+        self.states_handed_off += len(handed)
+        handed += handed[: self.random.choice([0, 0, 1])]
+        return self.leader.offload_states(request.state, request.tokens, handed, request.prompt_tokens)
 
     def _send_audits(self) -> None:
         audits, self._open_audits = self._open_audits, []
@@ -390,6 +446,60 @@ class LeaderSim:
         self.leader.reset()
         self._last_job_before_reset = self._last_job
         expect(self.bench.tier.resident_blocks == 0, "a block survived the reset")
+
+    def _order(self) -> None:
+        """An operator's; it is carried out at some later ``poll``."""
+        verb = self.random.choices([Verb.RESET, Verb.DRAIN, Verb.RESUME], [1, 1, 4])[0]
+        order = Order(verb=verb, tier=self.random.choice(["all", "host", "disk"]))
+        self.bench.desk.submit(order).add_done_callback(partial(self._carried_out, order))
+
+    def _order_of_somebody(self) -> None:
+        """As ``_order``, of an adapter or a prompt."""
+        random, adapter = self.random, self.random.choice(ADAPTERS)
+        tokens = tuple(random.choice(self._prompts)) if self._prompts else (1, 2, 3)
+        name = random.choice(["p", "q"])
+        few = random.choice([None, 0, 2, 5])
+        order = random.choice(
+            [
+                Order(verb=Verb.RESET, adapter=adapter, tier=random.choice(["all", "host", "disk"])),
+                Order(verb=Verb.RESET, adapter=adapter, tokens=tokens),
+                Order(
+                    verb=Verb.PIN, pin=name, adapter=adapter, tokens=tokens, ttl_s=random.choice([1.0, 9.0])
+                ),
+                Order(verb=Verb.UNPIN, pin=name),
+                Order(verb=Verb.QUOTA, adapter=adapter, host_blocks=few, disk_blocks=few),
+                Order(verb=Verb.QUOTA, adapter=adapter),
+            ]
+        )
+        self.bench.desk.submit(order).add_done_callback(partial(self._carried_out, order))
+
+    def _carried_out(self, order: Order, end: Future[Report]) -> None:
+        if end.result().result is not Result.DONE or order.verb not in (Verb.RESET, Verb.QUOTA):
+            return
+        if order.verb is Verb.QUOTA:
+            self._was_cleared()  # what a load brings up now may be more than the new quota, and goes again
+        elif order.adapter is None:
+            self._was_reset(order.tier)
+        else:
+            keys, chain = self.bench.keys(order.tokens), self.leader.chain
+            left = [
+                key
+                for slots in (chain.host, *(t.slots for t in chain.slotted))
+                for key in slots.resident_of(keys)
+            ]
+            expect(not left, "a block of a prompt that was cleared can be found")
+            self.clears += 1
+            self._was_cleared()
+
+    def _was_cleared(self) -> None:
+        """Some blocks have been forgotten, or are when the load that brings them up has ended."""
+
+    def _was_reset(self, tier: str) -> None:
+        left = 0
+        if tier != "disk":
+            self._last_job_before_reset = self._last_job
+            left = self.bench.tier.resident_blocks
+        self._after_orders.append((left, self.leader.has_loads))
 
     # ---------------------------------------------------------------- the rest of the world
 

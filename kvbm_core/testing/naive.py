@@ -13,6 +13,7 @@ class NaiveLru:
         self._call = 0
         self._stamps: dict[int, tuple[int, int]] = {}
         self._pins: dict[int, int] = {}
+        self._demoted: set[int] = set()
 
     def _use(self, slots: list[int]) -> None:
         # A later call is more recent; within a call an earlier position is.
@@ -36,7 +37,15 @@ class NaiveLru:
 
     def touch(self, slots: Slots) -> None:
         """See EvictionPolicy."""
-        self._use([slot for slot in slots.tolist() if slot in self._stamps])
+        numbers = [slot for slot in slots.tolist() if slot in self._stamps]
+        self._demoted.difference_update(numbers)
+        self._use(numbers)
+
+    def demote(self, slots: Slots) -> None:
+        """See EvictionPolicy."""
+        numbers = [slot for slot in slots.tolist() if slot in self._stamps and slot not in self._demoted]
+        self._demoted.update(numbers)
+        self._use(numbers)
 
     def pin(self, slots: Slots) -> None:
         """See EvictionPolicy."""
@@ -66,6 +75,7 @@ class NaiveLru:
         for slot in numbers:
             del self._stamps[slot]
             del self._pins[slot]
+            self._demoted.discard(slot)
 
     def evict(self, count_blocks: int, spare: Spare | None = None) -> Slots | None:
         """See EvictionPolicy."""
@@ -74,7 +84,8 @@ class NaiveLru:
         allowed = [slot for slot in self._stamps if not self.is_pinned(slot)]
         if spare is not None:
             allowed = [slot for slot in allowed if not spare(as_slots([slot]))[0]]
-        victims = sorted(allowed, key=lambda slot: self._stamps[slot])[:count_blocks]
+        victims = sorted(allowed, key=lambda slot: (slot not in self._demoted, self._stamps[slot]))
+        del victims[count_blocks:]
         if len(victims) < count_blocks:
             return None
         self.remove(as_slots(victims))

@@ -38,6 +38,10 @@ class ListPolicy:
         """As the policy's."""
         self.policy.touch(as_slots(slots))
 
+    def demote(self, slots: Sequence[int]) -> None:
+        """As the policy's."""
+        self.policy.demote(as_slots(slots))
+
     def pin(self, slots: Sequence[int]) -> None:
         """As the policy's."""
         self.policy.pin(as_slots(slots))
@@ -191,6 +195,37 @@ class EvictionPolicyContract(ABC):
         _expect(policy.evictable_blocks == 2 and policy.is_pinned(known[0]), "touch neither adds nor unpins")
         policy.check_integrity()
 
+    def test_demoted_keys_go_first_until_they_are_touched(self) -> None:
+        keys = _slots(0, 6)
+        policy = self.filled(keys)
+        policy.demote([keys[0], keys[1], 7])
+        policy.demote([keys[3]])
+        policy.insert([6])
+        _expect(policy.evictable_blocks == 7, "a demoted key can be evicted")
+        policy.touch([keys[3]])
+        _expect(policy.evict(2) == [keys[1], keys[0]], "demoted keys go first, the tail before the head")
+        _expect(set(policy.evict(3) or []) == {keys[5], keys[4], keys[2]}, "what was touched is as any other")
+        policy.demote([6])
+        policy.remove(6)
+        policy.insert([6])
+        policy.demote([keys[3]])
+        _expect(policy.evict(1) == [keys[3]], "what comes again is not demoted")
+
+    def test_a_pinned_key_is_demoted_with_its_last_unpin(self) -> None:
+        keys = _slots(0, 4)
+        policy = self.filled(keys)
+        policy.demote([keys[0]])
+        policy.pin([keys[0], keys[1], keys[2]])
+        policy.pin([keys[0]])
+        policy.demote([keys[1], keys[2]])
+        policy.touch([keys[2]])
+        _expect(policy.evictable_blocks == 1, "what is pinned stays")
+        policy.unpin([keys[0], keys[1], keys[2]])
+        policy.unpin([keys[0]])
+        _expect(set(policy.evict(2) or []) == {keys[0], keys[1]}, "a pin is not a use")
+        _expect(policy.evict(1) == [keys[3]], "touched while it was pinned: as any other")
+        policy.check_integrity()
+
     def test_remove(self) -> None:
         keys = _slots(0, 3)
         policy = self.filled(keys)
@@ -228,7 +263,7 @@ class EvictionPolicyContract(ABC):
         universe = _slots(0, 40)
         for _ in range(300):
             some = rng.sample(universe, rng.randint(0, 6))
-            match rng.randrange(5):
+            match rng.randrange(6):
                 case 0:
                     some = [key for key in some if key not in pins]
                     policy.insert(some)
@@ -239,6 +274,8 @@ class EvictionPolicyContract(ABC):
                     some = [key for key in some if key in pins]
                     policy.pin(some)
                     pins.update({key: pins[key] + 1 for key in some})
+                case 5:
+                    policy.demote(some)
                 case 3:
                     some = [key for key in some if pins.get(key)]
                     policy.unpin(some)
@@ -280,8 +317,13 @@ class EvictionPolicyContract(ABC):
             policy.pin(some)
             policy.unpin(some)
 
+        def demote_and_touch() -> None:
+            policy.demote(some)
+            policy.touch(some)
+
         return {
             "touch": _least_seconds(lambda: policy.touch(some)),
+            "demote and touch": _least_seconds(demote_and_touch),
             "pin and unpin": _least_seconds(pin_and_unpin),
             "evict and insert": _least_seconds(evict_and_insert),
             "refused evict": _least_seconds(lambda: policy.evict(resident_blocks)),

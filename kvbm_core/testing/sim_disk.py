@@ -140,6 +140,10 @@ class DiskSimWorker(SimWorker):
         if order.kind is OrderKind.FORGET:
             self._orders.popleft()
             self.disk.life += 1
+        elif order.kind is OrderKind.ERASE:
+            self._orders.popleft()
+            for place in order.places:
+                self.disk.records[place] = None
         elif self._is_half_stored:
             self._orders.popleft()
             self._is_half_stored = False
@@ -396,6 +400,16 @@ class DiskLeaderSim(LeaderSim):
         self._resets += 1
         self._restored.clear()
         expect(self.bench.disk.slots.resident_blocks == 0, "a block on the disk survived the reset")
+
+    def _was_cleared(self) -> None:
+        self._resets += 1
+
+    def _was_reset(self, tier: str) -> None:
+        super()._was_reset(tier)
+        self._resets += 1
+        if tier != "host":
+            self._restored.clear()
+            self._after_orders.append((self.bench.disk.slots.resident_blocks, False))
 
     def _time_passes(self) -> None:
         super()._time_passes()

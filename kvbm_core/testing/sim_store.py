@@ -20,9 +20,10 @@ from kvbm_core.testing.leader_bench import BenchDisk, LeaderBench
 from kvbm_core.testing.leader_sim import SimShape, expect
 from kvbm_core.testing.sim_disk import DiskLeaderSim, DiskSimWorker, SimDisk
 from kvbm_core.testing.sim_worker import FAILURES, HALF_BYTES, PAGE_BYTES, oracle
+from kvbm_core.tiers.groups import GroupSpec
 from kvbm_core.tiers.keyed import KeyedOptions, KeyedTier, Name, keyed_tier
 from kvbm_core.transfer.plan import NO_SLOT, ExtentPart, JobResult, OrderKind, TierOrder
-from kvbm_core.types import BlockKey, Tier
+from kvbm_core.types import BlockKey, Tier, group_of
 
 NAMES = ("near", "far")
 LATE_RATE = 0.15
@@ -222,7 +223,8 @@ class StoreLeaderSim(DiskLeaderSim):
         self._moved = {"fetched": 0.0, "stored": 0.0}
         self._max_fetching_blocks = random.choice([2, 1024])
         self._full_blocks = random.choice([1, 2, 4])
-        self._chains: list[tuple[int, list[BlockKey]]] = []
+        self._keeps_extents = self._full_blocks > 1 or random.random() < 0.5
+        self._chains: list[tuple[GroupSpec, list[BlockKey]]] = []
         super().__init__(shape, random, num_disk_slots=num_disk_slots, uses_filter=uses_filter)
 
     @property
@@ -239,7 +241,7 @@ class StoreLeaderSim(DiskLeaderSim):
         options = KeyedOptions(
             max_fetching_blocks=self._max_fetching_blocks,
             max_known_extents=50,
-            extent_bytes=EXTENT_BYTES if self._full_blocks > 1 else 0,
+            extent_bytes=EXTENT_BYTES if self._keeps_extents else 0,
         )
         makers = tuple(keyed_tier(name, Tier.REMOTE, AdmitAll(), options) for name in NAMES)
         block_bytes = self.shape.world_size * (EXTENT_BYTES // self._full_blocks)
@@ -269,7 +271,7 @@ class StoreLeaderSim(DiskLeaderSim):
         super()._arrive()
         for request in self.requests[before:]:
             for position, group in enumerate(self.shape.groups):
-                self._chains.append((group.index, list(request.state.keys(position))))
+                self._chains.append((group, list(request.state.keys(position))))
         self._chains = self._chains[-20:]
 
     def _others_put(self) -> None:
@@ -281,11 +283,14 @@ class StoreLeaderSim(DiskLeaderSim):
         group, keys = self.random.choice(self._chains)
         store, end = self.stores[self.random.choice(NAMES)], self.random.randint(0, len(keys))
         spans = [*extents_within(0, end, self._full_blocks), *tail_extents(end, self._full_blocks)]
+        if group.is_state:
+            spans = [range(block, block + 1) for block in range(end) if self.random.random() < 0.5]
         for span in spans[self.random.choice([0, 0, max(0, len(spans) - 3)]) :]:
             for rank, extents in enumerate(store.extents):
                 if self.random.random() < 0.9:
                     extents[keys[span.stop - 1], len(span)] = {
-                        keys[i]: SimBlock(oracle(rank, group, self._prefix_of[keys[i]][1])) for i in span
+                        key: SimBlock(oracle(rank, group.index, self._prefix_of[key][1]))
+                        for key in keys[span.start : span.stop]
                     }
 
     def _others_lose(self) -> None:
@@ -303,6 +308,9 @@ class StoreLeaderSim(DiskLeaderSim):
         super().check_bytes()
         for name, store in self.stores.items():
             for rank, extents in enumerate(store.extents):
+                states = {group.index for group in self.shape.groups if group.is_state}
+                long = [name for name in extents if name[1] > 1 and group_of(name[0]) in states]
+                expect(not long, "a state is in an extent of several blocks")
                 for key, block in (pair for blocks in extents.values() for pair in blocks.items()):
                     group, prefix = self._prefix_of[key]
                     is_right = block.is_damaged or block.payload == oracle(rank, group, prefix)

@@ -1,16 +1,20 @@
 """The chain of tiers: the host, and the tiers below it in the order of the search.
 
-The host is the hub: every block goes down from a host slot and comes up into one. Leader and local path are
-its two users. No bytes here; one thread at a time.
+The host is the hub: every block goes down from a host slot and comes up into one; unless there is no host
+tier and ranks read the disk straight into their devices' memory. Leader and local path are its two users. No
+bytes here; one thread at a time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvbm_core.blocks.lease import Lease
 from kvbm_core.blocks.slot_tier import BlockTier, Protected, Reservation, protect_nothing
+from kvbm_core.blocks.tenants import NOBODY, Tenants, tenants_of
 from kvbm_core.clock import Clock
 from kvbm_core.errors import Outcome
 from kvbm_core.observe.labels import DropReason
@@ -18,21 +22,45 @@ from kvbm_core.observe.metrics import Metrics
 from kvbm_core.storage.disk.recovery import Found
 from kvbm_core.tiers.groups import Residents
 from kvbm_core.tiers.jobs import JobTable
-from kvbm_core.tiers.keyed import KeyedTier, Seeker, Sought
+from kvbm_core.tiers.keyed import FetchJob, Seeker, Sought, SoughtTier
 from kvbm_core.tiers.lower import LowerTier, LowerTierMaker, Surroundings
 from kvbm_core.tiers.runs import BlockRun
 from kvbm_core.tiers.slotted import SlottedTier
 from kvbm_core.tiers.stack import TierStack
-from kvbm_core.transfer.plan import OrderKind, TierOrder
+from kvbm_core.transfer.plan import FIRST_DIRECT_SLOT, OrderKind, TierOrder
 from kvbm_core.types import BlockKey, Tier
+
+MOST_ERRANDS = 16
+"""So many prompts are brought up at once for requests that do not ask again; the newest ones."""
+ERRAND_S = 30.0
+"""For so long, at most."""
+ERRAND_BLOCKS = 4096
+"""At one piece of news prompts with so many blocks are looked through that are not there yet, and at least
+one: whoever calls serves an engine. Those that were left out come first at the next one.
+"""
+
+
+class _Errand(NamedTuple):
+    """What a request that does not ask again wants to be brought up."""
+
+    runs: Sequence[BlockRun]
+    seeker: Seeker
+    ends_at_s: float
+
+    @property
+    def name(self) -> BlockKey:
+        """The last block that is wanted."""
+        run = self.runs[0]
+        return run.keys[run.end - 1]
 
 
 @dataclass(slots=True)
 class Below:
-    """Blocks that are held in one lower tier, and not in the host."""
+    """Blocks that are held in one lower tier, and not in the host. ``is_direct``: they need no host slots."""
 
     tier: SlottedTier
     lease: Lease
+    is_direct: bool = False
 
 
 @dataclass(slots=True)
@@ -40,7 +68,7 @@ class Held:
     """``keys``, each with its host slot, held until they are released or their leases end.
 
     ``lease`` holds those that are in the host. The others are held where they lie (``below``), and have slots
-    reserved to be fetched into.
+    reserved to be fetched into; or numbers in place of slots (see plan.FIRST_DIRECT_SLOT).
     """
 
     keys: Sequence[BlockKey]
@@ -66,7 +94,7 @@ class Held:
 
 class TierChain:
     """``send``: an order to every worker that stores. ``makers``: of the lower tiers, in the order of the
-    search. Times in seconds.
+    search. Who listens to the host hears of lower tiers too. Times in seconds.
     """
 
     def __init__(
@@ -81,18 +109,24 @@ class TierChain:
         lease_ttl_s: float = 30.0,
     ) -> None:
         self.host = host
-        around = Surroundings(host, jobs, send, clock, metrics, lease_ttl_s)
+        around = Surroundings(host, jobs, send, clock, metrics, lease_ttl_s, host.listener)
         self.lower: tuple[LowerTier, ...] = tuple(make(around) for make in makers)
         self._by_name = {tier.name: tier for tier in self.lower}
         if len(self._by_name) < len(self.lower):
             raise ValueError("two tiers of a chain have one name")
         self.slotted = tuple(tier for tier in self.lower if isinstance(tier, SlottedTier))
-        self.keyed = tuple(tier for tier in self.lower if isinstance(tier, KeyedTier))
+        self.keyed = tuple(tier for tier in self.lower if isinstance(tier, SoughtTier))
         self.residents: Residents = TierStack((host, *self.slotted)) if self.slotted else host
+        self._counting: tuple[BlockTier, ...] = ()
+        self._jobs = jobs
+        self._errands: dict[BlockKey, _Errand] = {}  # by their names
+        for tier in self.keyed:
+            tier.on_news = self._go_on
+        self.holds_back: Callable[[], bool] = lambda: False
+        """Whether an operator wants nothing new to be brought up; what nobody asks for any more ends then."""
         self._clock = clock
         self._metrics = metrics
         self._ttl_s = lease_ttl_s
-        self._evicted_seen = 0
 
     def named(self, name: str) -> LowerTier | None:
         """The lower tier of this name."""
@@ -103,6 +137,12 @@ class TierChain:
         tier = self._by_name.get(name)
         if isinstance(tier, SlottedTier):
             tier.take_in(rank, end, found)
+
+    def direct(self, name: str, is_direct: bool) -> None:
+        """Whether every rank that stores reads this tier straight into its device's memory."""
+        tier = self._by_name.get(name)
+        if isinstance(tier, SlottedTier):
+            tier.is_direct = is_direct
 
     def tier_of(self, name: str) -> Tier:
         """What metrics count the lower tier of this name as."""
@@ -117,11 +157,14 @@ class TierChain:
         protected: Protected = protect_nothing,
         *,
         all_or_none: bool = False,
+        needs_host: bool = False,
+        tenant: int = NOBODY,
     ) -> Held | int:
         """Holds all of ``keys``; or nothing, and says how many leading ones could be held instead.
 
         ``all_or_none``: a part is of no use to the caller, and nothing is evicted for it. ``protected``: what
-        must not be evicted to make room.
+        must not be evicted to make room. ``needs_host``: all of them are to be in the host in the end.
+        ``tenant``: whose they are.
         """
         lease = self.host.lease(owner, keys, self._ttl_s)
         if lease is not None:
@@ -132,25 +175,33 @@ class TierChain:
         left, held = _without(keys, here), Held(keys, ())
         for tier in self.slotted:
             found = tier.resident_of(left)
-            below = tier.slots.lease(owner, found, self._ttl_s) if found else None
-            if below is not None:
-                held.below += (Below(tier, below),)
+            lease = tier.slots.lease(owner, found, self._ttl_s) if found else None
+            if lease is not None:
+                tier.slots.own(lease.slots, tenant)
+                # Of one tier only: numbers in place of slots follow from its places alone.
+                others = any(below.is_direct for below in held.below)
+                held.below += (Below(tier, lease, tier.is_direct and not needs_host and not others),)
                 left = _without(left, found)
         if left:
             self.release(held)
             return keys.index(left[0])
         # Before slots are made free for the rest.
         held.lease = self.host.lease(owner, here, self._ttl_s) if here else None
-        fetched = [key for below in held.below for key in below.lease.keys]
+        slot_of: dict[BlockKey, int] = {}
+        for below in held.below:
+            if below.is_direct:
+                numbers = (FIRST_DIRECT_SLOT + place for place in below.lease.slots)
+                slot_of.update(zip(below.lease.keys, numbers, strict=True))
+        fetched = [key for below in held.below if not below.is_direct for key in below.lease.keys]
         if len(held.below) > 1:  # the head first, wherever it lies
             order = {key: i for i, key in enumerate(keys)}
             fetched.sort(key=order.__getitem__)
-        held.reservation = self.host.reserve(fetched, protected, all_or_none=all_or_none)
-        self.count_evictions()
-        slot_of = dict(zip(held.reservation.keys, held.reservation.slots, strict=True))
+        if fetched:
+            held.reservation = self.host.reserve(fetched, protected, all_or_none=all_or_none, tenants=tenant)
+            slot_of.update(zip(held.reservation.keys, held.reservation.slots, strict=True))
         if held.lease is not None:
             slot_of.update(zip(held.lease.keys, held.lease.slots, strict=True))
-        if len(held.reservation.keys) < len(fetched) or len(slot_of) < len(set(keys)):
+        if len(slot_of) < len(set(keys)):
             self.release(held)
             return self._could_hold(keys, slot_of, protected(keys))
         held.slots = [slot_of[key] for key in keys]
@@ -208,9 +259,7 @@ class TierChain:
     def reads(self, held: Held, job_id: int) -> tuple[TierOrder, ...]:
         """``held`` is loaded: what lower tiers have to bring into its slots, as a part of job ``job_id``."""
         held.num_brought = sum(tier.brought(held.keys) for tier in self.keyed)
-        if held.reservation is None:
-            return ()
-        slot_of = dict(zip(held.reservation.keys, held.reservation.slots, strict=True))
+        slot_of = dict(zip(held.keys, held.slots, strict=True)) if held.below else {}
         return tuple(
             TierOrder(
                 job_id,
@@ -265,24 +314,79 @@ class TierChain:
         for tier in self.lower:
             tier.hit(runs)
 
-    def wanted(self, runs: Sequence[BlockRun], seeker: Seeker | None = None) -> bool:
+    def wanted(
+        self, runs: Sequence[BlockRun], seeker: Seeker | None = None, *, asks_again: bool = True
+    ) -> bool:
         """What of ``runs`` is not in the host can be held nowhere: True if a lower tier is looking for it or
-        bringing it up. A tier is asked when those before it do not have the first of it. ``seeker``: see
-        KeyedTier.wanted.
+        bringing it up. ``seeker``: see SoughtTier.wanted. ``asks_again``: False if nobody will; then what is
+        found is brought up all the same, for the next request.
+        """
+        seeker = seeker or Seeker()
+        sought = self.sought(runs, seeker)
+        if not asks_again:
+            self._send_out(_Errand(runs, seeker, self._clock.now_s() + ERRAND_S), sought)
+        return sought is Sought.COMING
+
+    def _send_out(self, errand: _Errand, sought: Sought) -> None:
+        """Goes on with it at the next news, if there is something to wait for."""
+        is_full = sought is Sought.STUCK and bool(self._jobs.jobs(FetchJob))
+        if sought is Sought.COMING or is_full:
+            self._errands[errand.name] = errand
+            while len(self._errands) > MOST_ERRANDS:
+                oldest = min(self._errands.values(), key=lambda one: one.ends_at_s)
+                del self._errands[oldest.name]
+
+    def _go_on(self) -> None:
+        """A tier by key has found or brought something."""
+        waiting, self._errands = deque(self._errands.values()), {}
+        room_blocks = ERRAND_BLOCKS
+        while waiting and room_blocks > 0:
+            errand = waiting.popleft()
+            if errand.ends_at_s > self._clock.now_s() and not self.holds_back():
+                self._send_out(errand, self.sought(errand.runs, errand.seeker))
+                if errand.name in self._errands:  # there will be more news
+                    room_blocks -= sum(run.end - run.first for run in errand.runs)
+        self._errands = {errand.name: errand for errand in waiting} | self._errands
+
+    def sought(self, runs: Sequence[BlockRun], seeker: Seeker | None = None) -> Sought:
+        """As ``wanted``, and whether it is there but stuck. A tier is asked when those before it do not have
+        the first of it.
         """
         for tier in self.keyed if runs else ():
             sought = tier.wanted(runs, seeker)
             if sought is not Sought.NOWHERE:
-                return sought is Sought.COMING
-        return False
+                return sought
+        return Sought.NOWHERE
 
     # ---------------------------------------------------------------- the way down
 
-    def reserve(self, keys: Sequence[BlockKey], protected: Protected) -> Reservation:
-        """Host slots for those of ``keys`` that are not there; see BlockTier.reserve."""
-        reservation = self.host.reserve(keys, protected)
-        self.count_evictions()
+    def new_of(self, keys: Sequence[BlockKey]) -> Sequence[BlockKey]:
+        """Those of ``keys`` that are to be stored: the host lacks them, and what it lacks alone is not what a
+        tier has from which blocks go straight to the device.
+        """
+        new, below = self.host.new_of(keys), self._read_straight
+        return new if below is None else _without(new, below.resident_of(new))
+
+    def reserve(
+        self, keys: Sequence[BlockKey], protected: Protected, tenants: Tenants = NOBODY
+    ) -> Reservation:
+        """Host slots for those of ``keys`` that are to be stored; see BlockTier.reserve."""
+        below = self._read_straight
+        if below is None:
+            reservation = self.host.reserve(keys, protected, tenants=tenants)
+        else:  # what is there makes room: it need not be in the host to be of use
+            new_keys = self.new_of(keys)
+            reservation = self.host.reserve(
+                new_keys,
+                lambda new: {key for key in protected(new) if not below.contains(key)},
+                tenants=tenants_of(tenants, keys, new_keys),
+            )
         return reservation
+
+    @property
+    def _read_straight(self) -> SlottedTier | None:
+        """The tier from which blocks go straight to the device."""
+        return next((tier for tier in self.slotted if tier.is_direct), None)
 
     def stored(self, reservation: Reservation, outcome: Outcome) -> bool:
         """What was to be stored in the host has ended. True if it is there."""
@@ -299,6 +403,11 @@ class TierChain:
         """``runs``, whose keys mean the same in other processes, are new in the host."""
         for tier in self.lower:
             tier.offer(runs)
+
+    @property
+    def needs_runs(self) -> bool:
+        """Whether somebody wants to know where in their chains blocks lie."""
+        return bool(self.lower) or self.host.listener is not None
 
     @property
     def keeps_extents(self) -> bool:
@@ -334,23 +443,52 @@ class TierChain:
         """Makes ``keys`` a miss in the host."""
         self.host.forget(list(keys))
 
-    def reset(self) -> None:
-        """Forgets every block; what is on its way will not be committed."""
-        self.host.reset()
-        for tier in self.lower:
-            tier.reset()
+    def demote(self, keys: Sequence[BlockKey]) -> None:
+        """``keys`` go before all others, in the host and in tiers with slots, until they are used again."""
+        for slots in (self.host, *(tier.slots for tier in self.slotted)):
+            slots.demote(keys)
 
-    def count_evictions(self) -> None:
-        """Tells the metrics what has been evicted from the host since the last call."""
-        evicted = self.host.evicted_blocks_total
-        self._metrics.evicted(Tier.HOST, evicted - self._evicted_seen)
-        self._evicted_seen = evicted
+    def count_states(self, groups: Collection[int]) -> None:
+        """The blocks of these groups are states."""
+        self._counting = (self.host, *(tier.slots for tier in self.slotted))
+        for slots in self._counting:
+            slots.state_groups = frozenset(groups)
+
+    def forget_of(self, tenants: Collection[int], tiers: Container[Tier]) -> int:
+        """Forgets all blocks of these tenants in the host and in tiers with slots, of those that are meant;
+        how many.
+        """
+        self._errands.clear()
+        num_gone = self.host.forget_of(tenants) if Tier.HOST in tiers else 0
+        return num_gone + sum(tier.slots.forget_of(tenants) for tier in self.slotted if tier.tier in tiers)
+
+    def forget_prompt(self, keys: Sequence[BlockKey], tiers: Container[Tier]) -> int:
+        """As ``forget_of``, of what has these names."""
+        self._errands.clear()
+        meant = [self.host] if Tier.HOST in tiers else []
+        meant += [tier.slots for tier in self.slotted if tier.tier in tiers]
+        return sum(slots.forget_prompt(keys) for slots in meant)
+
+    def reset(self, tiers: Container[Tier] = frozenset(Tier)) -> None:
+        """Forgets every block of these tiers; what is on its way there will not be committed."""
+        self._errands.clear()
+        if Tier.HOST in tiers:
+            self.host.reset()
+        for tier in self.lower:
+            if tier.tier in tiers:
+                tier.reset()
 
     def publish_usage(self) -> None:
-        """Tells the metrics how full each tier is."""
+        """Tells the metrics how full each tier is, and what is on its way there."""
+        waiting: dict[Tier, int] = {}
         self._metrics.tier_usage(Tier.HOST, self.host.resident_blocks, self.host.capacity_blocks)
         for tier in self.lower:
             self._metrics.tier_usage(tier.tier, *tier.usage)
+            waiting[tier.tier] = waiting.get(tier.tier, 0) + tier.storing_blocks
+        for slots in self._counting:
+            self._metrics.state_blocks(slots.tier, slots.resident_states)
+        for which, num_blocks in waiting.items():
+            self._metrics.waiting_blocks(which, num_blocks)
 
     def check_integrity(self) -> None:
         """Raises IntegrityError unless the books of all tiers agree."""

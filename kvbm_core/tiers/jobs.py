@@ -128,13 +128,16 @@ def count_transfer(
     """A job between device and host that every rank has done; ``results``: one of each rank."""
     num_bytes = sum(result.num_bytes for result in results)
     metrics.bytes_moved(direction, num_bytes)
+    of_reads = [fetched for result in results for fetched in result.fetched]
     metrics.transfer_seconds(direction, max(result.seconds + result.queued_s for result in results))
     copy_s = max(result.copy_s if result.fetched else result.seconds for result in results)
     if direction is Direction.OFFLOAD:
         metrics.tier_transfer(Tier.DEVICE, Tier.HOST, num_bytes, copy_s)
         return
+    num_bytes -= sum(fetched.num_bytes for fetched in of_reads if fetched.is_direct)
     metrics.tier_transfer(Tier.HOST, Tier.DEVICE, num_bytes, copy_s)
-    for name in {fetched.tier for result in results for fetched in result.fetched}:
-        reads = [fetched for result in results for fetched in result.fetched if fetched.tier == name]
+    for name, is_direct in {(fetched.tier, fetched.is_direct) for fetched in of_reads}:
+        reads = [read for read in of_reads if (read.tier, read.is_direct) == (name, is_direct)]
         read_bytes, read_s = sum(read.num_bytes for read in reads), max(read.seconds for read in reads)
-        metrics.tier_transfer(tier_of(name), Tier.HOST, read_bytes, read_s)
+        target = Tier.DEVICE if is_direct else Tier.HOST
+        metrics.tier_transfer(tier_of(name), target, read_bytes, read_s)

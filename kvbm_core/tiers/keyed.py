@@ -12,8 +12,9 @@ block under a name of its own: an extent of one block.
 from __future__ import annotations
 
 import logging
+from abc import abstractmethod
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
@@ -45,6 +46,8 @@ of the slots, if nothing else is being fetched.
 """
 FETCH_EXTENTS = 4
 """Full extents in one order to fetch. Requests use what one order has brought while the next is under way."""
+STATES_AT_ONCE = 32
+"""So many ends of a prompt, the last ones first, are looked at for a state at once."""
 MOVING_EXTENTS = 8
 """So many full extents may always be under way, also if that is more blocks than the options allow."""
 
@@ -58,10 +61,12 @@ class Seeker:
     extents that are not there, or could not be read. ``origins``: the block at which the search began, for
     each chain by its first key. ``token_s``: seconds that the engine takes to compute a token; None: not
     known. ``is_computed``: the request does not wait, as computing was found to be faster.
+    ``source``: the peer that a router has named; empty: none.
     """
 
     token_s: float | None = None
     is_computed: bool = False
+    source: str = ""
     vain: set[tuple[str, Name]] = field(default_factory=set)
     origins: dict[tuple[str, BlockKey], int] = field(default_factory=dict)
 
@@ -69,9 +74,10 @@ class Seeker:
 @dataclass(frozen=True, slots=True)
 class KeyedOptions:
     """``present_s``, ``absent_s``: how long an answer is believed. ``trouble_s``: how long an extent is not
-    looked for again after a look-up without an answer. Of single blocks ``first_find_blocks`` are looked for
-    at first; each find doubles it, up to ``most_find_blocks``. ``extent_bytes``: of the extents that the
-    store is given; 0: single blocks. ``always_loads``: also what the engine computes sooner.
+    looked for again after a look-up without an answer. ``kept_s``: how long what is there is not stored
+    again, unless it is missed. Of single blocks ``first_find_blocks`` are looked for at first; each find
+    doubles it, up to ``most_find_blocks``. ``extent_bytes``: of the extents that the store is given; 0:
+    single blocks. ``always_loads``: also what the engine computes sooner.
     """
 
     storing: StoringOptions = field(default_factory=StoringOptions)
@@ -80,6 +86,7 @@ class KeyedOptions:
     present_s: float = 60.0
     absent_s: float = 10.0
     trouble_s: float = 1.0
+    kept_s: float = 4 * 3600.0
     first_find_blocks: int = 8
     most_find_blocks: int = 256
     extent_bytes: int = 0
@@ -106,22 +113,31 @@ class Sought(Enum):
 
 class _Sight(NamedTuple):
     """``todo``: what to fetch now, in this order. ``is_coming``: more is under way, or looked for.
-    ``is_stuck``: something is there that cannot be fetched now.
+    ``is_stuck``: something is there that cannot be fetched now. ``missing``: of a run the first block that is
+    neither in the host nor known to be here; ``is_open``: nor known not to be.
     """
 
     todo: Sequence[Extent]
     is_coming: bool
     is_stuck: bool = False
+    missing: Sequence[BlockKey] = ()
+    is_open: bool = False
 
 
 class _Known(NamedTuple):
+    """``until_s``: how long ``is_present`` is believed. ``kept_until_s``: how long it is not stored again."""
+
     is_present: bool
     until_s: float
+    kept_until_s: float = float("-inf")
 
 
 class _FindJob(Job):
-    __slots__ = ("names",)
+    """``stand_for``: by names that stand for all that was stored of a run, that run."""
+
+    __slots__ = ("names", "stand_for")
     names: tuple[Name, ...]
+    stand_for: Mapping[Name, BlockRun]
 
     @property
     def num_blocks(self) -> int:
@@ -144,17 +160,49 @@ class FetchJob(Job):
         return len(self.reservation.keys)
 
 
-class KeyedTier(LowerTier):
-    """Every rank stores its own shard under the extent's name. ``full_blocks``: blocks in a full extent; 1:
-    every block is an extent.
+class SoughtTier(LowerTier):
+    """A lower tier that must be asked what it has. ``full_blocks``: blocks in a full extent; 1: every block
+    is an extent.
     """
+
+    full_blocks = 1
+    on_news: Callable[[], None] = staticmethod(lambda: None)
+    """Called when a look-up or a fetch has ended."""
+
+    @property
+    @abstractmethod
+    def fetching_blocks(self) -> int:
+        """Blocks on their way into the host."""
+
+    @abstractmethod
+    def wanted(self, runs: Sequence[BlockRun], seeker: Seeker | None = None) -> Sought:
+        """A request wants the blocks of ``runs`` that are not in the host, the first ones first. Looks for
+        those of which nothing is known, and fetches those that are there. ``seeker``: the request's own; what
+        it has found to be absent is not looked for again.
+        """
+
+    @abstractmethod
+    def brought(self, keys: Sequence[BlockKey]) -> int:
+        """How many of ``keys``, which are being loaded now for the first time, it brought into the host."""
+
+    def ended(self, runs: Sequence[BlockRun]) -> None:
+        """The chains of ``runs`` will not go on."""
+
+    @property
+    def usage(self) -> tuple[int, int]:
+        """Not known: others use it too."""
+        return 0, 0
+
+
+class KeyedTier(SoughtTier):
+    """Every rank stores its own shard under the extent's name."""
 
     def __init__(
         self, name: str, tier: Tier, admission: AdmissionPolicy, around: Surroundings, options: KeyedOptions
     ) -> None:
         super().__init__(name, tier, admission, around, options.storing)
-        self.full_blocks = 1
         self._keyed = options
+        self._keeps_extents = False  # also if none has more than one block, as blocks are large
         self._known: dict[Name, _Known] = {}
         self._finding: set[Name] = set()
         self._fetching: dict[BlockKey, FetchJob] = {}
@@ -164,19 +212,19 @@ class KeyedTier(LowerTier):
         self._num_waiting = 0
         self._unused: set[BlockKey] = set()
         """Blocks that were brought into the host and that no request has loaded yet."""
-        self._is_fetch_failing = False
         self._pace = LoadPace(around.clock)
         self._log = RateLimitedLogger(clock=around.clock)
 
-    def expect(self, num_places: int, num_ranks: int, block_bytes: int = 0) -> None:
+    def expect(self, num_places: int, ranks: Collection[int], block_bytes: int = 0) -> None:
         """See LowerTier. From the same bytes every engine makes extents of the same size."""
-        super().expect(num_places, num_ranks, block_bytes)
+        super().expect(num_places, ranks, block_bytes)
         if self._keyed.extent_bytes and block_bytes:
+            self._keeps_extents = True
             self.full_blocks = extent_blocks(block_bytes, self._keyed.extent_bytes)
 
     @property
     def fetching_blocks(self) -> int:
-        """Blocks on their way into the host."""
+        """See SoughtTier."""
         return len(self._fetching)
 
     @property
@@ -188,23 +236,19 @@ class KeyedTier(LowerTier):
         # A store says itself what is wrong with it; that it does not answer, it cannot.
         return outcome is Outcome.TIMED_OUT
 
-    @property
-    def usage(self) -> tuple[int, int]:
-        """Not known: others use the store too."""
-        return 0, 0
-
     # ---------------------------------------------------------------- the way up
 
     def wanted(self, runs: Sequence[BlockRun], seeker: Seeker | None = None) -> Sought:
-        """A request wants the blocks of ``runs`` that are not in the host, the first ones first. Looks for
-        those of which nothing is known, and fetches those that are there. ``seeker``: the request's own; what
-        it has found to be absent is not looked for again.
-        """
+        """See SoughtTier."""
         if not self.is_usable:
             return Sought.NOWHERE
         seeker = seeker or Seeker()
-        seek = self._seek_extents if self.full_blocks > 1 else self._seek_blocks
-        todo, is_coming, is_stuck = seek(runs, seeker)
+        states = [run for run in runs if run.is_state]
+        if states:
+            sight, runs = self._seek_with_states(runs, states, seeker)
+        else:
+            sight = self._seek(runs, seeker)
+        todo, is_coming, is_stuck = sight.todo, sight.is_coming, sight.is_stuck
         if not (todo or is_coming or is_stuck):
             return Sought.NOWHERE
         if not self._is_worth(runs, seeker):
@@ -227,14 +271,78 @@ class KeyedTier(LowerTier):
         num_tokens = max((run.end - run.first) * run.block_tokens for run in runs)
         return self._pace.is_worth(num_blocks, num_tokens, seeker.token_s)
 
+    def _seek(self, runs: Sequence[BlockRun], seeker: Seeker) -> _Sight:
+        return (self._seek_extents if self._keeps_extents else self._seek_blocks)(runs, seeker)
+
+    def _seek_with_states(
+        self, runs: Sequence[BlockRun], states: Sequence[BlockRun], seeker: Seeker
+    ) -> tuple[_Sight, Sequence[BlockRun]]:
+        """As ``_seek``; and what is sought of ``runs``: up to the last end at which there are ``states``, and
+        these alone. Nothing is fetched before that is known.
+        """
+        others = [run for run in runs if not run.is_state]
+        sight = self._seek(others, seeker)
+        reach_tokens = min((_start_tokens(others, key) for key in sight.missing), default=_end_tokens(runs))
+        end_tokens, is_open = 0, sight.is_open  # first how far there is KV: states are sought from there on
+        if not is_open:
+            end_tokens, is_open = self._last_states(states, reach_tokens, seeker)
+        if not end_tokens:
+            one_each = [run._replace(first=run.end - 1) for run in states]
+            return _Sight((), is_open or sight.is_coming), [*others, *one_each]
+        needed = [run._replace(end=min(run.end, end_tokens // run.block_tokens)) for run in others]
+        needed = [run for run in needed if run.first < run.end]
+        sight = self._seek(needed, seeker)
+        places = [(run, end_tokens // run.block_tokens) for run in states]
+        needed += [run._replace(first=end - 1, end=end) for run, end in places]
+        keys = [run.keys[end - 1] for run, end in places]
+        jobs = [self._fetching[key] for key in keys if key in self._fetching]
+        todo = [*sight.todo, *(Extent(1, (key,)) for key in self._around.host.new_of(keys))]
+        is_late = any(job.late_ranks for job in jobs)
+        return _Sight(todo, sight.is_coming or bool(jobs), sight.is_stuck or is_late), needed
+
+    def _last_states(self, states: Sequence[BlockRun], reach_tokens: int, seeker: Seeker) -> tuple[int, bool]:
+        """The last end up to ``reach_tokens`` at which all groups have a state, in the host or here; 0: none
+        is known. And whether answers are missing. All states of an end are stored at once: of most ends one
+        group is looked for.
+        """
+        first, ask, is_open = states[0], list[Name](), False
+        for block in range(min(first.end, reach_tokens // first.block_tokens) - 1, first.first - 1, -1):
+            end_tokens = (block + 1) * first.block_tokens
+            if any(end_tokens % run.block_tokens for run in states):
+                continue
+            for run in states:
+                name = run.keys[end_tokens // run.block_tokens - 1], 1
+                belief = self._state_belief(name, seeker)
+                if belief is not Belief.PRESENT:
+                    break
+            else:
+                if not is_open:
+                    return end_tokens, False
+                break
+            if belief is Belief.ABSENT:
+                continue
+            is_open = True
+            if belief is Belief.UNKNOWN:
+                ask.append(name)
+            if len(ask) == STATES_AT_ONCE or run is not first:  # where one group has a state the others have
+                break
+        if ask:
+            self._find(ask)
+        return 0, is_open
+
+    def _state_belief(self, name: Name, seeker: Seeker) -> Belief:
+        key, _ = name
+        is_here = self._around.host.contains(key) or key in self._fetching
+        return Belief.PRESENT if is_here else self._belief(name, seeker)
+
     def _seek_blocks(self, runs: Sequence[BlockRun], seeker: Seeker) -> _Sight:
         keys = self._around.host.absent_of(blocks_of(runs))
-        todo, is_coming = list[Extent](), False
+        todo, is_coming, is_open, missing = list[Extent](), False, False, list[BlockKey]()
         for i, key in enumerate(keys):
             fetching = self._fetching.get(key)
             if fetching is not None:
                 if fetching.late_ranks:  # nobody knows when it will be over
-                    return _Sight(todo, is_coming, is_stuck=True)
+                    return _Sight(todo, is_coming, True, [key])
                 is_coming = True
                 continue
             belief = self._belief((key, 1), seeker)
@@ -242,14 +350,17 @@ class KeyedTier(LowerTier):
                 most = min(max(self._keyed.first_find_blocks, 2 * i), self._keyed.most_find_blocks)
                 names = ((key, 1) for key in keys[i : i + most] if key not in self._fetching)
                 self._find([name for name in names if self._belief(name, seeker) is Belief.UNKNOWN])
-            is_coming = is_coming or belief in {Belief.UNKNOWN, Belief.ASKED}
+            is_open = belief in {Belief.UNKNOWN, Belief.ASKED}
+            is_coming = is_coming or is_open
             if belief is not Belief.PRESENT:
+                missing.append(key)
                 break
             todo.append(Extent(1, (key,)))
-        return _Sight(todo, is_coming)
+        return _Sight(todo, is_coming, missing=missing, is_open=is_open)
 
     def _seek_extents(self, runs: Sequence[BlockRun], seeker: Seeker) -> _Sight:
-        there, ask, is_coming = list[tuple[int, Extent]](), list[Name](), False
+        there, ask, is_open = list[tuple[int, Extent]](), list[Name](), False
+        missing = list[BlockKey]()
         for run in runs:
             keys, first = run.keys, run.first
             first += self._around.host.match_prefix(keys[first : run.end])
@@ -257,16 +368,19 @@ class KeyedTier(LowerTier):
                 continue
             step = self._search(run, first, seeker)
             ask += [(keys[extent.stop - 1], len(extent)) for extent in step.ask]
-            is_coming = is_coming or step.is_open
+            is_open = is_open or step.is_open
             for span in step.there:
                 part = Extent(len(span), tuple(keys[max(first, span.start) : span.stop]))
                 there.append((span.stop * run.block_tokens, part))
+            stop = max(first, step.there[-1].stop) if step.there else first
+            if stop < run.end:
+                missing.append(keys[stop])
             if not step.there:  # of other groups nothing is of use without this one
                 break
         if ask:
             self._find(ask)
         there.sort(key=lambda one: one[0])
-        todo = list[Extent]()
+        todo, is_coming = list[Extent](), is_open
         for _, extent in there:
             jobs = [self._fetching[key] for key in extent.keys if key in self._fetching]
             if same := self._fetching_extents.get(_name_of(extent)):  # for other blocks of it
@@ -276,7 +390,7 @@ class KeyedTier(LowerTier):
             is_coming = is_coming or bool(jobs)
             if not jobs and self._around.host.new_of(extent.keys):
                 todo.append(extent)
-        return _Sight(todo, is_coming, is_stuck=bool(there))
+        return _Sight(todo, is_coming, bool(there), missing, is_open)
 
     def _search(self, run: BlockRun, first: int, seeker: Seeker) -> Step:
         """The next step for ``run``, whose first missing block is ``first``."""
@@ -295,7 +409,7 @@ class KeyedTier(LowerTier):
         return step
 
     def brought(self, keys: Sequence[BlockKey]) -> int:
-        """How many of ``keys``, which are being loaded now for the first time, it brought into the host."""
+        """See SoughtTier."""
         used = self._unused.intersection(keys) if self._unused else ()
         self._unused.difference_update(used)
         return len(used)
@@ -313,11 +427,11 @@ class KeyedTier(LowerTier):
         seeker.vain.add((self.name, name))
         return Belief.ABSENT
 
-    def _find(self, names: Sequence[Name]) -> None:
+    def _find(self, names: Sequence[Name], stand_for: Mapping[Name, BlockRun] | None = None) -> None:
         jobs = self._around.jobs
         job_id = jobs.new_id()
         job = _FindJob(job_id, self._ranks(), jobs.now_s(), on_end=lambda: self._found(job))
-        job.names = tuple(dict.fromkeys(names))
+        job.names, job.stand_for = tuple(dict.fromkeys(names)), stand_for or {}
         self._finding.update(job.names)
         jobs.add(job)
         extents = tuple(ExtentPart(size, size - 1) for _, size in job.names) if self.full_blocks > 1 else ()
@@ -329,10 +443,12 @@ class KeyedTier(LowerTier):
         places = range(len(job.names))
         failed = job.failures(places)
         self._learn({name: failed.get(i, Outcome.OK) for i, name in enumerate(job.names)})
+        for name, run in job.stand_for.items():
+            if not self._is_kept(name):
+                self._unlearn(run)
         self._pace.answered(max(result.seconds + result.queued_s for result in job.results))
-        verdict = job.verdict(places)
-        if verdict is not Outcome.OK or not self._is_fetch_failing:
-            self.judge(verdict)
+        self.judge(job.verdict(places), OrderKind.FIND)
+        self.on_news()
 
     # ---------------------------------------------------------------- fetches
 
@@ -392,7 +508,7 @@ class KeyedTier(LowerTier):
         jobs = self._around.jobs
         job_id = jobs.new_id()
         job = FetchJob(job_id, self._ranks(), jobs.now_s(), on_end=lambda: self._fetch_ended(job))
-        job.on_late = lambda result: self._judge_fetch(result.verdict(reservation.slots))
+        job.on_late = lambda result: self.judge(result.verdict(reservation.slots))
         job.reservation, job.extents = reservation, tuple(extents)
         self._fetching.update(dict.fromkeys(reservation.keys, job))
         self._fetching_extents.update(dict.fromkeys(map(_name_of, extents), job))
@@ -418,7 +534,7 @@ class KeyedTier(LowerTier):
         host, metrics = self._around.host, self._around.metrics
         host.abort(lost)
         if host.commit(there):
-            metrics.onboarded_blocks(len(there.keys), self.tier, Tier.HOST)
+            self._count_brought(len(there.keys))
             if len(self._unused) > host.capacity_blocks:
                 self._unused = set(filter(host.contains, self._unused))
             self._unused.update(there.keys)
@@ -432,7 +548,11 @@ class KeyedTier(LowerTier):
             metrics.failure(f"{Direction.ONBOARD}_{job.outcome}")
             metrics.remote_failures(len(failed), is_write=False)
         self._learn({_name_of(extent): _first_failure(extent.keys, failed) for extent in job.extents})
-        self._judge_fetch(job.verdict(slots))
+        self.judge(job.verdict(slots))
+        self.on_news()
+
+    def _count_brought(self, num_blocks: int) -> None:
+        self._around.metrics.onboarded_blocks(num_blocks, self.tier, Tier.HOST)
 
     def _learn(self, outcomes: Mapping[Name, Outcome]) -> None:
         now_s, options = self._around.clock.now_s(), self._keyed
@@ -440,15 +560,16 @@ class KeyedTier(LowerTier):
             is_answer = outcome in USELESS and outcome is not Outcome.IO_ERROR
             absent_s = options.absent_s if is_answer else options.trouble_s
             is_present = outcome is Outcome.OK
-            self._known.pop(name, None)  # the newest answers are at the end
-            self._known[name] = _Known(is_present, now_s + (options.present_s if is_present else absent_s))
+            old = self._known.pop(name, None)  # the newest answers are at the end
+            if is_present:
+                known = _Known(True, now_s + options.present_s, now_s + options.kept_s)
+            elif is_answer or old is None:
+                known = _Known(False, now_s + absent_s)
+            else:
+                known = _Known(False, now_s + absent_s, old.kept_until_s)
+            self._known[name] = known
         while len(self._known) > options.max_known_extents:
             del self._known[next(iter(self._known))]
-
-    def _judge_fetch(self, outcome: Outcome) -> None:
-        """As long as fetches fail, look-ups that succeed do not count: the store is of no use."""
-        self._is_fetch_failing = outcome is not Outcome.OK
-        self.judge(outcome)
 
     # ---------------------------------------------------------------- the way down
 
@@ -456,9 +577,38 @@ class KeyedTier(LowerTier):
         """See LowerTier. The filter counts uses of an extent by its last block."""
         if self.full_blocks == 1:
             super().hit(runs)
-            return
-        self._admission.hit([extent.keys[-1] for extent in self._in_host(runs)])
-        self.offer(runs)
+        else:
+            self._admission.hit([extent.keys[-1] for extent in self._in_host(runs)])
+            self.offer(runs)
+        if self.is_usable:
+            self._look_again(runs)
+
+    def _look_again(self, runs: Sequence[BlockRun]) -> None:
+        """What is kept there may be removed, or lost with its server, while the host has it: the last extent
+        of each run is looked for now and then, in place of all.
+        """
+        stand_for, now_s = dict[Name, BlockRun](), self._around.clock.now_s()
+        for run in runs:
+            last = next(filter(self._is_kept, self._names_backwards(run)), None)
+            if last is not None and self._known[last].until_s <= now_s and last not in self._finding:
+                stand_for[last] = run
+        if stand_for:
+            self._find(list(stand_for), stand_for)
+
+    def _unlearn(self, run: BlockRun) -> None:
+        """Nobody knows whether the extents of ``run`` are still there, but for those seen just now."""
+        now_s = self._around.clock.now_s()
+        for name in self._names_backwards(run):
+            known = self._known.get(name)
+            if known is not None and known.until_s <= now_s:
+                del self._known[name]
+
+    def _names_backwards(self, run: BlockRun) -> Iterator[Name]:
+        """Of the extents that have a block of ``run``, the last one first."""
+        keys = run.keys
+        if run.is_state or self.full_blocks == 1:
+            return ((keys[block], 1) for block in range(run.end - 1, run.first - 1, -1))
+        return ((keys[span.stop - 1], len(span)) for span in reversed(list(self._spans_of(run))))
 
     def offer(self, runs: Sequence[BlockRun]) -> None:
         """See LowerTier. Offers extents that have a block of ``runs`` and are in the host as a whole."""
@@ -468,17 +618,19 @@ class KeyedTier(LowerTier):
             self._offer_extents(self._in_host(runs))
 
     def ended(self, runs: Sequence[BlockRun]) -> None:
-        """The chains of ``runs`` have ended: blocks behind their last full extent go into smaller ones."""
+        """See SoughtTier. Blocks behind their last full extent go into smaller ones."""
         if self.full_blocks > 1 and self.is_usable:
             left = [(run.keys, span) for run in runs for span in tail_extents(run.end, self.full_blocks)]
             self._offer_extents(self._complete(left))
 
     def _in_host(self, runs: Sequence[BlockRun]) -> list[Extent]:
-        return self._complete(
-            (run.keys, span)
-            for run in runs
-            for span in extents_within(run.first, self._end_of(run), self.full_blocks)
-        )
+        return self._complete((run.keys, span) for run in runs for span in self._spans_of(run))
+
+    def _spans_of(self, run: BlockRun) -> Iterator[range]:
+        """The extents that have a block of ``run``, as far as its keys are known. A state is alone in one."""
+        if run.is_state:
+            return (range(block, block + 1) for block in range(run.first, run.end))
+        return extents_within(run.first, self._end_of(run), self.full_blocks)
 
     def _end_of(self, run: BlockRun) -> int:
         """The end of the last extent that has a block of the run, as far as keys are known."""
@@ -536,9 +688,11 @@ class KeyedTier(LowerTier):
         return [key for key in keys if not self._is_there((key, 1))]
 
     def _is_there(self, name: Name) -> bool:
+        return name in self._storing or self._is_kept(name)
+
+    def _is_kept(self, name: Name) -> bool:
         known = self._known.get(name)
-        is_known = known is not None and known.is_present and known.until_s > self._around.clock.now_s()
-        return is_known or name in self._storing
+        return known is not None and known.kept_until_s > self._around.clock.now_s()
 
     def _begin_store(self, keys: Sequence[BlockKey]) -> tuple[Sequence[BlockKey], Sequence[int]]:
         if self.full_blocks > 1:
@@ -550,15 +704,18 @@ class KeyedTier(LowerTier):
     def _end_store(
         self, keys: Sequence[BlockKey], extents: Sequence[ExtentPart], outcomes: Sequence[Outcome]
     ) -> int:
-        ends, start = dict[Name, Outcome](), 0
+        ends, there, start = dict[Name, Outcome](), list[BlockKey](), 0
         for num_blocks, _ in extents or [ExtentPart(1)] * len(keys):
             of_extent = outcomes[start : start + num_blocks]
             start += num_blocks
-            ends[keys[start - 1], num_blocks] = next(
-                (o for o in of_extent if o is not Outcome.OK), Outcome.OK
-            )
+            outcome = next((o for o in of_extent if o is not Outcome.OK), Outcome.OK)
+            ends[keys[start - 1], num_blocks] = outcome
+            if outcome is Outcome.OK:
+                there += keys[start - num_blocks : start]
         self._storing.difference_update(ends)
         stored = {name: outcome for name, outcome in ends.items() if outcome is Outcome.OK}
+        if self._around.listener is not None and there:
+            self._around.listener.stored(self.tier, there)
         num_stored = sum(num_blocks for _, num_blocks in stored)
         self._around.metrics.remote_failures(len(keys) - num_stored, is_write=True)
         self._learn(stored)
@@ -591,8 +748,26 @@ class KeyedTier(LowerTier):
 
 
 def _own_keys(runs: Sequence[BlockRun]) -> Protected:
-    """All keys of the runs: fetching a request's later blocks must not evict its earlier ones."""
-    return lambda new_keys: frozenset[BlockKey]().union(*(run.keys for run in runs))
+    """All keys of the runs: fetching a request's later blocks must not evict its earlier ones. Of states
+    those that are wanted.
+    """
+    return lambda new_keys: frozenset[BlockKey]().union(
+        *(run.keys[run.first : run.end] if run.is_state else run.keys for run in runs)
+    )
+
+
+def _end_tokens(runs: Sequence[BlockRun]) -> int:
+    """As far as all of them go."""
+    return min(run.end * run.block_tokens for run in runs)
+
+
+def _start_tokens(runs: Sequence[BlockRun], key: BlockKey) -> int:
+    """Where the block of ``key`` begins, which is one of ``runs``."""
+    return next(
+        run.keys.index(key, run.first, run.end) * run.block_tokens
+        for run in runs
+        if key in run.keys[run.first : run.end]
+    )
 
 
 def _name_of(extent: Extent) -> Name:

@@ -5,23 +5,25 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from kvbm_core.blocks.lease import Lease
-from kvbm_core.blocks.slot_tier import BlockTier
+from kvbm_core.blocks.slot_tier import BlockTier, Residency
 from kvbm_core.clock import Clock
 from kvbm_core.errors import Outcome
 from kvbm_core.observe.labels import DropReason
 from kvbm_core.observe.log import TroubleLog
 from kvbm_core.observe.metrics import Metrics
-from kvbm_core.policy.admission import AdmissionPolicy
+from kvbm_core.policy.admission import AdmissionPolicy, AdmitAll
 from kvbm_core.tiers.breaker import Breaker
 from kvbm_core.tiers.jobs import Job, JobTable
 from kvbm_core.tiers.runs import BlockRun, blocks_of
 from kvbm_core.transfer.plan import ExtentPart, OrderKind, TierOrder
 from kvbm_core.types import BlockKey, Direction, Tier
 
+PEERS = "peers"
+"""The name of the tier that other instances are."""
 STORE_BLOCKS = 64
 """Blocks in one order to the workers."""
 # What came back is not what was stored, or nothing came back: it is of no use to anybody.
@@ -38,7 +40,9 @@ log = logging.getLogger("kvbm")
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """What a lower tier is put into. ``send`` reaches every worker that stores, and does not wait."""
+    """What a lower tier is put into. ``send`` reaches every worker that stores, and does not wait.
+    ``listener`` hears what can be matched.
+    """
 
     host: BlockTier
     jobs: JobTable
@@ -46,6 +50,7 @@ class Surroundings:
     clock: Clock
     metrics: Metrics
     lease_ttl_s: float = 30.0
+    listener: Residency | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +90,7 @@ class LowerTier(ABC):
         self._waiting: deque[BlockKey] = deque()
         self._jobs: set[_StoreJob] = set()
         self._num_ordered = 0
-        self._num_ranks = 0  # of those that store; 0: all
+        self._storing_ranks: frozenset[int] = frozenset()  # ranks; empty: all
         self.off_reason: str | None = None
         """Why it cannot be used in this process."""
 
@@ -124,6 +129,11 @@ class LowerTier(ABC):
         return self.off_reason is None and not self._breaker.is_open
 
     @property
+    def is_filtered(self) -> bool:
+        """Whether not every block that is offered is to be stored."""
+        return not isinstance(self._admission, AdmitAll)
+
+    @property
     def storing_blocks(self) -> int:
         """Blocks on their way to the tier, or waiting for that."""
         return self.ordered_blocks + self.waiting_blocks
@@ -138,18 +148,18 @@ class LowerTier(ABC):
         """Blocks in orders to store that some rank has not answered."""
         return self._num_ordered
 
-    def expect(self, num_places: int, num_ranks: int, block_bytes: int = 0) -> None:
-        """So many places will be found, on so many ranks that store, of blocks that have ``block_bytes`` on
-        each of them (0: not known yet).
+    def expect(self, num_places: int, ranks: Collection[int], block_bytes: int = 0) -> None:
+        """So many places will be found on each of these ranks, which store, of blocks that have
+        ``block_bytes`` on each of them (0: not known yet).
         """
-        self._num_ranks = num_ranks
+        self._storing_ranks = frozenset(ranks)
 
-    def judge(self, outcome: Outcome) -> None:
-        """How something that the tier was asked for ended, or that it was given up."""
+    def judge(self, outcome: Outcome, kind: OrderKind = OrderKind.FETCH) -> None:
+        """How an order of this kind ended, or that it was given up."""
         if outcome is Outcome.OK:
-            self._breaker.succeeded()
-            self._trouble.worked("answer", "kvbm: the %s works again", self._words)
-        elif outcome in FAILING and self._breaker.failed():
+            if self._breaker.succeeded(kind):
+                self._trouble.worked("answer", "kvbm: the %s works again", self._words)
+        elif outcome in FAILING and self._breaker.failed(kind):
             if self._is_news(outcome):
                 line = "kvbm: the %s fails (%s): it is left alone for a while, and then tried again"
                 self._trouble.failed("answer", outcome, line, self._words, outcome)
@@ -232,7 +242,7 @@ class LowerTier(ABC):
         job_id = around.jobs.new_id()
         order = TierOrder(job_id, self.name, OrderKind.STORE, lease.keys, lease.slots, tuple(places), extents)
         job = _StoreJob(job_id, self._ranks(), around.jobs.now_s(), on_end=lambda: self._store_ended(job))
-        job.on_late = lambda result: self.judge(result.verdict(order.slots))
+        job.on_late = lambda result: self.judge(result.verdict(order.slots), order.kind)
         job.order, job.lease = order, lease
         self._jobs.add(around.jobs.add(job))
         self._num_ordered += len(lease.keys)
@@ -240,7 +250,7 @@ class LowerTier(ABC):
 
     def _ranks(self) -> set[int]:
         """Those that have to answer an order."""
-        return set(range(self._num_ranks)) if self._num_ranks else self._around.jobs.all_ranks()
+        return set(self._storing_ranks) or self._around.jobs.all_ranks()
 
     def _store_ended(self, job: _StoreJob) -> None:
         metrics, order = self._around.metrics, job.order
@@ -250,7 +260,7 @@ class LowerTier(ABC):
         failed = job.failures(order.slots)
         outcomes = [failed.get(slot, Outcome.OK) for slot in order.slots]
         num_ok = outcomes.count(Outcome.OK)
-        self.judge(job.verdict(order.slots))
+        self.judge(job.verdict(order.slots), order.kind)
         if num_ok:
             num_bytes = sum(result.num_bytes for result in job.results)
             seconds = max(result.seconds for result in job.results)

@@ -11,13 +11,15 @@ from kvbm_core.types import BlockKey
 class BlockRun(NamedTuple):
     """Blocks ``first`` to ``end`` - 1 of a chain. ``keys``: of the whole chain, from block 0 on. It is the
     request's own list, no copy, and may grow. ``block_tokens``: tokens in a block; by it blocks of several
-    groups are put in order.
+    groups are put in order. ``is_state``: they are states: each is of use without those before it, and is
+    stored and looked for alone.
     """
 
     keys: Sequence[BlockKey]
     first: int
     end: int
     block_tokens: int = 1
+    is_state: bool = False
 
 
 def run_of(keys: Sequence[BlockKey]) -> BlockRun:
@@ -28,8 +30,9 @@ def run_of(keys: Sequence[BlockKey]) -> BlockRun:
 def blocks_of(runs: Sequence[BlockRun]) -> Sequence[BlockKey]:
     """The keys of the runs' blocks, in prefix order: a block that ends earlier comes first."""
     if len(runs) == 1:
-        ((keys, first, end, _),) = runs
-        return keys if first == 0 and end == len(keys) else keys[first:end]
+        (run,) = runs
+        is_whole = run.first == 0 and run.end == len(run.keys)
+        return run.keys if is_whole else run.keys[run.first : run.end]
     ends = [
         ((block + 1) * run.block_tokens, run.keys[block])
         for run in runs

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
+from kvbm_core.blocks.departures import Leave
 from kvbm_core.blocks.lease import Lease
 from kvbm_core.blocks.slot_tier import BlockTier, Reservation, protect_nothing
+from kvbm_core.blocks.tenants import NOBODY
 from kvbm_core.errors import IntegrityError, Outcome
-from kvbm_core.observe.labels import DropReason
 from kvbm_core.policy.admission import AdmissionPolicy
 from kvbm_core.policy.lru import LruPolicy
 from kvbm_core.storage.disk.recovery import Found, batches_of
 from kvbm_core.tiers.lower import USELESS, LowerTier, LowerTierMaker, StoringOptions, Surroundings
 from kvbm_core.transfer.plan import ANSWERS, ExtentPart, OrderKind, TierOrder
 from kvbm_core.types import BlockKey, Tier
+
+ERASE_BLOCKS = 4096
+"""In one order: less than half a megabyte of it."""
 
 
 def slotted_tier(name: str, tier: Tier, admission: AdmissionPolicy) -> LowerTierMaker:
@@ -35,12 +39,14 @@ class SlottedTier(LowerTier):
         options: StoringOptions | None = None,
     ) -> None:
         super().__init__(name, tier, admission, around, options or StoringOptions())
-        self.slots = BlockTier(tier, LruPolicy(), around.clock)
+        self.slots = BlockTier(tier, LruPolicy(), around.clock, around.listener, around.metrics)
+        self.slots.on_cleared = self._erase
         self._expected_slots = 0
         self._storing: dict[BlockKey, Reservation] = {}
         self._found: dict[int, dict[int, dict[tuple[int, BlockKey], int]]] = {}
-        self._evicted_seen = 0
         self._is_forgotten = False
+        self.is_direct = False
+        """Whether every rank that stores reads blocks straight into its device's memory."""
 
     # ---------------------------------------------------------------- what is there
 
@@ -71,9 +77,9 @@ class SlottedTier(LowerTier):
 
     # ---------------------------------------------------------------- what workers say of it
 
-    def expect(self, num_places: int, num_ranks: int, block_bytes: int = 0) -> None:
+    def expect(self, num_places: int, ranks: Collection[int], block_bytes: int = 0) -> None:
         """See LowerTier."""
-        super().expect(num_places, num_ranks, block_bytes)
+        super().expect(num_places, ranks, block_bytes)
         if num_places > self._expected_slots:
             self._expected_slots = num_places
             self.slots.expect(num_places)
@@ -106,11 +112,12 @@ class SlottedTier(LowerTier):
 
     def _begin_store(self, keys: Sequence[BlockKey]) -> tuple[Sequence[BlockKey], Sequence[int]]:
         new_keys = self.slots.new_of(keys)
-        reservation = self.slots.reserve(new_keys, protect_nothing)
-        metrics, evicted = self._around.metrics, self.slots.evicted_blocks_total
-        metrics.evicted(self.tier, evicted - self._evicted_seen)
-        self._evicted_seen = evicted
-        metrics.dropped(DropReason.NO_SPACE, len(new_keys) - len(reservation.keys))
+        owners = self._around.host.owners(new_keys)
+        whose = owners if len(owners) == len(new_keys) else NOBODY
+        reservation = self.slots.reserve(new_keys, protect_nothing, tenants=whose)
+        if len(reservation.keys) < len(new_keys):
+            lacking = self.slots.new_of(new_keys)
+            self.slots.note_left_out(lacking, reservation.over_quota, self._around.metrics)
         self._storing.update(dict.fromkeys(reservation.keys, reservation))
         return reservation.keys, reservation.slots
 
@@ -122,6 +129,7 @@ class SlottedTier(LowerTier):
             [key for key, outcome in zip(keys, outcomes, strict=True) if outcome is not Outcome.OK]
         )
         self.slots.abort(lost)
+        self.slots.departures.note(lost.keys, Leave.FAILED)
         return len(stored.keys) if self.slots.commit(stored) else 0
 
     # ---------------------------------------------------------------- the way up, and ends
@@ -137,6 +145,12 @@ class SlottedTier(LowerTier):
         """See LowerTier."""
         self.slots.forget(keys)
 
+    def turn_off(self, reason: str) -> None:
+        """See LowerTier. What it has is forgotten: nobody can be told of it any more."""
+        super().turn_off(reason)
+        self._is_forgotten = True
+        self.slots.reset()
+
     def reset(self) -> None:
         """See LowerTier; for good, also on the disks. What is on its way will not be committed."""
         super().reset()
@@ -144,6 +158,16 @@ class SlottedTier(LowerTier):
         # What is still to come of what the ranks found at the start is of the time before.
         self._is_forgotten = True
         self._around.send(TierOrder(0, self.name, OrderKind.FORGET, ()))
+
+    def _erase(self, keys: Sequence[BlockKey], places: Sequence[int]) -> None:
+        """They were cleared: a restart is not to find them again."""
+        for at in range(0, len(keys), ERASE_BLOCKS):
+            part = slice(at, at + ERASE_BLOCKS)
+            job_id = self._around.jobs.new_id()
+            order = TierOrder(
+                job_id, self.name, OrderKind.ERASE, tuple(keys[part]), places=tuple(places[part])
+            )
+            self._around.send(order)
 
     def check_integrity(self) -> None:
         """See LowerTier: what is reserved is what is being stored."""

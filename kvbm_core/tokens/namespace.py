@@ -61,6 +61,11 @@ class KeyNamespace:
         extra = tuple(pair for pair in self.extra if pair[0] != WEIGHTS)
         return replace(self, revision="", extra=extra)
 
+    @property
+    def digest(self) -> str:
+        """A short name of it for people: the same for all ranks, whatever the weights are."""
+        return replace(self.without_weights(), parallel="").root().hex()[:16]
+
     def with_request(self, *, adapter: str, salt: str | None) -> KeyNamespace:
         """This namespace for a request with its own LoRA adapter and salt."""
         return replace(self, adapter=adapter, salt=salt)

@@ -20,13 +20,15 @@ class DeviceMemory:
     """The engine's KV cache of one rank: a view per KV cache group over common storages.
 
     A storage is a 1-D uint8 numpy array (CPU) or torch tensor (CUDA), all of one kind. ``dtypes``: of each
-    view's numbers, such as "bfloat16"; "" where they are not all of one type, or not known. Only an audit
-    asks for them.
+    view's numbers, such as "bfloat16"; "" where they are not all of one type, or not known.
+    ``audited``: which parts of each view's content an audit compares; None: all of it. Only an audit asks for
+    these two.
     """
 
     views: tuple[BlockView, ...]
     storages: list[Any]
     dtypes: tuple[str, ...] = ()
+    audited: tuple[tuple[slice, ...] | None, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.views or not self.storages:
@@ -38,6 +40,11 @@ class DeviceMemory:
     def dtype_of(self, group: int) -> str:
         """The type of the numbers in blocks of ``group``; "" if it is not known."""
         return self.dtypes[group] if group < len(self.dtypes) else ""
+
+    def audited_of(self, group: int) -> tuple[slice, ...]:
+        """Which parts of the content of blocks of ``group`` an audit compares."""
+        parts = self.audited[group] if group < len(self.audited) else None
+        return (slice(None),) if parts is None else parts
 
     @property
     def is_cpu(self) -> bool:
@@ -118,10 +125,9 @@ def refusal_of(plan: TransferPlan, device: DeviceMemory, host: HostSlab) -> tupl
         return Outcome.REJECTED, "there is no lower tier here to read from"
     if any(not 0 <= move.group < len(device.views) for move in plan.moves):
         return Outcome.REJECTED, f"there are {len(device.views)} KV cache groups"
-    if plan.compares:
-        unknown = {move.group for move in plan.moves if not can_compare(device.dtype_of(move.group))}
-        if unknown:
-            return Outcome.INCOMPATIBLE, f"numbers of KV cache group {min(unknown)} cannot be compared"
+    why = _incomparable(plan, device) if plan.compares else ""
+    if why:
+        return Outcome.INCOMPATIBLE, why
     try:
         plan.check(min(view.num_blocks for view in device.views), host.num_slots)
     except ValueError as error:
@@ -130,6 +136,14 @@ def refusal_of(plan: TransferPlan, device: DeviceMemory, host: HostSlab) -> tupl
     if highest >= host.ready_slots:
         return Outcome.BUSY, f"slot {highest} is not ready yet ({host.ready_slots} are)"
     return None
+
+
+def _incomparable(plan: TransferPlan, device: DeviceMemory) -> str:
+    groups = sorted({move.group for move in plan.moves})
+    unknown = [group for group in groups if not can_compare(device.dtype_of(group))]
+    if unknown:
+        return f"numbers of KV cache group {unknown[0]} cannot be compared"
+    return "" if any(map(device.audited_of, groups)) else "no layer is known to be the model's own"
 
 
 def detail_of(plan: TransferPlan, wrong_slots: list[int]) -> str:

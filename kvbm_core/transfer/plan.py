@@ -37,6 +37,13 @@ class OrderKind(str, Enum):
     """Say which blocks are there; no byte moves."""
     FORGET = "forget"
     """Find nothing again of what is there now, also after a restart. Not answered."""
+    ERASE = "erase"
+    """As FORGET, of what is in these places. Not answered."""
+
+    @property
+    def is_answered(self) -> bool:
+        """Whether an order of this kind has a result."""
+        return self not in (OrderKind.FORGET, OrderKind.ERASE)
 
     def __str__(self) -> str:
         return self.value
@@ -44,6 +51,12 @@ class OrderKind(str, Enum):
 
 NO_SLOT = -1
 """In place of a host slot: what comes for this key, which lies among others that are wanted, is not kept."""
+
+
+FIRST_DIRECT_SLOT = 1 << 40
+"""No host slots from here on: the block goes straight from place ``slot - FIRST_DIRECT_SLOT`` of a lower tier
+to the device, and has this number in the books.
+"""
 
 
 class ExtentPart(NamedTuple):
@@ -57,10 +70,12 @@ class ExtentPart(NamedTuple):
 class TierOrder:
     """Blocks between host slots and the lower tier called ``tier``: ``keys[i]`` is in host slot ``slots[i]``.
 
-    ``places[i]``: its slot in a tier that has numbered slots; empty for a tier by key. A FIND has no slots.
+    ``places[i]``: its slot in a tier that has numbered slots; empty for a tier by key. FIND and ERASE have
+    no slots.
     ``extents``: of which extents ``keys`` are, one after the other; empty: each block is stored alone. STORE
     has them whole, FIND has the last key of each; FETCH may have NO_SLOT.
-    An order is a job of its own, or a part of a TransferPlan with the plan's number.
+    An order is a job of its own, or a part of a TransferPlan with the plan's number. ``source``: which peer
+    is asked, in a tier that has several.
     """
 
     job_id: int
@@ -70,13 +85,14 @@ class TierOrder:
     slots: tuple[int, ...] = ()
     places: tuple[int, ...] = ()
     extents: tuple[ExtentPart, ...] = ()
+    source: str = ""
 
     def check(self, num_slots: int, num_places: int | None = None) -> None:
         """ValueError for numbers out of range, unequal lengths or a target named twice. ``num_places`` None:
         of a tier by key.
         """
         num_keys = len(self.keys)
-        if len(self.slots) != (0 if self.kind is OrderKind.FIND else num_keys):
+        if len(self.slots) != (0 if self.kind in (OrderKind.FIND, OrderKind.ERASE) else num_keys):
             raise ValueError(f"{num_keys} keys and {len(self.slots)} slots")
         if len(self.places) != (0 if num_places is None else num_keys):
             raise ValueError(f"{num_keys} keys and {len(self.places)} places in tier {self.tier}")
@@ -93,6 +109,18 @@ class TierOrder:
             targets = self.keys if num_places is None else self.places
         if len(set(targets)) != len(targets):
             raise ValueError(f"a target of job {self.job_id} is named twice")
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether its blocks go straight to the device."""
+        return bool(self.slots) and self.slots[0] >= FIRST_DIRECT_SLOT
+
+    def check_direct(self, num_places: int) -> None:
+        """As ``check``, of an order whose blocks go straight to the device."""
+        expected = tuple(FIRST_DIRECT_SLOT + place for place in self.places)
+        if self.kind is not OrderKind.FETCH or self.slots != expected or len(self.keys) != len(expected):
+            raise ValueError(f"{len(self.keys)} keys, and slots that are not those of their places")
+        _check_range(f"place in tier {self.tier}", self.places, num_places)
 
     def _check_extents(self, num_places: int | None) -> None:
         if num_places is not None:
@@ -117,6 +145,9 @@ class TierPlace(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     location: str
     """A folder for block files, or the URL of a store."""
     num_slots: int = 0
+    claim: str = ""
+    """What the leader has written into the folder: a rank that does not find it there is on another machine.
+    """
     model: str = ""
     """For people; what a store that bounds itself is bounded by."""
     head_shards: str = ""
@@ -173,11 +204,14 @@ def _check_range(what: str, numbers: Sequence[int], limit: int) -> None:
 
 
 class Fetched(NamedTuple):
-    """What one lower tier brought up for a TransferPlan: bytes, and how long reading took."""
+    """What one lower tier brought up for a TransferPlan: bytes, and how long reading took. ``is_direct``: to
+    the device, so that the bytes are among those of the plan's JobResult; else to the host.
+    """
 
     tier: str
     num_bytes: int
     seconds: float
+    is_direct: bool = False
 
 
 class JobResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

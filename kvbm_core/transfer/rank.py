@@ -10,10 +10,14 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
+
 from kvbm_core.errors import ConfigError
 from kvbm_core.layout.heads import HeadShards
-from kvbm_core.storage.disk.allocate import FileOptions
+from kvbm_core.storage.disk.allocate import OFF, FileOptions
 from kvbm_core.storage.disk.block_file import SUFFIX
+from kvbm_core.storage.disk.folder import DiskFolder, has_claim
 from kvbm_core.storage.disk.record import whole_sectors
 from kvbm_core.storage.host_slab import HostSlab, available_memory_bytes
 from kvbm_core.storage.late import LateMemory
@@ -23,6 +27,7 @@ from kvbm_core.transfer.digests import SlotDigests
 from kvbm_core.transfer.executor import Copier, DeviceMemory, Executor
 from kvbm_core.transfer.factory import make_executor, slab_cpus, slab_preparation
 from kvbm_core.transfer.movers.base import Mover, OnResult, TierListener
+from kvbm_core.transfer.movers.disk_direct import DirectReader
 from kvbm_core.transfer.movers.disk_file import RankFile
 from kvbm_core.transfer.movers.store import StoreMover
 from kvbm_core.transfer.plan import JobResult, OrderKind, TierOrder, TierPlace, TransferPlan, rejected
@@ -88,9 +93,12 @@ class RankMemory:
         self._options = options
         self._shard = shard
         self._listener = listener
-        self._late = LateMemory()
+        self.late = LateMemory()
         self._movers: dict[str, Mover] = {}
+        self._readers: dict[str, DirectReader] = {}
         self._files: list[RankFile] = []
+        self._folder: DiskFolder | None = None
+        self._opened: dict[str, RankFile] = {}
         self._forgotten: set[str] = set()
         self._digests = SlotDigests() if options.verify else None
         self._executor: Executor | None = None
@@ -114,7 +122,9 @@ class RankMemory:
         make_copier = self._make_copier
         if self._has_lower:
             block_bytes = self.slab.slot_bytes
-            staged = StagedExecutor(make_copier, self._movers, block_bytes, on_done, self._digests)
+            staged = StagedExecutor(
+                make_copier, self._movers, block_bytes, on_done, self._digests, readers=self._readers
+            )
             self._executor = staged
             for place in self._places:
                 self._open(place)
@@ -138,15 +148,39 @@ class RankMemory:
             return
         shard = self._shard
         file = RankFile(place.name, self._options.disk, self._listener)
-        path = Path(place.location) / f"rank-{shard.rank}-of-{shard.num_ranks}{SUFFIX}"
+        try:
+            folder = self._folder_of(place)
+        except ConfigError as error:
+            self._listener.refused(place.name, str(error.args[-1]))
+            return
+        path = folder / f"rank-{shard.rank}-of-{shard.num_ranks}{SUFFIX}"
         self._files.append(file)
         if file.open(path, place.num_slots, self.slab.slot_bytes, shard.fingerprint):
             self._join(place.name, file)
         elif file.is_busy:
             file.open_later(partial(self._join, place.name, file))
 
+    def _folder_of(self, place: TierPlace) -> Path:
+        """The leader's, or one of this rank's own on its own machine, the same again after a restart.
+        ConfigError.
+        """
+        leaders = Path(place.location)
+        if not place.claim or has_claim(leaders, place.claim):
+            return leaders
+        identity = f"rank {self._shard.rank} of {leaders.name.rpartition('-')[0]}"
+        self._folder = DiskFolder(
+            Path(self._options.disk.directory), self._shard.fingerprint, identity=identity
+        )
+        return self._folder.path
+
     def _join(self, name: str, file: RankFile) -> None:
-        self._movers[name] = mover = file.start(self.slab, self._late)
+        self._movers[name] = mover = file.start(self.slab, self.late)
+        self._opened[name] = file
+        if self._options.disk.to_device != OFF:
+            self._readers[name] = reader = DirectReader(
+                name, file.opened, self._memory, self._listener, late=self.late
+            )
+            file.stop_first(reader.close)
         if name in self._forgotten:
             mover.submit(TierOrder(0, name, OrderKind.FORGET, ()), lambda result: None)
         file.look()
@@ -170,7 +204,7 @@ class RankMemory:
         if isinstance(store, TakesMemory):
             store.register(self.slab.address, self.slab.num_slots * self.slab.slot_bytes)
         self._movers[place.name] = StoreMover(
-            place.name, store, self.slab, late=self._late, io_deadline_s=options.deadline_s
+            place.name, store, self.slab, late=self.late, io_deadline_s=options.deadline_s
         )
 
     # ---------------------------------------------------------------- work
@@ -181,7 +215,7 @@ class RankMemory:
             self._forgotten.add(order.tier)
         mover = self._movers.get(order.tier)
         if mover is None:
-            if order.kind is not OrderKind.FORGET:
+            if order.kind.is_answered:
                 on_result(rejected(order.job_id, f"there is no {order.tier} here"))
             return
         if self._digests is not None and order.kind is OrderKind.FETCH:
@@ -192,12 +226,28 @@ class RankMemory:
         """Submits a plan with this rank's deadline."""
         executor.submit(plan, deadline_s=self._options.transfer_deadline_s)
 
+    def join(self, name: str, mover: Mover) -> None:
+        """One more lower tier, whose orders are never part of a plan. Closed with the others."""
+        self._movers[name] = mover
+
+    def slot(self, slot: int) -> npt.NDArray[np.uint8]:
+        """The bytes of a host slot. ValueError if there is none."""
+        if not 0 <= slot < self.slab.ready_slots:
+            raise ValueError(f"slot {slot} is not in 0..{self.slab.ready_slots - 1}")
+        return self.slab.array[slot * self.slab.slot_bytes : (slot + 1) * self.slab.slot_bytes]
+
+    def file_of(self, name: str) -> RankFile | None:
+        """The open block file of this tier."""
+        return self._opened.get(name)
+
     def close_lower(self) -> None:
         """Ends what lower tiers do, before whoever shares their loads ends; idempotent."""
         for file in self._files:  # first: one that is still waited for must not join any more
             file.close()
         for mover in self._movers.values():
             mover.close()
+        if self._folder is not None:
+            self._folder.close()
 
     def close(self) -> None:
         """Rejects what waits, lets what runs end, gives memory and files back; idempotent."""

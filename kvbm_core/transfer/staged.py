@@ -1,4 +1,6 @@
-"""Plans whose blocks are partly in lower tiers: lower tier -> host slot -> device, chunk by chunk."""
+"""Plans whose blocks are partly in lower tiers: lower tier -> host slot -> device, chunk by chunk; or
+straight to the device.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,16 @@ from kvbm_core.errors import Outcome
 from kvbm_core.transfer.digests import SlotDigests
 from kvbm_core.transfer.executor import Copier, StreamMark
 from kvbm_core.transfer.movers.base import Mover
-from kvbm_core.transfer.plan import Fetched, GroupMove, JobResult, TierOrder, TransferPlan, rejected
+from kvbm_core.transfer.movers.disk_direct import DirectLoad, DirectReader
+from kvbm_core.transfer.plan import (
+    FIRST_DIRECT_SLOT,
+    Fetched,
+    GroupMove,
+    JobResult,
+    TierOrder,
+    TransferPlan,
+    rejected,
+)
 
 CHUNK_BYTES = 8 << 20
 
@@ -42,16 +53,19 @@ class _Read:
 @dataclass
 class _Load:
     """A plan with reads. A chunk of ``copies`` goes up when all of it has been read (``unread``: blocks that
-    have not). ``mark``: see Copier. ``failed``: by host slot. ``has_ended``: its first result is being told,
-    or was (``is_told``). ``late``: that result, if it was not the last.
+    have not). ``straight``: orders that go to the device, each a part with a number of its own, as copies
+    are, and where their blocks go. ``mark``: see Copier. ``failed``: by host slot. ``has_ended``: its first
+    result is being told, or was (``is_told``). ``late``: that result, if it was not the last.
     """
 
     plan: TransferPlan
     reads: list[_Read]
     unread: list[int]
     copies: list[TransferPlan]
+    straight: list[tuple[TierOrder, dict[int, tuple[int, int]]]]
     deadline_s: float | None
     submitted_s: float
+    fetched: list[Fetched] = field(default_factory=list)
     mark: StreamMark = None
     copying: set[int] = field(default_factory=set)
     failed: dict[int, Outcome] = field(default_factory=dict)
@@ -69,7 +83,8 @@ class StagedExecutor:
     read.
 
     ``movers``: of the lower tiers by name; one that is not there yet may join later, and orders to it are
-    REJECTED meanwhile. The copies of a plan are jobs of their own, with negative numbers. The plan has ended
+    REJECTED meanwhile. ``readers``: of those that can be read straight to the device. The copies of a plan
+    are jobs of their own, with negative numbers, as are its orders to these. The plan has ended
     when all its parts have; a block that could not be read, and no other, is left out. A plan that is
     cancelled does not wait for its reads: it is over, and late, when nothing of it is copied any more. The
     second result of a late one comes when its reads are over.
@@ -83,10 +98,12 @@ class StagedExecutor:
         on_done: OnDone,
         digests: SlotDigests | None = None,
         *,
+        readers: Mapping[str, DirectReader] | None = None,
         clock: Clock | None = None,
     ) -> None:
         self._chunk_blocks = max(1, CHUNK_BYTES // block_bytes)
         self._movers = movers
+        self._readers: Mapping[str, DirectReader] = {} if readers is None else readers
         self._on_done = on_done
         self._digests = digests
         self._clock = clock or SystemClock()
@@ -118,10 +135,15 @@ class StagedExecutor:
                 if self._digests is not None:  # what lower tiers store has checksums of its own
                     self._digests.forget(read.order.slots)
             parts = [self._part_of(load, resident)] if resident.moves else []
+            load.copying.update(order.job_id for order, _ in load.straight)
         for part in parts:
             self._submit_part(load, part)
+        for order, targets in load.straight:
+            self._submit_straight(load, order, targets)
         for read in load.reads:
             self._submit_read(load, read)
+        if not parts and not load.straight and not load.reads:  # nothing of what can be read was wanted
+            self._end_if_over(load)
 
     def _submit_read(self, load: _Load, read: _Read) -> None:
         on_result, mover = partial(self._read_ended, load, read), self._movers.get(read.order.tier)
@@ -133,6 +155,15 @@ class StagedExecutor:
             mover.submit(read.order, on_result, deadline_s=load.deadline_s, on_blocks=on_blocks)
         except ValueError as error:  # two orders to one tier
             on_result(rejected(read.order.job_id, str(error)))
+
+    def _submit_straight(self, load: _Load, order: TierOrder, targets: Mapping[int, tuple[int, int]]) -> None:
+        on_done, reader = partial(self._came_straight, load, order), self._readers.get(order.tier)
+        if reader is None:
+            on_done(rejected(order.job_id, f"there is no way from the {order.tier} to the device here"))
+            return
+        reader.submit(order, DirectLoad(targets, load.mark), on_done, deadline_s=load.deadline_s)
+        if load.is_cancelled:  # before this
+            reader.cancel(order.job_id)
 
     def poll(self) -> list[JobResult]:
         """Always empty: results go to the listener."""
@@ -153,8 +184,13 @@ class StagedExecutor:
             mover = self._movers.get(read.order.tier)
             if mover is not None:
                 mover.cancel(job_id)
+        straight = {order.job_id: self._readers.get(order.tier) for order, _ in load.straight}
         for part in parts:
-            self._copier.cancel(part)
+            reader = straight.get(part)
+            if reader is not None:
+                reader.cancel(part)
+            elif part not in straight:
+                self._copier.cancel(part)
         self._end_if_over(load)
         with self._changed:
             return not load.copying
@@ -193,7 +229,11 @@ class StagedExecutor:
         """Copies per chunk of reads, in the order of the plan; and what is in its slots already."""
         chunk_of_slot: dict[int, int] = {}
         reads, unread = [], list[int]()
+        straight = self._straight_of(plan)
+        gone = {slot for _, targets in straight for slot in targets}
         for order in plan.reads:
+            if order.is_direct:
+                continue
             first = len(unread)
             chunks = [first + i // self._chunk_blocks for i in range(len(order.slots))]
             unread += [0] * (-(-len(order.slots) // self._chunk_blocks))
@@ -205,15 +245,41 @@ class StagedExecutor:
         picked: list[list[GroupMove]] = [[] for _ in range(len(unread) + 1)]
         for move in plan.moves:
             pairs: dict[int, tuple[list[int], list[int]]] = {}
-            for device_block, slot in zip(move.device_blocks, move.slots, strict=True):
+            for device_block, slot in _pairs_of(move):
+                if slot in gone:
+                    continue
                 blocks, own = pairs.setdefault(chunk_of_slot.get(slot, resident), ([], []))
                 blocks.append(device_block)
                 own.append(slot)
             for chunk, (blocks, own) in pairs.items():
                 picked[chunk].append(GroupMove(move.group, tuple(blocks), tuple(own)))
         copies = [replace(plan, moves=tuple(moves), reads=()) for moves in picked]
-        load = _Load(plan, reads, unread, copies, deadline_s, self._clock.now_s())
-        return load, copies.pop()
+        resident_part = copies.pop()
+        return _Load(plan, reads, unread, copies, straight, deadline_s, self._clock.now_s()), resident_part
+
+    def _straight_of(self, plan: TransferPlan) -> list[tuple[TierOrder, dict[int, tuple[int, int]]]]:
+        """Its orders that go to the device, as parts of their own; and of each slot where its block goes.
+        What goes nowhere is left out.
+        """
+        orders = [order for order in plan.reads if order.is_direct]
+        if not orders:
+            return []
+        if plan.compares:
+            raise ValueError("what is to be compared has to be in host slots")
+        target_of: dict[int, tuple[int, int]] = {}
+        for move in plan.moves:
+            for device_block, slot in _pairs_of(move):
+                if slot >= FIRST_DIRECT_SLOT and slot in target_of:
+                    raise ValueError(f"slot {slot} goes to two device blocks")
+                target_of[slot] = move.group, device_block
+        parts = []
+        for order in orders:
+            rows = zip(order.keys, order.slots, order.places, strict=True)
+            if wanted := [row for row in rows if row[1] in target_of]:
+                keys, slots, places = zip(*wanted, strict=True)
+                part = replace(order, job_id=next(self._part_ids), keys=keys, slots=slots, places=places)
+                parts.append((part, {slot: target_of[slot] for slot in slots}))
+        return parts
 
     def _part_of(self, load: _Load, copies: TransferPlan) -> TransferPlan:
         part = replace(copies, job_id=next(self._part_ids))
@@ -279,6 +345,16 @@ class StagedExecutor:
                 load.failed.setdefault(slot, outcome)
         self._end_if_over(load)
 
+    def _came_straight(self, load: _Load, order: TierOrder, result: JobResult) -> None:
+        with self._changed:
+            load.copying.discard(order.job_id)
+            load.num_bytes += result.num_bytes
+            load.fetched.append(Fetched(order.tier, result.num_bytes, result.seconds, is_direct=True))
+            load.detail = load.detail or result.detail
+            for slot, outcome in result.failures(order.slots).items():
+                load.failed.setdefault(slot, outcome)
+        self._end_if_over(load)
+
     # ---------------------------------------------------------------- ends
 
     def _end_if_over(self, load: _Load) -> None:
@@ -327,7 +403,7 @@ class StagedExecutor:
             seconds,
             queued_s,
             is_late=is_late,
-            fetched=fetched,
+            fetched=(*fetched, *load.fetched),
             copy_s=load.copy_s,
         )
         if load.is_cancelled:
@@ -336,6 +412,11 @@ class StagedExecutor:
             outcome = next(iter(load.failed.values()))
             return changed(result, outcome=outcome, detail=load.detail, failed=tuple(load.failed.items()))
         return result
+
+
+def _pairs_of(move: GroupMove) -> list[tuple[int, int]]:
+    """(device block, slot) of each block."""
+    return list(zip(move.device_blocks, move.slots, strict=True))
 
 
 def _of_read(load: _Load, outcome: Outcome) -> Outcome:
@@ -349,7 +430,7 @@ def _without(plan: TransferPlan, failed: Collection[int]) -> TransferPlan:
         return plan
     moves = []
     for move in plan.moves:
-        pairs = [p for p in zip(move.device_blocks, move.slots, strict=True) if p[1] not in failed]
+        pairs = [p for p in _pairs_of(move) if p[1] not in failed]
         if pairs:
             moves.append(GroupMove(move.group, tuple(p[0] for p in pairs), tuple(p[1] for p in pairs)))
     return replace(plan, moves=tuple(moves))

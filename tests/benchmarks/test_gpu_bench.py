@@ -178,3 +178,47 @@ def test_a_chat_goes_on_from_the_answers() -> None:
     assert played.ttft_s == ((0.25,) * 3,) * 2 and played.all_ttft_s == [0.25] * 3
     assert played.external_tokens == 42 and played.tokens_per_s > 0
     assert [percentile(range(100), share) for share in (0.0, 0.5, 0.99, 1.0)] == [0, 50, 99, 99]
+
+
+@needs_torch
+def test_what_comes_from_disk_is_compared_and_tabled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvbm_core.testing.file_io_contract import why_no_nixl
+
+    if reason := why_no_nixl():
+        pytest.skip(f"NOT RUN: disk to device by NIXL: {reason}")
+    from benchmarks.gpu.disk import DIGESTS, WRONG, DiskStage
+    from kvbm_core.transfer.movers.device_stage import DeviceStage
+
+    options = Options(tmp_path, is_dry=True)
+    digests, table, wrong = DiskStage().run(options)
+    assert isinstance(digests, Row) and isinstance(wrong, Row) and isinstance(table, Cell)
+    assert (digests.goal, digests.ours, wrong.goal, wrong.ours) == (DIGESTS, (0.0,), WRONG, (0.0,))
+    assert table.values["by"] == "nixl-posix" and float(table.values["ratio"]) > 0
+    monkeypatch.setattr(DeviceStage, "spread", lambda *arguments: None)
+    *_, wrong = DiskStage().run(options)
+    assert isinstance(wrong, Row) and wrong.ours == (1.0,), "bytes that did not arrive are not seen"
+    assert not list(tmp_path.iterdir())
+
+
+@needs_torch
+def test_what_one_gpu_loads_for_all_is_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from benchmarks.gpu.broadcast import BroadcastStage
+    from kvbm_core.transfer.executors.device_rows import DeviceRows
+
+    options = Options(tmp_path, is_dry=True)
+
+    def rows() -> dict[str, Row]:
+        found = [result for result in BroadcastStage().run(options) if isinstance(result, Row)]
+        assert [row.goal for row in found] == list(BroadcastStage().goals(options))
+        return {row.goal.name: row for row in found}
+
+    right, gone = rows(), "until the others know that a GPU's process is gone"
+    assert right["loads of one GPU for all that brought other bytes"].verdict == "met"
+    assert right["load of one GPU for all"].ours and right[gone].verdict == "met"
+    scatter = DeviceRows.scatter
+
+    def lose_one(rows: DeviceRows, group: int, blocks: Sequence[int], mark: object) -> None:
+        scatter(rows, group, blocks[1:], mark)
+
+    monkeypatch.setattr(DeviceRows, "scatter", lose_one)
+    assert rows()["loads of one GPU for all that brought other bytes"].verdict == "short"

@@ -10,6 +10,7 @@ from kvbm_core.transfer.executor import Executor
 from kvbm_core.transfer.executors.broadcast import BroadcastExecutor
 from kvbm_core.transfer.executors.broadcast_group import Group, MeetingPoint
 from kvbm_core.transfer.plan import TransferPlan
+from tests.unit.test_broadcast_executor import connected
 
 pytest.importorskip("torch", reason="NOT RUN: the broadcast between ranks (needs torch)")
 
@@ -38,7 +39,9 @@ class TestBroadcastExecutor(ExecutorContract):
     def make_executor(self, setup: Setup) -> Executor:
         assert setup.on_done is not None
         point = MeetingPoint()
-        group, others_group = Group(0, 2, point.address, point), Group(1, 2, point.address)
+        group, others_group = connected(
+            [Group(0, (0, 1), point.address, point), Group(1, (0, 1), point.address)]
+        )
         executor = TwoRanks(setup.device, group, setup.on_done, make_loader=setup.copier, clock=setup.clock)
         executor.other = BroadcastExecutor(
             two_group_memory(2), others_group, lambda result: None, clock=setup.clock

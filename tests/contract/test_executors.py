@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,12 +16,15 @@ from kvbm_core.errors import Outcome, UnsupportedError
 from kvbm_core.layout.view import BlockView, Segment
 from kvbm_core.native import Ids, native
 from kvbm_core.storage.disk.block_file import BlockFile, Geometry
-from kvbm_core.storage.disk.io import ThreadIo, Transfer
+from kvbm_core.storage.disk.io import FileIo, ThreadIo, Transfer
+from kvbm_core.storage.disk.nixl_io import NixlIo
 from kvbm_core.storage.disk.record import whole_sectors
 from kvbm_core.storage.host_slab import HUGE_PAGE_BYTES, HostSlab
+from kvbm_core.storage.late import LateMemory
 from kvbm_core.testing.cuda_double import CudaDouble, DoubleEvent
 from kvbm_core.testing.executor_bench import LONG_S, NUM_SLOTS, Bench, Listener, plan, two_group_memory
 from kvbm_core.testing.executor_contract import ExecutorContract, OnDone, Setup, forbid_writes
+from kvbm_core.testing.file_io_contract import why_no_nixl
 from kvbm_core.testing.store_contract import key_of
 from kvbm_core.transfer.executor import Copier, DeviceMemory, Executor
 from kvbm_core.transfer.executors import memcpy
@@ -28,8 +32,9 @@ from kvbm_core.transfer.executors.cuda import CudaExecutor
 from kvbm_core.transfer.executors.memcpy import MemcpyExecutor, PiecePairs, copy_in_python, copy_natively
 from kvbm_core.transfer.factory import make_executor, slab_preparation
 from kvbm_core.transfer.movers.disk import DiskMover
+from kvbm_core.transfer.movers.disk_direct import DirectReader
 from kvbm_core.transfer.pieces import PieceTable
-from kvbm_core.transfer.plan import OrderKind, TierOrder, TransferPlan
+from kvbm_core.transfer.plan import FIRST_DIRECT_SLOT, OrderKind, TierOrder, TransferPlan
 from kvbm_core.transfer.staged import StagedExecutor
 from kvbm_core.types import Direction
 from tests.faults.doubles import BUFFERED
@@ -140,6 +145,7 @@ class TestCudaExecutor(ExecutorContract):
             self.cuda.hold(offload_stream, False)
             assert bench.executor.drain(LONG_S)
 
+    @pytest.mark.shows("DYN_KVBM_MAX_CONCURRENT_TRANSFERS")
     def test_no_more_than_the_allowed_jobs_are_in_flight(self) -> None:
         with self.bench() as bench:
             self.cuda.hold(self.cuda.compute, True)
@@ -157,6 +163,33 @@ class TestCudaExecutor(ExecutorContract):
             result = self.finish(bench, plan(1, Direction.OFFLOAD, [1], [1]))
             assert result.outcome is Outcome.IO_ERROR and "700" in result.detail
 
+    @pytest.mark.parametrize("direction", [Direction.OFFLOAD, Direction.ONBOARD])
+    def test_a_job_whose_copies_have_no_event_is_over_when_they_are(self, direction: Direction) -> None:
+        self.max_concurrent = 2
+        with self.bench() as bench:
+            stream = self.cuda.streams[-2 if direction is Direction.ONBOARD else -1]
+            self.cuda.hold(stream, True)
+            self.cuda.refuse_records = True
+            bench.executor.submit(plan(1, direction, [1], [1]))
+            assert self.cuda.wait_batches(1, LONG_S)
+            assert not bench.executor.wait([1], 0.05), "its blocks may still change"
+            bench.executor.submit(plan(2, Direction.OFFLOAD, [2], [2]))
+            assert not self.cuda.wait_batches(2, 0.05)
+            self.cuda.hold(stream, False)
+            assert bench.executor.drain(LONG_S)
+            first, second = bench.executor.poll()
+            assert first.job_id == 1 and first.outcome is Outcome.IO_ERROR and "error 2" in first.detail
+            assert second.outcome is Outcome.IO_ERROR
+            self.cuda.refuse_records = False
+            assert self.finish(bench, plan(3, Direction.OFFLOAD, [3], [3])).outcome is Outcome.OK
+
+    def test_a_broken_gpu_that_records_no_event_is_an_outcome(self) -> None:
+        with self.bench() as bench:
+            self.cuda.refuse_records = self.cuda.fail_copies = True
+            result = self.finish(bench, plan(1, Direction.OFFLOAD, [1], [1]))
+            assert result.outcome is Outcome.IO_ERROR and "error 2" in result.detail
+
+    @pytest.mark.shows("DYN_KVBM_MAX_TRANSFER_BATCH_SIZE")
     def test_a_batch_has_the_allowed_blocks(self) -> None:
         with self.bench() as bench:
             assert self.finish(bench, plan(1, Direction.OFFLOAD, range(6), range(6))).outcome is Outcome.OK
@@ -191,7 +224,6 @@ class TestStagedExecutor(ExecutorContract):
         self.disk_goes_on.set()
 
     def make_executor(self, setup: Setup) -> Executor:
-        assert setup.on_done is not None
         geometry = Geometry(NUM_SLOTS, setup.host.slot_bytes, b"contract".ljust(16))
         file = BlockFile(self.path, geometry, BUFFERED)
         self.is_reading = threading.Event()
@@ -202,12 +234,17 @@ class TestStagedExecutor(ExecutorContract):
 
         reads = GatedIo(file.fd, is_read, None, self.disk_goes_on)
         self.disk = DiskMover(file, setup.host, clock=setup.clock, ios=[reads, ThreadIo(file.fd, 2)])
+        return self.over_disk(setup, {})
+
+    def over_disk(self, setup: Setup, readers: dict[str, DirectReader]) -> Executor:
+        assert setup.on_done is not None
         return OverDisk(
             lambda done: self.make_copier(setup, done),
             {"disk": self.disk},
             setup.host.slot_bytes,
             setup.on_done,
             setup.digests,
+            readers=readers,
         )
 
     def make_copier(self, setup: Setup, on_done: OnDone) -> Copier:
@@ -292,6 +329,106 @@ class TestCudaStagedExecutor(TestStagedExecutor):
             self.cuda.wait_event(self.cuda.compute, DoubleEvent())  # a forward that never ends
             self.disk_goes_on.set()
             assert listener.wait_for(1) and set(bench.content(0, 3)) == {7}
+
+
+class TestDirectExecutor(TestStagedExecutor):
+    """A device with a disk beside it that is read straight into its memory. Host tensors stand for a GPU's,
+    so this holds NIXL's POSIX plugin to the contract, and says nothing of GPUDirect Storage.
+    """
+
+    def make_executor(self, setup: Setup) -> Executor:
+        if reason := why_no_nixl():
+            pytest.skip(f"NOT RUN: disk to device by NIXL: {reason}")
+        geometry = Geometry(NUM_SLOTS, setup.host.slot_bytes, b"contract".ljust(16))
+        file = BlockFile(self.path, geometry, replace(BUFFERED, to_device="nixl-posix"))
+        self.is_reading, self.is_on = threading.Event(), threading.Event()
+        self.disk = DiskMover(file, setup.host, clock=setup.clock)
+        self.reader = DirectReader("disk", file, setup.device, self, late=LateMemory(), make_io=self.make_io)
+        self.disk.stop_others = self.reader.close
+        assert self.is_on.wait(LONG_S)
+        return self.over_disk(setup, {"disk": self.reader})
+
+    def make_io(self, fd: int, gpu: int | None) -> FileIo:
+        return _Stalling(NixlIo(fd, gpu=gpu), self.disk_goes_on, self.is_reading)
+
+    def direct(self, tier: str, is_direct: bool) -> None:
+        """See TierListener."""
+        assert is_direct
+        self.is_on.set()
+
+    def found(self, tier: str, end: int, found: object) -> None:
+        """See TierListener."""
+
+    def refused(self, tier: str, reason: str) -> None:
+        """See TierListener."""
+
+    @contextmanager
+    def stalled(self, bench: Bench, listener: Listener, load: TransferPlan) -> Iterator[None]:
+        """By a disk that does not answer."""
+        slots = load.moves[0].slots
+        self.store(bench, listener, *slots)
+        self.disk_goes_on.clear()
+        bench.executor.submit(straight(load))
+        assert self.is_reading.wait(LONG_S)
+        yield
+        assert not any(result.is_late for result in listener.results), "it has no slots to keep"
+        self.disk_goes_on.set()
+
+    def test_a_load_that_waits_for_its_turn_at_the_disk_is_over_at_once(self) -> None:
+        listener = Listener()
+        with self.bench(on_done=listener) as bench:
+            with self.stalled(bench, listener, plan(1, Direction.ONBOARD, [3], [2])):
+                bench.executor.submit(straight(plan(2, Direction.ONBOARD, [4], [2])))
+                assert bench.executor.cancel(2) and bench.executor.cancel(1)
+                assert bench.executor.drain(0.0)
+            assert listener.outcomes()[1] is listener.outcomes()[2] is Outcome.REJECTED
+
+    def test_a_load_that_comes_straight_brings_the_bytes_that_were_stored(self) -> None:
+        listener = Listener()
+        with self.bench(on_done=listener, verify=True) as bench:
+            for slot in (2, 5):
+                bench.slot(slot)[:] = slot
+            self.store(bench, listener, 2, 5)
+            bench.executor.submit(straight(plan(1, Direction.ONBOARD, [3, 7], [5, 2])))
+            assert bench.executor.wait([1], LONG_S) and listener.outcomes()[1] is Outcome.OK
+            assert (set(bench.content(0, 3)), set(bench.content(0, 7))) == ({5}, {2})
+
+
+def straight(load: TransferPlan) -> TransferPlan:
+    """The same blocks, from places of the disk with the numbers of the slots."""
+    (move,) = load.moves
+    slots = tuple(FIRST_DIRECT_SLOT + slot for slot in move.slots)
+    order = fetch(load.job_id, *move.slots)
+    return replace(load, moves=(move._replace(slots=slots),), reads=(replace(order, slots=slots),))
+
+
+class _Stalling:
+    """NixlIo that tells of no read but of the file's header while ``goes_on`` is not set."""
+
+    def __init__(self, io: NixlIo, goes_on: threading.Event, is_reading: threading.Event) -> None:
+        self._io, self._goes_on, self._is_reading = io, goes_on, is_reading
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._io, name)
+
+    def submit(self, transfers: Sequence[Transfer], *, is_write: bool) -> None:
+        """See FileIo."""
+        self._io.submit(transfers, is_write=is_write)
+        if any(transfer.offset_bytes for transfer in transfers):
+            self._is_reading.set()
+
+    def collect(self, timeout_s: float) -> list[tuple[int, int]]:
+        """See FileIo."""
+        return self._io.collect(timeout_s) if self._goes_on.wait(timeout_s) else []
+
+    @property
+    def in_flight(self) -> int:
+        """See FileIo."""
+        return self._io.in_flight
+
+    def close(self, timeout_s: float) -> bool:
+        """See FileIo."""
+        return self._io.close(timeout_s)
 
 
 def naive_copies(
@@ -383,3 +520,18 @@ def test_memory_of_no_known_kind_is_refused() -> None:
     with pytest.raises(UnsupportedError, match="Alien"):
         make_executor(device, host)
     host.close()
+
+
+def test_each_thread_of_the_double_has_a_current_stream_of_its_own() -> None:
+    """As in CUDA: what a thread of ours is given is not behind the stream on which the engine computes."""
+    cuda, streams = CudaDouble(), list[object]()
+
+    def note() -> None:
+        streams.append(cuda.record_on_current_stream().stream)
+
+    note()
+    thread = threading.Thread(target=note)
+    thread.start()
+    thread.join(LONG_S)
+    cuda.close()
+    assert streams == [cuda.compute, cuda.default]

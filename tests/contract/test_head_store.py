@@ -7,8 +7,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
 
+import numpy as np
+
 from kvbm_core.errors import Outcome
-from kvbm_core.layout.heads import HeadGroup, HeadShards, divide_heads, head_tensors
+from kvbm_core.layout.heads import FP8, NO_CODEC, HeadGroup, HeadShards, divide_heads, head_tensors
 from kvbm_core.layout.tensors import TensorInfo
 from kvbm_core.storage.base import BlockStore
 from kvbm_core.storage.directory.store import DirectoryStore
@@ -18,7 +20,15 @@ from kvbm_core.storage.remote.records import trailer_bytes
 from kvbm_core.storage.stores import StoreOptions, StoreSpec, open_store, record_store
 from kvbm_core.testing.extent_contract import ExtentStoreContract, extent_of
 from kvbm_core.testing.memory_engine import EngineFaults, MemoryEngine, MemoryObjects
-from kvbm_core.testing.store_contract import LONG_S, NUM_BLOCKS, BlockStoreContract, buffers, key_of
+from kvbm_core.testing.store_contract import (
+    LONG_S,
+    NUM_BLOCKS,
+    BlockStoreContract,
+    buffers,
+    content_of,
+    key_of,
+)
+from kvbm_core.types import BlockKey
 
 HEADS, TOKENS, LAYERS = 4, 16, 2
 MAX_GROUPS = 4
@@ -26,23 +36,37 @@ ORDERS = {"heads outside": (1, 2, 3), "tokens outside": (2, 1, 3), "heads inside
 
 
 def heads_of(
-    payload_bytes: int, order: str = "tokens outside", rank: int = 0, num_ranks: int = 1
+    payload_bytes: int,
+    order: str = "tokens outside",
+    rank: int = 0,
+    num_ranks: int = 1,
+    codec: str = NO_CODEC,
 ) -> HeadShards:
     """Of a block of this size, all of which is some head's, in groups that are alike."""
-    axes = [NUM_BLOCKS, HEADS // num_ranks, TOKENS, payload_bytes // (LAYERS * HEADS * TOKENS)]
+    dtype, itemsize = ("bfloat16", 2) if codec == FP8 else ("uint8", 1)
+    axes = [NUM_BLOCKS, HEADS // num_ranks, TOKENS, payload_bytes // (LAYERS * HEADS * TOKENS * itemsize)]
     strides, run = [0] * 4, 1
     for axis in reversed((0, *ORDERS[order])):
         strides[axis], run = run, run * axes[axis]
-    infos = [TensorInfo(f"{n}", tuple(axes), tuple(strides), 1, "uint8", n, 0, run) for n in range(LAYERS)]
+    infos = [
+        TensorInfo(f"{n}", tuple(axes), tuple(strides), itemsize, dtype, n, 0, run * itemsize)
+        for n in range(LAYERS)
+    ]
     group = HeadGroup(TOKENS, head_tensors(infos, NUM_BLOCKS, 1))
-    return divide_heads([group] * MAX_GROUPS, HEADS, rank, num_ranks, HEADS)
+    return divide_heads([group] * MAX_GROUPS, HEADS, rank, num_ranks, HEADS, codec=codec)
 
 
 def spec_of(payload_bytes: int, url: str, options: StoreOptions | None = None) -> StoreSpec:
     """A rank that has all heads."""
-    return StoreSpec(
-        url, payload_bytes, "", "0of1", options=options or StoreOptions(), heads=heads_of(payload_bytes)
-    )
+    options = options or StoreOptions()
+    heads = heads_of(payload_bytes, codec=FP8 if options.codec == FP8 else NO_CODEC)
+    return StoreSpec(url, payload_bytes, "", "0of1", options=options, heads=heads)
+
+
+def float8_content(key: BlockKey, num_bytes: int) -> bytes:
+    """Numbers in bfloat16 between 2 and 512 that are also numbers in float8."""
+    bits = np.frombuffer(content_of(key, num_bytes), np.uint16)
+    return (bits & 0x83F0 | 0x4000).astype(np.uint16).tobytes()
 
 
 class TestRecords(BlockStoreContract):
@@ -51,9 +75,10 @@ class TestRecords(BlockStoreContract):
 
     @contextmanager
     def stores(self) -> Iterator[BlockStore]:
-        shard_bytes = self.payload_bytes // HEADS + trailer_bytes(1)
-        engine = MemoryEngine(self.faults, MemoryObjects(NUM_BLOCKS * HEADS * shard_bytes))
         spec = spec_of(self.payload_bytes, "memory://", StoreOptions(codec=self.codec))
+        assert spec.heads is not None
+        shard_bytes = spec.heads.shard_bytes + trailer_bytes(1)
+        engine = MemoryEngine(self.faults, MemoryObjects(NUM_BLOCKS * HEADS * shard_bytes))
         yield record_store(engine, spec)
 
     def test_more_blocks_in_one_call_than_fit(self) -> None:
@@ -70,6 +95,11 @@ class TestRecordsOfASlowEngine(TestRecords):
 
 class TestCompressedRecords(TestRecords):
     codec = "zstd"
+
+
+class TestRecordsInFloat8(TestRecords):
+    codec = "fp8"
+    content = staticmethod(float8_content)
 
 
 class TestRecordsOfBlocksInParts(TestRecords):
@@ -106,15 +136,23 @@ class TestDirectory(BlockStoreContract):
 
 
 class TestExtents(ExtentStoreContract):
+    codec = "none"
+
     @contextmanager
     def stores(self) -> Iterator[HeadRecords]:
-        store = record_store(MemoryEngine(), spec_of(self.payload_bytes, "memory://"))
+        spec = spec_of(self.payload_bytes, "memory://", StoreOptions(codec=self.codec))
+        store = record_store(MemoryEngine(), spec)
         assert isinstance(store, HeadRecords)
         yield store
 
 
 class TestExtentsInParts(TestExtents):
     part_bytes = 1_000
+
+
+class TestExtentsInFloat8(TestExtents):
+    codec = "fp8"
+    content = staticmethod(float8_content)
 
 
 # ---------------------------------------------------------------- what is not in the contracts
@@ -190,4 +228,50 @@ def test_memory_of_a_late_read_is_not_lent_again() -> None:
     assert store.get_many([key], target, deadline_s=LONG_S) == [Outcome.TIMED_OUT]
     places = sorted((lent.start, lent.start + len(lent.memory)) for lent in store._scratch._late)
     assert places and all(end <= start for (_, end), (start, _) in pairwise(places))
+    store.close()
+
+
+def test_a_block_that_float8_cannot_hold_costs_no_other_one() -> None:
+    """Its extent is not kept. Nothing of it is anywhere."""
+    engine, payload_bytes = MemoryEngine(), 8192
+    spec = spec_of(payload_bytes, "memory://", StoreOptions(codec=FP8))
+    store = record_store(engine, spec)
+    assert isinstance(store, HeadRecords)
+    extents = [extent_of(number, 4) for number in range(3)]
+    payloads = [
+        [memoryview(bytearray(float8_content(key, payload_bytes))) for key in e.keys] for e in extents
+    ]
+    payloads[1][2].cast("H")[100] = 0x7F80  # infinity
+    ends = store.put_extents(extents, payloads, deadline_s=LONG_S)
+    assert ends == [Outcome.OK, Outcome.REJECTED, Outcome.OK]
+    assert len(engine.objects.objects) == 2 * HEADS
+    for extent, own, is_there in zip(extents, payloads, (True, False, True), strict=True):
+        targets = buffers(4, payload_bytes)
+        ends = store.get_extents([extent], [targets], deadline_s=LONG_S)
+        assert ends == [[Outcome.OK if is_there else Outcome.MISS] * 4]
+        assert not is_there or targets == own
+    keys = [key_of(number) for number in range(3)]
+    assert store.put_many(keys, payloads[1][1:], deadline_s=LONG_S) == [
+        Outcome.OK,
+        Outcome.REJECTED,
+        Outcome.OK,
+    ]
+    assert store.put_many(keys[1:2], payloads[1][2:3], deadline_s=LONG_S) == [Outcome.REJECTED]
+    store.close()
+
+
+def test_what_is_in_a_small_shard_is_all_written() -> None:
+    """A group that does not fill it leaves zeros, and not what was in that memory before."""
+    engine, payload_bytes = MemoryEngine(), 8192
+    heads = heads_of(payload_bytes, codec=FP8)
+    small = HeadGroup(TOKENS, heads.groups[0].tensors[:1])
+    heads = divide_heads([heads.groups[0], small], HEADS, 0, 1, HEADS, codec=FP8)
+    spec = StoreSpec("memory://", payload_bytes, "", "0of1", options=StoreOptions(codec=FP8), heads=heads)
+    store = record_store(engine, spec)
+    memory = [memoryview(float8_content(key_of(1), payload_bytes))]
+    for group in (0, 1):
+        assert store.put_many([key_of(1, group)], memory, deadline_s=LONG_S) == [Outcome.OK]
+    records = [entry.content for name, entry in engine.objects.objects.items() if name.endswith("-1x1")]
+    used_bytes = heads.shard_bytes // 2
+    assert [record[used_bytes : heads.shard_bytes] for record in records] == [bytes(used_bytes)] * HEADS
     store.close()

@@ -62,6 +62,9 @@ def test_what_one_process_has_stored_another_one_finds(
     second.close()
 
 
+@pytest.mark.shows(
+    "KVBM_REMOTE_USERNAME", "KVBM_REMOTE_PASSWORD_FILE", "KVBM_REMOTE_CA_FILE", "KVBM_REMOTE_CERT_FILE"
+)
 def test_a_servers_settings_reach_its_store(monkeypatch: pytest.MonkeyPatch) -> None:
     values = {"USERNAME": "kv", "PASSWORD_FILE": "p", "CA_FILE": "c", "CERT_FILE": "d"}
     for name, value in values.items():

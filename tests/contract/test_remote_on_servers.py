@@ -112,6 +112,7 @@ def test_a_bucket(bucket: ObjectServer, monkeypatch: pytest.MonkeyPatch) -> None
     assert told.exit_code == 2 and told.output.count("\n") == 1 and url in told.output
 
 
+@pytest.mark.shows("KVBM_REMOTE_USERNAME", "KVBM_REMOTE_PASSWORD_FILE")
 @pytest.mark.valkey
 def test_a_server_of_valkey_with_the_rights_that_are_printed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from kvbm_sglang.side_pools import KEPT, REFUSED
 from tests.contract.sglang_history import HISTORY
 from tests.contract.sglang_reading import (
     CONTROLLER,
@@ -269,6 +270,20 @@ def uses_in(sglang: Path) -> AdapterUses:
     for path in files_for(sglang):
         uses.read(path)
     return uses
+
+
+@each_version
+def test_each_pool_is_kept_or_refused_by_its_name(sglang: Path) -> None:
+    unknown = enum_values(sglang / STORAGE, "PoolName") - set(KEPT) - set(REFUSED)
+    assert not unknown, "classify them in kvbm_sglang/side_pools.py"
+
+
+def test_pools_that_are_classified_exist_in_some_version() -> None:
+    if not SOURCES:
+        pytest.skip(f"NOT RUN: set {VARIABLE} (make test does)")
+    named = set().union(*(enum_values(sglang / STORAGE, "PoolName") for sglang in SOURCES.values()))
+    assert set(KEPT) | set(REFUSED) == named
+    assert not set(KEPT) & set(REFUSED)
 
 
 @each_version

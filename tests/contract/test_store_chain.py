@@ -7,16 +7,17 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from kvbm_core.clock import SystemClock
+from kvbm_core.clock import ManualClock, SystemClock
 from kvbm_core.errors import Outcome
 from kvbm_core.observe.metrics import Metrics
 from kvbm_core.policy.admission import AdmitAll
 from kvbm_core.policy.frequency import FrequencyFilter
-from kvbm_core.runtime.store_chain import StoreChain
+from kvbm_core.runtime.store_chain import KNOWN_S, StoreChain
 from kvbm_core.storage.base import BlockStore
 from kvbm_core.storage.disk.block_file import Geometry
 from kvbm_core.storage.disk.store import DiskStore
@@ -164,6 +165,41 @@ def test_what_is_on_the_disk_is_shared_when_it_is_found_there(bench: Bench) -> N
         assert chain.settle(LONG_S) and len(bench.blocks.blocks) == 3 and bench.asked(PUT) == 1
 
 
+def test_what_is_used_on_the_disk_for_hours_is_put_once_and_again_only_if_it_is_missed(bench: Bench) -> None:
+    clock, first = ManualClock(), bench.chain()
+    chain = StoreChain(
+        first._disk,
+        bench.remote,
+        bench.suite.payload_bytes,
+        AdmitAll(),
+        bench.metrics,
+        io_deadline_s=LONG_S,
+        clock=clock,
+    )
+    bench.chains.append(chain)
+
+    def use() -> list[tuple[str, int]]:
+        """What a use, a minute later, asks the remote store for: calls and blocks."""
+        clock.advance(61.0)
+        bench.remote.calls.clear()
+        assert bench.suite.get(chain, KEYS[:6]) == [Outcome.OK] * 6
+        with chain._changed:
+            assert chain._changed.wait_for(lambda: not chain._looking, LONG_S)
+        assert chain.settle(LONG_S)
+        return [(name, len(keys)) for name, keys in bench.remote.calls]
+
+    bench.suite.put(chain, KEYS[:6])
+    assert chain.settle(LONG_S) and len(bench.blocks.blocks) == 6
+    for _ in range(3):
+        assert use() == [(CONTAINS, 1)]
+    bench.blocks.blocks.clear()  # its server was restarted
+    assert use() == [(CONTAINS, 1)]
+    assert use() == [(PUT, 6)] and len(bench.blocks.blocks) == 6
+    assert use() == [(CONTAINS, 1)]
+    clock.advance(KNOWN_S)
+    assert use() == [(PUT, 6)]
+
+
 def test_a_block_that_the_disk_has_damaged_comes_from_the_remote_store(bench: Bench) -> None:
     chain = bench.chain()
     bench.suite.put(chain, KEYS[:8])
@@ -236,6 +272,29 @@ def test_one_that_hangs_is_left_alone(
     calls = len(bench.remote.calls)
     assert call(bench, chain) == [Outcome.MISS] * 3
     assert len(bench.remote.calls) == calls
+
+
+def has_failed(chain: StoreChain, times: int) -> bool:
+    return max(chain._breaker._rows) == times
+
+
+@pytest.mark.parametrize(("call", "held"), [(get, GET), (find, CONTAINS)])
+def test_one_that_takes_everything_and_gives_nothing_is_left_alone(
+    bench: Bench, call: Call, held: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chain = hanging(bench, monkeypatch, 0.05)
+    bench.remote.let_go()
+    bench.remote.hold(held)
+    for number in range(FAILURES_IN_A_ROW):
+        assert not chain._breaker.is_open
+        key = KEYS[30 + number]
+        assert bench.suite.put(chain, [key]) == [Outcome.OK]
+        with chain._changed:
+            assert chain._changed.wait_for(partial(chain._known.__contains__, key), LONG_S)
+        call(bench, chain)
+        with chain._changed:  # the caller's time is over a little before the answer comes
+            assert chain._changed.wait_for(partial(has_failed, chain, number + 1), LONG_S)
+    assert chain._breaker.is_open
 
 
 def test_buffers_that_it_may_still_touch_are_not_waited_for(

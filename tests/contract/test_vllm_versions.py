@@ -163,7 +163,7 @@ def test_every_hook_of_ours_is_called_by_some_version() -> None:
     if not SOURCES:
         pytest.skip(f"NOT RUN: neither vLLM nor {VARIABLE} is there")
     known = set().union(*(base_methods(vllm) for vllm in SOURCES.values()))
-    own = {"scheduler_side", "worker_side"}
+    own = {"scheduler_side", "worker_side", "join_transport"}
     newest = max(int(version.split(".")[1]) for version in SOURCES)
     later = {"unregister_kv_caches", "restore_kv_caches", "supports_sleep_mode"} if newest < 33 else set()
     assert not set(our_hooks()) - known - own - later
@@ -186,6 +186,23 @@ def test_the_failure_policy_is_read_after_our_constructor_ran(vllm: Path) -> Non
     made = next(i for i, line in enumerate(lines) if "KVConnectorFactory.create_connector(" in line)
     read = [i for i, line in enumerate(lines) if "kv_transfer_config.kv_load_failure_policy" in line]
     assert read and min(read) > made
+
+
+@each_version
+def test_multi_connector_has_its_children_where_pd_connector_looks(vllm: Path) -> None:
+    multi = class_of(vllm / BASE.replace("base.py", "multi_connector.py"), "MultiConnector")
+    assert "self._connectors.append(connector_cls(" in ast.unparse(methods(multi)["__init__"])
+
+
+@each_version
+def test_nixl_says_what_request_params_reads(vllm: Path) -> None:
+    nixl = vllm / BASE.replace("base.py", "nixl")
+    pull = methods(class_of(nixl / "pull_scheduler.py", "NixlPullConnectorScheduler"))
+    taken = ast.unparse(pull["get_num_new_matched_tokens"])
+    handed = ast.unparse(pull["request_finished"])
+    for word in ("do_remote_prefill", "do_remote_decode", "remote_engine_id"):
+        assert f"'{word}'" in taken and f"{word}=" in handed, word
+    assert "params['do_remote_prefill'] = False" in ast.unparse(pull["update_state_after_alloc"])
 
 
 @each_version

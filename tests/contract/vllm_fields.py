@@ -46,6 +46,7 @@ FIELDS: dict[str, set[str]] = {
         "cache_salt",
         "resumable",
         "skip_reading_prefix_cache",
+        "trace_headers",
         "block_hashes",
         "status",
     },
@@ -54,6 +55,7 @@ FIELDS: dict[str, set[str]] = {
         "scheduled_cached_reqs",
         "num_scheduled_tokens",
         "total_num_scheduled_tokens",
+        "scheduled_spec_decode_tokens",
     },
     "NewRequestData": {"req_id", "block_ids", "num_computed_tokens"},
     "CachedRequestData": {"req_ids", "resumed_req_ids", "new_block_ids", "num_computed_tokens"},
@@ -83,6 +85,7 @@ FIELDS: dict[str, set[str]] = {
         "try_get_generation_config",
         "architecture",
         "trust_remote_code",
+        "get_total_num_hidden_layers",
         "get_total_num_kv_heads",
     },
     "MultiModalConfig": {"mm_encoder_attn_dtype", "mm_encoder_fp8_scale_path"},
@@ -92,13 +95,19 @@ FIELDS: dict[str, set[str]] = {
         "rank",
         "tensor_parallel_size",
         "pipeline_parallel_size",
+        "data_parallel_size",
+        "is_moe_model",
         "worker_cls",
         "worker_extension_cls",
+        "nnodes_within_dp",
+        "master_addr",
+        "master_port",
     },
     "KVTransferConfig": {"kv_connector_extra_config", "engine_id"},
     "KVEventsConfig": {"enable_kv_cache_events"},
     "LoRARequest": {
         "lora_int_id",
+        "lora_name",
         "lora_path",
         "load_inplace",
         "adapter_id",
@@ -111,15 +120,19 @@ FIELDS: dict[str, set[str]] = {
 }
 
 PROBED: dict[str, set[str]] = {
+    "Request": {"kv_hints"},
+    "SchedulerOutput": {"kv_connector_block_state"},
+    "KVCacheConfig": {"hash_block_size"},
     "KVCacheGroupSpec": {"enable_kv_transfer", "host_resident"},
     "ParallelConfig": {
         "decode_context_parallel_size",
         "prefill_context_parallel_size",
         "data_parallel_index",
     },
-    "CacheConfig": {"hash_block_size"},
+    "CacheConfig": {"hash_block_size", "prefix_cache_retention_interval"},
     "ModelConfig": {"model_class_overrides", "original_max_model_len"},
     "AttentionSpec": {"kv_cache_specs"},
+    "LoRARequest": {"tensorizer_config_dict"},
 }
 
 PROBED_IN = {"AttentionSpec": "UniformTypeKVCacheSpecs"}

@@ -3,9 +3,9 @@ there.
 
 Loaded by real engines in place of DynamoConnector. The comparison is of digests, made from the device tensors
 with plain indexing and kept here; it shares no code with the transfer engine. Counts go to the file named by
-KVBM_TEST_BYTES_REPORT, one file per rank. ``fail_every`` makes every n-th onboard fail. What goes to the
-disk is noted in the file named by KVBM_TEST_DISK_LEDGER (one per rank), for the engine that comes after a
-kill.
+KVBM_TEST_BYTES_REPORT, one file per rank. ``fail_every`` makes every n-th onboard fail; ``lose_states`` makes
+states come back as zeros, which a comparison of answers has to see. What goes to the disk is noted in the
+file named by KVBM_TEST_DISK_LEDGER (one per rank), for the engine that comes after a kill.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from kvbm_core.transfer.movers.base import OnResult
 from kvbm_core.transfer.plan import JobResult, OrderKind, TierOrder, TransferPlan
 from kvbm_core.transfer.rank import RankMemory
 from kvbm_core.types import Direction
+from kvbm_vllm.config import layer_specs
 from kvbm_vllm.connector import DynamoConnector
 
 
@@ -33,9 +34,16 @@ class ByteLedger:
     """Digests of what was offloaded, by (group, slot); compared after each onboard."""
 
     def __init__(
-        self, layers: list[list[torch.Tensor]], num_blocks: int, report: Path, disk_ledger: Path
+        self,
+        layers: list[list[torch.Tensor]],
+        states: frozenset[int],
+        num_blocks: int,
+        report: Path,
+        disk_ledger: Path,
     ) -> None:
         self.layers = layers
+        self.states = states
+        """The groups that are states."""
         self.num_blocks = num_blocks
         self.report = report
         self.disk_ledger = disk_ledger
@@ -47,7 +55,7 @@ class ByteLedger:
                 slot, digests = json.loads(line)
                 self.on_disk[slot] = {int(group): digest for group, digest in digests.items()}
         self.counts = {"offloaded": 0, "onboarded": 0, "different": 0, "unknown": 0, "failed_on_purpose": 0}
-        self.counts |= {"stored": 0, "read": 0}
+        self.counts |= {"stored": 0, "read": 0, "states": 0, "states_lost": 0}
 
     def digest(self, group: int, block: int) -> str:
         """Of all layers of one device block."""
@@ -99,12 +107,21 @@ class ByteLedger:
                 if slot in failed:
                     continue
                 self.counts["onboarded"] += 1
+                self.counts["states"] += move.group in self.states
                 expected = self.copies.get((move.group, slot))
                 if expected is None:
                     self.counts["unknown"] += 1
                 elif expected != self.digest(move.group, block):
                     self.counts["different"] += 1
         self.write()
+
+    def lose_states(self, plan: TransferPlan) -> None:
+        """Zeros in place of the states that a load has brought."""
+        for move in plan.moves:
+            if move.group in self.states:
+                for tensor in self.layers[move.group]:
+                    tensor[list(move.device_blocks)] = 0
+                self.counts["states_lost"] += len(move.device_blocks)
 
     def write(self) -> None:
         """The counts so far."""
@@ -120,6 +137,7 @@ class CheckingExecutor:
         self._inner = inner
         self._ledger = ledger
         self.fails_every = 0
+        self.loses_states = False
         self._onboards = 0
         self.plans: dict[int, TransferPlan] = {}
         self.to_fail: set[int] = set()
@@ -154,6 +172,8 @@ class CheckingExecutor:
                     tensor[list(move.device_blocks)] = 7.0
             return replace(result, outcome=Outcome.IO_ERROR, detail="failed on purpose", failed=())
         self._ledger.check_onboard(plan, failed)
+        if self.loses_states:
+            self._ledger.lose_states(plan)
         return result
 
     def poll(self) -> list[JobResult]:
@@ -182,13 +202,20 @@ class CheckingConnector(DynamoConnector):
         """From now on each onboard of this number fails; with 0 none."""
         self._checking.fails_every = number
 
+    def lose_states(self, loses: bool) -> None:
+        """From now on states come back as zeros, or as they are."""
+        self._checking.loses_states = loses
+
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         config = self._kv_cache_config
-        layers = [[kv_caches[name] for name in group.layer_names] for group in config.kv_cache_groups]
+        groups = config.kv_cache_groups
+        layers = [[kv_caches[name] for name in group.layer_names] for group in groups]
+        specs = [layer_specs(group) for group in groups]
+        states = frozenset(place for place, found in enumerate(specs) if hasattr(found[0], "mamba_type"))
         worker = self.worker_side.worker
         report = Path(f"{os.environ['KVBM_TEST_BYTES_REPORT']}.{worker.rank}")
         disk_ledger = Path(f"{os.environ.get('KVBM_TEST_DISK_LEDGER', report)}.{worker.rank}.disk")
-        ledger = ByteLedger(layers, int(config.num_blocks), report, disk_ledger)
+        ledger = ByteLedger(layers, states, int(config.num_blocks), report, disk_ledger)
         real_submit = RankMemory.submit
 
         def submit(memory: RankMemory, order: TierOrder, on_result: OnResult) -> None:

@@ -1,15 +1,20 @@
 """One real vLLM engine in a process of its own, for all rounds of a job, or for as many as it is asked for.
 
 The first as a program: python -m tests.e2e.offline JOB.json RESULT.json. JOB: {"model", "llm": keyword
-arguments of vllm.LLM, "connector": bool, "rounds": [{"prompts": [[token, ...], ...], "max_tokens",
-"together": bool}]}. RESULT: for each round the answers, cached tokens and TTFT of each prompt; the leader's
-counters and what is still open when all is done. With "dies" the process then kills itself, as SIGKILL would.
+arguments of vllm.LLM, "connector": bool, "plugins": ["module:function", ...], called before the engine is
+made, "rounds": [{"prompts": [[token, ...], ...], "max_tokens", "together": bool, "margins": bool}]}. A round
+"after" an earlier one (its number) is the next turn: its prompts come behind what was asked and answered
+there. "resets": the device's cache is emptied first; "loses_states": states come back as zeros. RESULT: for
+each round the answers, cached tokens and TTFT of each prompt, and by how many nats each token beat the second
+best if "margins" are asked for; the leader's counters and what is still open when all is done. With "dies"
+the process then kills itself, as SIGKILL would.
 
 The second in a process of tests.engines.worker: ``start`` a job without rounds, then ``serve``.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import signal
@@ -22,6 +27,13 @@ from typing import Any
 CONNECTOR = {"kv_connector": "CheckingConnector", "kv_role": "kv_both"}
 CONNECTOR_MODULE = "tests.e2e.checking_connector"
 SETTLE_S = 20.0
+POLL_S = 0.02
+COUNTERS = {
+    "preemptions": "num_preemptions",
+    "drafted": "spec_decode_num_draft_tokens",
+    "accepted": "spec_decode_num_accepted_tokens",
+}
+"""vLLM's own."""
 
 Rounds = list[dict[str, Any]]
 
@@ -37,12 +49,17 @@ class Engine:
     def serve(self, rounds: Rounds) -> dict[str, Any]:
         """One round after the other. Counters are of these rounds alone."""
         before = self._counters()
+        asked: list[list[list[int]]] = []
         answers: list[list[dict[str, Any]]] = []
         audited: list[dict[str, float]] = []
         for spec in rounds:
-            if spec.get("swaps"):
-                _swap_blocks(*spec["swaps"])
-            answers.append(_serve(self.llm, spec))
+            self._prepare(spec)
+            asked.append(spec["prompts"])
+            if "after" in spec:
+                earlier = spec["after"]
+                told = zip(asked[earlier], answers[earlier], spec["prompts"], strict=True)
+                asked[-1] = [prompt + answer["tokens"] + question for prompt, answer, question in told]
+            answers.append(_serve(self.llm, {**spec, "prompts": asked[-1]}))
             if spec.get("audited"):
                 metrics = _leader_state(self.llm)["metrics"]
                 audited.append({name: value for name, value in metrics.items() if "audited" in name})
@@ -54,13 +71,28 @@ class Engine:
 
     def forget(self) -> None:
         """Empties the device's cache, and kvbm's."""
+        self._reset(with_connector=self._has_connector)
+
+    def _reset(self, *, with_connector: bool) -> None:
         if self._shows_leader:
             settle(self.llm)
-        assert self.llm.reset_prefix_cache(reset_connector=self._has_connector)
+        deadline_s = time.monotonic() + SETTLE_S
+        while not self.llm.reset_prefix_cache(reset_connector=with_connector):
+            assert time.monotonic() < deadline_s, "blocks are still in use"
+            time.sleep(POLL_S)  # copies on other ranks
+
+    def _prepare(self, spec: dict[str, Any]) -> None:
+        if spec.get("swaps"):
+            _swap_blocks(*spec["swaps"])
+        if spec.get("resets"):
+            self._reset(with_connector=False)
+        if "loses_states" in spec:
+            _connector().lose_states(spec["loses_states"])
 
     def _counters(self) -> dict[str, float]:
         found = dict(_leader_state(self.llm)["metrics"]) if self._shows_leader else {}
-        return found | {"preemptions": _preemptions(self.llm)}
+        counters = {metric.name: int(getattr(metric, "value", 0)) for metric in self.llm.get_metrics()}
+        return found | {name: counters.get(f"vllm:{metric}", 0) for name, metric in COUNTERS.items()}
 
 
 _started: list[Engine] = []
@@ -98,7 +130,10 @@ def make_engine(job: dict[str, Any]) -> Any:
 def _serve(llm: Any, spec: dict[str, Any]) -> list[dict[str, Any]]:
     from vllm import SamplingParams
 
-    sampling = SamplingParams(temperature=0.0, max_tokens=spec["max_tokens"], ignore_eos=True)
+    logprobs = 2 if spec.get("margins") else None
+    sampling = SamplingParams(
+        temperature=0.0, max_tokens=spec["max_tokens"], ignore_eos=True, logprobs=logprobs
+    )
     prompts = [{"prompt_token_ids": tokens} for tokens in spec["prompts"]]
     if spec.get("together"):
         outputs = llm.generate(prompts, sampling, use_tqdm=False)
@@ -108,10 +143,16 @@ def _serve(llm: Any, spec: dict[str, Any]) -> list[dict[str, Any]]:
         {
             "tokens": list(output.outputs[0].token_ids),
             "cached_tokens": output.num_cached_tokens,
+            "margins": [_margin(best) for best in output.outputs[0].logprobs or ()],
             "ttft_s": output.metrics.first_token_latency if output.metrics else None,
         }
         for output in outputs
     ]
+
+
+def _margin(best: dict[int, Any]) -> float:
+    first, second = sorted((found.logprob for found in best.values()), reverse=True)[:2]
+    return float(first - second)
 
 
 def _connector() -> Any:
@@ -126,11 +167,6 @@ def _swap_blocks(one: int, other: int) -> None:
     slab = _connector().worker_side.worker._memory.slab
     rows = slab.array.reshape(slab.num_slots, slab.slot_bytes)
     rows[[one, other]] = rows[[other, one]]
-
-
-def _preemptions(llm: Any) -> int:
-    counters = {metric.name: metric for metric in llm.get_metrics()}
-    return int(getattr(counters.get("vllm:num_preemptions"), "value", 0))
 
 
 def settle(llm: Any) -> Any:
@@ -172,6 +208,9 @@ def set_variables(job: dict[str, Any]) -> None:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     else:
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "0|1"
+    for plugin in job.get("plugins", ()):
+        module, _, function = plugin.partition(":")
+        getattr(importlib.import_module(module), function)()
 
 
 def main(run: Callable[[dict[str, Any]], dict[str, Any]]) -> None:

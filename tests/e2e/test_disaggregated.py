@@ -1,138 +1,148 @@
-"""One prefill and one decode server by the guides' own lines, with the real NixlConnector between them.
+"""Prefill and decode servers as deploy/launch starts them, with the real NixlConnector and the proxy between.
 
-The prefill server's PdConnector has kvbm first and NIXL second; the decode server has no kvbm and is asked
-for the right answers too, from its first token on.
+Answers are compared with those of one server that computes everything itself.
 """
 
 from __future__ import annotations
 
-import os
 import random
-import time
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+import signal
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from tests.engines import REPOSITORY
 from tests.engines.client import parse_metrics
-from tests.engines.disaggregated import DECODE, PREFILL, nixl_environment
-from tests.engines.vllm_server import ServerOptions, VllmServer
+from tests.engines.disaggregated import ANSWER_TOKENS, DEVICE_BLOCKS, HOST_CACHE_GB, PROMPT_TOKENS, wait_for
+from tests.engines.launched import Launched
+from tests.engines.vllm_server import ONE_THREAD, ServerOptions
 
 BLOCK_TOKENS = 32
-DEVICE_BLOCKS = 129
-PROMPT_TOKENS = 1000
 TURN_TOKENS = 200
-ANSWER_TOKENS = 24
-PATIENCE_S = 30.0
-REMOTE_DECODE = {"do_remote_decode": True, "do_remote_prefill": False}
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [
+    pytest.mark.timeout(600),
+    pytest.mark.nightly("starts six engines; tests/vllm/test_pd.py has pairs under vLLM's scheduler"),
+]
 
 
-class PrefillAndDecode:
-    """What a proxy in front of the two servers does."""
+class Client:
+    """Asks the proxy, or one of the servers behind it."""
 
-    def __init__(self, prefill: VllmServer, decode: VllmServer) -> None:
-        self.prefill, self.decode = prefill, decode
+    def __init__(self, launched: Launched, prefills: Sequence[str], decodes: Sequence[str]) -> None:
+        self.launched, self.prefills, self.decodes = launched, prefills, decodes
         self.http = httpx.Client(timeout=240.0, trust_env=False)
 
-    def ask(self, prompt: list[int]) -> list[int]:
-        """The answer, whose prompt one server computes or finds and whose tokens the other one makes."""
-        handed = self._complete(self.prefill, prompt, 1, kv_transfer_params=REMOTE_DECODE)
-        assert handed["kv_transfer_params"]["do_remote_prefill"]
-        return self._tokens(
-            self._complete(
-                self.decode, prompt, ANSWER_TOKENS, kv_transfer_params=handed["kv_transfer_params"]
-            )
-        )
+    def wait_for_all(self) -> None:
+        """Until every server answers."""
+        url = f"{self.launched.base_url}/health"
+        wait_for(lambda: all(self.http.get(url).json().values()))
 
-    def ask_without_kvbm(self, prompt: list[int]) -> list[int]:
-        """The answer of the decode server alone, which computes everything."""
-        self.forget_device(self.decode)
-        return self._tokens(self._complete(self.decode, prompt, ANSWER_TOKENS))
-
-    def forget_device(self, server: VllmServer) -> None:
-        """Empties the device's prefix cache, which may still be held for a moment, and nothing of kvbm's."""
-        deadline_s = time.monotonic() + PATIENCE_S
-        while not self.http.post(f"{server.base_url}/reset_prefix_cache").json().get("success", True):
-            assert time.monotonic() < deadline_s
-
-    def metrics(self, url: str) -> dict[str, float]:
-        """All samples of one page."""
-        return parse_metrics(self.http.get(url).raise_for_status().text)
-
-    def metric_once(self, name: str, at_least: float) -> float:
-        """kvbm's metric when it has got there."""
-        deadline_s = time.monotonic() + PATIENCE_S
-        while (value := self.metrics(self.prefill.metrics_url)[name]) < at_least:
-            assert time.monotonic() < deadline_s, f"{name} is {value}"
-        return value
-
-    def _complete(self, server: VllmServer, prompt: list[int], max_tokens: int, **more: Any) -> Any:
+    def ask(self, prompt: list[int], session: str = "", url: str | None = None, **more: Any) -> list[int]:
+        """The tokens of the answer."""
         body = {
-            "model": str(server.options.model),
+            "model": str(self.launched.options.model),
             "prompt": prompt,
-            "max_tokens": max_tokens,
+            "max_tokens": ANSWER_TOKENS,
             "temperature": 0,
             "ignore_eos": True,
             "return_token_ids": True,
             **more,
         }
-        return self.http.post(f"{server.base_url}/v1/completions", json=body).raise_for_status().json()
+        headers = {"X-Session-ID": session} if session else {}
+        where = url or self.launched.base_url
+        response = self.http.post(f"{where}/v1/completions", json=body, headers=headers)
+        return [int(token) for token in response.raise_for_status().json()["choices"][0]["token_ids"]]
 
-    def _tokens(self, answer: Any) -> list[int]:
-        return [int(token) for token in answer["choices"][0]["token_ids"]]
+    def compute(self, prompt: list[int]) -> list[int]:
+        """The answer of one server alone, which has forgotten everything."""
+        self.forget_devices()
+        return self.ask(prompt, url=self.decodes[0], kv_transfer_params={"kvbm": {"skip": True}})
+
+    def forget_devices(self) -> None:
+        """Empties the devices' prefix caches, which may still be held for a moment, and nothing of kvbm's."""
+        for url in (*self.prefills, *self.decodes):
+            reset = f"{url}/reset_prefix_cache"
+            wait_for(lambda reset=reset: self.http.post(reset).json().get("success", True))
+
+    def kvbm(self, name: str, workers: Sequence[int]) -> float:
+        """A metric of kvbm's, over these workers."""
+        return sum(self._metrics(self.launched.metrics_url_of(worker))[name] for worker in workers)
+
+    def wait_until_stored(self, workers: Sequence[int], num_blocks: float) -> None:
+        """No answer waits for it."""
+        wait_for(lambda: self.kvbm("kvbm_offload_blocks_d2h", workers) >= num_blocks)
+
+    def from_nixl_tokens(self) -> float:
+        """What the decode servers were brought."""
+        pages = [self._metrics(f"{url}/metrics") for url in self.decodes]
+        return sum(page["vllm:external_prefix_cache_hits_total"] for page in pages)
+
+    def _metrics(self, url: str) -> dict[str, float]:
+        return parse_metrics(self.http.get(url).raise_for_status().text)
+
+
+def launch(script: str, model: Path, log: Path, each: int, **env: str) -> Iterator[Client]:
+    """``each`` prefill servers and as many decode servers."""
+    options = ServerOptions(
+        model, DEVICE_BLOCKS, HOST_CACHE_GB, max_model_len_tokens=4096, env={**ONE_THREAD, **env}
+    )
+    with Launched(options, log, script, workers=2 * each) as launched:
+        prefills = [launched.url_of("PREFILL_PORT", i) for i in range(each)]
+        decodes = [launched.url_of("DECODE_PORT", i) for i in range(each)]
+        client = Client(launched, prefills, decodes)
+        with client.http:
+            client.wait_for_all()
+            yield client
+        launched.tell(signal.SIGINT)
+        wait_for(lambda: launched.processes() == [])  # Ctrl-C ends engines, and what they have started
 
 
 @pytest.fixture(scope="module")
-def pair(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PrefillAndDecode]:
-    """Both servers, started side by side."""
-    logs = tmp_path_factory.mktemp("disaggregated")
-
-    def server(name: str, host_cache_gb: float | None, config: dict[str, Any]) -> VllmServer:
-        options = ServerOptions(
-            tiny_model,
-            DEVICE_BLOCKS,
-            host_cache_gb,
-            kv_transfer_config=config,
-            max_model_len_tokens=4096,
-            env=nixl_environment(),
-        )
-        return VllmServer(options, logs / f"{name}.log")
-
-    prefill, decode = server("prefill", 0.2, PREFILL), server("decode", None, DECODE)
-    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor() as pool:
-        patch.setenv("PYTHONPATH", str(REPOSITORY), prepend=os.pathsep)
-        try:
-            list(pool.map(VllmServer.start, (prefill, decode)))
-            asking = PrefillAndDecode(prefill, decode)
-            with asking.http:
-                yield asking
-        finally:
-            list(pool.map(VllmServer.stop, (prefill, decode)))
-    assert prefill.processes() == decode.processes() == []
+def pair(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
+    """1P1D. The decode server has kvbm, too."""
+    log = tmp_path_factory.mktemp("disaggregated") / "log"
+    yield from launch("disagg_kvbm.sh", tiny_model, log, 1, DECODE_CPU_CACHE_GB=str(HOST_CACHE_GB))
 
 
-def test_two_turns(pair: PrefillAndDecode) -> None:
-    """The second turn finds the first one's prompt in kvbm; both answers are those of a server without it."""
-    draw = random.Random(7)
+def two_turns(client: Client, draw: random.Random, session: str) -> list[int]:
+    """The second one finds the first one's prompt in kvbm. Returns the conversation."""
     prompt = [draw.randint(36, 129) for _ in range(PROMPT_TOKENS)]
+    prefills = range(len(client.prefills))
     for turn in range(2):
-        before = pair.metrics(pair.prefill.metrics_url)
-        pair.forget_device(pair.prefill)
-        pair.forget_device(pair.decode)
-        answer = pair.ask(prompt)
-        full_blocks = len(prompt) // BLOCK_TOKENS
-        pair.metric_once("kvbm_offload_blocks_d2h", full_blocks)
-        matched = (
-            pair.metrics(pair.prefill.metrics_url)["kvbm_matched_tokens"] - before["kvbm_matched_tokens"]
-        )
-        assert matched == turn * (PROMPT_TOKENS // BLOCK_TOKENS) * BLOCK_TOKENS
-        handed = pair.metrics(f"{pair.decode.base_url}/metrics")["vllm:external_prefix_cache_hits_total"]
-        assert handed > 0
-        assert pair.ask_without_kvbm(prompt) == answer
+        client.forget_devices()
+        stored_blocks = client.kvbm("kvbm_offload_blocks_d2h", prefills)
+        matched_tokens = client.kvbm("kvbm_matched_tokens", prefills)
+        brought_tokens = client.from_nixl_tokens()
+        answer = client.ask(prompt, session)
+        new_blocks = len(prompt) // BLOCK_TOKENS - turn * (PROMPT_TOKENS // BLOCK_TOKENS)
+        client.wait_until_stored(prefills, stored_blocks + new_blocks)
+        matched_tokens = client.kvbm("kvbm_matched_tokens", prefills) - matched_tokens
+        assert matched_tokens == turn * (PROMPT_TOKENS // BLOCK_TOKENS) * BLOCK_TOKENS
+        assert client.from_nixl_tokens() - brought_tokens == len(prompt)
+        assert client.compute(prompt) == answer
         prompt += [*answer, *(draw.randint(36, 129) for _ in range(TURN_TOKENS))]
+    return prompt
+
+
+def test_two_turns(pair: Client) -> None:
+    conversation = two_turns(pair, random.Random(7), "")
+    # The decode server has kept what NIXL brought and what it computed: answers, too.
+    decode = (len(pair.prefills),)
+    pair.forget_devices()
+    before_tokens = pair.kvbm("kvbm_matched_tokens", decode)
+    answer = pair.ask(conversation, url=pair.decodes[0])
+    second_turn_tokens = len(conversation) - TURN_TOKENS - 1
+    matched_tokens = pair.kvbm("kvbm_matched_tokens", decode) - before_tokens
+    assert matched_tokens == second_turn_tokens // BLOCK_TOKENS * BLOCK_TOKENS
+    assert pair.compute(conversation) == answer
+
+
+def test_two_of_each(tiny_model: Path, tmp_path: Path) -> None:
+    for client in launch("disagg_kvbm_2p2d.sh", tiny_model, tmp_path / "log", 2):
+        for session in range(4):
+            two_turns(client, random.Random(session), f"session {session}")
+        used = [client.kvbm("kvbm_matched_tokens", [worker]) for worker in range(2)]
+        assert all(used), f"one prefill server has had all sessions: {used}"

@@ -12,7 +12,9 @@ import pytest
 
 from tests.e2e.engine_child import answers, assert_nothing_left, cached, run_engine
 from tests.e2e.test_disk import BLOCK, DEVICE_FOR_ALL, DEVICE_FOR_TWO, PROMPT_BLOCKS, PROMPT_TOKENS, job
-from tests.engines.shared_stores import directory, mooncake, valkey
+from tests.effort import IS_NIGHTLY
+from tests.engines.object_servers import SECRET_KEY
+from tests.engines.shared_stores import bucket, directory, mooncake, valkey
 
 NUM_PROMPTS = 3
 
@@ -34,7 +36,7 @@ def prompts(rng: random.Random) -> list[list[int]]:
     return [[rng.randrange(3, 500) for _ in range(PROMPT_TOKENS)] for _ in range(NUM_PROMPTS)]
 
 
-@pytest.mark.nightly("two engines more of each store; the others have a directory and a bucket")
+@pytest.mark.nightly("two engines more of each store; a bucket always, test_replicas.py has a directory")
 @pytest.mark.parametrize(
     "store",
     [
@@ -51,11 +53,23 @@ def test_what_one_engine_has_computed_is_a_hit_in_another(
 ) -> None:
     with store(tmp_path) as of_store:
         settings = {**ENVIRONMENT, **of_store}
-        expected = shared(tiny_model, tmp_path, prompts, settings)
-    if store is directory:  # the next one finds nothing, and serves
-        third = run_engine(tmp_path / "third", whole_job(tiny_model, prompts), **settings)
-        assert max(cached(third, 0)) == 0 and answers(third, 0) == expected
-        assert_nothing_left(third)
+        first, _ = compute_and_find(tiny_model, tmp_path, prompts, settings)
+    if store is directory:  # it is gone
+        assert_computes(tmp_path, whole_job(tiny_model, prompts), settings, first)
+
+
+def test_a_bucket_gives_one_engine_what_another_one_has_computed(
+    tiny_model: Path, tmp_path: Path, prompts: list[list[int]]
+) -> None:
+    with bucket(tmp_path) as of_store:
+        settings = {**ENVIRONMENT, **of_store}
+        engines = [*compute_and_find(tiny_model, tmp_path, prompts, settings)]
+        if IS_NIGHTLY:  # tests/faults/test_s3_credentials.py always has a wrong key
+            settings["AWS_SECRET_ACCESS_KEY"] = "another"
+            engines.append(assert_computes(tmp_path, whole_job(tiny_model, prompts), settings, engines[0]))
+            assert "the credentials are wrong" in engines[-1]["log"]
+    assert "kvbm: object store: s3://" in engines[0]["log"]
+    assert not any(SECRET_KEY in engine["log"] for engine in engines)
 
 
 def whole_job(model: Path, prompts: list[list[int]]) -> dict[str, Any]:
@@ -65,8 +79,20 @@ def whole_job(model: Path, prompts: list[list[int]]) -> dict[str, Any]:
     return job(model, prompts, 1, llm=whole)
 
 
-def shared(model: Path, folder: Path, prompts: list[list[int]], settings: dict[str, str]) -> list[list[int]]:
-    """Has one engine compute and another one find it. What both answered."""
+def assert_computes(
+    folder: Path, job: dict[str, Any], settings: dict[str, str], other: dict[str, Any]
+) -> dict[str, Any]:
+    """The result of a third engine, which finds nothing and serves: it answers as the other one."""
+    third = run_engine(folder / "third", job, **settings)
+    assert max(cached(third, 0)) == 0 and answers(third, 0) == answers(other, 0)
+    assert_nothing_left(third)
+    return third
+
+
+def compute_and_find(
+    model: Path, folder: Path, prompts: list[list[int]], settings: dict[str, str]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The results of an engine that computes and of another one that finds all of it."""
     first = run_engine(folder / "first", whole_job(model, prompts), **settings)
     assert max(cached(first, 0)) == 0
     assert first["metrics"]["kvbm_offload_blocks_d2o"] >= NUM_PROMPTS * PROMPT_BLOCKS
@@ -80,7 +106,7 @@ def shared(model: Path, folder: Path, prompts: list[list[int]], settings: dict[s
     assert second["metrics"]["kvbm_onboard_blocks_o2d"] >= NUM_PROMPTS * (PROMPT_BLOCKS - 1)
     assert second["metrics"]["kvbm_object_read_failures"] == 0
     assert_nothing_left(second)
-    return answers(first, 0)
+    return first, second
 
 
 def test_engines_of_another_tensor_parallel_size_hit_what_one_engine_has_computed(

@@ -16,15 +16,17 @@ from tests.engines.ports import HOST
 
 
 class Certificates(NamedTuple):
-    """Files in PEM."""
+    """Files in PEM. ``both``: certificate and key."""
 
     authority: Path
     certificate: Path
     key: Path
+    both: Path
 
 
 def make_certificates(folder: Path) -> Certificates:
-    """For servers on loopback, good for a day."""
+    """For servers on loopback and their clients, good for a day."""
+    folder.mkdir(parents=True, exist_ok=True)
     paths = Certificates(*(folder / f"{name}.pem" for name in Certificates._fields))
     authority_key, key = (ec.generate_private_key(ec.SECP256R1()) for _ in range(2))
     authority = _signed(
@@ -40,6 +42,7 @@ def make_certificates(folder: Path) -> Certificates:
             serialization.NoEncryption(),
         )
     )
+    paths.both.write_bytes(paths.certificate.read_bytes() + paths.key.read_bytes())
     return paths
 
 

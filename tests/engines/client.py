@@ -26,17 +26,13 @@ Message = dict[str, str]
 
 @dataclass(frozen=True)
 class Answer:
-    """One finished answer. Times are seconds from sending the request, as the client saw them.
-
-    ``margins`` (when asked with ``logprobs=2``) says by how many nats each token beat the second best.
-    """
+    """One finished answer. Times are seconds from sending the request, as the client saw them."""
 
     text: str
     token_ids: tuple[int, ...]
     prompt_tokens: int
     ttft_s: float
     total_s: float
-    margins: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -142,17 +138,15 @@ class EngineClient:
         ttft_s, prompt_tokens = 0.0, 0
         text: list[str] = []
         token_ids: list[int] = []
-        margins: list[float] = []
         async for chunk in self._stream(path, request):
             prompt_tokens = (chunk.get("usage") or {}).get("prompt_tokens", prompt_tokens)
             for choice in chunk["choices"]:
                 text.append(choice.get("text") or (choice.get("delta") or {}).get("content") or "")
                 token_ids += choice.get("token_ids") or []
-                margins += _margins(choice)
             if token_ids and not ttft_s:
                 ttft_s = time.perf_counter() - sent_s
         total_s = time.perf_counter() - sent_s
-        return Answer("".join(text), tuple(token_ids), prompt_tokens, ttft_s, total_s, tuple(margins))
+        return Answer("".join(text), tuple(token_ids), prompt_tokens, ttft_s, total_s)
 
     async def _stream(self, path: str, request: Mapping[str, object]) -> AsyncIterator[dict[str, Any]]:
         async with self._http.stream("POST", path, json=request) as response:
@@ -217,11 +211,6 @@ class EngineClient:
             onboarded_blocks=int(kvbm.get("kvbm_onboard_blocks_h2d", 0)) + from_disk,
             disk_blocks=from_disk,
         )
-
-
-def _margins(choice: Mapping[str, Any]) -> list[float]:
-    ranked = [sorted(best.values()) for best in (choice.get("logprobs") or {}).get("top_logprobs") or []]
-    return [logprobs[-1] - logprobs[-2] for logprobs in ranked]
 
 
 def read_audits(text: str) -> Audits:

@@ -8,6 +8,7 @@ way.
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import importlib
 import json
@@ -38,6 +39,14 @@ class Child:
         """Until it has ended; TimeoutExpired."""
         if not select.select([self._ends], [], [], timeout_s)[0]:
             raise subprocess.TimeoutExpired(f"process {self.pid}", timeout_s)
+
+    def abort(self) -> None:
+        """It and its session. With faulthandler in it, it writes before where its threads are."""
+        with suppress(ProcessLookupError, subprocess.TimeoutExpired):
+            signal.pidfd_send_signal(self._ends, signal.SIGABRT)
+            self.wait(END_TIMEOUT_S)
+        with suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)  # its workers, or it too
 
     def kill(self) -> None:
         """It and its session, if it still runs. What is not used any more, in any case."""
@@ -104,6 +113,9 @@ def serve(orders: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
         message, files, _, _ = socket.recv_fds(orders, MAX_ORDER_BYTES, 3)
         if not message:
             return None
+        with suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass  # not before: until somebody has looked at it, its number must not be another's
         pid = os.fork()
         if not pid:
             return json.loads(message), list(files)
@@ -120,19 +132,19 @@ def main(number: str, *modules: str) -> None:
     set_by_imports = {name: value for name, value in os.environ.items() if before.get(name) != value}
     gc.collect()
     gc.freeze()
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them here
     with socket.socket(fileno=int(number)) as orders:
         found = serve(orders)
     if found is None:
         return
     order, files = found
     os.setsid()
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for number_here, file in enumerate(files):
         os.dup2(file, number_here)
         os.close(file)
     os.environ.clear()
     os.environ.update(order["environment"] | set_by_imports)
+    if os.environ.get("PYTHONFAULTHANDLER"):
+        faulthandler.enable()  # read at a start, and this process was forked
     sys.argv = [order["module"], *order["arguments"]]
     runpy.run_module(order["module"], run_name="__main__", alter_sys=True)
 

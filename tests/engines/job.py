@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 from collections.abc import Mapping
-from contextlib import suppress
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ _number = count()
 
 
 class EngineFailed(Exception):
-    """It ended without a result; the message has the last lines of its log."""
+    """It ended without a result; the message says whether it was ended, and has the last lines of its log."""
 
 
 def run_job(
@@ -32,7 +31,8 @@ def run_job(
     """The result of ``python -m module JOB.json RESULT.json``; its "log" is what it wrote. The files are in
     ``folder``, and several jobs may share one.
 
-    It has a session of its own: a job that kills itself takes its workers along, and nobody else.
+    It has a session of its own: a job that kills itself takes its workers along, and nobody else. In the log
+    of one that takes too long, or crashes, is where its threads were; one that somebody kills says nothing.
     """
     folder.mkdir(parents=True, exist_ok=True)
     number = next(_number)
@@ -44,14 +44,17 @@ def run_job(
     arguments = [str(job_file), str(result_file)]
     with log_file.open("w") as log, open(os.devnull) as nothing:
         files = [nothing.fileno(), log.fileno(), log.fileno()]
-        process = start(module, arguments, environment, files)
+        process = start(module, arguments, {"PYTHONFAULTHANDLER": "1", **environment}, files)
+        how = "ended"
         try:
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(timeout_s)
+            process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            how = f"had {timeout_s:g} s, and was ended"
+            process.abort()
         finally:
             process.kill()
     log_text = log_file.read_text(errors="replace")
     if not result_file.is_file():
-        raise EngineFailed(f"the engine ended without a result:\n{log_text[-4000:]}")
+        raise EngineFailed(f"the engine {how} without a result:\n{log_text[-4000:]}")
     result: dict[str, Any] = json.loads(result_file.read_text())
     return result | {"log": log_text}

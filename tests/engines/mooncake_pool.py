@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes.util
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -17,6 +16,7 @@ from pathlib import Path
 from kvbm_core.config.server_url import server_url
 from kvbm_core.storage.remote.mooncake import MooncakeEngine
 from kvbm_core.storage.remote.mooncake_setup import TIMEOUTS
+from tests.engines.freeze import freeze, thaw
 from tests.engines.ports import HOST, free_port, listens
 
 START_S = 30.0
@@ -65,30 +65,16 @@ class Node:
 
     def freeze(self) -> None:
         """It keeps its connections and answers nothing."""
-        _freeze(self.process)
+        freeze(self.process.pid)
 
     def thaw(self) -> None:
         """It goes on."""
-        self.process.send_signal(signal.SIGCONT)
+        thaw(self.process.pid)
 
     def kill(self) -> None:
         """As a loss of power; idempotent."""
         self.process.kill()
         self.process.communicate()
-
-
-def _freeze(process: subprocess.Popen[bytes]) -> None:
-    """Returns when none of its threads runs any more."""
-    process.send_signal(signal.SIGSTOP)
-    ends_at_s = time.monotonic() + START_S
-    while any(_state(task) not in "Tt" for task in Path(f"/proc/{process.pid}/task").iterdir()):
-        if time.monotonic() > ends_at_s:
-            raise RuntimeError(f"process {process.pid} does not stop")
-        time.sleep(0.001)
-
-
-def _state(task: Path) -> str:
-    return (task / "stat").read_text().rpartition(") ")[2][0]
 
 
 class MooncakePool:
@@ -174,12 +160,12 @@ class MooncakePool:
     def freeze_master(self) -> None:
         """It keeps its connections and answers nothing."""
         assert self._master is not None
-        _freeze(self._master)
+        freeze(self._master.pid)
 
     def thaw_master(self) -> None:
         """It goes on."""
         assert self._master is not None
-        self._master.send_signal(signal.SIGCONT)
+        thaw(self._master.pid)
 
     def kill_master(self) -> None:
         """As a loss of power; idempotent."""

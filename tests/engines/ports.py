@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import socket
 from contextlib import suppress
@@ -13,6 +14,7 @@ FIRST_PORT, END_PORT = 20_000, 32_000
 port up to a minute later, and its libraries open dozens of such sockets meanwhile. (Dynamo reads its system
 port as a signed number of 16 bits, too.)
 """
+_PARTS = 4
 _DRAW = random.SystemRandom()  # a seed would give the same ports to tests that run side by side
 
 
@@ -28,13 +30,28 @@ def listens(pid: int, port: int) -> bool:
     return bool(inodes) and {f"socket:[{inode}]" for inode in inodes} <= set(links)
 
 
+def free_ports(count: int) -> int:
+    """The first of ``count`` in a row that nobody listens on at this moment. Workers of pytest-xdist draw
+    from parts of their own: one may take its ports seconds after it has looked.
+    """
+    size = (END_PORT - FIRST_PORT) // _PARTS
+    worker = os.environ.get("PYTEST_XDIST_WORKER", "").removeprefix("gw")
+    start = FIRST_PORT + size * (int(worker or 0) % _PARTS)
+    while True:
+        first = _DRAW.randrange(start, start + size - count)
+        if all(map(_is_free, range(first, first + count))):
+            return first
+
+
 def free_port() -> int:
     """One that nobody listens on at this moment."""
-    while True:
-        port = _DRAW.randrange(FIRST_PORT, END_PORT)
-        with socket.socket() as probe:
-            try:
-                probe.bind((HOST, port))
-            except OSError:
-                continue
-        return port
+    return free_ports(1)
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        try:
+            probe.bind((HOST, port))
+        except OSError:
+            return False
+    return True

@@ -114,13 +114,18 @@ class Server:
         for pid in self.processes():
             _kill(pid)
 
+    def tell(self, number: signal.Signals) -> None:
+        """A signal to the process that was started, not to those that it has started."""
+        if self._process is not None:
+            self._process.send_signal(number)
+
     def processes(self) -> list[int]:
         """Ids of the processes of this server (its session) that still run."""
         if self._process is None:
             return []
         self._process.poll()  # reaps it when it has ended
         session = self._process.pid
-        return [int(entry.name) for entry in Path("/proc").glob("[0-9]*") if _runs_in(entry, session)]
+        return [int(entry.name) for entry in Path("/proc").glob("[0-9]*") if runs_in(entry, session)]
 
     def cpu_s(self) -> float:
         """CPU time that its processes have used so far, in steps of a clock tick."""
@@ -173,7 +178,8 @@ def _is_healthy(client: httpx.Client, path: str) -> bool:
         return False
 
 
-def _runs_in(entry: Path, session: int) -> bool:
+def runs_in(entry: Path, session: int) -> bool:
+    """Whether a process, by its folder in /proc, is of this session and has not ended."""
     try:
         state, _parent, _group, its_session = (entry / "stat").read_text().rpartition(")")[2].split()[:4]
     except OSError:  # it has just ended

@@ -40,17 +40,35 @@ CHAT_TEMPLATE = (
 )
 
 
-def _recipe(kind: Kind) -> dict[str, Any]:
-    source = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
-    return {"kind": kind, "seed": SEED, "source": source}
+TOKENS: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "max_position_embeddings": MAX_MODEL_LEN_TOKENS,
+    "pad_token_id": PAD_ID,
+    "bos_token_id": START_ID,
+    "eos_token_id": END_ID,
+}
+"""What the config of any model says of the tokenizer."""
+
+
+def recipe_of(kind: str, source: Path = Path(__file__)) -> dict[str, Any]:
+    """What a model of this kind is built from; ``source`` is the file that builds it."""
+    return {"kind": kind, "seed": SEED, "source": hashlib.sha256(source.read_bytes()).hexdigest()}
+
+
+def is_built(out: Path, recipe: dict[str, Any]) -> bool:
+    """Whether this very recipe has built what is in ``out``."""
+    noted = out / RECIPE
+    return noted.is_file() and json.loads(noted.read_text()) == recipe
+
+
+def note_recipe(out: Path, recipe: dict[str, Any]) -> None:
+    """The last that is written to ``out``."""
+    (out / RECIPE).write_text(json.dumps(recipe) + "\n")
 
 
 def ensure_model(out: Path, kind: Kind = "qwen3") -> Path:
     """Build the model in ``out`` unless the same recipe has already built it there."""
-    recipe = out / RECIPE
-    if not recipe.is_file() or json.loads(recipe.read_text()) != _recipe(kind):
-        build_model(out, kind)
-    return out
+    return out if is_built(out, recipe_of(kind)) else build_model(out, kind)
 
 
 def build_model(out: Path, kind: Kind = "qwen3") -> Path:
@@ -61,18 +79,18 @@ def build_model(out: Path, kind: Kind = "qwen3") -> Path:
 
     logging.disable_progress_bar()
     out.mkdir(parents=True, exist_ok=True)
-    alphabet = _write_tokenizer(out)
+    alphabet = write_tokenizer(out)
     torch.manual_seed(SEED)
     model = AutoModelForCausalLM.from_config(_config(kind))
     _depend_on_the_prompt(model, kind)
     if kind != "gemma3":
-        _only_printable(model.get_output_embeddings().weight, alphabet)
+        only_printable(model.get_output_embeddings().weight, alphabet)
     model.to(torch.bfloat16).save_pretrained(out)
-    (out / RECIPE).write_text(json.dumps(_recipe(kind)) + "\n")
+    note_recipe(out, recipe_of(kind))
     return out
 
 
-def _write_tokenizer(out: Path) -> dict[str, int]:
+def write_tokenizer(out: Path) -> dict[str, int]:
     """Write a byte tokenizer without merges; returns its vocabulary (a printable stand-in per byte)."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -99,18 +117,14 @@ def _config(kind: Kind) -> Any:
     from transformers import Gemma3TextConfig, Qwen3Config
 
     shape: dict[str, Any] = {
-        "vocab_size": VOCAB_SIZE,
+        **TOKENS,
         "hidden_size": 256,
         "intermediate_size": 512,
         "num_hidden_layers": 4,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "head_dim": 64,
-        "max_position_embeddings": MAX_MODEL_LEN_TOKENS,
         "initializer_range": 0.2,  # large enough for attention to be sharp: answers depend on far tokens
-        "pad_token_id": PAD_ID,
-        "bos_token_id": START_ID,
-        "eos_token_id": END_ID,
     }
     if kind == "qwen3":
         return Qwen3Config(**shape, tie_word_embeddings=False)
@@ -119,10 +133,10 @@ def _config(kind: Kind) -> Any:
         return Gemma3TextConfig(**shape, layer_types=layer_types, sliding_window=SLIDING_WINDOW_TOKENS)
     if (
         kind == "deepseek"
-    ):  # multi-head latent attention: one vector of 64 + 32 per token and layer; no experts
+    ):  # multi-head latent attention: one vector per token and layer, of the size that vLLM's CPU kernel has
         from transformers import DeepseekV2Config
 
-        latent = {"kv_lora_rank": 64, "qk_rope_head_dim": 32, "qk_nope_head_dim": 32, "v_head_dim": 64}
+        latent = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 32, "v_head_dim": 64}
         heads = {
             "num_key_value_heads": 4,
             "q_lora_rank": None,
@@ -154,7 +168,7 @@ def _depend_on_the_prompt(model: Any, kind: Kind) -> None:
             model.get_input_embeddings().weight.mul_(EMBEDDING_SCALE)
 
 
-def _only_printable(head: torch.Tensor, vocab: dict[str, int]) -> None:
+def only_printable(head: torch.Tensor, vocab: dict[str, int]) -> None:
     """Give all but printable ASCII a logit of zero, which the largest of many random logits always beats."""
     import torch
 

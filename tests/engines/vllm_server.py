@@ -80,20 +80,28 @@ class VllmServer(Server):
         command = [
             *(_vllm_program(), "serve", str(options.model)),
             *("--host", HOST, "--port", self.port),
-            *("--dtype", options.dtype, "--seed", "0", "--generation-config", "vllm", "--enforce-eager"),
-            *("--block-size", str(options.block_size_tokens)),
-            *("--num-gpu-blocks-override", str(options.device_blocks)),
-            *("--max-model-len", str(options.max_model_len_tokens)),
-            *("--max-num-batched-tokens", str(options.max_batched_tokens)),
+            *self.engine_arguments(),
             "--disable-uvicorn-access-log",
         ]
-        if not engine_is_for_cpu():
-            command += ["--gpu-memory-utilization", "0.3"]
         if options.kv_transfer_config is not None:
             command += ["--kv-transfer-config", json.dumps(options.kv_transfer_config)]
         elif options.host_cache_gb is not None:
             command += ["--kv-transfer-config", connector_config(options.connector_module)]
         return [*command, *options.arguments]
+
+    def engine_arguments(self) -> list[str]:
+        """What the engine is told, whoever starts it."""
+        options = self.options
+        arguments = [
+            *("--dtype", options.dtype, "--seed", "0", "--generation-config", "vllm", "--enforce-eager"),
+            *("--block-size", str(options.block_size_tokens)),
+            *("--num-gpu-blocks-override", str(options.device_blocks)),
+            *("--max-model-len", str(options.max_model_len_tokens)),
+            *("--max-num-batched-tokens", str(options.max_batched_tokens)),
+        ]
+        if not engine_is_for_cpu():
+            arguments += ["--gpu-memory-utilization", "0.3"]
+        return arguments
 
     def environment(self, scratch: Path) -> dict[str, str]:
         """Ours over the caller's: quiet, offline, with kvbm importable and its metrics served."""

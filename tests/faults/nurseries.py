@@ -56,10 +56,21 @@ def nursery(module: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
     command = [sys.executable, "-m", module, *arguments]
     pipe = subprocess.PIPE
     process = subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdin=pipe, stdout=pipe, text=True, bufsize=1
+        command,
+        cwd=ROOT,
+        env=environment,
+        stdin=pipe,
+        stdout=pipe,
+        text=True,
+        bufsize=1,
+        start_new_session=True,
     )
     with process:
-        yield process
+        try:
+            yield process
+        except BaseException:
+            os.killpg(process.pid, signal.SIGKILL)  # it waits for its child, which may be frozen
+            raise
         assert process.stdin is not None
         process.stdin.close()
         assert process.wait(LONG_S) == 0

@@ -114,7 +114,7 @@ def test_of_a_thousand_damaged_objects_none_is_loaded(kind_name: str, seed: int)
 def test_an_engine_that_fails_in_every_way_never_brings_a_wrong_byte(kind_name: str, seed: int) -> None:
     rng = Random(f"{seed} {kind_name}")
     rates = dict.fromkeys(("fails", "loses", "claims", "flips", "truncates", "extends", "swaps"), 0.1)
-    faults = EngineFaults(seed=seed, is_late=0.05, **rates)
+    faults = EngineFaults(seed=seed, is_late=0.15, **rates)
     kind = KINDS[kind_name]()
     engine = MemoryEngine(faults, kind.objects)
     store = kind.open(engine)

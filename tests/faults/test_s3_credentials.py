@@ -16,10 +16,11 @@ from pathlib import Path
 from urllib.parse import parse_qs
 
 import pytest
-from pydantic import SecretStr
 
+from kvbm_core.config import KvbmSettings
 from kvbm_core.config.remote_url import remote_bucket
 from kvbm_core.errors import Outcome
+from kvbm_core.runtime.assembly import store_options
 from kvbm_core.storage.remote.engine import PutItem
 from kvbm_core.storage.remote.s3 import S3Engine
 from kvbm_core.storage.remote.s3_client import S3Options, store_maker
@@ -141,6 +142,12 @@ def failures(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if " fail: " in record.getMessage()]
 
 
+@pytest.mark.shows(
+    "DYN_KVBM_OBJECT_ENDPOINT",
+    "DYN_KVBM_OBJECT_REGION",
+    "DYN_KVBM_OBJECT_ACCESS_KEY",
+    "DYN_KVBM_OBJECT_SECRET_KEY",
+)
 def test_a_server_that_checks_refuses_a_wrong_key_and_takes_a_right_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -157,8 +164,11 @@ def test_a_server_that_checks_refuses_a_wrong_key_and_takes_a_right_one(
                 assert len(told) == 2 and all("the credentials are wrong" in line for line in told), told
                 with pytest.raises(OSError, match="cannot be listed: 403"):
                     list(engine.scan("", deadline_s=DEADLINE_S))
-        options = S3Options(server.base_url, REGION, SecretStr(ACCESS_KEY), SecretStr(SECRET_KEY))
-        with engine_of("", options) as engine:
+        given = {"ENDPOINT": server.base_url, "REGION": REGION}
+        given |= {"ACCESS_KEY": ACCESS_KEY, "SECRET_KEY": SECRET_KEY}
+        for name, value in given.items():
+            monkeypatch.setenv(f"DYN_KVBM_OBJECT_{name}", value)
+        with engine_of("", store_options(KvbmSettings.from_env()).s3) as engine:
             assert put(engine) is OK, "KVBM's names win over the environment's"
 
 
@@ -189,7 +199,7 @@ def test_a_profile_that_is_not_there_is_said(
     monkeypatch.setenv("AWS_PROFILE", "nobody")
     with faulty_store() as store, engine_of(store.url) as engine:
         assert put(engine) is IO_ERROR and not store.headers
-    assert ["credentials could not be had" in line for line in failures(caplog)] == [True]
+    assert ["there is no way to get credentials" in line for line in failures(caplog)] == [True]
 
 
 def test_a_web_identity_is_read_anew_when_its_keys_end(
@@ -215,7 +225,7 @@ def test_a_web_identity_is_read_anew_when_its_keys_end(
     with faulty_store() as store, engine_of(store.url) as engine:
         assert put(engine) is IO_ERROR, "the service is gone"
         token.unlink()
-    assert ["credentials could not be had" in line for line in failures(caplog)] == [True]
+    assert ["there is no way to get credentials" in line for line in failures(caplog)] == [True]
 
 
 def test_a_machines_role_is_used(monkeypatch: pytest.MonkeyPatch) -> None:

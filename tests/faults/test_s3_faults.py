@@ -46,7 +46,7 @@ class Row(NamedTuple):
 
 
 KEYS = "the credentials are wrong"
-AGAIN = "its answer is broken off"
+AGAIN = "it broke off its answer"
 ELSEWHERE = "it is in another region or at another address"
 ROWS = (
     Row("401", Fault.UNAUTHORIZED, IO_ERROR, IO_ERROR, IO_ERROR, KEYS, True),
@@ -270,7 +270,7 @@ def test_a_server_that_is_gone_is_used_again_when_it_is_back(caplog: pytest.LogC
         port = int(store.url.rpartition(":")[2])
         store.close()
         assert [put(engine), get(engine), exists(engine)] == [IO_ERROR, IO_ERROR, IO_ERROR]
-        assert all("nobody listens" in line or "broken off" in line for line in lines(caplog))
+        assert all("nobody listens" in line or "broke off" in line for line in lines(caplog))
         with faulty_store(port=port) as back:
             assert [put(engine), get(engine), exists(engine)] == [OK, OK, OK]
             assert back.requests["PUT"] == 1

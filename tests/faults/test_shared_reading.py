@@ -28,6 +28,7 @@ from kvbm_core.testing.store_contract import LONG_S, buffers, key_of
 from tests.effort import tries
 from tests.faults.sharing_writer import FINGERPRINT, NUM_KEYS, NUM_SLOTS, NUM_VERSIONS
 from tests.faults.versions import payload_of, version_in
+from tests.open_files import open_files
 
 ROOT = Path(__file__).parents[2]
 NUM_READS = int(os.environ.get("KVBM_FAULT_SHARED_READS") or tries(4000, nightly=20_000))
@@ -40,9 +41,9 @@ NUMBER_OF = {key_of(number): number for number in range(NUM_KEYS)}
 
 @pytest.fixture(autouse=True)
 def no_open_files_are_left() -> Iterator[None]:
-    before = sorted(os.listdir("/proc/self/fd"))
+    before = open_files()
     yield
-    assert sorted(os.listdir("/proc/self/fd")) == before
+    assert open_files() == before
 
 
 @contextmanager

@@ -6,9 +6,9 @@ import logging
 import resource
 import socket
 import ssl
-import subprocess
 import threading
 import time
+import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
@@ -23,6 +23,7 @@ from kvbm_core.storage.remote.login import ServerLogin
 from kvbm_core.storage.remote.resp import Deadline
 from kvbm_core.storage.remote.valkey import MAX_OBJECT_BYTES, ValkeyEngine
 from kvbm_core.testing.engine_contract import content_of, room
+from tests.engines.certificates import make_certificates
 from tests.engines.ports import HOST, free_port
 from tests.engines.valkey_server import ValkeyServer
 
@@ -231,12 +232,56 @@ def test_a_server_that_trickles_costs_the_deadline_and_no_more(server: ValkeySer
         b"*1\r\n*1\r\n*1\r\n*1\r\n*1\r\n*1\r\n:1\r\n",
         b"x" * 10_000,
         b"$999999999999\r\n",
+        b"*1000000000\r\n",
+        b"*300000000\r\n" * 6,
+        b">1\r\n+x\r\n" * 5000,
+        b">0\r\n",
+        b"%1\r\n*0\r\n:1\r\n",
+        b"~2\r\n*0\r\n*0\r\n",
+        b"-MOVED\r\n",
+        b"-ASK\r\n",
+        b"-ASK 1 \xff\r\n",
+        b"-\r\n",
     ],
+    ids=lambda answer: repr(answer[:20]),
 )
 def test_another_protocol_is_an_error(server: ValkeyServer, answer: bytes) -> None:
     with faulty_server(answer) as faulty, client(server, faulty.url, ServerLogin()) as engine:
         assert put(engine, "a", deadline_s=1.0) in (Outcome.IO_ERROR, Outcome.TIMED_OUT)
         assert get(engine, "a", deadline_s=1.0).outcome in (Outcome.IO_ERROR, Outcome.TIMED_OUT)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [b"*2\r\n:0\r\n*0\r\n", b"*2\r\n$1\r\n0\r\n*1\r\n:7\r\n", b"*2\r\n$1\r\n0\r\n*1\r\n-ERR\r\n", b"*0\r\n"],
+)
+def test_a_list_of_something_else_is_an_error(server: ValkeyServer, answer: bytes) -> None:
+    with (
+        faulty_server(answer) as faulty,
+        client(server, faulty.url, ServerLogin()) as engine,
+        pytest.raises(OSError, match=r"expected|no server of this kind"),
+    ):
+        list(engine.scan("", deadline_s=1.0))
+
+
+def test_what_a_server_says_of_sizes_takes_no_memory(server: ValkeyServer) -> None:
+    for answer in (b"*100000000\r\n", b"*2\r\n*100000000\r\n", b"$60000000\r\n", b"$99999999999\r\n"):
+        with faulty_server(answer) as faulty, client(server, faulty.url, ServerLogin()) as engine:
+            tracemalloc.start()
+            try:
+                assert get(engine, "a", deadline_s=0.2).outcome in (Outcome.IO_ERROR, Outcome.TIMED_OUT)
+                assert tracemalloc.get_traced_memory()[1] < (16 << 20)
+            finally:
+                tracemalloc.stop()
+
+
+def test_a_limit_of_memory_that_is_no_number_is_none(server: ValkeyServer) -> None:
+    info = b"maxmemory:" + b"9" * 5000
+    with (
+        faulty_server(b"$%d\r\n%s\r\n" % (len(info), info)) as faulty,
+        client(server, faulty.url, ServerLogin()) as engine,
+    ):
+        assert put(engine, "a", deadline_s=1.0) in (Outcome.IO_ERROR, Outcome.TIMED_OUT)
 
 
 @pytest.mark.parametrize(
@@ -246,7 +291,7 @@ def test_another_protocol_is_an_error(server: ValkeyServer, answer: bytes) -> No
         (b"-LOADING Redis is loading the dataset in memory\r\n", Outcome.BUSY, "loading"),
         (b"-MISCONF Redis is configured to save RDB snapshots\r\n", Outcome.IO_ERROR, "snapshot"),
         (b"-ERR max number of clients reached\r\n", Outcome.IO_ERROR, "max number of clients"),
-        (b"-NOPERM this user has no permissions\r\n", Outcome.IO_ERROR, "let the user do"),
+        (b"-NOPERM this user has no permissions\r\n", Outcome.IO_ERROR, "`kvbm remote policy`"),
     ],
 )
 def test_an_error_reply_is_its_outcome_and_a_line(
@@ -283,6 +328,7 @@ def test_without_the_password_or_with_another_one_all_fails_and_the_line_says_wh
     assert "wrong-word" not in caplog.text
 
 
+@pytest.mark.shows("KVBM_REMOTE_PASSWORD_FILE")
 def test_a_password_that_changes_is_read_again(server: ValkeyServer) -> None:
     login = server.login("wrong-word")
     with client(server, login=login) as engine:
@@ -338,7 +384,7 @@ def test_a_full_server_that_makes_no_room_takes_nothing_and_gives_what_it_has(
         assert engine.remove([f"a/{i}" for i in range(9)], deadline_s=LONG_S) == [Outcome.OK] * 9
         until(lambda: put(engine, "b", 1 << 20) is Outcome.OK)
     told = lines(caplog)
-    assert any("makes no room (noeviction)" in line for line in told)
+    assert any("when that is full (noeviction)" in line for line in told)
     assert len([line for line in told if "OOM" in line]) == 1
 
 
@@ -349,7 +395,7 @@ def test_a_server_that_makes_room_forgets(tmp_path: Path, caplog: pytest.LogCapt
         assert {put(engine, f"a/{number}", 1 << 20) for number in range(60)} == {Outcome.OK}
         held = [get(engine, f"a/{number}", 1 << 20).outcome for number in range(60)]
         assert set(held) == {Outcome.OK, Outcome.MISS} and held.count(Outcome.OK) <= 20
-    assert any("0.0209715 GB, it makes room by allkeys-lru" in line for line in lines(caplog))
+    assert any("it has 0.0209715 GB, and makes room by allkeys-lru" in line for line in lines(caplog))
 
 
 def test_a_server_without_a_limit_is_said(server: ValkeyServer, caplog: pytest.LogCaptureFixture) -> None:
@@ -428,49 +474,31 @@ def tls_proxy(port: int, context: ssl.SSLContext) -> Listener:
     return Listener(serve)
 
 
-def openssl(folder: Path, *arguments: str) -> None:
-    done = subprocess.run(["openssl", *arguments], cwd=folder, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-
-
-@pytest.fixture
-def certificates(tmp_path: Path) -> Path:
-    """ca.pem, other-ca.pem, server.pem and client.pem, the latter two with their keys."""
-    folder = tmp_path / "certificates"
-    folder.mkdir()
-    for ca in ("ca", "other-ca"):
-        new = ("req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
-        openssl(folder, *new, "-keyout", f"{ca}.key", "-out", f"{ca}.pem", "-days", "2", "-subj", f"/CN={ca}")
-    (folder / "names").write_text(f"subjectAltName=IP:{HOST}\n")
-    for name in ("server", "client"):
-        new = ("req", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
-        openssl(folder, *new, "-keyout", f"{name}.key", "-out", f"{name}.csr", "-subj", f"/CN={name}")
-        sign = ("x509", "-req", "-in", f"{name}.csr", "-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial")
-        openssl(folder, *sign, "-out", f"{name}.crt", "-days", "2", "-extfile", "names")
-        pem = (folder / f"{name}.crt").read_text() + (folder / f"{name}.key").read_text()
-        (folder / f"{name}.pem").write_text(pem)
-    return folder
-
-
+@pytest.mark.shows("KVBM_REMOTE_CA_FILE", "KVBM_REMOTE_CERT_FILE")
 def test_tls_with_a_ca_of_ones_own_and_a_certificate_for_us(
-    server: ValkeyServer, certificates: Path, caplog: pytest.LogCaptureFixture
+    server: ValkeyServer,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    ours, others = make_certificates(tmp_path / "ours"), make_certificates(tmp_path / "others")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(certificates / "server.pem")
-    context.load_verify_locations(certificates / "ca.pem")
+    context.load_cert_chain(ours.certificate, ours.key)
+    context.load_verify_locations(ours.authority)
     context.verify_mode = ssl.CERT_REQUIRED
-    ca, mine = str(certificates / "ca.pem"), str(certificates / "client.pem")
+    ca, mine, other_ca = map(str, (ours.authority, ours.both, others.authority))
     with tls_proxy(server.port, context) as proxy:
         url, login = f"rediss://{HOST}:{proxy.port}", replace(server.login(), ca_file=ca, cert_file=mine)
         with client(server, url, login) as engine:
             assert put(engine, "a", 1 << 20) is get(engine, "a", 1 << 20).outcome is Outcome.OK
         wrong_name = url.replace(HOST, "localhost")
-        other_ca = str(certificates / "other-ca.pem")
-        for other_url, other in [
-            (url, replace(login, ca_file=other_ca)),
-            (url, replace(login, ca_file="")),
-            (wrong_name, login),
+        for other_url, other, systems_ca in [
+            (url, replace(login, ca_file=other_ca), ""),
+            (url, replace(login, ca_file=other_ca), ca),
+            (url, replace(login, ca_file=""), ""),
+            (wrong_name, login, ""),
         ]:
+            monkeypatch.setenv("SSL_CERT_FILE", systems_ca)
             caplog.clear()
             with client(server, other_url, other) as engine:
                 assert put(engine, "b", deadline_s=3.0) is Outcome.IO_ERROR

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvbm_core.policy.lru import LruPolicy
-from kvbm_core.policy.recency import RecencyLog, as_slots
+from kvbm_core.policy.recency import RecencyLog, are_distinct, as_slots
 from kvbm_core.testing.naive import NaiveLru
 from kvbm_core.testing.policy_contract import ListPolicy
 from kvbm_core.tokens.chain import TokenChain
@@ -140,6 +140,10 @@ class LruAndItsTwin(RuleBasedStateMachine):
         self.both("insert", [slot for slot in slots if slot not in self.known])
 
     @rule(slots=SOME_SLOTS)
+    def demote(self, slots: list[int]) -> None:
+        self.both("demote", slots)
+
+    @rule(slots=SOME_SLOTS)
     def touch(self, slots: list[int]) -> None:
         self.both("touch", slots)
 
@@ -231,6 +235,40 @@ def test_the_log_stays_small_however_uneven_the_use_is() -> None:
         log.append(slots)
     log.check_integrity()
     assert log.log_entries < 3 * 1000
+
+
+@given(
+    slots=st.lists(st.integers(0, 300), min_size=1, max_size=200),
+    order=st.sampled_from(["as drawn", "ascending", "descending"]),
+    is_unique=st.booleans(),
+)
+def test_slots_are_distinct_or_not(slots: list[int], order: str, is_unique: bool) -> None:
+    slots = list(dict.fromkeys(slots)) if is_unique else slots
+    if order != "as drawn":
+        slots.sort(reverse=order == "descending")
+    assert are_distinct(as_slots(slots)) == (len(set(slots)) == len(slots))
+
+
+@given(
+    num_slots=st.integers(17, 600),
+    order=st.sampled_from(["oldest first", "newest first", "halves in turns", "drawn"]),
+    seed=st.integers(0, 1000),
+)
+def test_slots_leave_the_log_in_any_order(num_slots: int, order: str, seed: int) -> None:
+    log = RecencyLog(chunk_bits=6)
+    log.grow(700)
+    log.append(as_slots(range(700)))
+    slots = list(range(num_slots))
+    if order == "newest first":
+        slots.reverse()
+    elif order == "halves in turns":
+        half = num_slots // 2
+        slots = [slot for pair in zip(slots[:half], slots[half : 2 * half], strict=True) for slot in pair]
+    elif order == "drawn":
+        Random(seed).shuffle(slots)
+    log.remove(as_slots(slots))
+    log.check_integrity()
+    assert [slot for part in log.oldest() for slot in part.tolist()] == sorted(set(range(700)) - set(slots))
 
 
 WALK = settings(max_examples=tries(50, nightly=300), stateful_step_count=40, deadline=None)

@@ -23,6 +23,7 @@ from kvbm_core.storage.disk.allocate import FileOptions
 from kvbm_core.storage.disk.block_file import Geometry
 from kvbm_core.storage.disk.recovery import Found, batches_of
 from kvbm_core.storage.disk.store import DiskStore
+from kvbm_core.testing.heard import Heard
 from kvbm_core.testing.store_contract import LONG_S, buffers, key_of
 from kvbm_core.types import BlockKey, Tier
 from tests.effort import tries
@@ -184,8 +185,9 @@ def evict_all(tier: BlockTier, gone: list[BlockKey]) -> list[BlockKey]:
 @given(data=st.data())
 @settings(max_examples=tries(60, nightly=300))
 def test_a_restored_tier_has_what_was_found_and_gives_up_the_oldest_first(data: st.DataObject) -> None:
-    gone: list[BlockKey] = []
-    tier = BlockTier(Tier.DISK, LruPolicy(), ManualClock(), gone.extend)
+    heard = Heard()
+    gone = heard.gone
+    tier = BlockTier(Tier.DISK, LruPolicy(), ManualClock(), heard)
     slot_of: dict[BlockKey, int] = {}
     order: list[BlockKey] = []  # the next to be evicted first
     capacity = 0
@@ -223,8 +225,9 @@ def test_a_restored_tier_has_what_was_found_and_gives_up_the_oldest_first(data: 
 
 
 def test_blocks_that_were_found_go_before_those_that_were_put_since() -> None:
-    gone: list[BlockKey] = []
-    tier = BlockTier(Tier.DISK, LruPolicy(), ManualClock(), gone.extend)
+    heard = Heard()
+    gone = heard.gone
+    tier = BlockTier(Tier.DISK, LruPolicy(), ManualClock(), heard)
     a, b, c, d, e = KEYS[:5]
     tier.restore(6, [[(a, 4), (b, 5)], [(c, 0)], [(d, 2), (e, 1)]])
     assert tier.commit(tier.reserve([KEYS[9]], frozenset))

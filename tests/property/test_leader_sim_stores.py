@@ -12,7 +12,8 @@ from kvbm_core.runtime.leader_options import LeaderOptions
 from kvbm_core.testing.leader_sim import SimShape
 from kvbm_core.testing.sim_store import StoreLeaderSim
 from kvbm_core.tiers.groups import GroupSpec
-from tests.property.test_leader_sim_disk import GROUPS, run
+from tests.property.simulations import play
+from tests.property.test_leader_sim_disk import GROUPS, has_states, run
 
 SEEDS_EACH = 30
 
@@ -40,18 +41,21 @@ def sim_of(groups: tuple[GroupSpec, ...], random: Random) -> StoreLeaderSim:
 def test_bytes_stay_right_through_three_lower_tiers_and_restarts(
     groups: tuple[GroupSpec, ...], seed: int
 ) -> None:
-    fetched = stored = late_fetches = disk_loads = 0.0
-    for number in range(seed, seed + SEEDS_EACH):
-        random = Random(number)
-        sim = sim_of(groups, random)
-        try:
-            run(sim)
-        except Exception as error:
-            raise AssertionError(f"simulation {number}: {error}") from error
-        fetched += sim.moved("fetched")
-        stored += sim.moved("stored")
-        late_fetches += sim.late_fetches
-        disk_loads += sim.disk_loads
-    assert fetched > SEEDS_EACH and stored > SEEDS_EACH, "hardly anything was moved by key"
-    assert late_fetches > 0, "no fetch was late"
-    assert disk_loads > 0, "the disk was not used"  # some 9 of 30, as seeds go
+    is_rare = has_states(groups)
+    least = {
+        "fetched": SEEDS_EACH // (3 if is_rare else 1),
+        "stored": SEEDS_EACH,
+        "late_fetches": 0 if is_rare else 1,
+        "disk_loads": 0 if is_rare else 1,
+    }
+    play(seed, SEEDS_EACH, lambda random: run(sim_of(groups, random)), seen, least)
+
+
+def seen(sim: StoreLeaderSim) -> dict[str, float]:
+    """What it did that not each of them does."""
+    return {
+        "fetched": sim.moved("fetched"),
+        "stored": sim.moved("stored"),
+        "late_fetches": sim.late_fetches,
+        "disk_loads": sim.disk_loads,
+    }

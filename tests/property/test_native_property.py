@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvbm_core.blocks.departures import note_in_python
 from kvbm_core.native import Bytes, Ids, native
+from kvbm_core.storage.remote.names import plain_names
 from kvbm_core.tokens.chain import chain_in_python, pack_in_python
 from kvbm_core.transfer.executors.memcpy import PiecePairs, copy_in_python, copy_natively
 
 Chain = Callable[[bytes, bytes, bytes, int], list[bytes]]
 Pack = Callable[[object], bytes]
 Copy = Callable[[PiecePairs, Ids, Ids], None]
+Names = Callable[[Sequence[bytes], str, int], list[str]]
 
 needs_native = pytest.mark.skipif(
     native is None,
@@ -42,6 +47,8 @@ CHAINS = [
     native_function("chain_portable"),
 ]
 PACKS = [pytest.param(pack_in_python, id="python"), native_function("pack_u32")]
+NAMES = [pytest.param(plain_names, id="python"), native_function("record_names")]
+NOTES = [pytest.param(note_in_python, id="python"), native_function("note_departures")]
 
 
 def native_copy(name: str) -> object:
@@ -173,6 +180,96 @@ def test_pack_survives_a_list_that_shrinks_while_it_is_read(pack: Pack) -> None:
     tokens[0] = Index(1, tokens.clear)
     with pytest.raises(ValueError, match="fewer"):
         pack(tokens)
+
+
+# ---------------------------------------------------------------- record_names
+
+KEYS = st.binary(min_size=32, max_size=32) | st.binary(min_size=33, max_size=33)
+
+
+@pytest.mark.parametrize("make_names", NAMES)
+@given(keys=st.lists(KEYS), folder=st.from_regex(r"\A[a-z0-9/._-]*/\Z"), num_blocks=st.integers(1, 2**32 - 1))
+def test_names(make_names: Names, keys: list[bytes], folder: str, num_blocks: int) -> None:
+    groups = [key[32] if len(key) > 32 else 0 for key in keys]
+    digits = [key[:32].hex() for key in keys]
+    ends = [
+        f"{all_of[:3]}/{all_of}-{group}x{num_blocks}" for all_of, group in zip(digits, groups, strict=True)
+    ]
+    expected = [folder + end for end in ends]
+    assert make_names(keys, folder, num_blocks) == expected
+    assert make_names(tuple(keys), folder, num_blocks) == expected
+
+
+@needs_native
+@pytest.mark.parametrize(
+    ("keys", "folder", "error"),
+    [
+        ([bytes(31)], "a/", ValueError),
+        ([bytes(32), bytes(34)], "a/", ValueError),
+        ([bytearray(32)], "a/", TypeError),
+        (["0" * 32], "a/", TypeError),
+        ([bytes(32)], "é/", ValueError),
+        ([bytes(32)], "日/", ValueError),
+        ([bytes(32)], b"a/", TypeError),
+        (7, "a/", TypeError),
+    ],
+)
+def test_the_native_names_refuse_what_is_no_key_or_folder(keys: Any, folder: Any, error: type) -> None:
+    assert native is not None
+    with pytest.raises(error):
+        native.record_names(keys, folder, 1)
+
+
+@pytest.mark.parametrize("note", NOTES)
+@given(keys=st.lists(KEYS, max_size=80), place_bits=st.integers(3, 6), why=st.integers(1, 6))
+def test_departures_are_noted(
+    note: Callable[..., None], keys: list[bytes], place_bits: int, why: int
+) -> None:
+    num_places = 1 << place_bits
+    rows = np.zeros((num_places, 2), np.uint64)
+    idle_s = np.arange(len(keys), dtype=np.float32)
+    expected = rows.copy()
+    for number, key in enumerate(keys):
+        end = int.from_bytes(key[-8:], sys.byteorder)
+        expected[end % num_places, 0] = end - end % num_places + why
+        expected[end % num_places].view(np.float32)[2:] = 7.5, number
+    note(rows, keys, why, 7.5, idle_s)
+    assert np.array_equal(rows, expected)
+    note(rows, tuple(keys), why, 7.5, idle_s)
+    assert np.array_equal(rows, expected)
+
+
+@needs_native
+@pytest.mark.parametrize(
+    ("num_places", "keys", "why", "num_idle", "error"),
+    [
+        (8, [bytes(32), bytes(7)], 1, 2, TypeError),
+        (8, [bytearray(32)], 1, 1, TypeError),
+        (8, ["0" * 32], 1, 1, TypeError),
+        (8, 7, 1, 0, TypeError),
+        (8, [bytes(32)], 1, 0, ValueError),
+        (8, [], 1, 1, ValueError),
+        (8, [bytes(32)], 8, 1, ValueError),
+        (0, [bytes(32)], 0, 1, ValueError),
+        (6, [bytes(32)], 1, 1, ValueError),
+    ],
+)
+def test_native_departures_refuse_what_does_not_fit(
+    num_places: int, keys: Any, why: int, num_idle: int, error: type
+) -> None:
+    assert native is not None
+    rows = np.zeros((num_places, 2), np.uint64)
+    with pytest.raises(error):
+        native.note_departures(rows, keys, why, 0.0, np.zeros(num_idle, np.float32))
+
+
+@needs_native
+def test_native_departures_do_not_write_to_what_is_read_only() -> None:
+    assert native is not None
+    rows = np.zeros((8, 2), np.uint64)
+    rows.flags.writeable = False
+    with pytest.raises((TypeError, BufferError, ValueError)):
+        native.note_departures(rows, [bytes(32)], 1, 0.0, np.zeros(1, np.float32))
 
 
 # ---------------------------------------------------------------- copy_blocks

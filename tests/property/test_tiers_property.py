@@ -12,8 +12,9 @@ from kvbm_core.blocks.lease import Lease
 from kvbm_core.blocks.slot_tier import BlockTier, Reservation
 from kvbm_core.clock import ManualClock
 from kvbm_core.policy.lru import LruPolicy
+from kvbm_core.testing.heard import Heard
 from kvbm_core.testing.policy_contract import sample_keys
-from kvbm_core.tiers.groups import GroupSpec, alignment_tokens, longest_prefix_tokens
+from kvbm_core.tiers.groups import GroupSpec, alignment_tokens, longest_prefix_tokens, needed_blocks
 from kvbm_core.types import BlockKey, SequenceHash, Tier, block_key
 from tests.effort import tries
 
@@ -40,6 +41,8 @@ def is_usable(
     size = group.block_size_tokens
     if length // size > len(keys):
         return False
+    if group.is_state:  # the one after the last token, and no other
+        return length <= computed or there.contains(keys[length // size - 1])
     seen_from = 0 if group.window_tokens is None else max(0, length - group.window_tokens + 1)
     return all(token < computed or there.contains(keys[token // size]) for token in range(seen_from, length))
 
@@ -66,12 +69,18 @@ def naive_longest(
 def prefix_questions(draw: st.DrawFn) -> tuple[list[GroupSpec], list[list[BlockKey]], int, int, Residents]:
     specs = draw(
         st.lists(
-            st.tuples(st.sampled_from([1, 2, 3, 4, 6]), st.none() | st.integers(1, 20)),
+            st.tuples(st.sampled_from([1, 2, 3, 4, 6]), st.none() | st.integers(0, 20)),
             min_size=1,
             max_size=3,
         )
     )
-    groups = [GroupSpec(index, size, window) for index, (size, window) in enumerate(specs)]
+    groups = [
+        GroupSpec(index, size, window or None, is_state=window == 0)
+        for index, (size, window) in enumerate(specs)
+    ]
+    if draw(st.booleans()):  # as engines have them: one size, several groups with states
+        size, num_states = draw(st.integers(1, 4)), draw(st.sampled_from([1, 3]))
+        groups = [GroupSpec(index, size, is_state=index < num_states) for index in range(num_states + 1)]
     total = draw(st.integers(0, 48))
     digests = [SequenceHash(block.to_bytes(32, "big")) for block in range(total)]
     all_keys = [
@@ -95,6 +104,10 @@ def test_the_longest_prefix_is_the_one_that_trying_every_length_finds(
     groups, all_keys, computed, limit, there = question
     expected = naive_longest(groups, all_keys, computed, limit, there)
     assert longest_prefix_tokens(groups, lambda g: all_keys[g], computed, limit, there) == expected
+    for group in groups:
+        if group.is_state and expected > computed:
+            end = expected // group.block_size_tokens
+            assert needed_blocks(group, computed, expected) == range(end - 1, end)
 
 
 # ---------------------------------------------------------------- the tier
@@ -110,8 +123,8 @@ class TierMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.clock = ManualClock()
-        self.gone: list[BlockKey] = []
-        self.tier = BlockTier(Tier.HOST, LruPolicy(), self.clock, on_evict=self.gone.extend)
+        self.heard = Heard()
+        self.tier = BlockTier(Tier.HOST, LruPolicy(), self.clock, self.heard)
         self.tier.grow(5)
         self.resident: dict[BlockKey, int] = {}
         self.doomed: set[BlockKey] = set()
@@ -131,16 +144,17 @@ class TierMachine(RuleBasedStateMachine):
         return set(self.resident) - self.doomed
 
     def take_gone(self) -> set[BlockKey]:
-        gone, self.gone[:] = list(self.gone), []
+        """What has become unmatchable."""
+        gone, self.heard.gone[:] = list(self.heard.gone), []
         assert len(set(gone)) == len(gone)
-        for key in gone:
-            del self.resident[key]
         return set(gone)
 
     def doomed_leave(self) -> None:
         left = self.doomed - self.pinned()
         self.doomed -= left
-        assert self.take_gone() == left
+        for key in left:
+            del self.resident[key]
+        assert not self.take_gone()
 
     # -------- what happens
 
@@ -156,6 +170,8 @@ class TierMachine(RuleBasedStateMachine):
         reservation = self.tier.reserve(keys, lambda _: protected, all_or_none=all_or_none)
         gone = self.take_gone()
         assert gone <= evictable
+        for key in gone:
+            del self.resident[key]
         if all_or_none and (len(new) < len(keys) or len(new) > free + len(evictable)):
             assert not gone and not reservation.keys
         else:
@@ -223,13 +239,16 @@ class TierMachine(RuleBasedStateMachine):
 
     @rule(keys=SOME_KEYS)
     def forget(self, keys: list[BlockKey]) -> None:
+        forgotten = set(keys) & self.visible()
         self.tier.forget(keys)
-        self.doomed |= set(keys) & self.visible()
+        assert self.take_gone() == forgotten
+        self.doomed |= forgotten
         self.doomed_leave()
 
     @rule()
     def reset(self) -> None:
         assert self.tier.reset() == len(self.visible())
+        assert self.take_gone() == self.visible()
         self.doomed |= self.visible()
         self.reservations = [(reservation, True) for reservation, _ in self.reservations]
         self.doomed_leave()
@@ -237,6 +256,10 @@ class TierMachine(RuleBasedStateMachine):
     @rule(keys=SOME_KEYS)
     def touch(self, keys: list[BlockKey]) -> None:
         self.tier.touch(keys)
+
+    @rule(keys=SOME_KEYS)
+    def demote(self, keys: list[BlockKey]) -> None:
+        self.tier.demote(keys)
 
     @rule(more=st.integers(-1, 2))
     def grow(self, more: int) -> None:
@@ -250,6 +273,7 @@ class TierMachine(RuleBasedStateMachine):
     def the_tier_is_the_model(self) -> None:
         self.tier.check_integrity()
         assert {key for key in UNIVERSE if self.tier.contains(key)} == self.visible()
+        assert self.heard.here[Tier.HOST] == self.visible()
         assert self.tier.resident_blocks == len(self.visible())
         assert self.tier.pending_blocks == len(self.pending())
         assert self.tier.live_leases == len(self.leases)

@@ -7,26 +7,38 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import tempfile
+import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 from unittest.mock import patch
 
 import torch
+from kvbm_sglang_cpu import plugin
 from sglang.srt.arg_groups.model_override_base import model_config_of
 from sglang.srt.arg_groups.overrides import declare_resolution
+from sglang.srt.mem_cache.device_pool_info import MambaStateBufferInfo
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig, PoolHitPolicy, PoolName, PoolTransfer
-from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
+from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool, MHATokenToKVPool, MLATokenToKVPool
+from sglang.srt.mem_cache.pool_host import base
+from sglang.srt.mem_cache.pool_host.dsa import DSAIndexerPoolHost, make_dsa_indexer_pool_decl
+from sglang.srt.mem_cache.pool_host.mamba import MambaPoolHost
 from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
+from sglang.srt.mem_cache.utils import hash_str_to_int64
 from sglang.srt.runtime_context import get_parallel
 from sglang.srt.server_args import ServerArgs
 
 from kvbm_core.config import Adapter
+from kvbm_core.control.asking import ask_here
+from kvbm_core.control.messages import Answer, Order, Result, Verb
+from kvbm_core.events.consumer import ZmqReader
+from kvbm_core.runtime.replicas import NOT_ALIKE
 from kvbm_core.storage.disk.allocate import FileOptions, open_file
 from kvbm_core.storage.disk.inspect import find_files
 from kvbm_core.storage.disk.io import ThreadIo
@@ -34,6 +46,7 @@ from kvbm_core.storage.disk.record import slot_offset_bytes, unpack_file, unpack
 from kvbm_core.testing import toy_store
 from kvbm_sglang.hicache import KvbmHiCache
 from kvbm_sglang.linker import KvbmLinker
+from kvbm_sglang.pools import STATE_EVERY_TOKENS
 from kvbm_sglang.store import DEADLINE_S, OwnFile
 from tests import settings_walk
 from tests.began import begins_now
@@ -134,7 +147,7 @@ def backend(
     sizes = {"DYN_KVBM_DISK_CACHE_DIR": folder, "DYN_KVBM_DISK_CACHE_GB": 0.1}
     if "model_name" not in changed:
         changed["model_name"] = str(Path(folder) / "some-model")
-        _write_weights(Path(changed["model_name"]))
+        write_weights(Path(changed["model_name"]))
     if arguments is None or isinstance(arguments, dict):
         arguments = arguments_of(changed["model_name"], **(arguments or {}))
     with begins_now("kvbm_sglang.weights"), engine_with(arguments):
@@ -216,10 +229,10 @@ def not_found_by_others(folder: str, seed: int) -> list[str]:
                 assert store.batch_exists(keys) == 0, what
                 assert store.batch_get_v1(keys, indices(pages, other.page_size)) == [False] * 8, what
                 assert content(other, [0]) == before, what
-        _write_weights(Path(model), b"trained further")
+        write_weights(Path(model), b"trained further")
         with backend(folder, {"kv": pool}, model_name=model) as store:
             assert store.batch_exists(keys) == 0, "weights"
-        _write_weights(Path(model))
+        write_weights(Path(model))
         with backend(folder, {"kv": pool}, model_name=model) as store:
             assert store.batch_exists(keys) == 8
     return list(others)
@@ -269,7 +282,7 @@ def not_cached(folder: str, seed: int) -> dict[str, list[str]]:
         said = {}
         for what, arguments in engines.items():
             with (
-                _warnings() as lines,
+                said_by_kvbm() as lines,
                 backend(folder, {"kv": pool}, arguments=arguments, model_name=model) as store,
             ):
                 assert store.batch_exists(keys) == 0, what
@@ -348,6 +361,99 @@ def ranks_of_one_writer(folder: str, seed: int) -> None:
         other = patch("kvbm_sglang.pools.engine_claim", lambda config: "another engine")
         with other, backend(folder, {"kv": pools[1]}, model_name=model, tp_rank=1, **mla) as stranger:
             assert stranger.batch_exists(keys) == 0
+
+
+def ranks_of_one_writer_and_an_indexer(folder: str, seed: int) -> list[int]:
+    """What goes with latents (DSA: keys of the indexer, a draft's latents) is read along as they are. States
+    are divided over ranks all the same: each rank has its own.
+    """
+    keys, pages = keys_of(8), list(range(8))
+    pools = [indexed_latents(seed + rank) for rank in (0, 1)]
+    side = [
+        PoolTransfer(name=name, keys=keys, host_indices=indices(pages, 64)) for name in ("indexer", "draft")
+    ]
+    mla = {"is_mla_model": True, "tp_size": 2}
+    with (
+        _stamped(folder) as model,
+        backend(folder, pools[0], model_name=model, tp_rank=0, **mla) as writer,
+        backend(folder, pools[1], model_name=model, tp_rank=1, **mla) as reader,
+    ):
+        before = {name: content(pool, pages) for name, pool in pools[0].items()}
+        assert all(map(all, writer.batch_set_v2(side).values()))
+        assert all(writer.batch_set_v1(keys, indices(pages, 64)))
+        hits = [store.batch_exists_v2(keys, side).kv_hit_pages for store in (writer, reader)]
+        assert all(reader.batch_get_v1(keys, indices(pages, 64)))
+        assert all(map(all, reader.batch_get_v2(side).values()))
+        assert {name: content(pool, pages) for name, pool in pools[1].items()} == before
+    return hits
+
+
+def states_beside_latents(folder: str, seed: int) -> list[list[int]]:
+    """Hits of two ranks that have the same latents and states of their own: after the first one has stored
+    its state, and after both have.
+    """
+    keys, pages, hits = keys_of(4), list(range(4)), []
+    sides = [make_state_pool(4) for _ in (0, 1)]
+    for rank, states in enumerate(sides):
+        for tensor in states.kv_buffer:
+            tensor.view(torch.uint8).random_(0, 256, generator=torch.Generator().manual_seed(seed + rank))
+    state = PoolTransfer(name=PoolName.MAMBA, keys=keys[-1:], host_indices=torch.tensor([2]))
+    last = PoolTransfer(name=PoolName.MAMBA, keys=["any"], hit_policy=PoolHitPolicy.TRAILING_PAGES)
+    mla = {"is_mla_model": True, "tp_size": 2}
+    with _stamped(folder) as model, ExitStack() as stack:
+        ranks = [
+            stack.enter_context(
+                backend(
+                    folder,
+                    {"kv": make_pool("mla", "page_first", seed), "mamba": states},
+                    model_name=model,
+                    tp_rank=rank,
+                    **mla,
+                )
+            )
+            for rank, states in enumerate(sides)
+        ]
+        assert all(ranks[0].batch_set_v1(keys, indices(pages)))
+        before = [states.get_data_page(2).clone() for states in sides]
+        for store in ranks:
+            assert store.batch_set_v2([state]) == {PoolName.MAMBA: [True]}
+            hits.append([store.batch_exists_v2(keys, [last]).kv_hit_pages for store in ranks])
+        for store, states, expected in zip(ranks, sides, before, strict=True):
+            for tensor in states.kv_buffer:
+                tensor.zero_()
+            assert store.batch_get_v2([state]) == {PoolName.MAMBA: [True]}
+            assert torch.equal(states.get_data_page(2), expected)
+    return hits
+
+
+def indexed_latents(seed: int) -> dict[str, Any]:
+    """Host pools of a model with DSA, and of its draft."""
+    size = NUM_PAGES * 64
+    with get_parallel().override(attn_dcp_size=1, attn_dcp_rank=0):
+        device = DSATokenToKVPool(
+            size=size,
+            page_size=64,
+            kv_lora_rank=512,
+            dtype=torch.bfloat16,
+            qk_rope_head_dim=64,
+            layer_num=LAYERS,
+            device="cpu",
+            index_head_dim=128,
+            enable_memory_saver=False,
+            kv_cache_dim=576,
+        )
+    place = {"device_capacity_tokens": size, "start_layer": 0, "end_layer": LAYERS, "pin_memory": False}
+    info = device.get_device_pool_infos()[0].buffer_info
+    kv, draft = (
+        MLATokenToKVPoolHost(info, 2.0, 0, 64, "page_first", target_layer_num=LAYERS, **place)
+        for _ in range(2)
+    )
+    indexer = DSAIndexerPoolHost(make_dsa_indexer_pool_decl(device), kv, pin_memory=False)
+    fill(kv, seed)
+    fill(draft, seed + 10)
+    keys = indexer.index_k_with_scale_buffer
+    keys.random_(0, 256, generator=torch.Generator().manual_seed(seed))
+    return {"kv": kv, "indexer": indexer, "draft": draft}
 
 
 def shared(folder: str, kind: str, url: str, seed: int) -> dict[str, float]:
@@ -429,7 +535,7 @@ def cleared(folder: str, seed: int) -> None:
     (Path(folder) / "notes.txt").write_text("not kvbm's")
     with _stamped(folder) as model:
         other = Path(folder) / "other-model"
-        _write_weights(other, b"other")
+        write_weights(other, b"other")
         for name in (model, str(other)):
             with backend(folder, {"kv": pool}, model_name=name) as store:
                 assert all(store.batch_set_v1(keys, indices(pages)))
@@ -440,6 +546,42 @@ def cleared(folder: str, seed: int) -> None:
             with backend(folder, {"kv": pool}, model_name=name) as store:
                 assert store.batch_exists(keys) == expected
     assert (Path(folder) / "notes.txt").read_text() == "not kvbm's"
+
+
+def orders(folder: str, seed: int) -> None:
+    """An operator's, over the private socket: a reset of the disk, drain and resume."""
+    keys, pages = keys_of(4), list(range(4))
+    pool = make_pool("mha", "page_first", seed)
+    extra = {"control": "socket", "instance": "one"}
+
+    def give(verb: Verb, tier: Literal["all", "host", "disk"] = "all") -> Answer:
+        (answer,) = ask_here(Order(verb=verb, tier=tier, wait_s=20.0)).answers
+        return answer
+
+    with (
+        tempfile.TemporaryDirectory(prefix="kvbm-") as place,
+        patch.object(tempfile, "tempdir", place),
+        backend(folder, {"kv": pool}, extra=extra) as store,
+    ):
+        assert all(store.batch_set_v1(keys, indices(pages)))
+        status = give(Verb.STATUS).status
+        assert status is not None and status.tiers["disk"][0] == 4 and status.engine == "SGLang, HiCache"
+        assert give(Verb.DRAIN).result is Result.DONE
+        assert store.batch_exists(keys) == 0 and not any(store.batch_set_v1(keys, indices(pages)))
+        assert not any(store.batch_get_v1(keys, indices(pages)))
+        assert give(Verb.RESUME).result is Result.DONE and store.batch_exists(keys) == 4
+        assert "no host tier here" in give(Verb.RESET, "host").text and store.batch_exists(keys) == 4
+        answer = give(Verb.RESET, "disk")
+        assert answer.result is Result.DONE and store.batch_exists(keys) == 0
+        assert answer.status is not None and answer.status.tiers["disk"][0] == 0
+        assert all(store.batch_set_v1(keys, indices(pages))) and store.batch_exists(keys) == 4
+
+
+def pools_beside_another_engine(seed: int) -> int:
+    """Makes a host pool where 4 GiB of memory are free, as our stand-in for SGLang's kernels lets it."""
+    plugin.activate()
+    with patch.object(base, "available_host_memory_bytes", lambda **_: 4 << 30):
+        return int(make_pool("mha", "page_first", seed).size)
 
 
 def side_pools(folder: str, seed: int) -> None:
@@ -473,6 +615,63 @@ def side_pools(folder: str, seed: int) -> None:
         fill(window, seed + 2)
         assert store.batch_get_v2([side]) == {PoolName.SWA: [True] * len(present)}
         assert content(window, present) == before
+
+
+def make_state_pool(num_states: int, **more: Any) -> MambaPoolHost:
+    """A host pool of states."""
+    states = MambaStateBufferInfo(
+        temporal=torch.zeros(2, num_states, 1, 8, 8), conv=(torch.zeros(2, num_states, 24, 3),), **more
+    )
+    place = {"device_capacity": num_states, "layout": "page_first", "pin_memory": False}
+    plugin.activate()
+    return MambaPoolHost(states, 1.0, 0, **place)
+
+
+def divided_disk(folder: str, seed: int) -> list[int]:
+    """A little host memory for states, much for KV; of prompts that fill the disk, how much can be restored
+    of each that has all of its KV there.
+    """
+    kv, states = make_pool("mha", "page_first", seed), make_state_pool(1)
+    pages = STATE_EVERY_TOKENS // PAGE_TOKENS
+    size = {"extra": {"DYN_KVBM_DISK_CACHE_OVERRIDE_NUM_BLOCKS": 8 * pages}}
+    with backend(folder, {"kv": kv, "mamba": states}, **size) as store:
+        prompts = [keys_of(pages, f"prompt {number}") for number in range(8)]
+        for keys in prompts:
+            last = {"keys": keys[-1:], "hit_policy": PoolHitPolicy.TRAILING_PAGES}
+            state = PoolTransfer(name=PoolName.MAMBA, host_indices=torch.tensor([0]), **last)
+            assert store.batch_set_v2([state]) == {PoolName.MAMBA: [True]}
+            for start in range(0, pages, NUM_PAGES):
+                assert all(
+                    store.batch_set_v1(keys[start : start + NUM_PAGES], indices(list(range(NUM_PAGES))))
+                )
+        state = PoolTransfer(name=PoolName.MAMBA, keys=["any"], hit_policy=PoolHitPolicy.TRAILING_PAGES)
+        assert [store.batch_exists(keys) for keys in prompts] == [pages] * 8
+        return [store.batch_exists_v2(keys, [state]).kv_hit_pages // pages for keys in prompts]
+
+
+def side_pools_not_known(folder: str, seed: int) -> dict[str, list[str]]:
+    """Engines with a pool of which nothing can be kept -> what is said; of the KV nothing is kept either."""
+    keys, pages = keys_of(4), list(range(4))
+    kv, states = make_pool("mha", "page_first", seed), make_state_pool(4)
+    beside = make_state_pool(4, extra_checkpoint_buffers=(torch.zeros(4, 3),))
+    latents = {"is_mla_model": True, "tp_size": 2}
+    engines: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+        "of tomorrow": ({"of_tomorrow": kv}, {}),
+        "compressed": ({"deepseek_v4_c4": kv}, {}),
+        "state beside states": ({"mamba": beside}, {}),
+        "mixed chunks": ({"mamba": states}, {"arguments": {"enable_mixed_chunk": True}}),
+        "8 bits": ({"mamba": states}, {"arguments": {"enable_int8_mamba_checkpoint": True}}),
+        "a draft's heads": ({"kv": make_pool("mla", "page_first", seed), "draft": kv}, latents),
+        "none": ({"mamba": states, "swa": kv, "draft": kv, "indexer": kv}, {"arguments": {}}),
+    }
+    said = {}
+    for what, (pools, changed) in engines.items():
+        with said_by_kvbm() as lines, backend(folder, {"kv": kv, **pools}, **changed) as store:
+            is_kept = what == "none"
+            assert store.batch_set_v1(keys, indices(pages)) == [is_kept] * 4, what
+            assert store.batch_exists(keys) == 4 * is_kept, what
+        said[what] = [line for line in lines if "nothing is cached" in line]
+    return said
 
 
 def odd_calls(folder: str, seed: int) -> dict[str, float]:
@@ -558,7 +757,7 @@ def in_any_order(folder: str, seed: int) -> int:
     pools = [make_pool("mha", "page_first", seed + number) for number in range(2)]
     models = [Path(folder, name) for name in ("one", "other")]
     for model in models:
-        _write_weights(model)
+        write_weights(model)
     expected = [content(pool, pages) for pool in pools]
     for order in ([0, 1], [1, 0]):
         with ExitStack() as stack:
@@ -594,10 +793,52 @@ def joins_later(folder: str, seed: int) -> None:
             assert store.batch_exists(keys) == 4
 
 
+def events(folder: str, seed: int) -> list[str]:
+    """What a router hears of pages that are kept, that are found after a restart, that are cleared, and that
+    are of old weights; wrong ones.
+    """
+    from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
+
+    keys, extra = keys_of(NUM_PAGES), {"events": "zmq", "events_endpoint": f"ipc://{folder}/a"}
+    extra["events_replay_endpoint"] = f"ipc://{folder}/b"
+    pool, wrong = make_pool("mha", "page_first", seed), list[str]()
+    reader = ZmqReader(extra["events_endpoint"], extra["events_replay_endpoint"])
+
+    def hears(what: str, expected: list[str]) -> None:
+        there = {("CPU_TIER2", 0): set(map(hash_str_to_int64, expected))} if expected else {}
+        ends_at_s = time.monotonic() + RECOVERED_S
+        while not (reader.picture.is_current and reader.picture.places == there):
+            reader.poll(0.05)
+            if time.monotonic() > ends_at_s:
+                wrong.append(f"{what}: {reader.picture.places}")
+                return
+
+    try:
+        with _stamped(folder) as model:
+            with backend(folder, {"kv": pool}, model_name=model, extra=extra) as store:
+                store.batch_set_v1(keys, indices(list(range(NUM_PAGES))))
+                hears("kept", keys)
+            with backend(folder, {"kv": pool}, model_name=model, extra=extra) as store:
+                store.batch_exists(keys[:3])
+                hears("found again", keys[:3])
+                store.clear()
+                hears("cleared", [])
+            with backend(folder, {"kv": pool}, model_name=model, extra=extra) as store:
+                store.batch_set_v1(keys, indices(list(range(NUM_PAGES))))
+                hears("kept again", keys)
+                with suppress(Exception):  # it fails for want of an engine, once it has begun
+                    WeightUpdater.update_weights_from_tensor(None, [])
+                store.batch_exists(keys[:3])
+                hears("not asked for any more", [])
+    finally:
+        reader.close()
+    return wrong
+
+
 def settings_of_hicache(folder: str, seed: int) -> list[str]:
     """Settings that HiCache's backend neither heeds nor tells of."""
     runs = []
-    model = _write_weights(Path(folder) / "some-model")
+    model = write_weights(Path(folder) / "some-model")
     for in_blocks in (True, False):
         place = f"{folder}/{in_blocks}"
         with (
@@ -627,35 +868,39 @@ def settings_of_hicache(folder: str, seed: int) -> list[str]:
     return settings_walk.neither_read_nor_told(Adapter.HICACHE, runs)
 
 
-def linker_params(**more: Any) -> SimpleNamespace:
+def linker_params(has_latents: bool = False, **more: Any) -> SimpleNamespace:
     """What SGLang gives a linker, with a pool of its own."""
-    pool = MHATokenToKVPool(
-        size=NUM_PAGES * PAGE_TOKENS,
-        page_size=PAGE_TOKENS,
-        dtype=torch.bfloat16,
-        layer_num=LAYERS,
-        head_num=2,
-        head_dim=64,
-        device="cpu",
-        enable_memory_saver=False,
-    )
+    common: dict[str, Any] = {
+        "size": NUM_PAGES * PAGE_TOKENS,
+        "page_size": PAGE_TOKENS,
+        "dtype": torch.bfloat16,
+        "layer_num": LAYERS,
+        "device": "cpu",
+        "enable_memory_saver": False,
+    }
+    if has_latents:
+        pool: Any = MLATokenToKVPool(kv_lora_rank=512, qk_rope_head_dim=64, **common)
+    else:
+        pool = MHATokenToKVPool(head_num=2, head_dim=64, **common)
     params = {"page_size": PAGE_TOKENS, "pp_rank": 0, "pp_size": 1, "attn_cp_rank": 0, "attn_cp_size": 1}
-    params |= {"is_eagle": False, "mtp_draft_device_pools": [], "sidecar_draft_device_pools": [], **more}
+    params |= {"is_eagle": False, "mtp_draft_device_pools": [], "sidecar_draft_device_pools": []}
+    params |= {"attn_tp_cache_group": None, "tp_cache_group": None, **more}
     return SimpleNamespace(token_to_kv_pool_allocator=SimpleNamespace(get_kvcache=lambda: pool), **params)
 
 
-def not_cached_by_linker(folder: str, **more: Any) -> list[str]:
+def not_cached_by_linker(folder: str, components: Sequence[str] = ("FULL",), **more: Any) -> list[str]:
     """What the linker says of an engine that it must not cache for."""
-    arguments = arguments_of(_write_weights(Path(folder) / "some-model"))
+    arguments = arguments_of(write_weights(Path(folder) / "some-model"))
     parallel = {"attn_tp_rank": 0, "attn_tp_size": 1, "tp_rank": 0, "tp_size": 1, "attn_dp_size": 1}
     size = {"DYN_KVBM_CPU_CACHE_GB": "0.01"}
     with (
         begins_now("kvbm_sglang.weights"),
         patch.dict("os.environ", size),
         get_parallel().override(dp_rank=None, **parallel),
-        _warnings() as lines,
+        said_by_kvbm() as lines,
     ):
-        linker = KvbmLinker(arguments, linker_params(**more), components={ComponentType.FULL})
+        kinds = {ComponentType[name] for name in components}
+        linker = KvbmLinker(arguments, linker_params(**more), components=kinds)
         is_on = linker._parts._tiers is not None
         linker.close()
     said = [line for line in lines if "nothing is cached" in line]
@@ -666,24 +911,25 @@ def not_cached_by_linker(folder: str, **more: Any) -> list[str]:
 def settings_of_linker(folder: str, rank: int) -> list[str]:
     """Settings that the linker neither heeds nor tells of; and its page, on the port of its rank."""
     runs = []
-    model = _write_weights(Path(folder) / "some-model")
-    parallel = {"attn_tp_rank": rank, "attn_tp_size": 2, "tp_rank": rank, "tp_size": 2, "attn_dp_size": 1}
-    params = linker_params()
-    for in_blocks in (True, False):
+    model = write_weights(Path(folder) / "some-model")
+    for in_blocks, number in ((True, 0), (False, rank)):  # KV events are the first rank's
+        params = linker_params(has_latents=not in_blocks)
+        parallel = {"attn_tp_rank": number, "attn_tp_size": 2, "tp_rank": number, "tp_size": 2}
         place, port = f"{folder}/{in_blocks}", settings_walk.free_port()
         with (
             begins_now("kvbm_sglang.weights"),
             settings_walk.everything_set(place, port, in_blocks=in_blocks) as seen,
-            get_parallel().override(dp_rank=None, **parallel),
+            get_parallel().override(dp_rank=None, attn_dp_size=1, **parallel),
         ):
             server_args = arguments_of(model)
             linker = KvbmLinker(server_args, params, components={ComponentType.FULL})
             try:
-                with urllib.request.urlopen(f"http://127.0.0.1:{port + rank}/metrics", timeout=10) as page:
+                with urllib.request.urlopen(f"http://127.0.0.1:{port + number}/metrics", timeout=10) as page:
                     assert "kvbm_matched_tokens 0.0" in page.read().decode()
             finally:
                 linker.close()
             assert linker._parts._tiers is not None
+        assert (NOT_ALIKE in seen.told) is in_blocks
         runs.append(seen)
     return settings_walk.neither_read_nor_told(Adapter.LINKER, runs)
 
@@ -706,7 +952,7 @@ _LLAMA = {
 
 
 @contextmanager
-def _warnings() -> Iterator[list[str]]:
+def said_by_kvbm() -> Iterator[list[str]]:
     """What kvbm says meanwhile."""
     lines: list[str] = []
     handler = logging.Handler(logging.WARNING)
@@ -722,11 +968,11 @@ def _warnings() -> Iterator[list[str]]:
 def _stamped(folder: str) -> Iterator[str]:
     """A folder that looks like a model's, so that what is stored is found after a restart."""
     model = Path(folder) / "a-model"
-    _write_weights(model)
+    write_weights(model)
     yield str(model)
 
 
-def _write_weights(model: Path, tail: bytes = b"") -> str:
+def write_weights(model: Path, tail: bytes = b"") -> str:
     model.mkdir(exist_ok=True)
     (model / "config.json").write_text(json.dumps(_LLAMA))
     (model / "model.safetensors").write_bytes(b"weights" * 1000 + tail)

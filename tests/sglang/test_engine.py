@@ -15,15 +15,16 @@ from tests.effort import IS_NIGHTLY
 from tests.engines import REPOSITORY
 from tests.engines.sglang.engine import (
     HICACHE,
-    PAGE_TOKENS,
+    HIT,
+    NOTHING,
     WHOLE_PAGES,
     cached,
     prompts_of,
     run_engine,
     same_answers,
 )
+from tests.engines.worker import Worker
 
-HIT = [WHOLE_PAGES * PAGE_TOKENS] * 3
 pytestmark = pytest.mark.timeout(900)  # engines start for half a minute each
 
 only_in_full = pytest.mark.nightly("one more engine of a kind; test_pools.py has its layout")
@@ -49,7 +50,7 @@ def assert_comes_back(
     stored = {"stored": files * WHOLE_PAGES * len(prompts)}
     first = run_engine(folder, ["ask", stored, "flush", "ask"], prompts=prompts, **arguments)
     cold, again = first["answers"]
-    assert cached(cold) == [0, 0, 0]
+    assert cached(cold) == NOTHING
     assert len({tuple(answer["tokens"]) for answer in cold}) == 3  # an answer says whose prompt it is
     assert cached(again) == HIT, again[0]["from"]
     assert same_answers(cold, again)
@@ -92,3 +93,28 @@ def test_prompts_of_an_mla_model_come_back(
     tp_size: int, tiny: Callable[[str], Path], tmp_path: Path, seed: int
 ) -> None:
     assert_comes_back(tmp_path, tiny("deepseek"), seed, restarts=IS_NIGHTLY, tp_size=tp_size)
+
+
+@pytest.mark.nightly("three engines more; test_hybrid.py has SGLang's own pools, tree and controller")
+def test_a_hybrid_models_next_turn_comes_back_after_a_restart(
+    sglang: Worker, tmp_path: Path, seed: int
+) -> None:
+    """Its states are where a request ended; what comes after that is computed from there."""
+    model = tmp_path / "model"
+    sglang.run("tests.sglang.hybrid:build_model", folder=str(model), seed=seed)
+    engine: dict[str, Any] = {"model_path": str(model), **HICACHE, "page_size": 1, "hicache_ratio": 2.0}
+    engine |= {
+        "max_mamba_cache_size": 32,
+        "max_running_requests": 4,
+        "mamba_radix_cache_strategy": "no_buffer",
+    }
+    engine |= {"json_model_override_args": '{"full_attention_interval": 2}'}
+    first = prompts_of(seed, 2, 400)
+    known = [len(first[0]) + 7] * 2  # all but the answer's last token
+    stored = {"stored": sum(known)}
+    (answers,) = run_engine(tmp_path / "a", ["ask", stored], prompts=first, **engine)["answers"]
+    second = [[*asked, *answer["tokens"], *asked[:50]] for asked, answer in zip(first, answers, strict=True)]
+    (warm,) = run_engine(tmp_path / "a", ["ask"], prompts=second, **engine)["answers"]
+    (cold,) = run_engine(tmp_path / "b", ["ask"], prompts=second, **engine)["answers"]
+    assert cached(warm) == known and cached(cold) == [0, 0], warm[0]["from"]
+    assert [answer["tokens"] for answer in warm] == [answer["tokens"] for answer in cold]

@@ -13,8 +13,10 @@ import pytest
 from kvbm_core.storage.disk.inspect import find_files, identify
 from kvbm_core.storage.disk.record import slot_offset_bytes
 from tests.engines.sglang.engine import (
+    HIT,
     LINKER,
-    PAGE_TOKENS,
+    NOTHING,
+    NUM_PROMPTS,
     WHOLE_PAGES,
     cached,
     prompts_of,
@@ -24,8 +26,6 @@ from tests.engines.sglang.engine import (
 
 pytestmark = pytest.mark.timeout(900)  # engines start for half a minute each
 
-HIT = [WHOLE_PAGES * PAGE_TOKENS] * 3
-NONE = [0, 0, 0]
 SIZES = {
     "DYN_KVBM_CPU_CACHE_GB": "0.1",
     "DYN_KVBM_DISK_CACHE_GB": "0.2",
@@ -42,13 +42,13 @@ def ask(folder: Path, steps: list[Any], model: Path, seed: int, **engine: Any) -
 
 def stored_by_an_engine(folder: Path, model: Path, seed: int, ranks: int = 1) -> list[Any]:
     """Asks, forgets and asks again, until all pages are on the disk in ``folder``. The cold answers."""
-    stored = {"stored": ranks * WHOLE_PAGES * 3}
+    stored = {"stored": ranks * WHOLE_PAGES * NUM_PROMPTS}
     steps = ["ask", stored, "flush", "ask", "flush", "together", "new_weights", "ask"]
     (cold, again, together, reloaded), _ = ask(folder, steps, model, seed, tp_size=ranks)
-    assert [cached(answers) for answers in (cold, again, together)] == [NONE, HIT, HIT]
+    assert [cached(answers) for answers in (cold, again, together)] == [NOTHING, HIT, HIT]
     assert same_answers(cold, again) and same_answers(cold, together)
     # SGLang tells of new weights by nothing but the name of the function that calls: this holds that name.
-    assert cached(reloaded) == NONE and same_answers(cold, reloaded)
+    assert cached(reloaded) == NOTHING and same_answers(cold, reloaded)
     return list(cold)
 
 
@@ -62,10 +62,29 @@ def test_prompts_come_back_to_two_ranks(tiny_model: Path, tmp_path: Path, seed: 
 
 @pytest.mark.nightly("one engine more; tests/unit/test_sglang_device_pool.py has MLA's pool")
 def test_prompts_of_an_mla_model_come_back(tiny: Callable[[str], Path], tmp_path: Path, seed: int) -> None:
-    stored = {"stored": WHOLE_PAGES * 3}
+    stored = {"stored": WHOLE_PAGES * NUM_PROMPTS}
     (cold, again), _ = ask(tmp_path, ["ask", stored, "flush", "ask"], tiny("deepseek"), seed)
-    assert [cached(cold), cached(again)] == [NONE, HIT]
+    assert [cached(cold), cached(again)] == [NOTHING, HIT]
     assert same_answers(cold, again)
+
+
+@pytest.mark.nightly(
+    "two engines of two ranks; tests/unit/test_sglang_linker_ranks.py has the linker's ranks"
+)
+def test_latents_of_two_ranks_are_stored_once(tiny: Callable[[str], Path], tmp_path: Path, seed: int) -> None:
+    """Loaded by one rank and sent to the other, to the last bit; also after a restart."""
+    arguments = {"model_path": str(tiny("deepseek")), **LINKER, "tp_size": 2}
+    once = SIZES | {"DYN_KVBM_NCCL_MLA_MODE": "true"}
+    steps = ["ask", {"stored": WHOLE_PAGES * 3}, "flush", "ask", "flush", "together"]
+    found = run_engine(tmp_path, steps, prompts=prompts_of(seed), environment=once, **arguments)
+    cold, again, together = found["answers"]
+    assert [cached(answers) for answers in (cold, again, together)] == [NOTHING, HIT, HIT]
+    assert same_answers(cold, again) and same_answers(cold, together)
+    assert "KV is stored once for ranks [0, 1]" in found["log"]
+    assert len(list(find_files(tmp_path / "disk", lambda error: None))) == 1
+    found = run_engine(tmp_path, ["together"], prompts=prompts_of(seed), environment=once, **arguments)
+    (warm,) = found["answers"]
+    assert cached(warm) == HIT and same_answers(cold, warm), "after a restart, from the disk"
 
 
 def test_prompts_come_back_after_a_restart_and_a_damaged_page_is_never_used(
@@ -92,5 +111,5 @@ def test_prompts_come_back_after_a_restart_and_a_damaged_page_is_never_used(
 @pytest.mark.nightly("an engine of two stages more; test_pools.py has what is said and done")
 def test_pipeline_parallelism_is_refused(tiny_model: Path, tmp_path: Path, seed: int) -> None:
     (cold, again), log = ask(tmp_path, ["ask", "flush", "ask"], tiny_model, seed, pp_size=2)
-    assert cached(again) == NONE and same_answers(cold, again)
+    assert cached(again) == NOTHING and same_answers(cold, again)
     assert "pipeline parallelism (--pp-size) is not supported by the linker" in log

@@ -68,6 +68,20 @@ def test_ranks_read_what_one_of_them_writes(sglang: Worker, tmp_path: Path, seed
     sglang.run(f"{SCENES}:ranks_of_one_writer", folder=str(tmp_path), seed=seed)
 
 
+def test_ranks_read_an_indexer_and_a_draft_as_they_read_latents(
+    sglang: Worker, tmp_path: Path, seed: int
+) -> None:
+    found = sglang.run(f"{SCENES}:ranks_of_one_writer_and_an_indexer", folder=str(tmp_path), seed=seed)
+    assert found == [8, 8]
+
+
+def test_each_rank_has_states_of_its_own_beside_the_same_latents(
+    sglang: Worker, tmp_path: Path, seed: int
+) -> None:
+    found = sglang.run(f"{SCENES}:states_beside_latents", folder=str(tmp_path), seed=seed)
+    assert found == [[4, 0], [4, 4]]
+
+
 @pytest.mark.parametrize("how", ["bit of the payload", "bit of the header", "zeroed", "swapped", "truncated"])
 def test_a_damaged_page_is_not_loaded_and_is_written_again(
     sglang: Worker, how: str, tmp_path: Path, seed: int
@@ -81,8 +95,40 @@ def test_clear_removes_only_what_is_ours(sglang: Worker, tmp_path: Path, seed: i
     sglang.run(f"{SCENES}:cleared", folder=str(tmp_path), seed=seed)
 
 
+def test_an_operator_resets_and_drains(sglang: Worker, tmp_path: Path, seed: int) -> None:
+    sglang.run(f"{SCENES}:orders", folder=str(tmp_path), seed=seed)
+
+
 def test_side_pools_follow_sglangs_policies(sglang: Worker, tmp_path: Path, seed: int) -> None:
     sglang.run(f"{SCENES}:side_pools", folder=str(tmp_path), seed=seed)
+
+
+def test_states_get_room_on_the_disk_for_the_kv_that_needs_them(
+    sglang: Worker, tmp_path: Path, seed: int
+) -> None:
+    """Divided as SGLang's host memory, most KV has no state behind it (sglang PR 39436)."""
+    assert sglang.run(f"{SCENES}:divided_disk", folder=str(tmp_path), seed=seed) == [1] * 8
+
+
+def test_with_a_pool_that_is_not_known_nothing_is_cached_and_said(
+    sglang: Worker, tmp_path: Path, seed: int
+) -> None:
+    said = sglang.run(f"{SCENES}:side_pools_not_known", folder=str(tmp_path), seed=seed)
+    assert said.pop("none") == []
+    words = {
+        "of tomorrow": "pool of_tomorrow is not supported (this SGLang is newer than this kvbm",
+        "compressed": "DeepSeek-V4's compressed pages",
+        "state beside states": "slot side states",
+        "mixed chunks": "--enable-mixed-chunk",  # sglang issue 39342
+        "8 bits": "--enable-int8-mamba-checkpoint",
+        "a draft's heads": "pool draft is divided by heads, and SGLang stores it for one of 2 ranks alone",
+    }
+    assert {what: len(lines) for what, lines in said.items()} == dict.fromkeys(words, 1)
+    assert all(word in said[what][0] for what, word in words.items()), said
+
+
+def test_a_host_pool_can_be_had_beside_another_engine(sglang: Worker, seed: int) -> None:
+    assert sglang.run(f"{SCENES}:pools_beside_another_engine", seed=seed) >= 2 * 32 * 16
 
 
 def test_odd_calls_are_refused(sglang: Worker, tmp_path: Path, seed: int) -> None:
@@ -143,6 +189,12 @@ def test_a_wrong_setting_is_one_line(sglang: Worker, tmp_path: Path) -> None:
     assert "much" in refused(DYN_KVBM_DISK_CACHE_GB="much")
 
 
+def test_a_router_hears_of_pages_under_the_hashes_that_sglang_publishes(
+    sglang: Worker, short_path: Path, seed: int
+) -> None:
+    assert sglang.run(f"{SCENES}:events", folder=str(short_path), seed=seed) == []
+
+
 def test_each_setting_is_read_by_hicache_or_its_user_is_told(
     sglang: Worker, tmp_path: Path, seed: int
 ) -> None:
@@ -155,6 +207,10 @@ def test_each_setting_is_read_by_hicache_or_its_user_is_told(
         ({}, ""),
         ({"pp_size": 2}, "pipeline parallelism (--pp-size) is not supported by the linker"),
         ({"is_eagle": True}, "KV of a draft model is not supported by the linker"),
+        (
+            {"components": ["FULL", "MAMBA", "SWA"]},
+            "a model with FULL, MAMBA, SWA components is not supported by the linker; nothing is cached",
+        ),
     ],
 )
 def test_what_the_linker_must_not_cache_it_names(

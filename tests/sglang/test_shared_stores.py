@@ -14,7 +14,10 @@ import pytest
 from tests.engines.ports import HOST, free_port
 from tests.engines.sglang.engine import (
     HICACHE,
+    HIT,
     LINKER,
+    NOTHING,
+    NUM_PROMPTS,
     PAGE_TOKENS,
     WHOLE_PAGES,
     cached,
@@ -26,11 +29,11 @@ from tests.engines.shared_stores import bucket, directory, mooncake, valkey
 
 pytestmark = pytest.mark.timeout(900)  # engines start for half a minute each
 
-HIT = [WHOLE_PAGES * PAGE_TOKENS] * 3
-NUM_PAGES = 3 * WHOLE_PAGES
+NUM_PAGES = NUM_PROMPTS * WHOLE_PAGES
 HOST_TIER = {
     "DYN_KVBM_CPU_CACHE_GB": "0.1",
     "DYN_KVBM_DISK_CACHE_GB": "0",
+    "KVBM_REMOTE_DEADLINE_S": "20",
 }
 LATE = "set --schedule-policy lpm"
 LONG_PROMPT_TOKENS = 2000
@@ -67,7 +70,7 @@ def test_what_one_engine_has_computed_is_a_hit_in_another(
         first = ask(tmp_path / "first", ["ask", {"shared": NUM_PAGES}], prompts, settings, **engine)
         second = ask(tmp_path / "second", ["ask", {"stored": NUM_PAGES}], prompts, settings, **engine)
     (cold,), (warm,) = first["answers"], second["answers"]
-    assert [cached(cold), cached(warm)] == [[0, 0, 0], HIT]
+    assert [cached(cold), cached(warm)] == [NOTHING, HIT]
     assert same_answers(cold, warm)
     assert_brought(second)
 
@@ -99,7 +102,7 @@ def test_the_linker_finds_what_another_engine_has_computed(
         second = ask(tmp_path / "second", steps, [other, *prompts], settings, **engine)
     assert [LATE in one["log"] for one in (first, second)] == [True, False]
     (cold,), ((long, *warm), alone) = first["answers"], second["answers"]
-    assert [cached(cold), cached([long]), cached(warm), cached(alone)] == [[0, 0, 0], [0], HIT, HIT]
+    assert [cached(cold), cached([long]), cached(warm), cached(alone)] == [NOTHING, [0], HIT, HIT]
     # Beside others in a batch the last bits of a computation differ, whatever was cached.
     assert [one["tokens"] for one in warm] == [one["tokens"] for one in cold]
     assert same_answers(cold, alone)

@@ -104,7 +104,8 @@ def a_replay_whose_load_fails(rank: int, kind: Kind) -> None:
         victim = serving.submit(range(700, 740), 30)
         for _ in range(6):
             serving.executor.step()
-        serving.settle()
+        serving.settle_without_steps()  # else it might reach its last token
+        assert serving.executor.state_of(victim) == "generation"
         serving.executor.preempt(victim)
         serving.gate.hold(Direction.ONBOARD)
         serving.executor.blocks.drop_cache()
@@ -132,10 +133,11 @@ def a_replay_that_nobody_is_asked_about(rank: int, kind: Kind) -> None:
             victim = serving.submit(PROMPT, 30)
             serving.run_to(victim, "generation")
             serving.executor.step()
-            serving.settle()
+            serving.settle_without_steps()  # else it would reach its last token
             serving.executor.drop_device_cache()
             if has_wrong_blocks:
                 _leave_wrong_blocks(serving)
+            assert serving.executor.state_of(victim) == "generation"
             serving.executor.preempt(victim)
             serving.executor.run_until_idle()
             assert serving.reason(victim) == ("error" if has_wrong_blocks else "length")
@@ -154,7 +156,14 @@ def _leave_wrong_blocks(serving: Serving) -> None:
     serving.executor.step()
     serving.fails_here(Direction.ONBOARD)
     serving.gate.release(Direction.ONBOARD)
-    serving.step_until(lambda: not serving.executor.manager.has_pending(request))  # type: ignore[union-attr]
+    serving.settle_without_steps()  # the others would reach their last tokens
+    worker = serving.executor.worker.side.worker
+
+    def is_over() -> bool:
+        worker.wait_note(0.2)  # the leader's word on it, for which steps would be too quick
+        return not serving.executor.manager.has_pending(request)  # type: ignore[union-attr]
+
+    serving.step_until(is_over)
 
 
 @scenario(is_v2, is_essential=True)

@@ -24,6 +24,7 @@ yaml = pytest.importorskip(
 )
 
 from kvbm_core.errors import ConfigError, KvbmError, UnsupportedError  # noqa: E402
+from kvbm_core.events import ports  # noqa: E402
 from tests.engines.ports import free_port  # noqa: E402
 from tests.trtllm.double import NEWEST, RELEASED, ExecutorConfig, installed  # noqa: E402
 from tests.trtllm.harness import Kind, serve  # noqa: E402
@@ -166,6 +167,20 @@ def test_attention_dp_is_refused_where_connectors_have_one_leader(monkeypatch: p
                 made.part.close()
 
 
+def test_a_model_with_states_is_refused(
+    version: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Newer TensorRT-LLM refuses such a model with any connector; 1.1 and 1.2 say nothing."""
+    monkeypatch.setenv("DYN_KVBM_CPU_CACHE_GB", "1")
+    (tmp_path / "config.json").write_text('{"hybrid_override_pattern": "M-M*", "num_hidden_layers": 4}')
+    with installed(version):
+        leader, _ = resolve(GUIDES_CONFIG["kv_connector_config"])
+        with pytest.raises(UnsupportedError) as caught:
+            leader(ExecutorConfig(model=str(tmp_path)).llm_args(0, 1))
+    assert f"{tmp_path} has layers with states" in one_line(caught)
+    assert "without kv_connector_config" in one_line(caught)
+
+
 def test_metrics_are_served_by_the_leader(version: str) -> None:
     port = free_port()
     env = {"DYN_KVBM_METRICS": "true", "DYN_KVBM_METRICS_PORT": str(port)}
@@ -205,10 +220,46 @@ def test_at_start_too_one_thread_at_a_time_takes_in_what_workers_say(version: st
     assert was_locked == [True]
 
 
-def test_nobody_is_told_of_a_consolidator(version: str) -> None:
+@pytest.fixture
+def kept_port(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    """A free one; what is kept is kept for this test."""
+    monkeypatch.setattr(ports, "KEPT", kept := ports.KeptPorts())
+    yield free_port()
+    kept.close()
+
+
+def test_dynamo_is_told_of_no_consolidator_at_another_engines_port(
+    monkeypatch: pytest.MonkeyPatch, kept_port: int
+) -> None:
+    """Else its router would take the other engine's blocks for this one's."""
     consolidator = import_module("kvbm.trtllm_integration.consolidator_config")
+    monkeypatch.setenv("DYN_KVBM_TRTLLM_ZMQ_PORT", "20081")
+    monkeypatch.setenv("DYN_KVBM_LEADER_ZMQ_PUB_PORT", str(kept_port - 1000))
+    other = ports.KeptPorts()  # as in another process
+    try:
+        assert other.keep(kept_port) == kept_port
+        assert consolidator.should_enable_consolidator(GUIDES_CONFIG) is False
+    finally:
+        other.close()
+
+
+@pytest.mark.shows("DYN_KVBM_TRTLLM_ZMQ_PORT", "DYN_KVBM_KV_EVENTS_ENABLE_CONSOLIDATOR")
+def test_dynamo_is_told_of_a_consolidator_if_a_port_says_so(
+    monkeypatch: pytest.MonkeyPatch, kept_port: int
+) -> None:
+    consolidator = import_module("kvbm.trtllm_integration.consolidator_config")
+    assert consolidator.should_enable_consolidator(GUIDES_CONFIG) is False, "no port is set"
+    monkeypatch.setenv("DYN_KVBM_TRTLLM_ZMQ_PORT", "20081")
+    monkeypatch.setenv("DYN_KVBM_LEADER_ZMQ_PUB_PORT", str(kept_port - 1000))
+    assert consolidator.should_enable_consolidator(GUIDES_CONFIG) is True
+    assert consolidator.should_enable_consolidator(GUIDES_CONFIG) is True, "asked again"
+    published = f"tcp://127.0.0.1:{kept_port}"
+    assert consolidator.get_consolidator_endpoints() == ("tcp://127.0.0.1:20081", published, published)
+    assert consolidator.should_enable_consolidator({**GUIDES_CONFIG, "enable_attention_dp": True}) is False
+    assert consolidator.should_enable_consolidator({"kv_connector_config": None}) is False
+    assert consolidator.should_enable_consolidator(None) is False
+    monkeypatch.setenv("DYN_KVBM_KV_EVENTS_ENABLE_CONSOLIDATOR", "off")
     assert consolidator.should_enable_consolidator(GUIDES_CONFIG) is False
-    assert consolidator.get_consolidator_endpoints() is None
 
 
 def test_the_consolidators_answers_need_no_tensorrt_llm() -> None:
@@ -216,7 +267,7 @@ def test_the_consolidators_answers_need_no_tensorrt_llm() -> None:
         "import sys; sys.modules['tensorrt_llm'] = None\n"
         "from kvbm.trtllm_integration.consolidator_config import should_enable_consolidator\n"
         "assert should_enable_consolidator({}) is False\n"
-        "assert 'torch' not in sys.modules and 'kvbm_trtllm' not in sys.modules\n"
+        "assert 'torch' not in sys.modules and 'zmq' not in sys.modules\n"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "compat"), str(ROOT)])}
     subprocess.run([sys.executable, "-c", program], check=True, env=environment)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from kvbm_core.testing import toy_store
-from kvbm_core.types import BlockKey, Direction
+from kvbm_core.types import BlockKey
 
 pytest.importorskip("torch", reason="NOT RUN: TensorRT-LLM's connector against its double; torch is missing")
 
@@ -51,17 +51,20 @@ def serve_with_store(
 def fetch(serving: Serving, num_blocks: int, scheme: str) -> None:
     """Has so many blocks of the prompt, and no more, brought into the host from the store alone.
 
-    TensorRT-LLM cannot be told to ask again: a first request has them looked for, later ones have them
-    fetched, and all compute them. What they compute fails to be stored, so that it must come from the store.
+    TensorRT-LLM cannot be told to ask again: a first request computes the prompt, and has it brought up
+    meanwhile for the next one. What it computes is not stored, so that it must come from the store.
     """
     # Of a whole prompt the last block, which is always computed, is in one extent with the one before.
     more = scheme == "toys" and num_blocks == CAP // 4
     wanted = serving.metric(FROM_STORE) + num_blocks + more
-    for _ in range(8):
-        serving.fails_here(Direction.OFFLOAD, times=20)
-        serving.ask(PROMPT, 1)
-        serving.forget_device()
-    serving.gate.fail_no_more()
+    if serving.is_leading:
+        serving.leader.offload = lambda *request_and_step: None
+    serving.expect_match(serving.ask(PROMPT, 1), (0, False))
+    serving.forget_device()
+    serving.step_until(lambda: serving.metric(FROM_STORE) >= wanted)
+    if serving.is_leading:
+        del serving.leader.offload
+    serving.settle()
     assert serving.metric(FROM_STORE) == wanted
 
 

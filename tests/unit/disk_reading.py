@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -15,16 +14,13 @@ from kvbm_core.storage.disk.reader import DiskReader
 from kvbm_core.storage.disk.store import DiskStore
 from kvbm_core.testing.store_contract import LONG_S, buffers, content_of, key_of
 from kvbm_core.types import BlockKey
+from tests.open_files import open_files
 
 NUM_SLOTS, PAYLOAD_BYTES = 4, 8192
 GEOMETRY = Geometry(NUM_SLOTS, PAYLOAD_BYTES, b"reader".ljust(16))
 BUFFERED = FileOptions(is_direct=False)
 OK, MISS, REJECTED = Outcome.OK, Outcome.MISS, Outcome.REJECTED
 KEYS = [key_of(number) for number in range(16)]
-
-
-def open_files() -> list[str]:
-    return sorted(os.listdir("/proc/self/fd"))
 
 
 @pytest.fixture(autouse=True)

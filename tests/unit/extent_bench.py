@@ -10,7 +10,7 @@ from kvbm_core.policy.admission import AdmissionPolicy, AdmitAll
 from kvbm_core.storage.extents import EXTENT_BYTES, extents_within, tail_extents
 from kvbm_core.tiers.keyed import KeyedOptions, KeyedTier, Name, Seeker, Sought
 from kvbm_core.tiers.runs import BlockRun
-from kvbm_core.transfer.plan import NO_SLOT, OrderKind, TierOrder
+from kvbm_core.transfer.plan import NO_SLOT, ExtentPart, OrderKind, TierOrder
 from kvbm_core.types import BlockKey, Tier
 from tests.unit.tier_bench import TierBench
 
@@ -20,10 +20,15 @@ def chain(num_blocks: int, salt: int = 0) -> list[BlockKey]:
     return [BlockKey((salt << 32 | number).to_bytes(32, "little")) for number in range(num_blocks)]
 
 
+def parts_of(order: TierOrder) -> Sequence[ExtentPart]:
+    """The extents of an order; without any, each block is one."""
+    return order.extents or [ExtentPart(1)] * len(order.keys)
+
+
 def names_of(order: TierOrder) -> list[Name]:
-    """The extents of an order."""
+    """The names of its extents."""
     names, end = [], 0
-    for num_blocks, skipped in order.extents:
+    for num_blocks, skipped in parts_of(order):
         end += num_blocks - skipped
         names.append((order.keys[end - 1], num_blocks))
     return names
@@ -39,9 +44,10 @@ class ExtentBench(TierBench[KeyedTier]):
         *,
         admission: AdmissionPolicy | None = None,
         num_ranks: int = 1,
+        extent_bytes: int = EXTENT_BYTES,
         **options: Any,
     ) -> None:
-        given = KeyedOptions(extent_bytes=EXTENT_BYTES, **options)
+        given = KeyedOptions(extent_bytes=extent_bytes, **options)
         super().__init__(
             lambda around: KeyedTier(
                 "store", Tier.REMOTE, AdmitAll() if admission is None else admission, around, given
@@ -49,7 +55,7 @@ class ExtentBench(TierBench[KeyedTier]):
             num_slots,
             num_ranks,
         )
-        self.tier.expect(0, num_ranks, EXTENT_BYTES // full_blocks)
+        self.tier.expect(0, range(num_ranks), extent_bytes // full_blocks)
         assert self.tier.full_blocks == full_blocks
         self.num_slots = num_slots
         self.has: set[Name] = set()
@@ -86,7 +92,7 @@ class ExtentBench(TierBench[KeyedTier]):
             return {i: Outcome.MISS for i, name in enumerate(names) if name not in self.has}
         self.got += names
         bad, start = dict[int, Outcome](), 0
-        for name, (num_blocks, skipped) in zip(names, order.extents, strict=True):
+        for name, (num_blocks, skipped) in zip(names, parts_of(order), strict=True):
             end = start + num_blocks - skipped
             places = [i for i in range(start, end) if order.slots[i] != NO_SLOT]
             bad |= {i: failed[order.keys[i]] for i in places if order.keys[i] in failed}

@@ -16,6 +16,7 @@ from kvbm_core.layout.tensors import TensorInfo, view_of_tensors
 from kvbm_core.observe.metrics import Metrics
 from kvbm_core.policy.admission import AdmitAll
 from kvbm_core.runtime.local import LocalOptions, LocalTiers
+from kvbm_core.storage.disk.allocate import OFF
 from kvbm_core.testing.executor_bench import LONG_S
 from kvbm_core.testing.store_contract import key_of
 from kvbm_core.tiers.keyed import keyed_tier
@@ -23,7 +24,7 @@ from kvbm_core.tiers.slotted import slotted_tier
 from kvbm_core.transfer.executor import DeviceMemory
 from kvbm_core.transfer.plan import TierPlace
 from kvbm_core.transfer.rank import RankOptions
-from kvbm_core.types import BlockKey, Tier
+from kvbm_core.types import BlockKey, Tier, group_of
 from tests.faults.doubles import BUFFERED
 
 NUM_BLOCKS = 16
@@ -31,12 +32,20 @@ PIECE_BYTES = 3000  # no whole sectors
 KEYS = [key_of(number) for number in range(12)]
 
 
-def device_memory(num_blocks: int = NUM_BLOCKS) -> DeviceMemory:
-    """K and V apart, in one storage."""
+PART_BYTES = 700
+
+
+def device_memory(num_blocks: int = NUM_BLOCKS, num_groups: int = 1) -> DeviceMemory:
+    """K and V apart, in one storage; blocks of further groups are smaller, and in one of their own."""
     shape, strides = (2, num_blocks, PIECE_BYTES), (num_blocks * PIECE_BYTES, PIECE_BYTES, 1)
     size = 2 * num_blocks * PIECE_BYTES
     info = TensorInfo("kv", shape, strides, 1, "uint8", 0, 0, size)
-    return DeviceMemory((view_of_tensors([info], num_blocks),), [np.zeros(size, dtype=np.uint8)])
+    infos, sizes = [info], [size, *[num_blocks * PART_BYTES] * (num_groups - 1)]
+    for group in range(1, num_groups):
+        name, shape = f"group {group}", (num_blocks, PART_BYTES)
+        infos.append(TensorInfo(name, shape, (PART_BYTES, 1), 1, "uint8", group, 0, sizes[group]))
+    views = tuple(view_of_tensors([info], num_blocks) for info in infos)
+    return DeviceMemory(views, [np.zeros(size, dtype=np.uint8) for size in sizes])
 
 
 class End:
@@ -59,7 +68,7 @@ class End:
 
 class LocalBench:
     """``disk_slots`` 0: no disk. ``has_disk`` False: it cannot be opened. ``store``: URL of a store by key
-    below it.
+    below it. ``memory``: a rank's options, as an engine has them. ``num_groups``: see device_memory.
 
     A second bench on the same ``folder`` is what comes after a restart.
     """
@@ -74,10 +83,14 @@ class LocalBench:
         io_deadline_s: float = LONG_S,
         has_disk: bool = True,
         store: str = "",
+        to_device: str = OFF,
+        memory: RankOptions | None = None,
+        num_groups: int = 1,
     ) -> None:
-        self.folder, self.device = folder, device_memory()
+        self.folder, self.device = folder, device_memory(num_groups=num_groups)
         self.metrics = Metrics()
-        memory = RankOptions(disk=replace(BUFFERED, io_deadline_s=io_deadline_s))
+        buffered = replace(BUFFERED, io_deadline_s=io_deadline_s, to_device=to_device)
+        memory = memory or RankOptions(disk=buffered)
         options = LocalOptions(num_slots, fingerprint="layout", memory=memory)
         if disk_slots:
             lower = (slotted_tier("disk", Tier.DISK, AdmitAll()),)
@@ -91,7 +104,7 @@ class LocalBench:
 
     def fill(self, block: int, key: BlockKey) -> None:
         """Gives a device block what ``key`` stands for."""
-        for number, (storage, offset, nbytes) in enumerate(self.device.views[0].regions(block)):
+        for number, (storage, offset, nbytes) in enumerate(self.device.views[group_of(key)].regions(block)):
             content = np.frombuffer(Random(bytes([number]) + key).randbytes(nbytes), np.uint8)
             self.device.storages[storage][offset : offset + nbytes] = content
 
@@ -100,7 +113,7 @@ class LocalBench:
         return all(
             self.device.storages[storage][at : at + nbytes].tobytes()
             == Random(bytes([number]) + key).randbytes(nbytes)
-            for number, (storage, at, nbytes) in enumerate(self.device.views[0].regions(block))
+            for number, (storage, at, nbytes) in enumerate(self.device.views[group_of(key)].regions(block))
         )
 
     def begin_store(self, keys: Sequence[BlockKey]) -> End:

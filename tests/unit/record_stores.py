@@ -78,6 +78,7 @@ KINDS: dict[str, Callable[[], Kind]] = {
     "secret": lambda: Kind(secret=SECRET),
     "encrypted": lambda: Kind(secret=SECRET, encrypts=True),
     "zstd": lambda: Kind(codec="zstd"),
+    "fp8": lambda: Kind(codec="fp8"),
     "zstd and encrypted": lambda: Kind(codec="zstd", secret=SECRET, encrypts=True),
 }
 

@@ -22,7 +22,7 @@ from kvbm_core.testing.leader_bench import ROOT, BenchDisk, LeaderBench
 from kvbm_core.transfer.compare import TOLERANCE, can_compare, difference, is_other
 from kvbm_core.transfer.executor import DeviceMemory
 from kvbm_core.transfer.executors.memcpy import MemcpyExecutor
-from kvbm_core.transfer.plan import JobResult, OrderKind, TransferPlan
+from kvbm_core.transfer.plan import GroupMove, JobResult, OrderKind, TransferPlan
 from kvbm_core.types import Direction, SequenceHash
 from tests.unit.disk_bench import OTHER, PROMPT, leave_host, reads_of
 
@@ -352,12 +352,12 @@ class Ranks:
 
     PAGE_NUMBERS = 1024
 
-    def __init__(self) -> None:
+    def __init__(self, audited: tuple[tuple[slice, ...] | None, ...] = ()) -> None:
         shape, strides = (16, self.PAGE_NUMBERS), (self.PAGE_NUMBERS, 1)
         self.kv = np.zeros(shape, np.float32)
         info = TensorInfo("kv", shape, strides, 4, "float32", 0, 0, self.kv.nbytes)
         memory = DeviceMemory(
-            (view_of_tensors([info], 16),), [self.kv.reshape(-1).view(np.uint8)], ("float32",)
+            (view_of_tensors([info], 16),), [self.kv.reshape(-1).view(np.uint8)], ("float32",), audited
         )
         self.host = HostSlab(16, self.PAGE_NUMBERS * 4)
         assert self.host.wait_ready(LONG_S)
@@ -414,5 +414,27 @@ def test_a_planted_block_that_is_hit_each_time_is_found_within_10_000_hits() -> 
             bench.leader.finish(state)
         assert bench.resident_blocks(PROMPT) == 0
         bench.assert_idle()
+    finally:
+        ranks.close()
+
+
+@pytest.mark.parametrize(
+    ("audited", "outcome"),
+    [
+        ((), Outcome.CORRUPT),
+        (((slice(0, 1024), slice(2048, 4096)),), Outcome.OK),
+        (((slice(0, 1024), slice(1024, 4096)),), Outcome.CORRUPT),
+        (((),), Outcome.INCOMPATIBLE),
+    ],
+    ids=["all", "left out", "a part", "nothing"],
+)
+def test_parts_of_blocks_are_left_out(audited: tuple[tuple[slice, ...], ...], outcome: Outcome) -> None:
+    ranks = Ranks(audited)
+    try:
+        ranks.compute(PROMPT, [1])
+        move = (GroupMove(0, (1,), (3,)),)
+        assert ranks.run(TransferPlan(1, Direction.OFFLOAD, move)) is Outcome.OK
+        ranks.kv[1, 256:512] += 1000
+        assert ranks.run(TransferPlan(2, Direction.OFFLOAD, move, compares=True)) is outcome
     finally:
         ranks.close()

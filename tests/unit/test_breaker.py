@@ -4,8 +4,11 @@ it.
 
 from __future__ import annotations
 
+import pytest
+
 from kvbm_core.clock import ManualClock
 from kvbm_core.tiers.breaker import FAILURES_IN_A_ROW, FIRST_PAUSE_S, LONGEST_PAUSE_S, Breaker
+from kvbm_core.transfer.plan import OrderKind
 
 
 def broken(clock: ManualClock) -> Breaker:
@@ -36,6 +39,53 @@ def test_a_success_in_between_begins_the_count_anew() -> None:
             assert not breaker.failed()
         breaker.succeeded()
     assert not is_open(breaker)
+
+
+@pytest.mark.parametrize(
+    ("failing", "proves"),
+    [
+        (OrderKind.STORE, [OrderKind.STORE, OrderKind.FIND, OrderKind.FETCH]),
+        (OrderKind.FIND, [OrderKind.FIND, OrderKind.FETCH]),
+        (OrderKind.FETCH, [OrderKind.FETCH]),
+    ],
+)
+def test_only_what_proves_as_much_as_what_failed_counts(failing: OrderKind, proves: list[OrderKind]) -> None:
+    for kind in (OrderKind.STORE, OrderKind.FIND, OrderKind.FETCH):
+        clock = ManualClock()
+        breaker = Breaker(clock)
+        for _ in range(FAILURES_IN_A_ROW):
+            breaker.failed(failing)
+        assert breaker.succeeded(kind) is (kind in proves)
+        assert is_open(breaker) is (kind not in proves)
+        clock.advance(FIRST_PAUSE_S)
+        assert breaker.succeeded(kind) is (kind in proves)
+        assert breaker.failed(failing) is (kind not in proves), "it is on trial until that is proved"
+
+
+def test_failures_that_were_made_up_for_do_not_count_beside_one_that_was_not() -> None:
+    breaker = Breaker(ManualClock())
+    breaker.failed(OrderKind.FETCH)  # and nothing is to be fetched any more
+    for kind in (OrderKind.STORE, OrderKind.FIND) * 10 * FAILURES_IN_A_ROW:
+        assert not breaker.failed(kind), f"a single {kind}"
+        assert breaker.succeeded(kind)
+    assert not is_open(breaker)
+
+
+def test_what_works_is_not_left_alone_for_the_odd_failure_while_fetches_are_on_trial() -> None:
+    clock = ManualClock()
+    breaker = broken(clock)
+    clock.advance(FIRST_PAUSE_S)
+    for _ in range(10 * FAILURES_IN_A_ROW):
+        assert not breaker.succeeded(OrderKind.STORE)
+        assert not breaker.failed(OrderKind.STORE)
+    assert breaker.failed(OrderKind.FETCH)
+
+
+def test_failures_of_all_kinds_are_one_row() -> None:
+    for proves_least in OrderKind.STORE, OrderKind.FIND:
+        breaker = Breaker(ManualClock())
+        begins = [breaker.failed(kind) for kind in (OrderKind.FETCH, proves_least, OrderKind.FIND)]
+        assert begins == [False, False, True]
 
 
 def test_the_pause_ends_by_itself_and_to_the_second() -> None:

@@ -57,10 +57,11 @@ def test_a_load_comes_to_the_other_gpu_over_nccl() -> None:
 
     point = MeetingPoint()
     listeners = [Listener(), Listener()]
-    first = BroadcastExecutor(
-        memories[0], Group(0, 2, point.address, point, max_ctas=4), listeners[0], make_loader=make_loader
-    )
-    second = BroadcastExecutor(memories[1], Group(1, 2, point.address, max_ctas=4), listeners[1])
+    groups = [Group(0, (0, 1), point.address, point, max_ctas=4), Group(1, (0, 1), point.address, max_ctas=4)]
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda group: group.connect(torch.device("cuda", group.rank)), groups))
+    first = BroadcastExecutor(memories[0], groups[0], listeners[0], make_loader=make_loader)
+    second = BroadcastExecutor(memories[1], groups[1], listeners[1])
     moves = tuple(
         GroupMove(group, tuple(range(NUM_DEVICE_BLOCKS)), tuple(range(NUM_DEVICE_BLOCKS))) for group in (0, 1)
     )

@@ -13,6 +13,7 @@ import sys
 import threading
 from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -20,10 +21,15 @@ import pytest
 from kvbm_core.errors import Outcome
 from kvbm_core.testing.executor_bench import LONG_S, Listener, plan, two_group_memory
 from kvbm_core.transfer.executors.broadcast import BroadcastExecutor, OnDone
-from kvbm_core.transfer.executors.broadcast_group import Group, GroupError, MeetingPoint
+from kvbm_core.transfer.executors.broadcast_group import (
+    MAX_STRANGERS,
+    Group,
+    GroupError,
+    MeetingPoint,
+)
 from kvbm_core.transfer.plan import GroupMove, JobResult, TransferPlan
 from kvbm_core.types import Direction
-from tests.unit.test_broadcast_executor import Ranks
+from tests.unit.test_broadcast_executor import Ranks, connected
 
 torch = pytest.importorskip("torch", reason="NOT RUN: the broadcast between ranks (needs torch)")
 
@@ -132,18 +138,23 @@ class Pair:
         point = MeetingPoint()
         self.listeners = [Listener(), Listener()]
         self.broken: list[str] = []
+        first, second = connected(
+            [
+                Group(0, (0, 1), point.address, point, timeout_s=timeout_s),
+                Group(1, (0, 1), point.address, timeout_s=timeout_s, load_timeout_s=timeout_s),
+            ]
+        )
         self.first = BroadcastExecutor(
             two_group_memory(1),
-            Group(0, 2, point.address, point, timeout_s=timeout_s),
+            first,
             self.listeners[0],
             make_loader=self._make,
             on_broken=self.broken.append,
         )
         self.second = BroadcastExecutor(
             two_group_memory(2),
-            Group(1, 2, point.address, timeout_s=timeout_s),
+            second,
             self.listeners[1],
-            load_timeout_s=timeout_s,
         )
 
     def _make(self, on_done: OnDone) -> ManualLoader:
@@ -263,34 +274,24 @@ def test_a_rank_whose_memory_cannot_be_written_breaks_the_group(
     check_broken(ranks, caplog)
 
 
-def test_ranks_that_never_meet_fail_their_loads() -> None:
-    pair = Pair.__new__(Pair)
+def test_ranks_that_never_meet_are_named() -> None:
     point = MeetingPoint()
-    listener, broken = Listener(), []
-    alone = BroadcastExecutor(
-        two_group_memory(),
-        Group(0, 2, point.address, point, timeout_s=SHORT_S),
-        listener,
-        make_loader=pair._make,
-        on_broken=broken.append,
-    )
-    alone.submit(onboard(1))
-    pair.loader.end(1, Outcome.OK)
-    assert alone.drain(LONG_S) and listener.outcomes() == {1: Outcome.IO_ERROR}
-    assert len(broken) == 1 and "1 of 2 ranks came" in broken[0]
-    alone.close()
+    group = Group(3, (3, 4, 7), point.address, point, timeout_s=SHORT_S)
+    with pytest.raises(GroupError, match=r"of ranks \[3, 4, 7\] \[4, 7\] did not come within 0.5 s"):
+        group.connect(torch.device("cpu"))
+    group.close()
+    group.discard()
 
 
 def test_nobody_joins_without_the_token() -> None:
     point = MeetingPoint()
     port = int(point.address.partition("/")[0])
-    groups = [Group(0, 2, point.address, point), Group(1, 2, point.address)]
+    groups = [Group(0, (0, 1), point.address, point), Group(1, (0, 1), point.address)]
     frames = [b"x" * 34, b"x" * 32 + b"\x01\x00", point.token.encode() + b"\x02\x00"]
     strangers = [socket.create_connection(("127.0.0.1", port)) for _ in frames]
     for stranger, frame in zip(strangers, frames, strict=True):
         stranger.sendall(frame)
-    with ThreadPoolExecutor(2) as pool:
-        list(pool.map(lambda group: group.connect(torch.device("cpu")), groups))
+    connected(groups)
     assert [stranger.recv(1) for stranger in strangers] == [b"", b"", b""]
     for end in (*strangers, *groups):
         end.close()
@@ -298,14 +299,39 @@ def test_nobody_joins_without_the_token() -> None:
         group.discard()
 
 
+def test_who_says_nothing_or_half_a_word_holds_up_nobody() -> None:
+    """As many as anybody on this machine may open."""
+    point = MeetingPoint()
+    port = int(point.address.partition("/")[0])
+    groups = [Group(0, (0, 1), point.address, point, timeout_s=5.0), Group(1, (0, 1), point.address)]
+    strangers: list[socket.socket] = []
+    threads = set(threading.enumerate())
+    door = threading.Thread(target=groups[0].connect, args=(torch.device("cpu"),))
+    door.start()
+    for number in range(3 * MAX_STRANGERS):
+        strangers.append(socket.create_connection(("127.0.0.1", port)))
+        strangers[-1].sendall(point.token.encode()[: number % 32])
+    groups[1].connect(torch.device("cpu"))
+    door.join(LONG_S)
+    for stranger in strangers:
+        stranger.settimeout(LONG_S)
+        with suppress(ConnectionResetError):
+            assert stranger.recv(1) == b""
+    assert set(threading.enumerate()) <= threads
+    for stranger in strangers:
+        stranger.close()
+    for group in groups:
+        group.close()
+        group.discard()
+
+
 def test_bytes_that_nobody_takes_are_given_up() -> None:
     point = MeetingPoint()
     groups = [
-        Group(0, 2, point.address, point, timeout_s=SHORT_S),
-        Group(1, 2, point.address, timeout_s=SHORT_S),
+        Group(0, (0, 1), point.address, point, timeout_s=SHORT_S),
+        Group(1, (0, 1), point.address, timeout_s=SHORT_S),
     ]
-    with ThreadPoolExecutor(2) as pool:
-        list(pool.map(lambda group: group.connect(torch.device("cpu")), groups))
+    connected(groups)
     with pytest.raises((GroupError, RuntimeError)):
         groups[0].share(torch.zeros(64 << 20, dtype=torch.uint8))
     for group in groups:
@@ -315,9 +341,9 @@ def test_bytes_that_nobody_takes_are_given_up() -> None:
 
 def test_a_rank_that_gives_up_while_bytes_come_is_noticed_at_once() -> None:
     point = MeetingPoint()
-    groups = [Group(0, 2, point.address, point), Group(1, 2, point.address)]
-    with ThreadPoolExecutor(2) as pool:
-        list(pool.map(lambda group: group.connect(torch.device("cpu")), groups))
+    groups = [Group(0, (0, 1), point.address, point), Group(1, (0, 1), point.address)]
+    connected(groups)
+    with ThreadPoolExecutor(1) as pool:
         sent = pool.submit(groups[0].share, torch.zeros(64 << 20, dtype=torch.uint8))
         groups[1].close()
         with pytest.raises(GroupError, match="a rank is gone or has given up"):
@@ -360,18 +386,21 @@ def test_close_leaves_no_thread_and_no_descriptor() -> None:
             assert ranks.run(onboard(job_id)) == [Outcome.OK] * 2
         ranks.close()
         ranks.close()
-        assert set(threading.enumerate()) == threads and descriptors() <= before
+        assert set(threading.enumerate()) <= threads and descriptors() <= before
         ranks.submit(onboard(9))
         assert ranks.outcomes(9) == [Outcome.REJECTED] * 2
 
 
 CHILD = """
 import sys
+import torch
 from kvbm_core.testing.executor_bench import plan, two_group_memory
 from kvbm_core.transfer.executors.broadcast import BroadcastExecutor
 from kvbm_core.transfer.executors.broadcast_group import Group
 say = lambda result: print(result.outcome, flush=True)
-executor = BroadcastExecutor(two_group_memory(2), Group(1, 2, sys.argv[1]), say)
+group = Group(1, (0, 1), sys.argv[1])
+group.connect(torch.device("cpu"))
+executor = BroadcastExecutor(two_group_memory(2), group, say)
 executor.submit(plan(1, "onboard", [5], [0]))
 executor.submit(plan(2, "onboard", [5], [0]))
 sys.stdin.read()
@@ -382,14 +411,15 @@ def test_a_rank_that_is_killed_is_noticed() -> None:
     pair = Pair.__new__(Pair)
     point = MeetingPoint()
     listener, broken = Listener(), []
-    group = Group(0, 2, point.address, point, timeout_s=2 * LONG_S)
-    first = BroadcastExecutor(
-        two_group_memory(1), group, listener, make_loader=pair._make, on_broken=broken.append
-    )
+    group = Group(0, (0, 1), point.address, point, timeout_s=2 * LONG_S)
     command = [sys.executable, "-c", CHILD, point.address]
     with subprocess.Popen(
         command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as child:
+        connected([group])
+        first = BroadcastExecutor(
+            two_group_memory(1), group, listener, make_loader=pair._make, on_broken=broken.append
+        )
         first.submit(onboard(1))
         pair.loader.end(1, Outcome.OK)
         assert child.stdout is not None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from unittest import mock
@@ -32,7 +32,7 @@ from kvbm_core.transfer.executors.memcpy import MemcpyExecutor
 from kvbm_core.transfer.plan import GroupMove, JobResult, TransferPlan
 from kvbm_core.types import Direction
 
-pytest.importorskip("torch", reason="NOT RUN: the broadcast between ranks (needs torch)")
+torch = pytest.importorskip("torch", reason="NOT RUN: the broadcast between ranks (needs torch)")
 
 
 class Loader(MemcpyExecutor):
@@ -83,19 +83,44 @@ class Rank:
         return result
 
 
+def connected(groups: Sequence[Group]) -> list[Group]:
+    """Ranks of one process, which have met."""
+    with ThreadPoolExecutor(len(groups)) as pool:
+        list(pool.map(lambda group: group.connect(torch.device("cpu")), groups))
+    return list(groups)
+
+
 class Ranks:
     """``devices[0]`` is rank 0's; the others are filled from there."""
 
     def __init__(
-        self, devices: list[DeviceMemory], *, timeout_s: float = LONG_S, chunk_bytes: int = 4096
+        self,
+        devices: list[DeviceMemory],
+        *,
+        timeout_s: float = LONG_S,
+        chunk_bytes: int = 4096,
+        verifies: bool = False,
     ) -> None:
         """``chunk_bytes``: small, so that a load is several of them."""
         self.host = HostSlab(NUM_SLOTS, max(view.block_bytes for view in devices[0].views))
         assert self.host.wait_ready(LONG_S)
         point = MeetingPoint()
         self.ranks: list[Rank] = []
-        for number, device in enumerate(devices):
-            group = Group(number, len(devices), point.address, None if number else point, timeout_s=timeout_s)
+        numbers = range(len(devices))
+        groups = connected(
+            [
+                Group(
+                    number,
+                    numbers,
+                    point.address,
+                    None if number else point,
+                    timeout_s=timeout_s,
+                    load_timeout_s=timeout_s,
+                )
+                for number in numbers
+            ]
+        )
+        for number, (device, group) in enumerate(zip(devices, groups, strict=True)):
             listener = Listener()
             broken: list[str] = []
             with mock.patch.object(broadcast, "CHUNK_BYTES", chunk_bytes):
@@ -105,7 +130,7 @@ class Ranks:
                     listener,
                     make_loader=None if number else self._make_loader(device),
                     on_broken=broken.append,
-                    load_timeout_s=timeout_s,
+                    verifies=verifies and not number,
                 )
             self.ranks.append(Rank(device, executor, listener, broken))
 
@@ -300,3 +325,50 @@ def test_a_load_that_is_being_written_is_awaited_and_its_rest_left_out(
     assert ranks.ranks[0].result(2).outcome is Outcome.OK
     assert ranks.run(plan(3, Direction.ONBOARD, [11], [5])) == [Outcome.OK] * len(ranks.ranks)
     assert second.content(0, 8) == ranks.ranks[0].content(0, 8) and second.content(0, 9) == before
+
+
+def test_a_turn_that_a_rank_skips_keeps_the_ranks_in_step(ranks: Ranks) -> None:
+    """What the first rank skips fails on all; what another one skips comes to all but it."""
+    assert set(ranks.run(plan(1, Direction.OFFLOAD, range(8), range(8)))) == {Outcome.OK}
+    first, *others = ranks.ranks
+    last = others.pop()
+    ranks.wipe()
+    dropped, wanted = plan(2, Direction.ONBOARD, [0, 1], [2, 3]), plan(2, Direction.ONBOARD, [8, 9], [2, 3])
+    for rank in (first, *others):
+        rank.executor.submit(wanted)
+    last.executor.skip(dropped)
+    missing = plan(3, Direction.ONBOARD, [10], [4])
+    first.executor.skip(plan(3, Direction.ONBOARD, [], []))
+    for rank in (*others, last):
+        rank.executor.submit(missing)
+    assert ranks.run(plan(4, Direction.ONBOARD, [11], [5])) == [Outcome.OK] * len(ranks.ranks)
+    assert [rank.result(2).outcome for rank in (first, *others)] == [Outcome.OK] * (len(others) + 1)
+    assert [rank.result(3).outcome for rank in (*others, last)] == [Outcome.REJECTED] * (len(others) + 1)
+    assert (first.listener.ids(), last.listener.ids()) == ([1, 2, 4], [1, 3, 4])
+    assert not any(any(last.content(0, block)) for block in range(11)), "what it skipped is nowhere"
+    assert len({rank.content(0, 11) for rank in ranks.ranks}) == 1 and any(first.content(0, 11))
+
+
+@pytest.mark.parametrize("verifies", [True, False])
+def test_other_bytes_on_another_rank_are_seen_if_the_first_one_verifies(
+    verifies: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks = Ranks([two_group_memory(seed) for seed in range(3)], verifies=verifies)
+    try:
+        assert set(ranks.run(plan(1, Direction.OFFLOAD, range(8), range(8)))) == {Outcome.OK}
+        assert ranks.run(plan(2, Direction.ONBOARD, [8, 9], [2, 3])) == [Outcome.OK] * 3
+        scatter, wrong = DeviceRows.scatter, ranks.ranks[1]
+
+        def damage(rows: DeviceRows, group: int, blocks: Sequence[int], mark: object) -> None:
+            scatter(rows, group, blocks, mark)
+            if rows is wrong.executor._rows:
+                ((storage, offset, _), *_) = wrong.device.views[group].regions(blocks[-1])
+                wrong.device.storages[storage][offset] ^= 1
+
+        monkeypatch.setattr(DeviceRows, "scatter", damage)
+        second = Outcome.CORRUPT if verifies else Outcome.OK
+        assert ranks.run(plan(3, Direction.ONBOARD, [8, 9], [2, 3])) == [Outcome.OK, second, Outcome.OK]
+        monkeypatch.undo()
+        assert ranks.run(plan(4, Direction.ONBOARD, [8, 9], [2, 3])) == [Outcome.OK] * 3
+    finally:
+        ranks.close()

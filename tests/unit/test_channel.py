@@ -9,17 +9,25 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
+from statistics import median
 
 import msgspec
 import pytest
 import zmq
 
+from kvbm_core.config import KvbmSettings
 from kvbm_core.errors import ConfigError, Outcome
+from kvbm_core.fleet.etcd import EtcdOptions
+from kvbm_core.fleet.keys import CurveKeys, new_keys
+from kvbm_core.fleet.meeting import Apart
+from kvbm_core.runtime import channel as channels
 from kvbm_core.runtime.channel import LeaderChannel, WorkerChannel, key_pair
 from kvbm_core.runtime.endpoint import Endpoint, tcp_endpoint
 from kvbm_core.runtime.messages import (
     MAX_MESSAGE_BYTES,
+    PROTOCOL_VERSION,
     Configure,
     Hello,
     Message,
@@ -94,6 +102,72 @@ def raw_socket(endpoint: Endpoint) -> Iterator[zmq.Socket[bytes]]:
         yield raw
 
 
+def wait_for(holds: Callable[[], bool]) -> None:
+    ends_at_s = time.monotonic() + LONG_S
+    while not holds():
+        assert time.monotonic() < ends_at_s
+        time.sleep(0.01)
+
+
+def apart_endpoint(folder: Path) -> Endpoint:
+    """Of an engine whose leader is looked for."""
+    _, secret = new_keys(folder, "node")
+    settings = KvbmSettings.from_env({"curve_key_file": str(secret), "curve_allowed": str(folder)})
+    keys = CurveKeys.from_settings(settings)
+    assert keys is not None
+    apart = Apart("engine", "tcp://127.0.0.1:*", keys, EtcdOptions((("127.0.0.1", 1),)), "/")
+    return Endpoint(apart.address, apart=apart)
+
+
+def test_a_leader_that_has_moved_is_followed_and_a_bad_address_is_not_the_end(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    endpoint = apart_endpoint(tmp_path)
+    assert endpoint.apart is not None
+    key = endpoint.apart.keys.own.public
+    worker = Worker(endpoint)
+    with closing(worker):
+        worker.say_hello()
+        for bad in ("tcp://[::1", "tcp://nonsense", "udp://127.0.0.1:1", "tcp://127.0.0.1:999999"):
+            worker.channel.reach(bad, key)
+        for _ in range(20):  # by somebody who writes to etcd all the time
+            worker.channel.reach("tcp://" + "x" * 100_000, key)
+            worker.say_hello()
+            time.sleep(0.02)
+        for _ in range(2):
+            leader = Leader(endpoint)
+            with closing(leader):
+                worker.answered.clear()
+                worker.channel.reach(leader.channel.address, key)
+                worker.say_hello()
+                assert leader.next() == HELLO
+                assert worker.answered.wait(LONG_S)
+    assert not [record for record in caplog.records if record.exc_info], caplog.text
+    assert len(caplog.records) == 1 and len(caplog.text) < 1000
+
+
+def test_a_rank_that_does_not_reach_its_leader_says_why_once_and_when_it_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(channels, "TELL_AFTER_S", 0.2)
+    endpoint, other = apart_endpoint(tmp_path / "ours"), apart_endpoint(tmp_path / "other")
+    assert endpoint.apart is not None and other.apart is not None
+    key = endpoint.apart.keys.own.public
+    worker, stranger = Worker(endpoint), Leader(other)
+    with closing(stranger, worker):
+        worker.say_hello()
+        wait_for(lambda: "etcd does not say where it is" in caplog.text)
+        worker.channel.reach(stranger.channel.address, key)
+        wait_for(lambda: f"nobody with its key answers at {stranger.channel.address}" in caplog.text)
+        leader = Leader(endpoint)
+        with closing(leader):
+            worker.channel.reach(leader.channel.address, key)
+            assert leader.next() == HELLO
+            wait_for(lambda: "the leader is reached now" in caplog.text)
+    assert len([line for line in caplog.messages if "reached" in line]) == 3
+    assert stranger.inbox.empty()
+
+
 # ---------------------------------------------------------------- messages
 
 
@@ -119,6 +193,8 @@ def test_what_is_none_of_ours_decodes_to_nothing() -> None:
         b"\xc1",
         os.urandom(64),
         other({"type": "hello"}),
+        other({"type": "hello", "protocol": PROTOCOL_VERSION, "rank": 0, "more": 3}),
+        other({"type": "hello", "protocol": "later", "rank": 0}),
         other({"type": "unknown", "rank": 1}),
         other({"type": "ready", "rank": "1", "ready_slots": 2}),
         other({"type": "ready", "rank": 1, "ready_slots": 2, "more": 3}),
@@ -184,6 +260,31 @@ def test_a_leader_that_comes_late_hears_one_hello_and_not_all_of_them(endpoint: 
             assert len(rest) < 25
     finally:
         worker.close()
+
+
+def test_a_worker_that_starts_before_its_leader_finds_it_in_milliseconds(tmp_path: Path) -> None:
+    took_s: list[float] = []
+    for number in range(9):
+        path = tmp_path / f"{number}.sock"
+        endpoint, asked, waits = Endpoint(f"ipc://{path}", path, secret=b"s"), count(1), threading.Event()
+
+        def hello(asked: Iterator[int] = asked, waits: threading.Event = waits) -> Message:
+            if next(asked) == 5:
+                waits.set()
+            return HELLO
+
+        worker = WorkerChannel(endpoint, lambda message: None, retry_s=0.001)
+        try:
+            worker.repeat(hello)
+            assert waits.wait(LONG_S), "by now nobody has answered once"
+            leader = Leader(endpoint)
+            there_s = time.monotonic()
+            with closing(leader):
+                assert leader.next() == HELLO
+                took_s.append(time.monotonic() - there_s)
+        finally:
+            worker.close()
+    assert median(took_s) < 0.07, "libzmq's own first wait is 0.1 s and longer"
 
 
 def test_a_worker_has_one_name_over_reconnections(endpoint: Endpoint) -> None:
@@ -337,6 +438,6 @@ def test_close_leaves_no_thread_no_descriptor_and_no_file(endpoint: Endpoint, tm
         for end in (worker, leader, lonely):
             end.channel.close()
     worker.channel.send(HELLO)  # a copy that ends late
-    assert set(threading.enumerate()) == threads
+    assert set(threading.enumerate()) <= threads
     assert wait_until(lambda: descriptors() <= before)
     assert list(tmp_path.iterdir()) == []

@@ -42,7 +42,7 @@ class Ran(NamedTuple):
 
 def run(*arguments: str) -> Ran:
     """Runs the command in this process, without colors and as wide as is known."""
-    result = CliRunner().invoke(app, list(arguments), env={"NO_COLOR": "1", "TERMINAL_WIDTH": "120"})
+    result = CliRunner().invoke(app, list(arguments), env={"NO_COLOR": "1", "COLUMNS": "120"})
     return Ran(result.exit_code, result.stdout, result.stderr, result.output)
 
 
@@ -93,7 +93,10 @@ def test_config_lists_every_setting_with_its_source(monkeypatch: pytest.MonkeyPa
         "value": 4.5,
         "source": "env",
         "meaning": "",
+        "no_effect": None,
+        "only": ["vLLM", "TensorRT-LLM", "SGLang's linker"],
     }
+    assert by_variable["DYN_FATBIN_PATH"]["no_effect"] == "kvbm needs no kernel file"
     assert by_variable["DYN_KVBM_METRICS_PORT"]["source"] == "default"
     assert all(row["meaning"] for row in rows)
 
@@ -150,7 +153,7 @@ def test_status_reads_a_live_endpoint(metrics_port: int) -> None:
         "tokens matched 4,096",
         "device to host 300 blocks",
         "host to device 128 blocks",
-        "2.5 MB in 1 transfers of 20.0 ms on average",
+        "2.5 MB in 1 transfer of 20.0 ms on average",
         "host 300 of 1,200 blocks (25 %)",
         "failures onboard_timed_out 2",
         "guarded errors none 0",
@@ -221,8 +224,10 @@ def test_status_shows_wrong_blocks_and_silent_ranks(metrics_port: int) -> None:
 
 def test_status_as_json_has_every_series(metrics_port: int) -> None:
     series = json.loads(run("status", "--port", str(metrics_port), "--json").stdout)
-    assert {"name": "kvbm_offload_blocks_d2h", "labels": {}, "value": 300.0} in series
-    assert {"name": "kvbm_bytes_total", "labels": {"direction": "offload"}, "value": 2_500_000.0} in series
+    of = {"instance": f"http://127.0.0.1:{metrics_port}"}
+    assert {**of, "name": "kvbm_offload_blocks_d2h", "labels": {}, "value": 300.0} in series
+    moved = {"name": "kvbm_bytes_total", "labels": {"direction": "offload"}, "value": 2_500_000.0}
+    assert {**of, **moved} in series
 
 
 def test_status_without_an_engine_says_what_to_do() -> None:

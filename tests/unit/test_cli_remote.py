@@ -52,6 +52,15 @@ def share(tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.mark.parametrize("command", ["ls", "inspect", "verify", "rm", "sweep", "policy"])
+def test_one_store_at_a_time(command: str) -> None:
+    more = ["--max-gb", "1"] if command == "sweep" else []
+    for urls in ("file:///mnt/kv s3://kv-cache/team", "s3://kv-cache/team,file:///mnt/kv"):
+        done = CliRunner().invoke(app, ["remote", command, urls, *more])
+        said = f"kvbm remote {command}: 2 stores are named; name one of them\n"
+        assert (done.exit_code, done.stderr) == (2, said)
+
+
 def test_ls_and_inspect_say_what_is_there(share: Path) -> None:
     listed = kvbm("ls", share)
     assert listed.exit_code == 0

@@ -68,6 +68,34 @@ def theirs(objects: MemoryObjects) -> Kind:
     return Kind(codec="zstd", meaning=OTHER_MEANING, objects=objects)
 
 
+def test_codecs_are_told(objects: MemoryObjects, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the records themselves tell them; also those that were made with a secret, without it."""
+    monkeypatch.setenv("COLUMNS", "200")
+    rounded = Meaning("rounded", b"rounded", b"rounded".ljust(16), 0, 1)
+    Kind(codec="fp8", meaning=rounded, objects=objects).put(RUN, ALONE)
+    sealed = Meaning("sealed", b"sealed", b"sealed".ljust(16), 0, 1)
+    secret = Secret(b"a secret that is long enough")
+    Kind(codec="fp8", secret=secret, encrypts=True, meaning=sealed, objects=objects).put(RUN)
+    broken = Meaning("broken", b"broken", b"broken".ljust(16), 0, 1)
+    objects.put(Kind(meaning=broken).name_of(ALONE), b"short")
+    found = json.loads(kvbm("ls", "--json").output)["namespaces"]
+    codecs = {name.rpartition("-")[0]: model["shards"][0]["codec"] for name, model in found.items()}
+    ours_name, theirs_name = (name.rpartition("-")[0] for name in (NAME, OTHER_NAME))
+    assert codecs == {
+        ours_name: "none",
+        theirs_name: "zstd",
+        "rounded": "fp8",
+        "sealed": "fp8, encrypted",
+        "broken": None,
+    }
+    for command in ("ls", "inspect"):
+        told = kvbm(command).output
+        assert "fp8, encrypted" in told and "zstd" in told
+    told = kvbm("verify").output
+    assert "3 records are kept with the codec fp8: numbers in float8, not what engines computed" in told
+    assert "fp8" not in kvbm("verify", NAME).output
+
+
 def age(objects: MemoryObjects, name: str, age_s: float) -> None:
     """It was used so long ago."""
     objects.objects[name] = objects.objects[name]._replace(changed_s=time.time() - age_s)
@@ -150,9 +178,10 @@ def test_an_engine_that_wants_to_know_memory_is_told_before_it_reads_and_late_re
     engine = Announced(objects)
     store = RecordInspection(engine, URL)
     store.count(0, lambda *_: None)
-    assert engine.known == [], "what only counts announces nothing"
+    (ends,) = engine.known
+    assert len(ends) < 1 << 20, "what only counts reads little"
     assert [checked.what for checked in store.verify()] == [""] * 3
-    assert len(engine.known) == 1
+    assert len(engine.known) == 2
     engine.faults = EngineFaults(is_late=1.0)
     assert all(checked.is_unreadable for checked in store.verify())
     engine.faults = EngineFaults()

@@ -18,9 +18,14 @@ from kvbm_core.config.remote_url import remote_directory
 from kvbm_core.errors import ConfigError, KvbmError
 from kvbm_core.native import FALSE
 from kvbm_core.runtime import assembly
+from kvbm_core.storage.disk.allocate import FileOptions
 
 # Name and default of everything that KVBM 1.6.1 reads, and of kvbm's own settings.
 DEFAULTS = {
+    "KVBM_PEERS": "off",
+    "KVBM_PEER_BIND": "127.0.0.1:56100",
+    "KVBM_PEER_DEADLINE_S": 2.0,
+    "KVBM_PEER_EXPORT_GB": 0.25,
     "DYN_KVBM_CPU_CACHE_GB": None,
     "DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS": None,
     "DYN_KVBM_DISK_CACHE_GB": None,
@@ -37,11 +42,26 @@ DEFAULTS = {
     "DYN_KVBM_LEADER_ZMQ_HOST": "127.0.0.1",
     "DYN_KVBM_LEADER_ZMQ_PUB_PORT": 56001,
     "DYN_KVBM_LEADER_ZMQ_ACK_PORT": 56002,
+    "ETCD_ENDPOINTS": "",
+    "ETCD_AUTH_CA": "",
+    "ETCD_AUTH_CLIENT_CERT": "",
+    "ETCD_AUTH_CLIENT_KEY": "",
+    "ETCD_AUTH_USERNAME": "",
+    "ETCD_AUTH_PASSWORD": None,
+    "KVBM_FLEET": "default",
+    "KVBM_FLEET_LEASE_S": 15.0,
+    "KVBM_FLEET_INSECURE": False,
+    "KVBM_CURVE_KEY_FILE": "",
+    "KVBM_CURVE_ALLOWED": "",
     "DYN_KVBM_METRICS": False,
     "DYN_KVBM_METRICS_PORT": 6880,
     "DYN_KVBM_CACHE_STATS_MAX_REQUESTS": 1000,
     "DYN_KVBM_CACHE_STATS_LOG_INTERVAL_SECS": 5,
+    "KVBM_WHY_REQUESTS": 1000,
+    "KVBM_TRACES": "auto",
     "DYN_KVBM_ENABLE_RECORD": False,
+    "KVBM_RECORD_DIR": "/tmp/kvbm-record",
+    "KVBM_RECORD_GB": 1.0,
     "DYN_KVBM_DISABLE_WRITE_COMBINED": False,
     "DYN_MEMORY_DISABLE_NUMA": False,
     "DYN_KVBM_ENABLE_NUMA": False,
@@ -59,8 +79,10 @@ DEFAULTS = {
     "KVBM_SHARE_WAIT_S": 1,
     "KVBM_SYNC_ONBOARD_BYTES": 0,
     "KVBM_DECODE_RUN_TOKENS": 128,
+    "KVBM_STATE_EVERY_TOKENS": 4096,
     "KVBM_DISK_DEADLINE_S": 10.0,
     "KVBM_DISK_IO": "auto",
+    "KVBM_DISK_TO_DEVICE": "off",
     "KVBM_REMOTE_URL": None,
     "KVBM_REMOTE_CACHE_GB": None,
     "KVBM_REMOTE_FILTER": "auto",
@@ -88,16 +110,29 @@ DEFAULTS = {
     "KVBM_VERIFY_ONBOARD": False,
     "KVBM_AUDIT_RATE": 0.0,
     "KVBM_EVENTS_MEDIUM": "CPU_TIER1",
+    "KVBM_EVENTS": "off",
+    "KVBM_EVENTS_ENDPOINT": "tcp://127.0.0.1:5567",
+    "KVBM_EVENTS_REPLAY_ENDPOINT": "tcp://127.0.0.1:5667",
+    "KVBM_EVENTS_TOPIC": "",
+    "KVBM_INSTANCE": "",
+    "KVBM_CONTROL": "socket",
+    "KVBM_CONTROL_HTTP": "127.0.0.1:6890",
+    "KVBM_CONTROL_TOKEN_FILE": "",
+    "KVBM_CONTROL_OPERATORS": "",
+    "NATS_SERVER": "nats://127.0.0.1:4222",
+    "NATS_AUTH_USERNAME": None,
+    "NATS_AUTH_PASSWORD": None,
+    "NATS_AUTH_TOKEN": None,
+    "NATS_AUTH_NKEY": None,
+    "NATS_AUTH_CREDENTIALS_FILE": None,
+    "KVBM_NATS_CA_FILE": None,
+    "KVBM_NATS_CERT_FILE": None,
     "KVBM_LOAD_FAILURE_POLICY": "recompute",
     "KVBM_METRICS_HOST": "0.0.0.0",
 }
 
 # Set by a user of KVBM, without effect in this release.
 LATER = {
-    "DYN_KVBM_ENABLE_RECORD": "1",
-    "DYN_KVBM_KV_EVENTS_ENABLE_CONSOLIDATOR": "true",
-    "DYN_KVBM_KV_EVENTS_CONSOLIDATOR_MODE": "passthrough",
-    "DYN_KVBM_TRTLLM_ZMQ_PORT": "20081",
     "DYN_RUNTIME_ENABLED_KVBM": "1",
     "DYN_FATBIN_PATH": "/opt/k.fatbin",
     "DYN_KVBM_OBJECT_NUM_BLOCKS": "100000",
@@ -138,8 +173,7 @@ def test_environment_is_read() -> None:
     assert settings.metrics is True
     assert settings.leader_zmq_pub_port == 56003
     assert settings.max_concurrent_transfers == 4
-    ports, unknown = settings.warnings
-    assert "DYN_KVBM_LEADER_ZMQ_PUB_PORT=56003" in ports and "DYN_KVBM_LEADER_ZMQ_ACK_PORT" in ports
+    (unknown,) = settings.warnings
     assert "did you mean DYN_KVBM_MAX_CONCURRENT_TRANSFERS" in unknown
 
 
@@ -192,6 +226,26 @@ def test_one_setting_under_two_names() -> None:
     assert KvbmSettings.from_env({"cpu_cache_gb": 1, "DYN_KVBM_CPU_CACHE_GB": 1}).cpu_cache_gb == 1
 
 
+@pytest.mark.shows("KVBM_DISK_TO_DEVICE")
+def test_without_a_disk_or_with_a_host_tier_nothing_goes_straight_to_the_device() -> None:
+    given: dict[str, object] = {"disk_to_device": "nixl-gds", "disk_cache_gb": 2}
+    for sizes, env in (
+        ({"cpu_cache_gb": 1}, "DYN_KVBM_CPU_CACHE_GB"),
+        ({"cpu_cache_override_num_blocks": 9}, "DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS"),
+    ):
+        settings = KvbmSettings.from_env({**given, **sizes})
+        why = "has no effect with a host tier, which keeps what comes from disk"
+        assert settings.warnings == (f"kvbm: KVBM_DISK_TO_DEVICE=nixl-gds: {why}; leave {env} out",)
+        assert FileOptions.of(settings, io_deadline_s=1.0, check_at_start=False).to_device == "off"
+    (line,) = KvbmSettings.from_env({"disk_to_device": "nixl-gds", "cpu_cache_gb": 1}).warnings
+    assert "leave DYN_KVBM_CPU_CACHE_GB out" in line
+    (line,) = KvbmSettings.from_env({"disk_to_device": "nixl-gds"}).warnings
+    assert line.endswith("has no effect without a disk tier; set DYN_KVBM_DISK_CACHE_GB too")
+    settings = KvbmSettings.from_env(given)
+    assert settings.warnings == ()
+    assert FileOptions.of(settings, io_deadline_s=1.0, check_at_start=False).to_device == "nixl-gds"
+
+
 @pytest.mark.parametrize(
     ("env", "value"),
     [
@@ -206,6 +260,7 @@ def test_one_setting_under_two_names() -> None:
         *(("DYN_KVBM_DISK_CACHE_OVERRIDE_NUM_BLOCKS", bad) for bad in ("-1", "1.5", "many")),
         *(("KVBM_DISK_DEADLINE_S", bad) for bad in ("0", "-1", "soon", "inf")),
         *(("KVBM_DISK_IO", bad) for bad in ("nixl", "GDS", "0")),
+        *(("KVBM_DISK_TO_DEVICE", bad) for bad in ("1", "gds", "auto")),
         *(("KVBM_REMOTE_URL", bad) for bad in ("/mnt/kv", "kv", "file://", "file:///", "file://nas/mnt/kv")),
         *(("KVBM_REMOTE_URL", bad) for bad in ("file:mnt", "file:///kv?x=1", "file:///kv#1", "://")),
         *(("KVBM_REMOTE_URL", bad) for bad in ("file:///a%00b", "file://[/kv")),
@@ -214,7 +269,7 @@ def test_one_setting_under_two_names() -> None:
         ("KVBM_REMOTE_TRUST", "world"),
         ("KVBM_REMOTE_DEADLINE_S", "0"),
         ("KVBM_REMOTE_ENCRYPT", "perhaps"),
-        ("KVBM_REMOTE_CODEC", "fp8"),
+        ("KVBM_REMOTE_CODEC", "fp4"),
         ("DYN_KVBM_MAX_CONCURRENT_TRANSFERS", "0"),
         ("DYN_KVBM_MAX_TRANSFER_BATCH_SIZE", "x"),
         ("DYN_KVBM_LEADER_WORKER_INIT_TIMEOUT_SECS", "0"),
@@ -223,6 +278,13 @@ def test_one_setting_under_two_names() -> None:
         ("DYN_KVBM_LEADER_ZMQ_HOST", "tcp://127.0.0.1"),
         ("KVBM_LOAD_FAILURE_POLICY", "ignore"),
         ("KVBM_EVENTS_MEDIUM", "a b"),
+        ("KVBM_EVENTS", "kafka"),
+        ("KVBM_INSTANCE", "a.*.>"),
+        ("KVBM_EVENTS", "zmq,zmq"),
+        ("KVBM_EVENTS", "off,nats"),
+        ("KVBM_CONTROL", "https"),
+        ("KVBM_CONTROL", "nats,nats"),
+        ("KVBM_CONTROL", "off,socket"),
         ("KVBM_LEASE_TTL_S", "-1"),
     ],
 )
@@ -266,6 +328,7 @@ def test_a_fallback_does_not_hide_an_error(monkeypatch: pytest.MonkeyPatch) -> N
     assert error_of().setting == "KVBM_LEASE_TTL_S"
 
 
+@pytest.mark.shows("DYN_KVBM_LEADER_ZMQ_PUB_PORT")
 def test_ports(monkeypatch: pytest.MonkeyPatch) -> None:
     (warning,) = KvbmSettings.from_env({"metrics_port": 80}).warnings
     assert warning.startswith("kvbm: DYN_KVBM_METRICS_PORT=80:")
@@ -274,6 +337,7 @@ def test_ports(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "must differ" in str(error_of({"leader_zmq_pub_port": 56002}))
 
 
+@pytest.mark.shows("DYN_KVBM_OBJECT_NUM_BLOCKS", "DYN_RUNTIME_ENABLED_KVBM", "DYN_FATBIN_PATH")
 @pytest.mark.parametrize("env", sorted(LATER))
 def test_what_is_not_in_this_release_says_so(monkeypatch: pytest.MonkeyPatch, env: str) -> None:
     monkeypatch.setenv(env, LATER[env])
@@ -293,6 +357,7 @@ def test_the_disks_settings_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
         "DYN_KVBM_DISABLE_DISK_OFFLOAD_FILTER": ("true", True),
         "KVBM_DISK_DEADLINE_S": ("2.5", 2.5),
         "KVBM_DISK_IO": ("nixl-posix", "nixl-posix"),
+        "KVBM_DISK_TO_DEVICE": ("nixl-gds-mt", "nixl-gds-mt"),
         "KVBM_DISK_CHECK_AT_START": ("off", False),
     }
     for env, (text, _) in given.items():
@@ -317,6 +382,7 @@ def test_a_shared_directory_has_a_url_and_a_size(monkeypatch: pytest.MonkeyPatch
     assert remote_directory("file://localhost/mnt/kv") == Path("/mnt/kv")
 
 
+@pytest.mark.shows("KVBM_REMOTE_URL")
 def test_several_stores_are_named_in_the_order_of_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVBM_REMOTE_URL", " mooncake://m:50051\ts3://kv/team, file:///mnt/a share, kept ")
     assert error_of().setting == "KVBM_REMOTE_CACHE_GB", "one of them is a directory"
@@ -327,10 +393,17 @@ def test_several_stores_are_named_in_the_order_of_the_search(monkeypatch: pytest
     assert list(assembly.lower_makers(settings, ManualClock())) == ["remote", "remote-2", "remote-3"]
     for urls, said in (
         ("s3://kv/a s3://kv/a/", "names a store twice"),
-        ("s3://kv ftp://x", "ftp is not in this release"),
+        ("file:///mnt/kv, file://localhost/mnt//kv/", "names a store twice"),
+        ("redis://KV.example valkey://kv.example:6379/0", "names a store twice"),
+        ("mooncake://m s3://kv mooncake://m:50051", "names a store twice"),
+        (", ,", "write file://"),
+        ("s3://kv ftp://x", "number 2: ftp is not in this release; there are az://, file://, gs://"),
     ):
         monkeypatch.setenv("KVBM_REMOTE_URL", urls)
         assert said in str(error_of())
+    monkeypatch.setenv("KVBM_REMOTE_URL", ",redis://kv.example/0,,redis://kv.example/1 ,file:///mnt/kv,")
+    stores = ("redis://kv.example/0", "redis://kv.example/1", "file:///mnt/kv")
+    assert KvbmSettings.from_env().store_urls == stores
 
 
 @pytest.mark.parametrize(
@@ -355,6 +428,14 @@ def test_settings_of_a_shared_directory_without_one_are_warned_of(monkeypatch: p
     monkeypatch.setenv("KVBM_REMOTE_CACHE_GB", "500")
     remedy = "has no effect without KVBM_REMOTE_URL; set that too, such as file:///mnt/kv"
     assert KvbmSettings.from_env().warnings == (f"kvbm: KVBM_REMOTE_CACHE_GB=500.0: {remedy}",)
+    for name, value, url in (
+        ("KVBM_REMOTE_CODEC", "zstd", "s3://BUCKET"),
+        ("KVBM_REMOTE_USERNAME", "me", "redis://HOST"),
+    ):
+        monkeypatch.setenv(name, value)
+        warned = KvbmSettings.from_env().warnings
+        assert f"kvbm: {name}={value}: {remedy.replace('file:///mnt/kv', url)}" in warned
+        monkeypatch.delenv(name)
     monkeypatch.setenv("KVBM_REMOTE_URL", "file:///mnt/kv")
     assert KvbmSettings.from_env().warnings == ()
 
@@ -377,6 +458,7 @@ def test_no_password_of_a_url_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "secret" not in str(error) and "name" not in str(error.value)
 
 
+@pytest.mark.shows("DYN_KVBM_DISABLE_WRITE_COMBINED")
 def test_presence_switches_as_in_kvbm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DYN_KVBM_DISABLE_WRITE_COMBINED", "anything")
     assert KvbmSettings.from_env().disable_write_combined is True
@@ -398,7 +480,7 @@ def test_unknown_variables_are_named_without_their_values(monkeypatch: pytest.Mo
 
 
 def test_frozen_and_portable() -> None:
-    settings = KvbmSettings.from_env({"cpu_cache_gb": 1, "enable_record": True})
+    settings = KvbmSettings.from_env({"cpu_cache_gb": 1, "runtime_enabled": True})
     with pytest.raises(ValueError, match="frozen"):
         settings.cpu_cache_gb = 2
     copy = pickle.loads(pickle.dumps(settings))
@@ -439,7 +521,7 @@ def test_foreign_keys_never_matter(extra: dict[str, object]) -> None:
 
 
 def test_what_only_another_engine_heeds_is_said_in_one_line_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DYN_KVBM_NCCL_MLA_MODE", "true")
+    monkeypatch.setenv("KVBM_DECODE_RUN_TOKENS", "64")
     monkeypatch.setenv("DYN_KVBM_HOST_OFFLOAD_PREFIX_MIN_PRIORITY", "40")
     settings = KvbmSettings.from_env()
     assert settings.warnings == settings.warnings_under(Adapter.TRTLLM) == ()
@@ -482,3 +564,51 @@ def test_switching_the_native_module_off_too_late_is_told(
     with caplog.at_level(logging.WARNING, "kvbm"):
         assembly.announce(settings, Adapter.VLLM)
     assert len([line for line in caplog.messages if "KVBM_NATIVE=false" in line]) == num_lines
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (
+            {"cpu_cache_gb": 20, "disk_cache_gb": 20},
+            "DYN_KVBM_DISK_CACHE_GB=20: holds no more than DYN_KVBM_CPU",
+        ),
+        (
+            {"cpu_cache_gb": 20, "disk_cache_gb": 8},
+            "DYN_KVBM_DISK_CACHE_GB=8: holds no more than DYN_KVBM_CPU",
+        ),
+        (
+            {"cpu_cache_override_num_blocks": 9, "disk_cache_override_num_blocks": 9},
+            "_NUM_BLOCKS=9: holds no more than DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS=9",
+        ),
+        ({"cpu_cache_gb": 20, "disk_cache_gb": 21}, ""),
+        ({"cpu_cache_gb": 20, "disk_cache_gb": 0}, ""),
+        ({"disk_cache_gb": 8}, ""),
+        ({"cpu_cache_gb": 20, "disk_cache_override_num_blocks": 9}, ""),  # not before a block's size is known
+    ],
+)
+def test_a_disk_that_is_no_larger_than_the_host_is_told(given: dict[str, object], said: str) -> None:
+    warnings = KvbmSettings.from_env(given).warnings
+    assert len(warnings) == bool(said) and all(said in line for line in warnings)
+
+
+@pytest.mark.parametrize(
+    ("given", "num_lines"),
+    [
+        ({"cpu_cache_gb": 0.001, "disk_cache_override_num_blocks": 1000}, 1),
+        ({"cpu_cache_gb": 0.001, "disk_cache_override_num_blocks": 1001}, 0),
+        ({"cpu_cache_override_num_blocks": 1000, "disk_cache_gb": 0.001}, 1),
+        ({"cpu_cache_gb": 0.001, "disk_cache_gb": 0.001}, 0),  # told before
+        ({"disk_cache_override_num_blocks": 10}, 0),
+    ],
+)
+def test_sizes_of_other_measures_are_compared_when_a_blocks_size_is_known(
+    given: dict[str, object], num_lines: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = KvbmSettings.from_env({**given, "disk_cache_dir": str(tmp_path)})
+    tiers = assembly.LowerTiers(settings, 1, ManualClock(), "model")
+    with caplog.at_level(logging.WARNING, "kvbm"):
+        tiers.plans()["disk"](1000, "fingerprint")
+    tiers.close()
+    told = [line for line in caplog.messages if "is no larger than the host tier (" in line]
+    assert len(told) == num_lines

@@ -61,6 +61,7 @@ def test_a_shared_directory_alone_is_told_what_to_add() -> None:
     KvbmSettings.from_env({**alone, "cpu_cache_gb": 20}).require_tier()
 
 
+@pytest.mark.shows("DYN_KVBM_DISK_CACHE_OVERRIDE_NUM_BLOCKS")
 def test_the_disks_size_is_total_over_all_ranks_and_the_number_of_blocks_wins() -> None:
     assert KvbmSettings.from_env({"disk_cache_gb": 0.5094}).disk_tier_slots(100_000) == 5094
     both = KvbmSettings.from_env({"disk_cache_gb": 8, "disk_cache_override_num_blocks": 7})
@@ -87,6 +88,7 @@ def test_size_is_total_over_all_ranks(gb: float, block_bytes: int, slots: int) -
     assert settings.host_tier_slots(block_bytes) == slots
 
 
+@pytest.mark.shows("DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS")
 def test_override_wins_and_is_a_tier_by_itself() -> None:
     settings = KvbmSettings.from_env({"cpu_cache_gb": 1, "cpu_cache_override_num_blocks": 7})
     assert settings.host_tier_slots(10**12) == 7

@@ -84,8 +84,10 @@ def test_a_disk_that_answers_again_is_used_at_once(tmp_path: Path) -> None:
     ) as bench:
         assert bench.run(order(1, DOWN, [2], [2])).outcome is Outcome.OK
         assert bench.run(order(2, UP, [3], [2])).is_late
+        assert bench.run(order(4, UP, [1], [2])).is_late  # and now it is left alone
+        assert bench.run(order(5, UP, [0], [2])).outcome is Outcome.TIMED_OUT
         gate.set()
-        assert bench.last_result(2).outcome is Outcome.TIMED_OUT
+        assert bench.last_result(2).outcome is bench.last_result(4).outcome is Outcome.TIMED_OUT
         assert bench.run(order(3, UP, [4], [2])).outcome is Outcome.OK
         assert bench.slot(4) == bench.slot(2)
 

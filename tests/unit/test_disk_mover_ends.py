@@ -20,6 +20,8 @@ from kvbm_core.storage.disk.io import Transfer
 from kvbm_core.testing.executor_bench import HELD_JOB, LONG_S, is_mapped
 from kvbm_core.testing.store_contract import key_of
 from kvbm_core.transfer.movers import disk as disk_module
+from kvbm_core.transfer.plan import OrderKind, TierOrder
+from tests.threads import threads_since
 from tests.unit.disk_mover_bench import (
     DOWN,
     NOT_THERE,
@@ -62,6 +64,18 @@ def test_an_idle_executor_forgets_at_once(bench: Bench, path: Path, monkeypatch:
     assert done.wait(LONG_S)
     bench.close()
     assert found_in(path) == set()
+
+
+def test_what_is_erased_is_gone_for_the_next_process_too(bench: Bench, path: Path) -> None:
+    assert bench.run(order(1, DOWN, [0, 1, 2], [0, 1, 2])).outcome is Outcome.OK
+    keys = (key_of(0), key_of(2))
+    erase = TierOrder(2, "disk", OrderKind.ERASE, keys, places=(0, 2))
+    bench.submit(erase)
+    assert bench.run(order(3, DOWN, [2], [2])).outcome is Outcome.OK  # after it, in the same place
+    assert bench.run(order(4, UP, [4], [0])).outcome in NOT_THERE
+    assert not bench.results(2)  # nobody waits for it
+    bench.close()
+    assert found_in(path) == {key_of(1), key_of(2)}
 
 
 def test_what_waits_to_be_written_is_forgotten_too(bench: Bench, path: Path) -> None:
@@ -113,8 +127,17 @@ def test_a_reset_that_cannot_be_written_is_said_and_holds_in_this_process(
 # ---------------------------------------------------------------- close
 
 
-def disk_threads() -> set[str]:
-    return {thread.name for thread in threading.enumerate() if thread.name.startswith("kvbm-disk")}
+@pytest.fixture(autouse=True)
+def _earlier_threads() -> None:
+    _EARLIER.clear()
+    _EARLIER.update(threading.enumerate())
+
+
+_EARLIER: set[threading.Thread] = set()
+
+
+def disk_threads() -> list[str]:
+    return threads_since(_EARLIER, "kvbm-disk")
 
 
 def test_close_rejects_what_waits_and_leaves_nothing(path: Path) -> None:
@@ -131,7 +154,7 @@ def test_close_rejects_what_waits_and_leaves_nothing(path: Path) -> None:
         assert bench.run(order(job_id, direction, [1], [1])).outcome is Outcome.REJECTED
     bench.forget()  # does no harm
     bench.mover.close()
-    assert bench.file.fd == -1 and disk_threads() == set()
+    assert bench.file.fd == -1 and disk_threads() == []
     assert set(os.listdir("/proc/self/fd")) <= before
     bench.close()
 
@@ -145,7 +168,7 @@ def test_close_of_an_idle_executor_leaves_nothing(path: Path, states: str) -> No
         assert bench.run(order(2, UP, [0], [0])).outcome is Outcome.OK
     for _ in range(2):
         bench.close()
-    assert disk_threads() == set() and set(os.listdir("/proc/self/fd")) <= before
+    assert disk_threads() == [] and set(os.listdir("/proc/self/fd")) <= before
 
 
 def test_close_while_a_read_runs_ends_it_in_its_time(path: Path) -> None:
@@ -168,7 +191,7 @@ def test_close_while_a_read_runs_ends_it_in_its_time(path: Path) -> None:
         closer.join(LONG_S)
         assert not closer.is_alive()
         assert bench.result(1).outcome in NOT_THERE  # it was let go
-        assert bench.file.fd == -1 and disk_threads() == set()
+        assert bench.file.fd == -1 and disk_threads() == []
 
 
 def test_close_with_a_late_read_leaves_file_and_memory_to_it(
@@ -188,6 +211,6 @@ def test_close_with_a_late_read_leaves_file_and_memory_to_it(
         gate.set()
         monkeypatch.setattr(disk_module, "CLOSE_TIMEOUT_S", LONG_S)
         bench.mover.close()
-        assert bench.file.fd == -1 and disk_threads() == set()
+        assert bench.file.fd == -1 and disk_threads() == []
         gc.collect()
         assert not is_mapped(address)

@@ -182,12 +182,12 @@ def test_nothing_is_evicted_for_groups_that_cannot_all_come_up() -> None:
     bench.write_to_disk()
     holder, state = bench.open("holder"), bench.open()
     assert bench.match(holder, OTHER) == 16  # six of ten slots are held, and six more are wanted
-    before = list(bench.evicted)
+    before = bench.tier.evicted_blocks_total
     assert bench.match(state, PROMPT) == 0
-    assert bench.evicted == before and bench.tier.resident_blocks == 10
+    assert bench.tier.evicted_blocks_total == before and bench.tier.resident_blocks == 10
     bench.leader.decline(holder)
     assert bench.match(state, PROMPT) == 16
-    assert len(bench.evicted) == len(before) + 6
+    assert bench.tier.evicted_blocks_total == before + 6
     for request in (holder, state):
         bench.leader.finish(request)
     bench.assert_idle()

@@ -33,7 +33,7 @@ SIXTEEN = st.binary(min_size=16, max_size=16)
 NUMBERS = st.integers(0, 2**64 - 1)
 FILE_HEADERS = st.builds(FileHeader, SIXTEEN, SIXTEEN, NUMBERS, NUMBERS)
 KEYS = st.binary(min_size=1, max_size=MAX_KEY_BYTES).map(BlockKey)
-RECORD_HEADERS = st.builds(RecordHeader, SIXTEEN, SIXTEEN, NUMBERS, NUMBERS, NUMBERS, KEYS, SIXTEEN)
+RECORD_HEADERS = st.builds(RecordHeader, SIXTEEN, SIXTEEN, NUMBERS, NUMBERS, NUMBERS, KEYS, SIXTEEN, SIXTEEN)
 
 FILE = FileHeader(b"life".ljust(16), b"print".ljust(16), 65536, 1000)
 RECORD = RecordHeader(FILE.life, FILE.fingerprint, 7, 1 << 60, 65536, BlockKey(bytes(range(33))), b"d" * 16)

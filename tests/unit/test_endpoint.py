@@ -177,6 +177,19 @@ def test_every_engine_has_a_secret_of_its_own_and_each_of_its_processes_reads_th
     with_new.close()
 
 
+@pytest.mark.parametrize("left", [b"", b"s" * (SECRET_BYTES - 1)])
+def test_a_secret_that_was_cut_off_is_made_anew(temp: Path, left: bytes) -> None:
+    first = SecretFile("engine")
+    (path,) = private_folder("engine").glob("*.secret")
+    first.close()
+    path.write_bytes(left)
+    files = [SecretFile("engine") for _ in range(2)]
+    assert files[0].secret == files[1].secret and len(files[0].secret) == SECRET_BYTES
+    for file in files:
+        file.close()
+    assert not path.exists()
+
+
 def test_processes_that_come_at_once_read_one_secret(temp: Path) -> None:
     start, secrets, holders = threading.Barrier(8), [], []
 
@@ -235,6 +248,23 @@ def test_a_killed_leaders_socket_does_not_stop_the_next_one(tmp_path: Path) -> N
     channel = LeaderChannel(Endpoint(f"ipc://{path}", path, secret=b"s"), lambda identity, message: [])
     channel.close()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_lock_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "s.sock"
+    Path(f"{path}.lock").mkdir()  # for root no folder is forbidden
+    with pytest.raises(ConfigError) as error:
+        LeaderChannel(Endpoint(f"ipc://{path}", path, secret=b"s"), lambda identity, message: [])
+    assert "TMPDIR" in one_line(error) and "Is a directory" in one_line(error)
+
+
+def test_what_cannot_be_swept_stops_nobody(tmp_path: Path) -> None:
+    strange, dead, path = (tmp_path / f"{name}.sock" for name in ("a", "dead", "s"))
+    Path(f"{strange}.lock").mkdir()
+    killed_leader(dead)
+    make_old(Path(f"{strange}.lock"), dead, Path(f"{dead}.lock"))
+    LeaderChannel(Endpoint(f"ipc://{path}", path, secret=b"s"), lambda identity, message: []).close()
+    assert [found.name for found in tmp_path.iterdir()] == ["a.sock.lock"]
 
 
 def test_what_killed_leaders_left_is_swept_and_what_lives_or_is_young_is_not(tmp_path: Path) -> None:

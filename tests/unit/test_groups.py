@@ -18,6 +18,7 @@ from kvbm_core.types import BlockKey
 FULL = GroupSpec(0, 4)
 WIDE = GroupSpec(1, 8)
 WINDOW = GroupSpec(2, 4, window_tokens=6)
+STATE, STATE_TOO = GroupSpec(5, 4, is_state=True), GroupSpec(6, 4, is_state=True)
 
 
 class There:
@@ -32,7 +33,10 @@ class There:
         return wanted in self.keys
 
     def match_prefix(self, keys: Sequence[BlockKey]) -> int:
-        return next((i for i, each in enumerate(keys) if each not in self.keys), len(keys))
+        for found, wanted in enumerate(keys):
+            if not self.contains(wanted):
+                return found
+        return len(keys)
 
 
 def key(group: int, block: int) -> BlockKey:
@@ -113,7 +117,33 @@ def test_two_windows_push_each_other_down() -> None:
     assert longest((WINDOW, other), there) == 8
 
 
+def test_a_hit_ends_exactly_where_a_state_is_and_needs_that_one() -> None:
+    assert longest((STATE, FULL), There(g5=[1, 4, 7], g0=range(6))) == 20
+    assert longest((FULL, STATE), There(g5=[1, 4, 7], g0=range(6)), limit=19) == 8
+    assert longest((FULL, STATE), There(g5=[1], g0=range(6)), computed=8) == 8
+    assert needed_blocks(STATE, 0, 20) == needed_blocks(STATE, 16, 20) == range(4, 5)
+    assert len(needed_blocks(STATE, 20, 20)) == 0
+
+
+def test_all_groups_with_states_agree() -> None:
+    there = There(g5=[1, 3, 5], g6=[0, 3, 4], g0=range(10))
+    assert longest((STATE, STATE_TOO, FULL), there) == 16
+
+
+def test_neither_kv_nor_states_alone_are_a_hit() -> None:
+    assert longest((STATE, FULL), There(g0=range(10))) == 0
+    assert longest((STATE, FULL), There(g5=range(10))) == 0
+    assert longest((STATE,), There(g5=[3])) == 16
+
+
 def test_a_long_hole_is_walked_once() -> None:
     there = There(g2=[0])
     assert longest((WINDOW,), there, limit=1000, total=1000) == 4
+    assert len(there.asked) <= 250 + 2
+
+
+def test_a_wide_window_with_holes_is_walked_once() -> None:
+    wide = GroupSpec(2, 4, window_tokens=33)  # nine blocks
+    there = There(g2=[block for block in range(250) if block % 5])
+    assert longest((wide,), there, limit=1000, total=1000) == 0
     assert len(there.asked) <= 250 + 2

@@ -18,6 +18,7 @@ from kvbm_core.runtime.handshake import (
     SlotsFound,
     SlotsReady,
     TierOff,
+    TierReach,
 )
 from kvbm_core.runtime.messages import (
     PROTOCOL_VERSION,
@@ -25,16 +26,20 @@ from kvbm_core.runtime.messages import (
     Configure,
     Hello,
     Here,
+    Join,
+    Joined,
     Message,
     Move,
     Ready,
     Refused,
     Results,
+    TierDirect,
     TierFound,
     TierRefused,
     decode,
     encode,
 )
+from kvbm_core.runtime.replicas import JOIN_WITHIN_S
 from kvbm_core.storage.disk.allocate import DiskError
 from kvbm_core.storage.disk.recovery import Found
 from kvbm_core.storage.disk.scan import CHUNK_SLOTS
@@ -184,6 +189,7 @@ def test_a_second_process_of_a_rank_that_lives_is_refused_and_nothing_else_happe
         Refused(7, "no memory"),
         Refused(-1, "no memory"),
         TierRefused(0, "disk", "no room"),
+        TierDirect(0, "disk", True),
         Here(0),
     ],
     ids=repr,
@@ -243,6 +249,7 @@ def test_a_rank_that_dies_before_the_others_have_come_may_come_again() -> None:
 # ---------------------------------------------------------------- ranks that do not come
 
 
+@pytest.mark.shows("DYN_KVBM_LEADER_WORKER_INIT_TIMEOUT_SECS")
 def test_ranks_that_are_missing_are_named_once_and_counted(caplog: pytest.LogCaptureFixture) -> None:
     clock, overdue = ManualClock(), []
     handshake = Handshake(
@@ -313,6 +320,58 @@ def test_a_hello_that_does_not_fit_is_refused_and_said(wrong: Hello, words: str)
     assert handshake.wait(0)  # start-up does not wait for what will not come
 
 
+@pytest.mark.parametrize(
+    ("stranger", "words"),
+    [
+        (hello(0, 2, engine="other dp0"), "engine 'other dp0', this leader is of 'ours dp0'"),
+        (hello(0, 2), "engine ''"),
+        (hello(0, 2, engine="ours dp1"), "engine 'ours dp1'"),
+        (hello(2, 3, engine="ours dp0"), "rank 2 of 3, the leader expects 2 ranks"),
+        (hello(-1, 2, engine="ours dp0"), "rank -1 of 2"),
+        (hello(0, 2, engine="other", protocol=PROTOCOL_VERSION + 1), "install one kvbm everywhere"),
+    ],
+    ids=["engine", "no engine", "data-parallel rank", "size", "negative", "protocol"],
+)
+def test_where_strangers_can_come_they_are_refused_and_the_tier_joins(stranger: Hello, words: str) -> None:
+    handshake = Handshake(2, lambda block_bytes: 8, engine="ours dp0")
+    for _ in range(2):
+        ((identity, answer),) = handshake.on_message(STRANGER, stranger)
+        assert identity == STRANGER and isinstance(answer, Refused) and words in answer.reason
+    assert handshake.foreign_total == 2 and not handshake.inbox
+    handshake.on_message(A, hello(0, 2, engine="ours dp0"))
+    answers = handshake.on_message(B, hello(1, 2, engine="ours dp0"))
+    assert sorted(answers) == [(A, Configure(8)), (B, Configure(8))]
+    handshake.on_message(STRANGER, stranger)
+    assert handshake.peers() == [A, B] and not handshake.inbox
+
+
+def test_a_rank_of_another_engine_that_cannot_take_part_changes_nothing() -> None:
+    """It says so before any hello."""
+    handshake = Handshake(1, lambda block_bytes: 8, engine="ours dp0")
+    for engine in ("other dp0", ""):
+        assert handshake.on_message(STRANGER, Refused(0, "unknown layout", engine)) == []
+    assert handshake.foreign_total == 2 and not handshake.inbox
+    handshake.on_message(A, Refused(0, "unknown layout", "ours dp0"))
+    assert reason(handshake) == "worker 0: unknown layout"
+
+
+def test_a_worker_of_any_version_is_told_of_in_one_line() -> None:
+    """A later one may say more than we know, and is answered in words that all versions know."""
+    later = {**msgspec.to_builtins(hello(0, 2)), "type": "hello", "protocol": PROTOCOL_VERSION + 1, "more": 3}
+    said = decode(msgspec.msgpack.encode(later))
+    assert said is not None
+    ((_, answer),) = Handshake(2, lambda block_bytes: 8).on_message(A, said)
+    assert isinstance(answer, Refused) and "install one kvbm everywhere" in answer.reason
+    assert msgspec.msgpack.decode(encode(answer)) == {"type": "refused", "rank": 0, "reason": answer.reason}
+
+
+def test_what_else_is_known_of_missing_ranks_is_said() -> None:
+    handshake = Handshake(2, lambda block_bytes: 8)
+    handshake.describe_missing = lambda ranks: f"seen {ranks}"
+    handshake.on_message(A, hello(0, 2))
+    assert handshake.readiness() == Readiness(False, "rank 1 has not said hello: seen [1]")
+
+
 def test_a_size_that_cannot_be_is_told_to_every_rank() -> None:
     def refuse(block_bytes: int) -> int:
         raise ConfigError("DYN_KVBM_CPU_CACHE_GB", 1, "too small")
@@ -330,16 +389,25 @@ def test_a_worker_that_cannot_take_part_is_heard_without_a_hello() -> None:
     assert reason(handshake) == "worker 0: unknown layout"
 
 
-# ---------------------------------------------------------------- ranks that replicate the same KV
+# ---------------------------------------------------------------- ranks that have the same KV
 
 
-def replica(rank: int, **changes: object) -> Hello:
-    address = "" if rank else "4711/token"
+def replica(rank: int, world_size: int = 2, **changes: object) -> Hello:
     same = {"block_bytes": 100, "num_device_blocks": 50, "fingerprint": "layout"}
-    return hello(rank, 2, **{**same, "replicates": True, "broadcast_address": address, **changes})
+    said = {"part": "all", "machine": "here", "broadcast_address": f"471{rank}/token"}
+    return hello(rank, world_size, **{**same, **said, **changes})
 
 
-def test_what_all_ranks_replicate_is_sized_named_and_stored_once() -> None:
+def join_all(handshake: Handshake, *identities: bytes) -> list[tuple[bytes, Message]]:
+    """Every rank says that it has met the others; the answers to the last one."""
+    answers: list[tuple[bytes, Message]] = []
+    for rank, identity in enumerate(identities):
+        assert answers == []
+        answers = handshake.on_message(identity, Joined(rank, ""))
+    return answers
+
+
+def test_what_all_ranks_have_is_sized_named_and_stored_once() -> None:
     asked: list[tuple[int, str]] = []
 
     def plan_disk(block_bytes: int, fingerprint: str) -> TierPlace:
@@ -347,13 +415,18 @@ def test_what_all_ranks_replicate_is_sized_named_and_stored_once() -> None:
         return DISK
 
     handshake = Handshake(2, lambda block_bytes: block_bytes // 10, {"disk": plan_disk})
-    assert handshake.num_storing_ranks == 2
+    assert handshake.storing_ranks == [0, 1]
     handshake.on_message(B, replica(1))
-    configure = Configure(10, (DISK,), "4711/token")
-    assert sorted(handshake.on_message(A, replica(0))) == [(A, configure), (B, configure)]
+    join = Join((0, 1), "4710/token", 0, 1)
+    assert handshake.on_message(A, replica(0)) == [(A, join), (B, join)]
+    assert handshake.on_message(B, replica(1)) == [(B, join)], "it had been lost"
+    assert asked == [] and handshake.on_tick() == []
+    configure = Configure(10, (DISK,), is_shared=True)
+    assert sorted(join_all(handshake, A, B)) == [(A, configure), (B, configure)]
     assert asked == [(100, "layout")]
     assert handshake.on_message(B, replica(1)) == [(B, configure)]  # the answer had been lost
-    assert handshake.storing_peers() == [A] and handshake.num_storing_ranks == 1
+    assert handshake.on_message(B, Joined(1, "")) == [] == handshake.on_tick()
+    assert handshake.storing_peers() == [A] and handshake.storing_ranks == [0]
     handshake.on_message(A, Ready(0, 10))
     assert not handshake.inbox  # the others load too
     handshake.on_message(B, Ready(1, 10))
@@ -363,31 +436,143 @@ def test_what_all_ranks_replicate_is_sized_named_and_stored_once() -> None:
     assert handshake.wait(0)
 
 
+def test_each_machine_has_one_copy_of_each_part() -> None:
+    """Ranks 0 to 3 are the first stage, on two machines, and 4 and 5 the second, on one of them."""
+    asked: list[tuple[int, str]] = []
+    handshake = Handshake(6, lambda size: 10, {"disk": lambda size, name: asked.append((size, name)) or DISK})
+    where = ["here", "there", "here", "there", "there", "there"]
+    identities = [b"%d" % rank for rank in range(6)]
+    for rank, (identity, machine) in enumerate(zip(identities, where, strict=True)):
+        second = {"part": "second", "fingerprint": "two", "block_bytes": 7} if rank > 3 else {}
+        answers = handshake.on_message(identity, replica(rank, 6, machine=machine, **second))
+    here, there = Join((0, 2), "4710/token", 0, 2), Join((1, 3), "4711/token", 0, 2)
+    second_join = Join((4, 5), "4714/token", 1, 2)
+    joins = [here, there, here, there, second_join, second_join]
+    assert answers == list(zip(identities, joins, strict=True))
+    join_all(handshake, *identities)
+    assert handshake.storing_peers() == [b"0", b"1", b"4"] and handshake.storing_ranks == [0, 1, 4]
+    assert asked == [(207, "layout-two")], "bytes of all that store, and a name that machines do not change"
+
+
+def test_a_rank_that_is_alone_on_its_machine_stores_under_the_same_name() -> None:
+    handshake = Handshake(2, lambda block_bytes: 10)
+    handshake.on_message(A, replica(0))
+    answers = handshake.on_message(B, replica(1, machine="there"))
+    assert answers == [(A, Join((0,), "4710/token", 0, 1)), (B, Join((1,), "4711/token", 0, 1))]
+    join_all(handshake, A, B)
+    assert handshake.storing_ranks == [0, 1]
+
+
 def test_ranks_that_keep_their_own_shards_all_store() -> None:
     handshake = two_workers()
-    assert sorted(handshake.storing_peers()) == [A, B] and handshake.num_storing_ranks == 2
+    assert sorted(handshake.storing_peers()) == [A, B] and handshake.storing_ranks == [0, 1]
+
+
+OWN_COPIES = "each rank stores and loads its own copy"
+
+
+def check_own_copies(
+    handshake: Handshake,
+    answers: list[tuple[bytes, Message]],
+    caplog: pytest.LogCaptureFixture,
+    words: str,
+    block_bytes: int = 200,
+) -> None:
+    """Both ranks store what they have; one line says why."""
+    configure = Configure(block_bytes // 10)
+    assert sorted(answers) == [(A, configure), (B, configure)]
+    assert sorted(handshake.storing_peers()) == [A, B] and handshake.storing_ranks == [0, 1]
+    lines = [record.getMessage() for record in caplog.records if OWN_COPIES in record.getMessage()]
+    assert len(lines) == 1 and "DYN_KVBM_NCCL_MLA_MODE" in lines[0] and words in lines[0]
+    assert "\n" not in lines[0] and not handshake.inbox
 
 
 @pytest.mark.parametrize(
     ("first", "second", "words"),
     [
-        (replica(0), replica(1, replicates=False), "only ranks [0] of 2"),
-        (replica(0, replicates=False, broadcast_address=""), replica(1), "only ranks [1] of 2"),
+        (replica(0), replica(1, part=""), "not set on ranks [1] of 2"),
+        (replica(0, part=""), replica(1), "not set on ranks [0] of 2"),
         (replica(0), replica(1, fingerprint="other"), "rank 1 are not those of rank 0"),
         (replica(0), replica(1, block_bytes=101), "rank 1 are not those of rank 0"),
         (replica(0), replica(1, num_device_blocks=49), "rank 1 are not those of rank 0"),
     ],
-    ids=["second stores", "first stores", "other layout", "other size", "other number"],
+    ids=["second not set", "first not set", "other layout", "other size", "other number"],
 )
-def test_ranks_that_are_no_replicas_of_each_other_are_refused(
-    first: Hello, second: Hello, words: str
+def test_ranks_that_are_not_alike_store_their_own(
+    first: Hello, second: Hello, words: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    handshake = Handshake(2, lambda block_bytes: 8)
+    handshake = Handshake(2, lambda block_bytes: block_bytes // 10)
     handshake.on_message(A, first)
     answers = handshake.on_message(B, second)
-    assert [(who, type(answer)) for who, answer in answers] == [(A, Refused), (B, Refused)]
-    told = reason(handshake)
-    assert words in told and "DYN_KVBM_NCCL_MLA_MODE" in told and handshake.wait(0)
+    check_own_copies(handshake, answers, caplog, words, first.block_bytes + second.block_bytes)
+
+
+def test_ranks_that_cannot_meet_store_their_own(caplog: pytest.LogCaptureFixture) -> None:
+    handshake = Handshake(2, lambda block_bytes: block_bytes // 10)
+    handshake.on_message(A, replica(0))
+    handshake.on_message(B, replica(1))
+    assert handshake.on_message(A, Joined(0, "")) == []
+    answers = handshake.on_message(B, Joined(1, "this torch has no NCCL"))
+    check_own_copies(handshake, answers, caplog, "rank 1: this torch has no NCCL")
+    assert handshake.on_message(A, Joined(0, "a connection ended")) == []
+    handshake.on_message(A, Ready(0, 20))
+    handshake.on_message(B, Ready(1, 20))
+    assert list(handshake.inbox) == [SlotsReady(20, 20, 200, 50, "layout-layout")]
+
+
+def test_a_rank_that_does_not_say_whether_it_could_is_not_waited_for(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    clock = ManualClock()
+    handshake = Handshake(2, lambda block_bytes: block_bytes // 10, clock=clock)
+    handshake.on_message(A, replica(0))
+    handshake.on_message(B, replica(1))
+    handshake.on_message(A, Joined(0, ""))
+    clock.advance(JOIN_WITHIN_S - 1)
+    assert handshake.on_tick() == []
+    clock.advance(1)
+    check_own_copies(handshake, handshake.on_tick(), caplog, "ranks [1] did not join within 60 s")
+    assert handshake.on_tick() == []
+
+
+def test_a_rank_that_dies_while_others_wait_for_it(caplog: pytest.LogCaptureFixture) -> None:
+    """Its new process has not met anybody, and nobody can meet it where the old one would have been."""
+    clock = ManualClock()
+    handshake = Handshake(2, lambda block_bytes: block_bytes // 10, clock=clock)
+    handshake.on_message(A, replica(0))
+    handshake.on_message(B, replica(1))
+    handshake.on_message(STRANGER, replica(1))
+    clock.advance(ANSWER_WITHIN_S)
+    answers = handshake.on_message(STRANGER, replica(1))
+    configure = Configure(20)
+    assert sorted(answers) == [(A, configure), (STRANGER, configure)]
+    assert "rank 1 was started anew" in caplog.text
+
+
+def test_a_rank_of_those_that_share_is_not_replaced() -> None:
+    clock = ManualClock()
+    handshake = Handshake(2, lambda block_bytes: 8, clock=clock)
+    handshake.on_message(A, replica(0))
+    handshake.on_message(B, replica(1))
+    join_all(handshake, A, B)
+    handshake.on_message(STRANGER, replica(1))
+    clock.advance(ANSWER_WITHIN_S)
+    (answer,) = handshake.on_message(STRANGER, replica(1))
+    assert isinstance(answer[1], Refused) and "restart the engine" in reason(handshake)
+
+
+def test_a_rank_alone_on_its_machine_is_told_again_what_it_stores_when_it_is_replaced() -> None:
+    clock = ManualClock()
+    handshake = Handshake(2, lambda block_bytes: 8, clock=clock)
+    handshake.on_message(A, replica(0))
+    handshake.on_message(B, replica(1, machine="there"))
+    join_all(handshake, A, B)
+    again = replica(1, machine="there")
+    handshake.on_message(STRANGER, again)
+    clock.advance(ANSWER_WITHIN_S)
+    answers = handshake.on_message(STRANGER, again)
+    join = Join((1,), "4711/token", 0, 1)
+    assert answers == [(STRANGER, join), (STRANGER, Configure(8, is_shared=True))]
 
 
 # ---------------------------------------------------------------- the disk
@@ -457,6 +642,41 @@ def test_what_a_rank_found_on_its_disk_reaches_the_leader() -> None:
         SlotsFound("disk", 0, 40, []),
     ]
     assert list(handshake.inbox) == [TierOff("disk", "worker 0: no room")] and handshake.foreign_total == 0
+
+
+def test_blocks_go_straight_to_devices_while_every_rank_that_stores_says_so() -> None:
+    handshake = with_disk(2)
+    handshake.on_message(A, TierDirect(0, "disk", True))
+    handshake.on_message(A, TierDirect(0, "disk", True))
+    assert not handshake.inbox
+    handshake.on_message(B, TierDirect(1, "disk", True))
+    assert list(handshake.inbox) == [TierReach("disk", True)]
+    handshake.on_message(B, TierDirect(1, "disk", False))
+    handshake.on_message(B, TierDirect(1, "disk", False))
+    handshake.on_message(A, TierDirect(0, "disk", False))
+    assert list(handshake.inbox) == [TierReach("disk", True), TierReach("disk", False)]
+    alone = Handshake(2, lambda block_bytes: block_bytes // 10, {"disk": lambda size, fingerprint: DISK})
+    for rank, identity in enumerate((A, B)):
+        alone.on_message(identity, replica(rank))
+    join_all(alone, A, B)
+    alone.on_message(A, TierDirect(0, "disk", True))
+    assert list(alone.inbox) == [TierReach("disk", True)], "the others get what rank 0 loads"
+
+
+def test_what_a_rank_that_died_could_do_its_new_process_has_to_say_anew() -> None:
+    clock = ManualClock()
+    handshake = ready_ranks(clock)
+    for rank, identity in enumerate((A, B)):
+        handshake.on_message(identity, TierDirect(rank, "disk", True))
+    handshake.on_message(STRANGER, hello(1, 2))
+    clock.advance(ANSWER_WITHIN_S)
+    handshake.on_message(STRANGER, hello(1, 2))
+    off, replaced = TierReach("disk", False), RankReplaced(1, 0)
+    assert list(handshake.inbox) == [TierReach("disk", True), off, replaced]
+    handshake.on_message(B, TierDirect(1, "disk", True))  # it is nobody any more
+    assert len(handshake.inbox) == 3
+    handshake.on_message(STRANGER, TierDirect(1, "disk", True))
+    assert handshake.inbox[-1] == TierReach("disk", True)
 
 
 def test_the_start_waits_until_every_rank_knows_all_of_its_disk() -> None:
@@ -560,8 +780,10 @@ def test_what_is_found_in_lists_of_unequal_lengths_is_no_news() -> None:
     "message",
     [
         Configure(8, (DISK,)),
-        Configure(8, (DISK, REMOTE), "4711/token"),
+        Configure(8, (DISK, REMOTE), 7, is_shared=True),
         replica(0),
+        Join((3, 4), "4711/token", 1, 2),
+        Joined(4, "no NCCL"),
         TierFound(1, "disk", 4096, [0, 5], [b"k" * 32, b"\xff" * 33], [2**63, 0]),
         TierRefused(3, "disk", "no room"),
         Move(STORE),
@@ -594,6 +816,8 @@ def by_heads(*hellos: Hello) -> Handshake:
     handshake = Handshake(len(hellos), lambda block_bytes: 8, plans)
     for rank, said in enumerate(hellos):
         handshake.on_message(b"%d" % rank, said)
+    if any(said.part for said in hellos):
+        join_all(handshake, *(b"%d" % rank for rank in range(len(hellos))))
     for rank in range(len(hellos)):
         handshake.on_message(b"%d" % rank, Ready(rank, 8))
     return handshake
@@ -618,8 +842,7 @@ def test_one_rank_that_means_something_else_keeps_all_blocks_as_they_are(other: 
 
 
 def test_ranks_that_get_blocks_from_rank_0_have_no_say_in_it() -> None:
-    same = {"block_bytes": 100, "num_device_blocks": 50, "fingerprint": "layout", "replicates": True}
-    handshake = by_heads(hello(0, 2, **same, **BY_HEADS), hello(1, 2, **same))
+    handshake = by_heads(replica(0, **BY_HEADS), replica(1))
     (ready,) = (event for event in handshake.inbox if isinstance(event, SlotsReady))
     assert (ready.fingerprint, ready.head_shard_bytes) == ("meaning", 25)
 

@@ -19,6 +19,7 @@ from kvbm_core.storage.host_slab import (
     taken_by_siblings_bytes,
 )
 from kvbm_core.testing.executor_bench import LONG_S, is_mapped
+from tests.threads import threads_since
 
 SLOT_BYTES = 768 << 10
 
@@ -78,7 +79,8 @@ def test_what_was_prepared_is_undone_at_close_even_if_preparing_failed_later() -
         return lambda: undone.append(address)
 
     slab_start: dict[str, int] = {}
-    slab = HostSlab(4, HUGE_PAGE_BYTES, prepare=prepare, chunk_bytes=HUGE_PAGE_BYTES)  # type: ignore[arg-type]
+    chunk_bytes = HUGE_PAGE_BYTES
+    slab = HostSlab(4, HUGE_PAGE_BYTES, prepare=prepare, chunk_bytes=chunk_bytes)  # type: ignore[arg-type]
     assert not slab.wait_ready(LONG_S)
     assert slab.ready_slots == 1
     assert slab.failure == "RuntimeError: no more pinned memory"
@@ -90,6 +92,7 @@ def test_what_was_prepared_is_undone_at_close_even_if_preparing_failed_later() -
 
 def test_close_ends_the_thread_early_and_unmaps() -> None:
     gate, entered = threading.Event(), threading.Event()
+    before = set(threading.enumerate())
 
     def prepare(address: int, nbytes: int) -> None:
         entered.set()
@@ -104,7 +107,7 @@ def test_close_ends_the_thread_early_and_unmaps() -> None:
     gate.set()
     closer.join(LONG_S)
     assert slab.ready_slots == 1
-    assert "kvbm-host-slab" not in [thread.name for thread in threading.enumerate()]
+    assert not threads_since(before)
     gc.collect()
     assert not is_mapped(slab.address)
     with pytest.raises(ValueError, match="closed"):

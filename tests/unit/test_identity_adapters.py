@@ -16,6 +16,7 @@ from kvbm_core.identity.adapters import AdapterIdentities
 from kvbm_core.identity.digest import DigestMemory
 from kvbm_core.identity.roots import Stamp
 from kvbm_core.identity.weights import CLOCK_TICK_NS
+from tests.threads import threads_since
 
 PATIENCE_S = 20.0
 
@@ -23,10 +24,11 @@ PATIENCE_S = 20.0
 @pytest.fixture
 def adapters() -> Iterator[AdapterIdentities]:
     """Of one engine."""
+    before = set(threading.enumerate())
     each = AdapterIdentities(DigestMemory(None))
     yield each
     each.close()
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("kvbm-")]
+    assert not threads_since(before)
 
 
 @pytest.fixture

@@ -170,7 +170,9 @@ def test_what_no_code_is_built_of_does_not_count_for_it_either(model: Path) -> N
     assert digester.content(model, any_file=True).sha256 == before.sha256
 
 
-@pytest.mark.parametrize("suffix", sorted(WEIGHT_SUFFIXES))
+@pytest.mark.parametrize(
+    "suffix", sorted({*WEIGHT_SUFFIXES, ".bin", ".ckpt", ".gguf", ".pt", ".safetensors"})
+)
 def test_every_kind_of_weights_counts_also_as_a_single_file(tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"w{suffix}"
     path.write_bytes(b"one")

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import importlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
 import pytest
 
 import kvbm_sglang.config_tables as of_sglang
 import kvbm_trtllm.config_tables as of_trtllm
 import kvbm_vllm.config_tables as of_vllm
+from kvbm_core.identity import environment
 from kvbm_core.identity.environment import describe_environment, is_of_kubernetes
 from kvbm_core.identity.fields import Description
 
@@ -81,3 +87,106 @@ def test_what_kubernetes_sets() -> None:
 
 def test_texts_are_not_told_they_may_be_secrets() -> None:
     assert "secret" not in repr(described(of_vllm, VLLM_OF_TOMORROW="secret"))
+
+
+# ---------------------------------------------------------------- packages, and what a CPU has
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    cached = (environment.packages, environment.vector_units, environment.code_of_editable)
+    for read in cached:
+        read.cache_clear()
+    yield
+    for read in cached:
+        read.cache_clear()
+
+
+def install(site: Path, name: str, version: str, *, is_editable: bool = False) -> None:
+    info = site / f"{name.replace('-', '_')}-{version}.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    origin = {"url": "file:///a", "dir_info": {"editable": is_editable}}
+    (info / "direct_url.json").write_text(json.dumps(origin))
+
+
+def develop(checkout: Path, name: str, version: str) -> None:
+    """As ``setup.py develop`` leaves it."""
+    info = checkout / f"{name}.egg-info"
+    info.mkdir(parents=True)
+    (info / "PKG-INFO").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+
+
+def test_packages_by_which_engines_choose_kernels_count_with_their_versions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    install(tmp_path, "deep-gemm", "2.1")
+    install(tmp_path, "of-no-account", "1.0")
+    found = environment.packages().split()
+    assert "deep-gemm==2.1" in found and not any(one.startswith("of-no-account") for one in found)
+
+
+@pytest.mark.parametrize("module", ["deep_gemm", "hpc"])
+def test_a_module_by_which_engines_choose_counts_whatever_its_package_is_called(
+    module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    before = environment.packages()
+    (tmp_path / module).mkdir()
+    (tmp_path / module / "__init__.py").write_text("raise SystemExit")
+    importlib.invalidate_caches()
+    environment.packages.cache_clear()
+    assert set(environment.packages().split()) - set(before.split()) == {module}
+
+
+@pytest.mark.parametrize("way", ["a wheel", "editable", "setup.py develop", "on the path", "not at all"])
+def test_the_code_of_an_engine_counts_that_is_not_as_it_was_installed(
+    way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site, checkout = tmp_path / "site", tmp_path / "checkout"
+    site.mkdir()
+    monkeypatch.syspath_prepend(site)
+    if way in {"a wheel", "editable", "on the path"}:
+        install(site, "my-engine", "1.0", is_editable=way == "editable")
+    if way == "setup.py develop":
+        develop(checkout, "my_engine", "1.0")
+    code = site if way == "a wheel" else checkout
+    monkeypatch.syspath_prepend(code)
+    folder = code / "my_engine" / "models"
+    folder.mkdir(parents=True)
+    files = (folder.parent / "__init__.py", folder / "mine.py", folder / "kernel.so")
+    found = set()
+    for number, changed in enumerate((*files, *files[1:])):
+        changed.write_text(f"x = {number}")
+        importlib.invalidate_caches()
+        environment.code_of_editable.cache_clear()
+        found.add(environment.code_of_editable("my_engine", "not_there"))
+    assert found == {""} if way == "a wheel" else len(found) == 5
+
+
+def test_what_a_cpu_can_compute_with_is_read_from_the_kernel(tmp_path: Path) -> None:
+    said = tmp_path / "cpuinfo"
+    said.write_text("processor : 0\nflags\t\t: fpu smep avx2 amx_fp8 avx512_bf16 rdrand\n")
+    assert environment.vector_units(str(said)) == "amx_fp8 avx2 avx512_bf16"
+    environment.vector_units.cache_clear()
+    said.write_text("Features : fp asimd sve2 i8mm\n")
+    assert environment.vector_units(str(said)) == "asimd i8mm sve2"
+    environment.vector_units.cache_clear()
+    said.write_text("nothing\n")
+    with pytest.raises(LookupError):
+        environment.vector_units(str(said))
+
+
+@pytest.mark.parametrize(
+    ("text", "units"),
+    [
+        ("vendor_id : IBM/S390\nfeatures\t: esan3 te vx vxd nnpa\n", "esan3 te vx vxd nnpa"),
+        ("processor : 0\nhart : 1\nisa\t\t: rv64imafdcv_zvfbfmin\n", "rv64imafdcv_zvfbfmin"),
+        ("processor : 0\ncpu\t\t: POWER10, altivec supported\n", "POWER10, altivec supported"),
+    ],
+)
+def test_what_other_kinds_of_cpus_say_of_themselves_counts(text: str, units: str, tmp_path: Path) -> None:
+    said = tmp_path / "cpuinfo"
+    said.write_text(text)
+    assert environment.vector_units(str(said)) == units

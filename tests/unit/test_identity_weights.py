@@ -25,6 +25,7 @@ from kvbm_core.identity.weights import (
     files_of_sources,
     process_began_ns,
 )
+from tests.threads import threads_since
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -345,7 +346,7 @@ def test_what_the_log_says_when_they_are_known(model: Path, caplog: pytest.LogCa
 def test_its_end_is_soon_and_progress_is_told(
     model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    told = threading.Event()
+    told, before = threading.Event(), set(threading.enumerate())
 
     class Told(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
@@ -369,7 +370,7 @@ def test_its_end_is_soon_and_progress_is_told(
         weights.close()
     logging.getLogger("kvbm").removeHandler(handler)
     assert not weights.stamp().is_lasting
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("kvbm-")]
+    assert not threads_since(before)
     weights.close()
 
 
@@ -399,5 +400,6 @@ def test_when_a_process_began() -> None:
 
 @pytest.fixture(autouse=True)
 def _no_thread_is_left() -> Iterator[None]:
+    before = set(threading.enumerate())
     yield
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("kvbm-weights")]
+    assert not threads_since(before, "kvbm-weights")

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from kvbm_core.clock import ManualClock
 from kvbm_core.errors import Outcome
 from kvbm_core.policy.frequency import FrequencyFilter
+from kvbm_core.storage.extents import extent_blocks
+from kvbm_core.storage.stores import extent_bytes
 from kvbm_core.tiers.keyed import HOST_SHARE, KeyedOptions, Seeker, Sought
 from kvbm_core.tiers.lower import StoringOptions
 from kvbm_core.tiers.runs import BlockRun
@@ -221,6 +225,26 @@ def test_what_was_fetched_is_not_stored_again() -> None:
     assert not bench.sent
 
 
+def test_of_a_hot_prompt_one_extent_is_looked_for_and_all_are_stored_again_if_it_is_lost() -> None:
+    bench, keys = ExtentBench(full_blocks=16), chain(100)
+    bench.in_host(keys)
+    bench.offer(keys)
+    stored = bench.stored(bench.reply())
+    assert (keys[95], 16) in stored
+    for _ in range(3):
+        bench.clock.advance(OPTIONS.present_s + 1.0)
+        bench.hit(keys)
+        (order,) = bench.reply()
+        assert order.kind is OrderKind.FIND and names_of(order) == [(keys[95], 16)]
+    bench.has.clear()  # its server was restarted
+    bench.clock.advance(OPTIONS.present_s + 1.0)
+    bench.hit(keys)
+    bench.reply()
+    bench.hit(keys)
+    assert sorted(bench.stored(bench.reply())) == sorted(stored)
+    bench.assert_idle()
+
+
 def test_the_filter_goes_by_an_extents_last_block() -> None:
     bench, keys = ExtentBench(full_blocks=8, admission=FrequencyFilter(ManualClock())), chain(16)
     bench.in_host(keys)
@@ -297,3 +321,76 @@ def test_what_has_left_the_host_is_not_stored() -> None:
         stored += bench.stored(orders)
     assert (keys[207], 8) not in stored and (keys[215], 8) in stored
     bench.assert_idle()
+
+
+# ---------------------------------------------------------------- how many requests to expect
+
+PAGE = Path(__file__).parents[2] / "docs" / "scale.md"
+LONG_TOKENS = 131_072
+STORES = {"bucket, Mooncake": "s3://bucket", "Valkey, Redis": "redis://host", "directory": "file:///mnt/kv"}
+UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
+
+
+def rows_of_the_page() -> list[list[str]]:
+    """The table of requests in docs/scale.md."""
+    lines = PAGE.read_text(encoding="utf-8").partition("## Requests of a prompt")[2].partition("\n## ")[0]
+    return [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in lines.splitlines() if "|" in line
+    ][2:]
+
+
+def bytes_in(text: str) -> int:
+    """Of a number with a unit."""
+    number, unit = text.split()
+    return int(number) * UNITS[unit]
+
+
+def store_of(url: str, block_bytes: int) -> ExtentBench:
+    """One with room for the whole prompt, of a store such as engines open."""
+    full = extent_blocks(block_bytes, extent_bytes(url)) if extent_bytes(url) else 1
+    bench = ExtentBench(1 << 16, full, extent_bytes=extent_bytes(url))
+    bench.check = lambda: None  # type: ignore[method-assign] # thousands of times of thousands of blocks
+    return bench
+
+
+@pytest.mark.parametrize("row", rows_of_the_page(), ids=lambda row: " ".join(row[:2]))
+def test_a_prompt_costs_the_requests_that_the_page_says(row: list[str]) -> None:
+    store, block, full_blocks, nothing, look_ups, fetches, num_bytes = row
+    tokens, size = block.split(", ")
+    keys, url = chain(LONG_TOKENS // int(tokens)), STORES[store]
+    assert len(keys) * bytes_in(size) == bytes_in(num_bytes)
+    bench = store_of(url, bytes_in(size))
+    assert bench.tier.full_blocks == int(full_blocks)
+    assert bench.bring(keys) == 0 and len(bench.asked) == int(nothing)
+    bench = store_of(url, bytes_in(size))
+    bench.put(keys)
+    assert bench.bring(keys) == len(keys)
+    assert [len(bench.asked), len(bench.got)] == [int(n.replace(",", "")) for n in (look_ups, fetches)]
+
+
+@pytest.mark.parametrize("url", ["s3://bucket", "mooncake://host:50051", "rediss://host"])
+@pytest.mark.parametrize("block_tokens", [8, 16, 32, 64, 128, 256])
+def test_a_prompt_of_32_extents_takes_at_most_50_requests_whatever_the_block_size(
+    url: str, block_tokens: int
+) -> None:
+    keys = chain(LONG_TOKENS // block_tokens)
+    for parts in (1, 4, 32):
+        bench = store_of(url, parts * extent_bytes(url) // len(keys))
+        bench.put(keys)
+        assert bench.bring(keys) == len(keys)
+        assert len(bench.asked) + len(bench.got) <= 50, (parts, len(bench.asked), len(bench.got))
+
+
+@pytest.mark.parametrize("stored", [1, 2, 7, 100, 1023, 1024])
+def test_blocks_as_large_as_an_extent_are_found_by_few_questions(stored: int) -> None:
+    """Each of them is one object: not each of them is asked for."""
+    bench = store_of("s3://bucket", 4 << 20)
+    keys = chain(1024)
+    bench.put(keys, stored)
+    assert bench.bring(keys) == stored
+    assert len(bench.asked) <= 60 and sorted(bench.got) == sorted(bench.has)
+    lost = (keys[stored // 2], 1)
+    bench = store_of("s3://bucket", 4 << 20)
+    bench.put(keys, stored)
+    bench.has.discard(lost)
+    assert bench.bring(keys) == stored // 2, "what was believed to be there was read, and is not there"

@@ -251,6 +251,35 @@ def test_a_store_that_knows_its_blocks_and_gives_none_is_left_alone(is_late: boo
     assert not bench.tier.is_usable
 
 
+@pytest.mark.parametrize("kind", [OrderKind.FIND, OrderKind.FETCH])
+def test_a_store_that_takes_everything_and_gives_nothing_is_left_alone(kind: OrderKind) -> None:
+    bench = Bench(first_find_blocks=1)
+    bench.in_host(KEYS[100:120])
+
+    def store(number: int) -> None:
+        bench.offer(KEYS[100 + number : 101 + number])
+        bench.answer(bench.only(OrderKind.STORE))
+
+    def read(number: int) -> None:
+        if kind is OrderKind.FIND:
+            bench.find(KEYS[number : number + 1], outcome=Outcome.TIMED_OUT)
+        else:
+            bench.find(KEYS[number : number + 1])
+            bench.answer(bench.fetch(KEYS[number : number + 1]), Outcome.TIMED_OUT)
+
+    for i in range(FAILURES_IN_A_ROW):
+        assert bench.tier.is_usable
+        read(i)
+        if i < FAILURES_IN_A_ROW - 1:
+            store(i)
+    assert not bench.tier.is_usable
+    bench.clock.advance(FIRST_PAUSE_S)
+    store(10)  # a trial that proves nothing: one more read fails, and the next pause is longer
+    read(10)
+    bench.clock.advance(2 * FIRST_PAUSE_S - 1.0)
+    assert not bench.tier.is_usable
+
+
 def test_a_fetch_that_works_ends_the_count_of_failures() -> None:
     bench = Bench(first_find_blocks=1)
     for i in range(2 * FAILURES_IN_A_ROW):
@@ -288,7 +317,7 @@ def test_trouble_on_one_rank_is_no_answer_though_another_has_one() -> None:
 
 def test_only_ranks_that_store_are_waited_for() -> None:
     bench = Bench(num_ranks=3)
-    bench.tier.expect(0, 1)
+    bench.tier.expect(0, [0])
     bench.find(KEYS[:2], ranks=[0])
     bench.answer(bench.fetch(KEYS[:2]), ranks=[0])
     assert bench.here(KEYS[:2]) == [True, True]
@@ -370,6 +399,75 @@ def test_what_was_found_or_fetched_there_is_not_stored_again() -> None:
     bench.answer(order)
     bench.host.forget(KEYS[:4])
     assert bench.fetch(KEYS[:4]).keys == tuple(KEYS[:4])  # what was stored is known to be there
+
+
+def hits(bench: Bench, keys: Sequence[BlockKey], every_s: float, times: int) -> list[TierOrder]:
+    """What hits at such intervals lead to; the store has everything."""
+    orders = list[TierOrder]()
+    for _ in range(times):
+        bench.clock.advance(every_s)
+        bench.hit(keys)
+        for order in bench.take_sent():
+            orders.append(order)
+            bench.answer(order)
+    return orders
+
+
+@pytest.mark.parametrize("is_found", [False, True])
+def test_what_is_hit_for_hours_in_the_host_is_stored_once_and_one_block_of_it_looked_for(
+    is_found: bool,
+) -> None:
+    bench = Bench()
+    if is_found:
+        bench.find(KEYS[:8])
+        bench.answer(bench.fetch(KEYS[:8]))
+    else:
+        bench.in_host(KEYS[:8])
+        bench.offer(KEYS[:8])
+        bench.answer(bench.only(OrderKind.STORE))
+    every_s = OPTIONS.present_s + 1.0
+    orders = hits(bench, KEYS[:8], every_s, 50)
+    assert [(order.kind, order.keys) for order in orders] == [(OrderKind.FIND, (KEYS[7],))] * 50
+    assert not hits(bench, KEYS[:8], OPTIONS.present_s / 2, 1)
+    orders = hits(bench, KEYS[:8], OPTIONS.kept_s, 1)
+    assert [order.kind for order in orders] == [OrderKind.STORE], "what a store has removed stays away"
+    bench.assert_idle()
+
+
+def test_what_a_store_has_lost_while_the_host_had_it_is_stored_anew() -> None:
+    bench = Bench()
+    bench.in_host(KEYS[:8])
+    bench.offer(KEYS[:6])
+    bench.answer(bench.only(OrderKind.STORE))
+    bench.clock.advance(OPTIONS.present_s)
+    bench.offer(KEYS[6:8])
+    bench.answer(bench.only(OrderKind.STORE))
+    bench.clock.advance(1.0)
+    bench.hit(KEYS[:6])
+    order = bench.only(OrderKind.FIND)
+    bench.hit(KEYS[:6])  # while it is being looked for
+    assert not bench.sent
+    bench.answer(order, failed={0: Outcome.MISS})
+    bench.hit(KEYS[:8])
+    order = bench.only(OrderKind.STORE)
+    assert order.keys == tuple(KEYS[:6]), "what was seen there just now is there"
+    bench.answer(order)
+    bench.assert_idle()
+
+
+def test_a_look_up_without_an_answer_does_not_make_it_be_stored_again() -> None:
+    bench = Bench()
+    bench.in_host(KEYS[:4])
+    bench.offer(KEYS[:4])
+    bench.answer(bench.only(OrderKind.STORE))
+    bench.clock.advance(OPTIONS.present_s)
+    bench.hit(KEYS[:4])
+    bench.answer(bench.only(OrderKind.FIND), Outcome.TIMED_OUT)
+    bench.hit(KEYS[:4])
+    assert not bench.sent
+    bench.clock.advance(OPTIONS.trouble_s)
+    bench.hit(KEYS[:4])
+    assert bench.only(OrderKind.FIND).keys == (KEYS[3],)
 
 
 def test_a_slot_that_is_being_stored_is_not_given_away() -> None:

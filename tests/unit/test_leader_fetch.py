@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import pytest
 
+from kvbm_core.control.messages import Order, Verb
 from kvbm_core.errors import Outcome
 from kvbm_core.policy.admission import AdmitAll
 from kvbm_core.runtime.handshake import RankReplaced
 from kvbm_core.runtime.leader_options import LeaderOptions
 from kvbm_core.testing.leader_bench import ONE_GROUP, BenchDisk, LeaderBench
+from kvbm_core.tiers import chain as chain_module
+from kvbm_core.tiers.chain import ERRAND_S, MOST_ERRANDS
 from kvbm_core.tiers.groups import GroupSpec
-from kvbm_core.tiers.keyed import KeyedOptions, KeyedTier, keyed_tier
+from kvbm_core.tiers.keyed import KeyedOptions, KeyedTier, Seeker, Sought, keyed_tier
+from kvbm_core.tiers.runs import BlockRun
 from kvbm_core.transfer.plan import JobResult, OrderKind, TierOrder
 from kvbm_core.types import BlockKey, Tier
 from tests.unit.disk_bench import OTHER, PROMPT, TABLE, leave_host, loading, stored
@@ -92,6 +96,130 @@ def test_a_request_waits_for_what_comes_and_gets_it_from_the_host() -> None:
     bench.leader.finish(state)
     assert bench.metric("kvbm_onboard_blocks_o2d") == 4 and bench.metric("kvbm_onboard_blocks_h2d") == 4
     bench.reply()
+    bench.assert_idle()
+
+
+def kinds_of(bench: Bench) -> list[OrderKind]:
+    """What stores are told until they have nothing more to do; nobody asks."""
+    kinds = list[OrderKind]()
+    while orders := bench.reply():
+        kinds += (order.kind for order in orders)
+    return kinds
+
+
+def once(bench: Bench, tokens: list[int] = PROMPT) -> int | None:
+    """What a request is told that asks once, and goes."""
+    state = bench.open()
+    matched = bench.match(state, tokens)
+    bench.leader.finish(state)
+    return matched
+
+
+def test_who_asks_once_has_it_brought_up_for_the_next_one() -> None:
+    bench = Bench(wait_s=0.0)
+    in_store(bench, range(5))
+    assert once(bench) == 0
+    assert kinds_of(bench) == [OrderKind.FIND, OrderKind.FETCH]
+    assert once(bench) == 16
+    assert kinds_of(bench) == []
+    bench.assert_idle()
+
+
+def test_of_a_long_prompt_all_is_brought_up_for_who_asks_once() -> None:
+    bench, prompt = Bench(num_slots=400, wait_s=0.0), list(range(1000, 1000 + 4 * 200))
+    bench.has["near"].update(bench.keys(prompt))
+    assert once(bench, prompt) == 0
+    assert kinds_of(bench).count(OrderKind.FETCH) > 4
+    assert once(bench, prompt) == 4 * 199
+    bench.assert_idle()
+
+
+def test_who_asks_again_has_nothing_brought_up_that_it_does_not_ask_for() -> None:
+    bench = Bench()
+    in_store(bench, range(5))
+    state = bench.open()
+    assert bench.match(state, PROMPT) is None
+    assert kinds_of(bench) == [OrderKind.FIND]
+    bench.leader.finish(state)
+    bench.assert_idle()
+
+
+def test_who_asks_once_for_what_is_nowhere_costs_one_look_up_of_each_store() -> None:
+    bench = Bench(wait_s=0.0, names=("near", "far"))
+    assert once(bench) == 0
+    assert kinds_of(bench) == [OrderKind.FIND, OrderKind.FIND]
+    bench.assert_idle()
+
+
+def test_at_one_piece_of_news_a_bounded_number_of_blocks_is_looked_through(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    num_blocks, most = 10, 25
+    monkeypatch.setattr(chain_module, "ERRAND_BLOCKS", most)
+    bench = Bench(num_slots=1000, wait_s=0.0)
+    chain, looked = bench.leader.chain, list[int]()
+    seek, go_on = chain.sought, bench.store_of().on_news
+
+    def sought(runs: Sequence[BlockRun], seeker: Seeker | None = None) -> Sought:
+        found = seek(runs, seeker)
+        if found is Sought.COMING:
+            looked[-1] += sum(run.end - run.first for run in runs)
+        return found
+
+    def news() -> None:
+        looked.append(0)
+        go_on()
+
+    prompts = [[1000 * p + i for i in range(4 * num_blocks + 1)] for p in range(1, MOST_ERRANDS + 1)]
+    for prompt in prompts:
+        bench.has["near"].update(bench.keys(prompt))
+        assert once(bench, prompt) == 0
+    monkeypatch.setattr(chain, "sought", sought)
+    monkeypatch.setattr(bench.store_of(), "on_news", news)
+    kinds_of(bench)
+    monkeypatch.undo()
+    assert num_blocks <= max(looked) < most + num_blocks
+    assert [once(bench, prompt) for prompt in prompts] == [4 * num_blocks] * MOST_ERRANDS
+    bench.assert_idle()
+
+
+def test_while_an_operator_has_it_drained_nothing_more_is_brought_up() -> None:
+    bench = Bench(wait_s=0.0)
+    in_store(bench, range(5))
+    assert once(bench) == 0
+    end = bench.desk.submit(Order(verb=Verb.DRAIN))
+    bench.leader.poll()
+    assert end.done()
+    assert kinds_of(bench) == [OrderKind.FIND]
+    bench.desk.submit(Order(verb=Verb.RESUME))
+    bench.leader.poll()
+    assert once(bench) == 0
+    assert kinds_of(bench) == [OrderKind.FETCH]
+    bench.assert_idle()
+
+
+def test_nothing_is_brought_up_that_was_reset_or_that_took_too_long() -> None:
+    for spoil in (
+        lambda bench: bench.leader.chain.reset({Tier.HOST}),
+        lambda bench: bench.clock.advance(ERRAND_S),
+    ):
+        bench = Bench(wait_s=0.0)
+        in_store(bench, range(5))
+        assert once(bench) == 0
+        spoil(bench)
+        assert kinds_of(bench) == [OrderKind.FIND]
+        bench.assert_idle()
+
+
+def test_prompts_that_are_brought_up_at_once_are_bounded_and_the_newest_count() -> None:
+    bench = Bench(num_slots=400, wait_s=0.0)
+    prompts = [list(range(1000 * i, 1000 * i + 8)) for i in range(1, MOST_ERRANDS + 4)]
+    for prompt in prompts:
+        bench.has["near"].update(bench.keys(prompt))
+        assert once(bench, prompt) == 0
+    assert kinds_of(bench).count(OrderKind.FETCH) == MOST_ERRANDS
+    assert once(bench, prompts[-1]) == 4
+    kinds_of(bench)
     bench.assert_idle()
 
 

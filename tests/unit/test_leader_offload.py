@@ -227,8 +227,21 @@ def test_the_own_chain_never_makes_room_for_its_own_end() -> None:
     state = bench.open()
     bench.answer(offload(bench, state, PROMPT[:16]))
     assert bench.offload(state, PROMPT) is None
-    assert bench.resident_blocks(PROMPT) == 4 and bench.evicted == []
+    assert bench.resident_blocks(PROMPT) == 4 and bench.tier.evicted_blocks_total == 0
     assert bench.metric('kvbm_dropped_blocks_total{reason="no_space"}') == 1
+
+
+def test_chains_of_one_job_make_no_room_for_each_other() -> None:
+    bench = LeaderBench(8)
+    states = [bench.open(name) for name in ("one", "two")]
+    prompts = (PROMPT, OTHER)
+    for state, prompt in zip(states, prompts, strict=True):
+        bench.answer(offload(bench, state, prompt[:16]))
+    for state, prompt in zip(states, prompts, strict=True):
+        bench.leader.offload(state, prompt, 16, len(prompt), [range(1, 1 + len(prompt) // 4)])
+    assert bench.take_offloads() is None
+    assert [bench.resident_blocks(prompt) for prompt in prompts] == [4, 4]
+    assert bench.tier.evicted_blocks_total == 0
 
 
 def test_pinned_and_pending_blocks_never_make_room() -> None:
@@ -245,7 +258,7 @@ def test_pinned_and_pending_blocks_never_make_room() -> None:
         *third.moves[0].slots,
         *(reader.match.held.slots if reader.match else ()),
     }
-    assert len(used) == 6 and bench.evicted == []
+    assert len(used) == 6 and bench.tier.evicted_blocks_total == 0
 
 
 def test_the_tail_of_a_prompt_makes_room_before_its_head_and_the_oldest_prompt_first() -> None:
@@ -255,7 +268,7 @@ def test_the_tail_of_a_prompt_makes_room_before_its_head_and_the_oldest_prompt_f
     bench.store(PROMPT, "again")
     bench.store(range(900, 912))
     assert bench.resident_blocks(OTHER) == 2 and bench.resident_blocks(PROMPT) == 5
-    assert bench.metric('kvbm_evicted_blocks_total{tier="host"}') == 3
+    assert bench.metric('kvbm_evicted_blocks_total{tier="host",reason="room"}') == 3
 
 
 def test_blocks_stored_after_the_request_ended_do_not_outlive_their_head() -> None:

@@ -7,8 +7,10 @@ import logging
 import pytest
 
 from kvbm_core.clock import ManualClock
+from kvbm_core.config import KvbmSettings
 from kvbm_core.errors import Outcome
-from kvbm_core.tiers.keyed import Seeker, Sought
+from kvbm_core.runtime.assembly import lower_makers
+from kvbm_core.tiers.keyed import KeyedTier, Seeker, Sought
 from kvbm_core.tiers.pace import (
     FRESH_S,
     MIN_SAMPLES,
@@ -22,6 +24,7 @@ from kvbm_core.tiers.runs import BlockRun
 from kvbm_core.transfer.plan import JobResult, OrderKind
 from tests.unit.extent_bench import ExtentBench, chain
 from tests.unit.test_leader_fetch import Bench as LeaderBench
+from tests.unit.tier_bench import TierBench
 
 BLOCK_TOKENS = 16
 
@@ -86,6 +89,7 @@ def fetch_slowly(bench: ExtentBench, seconds: float) -> None:
         assert bench.host.match_prefix(keys) == 8
 
 
+@pytest.mark.shows("KVBM_REMOTE_LOAD=faster")
 def test_what_is_computed_faster_is_looked_for_and_not_fetched(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     bench, keys = ExtentBench(full_blocks=8), chain(64)
@@ -105,6 +109,22 @@ def test_what_is_computed_faster_is_looked_for_and_not_fetched(caplog: pytest.Lo
     assert OrderKind.FETCH in {order.kind for order in bench.reply()}
 
 
+@pytest.mark.shows("KVBM_REMOTE_LOAD", "KVBM_REMOTE_LOAD=faster", "KVBM_REMOTE_LOAD=always")
+@pytest.mark.parametrize(("load", "sought"), [("faster", Sought.STUCK), ("always", Sought.COMING)])
+def test_the_setting_decides_whether_what_is_computed_faster_is_fetched(load: str, sought: Sought) -> None:
+    given = {"cpu_cache_gb": 1, "remote_url": "s3://kv", "remote_load": load}
+    made = TierBench(lower_makers(KvbmSettings.from_env(given), ManualClock())["remote"]).tier
+    assert isinstance(made, KeyedTier)
+    bench, keys = ExtentBench(full_blocks=8, always_loads=made._keyed.always_loads), chain(64)
+    fetch_slowly(bench, 0.1)
+    bench.put(keys)
+    run, seeker = [BlockRun(keys, 0, 64, BLOCK_TOKENS)], Seeker(token_s=0.001)
+    assert bench.tier.wanted(run, seeker) is Sought.COMING, "first whether there is anything"
+    bench.reply()
+    assert bench.tier.wanted(run, seeker) is sought
+
+
+@pytest.mark.shows("KVBM_REMOTE_LOAD=always")
 def test_who_always_loads_waits_for_a_slow_store_too() -> None:
     bench, keys = ExtentBench(full_blocks=8, always_loads=True), chain(64)
     fetch_slowly(bench, 0.1)

@@ -14,12 +14,16 @@ from kvbm_core.runtime.local import LocalOptions, LocalTiers
 from kvbm_core.storage.disk.record import slot_offset_bytes, whole_sectors
 from kvbm_core.testing import toy_store
 from kvbm_core.testing.executor_bench import LONG_S
+from kvbm_core.testing.file_io_contract import why_no_nixl
 from kvbm_core.tiers.slotted import SlottedTier
 from kvbm_core.transfer.movers import disk as disk_mover
+from kvbm_core.transfer.plan import OrderKind
+from kvbm_core.types import SequenceHash, block_key
 from tests.faults.doubles import FailingIo, HeldIo
 from tests.unit.local_bench import KEYS, PIECE_BYTES, End, LocalBench, device_memory
 
 FILE = "rank-0-of-1.blocks"
+NO_NIXL = why_no_nixl()
 MakeBench = Callable[..., LocalBench]
 
 
@@ -51,13 +55,26 @@ def test_blocks_come_back_to_other_places(bench_of: MakeBench) -> None:
     assert bench.metric('kvbm_tier_blocks{tier="host",state="used"}') == 4
 
 
+def test_blocks_of_several_groups_share_the_slots(bench_of: MakeBench) -> None:
+    parts = [block_key(SequenceHash(KEYS[3]), group) for group in (1, 2)]
+    keys = [*KEYS[:4], *parts]
+    bench = bench_of(6, disk_slots=6, num_groups=3)
+    assert bench.store(keys) is Outcome.OK
+    assert bench.tiers.match("a", keys) == 6
+    assert bench.load("a", keys) is Outcome.OK and bench.came(keys)
+    bench.close()
+    again = bench_of(6, disk_slots=6, num_groups=3)
+    assert again.tiers.match("a", [*KEYS[2:4], *parts]) == 4
+    assert again.load("a", [*KEYS[2:4], *parts]) is Outcome.OK and again.came([*KEYS[2:4], *parts])
+
+
 def test_what_is_there_already_is_not_stored_again(bench_of: MakeBench) -> None:
     bench = bench_of(4)
     bench.store(KEYS[:3])
     assert bench.store(KEYS[:2]) is Outcome.OK
     assert bench.store(KEYS[1:4]) is Outcome.OK
     assert bench.metric("kvbm_offload_blocks_d2h") == 4
-    assert bench.metric('kvbm_evicted_blocks_total{tier="host"}') == 0
+    assert bench.metric('kvbm_evicted_blocks_total{tier="host",reason="room"}') == 0
 
 
 def test_of_what_does_not_fit_the_head_is_kept(bench_of: MakeBench) -> None:
@@ -272,8 +289,8 @@ def test_a_late_write_keeps_its_slots_until_the_kernel_is_done(
     assert isinstance(disk, SlottedTier)
     judge = disk.judge
 
-    def judged(outcome: Outcome) -> None:
-        judge(outcome)
+    def judged(outcome: Outcome, kind: OrderKind) -> None:
+        judge(outcome, kind)
         is_given_up.set()
 
     monkeypatch.setattr(disk, "judge", judged)
@@ -345,3 +362,25 @@ def test_closing_ends_what_waits(bench_of: MakeBench) -> None:
     bench.tiers.close()
     assert {end.wait() for end in ends} <= {Outcome.OK, Outcome.REJECTED}
     assert bench.begin_store(KEYS[4:5]).wait() is Outcome.REJECTED
+
+
+@pytest.mark.skipif(NO_NIXL is not None, reason=f"NOT RUN: disk to device by NIXL: {NO_NIXL}")
+def test_pages_come_straight_from_disk_more_than_the_host_holds(tmp_path: Path) -> None:
+    bench = LocalBench(tmp_path, 4, 20, to_device="nixl-posix")
+    try:
+        for start in (0, 4, 8):
+            assert bench.store(KEYS[start : start + 4]) is Outcome.OK
+        disk = bench.tiers._lower("disk")
+        assert isinstance(disk, SlottedTier)
+        with bench.tiers._lock:
+            assert bench.tiers._lock.wait_for(lambda: disk.is_direct, LONG_S)
+            bench.tiers._chain.host.reset()
+        assert bench.tiers.match("r", KEYS[:12]) == 12
+        assert bench.load("r", KEYS[:12]) is Outcome.OK and bench.came(KEYS[:12])
+        assert bench.tiers.resident_blocks == (0, 12)
+        assert bench.store(KEYS[:12]) is Outcome.OK, "they are there, and are not stored again"
+        assert bench.tiers.resident_blocks == (0, 12)
+        assert bench.metric("kvbm_onboard_blocks_d2d") == 12 and bench.metric("kvbm_onboard_blocks_h2d") == 0
+        bench.tiers.check_integrity()
+    finally:
+        bench.close()

@@ -21,11 +21,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
+from kvbm_core.errors import Outcome
 from kvbm_core.observe import server as server_module
 from kvbm_core.observe.labels import FAILURE_KINDS, DropReason, FailureKind, UncachedReason
 from kvbm_core.observe.metrics import Metrics, series
 from kvbm_core.observe.readiness import Readiness
 from kvbm_core.observe.server import CONTENT_TYPE, MAX_CONNECTIONS, MetricsServer
+from kvbm_core.tiers.jobs import count_transfer
+from kvbm_core.transfer.plan import Fetched, JobResult
 from kvbm_core.types import Direction, Tier
 
 AGES_S = 3600.0
@@ -48,23 +51,45 @@ KVBM_TYPES = {
     "kvbm_object_cache_hit_rate": "gauge",
 }
 OWN_TYPES = {
+    "kvbm_peer_fetched_blocks_total": "counter",
+    "kvbm_peer_lent_blocks_total": "counter",
+    "kvbm_peer_unserved_total": "counter",
     "kvbm_audited_blocks_total": "counter",
     "kvbm_bytes_total": "counter",
     "kvbm_tier_transfer_bytes_total": "counter",
     "kvbm_transfer_seconds": "histogram",
     "kvbm_tier_transfer_seconds": "histogram",
     "kvbm_tier_blocks": "gauge",
+    "kvbm_info": "gauge",
+    "kvbm_hit_tokens_total": "counter",
+    "kvbm_ttft_saved_seconds_total": "counter",
+    "kvbm_ttft_lost_seconds_total": "counter",
+    "kvbm_slowest_transfer_seconds": "gauge",
+    "kvbm_slowest_transfer_bytes": "gauge",
+    "kvbm_waiting_blocks": "gauge",
+    "kvbm_state_blocks": "gauge",
+    "kvbm_evicted_age_seconds": "histogram",
     "kvbm_evicted_blocks_total": "counter",
     "kvbm_dropped_blocks_total": "counter",
     "kvbm_failures_total": "counter",
     "kvbm_guarded_errors_total": "counter",
     "kvbm_uncached_requests_total": "counter",
+    "kvbm_missed_requests_total": "counter",
+    "kvbm_missed_tokens_total": "counter",
+    "kvbm_events_total": "counter",
+    "kvbm_event_batches_dropped_total": "counter",
     "kvbm_pending_jobs": "gauge",
     "kvbm_live_leases": "gauge",
+    "kvbm_pins": "gauge",
+    "kvbm_pinned_blocks": "gauge",
+    "kvbm_quotas": "gauge",
     "kvbm_silent_ranks": "gauge",
     "kvbm_held_blocks": "gauge",
 }
 LABELLED = {
+    ("kvbm_peer_fetched_blocks_total",),
+    ("kvbm_peer_lent_blocks_total",),
+    ("kvbm_peer_unserved_total", "reason"),
     ("kvbm_bytes_total", "direction"),
     ("kvbm_tier_transfer_bytes_total", "from", "to"),
     ("kvbm_transfer_seconds_bucket", "direction", "le"),
@@ -74,14 +99,32 @@ LABELLED = {
     ("kvbm_tier_transfer_seconds_sum", "from", "to"),
     ("kvbm_tier_transfer_seconds_count", "from", "to"),
     ("kvbm_tier_blocks", "state", "tier"),
-    ("kvbm_evicted_blocks_total", "tier"),
+    ("kvbm_info", "engine", "model", "name", "rank", "version"),
+    ("kvbm_hit_tokens_total", "tier"),
+    ("kvbm_ttft_saved_seconds_total",),
+    ("kvbm_ttft_lost_seconds_total",),
+    ("kvbm_slowest_transfer_seconds", "from", "to"),
+    ("kvbm_slowest_transfer_bytes", "from", "to"),
+    ("kvbm_waiting_blocks", "tier"),
+    ("kvbm_state_blocks", "tier"),
+    ("kvbm_evicted_age_seconds_bucket", "le", "tier"),
+    ("kvbm_evicted_age_seconds_sum", "tier"),
+    ("kvbm_evicted_age_seconds_count", "tier"),
+    ("kvbm_evicted_blocks_total", "reason", "tier"),
     ("kvbm_dropped_blocks_total", "reason"),
     ("kvbm_failures_total", "kind"),
     ("kvbm_guarded_errors_total", "seam"),
     ("kvbm_uncached_requests_total", "reason"),
+    ("kvbm_missed_requests_total", "reason"),
+    ("kvbm_missed_tokens_total", "reason"),
     ("kvbm_audited_blocks_total", "result"),
+    ("kvbm_events_total", "event"),
+    ("kvbm_event_batches_dropped_total",),
     ("kvbm_pending_jobs",),
     ("kvbm_live_leases",),
+    ("kvbm_pins",),
+    ("kvbm_pinned_blocks",),
+    ("kvbm_quotas",),
     ("kvbm_silent_ranks",),
     ("kvbm_held_blocks",),
 }
@@ -132,8 +175,10 @@ def test_names_and_types_on_the_page() -> None:
 
 
 def test_every_series_has_the_labels_it_always_had() -> None:
+    metrics = Metrics()
+    metrics.describe(engine="e", model="m", name="n", rank=0, version="v")
     found = {
-        (sample.name, *sorted(sample.labels)) for metric in Metrics().collect() for sample in metric.samples
+        (sample.name, *sorted(sample.labels)) for metric in metrics.collect() for sample in metric.samples
     }
     assert found == {(name,) for name in KVBM_TYPES} | LABELLED
 
@@ -214,7 +259,7 @@ def test_labels_as_enum_or_text() -> None:
     metrics = Metrics(seams=("get_finished",))
     metrics.bytes_moved(Direction.ONBOARD, 4096)
     metrics.tier_transfer(Tier.DISK, Tier.HOST, 512, 0.25)
-    metrics.tier_transfer(Tier.DISK, Tier.DEVICE, 512, 0.25)  # no such way: all bytes pass host memory
+    metrics.tier_transfer(Tier.DEVICE, Tier.DISK, 512, 0.25)  # no such way down
     metrics.evicted(Tier.HOST, 2)
     metrics.dropped(DropReason.NO_SPACE)
     metrics.dropped("no_space", 4)
@@ -224,6 +269,7 @@ def test_labels_as_enum_or_text() -> None:
     metrics.uncached_request(UncachedReason.PROMPT_EMBEDS)
     metrics.set_pending_jobs(3)
     metrics.set_live_leases(5)
+    metrics.set_ordered(1, 40, 3)
     metrics.set_silent_ranks(2, 7)
     metrics.tier_usage(Tier.HOST, 10, 64)
     buckets = [name for name in changed(metrics) if "_bucket" in name]
@@ -233,7 +279,9 @@ def test_labels_as_enum_or_text() -> None:
         'kvbm_tier_transfer_bytes_total{from="disk",to="host"}': 512,
         'kvbm_tier_transfer_seconds_sum{from="disk",to="host"}': 0.25,
         'kvbm_tier_transfer_seconds_count{from="disk",to="host"}': 1,
-        'kvbm_evicted_blocks_total{tier="host"}': 2,
+        'kvbm_slowest_transfer_seconds{from="disk",to="host"}': 0.25,
+        'kvbm_slowest_transfer_bytes{from="disk",to="host"}': 512,
+        'kvbm_evicted_blocks_total{tier="host",reason="room"}': 2,
         'kvbm_dropped_blocks_total{reason="no_space"}': 5,
         'kvbm_failures_total{kind="worker_lost"}': 1,
         'kvbm_failures_total{kind="onboard_corrupt"}': 1,
@@ -241,6 +289,9 @@ def test_labels_as_enum_or_text() -> None:
         'kvbm_uncached_requests_total{reason="prompt_embeds"}': 1,
         "kvbm_pending_jobs": 3,
         "kvbm_live_leases": 5,
+        "kvbm_pins": 1,
+        "kvbm_pinned_blocks": 40,
+        "kvbm_quotas": 3,
         "kvbm_silent_ranks": 2,
         "kvbm_held_blocks": 7,
         'kvbm_tier_blocks{tier="host",state="used"}': 10,
@@ -388,16 +439,20 @@ def test_scrape(server: MetricsServer) -> None:
     assert (status, content_type) == (200, CONTENT_TYPE)
     assert parsed(page)["kvbm_matched_tokens"] == 64
     assert get(server, "/metrics?name[]=x")[0] == 200
+    assert get(server, "/health")[::2] == get(server, "/ready")[::2] == get(server, "/live")[::2]
     assert get(server, "/health")[::2] == (200, "ok\n")
     assert get(server, "/else")[0] == 404
 
 
 def test_health_says_what_is_not_ready() -> None:
-    now = [Readiness(False, "ranks 1 and 3 have not answered"), Readiness(True)]
+    missing = Readiness(False, "ranks 1 and 3 have not answered")
+    now = [missing, missing, Readiness(True)]
     server = MetricsServer(0, Metrics(), "127.0.0.1", lambda: now.pop(0))
     assert server.start()
     try:
-        assert get(server, "/health")[::2] == (503, "not ready: ranks 1 and 3 have not answered\n")
+        for page in ("/health", "/ready"):
+            assert get(server, page)[::2] == (503, "not ready: ranks 1 and 3 have not answered\n")
+            assert get(server, "/live")[::2] == (200, "ok\n")  # or a probe would restart what serves
         assert get(server, "/health")[::2] == (200, "ok\n")
     finally:
         server.close()
@@ -481,7 +536,7 @@ def test_close_leaves_no_thread_and_no_socket(monkeypatch: pytest.MonkeyPatch) -
     for client in idle:
         assert is_cut_off(client)
         client.close()
-    assert set(threading.enumerate()) == threads
+    assert set(threading.enumerate()) <= threads
     assert open_sockets() == sockets
     again = MetricsServer(port, Metrics(), "127.0.0.1")
     assert again.start(), "the port is free at once"
@@ -521,3 +576,25 @@ def test_a_client_that_says_a_little_now_and_then_is_cut_off(
             is_open = False
     client.close()
     assert not is_open
+
+
+def test_what_went_straight_to_the_device_is_counted_once_and_apart_from_what_passed_the_host() -> None:
+    metrics = Metrics()
+    straight = Fetched("disk", 300, 2.0, is_direct=True)
+    results = [
+        JobResult(1, Outcome.OK, 1000, 3.0, 0.5, fetched=(straight, Fetched("disk", 640, 1.0)), copy_s=0.25),
+        JobResult(1, Outcome.OK, 300, 4.0, 0.0, fetched=(straight._replace(seconds=3.0),)),
+    ]
+    count_transfer(metrics, Direction.ONBOARD, results, lambda name: Tier.DISK)
+    assert {
+        name: value for name, value in changed(metrics).items() if "_bytes_total" in name or "_sum" in name
+    } == {
+        'kvbm_bytes_total{direction="onboard"}': 1300,
+        'kvbm_transfer_seconds_sum{direction="onboard"}': 4.0,
+        'kvbm_tier_transfer_bytes_total{from="disk",to="device"}': 600,
+        'kvbm_tier_transfer_seconds_sum{from="disk",to="device"}': 3.0,
+        'kvbm_tier_transfer_bytes_total{from="disk",to="host"}': 640,
+        'kvbm_tier_transfer_seconds_sum{from="disk",to="host"}': 1.0,
+        'kvbm_tier_transfer_bytes_total{from="host",to="device"}': 700,
+        'kvbm_tier_transfer_seconds_sum{from="host",to="device"}': 0.25,
+    }

@@ -95,6 +95,7 @@ def test_two_environments_are_made_side_by_side(tmp_path: Path) -> None:
     assert (there, there_then, target.read_text()) == ("old", "new", "new\n")
 
 
+@pytest.mark.shows("KVBM_NATIVE")
 @pytest.mark.parametrize(("value", "is_off"), [("0", True), ("Off", True), ("", False), ("2", False)])
 def test_a_variable_switches_it_off(value: str, is_off: bool) -> None:
     program = "from kvbm_core.native import native; print(native is None)"

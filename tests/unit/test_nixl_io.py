@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import logging
@@ -12,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -98,7 +100,8 @@ def test_memory_of_others_is_forgotten_with_the_request(io: NixlIo) -> None:
     io.submit(transfers, is_write=False)
     assert finish(io) == {0: UNIT, 1: UNIT}
     with pytest.raises(Exception, match="NOT_FOUND"):  # NIXL's own words for memory that it does not know
-        nixl_io._request(io._agent, "POSIX", (io._fd, 0), transfers[0].pieces, is_write=False)
+        place, kind = (io._fd, 0), nixl_io._HOST_MEMORY
+        nixl_io._request(io._agent, "POSIX", place, transfers[0].pieces, kind, is_write=False)
 
 
 @needs_nixl
@@ -141,7 +144,7 @@ def test_more_pieces_than_nixl_has_room_for_wait(io: NixlIo, monkeypatch: pytest
     io.submit(transfers, is_write=False)
     assert io.in_flight == 20 and io._waiting
     assert finish(io) == {n: 2 * UNIT for n in range(20)}
-    assert memory.tobytes() == CONTENT and io._pieces_in_flight == 0
+    assert memory.tobytes() == CONTENT and io._cost_in_flight == 0
 
 
 # ---------------------------------------------------------------- errors, ends
@@ -195,6 +198,7 @@ def test_where_there_is_no_nixl_one_line_says_how_to_get_it(fd: int, monkeypatch
     assert text.endswith("; pip install 'nixl>=1.5', or set KVBM_DISK_IO=auto")
 
 
+@pytest.mark.shows("KVBM_DISK_IO=nixl-gds", "KVBM_DISK_IO=nixl-gds-mt")
 @needs_nixl
 @pytest.mark.parametrize(("kind", "plugin"), [("nixl-gds", "GDS"), ("nixl-gds-mt", "GDS_MT")])
 def test_where_there_is_no_gpu_one_line_says_what_gds_needs(fd: int, kind: str, plugin: str) -> None:
@@ -235,6 +239,9 @@ def test_aio_does_it_where_io_uring_is_forbidden(fd: int, monkeypatch: pytest.Mo
 # ---------------------------------------------------------------- the setting
 
 
+@pytest.mark.shows(
+    "KVBM_DISK_IO", "KVBM_DISK_IO=auto", "KVBM_DISK_IO=aio", "KVBM_DISK_IO=threads", "KVBM_DISK_IO=nixl-posix"
+)
 def test_each_value_of_the_setting_is_one_that_can_be_chosen(
     fd: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -316,3 +323,116 @@ def test_a_kind_that_cannot_be_had_is_told_to_the_leader(
     assert reason.startswith("kvbm: KVBM_DISK_IO=nixl-gds: ") and "\n" not in reason
     assert caplog.messages == [reason]
     BlockFile(tmp_path / "rank.blocks", Geometry(4, SECTOR_BYTES, bytes(16)), BUFFERED).close()
+
+
+# ---------------------------------------------------------------- GPUDirect Storage
+
+
+class GdsDouble:
+    """NIXL's agent with its GDS plugin, as its source reads, in host memory; there is neither GPU nor cuFile.
+
+    It has 16 batches of 128 entries, and fails what needs one more. Of a request's entries the one that fails
+    is told at once, while others are under way: these land when the test says so.
+    """
+
+    name = "double"
+
+    def __init__(self) -> None:
+        self.num_refused = 0
+        self.fails_at: int | None = None
+        self._in_flight: dict[int, int] = {}
+        self._landing: list[list[tuple[int, int, int, int]]] = []
+
+    def create_backend(self, plugin: str, bounds: dict[str, str]) -> None:
+        assert plugin == "GDS" and bounds["batch_pool_size"] == "16"
+
+    def register_memory(self, rows: object, kind: str, backends: list[str]) -> object:
+        return rows
+
+    def deregister_memory(self, rows: object, backends: list[str]) -> None:
+        """Nothing to forget."""
+
+    def get_xfer_descs(self, rows: Any, kind: str) -> list[list[int]]:
+        return [[int(number) for number in row] for row in rows]
+
+    def initialize_xfer(self, operation: str, memory: Any, parts: Any, *_: object) -> list[Any]:
+        assert operation == "READ"
+        return [(to, nbytes, at, fd) for (to, nbytes, _), (at, _, fd) in zip(memory, parts, strict=True)]
+
+    def transfer(self, entries: list[Any]) -> str:
+        num_batches = -(-len(entries) // 128)
+        if sum(self._in_flight.values()) + num_batches > 16:
+            self.num_refused += 1
+            return "ERR"
+        self._in_flight[id(entries)] = num_batches
+        return "PROC"
+
+    def check_xfer_state(self, entries: list[Any]) -> str:
+        del self._in_flight[id(entries)]
+        if self.fails_at is not None:
+            self._landing.append(entries[: self.fails_at])
+            self.fails_at = None
+            return "ERR"
+        self._read(entries)
+        return "DONE"
+
+    def release_xfer_handle(self, entries: list[Any]) -> None:
+        """Nothing to give back."""
+
+    def land(self) -> None:
+        """What a request that failed has left under way."""
+        for entries in self._landing:
+            self._read(entries)
+
+    def _read(self, entries: list[tuple[int, int, int, int]]) -> None:
+        for to, nbytes, at, fd in entries:
+            ctypes.memmove(to, os.pread(fd, nbytes, at), nbytes)
+
+
+@pytest.fixture
+def gds(monkeypatch: pytest.MonkeyPatch) -> GdsDouble:
+    agent = GdsDouble()
+    module = SimpleNamespace(nixl_agent=lambda *_: agent, nixl_agent_config=lambda **_: None)
+    monkeypatch.setitem(sys.modules, "nixl", module)
+    return agent
+
+
+def test_gds_has_no_more_requests_at_once_than_batches(fd: int, gds: GdsDouble) -> None:
+    io = NixlIo(fd, "GDS")
+    memory = memory_of(40 * UNIT).reshape(40, -1)
+    io.submit([whole(part, n, n % 8 * UNIT) for n, part in enumerate(memory)], is_write=False)
+    assert finish(io) == dict.fromkeys(range(40), UNIT)
+    assert not gds.num_refused and io._plain is None
+    assert all(part.tobytes() == CONTENT[n % 8 * UNIT :][:UNIT] for n, part in enumerate(memory))
+    assert io.close(LONG_S)
+
+
+def test_memory_that_gds_may_still_write_after_a_request_has_failed_is_given_back_to_nobody(
+    fd: int, gds: GdsDouble
+) -> None:
+    """And what is asked for later does not come by a plugin that may confuse it with what it owes."""
+    io = NixlIo(fd, "GDS")
+    memory = memory_of(4 * UNIT).reshape(4, -1)
+    pieces = [(part.ctypes.data, UNIT) for part in memory[:3]]
+    gds.fails_at = 2
+    io.submit([Transfer(1, 0, pieces)], is_write=False)
+    assert io.collect(0.05) == [] and io.in_flight == 1
+    io.submit([whole(memory[3], 2, 5 * UNIT)], is_write=False)
+    assert io.collect(LONG_S) == [(2, UNIT)] and memory[3].tobytes() == CONTENT[5 * UNIT :][:UNIT]
+    gds.land()
+    assert memory[0].tobytes() == CONTENT[:UNIT], "it did write later"
+    assert io._plain is not None
+    threads = list(io._plain._threads)
+    assert not io.close(0.05) and io in nixl_io._OPEN
+    for thread in threads:
+        thread.join(LONG_S)
+        assert not thread.is_alive(), "it waits for what will never be asked"
+    nixl_io._OPEN.discard(io)
+
+
+def test_one_entry_that_gds_fails_with_has_ended(fd: int, gds: GdsDouble) -> None:
+    io = NixlIo(fd, "GDS", gpu=0)
+    (part,) = memory_of(UNIT).reshape(1, -1)
+    gds.fails_at = 0
+    io.submit([whole(part, 1)], is_write=False)
+    assert io.collect(LONG_S) == [(1, -errno.EIO)] and io.close(LONG_S)

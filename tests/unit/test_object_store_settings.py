@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import pickle
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -88,6 +89,7 @@ def test_other_urls_are_refused_in_one_line_that_shows_no_key(
     assert "hunter2" not in text and "slash" not in text and ACCESS_KEY not in text
 
 
+@pytest.mark.shows("DYN_KVBM_OBJECT_ENABLED", "DYN_KVBM_OBJECT_BUCKET")
 def test_kvbms_names_mean_a_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = settings_of(monkeypatch, **OWN)
     assert settings.store_urls == ("s3://kv-{worker_id}",) and settings.has_object_store
@@ -156,7 +158,7 @@ def test_how_many_blocks_an_extent_has_depends_on_the_kind_of_store_alone(
     more = {"KVBM_REMOTE_CACHE_GB": "1"} if url.startswith("file:") else {}
     settings = settings_of(monkeypatch, KVBM_REMOTE_URL=url, DYN_KVBM_CPU_CACHE_GB="1", **more)
     tier = TierBench(lower_makers(settings, ManualClock())["remote"]).tier
-    tier.expect(0, 1, 128 << 10)
+    tier.expect(0, [0], 128 << 10)
     assert isinstance(tier, KeyedTier) and tier.full_blocks == num_blocks
 
 
@@ -165,7 +167,7 @@ def test_kvbms_names_alone_make_a_tier_that_keeps_extents(monkeypatch: pytest.Mo
     makers = lower_makers(settings, ManualClock())
     assert list(makers) == ["remote"]
     tier = TierBench(makers["remote"]).tier
-    tier.expect(0, 1, 1 << 20)
+    tier.expect(0, [0], 1 << 20)
     assert isinstance(tier, KeyedTier) and tier.full_blocks == 4
 
 
@@ -174,6 +176,24 @@ def test_a_bucket_for_each_rank_has_no_blocks_for_other_numbers_of_ranks(
 ) -> None:
     with pytest.raises(ConfigError, match=r"KVBM_REMOTE_HEAD_SHARDS=4: .*leave \{worker_id\} out"):
         settings_of(monkeypatch, **OWN, KVBM_REMOTE_HEAD_SHARDS="4")
+
+    with pytest.raises(ConfigError, match=r"KVBM_REMOTE_CODEC=fp8: .*leave \{worker_id\} out"):
+        settings_of(monkeypatch, **OWN, KVBM_REMOTE_HEAD_SHARDS="0", KVBM_REMOTE_CODEC="fp8")
+
+
+@pytest.mark.parametrize(
+    ("codec", "url", "is_told"),
+    [("fp8", "s3://kv", True), ("zstd", "s3://kv", False), ("fp8", "", False)],
+)
+def test_audits_that_would_take_rounding_for_faults_are_warned_of(
+    monkeypatch: pytest.MonkeyPatch, codec: str, url: str, is_told: bool
+) -> None:
+    settings = settings_of(monkeypatch, KVBM_REMOTE_URL=url, KVBM_REMOTE_CODEC=codec, KVBM_AUDIT_RATE="0.5")
+    told = [line for line in settings.warnings if "KVBM_AUDIT_RATE" in line]
+    assert bool(told) is is_told is settings.is_lossy
+    assert settings.keeps_heads is is_told
+    if told:
+        assert told[0].startswith("kvbm: KVBM_AUDIT_RATE=0.5: has no effect with KVBM_REMOTE_CODEC=fp8")
 
 
 @pytest.mark.parametrize("arguments", [["config", "--changed"], ["config", "--json"]])
@@ -211,7 +231,7 @@ def test_what_is_for_another_kind_of_store_is_warned_of(
 def test_a_password_file_that_is_no_file_is_refused_at_once(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "large").write_bytes(b"x" * 5000)
-    for name, said in (("pipe", "is no file"), ("large", "holds more than 4096 bytes")):
+    for name, said in (("pipe", "is not a file"), ("large", "holds more than 4096 bytes")):
         with pytest.raises(ConfigError, match=said):
             ServerLogin(password_file=str(tmp_path / name)).password()
 
@@ -244,6 +264,7 @@ def test_keys_are_shown_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
     assert pickle.loads(pickle.dumps(settings)).object_secret_key == SecretStr(SECRET_KEY)
 
 
+@pytest.mark.shows("KVBM_REMOTE_FILTER=auto")
 def test_what_was_used_again_goes_to_a_bucket_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, url = ManualClock(), "s3://kv"
     settings = settings_of(monkeypatch, KVBM_REMOTE_URL=f"redis://here {url}")
@@ -253,6 +274,12 @@ def test_what_was_used_again_goes_to_a_bucket_by_default(monkeypatch: pytest.Mon
     assert isinstance(remote_admission(all_of_them, url, clock), AdmitAll)
 
 
+@pytest.mark.shows(
+    "DYN_KVBM_OBJECT_ENABLED",
+    "DYN_KVBM_OBJECT_BUCKET",
+    "DYN_KVBM_OBJECT_ENDPOINT",
+    "DYN_KVBM_OBJECT_ACCESS_KEY",
+)
 def test_a_store_is_opened_with_the_rank_in_its_buckets_name(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -270,6 +297,21 @@ def test_a_store_is_opened_with_the_rank_in_its_buckets_name(
         assert server.requests["GET"] == 1 and "/kv-1?" in server.paths[0]
         assert f"Credential={ACCESS_KEY}/" in server.headers[0]["authorization"]
         assert "plain HTTP" in caplog.text and "hunter2" not in caplog.text.lower()
+
+
+@pytest.mark.shows("DYN_KVBM_OBJECT_ENDPOINT", "DYN_KVBM_OBJECT_REGION", "DYN_KVBM_OBJECT_ACCESS_KEY")
+@pytest.mark.parametrize(("region", "signed"), [("eu-north-7", "eu-north-7"), ("", "us-east-1")])
+def test_requests_are_signed_for_the_region(
+    region: str, signed: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = {"DYN_KVBM_OBJECT_ACCESS_KEY": ACCESS_KEY, "DYN_KVBM_OBJECT_SECRET_KEY": SECRET_KEY}
+    with faulty_store() as server:
+        place = {"DYN_KVBM_OBJECT_ENDPOINT": server.url, "DYN_KVBM_OBJECT_REGION": region}
+        options = store_options(settings_of(monkeypatch, KVBM_REMOTE_URL="s3://kv", **keys, **place))
+        with closing(open_store(StoreSpec("s3://kv", 4096, "meaning", "0of1", "model", options))) as store:
+            assert list(store.scan()) == []
+        (header,) = {headers["authorization"].partition(",")[0] for headers in server.headers}
+        assert f"Credential={ACCESS_KEY}/" in header and f"/{signed}/s3/" in header
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from tests.unit.test_native_build import needs_compiler
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("kvbm_core", "kvbm_vllm", "kvbm_sglang", "kvbm_trtllm", "kvbm", "dynamo/llm/vllm_integration")
-OF_THE_INDEX = re.compile(r"""pip install (?:-\S+ )*["']?kvbm\b(?!-)""")
+OF_THE_INDEX = re.compile(r"""pip install (?:-\S+ )*["']?kvbm\b(?!-)|\binstall kvbm\[""")
 
 
 def run(*command: str, cwd: Path = ROOT) -> str:
@@ -57,6 +57,7 @@ def test_the_wheel_can_be_repaired_for_other_machines(wheel: Path, tmp_path: Pat
 
 def test_no_line_installs_the_package_that_the_index_has_under_our_name() -> None:
     assert OF_THE_INDEX.search("pip install 'kvbm[vllm]'") and OF_THE_INDEX.search("pip install -U kvbm")
+    assert OF_THE_INDEX.search("needs nkeys; install kvbm[nats]")
     assert not OF_THE_INDEX.search('pip install ".[vllm]"') and not OF_THE_INDEX.search(
         "pip install kvbm-0.whl"
     )
@@ -92,6 +93,11 @@ def test_commands_of_the_adapters_are_found_in_the_wheel(wheel: Path, tmp_path: 
     assert "vllm serve m --kv-transfer-config" in result.stdout
     (metadata,) = tmp_path.glob("*.dist-info/entry_points.txt")
     assert "kvbm = kvbm_core.cli.main:run" in metadata.read_text()
+    for engine in ("vllm", "sglang", "trtllm"):
+        assert f"{engine} = kvbm_{engine}.doctor:CHECKS" in metadata.read_text()
+    named = program.replace("['serve-line', 'm']", "['doctor', '--engine', 'none']")
+    refused = subprocess.run([sys.executable, "-I", "-c", named], cwd="/", capture_output=True, text=True)
+    assert refused.returncode == 2 and "write one of sglang, trtllm, vllm" in refused.stderr
 
 
 def test_a_command_that_cannot_be_loaded_costs_none_of_ours(

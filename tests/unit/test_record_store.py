@@ -6,6 +6,7 @@ import os
 import re
 import sys
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from kvbm_core.errors import ConfigError, Outcome
 from kvbm_core.storage.base import Memory
 from kvbm_core.storage.call_pool import ranges_of
 from kvbm_core.storage.extents import Extent
+from kvbm_core.storage.remote import renewals
 from kvbm_core.storage.remote.encoding import Encoding
 from kvbm_core.storage.remote.engine import EngineTraits
 from kvbm_core.storage.remote.names import RecordNames
@@ -203,8 +205,8 @@ def test_a_secret_that_cannot_be_used_is_one_line(tmp_path: Path) -> None:
     os.mkfifo(pipe)
     for path, said in (
         (tmp_path / "absent", "No such file"),
-        (tmp_path, "Is a directory|is no file"),
-        (pipe, "is no file"),
+        (tmp_path, "Is a directory|is not a file"),
+        (pipe, "is not a file"),
         (short, "holds 7 bytes, not 16 to 4096"),
         (long, "not 16 to 4096"),
     ):
@@ -277,6 +279,18 @@ def test_without_its_package_a_store_cannot_be_had(
     assert engine.exists(["x"], deadline_s=1.0) == [Outcome.REJECTED], "it is closed"
 
 
+def test_without_heads_there_is_no_store_with_float8() -> None:
+    """Of engines that do not know them: nothing is kept under a name that says fp8 and is not."""
+    memory_engine.register()
+    memory_engine.forget_all()
+    with pytest.raises(ConfigError) as raised:
+        open_store(_spec("memory://four", StoreOptions(codec="fp8")))
+    why = "is for blocks that are kept by KV heads, which is not so here; set it to none or zstd"
+    assert str(raised.value) == f"kvbm: KVBM_REMOTE_CODEC=fp8: {why}"
+    (engine,) = memory_engine.OPENED
+    assert engine.exists(["x"], deadline_s=1.0) == [Outcome.REJECTED], "it is closed"
+
+
 def test_a_store_that_cannot_be_as_private_as_was_asked_is_refused(tmp_path: Path) -> None:
     memory_engine.register()
     with pytest.raises(ConfigError, match="KVBM_REMOTE_ENCRYPT=True: needs a secret"):
@@ -285,6 +299,7 @@ def test_a_store_that_cannot_be_as_private_as_was_asked_is_refused(tmp_path: Pat
         (StoreOptions(encrypts=True, secret_file="x"), "KVBM_REMOTE_ENCRYPT"),
         (StoreOptions(secret_file="x"), "KVBM_REMOTE_SECRET_FILE"),
         (StoreOptions(codec="zstd"), "KVBM_REMOTE_CODEC"),
+        (StoreOptions(codec="fp8"), "KVBM_REMOTE_CODEC"),
     ):
         with pytest.raises(ConfigError, match=f"{setting}=.* is not for a shared directory"):
             open_store(_spec(f"file://{tmp_path}", options))
@@ -435,36 +450,141 @@ def test_scratch_memory_is_bounded_waited_for_and_in_one_piece_again() -> None:
 # ---------------------------------------------------------------- renewal
 
 
-def test_what_is_used_is_renewed_at_most_once_an_hour_when_something_is_put() -> None:
-    clock, engine, kind = ManualClock(), MemoryEngine(), Kind()
-    store = RecordStore(engine, RecordNames(MEANING), PAYLOAD_BYTES, clock=clock)
-    old, new, other = (extent_of(number, 2) for number in range(3))
+class Renewing:
+    """A store with a clock of its own, over an engine whose renewals wait for ``gate`` and then answer
+    ``answer``, if there is one.
+    """
 
-    def put(extent: Extent) -> None:
-        payloads = buffers(2, PAYLOAD_BYTES)
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(renewals, "PAUSE_S", 0.0)
+        self.clock, self.engine, self.kind = ManualClock(), MemoryEngine(), Kind()
+        self.kind.objects = self.engine.objects
+        self.gate, self.begun = threading.Event(), threading.Event()
+        self.answer: Outcome | None = None
+        self.gate.set()
+        monkeypatch.setattr(self.engine, "renew", self._renew)
+        self.store = RecordStore(self.engine, RecordNames(MEANING), PAYLOAD_BYTES, clock=self.clock)
+
+    @property
+    def timer(self) -> threading.Timer | None:
+        """The thread that renews, while there is one."""
+        assert self.store._renewals is not None
+        return self.store._renewals._timer
+
+    def _renew(self, names: Sequence[str], *, deadline_s: float) -> list[Outcome]:
+        self.begun.set()
+        assert self.gate.wait(LONG_S)
+        outcomes = MemoryEngine.renew(self.engine, names, deadline_s=deadline_s)
+        return [self.answer or outcome for outcome in outcomes]
+
+    def renewed(self) -> list[str]:
+        """What was to be renewed, when nothing is due any more."""
+        timer = self.timer
+        if timer is not None:
+            timer.join(LONG_S)
+            assert not timer.is_alive()
+        return [name for call, names in self.engine.calls if call == RENEW for name in names]
+
+    def put(self, extent: Extent) -> None:
+        """By this store."""
+        payloads = buffers(len(extent.keys), PAYLOAD_BYTES)
         for key, payload in zip(extent.keys, payloads, strict=True):
             fill(payload, compressible(key, PAYLOAD_BYTES))
-        assert store.put_extents([extent], [payloads], deadline_s=LONG_S) == [Outcome.OK]
+        assert self.store.put_extents([extent], [payloads], deadline_s=LONG_S) == [Outcome.OK]
 
-    def renewed() -> list[str]:
-        return [name for call, names in engine.calls if call == RENEW for name in names]
 
-    put(old)
+def test_what_is_read_is_renewed_at_most_once_an_hour(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By an engine that only reads, too."""
+    bench = Renewing(monkeypatch)
+    old, missing, name = extent_of(0, 2), extent_of(9, 2), bench.kind.name_of(extent_of(0, 2))
+    bench.put(old)
     for _ in range(2):
-        assert get(store, old) == [Outcome.OK] * 2
-    put(new)
-    assert renewed() == [], "they were just written"
-    clock.advance(3700)
+        assert get(bench.store, old) == [Outcome.OK] * 2
+    assert bench.renewed() == [], "it was just written"
+    bench.clock.advance(3700)
+    bench.gate.clear()
     for _ in range(3):
-        assert get(store, old) == [Outcome.OK] * 2
-    assert get(store, extent_of(9, 2)) == [Outcome.MISS] * 2
-    assert renewed() == [], "nobody who reads waits for it"
-    put(other)
-    put(other)
-    assert renewed() == [kind.name_of(old)]
-    get(store, old)
-    put(other)
-    assert renewed() == [kind.name_of(old)]
+        assert get(bench.store, old) == [Outcome.OK] * 2, "nobody who reads waits for it"
+        assert bench.begun.wait(LONG_S)
+    assert get(bench.store, missing) == [Outcome.MISS] * 2
+    bench.gate.set()
+    assert bench.renewed() == [name]
+    bench.clock.advance(3500)
+    get(bench.store, old)
+    bench.put(extent_of(1, 2))
+    assert bench.renewed() == [name]
+    bench.clock.advance(200)
+    get(bench.store, old)
+    assert bench.renewed() == [name] * 2
+    bench.store.close()
+
+
+def test_many_are_renewed_in_turn_and_a_store_that_fails_is_left_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bench = Renewing(monkeypatch)
+    extents = [extent_of(number, 1) for number in range(150)]
+    bench.kind.put(*extents)
+    bench.gate.clear()
+    bench.answer = Outcome.IO_ERROR
+    for extent in extents:
+        assert get(bench.store, extent) == [Outcome.OK]
+    bench.gate.set()
+    assert 0 < len(bench.renewed()) <= renewals.MAX_TOGETHER
+    bench.engine.calls.clear()
+    bench.answer = None
+    bench.gate.clear()
+    for extent in extents:
+        assert get(bench.store, extent) == [Outcome.OK]
+    bench.gate.set()
+    assert sorted(bench.renewed()) == sorted(map(bench.kind.name_of, extents)), "each once"
+    assert max(len(names) for _, names in bench.engine.calls) <= renewals.MAX_TOGETHER
+    bench.store.close()
+
+
+def test_a_read_ends_well_where_no_thread_can_be_had_and_the_next_use_renews(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(timer: threading.Timer) -> None:
+        raise RuntimeError("can't start new thread")
+
+    engine, begin = MemoryEngine(), threading.Timer.start
+    asked = threading.Event()
+    monkeypatch.setattr(renewals, "PAUSE_S", 0.0)
+    monkeypatch.setattr(
+        engine, "renew", lambda names, *, deadline_s: asked.set() or [Outcome.OK] * len(names)
+    )
+    made = renewals.Renewals(engine, ManualClock())
+    monkeypatch.setattr(threading.Timer, "start", refuse)
+    made.used(["one"])
+    monkeypatch.setattr(threading.Timer, "start", begin)
+    made.used(["one"])
+    assert asked.wait(LONG_S)
+    made.close()
+
+
+def test_an_engine_whose_renewal_raises_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench, extent = Renewing(monkeypatch), extent_of(0, 1)
+    bench.kind.put(extent)
+    works = bench.engine.renew
+    monkeypatch.setattr(bench.engine, "renew", lambda names, *, deadline_s: names[len(names)])
+    get(bench.store, extent)
+    assert bench.renewed() == []
+    monkeypatch.setattr(bench.engine, "renew", works)
+    get(bench.store, extent)
+    assert bench.renewed() == [bench.kind.name_of(extent)]
+    bench.store.close()
+
+
+def test_a_store_that_is_closed_renews_nothing_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench, extent = Renewing(monkeypatch), extent_of(0, 1)
+    monkeypatch.setattr(renewals, "PAUSE_S", LONG_S)
+    bench.kind.put(extent)
+    assert get(bench.store, extent) == [Outcome.OK]
+    timer = bench.timer
+    bench.store.close()
+    assert timer is not None and not timer.is_alive()
+    assert bench.renewed() == []
 
 
 def test_an_engine_that_evicts_by_itself_is_told_of_no_use() -> None:

@@ -16,11 +16,15 @@ import pytest
 torch = pytest.importorskip("torch", reason="NOT RUN: SGLang's linker; torch is missing")
 
 from kvbm_core.config import KvbmSettings  # noqa: E402
-from kvbm_core.errors import ConfigError, StuckCopyError  # noqa: E402
+from kvbm_core.control.desk import Report  # noqa: E402
+from kvbm_core.control.messages import Order, Result, Verb  # noqa: E402
+from kvbm_core.errors import ConfigError, Outcome, StuckCopyError  # noqa: E402
 from kvbm_core.identity.fields import Description  # noqa: E402
 from kvbm_core.identity.roots import Stamp  # noqa: E402
 from kvbm_core.identity.weights import WeightsIdentity  # noqa: E402
+from kvbm_core.observe.labels import MissReason  # noqa: E402
 from kvbm_core.observe.metrics import Metrics  # noqa: E402
+from kvbm_core.observe.why import Account  # noqa: E402
 from kvbm_core.runtime.assembly import metrics_of  # noqa: E402
 from kvbm_core.runtime.local import LocalTiers  # noqa: E402
 from kvbm_core.storage.disk.allocate import FileOptions, open_file  # noqa: E402
@@ -31,8 +35,10 @@ from kvbm_core.testing import toy_store  # noqa: E402
 from kvbm_core.testing.executor_bench import LONG_S  # noqa: E402
 from kvbm_core.transfer.executors.memcpy import MemcpyExecutor  # noqa: E402
 from kvbm_core.transfer.movers import disk as disk_mover  # noqa: E402
+from kvbm_core.types import BlockKey  # noqa: E402
 from kvbm_sglang import linker_assembly, linker_tiers, load_counter  # noqa: E402
 from kvbm_sglang.device_pool import DevicePages  # noqa: E402
+from kvbm_sglang.identity import page_keys  # noqa: E402
 from kvbm_sglang.linker_assembly import Ranks, assemble, why_late  # noqa: E402
 from kvbm_sglang.load_counter import LoadCounter  # noqa: E402
 from kvbm_sglang.weights import weights_identity  # noqa: E402
@@ -218,6 +224,7 @@ def test_what_a_remote_store_brought_is_its_hit_once(bench_of: Callable[..., Ben
     assert bench.metrics.hit_window() == (3, 0, 3, 6)
 
 
+@pytest.mark.shows("KVBM_START_WAIT_S")
 def test_the_start_waits_for_what_is_on_the_disk(
     bench_of: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -393,6 +400,31 @@ def test_quiesce_ends_without_what_does_not_and_does_not_keep_it(
     assert not bench.linker.quiesce()
     fill(bench.pool, 1, KEYS[5])  # the page is somebody else's now
     gate.set()
+    with bench.linker._changed:
+        assert bench.linker._changed.wait_for(lambda: not bench.linker._num_storing, LONG_S)
+    assert bench.linker.lookup("r", KEYS[:1]) == []
+    assert bench.offload(KEYS[0])  # later ones are kept
+
+
+def test_a_store_that_copies_while_quiesce_gives_up_is_not_kept(
+    bench_of: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(linker_tiers, "QUIESCE_TIMEOUT_S", 0.01)
+    bench = bench_of()
+    is_copying, go_on = threading.Event(), threading.Event()
+    copy = MemcpyExecutor._copy
+
+    def slow_copy(self: MemcpyExecutor, *arguments: Any) -> None:
+        is_copying.set()
+        assert go_on.wait(LONG_S)
+        copy(self, *arguments)
+
+    monkeypatch.setattr(MemcpyExecutor, "_copy", slow_copy)
+    fill(bench.pool, 1, KEYS[0])
+    bench.linker.store(KEYS[:1], indices_of(1), at_once)
+    assert is_copying.wait(LONG_S) and not bench.linker.quiesce()
+    fill(bench.pool, 1, KEYS[5])  # the page is somebody else's now
+    go_on.set()
     with bench.linker._changed:
         assert bench.linker._changed.wait_for(lambda: not bench.linker._num_storing, LONG_S)
     assert bench.linker.lookup("r", KEYS[:1]) == []
@@ -712,6 +744,50 @@ def test_a_load_that_was_given_up_never_writes_its_pages(
     assert holds(bench.pool, pages[0], KEYS[0]) and holds(bench.pool, pages[1], KEYS[7])
 
 
+@pytest.mark.parametrize("stop", ["finish", "quiesce"])
+def test_a_load_that_was_given_up_writes_nothing_when_its_read_ends_well(
+    stop: str, bench_of: Callable[..., Bench], stalling: Stalling
+) -> None:
+    """The disk goes on before its own deadline is over."""
+    bench = bench_of(DYN_KVBM_DISK_CACHE_OVERRIDE_NUM_BLOCKS=12, KVBM_DISK_DEADLINE_S=10 * LONG_S)
+    assert bench.offload(KEYS[0])
+    bench.tiers._chain.host.reset()  # it is on the disk alone
+    linker, (page,) = bench.linker, bench.pages_for(KEYS[0])
+    linker.counter._timeout_s = 0.01
+    linker.load("a", KEYS[:1], indices_of(page))
+    index = linker.start(at_once)
+    linker.counter.set_consumer(index)
+    assert stalling.is_reading.wait(LONG_S)
+    if stop == "quiesce":
+        assert linker.quiesce()
+    assert not linker.finish(index)
+    fill(bench.pool, page, KEYS[7])
+    stalling.goes_on.set()
+    with bench.tiers._lock:
+        assert bench.tiers._lock.wait_for(lambda: not len(bench.tiers._jobs), LONG_S)
+    assert holds(bench.pool, page, KEYS[7])
+
+
+@pytest.mark.shows("KVBM_DISK_DEADLINE_S")
+def test_a_read_of_the_disk_is_given_up_after_its_deadline(
+    bench_of: Callable[..., Bench], stalling: Stalling
+) -> None:
+    bench = bench_of(DYN_KVBM_DISK_CACHE_OVERRIDE_NUM_BLOCKS=12, KVBM_DISK_DEADLINE_S=0.05)
+    assert bench.offload(*KEYS[:2])
+    bench.tiers._chain.host.reset()  # it is on the disk alone
+    # Long after the deadline, and long before that of the default.
+    recovers = threading.Timer(8.0, stalling.goes_on.set)
+    recovers.start()
+    try:
+        assert not bench.load("a", KEYS[0])
+    finally:
+        recovers.cancel()
+        stalling.goes_on.set()
+    with bench.tiers._lock:
+        assert bench.tiers._lock.wait_for(lambda: not len(bench.tiers._jobs), LONG_S)
+    assert bench.load("b", KEYS[0]) and bench.came(KEYS[0])
+
+
 def test_a_load_that_waits_for_the_device_is_given_up_at_once(bench_of: Callable[..., Bench]) -> None:
     bench = bench_of()
     bench.offload(*KEYS[:2])
@@ -776,3 +852,131 @@ def test_a_store_that_comes_too_late_by_the_policy_is_told(policy: str, is_late:
     line = why_late(shared, policy)
     assert (f"--schedule-policy {policy} " in line) == is_late == bool(line) and "\n" not in line
     assert not why_late(KvbmSettings.from_env({"cpu_cache_gb": 1}), policy)
+
+
+def test_an_operator_resets_and_drains(bench_of: Callable[..., Bench]) -> None:
+    bench = bench_of()
+    control = bench.linker.control
+    assert bench.offload(*KEYS[:3])
+    assert bench.linker.lookup("r", KEYS[:3]) == [1, 2, 3]
+    end = control.submit(Order(verb=Verb.RESET))
+    while not bench.tiers._num_resetting:
+        time.sleep(0.001)
+    assert not end.done() and bench.linker.lookup("s", KEYS[:3]) == []
+    assert bench.load("r", *KEYS[:3]) and bench.came(*KEYS[:3])  # what was promised comes
+    assert end.result(LONG_S) == Report(Result.DONE, "forgotten: host")
+    assert bench.linker.lookup("t", KEYS[:3]) == []
+    assert bench.offload(*KEYS[:3])
+    assert control.submit(Order(verb=Verb.DRAIN)).result(LONG_S).result is Result.DONE
+    assert bench.tiers._chain.holds_back()
+    assert bench.linker.lookup("u", KEYS[:3]) == []
+    assert not bench.offload(*KEYS[3:5])  # and it has ended, as SGLang counts on
+    assert control.submit(Order(verb=Verb.RESUME)).result(LONG_S).result is Result.DONE
+    assert not bench.tiers._chain.holds_back()
+    assert bench.linker.lookup("v", KEYS[:5]) == [1, 2, 3] and bench.load("v", *KEYS[:3])
+    assert bench.linker.namespace
+
+
+# ---------------------------------------------------------------- why a request missed
+
+
+def why(bench: Bench, rid: str, *keys: str) -> Account:
+    """What is told of a request after its first lookup."""
+    bench.linker.lookup(rid, keys)
+    (found,) = bench.metrics.why.find(rid)
+    return found
+
+
+def test_a_miss_has_its_reason_and_is_counted_once(bench_of: Callable[..., Bench]) -> None:
+    bench = bench_of(DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS=3)
+    assert why(bench, "new", *KEYS[:3]).reason is MissReason.NEVER_SEEN
+    assert why(bench, "same", *KEYS[:3]).reason is MissReason.NOT_KEPT
+    bench.offload(*KEYS[:3])
+    found = why(bench, "part", *KEYS[:5])
+    assert (found.reason, found.missed_tokens, found.host_tokens) == (
+        MissReason.NEVER_SEEN,
+        2 * PAGE_TOKENS,
+        3 * PAGE_TOKENS,
+    )
+    found = why(bench, "whole", *KEYS[:3])
+    assert found.reason is None and found.missed_tokens == 0 and found.prompt_tokens == 3 * PAGE_TOKENS
+    bench.linker.lookup("other", KEYS[6:9])  # holds nothing
+    bench.tiers.wait_ready(1, timeout_s=LONG_S)
+    for rid in ("part", "whole"):
+        bench.tiers._let_go(rid)
+    bench.offload(*KEYS[6:9])
+    found = why(bench, "gone", *KEYS[:3])
+    assert found.reason is MissReason.EVICTED and "after its last use" in found.text
+    bench.linker.lookup("gone", KEYS[:3])  # as a request that waits is
+    counted = bench.metrics.snapshot()
+    assert counted['kvbm_missed_requests_total{reason="evicted"}'] == 1
+    assert counted['kvbm_missed_tokens_total{reason="evicted"}'] == 3 * PAGE_TOKENS
+
+
+def test_what_came_from_where_is_told_when_it_is_loaded(bench_of: Callable[..., Bench]) -> None:
+    first = bench_of(DYN_KVBM_DISK_CACHE_OVERRIDE_NUM_BLOCKS=20)
+    first.offload(*KEYS[:4])
+    first.linker.close()
+    bench = bench_of(DYN_KVBM_DISK_CACHE_OVERRIDE_NUM_BLOCKS=20)
+    found = why(bench, "r", *KEYS[:4])
+    assert bench.load("r", *KEYS[:4])
+    assert found.reason is None and (found.host_tokens, found.disk_tokens) == (0, 4 * PAGE_TOKENS)
+
+
+def test_a_page_that_the_filter_kept_from_the_disk(bench_of: Callable[..., Bench]) -> None:
+    bench = bench_of(
+        DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS=3,
+        DYN_KVBM_DISK_CACHE_OVERRIDE_NUM_BLOCKS=20,
+        DYN_KVBM_DISABLE_DISK_OFFLOAD_FILTER=False,
+    )
+    bench.offload(*KEYS[:3])
+    bench.offload(*KEYS[6:9])
+    found = why(bench, "r", *KEYS[:3])
+    assert found.reason is MissReason.FILTERED and "filter" in found.text
+
+
+def test_a_load_that_failed_and_what_is_lost_by_it(
+    bench_of: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = bench_of(DYN_KVBM_DISK_CACHE_OVERRIDE_NUM_BLOCKS=20)
+    first.offload(*KEYS[:4])
+    first.linker.close()
+    monkeypatch.setattr(
+        disk_mover,
+        "make_file_io",
+        lambda fd, *, is_direct: FailingIo(fd, lambda transfer, is_write: not is_write, -5),
+    )
+    bench = bench_of(DYN_KVBM_DISK_CACHE_OVERRIDE_NUM_BLOCKS=20)
+    found = why(bench, "r", *KEYS[:4])
+    assert not bench.load("r", *KEYS[:4])
+    assert found.reason is MissReason.FAILED and found.missed_tokens == 4 * PAGE_TOKENS
+    assert why(bench, "again", *KEYS[:4]).reason is MissReason.FAILED
+
+
+def test_new_weights_and_a_drained_engine_are_told(bench_of: Callable[..., Bench]) -> None:
+    bench = bench_of()
+    bench.offload(*KEYS[:3])
+    assert why(bench, "whole", *KEYS[:3]).reason is None
+    bench.linker.quiesce()
+    bench.linker.begin_anew()
+    assert why(bench, "renamed", *KEYS[:3]).reason is MissReason.OTHER_WEIGHTS
+    bench.linker.control.is_draining = True
+    found = why(bench, "drained", *KEYS[:3])
+    assert found.reason is MissReason.NOT_READY and found.missed_tokens == 3 * PAGE_TOKENS
+
+
+def test_a_page_on_its_way_to_the_host(bench_of: Callable[..., Bench]) -> None:
+    bench = bench_of()
+    with bench.tiers._lock:
+        named = _named(bench, *KEYS[:2])
+        reservation = bench.tiers._chain.reserve(named, lambda new: frozenset(named))
+    try:
+        assert why(bench, "r", *KEYS[:2]).reason is MissReason.IN_FLIGHT
+    finally:
+        with bench.tiers._lock:
+            bench.tiers._chain.stored(reservation, Outcome.REJECTED)
+
+
+def _named(bench: Bench, *keys: str) -> list[BlockKey]:
+    assert bench.linker._roots is not None
+    return page_keys(bench.linker._roots.now().hash, list(keys))

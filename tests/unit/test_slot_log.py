@@ -29,6 +29,7 @@ from kvbm_core.storage.disk.slot_log import (
 )
 from kvbm_core.testing.store_contract import key_of
 from kvbm_core.types import BlockKey
+from tests.open_files import open_files
 
 GEOMETRY = Geometry(8, 4096, b"slot log".ljust(16))
 HEADER = LogHeader(b"i" * 16, b"l" * 16, b"f" * 16, 1 << 40, 1 << 33)
@@ -37,9 +38,9 @@ BUFFERED = FileOptions(is_direct=False)
 
 @pytest.fixture(autouse=True)
 def no_open_files_are_left() -> Iterator[None]:
-    before = sorted(os.listdir("/proc/self/fd"))
+    before = open_files()
     yield
-    assert sorted(os.listdir("/proc/self/fd")) == before
+    assert open_files() == before
 
 
 class Bench:

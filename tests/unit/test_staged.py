@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvbm_core.errors import Outcome
+from kvbm_core.storage.disk.allocate import FileOptions
 from kvbm_core.storage.disk.block_file import BlockFile, Geometry
 from kvbm_core.storage.disk.record import SECTOR_BYTES, slot_offset_bytes
 from kvbm_core.storage.host_slab import HostSlab
@@ -28,6 +29,7 @@ from kvbm_core.transfer.executors.memcpy import MemcpyExecutor
 from kvbm_core.transfer.factory import make_executor
 from kvbm_core.transfer.movers import disk as disk_module
 from kvbm_core.transfer.movers.disk import DiskMover
+from kvbm_core.transfer.movers.disk_direct import DirectReader
 from kvbm_core.transfer.plan import GroupMove, JobResult, OrderKind, TierOrder, TransferPlan
 from kvbm_core.transfer.staged import OnDone, StagedExecutor
 from kvbm_core.types import BlockKey, Direction
@@ -45,12 +47,18 @@ class Bench:
     """A StagedExecutor over real memory of a CPU engine and a real file; chunks of ``chunk_blocks``."""
 
     def __init__(
-        self, path: Path, chunk_blocks: int = 2, *, verify: bool = False, io_deadline_s: float = LONG_S
+        self,
+        path: Path,
+        chunk_blocks: int = 2,
+        *,
+        verify: bool = False,
+        io_deadline_s: float = LONG_S,
+        options: FileOptions = BUFFERED,
     ):
         self.memory = two_group_memory()
         self.host = HostSlab(NUM_SLOTS, SLOT_BYTES)
         assert self.host.wait_ready(LONG_S)
-        self.file = BlockFile(path, GEOMETRY, BUFFERED)
+        self.file = BlockFile(path, GEOMETRY, options)
         self.listener = Listener()
         self.late = LateMemory()
         self.next_job = 1
@@ -63,11 +71,14 @@ class Bench:
             assert isinstance(device, MemcpyExecutor)
             return device
 
+        self.readers: dict[str, DirectReader] = {}
         self.disk = DiskMover(self.file, self.host, late=self.late, io_deadline_s=io_deadline_s)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(module, "CHUNK_BYTES", chunk_blocks * SLOT_BYTES)
             movers = {"disk": self.disk}
-            self.executor = StagedExecutor(make_copier, movers, SLOT_BYTES, self.listener, digests)
+            self.executor = StagedExecutor(
+                make_copier, movers, SLOT_BYTES, self.listener, digests, readers=self.readers
+            )
 
     def slot(self, slot: int) -> memoryview:
         return self.host.array[slot * SLOT_BYTES : (slot + 1) * SLOT_BYTES].data

@@ -437,7 +437,7 @@ def test_close_rejects_what_waits_ends_what_runs_and_leaves_nothing() -> None:
     assert bench.run(order(4, FETCH, [1], [1])).outcome is Outcome.REJECTED
     assert bench.store.contains_many([key_of(1)], deadline_s=1.0) == [Outcome.REJECTED]  # closed too
     bench.close()
-    assert set(threading.enumerate()) == threads
+    assert set(threading.enumerate()) <= threads
 
 
 @pytest.mark.parametrize("hangs", [(GET,), (GET, CLOSE)], ids=["call", "call and close"])

@@ -11,6 +11,7 @@ from kvbm_core.clock import ManualClock
 from kvbm_core.errors import IntegrityError
 from kvbm_core.policy.lru import LruPolicy
 from kvbm_core.policy.recency import as_slots
+from kvbm_core.testing.heard import Heard
 from kvbm_core.testing.policy_contract import sample_keys
 from kvbm_core.types import BlockKey, Tier
 
@@ -18,13 +19,13 @@ KEYS = sample_keys(0, 10)
 
 
 class Bench:
-    """A tier of ``capacity`` slots and what it said about evictions."""
+    """A tier of ``capacity`` slots and what it said."""
 
     def __init__(self, capacity: int = 4) -> None:
         self.clock = ManualClock()
-        self.gone: list[BlockKey] = []
+        self.heard = Heard()
         self.policy = LruPolicy()
-        self.tier = BlockTier(Tier.HOST, self.policy, self.clock, on_evict=self.gone.extend)
+        self.tier = BlockTier(Tier.HOST, self.policy, self.clock, self.heard)
         self.tier.grow(capacity)
 
     def store(self, *keys: BlockKey) -> None:
@@ -34,7 +35,12 @@ class Bench:
 
     def has(self) -> list[BlockKey]:
         self.tier.check_integrity()
+        assert self.heard.here[Tier.HOST] == set(self.tier.keys())
         return [key for key in KEYS if self.tier.contains(key)]
+
+    @property
+    def gone(self) -> list[BlockKey]:
+        return self.heard.gone
 
 
 def test_a_block_is_there_from_commit_on_and_not_before() -> None:
@@ -153,11 +159,30 @@ def test_a_block_forgotten_while_it_is_read_keeps_its_slot_until_the_reader_ends
     assert bench.tier.match_prefix(KEYS[:1]) == 0 and bench.tier.lease("late", KEYS[:1], 1.0) is None
     lease = bench.tier.renew(lease, 2.0)
     assert lease is not None
-    assert bench.tier.reserve(KEYS[1:2], frozenset).keys == () and bench.gone == []
+    assert bench.tier.reserve(KEYS[1:2], frozenset).keys == () and bench.gone == [KEYS[0]]
     bench.tier.release(lease)
     bench.tier.check_integrity()
-    assert bench.gone == [KEYS[0]]
+    assert bench.gone == [KEYS[0]]  # it was told when it could be matched no more, and once
     assert bench.tier.reserve(KEYS[1:2], frozenset).slots == (0,)
+
+
+def test_a_cleared_prompt_is_told_of_when_its_slots_are_free_and_what_comes_later_does_not_stay() -> None:
+    bench, told = Bench(), list[tuple[BlockKey, int]]()
+    bench.tier.on_cleared = lambda keys, slots: told.extend(zip(keys, slots, strict=True))
+    bench.store(*KEYS[:3])
+    on_its_way = bench.tier.reserve(KEYS[3:4], frozenset)
+    lease = bench.tier.lease("reader", KEYS[:1], 2.0)
+    assert lease is not None
+    assert bench.tier.forget_prompt([KEYS[0], KEYS[1], KEYS[3]]) == 2
+    assert bench.has() == [KEYS[2]] and [key for key, _ in told] == [KEYS[1]]
+    bench.tier.release(lease)
+    assert [key for key, _ in told] == [KEYS[1], KEYS[0]]
+    assert bench.tier.commit(on_its_way) and bench.has() == [KEYS[2]]
+    assert told[2] == (KEYS[3], on_its_way.slots[0])
+    bench.store(*KEYS[:2])  # as if nothing had been
+    bench.tier.forget([KEYS[0]])
+    bench.tier.reset()
+    assert len(told) == 3
 
 
 def test_match_prefix_stops_at_a_doomed_block() -> None:

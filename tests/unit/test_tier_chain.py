@@ -16,7 +16,7 @@ from kvbm_core.storage.disk.recovery import Found
 from kvbm_core.tiers.chain import Held, TierChain
 from kvbm_core.tiers.jobs import JobTable
 from kvbm_core.tiers.slotted import SlottedTier, slotted_tier
-from kvbm_core.transfer.plan import OrderKind, TierOrder
+from kvbm_core.transfer.plan import FIRST_DIRECT_SLOT, OrderKind, TierOrder
 from kvbm_core.types import BlockKey, Tier
 
 KEYS = [BlockKey(number.to_bytes(32, "little")) for number in range(40)]
@@ -254,4 +254,93 @@ def test_what_moves_is_held_in_all_tiers_however_long_it_takes() -> None:
         assert bench.chain.mind([held]) == 0
     assert bench.chain.is_good(held) and bench.chain.live_leases == 2
     bench.bring(held)
+    bench.assert_idle()
+
+
+def test_what_goes_straight_to_the_device_needs_no_host_slot() -> None:
+    """So a load may be larger than the host, and evicts nothing there."""
+    bench = Bench(4)
+    bench.put(OTHERS[:2], "host")
+    bench.put(KEYS[:1], "host")
+    bench.put(KEYS[1:13], "slow")
+    bench.chain.direct("slow", True)
+    bench.chain.direct("nowhere", True)
+    held = bench.held(KEYS[:13])
+    assert not bench.host.pending_blocks and held.num_fetched == 12
+    (order,) = bench.chain.reads(held, 7)
+    assert order.is_direct and order.keys == tuple(KEYS[1:13]) and order.places == tuple(range(12))
+    assert order.slots == tuple(held.slots[1:]) == tuple(FIRST_DIRECT_SLOT + n for n in range(12))
+    order.check_direct(12)
+    bench.bring(held, {KEYS[3]: Outcome.CORRUPT, KEYS[4]: Outcome.MISS, KEYS[5]: Outcome.TIMED_OUT})
+    gone = {KEYS[3], KEYS[4]}
+    assert [bench.where(key) for key in KEYS[1:13]] == [set() if k in gone else {"slow"} for k in KEYS[1:13]]
+    assert bench.where(OTHERS[0]) == bench.where(KEYS[0]) == {"host"}
+    bench.assert_idle()
+    bench.chain.direct("slow", False)
+    assert bench.chain.hold("r", KEYS[6:13]) == 4, "again as much as the host has room for"
+    bench.assert_idle()
+
+
+@pytest.mark.parametrize("ends_as", ["released", "given up", "in vain"])
+def test_a_direct_load_that_comes_to_nothing_changes_nothing(ends_as: str) -> None:
+    bench = Bench(4)
+    bench.put(KEYS[:6], "slow")
+    bench.chain.direct("slow", True)
+    held = bench.held(KEYS[:6])
+    if ends_as == "released":
+        bench.chain.release(held)
+    elif ends_as == "given up":
+        bench.bring(held, dict.fromkeys(KEYS[:6], Outcome.REJECTED), forgets=False)
+    else:
+        bench.bring(held, dict.fromkeys(KEYS[:6], Outcome.TIMED_OUT))
+    assert all(bench.where(key) == {"slow"} for key in KEYS[:6])
+    bench.assert_idle()
+
+
+def test_what_is_to_be_in_the_host_in_the_end_does_not_go_straight() -> None:
+    bench = Bench()
+    bench.put(KEYS[:3], "slow")
+    bench.chain.direct("slow", True)
+    held = bench.held(KEYS[:3], needs_host=True)
+    (order,) = bench.chain.reads(held, 7)
+    assert not order.is_direct and max(held.slots) < 16 and bench.host.pending_blocks == 3
+    bench.bring(held)
+    assert bench.where(KEYS[0]) == {"host", "slow"}
+    bench.assert_idle()
+
+
+def test_of_two_tiers_one_goes_straight() -> None:
+    """Numbers in place of slots are those of one tier's places."""
+    bench = Bench()
+    bench.put(KEYS[:2], "fast")
+    bench.put(KEYS[:4], "slow")
+    for name in ("fast", "slow"):
+        bench.chain.direct(name, True)
+    held = bench.held(KEYS[:4])
+    fast, slow = bench.chain.reads(held, 7)
+    assert fast.is_direct and not slow.is_direct
+    bench.bring(held)
+    assert [bench.where(KEYS[n]) for n in (0, 2)] == [{"fast", "slow"}, {"host", "slow"}]
+    bench.assert_idle()
+
+
+def test_what_comes_straight_from_below_is_not_stored_in_the_host_again() -> None:
+    """It is on the device now, and is offered anew with each step. What is new there makes room for what
+    comes after it, as soon as it is below.
+    """
+    bench = Bench(4)
+    bench.chain.direct("slow", True)
+    bench.put(KEYS[:8], "slow")
+    assert list(bench.chain.new_of(KEYS[:10])) == KEYS[8:10]
+    own = frozenset(KEYS[:14])
+    reserved = bench.chain.reserve(KEYS[:12], lambda new: own)
+    assert list(reserved.keys) == KEYS[8:12] and bench.chain.stored(reserved, Outcome.OK)
+    assert not bench.chain.reserve(KEYS[:14], lambda new: own).keys, "what is nowhere else must stay"
+    bench.tier("slow").take_in(0, 40, [Found(30 + i, key, 2) for i, key in enumerate(KEYS[8:11])])
+    reserved = bench.chain.reserve(KEYS[:14], lambda new: own)
+    assert list(reserved.keys) == KEYS[12:14] and bench.chain.stored(reserved, Outcome.OK)
+    assert bench.where(KEYS[11]) == {"host"}
+    assert all("slow" in bench.where(key) for key in KEYS[:11])
+    bench.chain.direct("slow", False)
+    assert list(bench.chain.new_of(KEYS[:8])) == KEYS[:8], "a block that comes by way of the host stays there"
     bench.assert_idle()

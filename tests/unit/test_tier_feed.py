@@ -18,7 +18,7 @@ class Bench(TierBench[SlottedTier]):
             lambda around: SlottedTier("disk", Tier.DISK, AdmitAll(), around, options), num_slots=len(keys)
         )
         self.in_host(keys)
-        self.tier.expect(300, 1)
+        self.tier.expect(300, [0])
         self.tier.take_in(0, 300, [])
 
 
@@ -72,7 +72,7 @@ def test_of_an_order_that_failed_in_part_the_rest_is_stored() -> None:
 def test_what_one_rank_could_not_store_is_not_there_and_the_rest_is() -> None:
     keys = [BlockKey(bytes([number]) * 32) for number in range(3)]
     bench = Bench(keys, StoringOptions())
-    bench.tier.expect(300, 2)
+    bench.tier.expect(300, [0, 1])
     bench.offer(keys)
     (order,) = bench.sent
     bench.answer(order, failed={0: Outcome.IO_ERROR}, ranks=[0])

@@ -14,7 +14,7 @@ from kvbm_core.errors import IntegrityError
 from kvbm_trtllm.requests import Followed, Requests
 from kvbm_trtllm.states import LOAD_TABLE, REQUEST_TABLE, LoadStatus, RequestEvent, RequestStatus, after
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "architecture.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "trtllm-inside.md"
 BROKEN = {RequestStatus.BROKEN, RequestStatus.REFUSED}
 TABLES = [(REQUEST_TABLE, RequestStatus.WAITING), (LOAD_TABLE, LoadStatus.NONE)]
 
@@ -31,7 +31,7 @@ def as_text(table: Mapping[Any, Mapping[Any, Any]]) -> str:
 
 @pytest.mark.parametrize("table", [table for table, _ in TABLES])
 def test_the_page_shows_the_table(table: Mapping[Any, Mapping[Any, Any]]) -> None:
-    assert as_text(table) in PAGE.read_text(encoding="utf-8"), f"docs/architecture.md lacks\n{as_text(table)}"
+    assert as_text(table) in PAGE.read_text(encoding="utf-8"), f"{PAGE.name} lacks\n{as_text(table)}"
 
 
 @pytest.mark.parametrize(("table", "start"), TABLES)

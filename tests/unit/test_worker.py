@@ -430,7 +430,7 @@ def test_close_leaves_no_thread_no_descriptor_and_no_memory(tmp_path: Path) -> N
         worker.submit(offload_of(1, job_id=job_id))
     for _ in range(2):
         engine.close()
-    assert set(threading.enumerate()) == threads and descriptors() <= before
+    assert set(threading.enumerate()) <= threads and descriptors() <= before
     assert len(worker.take()) == 29  # each job ended, one way or another
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(ValueError, match="closed"):
@@ -444,7 +444,7 @@ def test_a_worker_closed_while_it_is_being_configured_leaves_nothing(tmp_path: P
     for _ in range(10):
         engine = Engine(tmp_path)
         engine.close()
-    assert set(threading.enumerate()) == threads
+    assert set(threading.enumerate()) <= threads
 
 
 def test_the_leader_hears_of_trouble_as_it_is(engine: Engine) -> None:

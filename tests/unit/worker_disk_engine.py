@@ -5,6 +5,7 @@ files.
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -45,8 +46,9 @@ class DiskEngine(Engine):
     """Engine with a disk tier in ``folder``/blocks. Blocks of PROMPT are those of the device blocks of
     TABLES.
 
-    ``replicates``: every rank has the same blocks, which rank 0 stores for all. ``store_url``: of a tier
-    "store" by key below the disk.
+    ``replicates``: every rank has the same blocks, which rank 0 stores for all. ``parts``: which part of the
+    KV each rank has, and says that it has; "" for a rank that says nothing. ``store_url``: of a tier "store"
+    by key below the disk.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class DiskEngine(Engine):
         io_deadline_s: float = 20.0,
         options: FileOptions = BUFFERED,
         replicates: bool = False,
+        parts: Sequence[str] = (),
         store_url: str = "",
     ) -> None:
         path = folder / "s.sock"
@@ -81,15 +84,15 @@ class DiskEngine(Engine):
             parts=LeaderParts(tuple(makers), self.tell_all),
         )
         self.channel = LeaderChannel(self.endpoint, self._on_message)  # type: ignore[arg-type]
-        self._shard_of = [0 if replicates else rank for rank in range(ranks)]
+        parts = parts or (["all"] * ranks if replicates else [""] * ranks)
+        named = [part for part in dict.fromkeys(parts) if part]
+        self._shard_of = [named.index(part) if part else 0 for part in parts] if named else [*range(ranks)]
         self.memories = [two_group_memory(seed=shard + 1) for shard in self._shard_of]
         disk_options = replace(options, io_deadline_s=io_deadline_s)
         memory_options = RankOptions(verify=True, disk=disk_options)
-        self.workers = [
-            Worker(rank, ranks, self.endpoint, memory_options, replicates=replicates) for rank in range(ranks)
-        ]
-        for worker, memory in zip(self.workers, self.memories, strict=True):
-            worker.register(memory, f"layout{self._shard_of[worker.rank]}")
+        self.workers = [Worker(rank, ranks, self.endpoint, memory_options) for rank in range(ranks)]
+        for worker, memory, part in zip(self.workers, self.memories, parts, strict=True):
+            worker.register(memory, f"layout{self._shard_of[worker.rank]}", part=part)
 
     def _plan_disk(self, block_bytes: int, fingerprint: str) -> TierPlace:
         return TierPlace("disk", str(self.folder), DISK_SLOTS)

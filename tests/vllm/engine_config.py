@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from vllm.config import (
@@ -19,6 +19,7 @@ from vllm.config import (
     ModelConfig,
     ParallelConfig,
     SchedulerConfig,
+    SpeculativeConfig,
     VllmConfig,
 )
 from vllm.utils.hashing import get_hash_fn_by_name
@@ -26,6 +27,7 @@ from vllm.v1.core.kv_cache_utils import (
     generate_scheduler_kv_cache_config,
     get_request_block_hasher,
     init_none_hash,
+    resolve_cache_hit_alignment_tokens,
     resolve_kv_cache_block_sizes,
 )
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -33,6 +35,7 @@ from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheSpec,
+    MambaSpec,
     MLAAttentionSpec,
     SlidingWindowSpec,
 )
@@ -52,27 +55,50 @@ DYNAMO = {"kv_connector": "DynamoConnector", "kv_connector_module_path": "kvbm.v
 """The guides' own way to name the connector."""
 
 KV_HEADS, HEAD_SIZE = 2, 8
+STATE_SHAPES = ((2, 4), (2, 8))
+"""Of a rank's state of one layer, as vLLM has it: a convolution's and a recurrence's."""
+Layer = int | None | Literal["state"]
 
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """One engine. ``windows``: sliding window in tokens of each layer, None = full attention."""
+    """One engine. ``windows``: sliding window in tokens of each layer, None = full attention, "state" = no
+    KV, but a state.
+    """
 
     block_size_tokens: int = 4
     num_blocks: int = 64
     max_batched_tokens: int = 128
     max_num_seqs: int = 8
-    windows: tuple[int | None, ...] = (None, None)
+    windows: tuple[Layer, ...] = (None, None)
     ranks: int = 1
     kv_heads: int | None = None
     """Of the whole model; None: KV_HEADS for each rank."""
     is_mla: bool = False
+    """Layers with all of their KV keep latents. States beside them are divided among ranks."""
     layout: str = "LBNHC"
     max_model_len: int = 120
     async_scheduling: bool = False
+    draft_tokens: int = 0
+    """How many tokens are drafted at most."""
+    has_draft_layer: bool = False
+    """The last layer is a draft head's (MTP); else nothing on the device is (ngram)."""
+    match_tokens: int | None = None
+    """--prefix-match-unit: prefixes may end inside a block."""
+    exports_checkpoints: bool = False
+    """A prefill leaves a state before its end, as Mamba2 and KDA do."""
+    mamba_mode: str = "align"
+    retain_tokens: int | None = 0
+    """--prefix-cache-retention-interval: how far apart the states are that vLLM keeps; 0: one for each
+    prompt, None: all.
+    """
     lora: bool = False
     weights: bytes = b"the fake model has none"
     kv_events: bool = False
+    consolidated: tuple[str, str, str] | None = None
+    """What dynamo.vllm was told: vLLM publishes at the first, and the consolidator at the second."""
+    kv_numbers: Literal["any bits", "float32", "float8"] = "any bits"
+    """What K and V are: "float32" may come back rounded to three bits behind the point; "float8" need not."""
     connector: dict[str, Any] = field(default_factory=lambda: dict(DYNAMO))
     extra_config: dict[str, Any] = field(default_factory=dict)
 
@@ -82,16 +108,30 @@ class EngineSpec:
         return KV_HEADS * self.ranks if self.kv_heads is None else self.kv_heads
 
     def heads_of(self, rank: int) -> range:
-        """Which KV heads a rank has: as vLLM divides them in QKVParallelLinear. With MLA all have one."""
+        """Which KV heads a rank has: as vLLM divides them in QKVParallelLinear. With MLA all have one, the
+        same.
+        """
         if self.is_mla:
             return range(1)
         count, num_same = max(1, self.total_heads // self.ranks), max(1, self.ranks // self.total_heads)
         return range(rank // num_same * count, rank // num_same * count + count)
 
     @property
+    def has_states(self) -> bool:
+        """Whether a layer keeps a state."""
+        return "state" in self.windows
+
+    @property
     def layer_names(self) -> tuple[str, ...]:
         """As vLLM names attention layers; sorting them by name would put layer 10 before layer 2."""
         return tuple(f"model.layers.{i}.self_attn.attn" for i in range(len(self.windows)))
+
+
+def _kv_events(spec: EngineSpec) -> KVEventsConfig | None:
+    if spec.consolidated is not None:
+        endpoint = spec.consolidated[0].replace("127.0.0.1", "*")
+        return KVEventsConfig(enable_kv_cache_events=True, publisher="zmq", endpoint=endpoint)
+    return KVEventsConfig(enable_kv_cache_events=True, publisher="null") if spec.kv_events else None
 
 
 def make_vllm_config(spec: EngineSpec, folder: Path) -> VllmConfig:
@@ -109,6 +149,9 @@ def make_vllm_config(spec: EngineSpec, folder: Path) -> VllmConfig:
             block_size=spec.block_size_tokens,
             enable_prefix_caching=True,
             num_gpu_blocks_override=spec.num_blocks,
+            prefix_match_unit=spec.match_tokens,
+            prefix_cache_retention_interval=spec.retain_tokens,
+            mamba_cache_mode="align" if spec.has_states and spec.mamba_mode == "align" else "none",
         ),
         scheduler_config=SchedulerConfig(
             max_num_seqs=spec.max_num_seqs,
@@ -124,13 +167,27 @@ def make_vllm_config(spec: EngineSpec, folder: Path) -> VllmConfig:
         device_config=DeviceConfig("cpu"),
         lora_config=LoRAConfig(max_loras=4, max_lora_rank=8) if spec.lora else None,
         kv_transfer_config=transfer,
-        kv_events_config=KVEventsConfig(enable_kv_cache_events=True, publisher="null")
-        if spec.kv_events
-        else None,
+        kv_events_config=_kv_events(spec),
+        additional_config={"consolidator_endpoints": spec.consolidated} if spec.consolidated else {},
     )
     config.cache_config.kv_cache_layout = spec.layout
+    if spec.draft_tokens:
+        config.speculative_config = _drafting(spec, config)
     engine_calls.begin(config)  # as vLLM's executor does
     return config
+
+
+def _drafting(spec: EngineSpec, config: VllmConfig) -> SpeculativeConfig:
+    drafting = SpeculativeConfig(
+        method="ngram",
+        num_speculative_tokens=spec.draft_tokens,
+        prompt_lookup_max=2,
+        target_model_config=config.model_config,
+        target_parallel_config=config.parallel_config,
+    )
+    if spec.has_draft_layer:  # vLLM would want a model on disk that has such a head
+        drafting.method = "mtp"
+    return drafting
 
 
 def write_weights(folder: Path, files: Mapping[str, bytes]) -> Path:
@@ -163,6 +220,12 @@ def make_kv_cache_configs(spec: EngineSpec, config: VllmConfig) -> tuple[list[KV
         each.kv_cache_layout = config.cache_config.kv_cache_layout
     scheduler_config = generate_scheduler_kv_cache_config(configs)
     config.cache_config.num_gpu_blocks = scheduler_config.num_blocks
+    block_tokens, hash_tokens = resolve_kv_cache_block_sizes(scheduler_config, config)
+    for each in (*configs, scheduler_config):  # as the engine core does
+        each.hash_block_size = hash_tokens
+        each.cache_hit_alignment_tokens = resolve_cache_hit_alignment_tokens(
+            scheduler_config, config, block_tokens, hash_tokens
+        )
     return configs, scheduler_config
 
 
@@ -182,17 +245,35 @@ def make_scheduler(config: VllmConfig, kv_cache_config: KVCacheConfig) -> tuple[
     return scheduler, get_request_block_hasher(hash_block_size_tokens, hash_function)
 
 
-def _layer_spec(spec: EngineSpec, window_tokens: int | None) -> KVCacheSpec:
+def state_spec(spec: EngineSpec, page_bytes: int, **changes: Any) -> MambaSpec:
+    """What vLLM says of a layer with a state, in an engine whose attention layers have pages of
+    ``page_bytes``.
+    """
+    fields: dict[str, Any] = {
+        "block_size": spec.block_size_tokens,
+        "shapes": STATE_SHAPES,
+        "dtypes": (torch.float32, torch.float32),
+        "page_size_padded": page_bytes,
+        "mamba_cache_mode": spec.mamba_mode,
+        "num_speculative_blocks": spec.draft_tokens,
+        "num_prefill_checkpoint_blocks": int(spec.exports_checkpoints),
+        "prefill_checkpoint_alignment": 1 if spec.exports_checkpoints else None,
+    }
+    return MambaSpec(**(fields | changes))
+
+
+def _layer_spec(spec: EngineSpec, window_tokens: Layer) -> KVCacheSpec:
     shape: dict[str, Any] = {
         "block_size": spec.block_size_tokens,
         "num_kv_heads": len(spec.heads_of(0)),
         "head_size": HEAD_SIZE,
         "dtype": torch.float32,
     }
-    if spec.is_mla:
-        return MLAAttentionSpec(**(shape | {"num_kv_heads": 1}))
+    whole = MLAAttentionSpec(**(shape | {"num_kv_heads": 1})) if spec.is_mla else FullAttentionSpec(**shape)
+    if window_tokens == "state":
+        return state_spec(spec, whole.page_size_bytes)
     if window_tokens is None:
-        return FullAttentionSpec(**shape)
+        return whole
     return SlidingWindowSpec(sliding_window=window_tokens, **shape)
 
 
@@ -205,7 +286,7 @@ def _model_json(spec: EngineSpec) -> dict[str, Any]:
         "num_attention_heads": max(4, spec.total_heads),
         "num_key_value_heads": spec.total_heads,
         "head_dim": HEAD_SIZE,
-        "num_hidden_layers": len(spec.windows),
+        "num_hidden_layers": len(spec.windows) - spec.has_draft_layer,
         "vocab_size": 512,
         "max_position_embeddings": spec.max_model_len,
         "dtype": "float32",

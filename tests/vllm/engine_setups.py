@@ -137,6 +137,7 @@ class Engines:
         (folder / "config.json").write_text(json.dumps({**MODEL, **setup.model}))
         (folder / "model.safetensors").write_bytes(setup.weights)
         for name, text in setup.files.items():
+            (folder / name).parent.mkdir(exist_ok=True)
             (folder / name).write_text(text)
         arguments = {
             name: value.format(folder=folder) if isinstance(value, str) else value
@@ -298,6 +299,16 @@ def _of_files() -> dict[str, list[Setup]]:
         "streamed": [Setup({"load_format": name}, files=stale) for name in ("auto", "runai_streamer")],
         "index": [Setup(files=stale), Setup(files=other)],
         "quantization's file": [Setup(files={"quantize_config.json": text}) for text in ("{}", '{"a": 1}')],
+        "code of the configuration": [
+            Setup(
+                {"trust_remote_code": True, "hf_config_path": "{folder}/other"},
+                files={
+                    "other/config.json": json.dumps(MODEL),
+                    "other/configuration_mine.py": f"ROPE_THETA = {text}",
+                },
+            )
+            for text in ("1e4", "1e6")
+        ],
         "data of the model's code": [
             Setup({"trust_remote_code": True}, files={"table.txt": text}) for text in ("a", "b")
         ],
@@ -323,6 +334,12 @@ def _of_formats_and_kernels() -> dict[str, list[Setup]]:
         "tensor_parallel_size": [arguments(tensor_parallel_size=size) for size in (1, 2)],
         "pipeline_parallel_size": [arguments(pipeline_parallel_size=size) for size in (1, 2)],
         "decode context": fields("parallel_config.decode_context_parallel_size", 1, 2, 4),
+        "expert parallel": fields("parallel_config.enable_expert_parallel", False, True),
+        "expert balance": fields("parallel_config.enable_eplb", False, True),
+        "replicas of experts": [
+            Setup(fields={"parallel_config.is_moe_model": True, "parallel_config.data_parallel_size": number})
+            for number in (1, 2, 8)
+        ],
         "all2all": fields("parallel_config.all2all_backend", "naive", "deepep_low_latency"),
         "worker": fields("parallel_config.worker_cls", "auto", "mine.Worker"),
         "skipped layers": fields("cache_config.kv_cache_dtype_skip_layers", [], ["0"], ["sliding_window"]),
@@ -466,6 +483,9 @@ def _what_is_elsewhere(port: int) -> dict[str, Setup]:
         "statistics": environ(VLLM_NO_USAGE_STATS="1"),
         "other programs": environ(PATH="/bin", HOME=f"/home of {port}"),
         "data parallel port": Setup(fields={"parallel_config.data_parallel_rpc_port": port}),
+        "data parallel size without experts": Setup(
+            fields={"parallel_config.is_moe_model": False, "parallel_config.data_parallel_size": 4}
+        ),
         "data parallel rank": Setup(fields={"parallel_config.data_parallel_rank": 1}),
         "master port": Setup(fields={"parallel_config.master_port": port}),
         "executor": arguments(distributed_executor_backend="mp"),

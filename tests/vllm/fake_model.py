@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
+from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -29,6 +30,7 @@ from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunne
 from vllm.v1.worker.utils import allocate_kv_cache
 
 from tests.vllm.engine_config import EngineSpec
+from tests.vllm.state_model import Running, StateLayers, Step
 
 POISON = 0xEE
 """What a block holds from the moment the engine hands it out until someone writes it."""
@@ -96,14 +98,48 @@ class Sequence:
         """The answer of the model to all tokens so far."""
         return int(self.seeds(len(self.tokens))[-1] % 500) + 3
 
+    def with_drafts(self, drafts: Tokens[int]) -> Sequence:
+        """The same, as if ``drafts`` came next."""
+        if not drafts:
+            return self
+        self.seeds(len(self.tokens))
+        tokens = [*self.tokens, *drafts]
+        return Sequence(self.identity, self.media, tokens, self.weights, list(self._digests))
 
-def kv_bytes(seeds: npt.NDArray[np.uint64], layer: int, heads: range, head_bytes: int) -> Bytes:
+    def draft(self, most: int, *, always: bool) -> list[int]:
+        """What may come next: as many as the last token says, the first of them right. ``always``: ``most``
+        of them, as draft heads give; else fewer, as a search in the text does.
+        """
+        luck = int(self.seeds(len(self.tokens))[-1] >> np.uint64(20))
+        count, num_right = (most if always else luck % (most + 1)), luck // 16 % (most + 1)
+        trial = self.with_drafts((0,))
+        trial.tokens.pop()
+        for place in range(count):
+            token = trial.next_token()
+            trial.tokens.append(token if place < num_right else token + 1)
+        return trial.tokens[len(self.tokens) :]
+
+
+NEXT_SEEDS: dict[int, set[int]] = {}
+"""Seed of the last token of a block -> seeds of what came next, in requests whose draft head wrote it."""
+
+SIGNIFICANT = {"any bits": 0xFFFFFFFF, "float32": 0x83FFFFFF, "float8": 0x83F00000}
+"""Bits of a float32 that KV depends on: with these, and 0x40000000, it is between 2 and 512."""
+ROUNDING = 1 / 16
+
+
+def kv_bytes(
+    seeds: npt.NDArray[np.uint64], layer: int, heads: range, head_bytes: int, numbers: str = "any bits"
+) -> Bytes:
     """[positions, heads, head_bytes]: the KV of some heads of one layer, numbered as in the whole model."""
     first = np.array(heads, dtype=np.uint64)[:, None] * np.uint64(104729) + np.uint64(1 + 7919 * layer)
     words = first + np.arange(head_bytes // 8, dtype=np.uint64)
     mixed = seeds[:, None, None] ^ (words * np.uint64(0x9E3779B97F4A7C15))
     mixed = (mixed ^ (mixed >> np.uint64(29))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed ^= mixed >> np.uint64(32)
+    if numbers != "any bits":
+        mixed &= np.uint64(SIGNIFICANT[numbers] * 0x1_0000_0001)
+        mixed |= np.uint64(0x4000_0000_4000_0000)
     return np.ascontiguousarray(mixed).view(np.uint8)
 
 
@@ -114,6 +150,8 @@ class RunnerRequest:
     sequence: Sequence
     block_ids: list[list[int]]
     num_computed_tokens: int
+    running: Running = field(default_factory=Running)
+    drafts: list[int] = field(default_factory=list)
 
 
 class FakeRank:
@@ -135,11 +173,14 @@ class FakeRank:
         self._requests: dict[str, RunnerRequest] = {}
         self.weights = ""
         self.adapters: dict[int, bytes] = {}
+        self.rounded_positions = 0
         layout = KVCacheLayout[spec.layout]
         self.kv_caches: dict[str, torch.Tensor] = allocate_kv_cache(
             kv_cache_config, torch.device("cpu"), layout
         )
         self._bytes = {name: tensor.view(torch.uint8).numpy() for name, tensor in self.kv_caches.items()}
+        self._states = StateLayers(kv_cache_config, self._bytes, drop_eagle_block=spec.has_draft_layer)
+        self._state_layers = self._states.layer_names
         self.connector = KVConnectorFactory.create_connector(
             config=config, role=KVConnectorRole.WORKER, kv_cache_config=kv_cache_config
         )
@@ -163,14 +204,23 @@ class FakeRank:
         try:
             self.connector.handle_preemptions(output.kv_connector_metadata)
             self._poison(fresh_blocks)
+            self._copy_blocks(output)
             self._update_states(output, requests)
             if output.total_num_scheduled_tokens == 0:
                 return KVConnectorModelRunnerMixin.kv_connector_no_forward(output, self._config)
-            mixin = KVConnectorModelRunnerMixin.maybe_get_kv_connector_output(output)
+            steps = {name: self._step_of(name, output) for name in output.num_scheduled_tokens}
+            if self._states:
+                for name, step in steps.items():
+                    runner = self._requests[name]
+                    self._states.before(runner.running, runner.block_ids, step)
+            does_draft = self._spec.draft_tokens > 0
+            mixin = KVConnectorModelRunnerMixin.maybe_get_kv_connector_output(output, does_draft)
             with set_forward_context(None, self._config), mixin as connector_output:
-                sampled = {
-                    name: self._forward(name, count) for name, count in output.num_scheduled_tokens.items()
-                }
+                for name, step in steps.items():
+                    self._forward(name, step)
+            sampled = {name: self._sample(name, step) for name, step in steps.items()}
+            if does_draft:
+                KVConnectorModelRunnerMixin.finalize_kv_connector()
         finally:
             kv_transfer_state._KV_CONNECTOR_AGENT = None
         return ModelRunnerOutput(
@@ -184,6 +234,11 @@ class FakeRank:
         for array in self._bytes.values():
             array[blocks] = POISON
 
+    def _copy_blocks(self, output: SchedulerOutput) -> None:
+        for source, target in getattr(output, "kv_cache_block_copies", None) or ():
+            for array in self._bytes.values():
+                array[target] = array[source]
+
     def _update_states(self, output: SchedulerOutput, requests: dict[str, Request]) -> None:
         for name in output.finished_req_ids:
             self._requests.pop(name, None)
@@ -196,13 +251,18 @@ class FakeRank:
         cached = output.scheduled_cached_reqs
         for index, name in enumerate(cached.req_ids):
             runner = self._requests[name]
-            runner.num_computed_tokens = cached.num_computed_tokens[index]
+            is_resumed = name in cached.resumed_req_ids
+            if is_resumed or not (self._spec.draft_tokens and self._spec.async_scheduling):
+                runner.num_computed_tokens = cached.num_computed_tokens[index]
+            # Else the scheduler does not know yet which drafts were kept.
+            if is_resumed:
+                runner.running = Running()
             if name in cached.all_token_ids:
                 old = runner.sequence
                 tokens = list(cached.all_token_ids[name])
                 runner.sequence = Sequence(old.identity, old.media, tokens, self.weights)
             new_ids = cached.new_block_ids[index]
-            if name in cached.resumed_req_ids:
+            if is_resumed:
                 runner.block_ids = [list(ids) for ids in new_ids]
             elif new_ids is not None:
                 for own, ids in zip(runner.block_ids, new_ids, strict=True):
@@ -210,23 +270,91 @@ class FakeRank:
 
     # ------------------------------------------------------------------ the model
 
-    def _forward(self, name: str, count: int) -> list[int]:
+    def _step_of(self, name: str, output: SchedulerOutput) -> Step:
+        runner, count = self._requests[name], output.num_scheduled_tokens[name]
+        drafts = output.scheduled_spec_decode_tokens.get(name, [])
+        if -1 not in drafts:  # else the scheduler is ahead: it does not know them yet
+            runner.drafts = list(drafts)
+        runner.drafts += [0] * (len(drafts) - len(runner.drafts))
+        del runner.drafts[len(drafts) :]
+        return Step(runner.num_computed_tokens, runner.num_computed_tokens + count, len(drafts))
+
+    def _forward(self, name: str, step: Step) -> None:
         runner = self._requests[name]
-        start, stop = runner.num_computed_tokens, runner.num_computed_tokens + count
-        sequence = runner.sequence
-        assert stop <= len(sequence.tokens), f"{name}: {stop} tokens scheduled, {len(sequence.tokens)} known"
+        num_known = len(runner.sequence.tokens)
+        assert step.stop <= num_known + step.num_drafts, f"{name}: {step}, {num_known} tokens known"
+        sequence = runner.sequence.with_drafts(runner.drafts)
         for group_index, group in enumerate(self._groups):
             table = runner.block_ids[group_index]
             for layer_name in group.layer_names:
-                self._check(name, layer_name, table, sequence, start)
-                self._write(layer_name, table, sequence, start, stop)
-        runner.num_computed_tokens = stop
-        if stop < len(sequence.tokens):
-            return []
-        sequence.tokens.append(sequence.next_token())
-        return sequence.tokens[-1:]
+                if layer_name in self._state_layers or self._is_draft(layer_name):
+                    continue
+                self._check(name, layer_name, table, sequence, step.start)
+                self._write(layer_name, table, sequence.seeds(step.stop), step)
+        if self._states:
+            self._states.run(
+                name,
+                runner.running,
+                runner.block_ids,
+                step,
+                lambda count, layer: self._state(sequence.seeds(count)[-1:], layer),
+            )
 
-    def _check(self, name: str, layer_name: str, table: list[int], sequence: Sequence, start: int) -> None:
+    def _sample(self, name: str, step: Step) -> list[int]:
+        """The tokens that are kept, and what follows them: the states' last copies, and the drafts."""
+        runner, sequence = self._requests[name], self._requests[name].sequence
+        sampled: list[int] = []
+        if step.stop >= len(sequence.tokens):
+            for draft in [*runner.drafts, None]:
+                sampled.append(sequence.next_token())
+                sequence.tokens.append(sampled[-1])
+                if sampled[-1] != draft:
+                    break
+        accepted = max(1, len(sampled))
+        runner.num_computed_tokens = step.stop - step.num_drafts + accepted - 1
+        does_draft = self._spec.draft_tokens > 0
+        if self._states:
+            self._states.after(runner.running, runner.block_ids, step, accepted, drafts=does_draft)
+        if self._spec.has_draft_layer:
+            self._run_draft_layer(name, runner, step)
+        runner.drafts = []
+        if does_draft and sampled:
+            runner.drafts = sequence.draft(self._spec.draft_tokens, always=self._spec.has_draft_layer)
+        return sampled
+
+    def drafts_of(self, names: Tokens[str]) -> dict[str, list[int]]:
+        """What the drafter has found in the last step."""
+        return {name: self._requests[name].drafts for name in names if name in self._requests}
+
+    def _is_draft(self, layer_name: str) -> bool:
+        return self._spec.has_draft_layer and layer_name == self._spec.layer_names[-1]
+
+    def _run_draft_layer(self, name: str, runner: RunnerRequest, step: Step) -> None:
+        """The draft head's KV at a position depends on the token behind it too. At the end of a block it is
+        that of who stored the block: with a token behind it that a request had, and no rejected draft.
+        """
+        layer_name, size = self._spec.layer_names[-1], self._spec.block_size_tokens
+        group = next(i for i, group in enumerate(self._groups) if layer_name in group.layer_names)
+        table, end = runner.block_ids[group], runner.num_computed_tokens
+        seeds = runner.sequence.seeds(end + 1)
+        shifted = seeds[1:]
+        for last in range(size - 1, end, size):
+            NEXT_SEEDS.setdefault(int(seeds[last]), set()).add(int(shifted[last]))
+        self._check(name, layer_name, table, runner.sequence, step.start, shifted=shifted)
+        self._write(layer_name, table, shifted, Step(step.start, end, 0))
+        for position in range(end, step.stop):
+            self._bytes[layer_name][table[position // size], :, position % size, :] = POISON
+
+    def _check(
+        self,
+        name: str,
+        layer_name: str,
+        table: list[int],
+        sequence: Sequence,
+        start: int,
+        *,
+        shifted: npt.NDArray[np.uint64] | None = None,
+    ) -> None:
         window = self._window(layer_name)
         first = 0 if window is None else max(0, start - window + 1)
         if first >= start:
@@ -236,8 +364,12 @@ class FakeRank:
         blocks = np.array(table)[positions // self._spec.block_size_tokens]
         assert (blocks != 0).all(), f"{name}: {layer_name}: null block inside tokens {first}..{start}"
         seen = array[blocks, :, positions % self._spec.block_size_tokens, :]
-        right = kv_bytes(sequence.seeds(start)[first:], self._layer(layer_name), self._heads, array.shape[3])
-        wrong = np.flatnonzero((seen != right).any(axis=(1, 2)))
+        right = self._kv((sequence.seeds(start) if shifted is None else shifted)[first:start], layer_name)
+        is_wrong = self._are_wrong(seen, right)
+        if shifted is not None:
+            for index in np.flatnonzero(is_wrong):
+                is_wrong[index] = not self._is_of_another(seen[index], sequence, first + index, layer_name)
+        wrong = np.flatnonzero(is_wrong)
         if wrong.size:
             kind = "never written" if (seen[wrong[0]] == POISON).all() else "bytes of something else"
             raise AssertionError(
@@ -246,16 +378,51 @@ class FakeRank:
                 f"first {first + wrong[0]} (block {blocks[wrong[0]]}, {kind}); computed tokens {start}"
             )
 
-    def _write(self, layer_name: str, table: list[int], sequence: Sequence, start: int, stop: int) -> None:
+    def _are_wrong(self, seen: Bytes, right: Bytes) -> npt.NDArray[np.bool_]:
+        """Positions with other KV, but for rounding."""
+        is_wrong: npt.NDArray[np.bool_] = (seen != right).any(axis=(1, 2))
+        if self._spec.kv_numbers == "float32":
+            num_other, is_wrong = is_wrong.sum(), _are_far(seen, right)
+            self.rounded_positions += int(num_other - is_wrong.sum())
+        return is_wrong
+
+    def _is_of_another(self, seen: Bytes, sequence: Sequence, position: int, layer_name: str) -> bool:
+        """Whether a draft head's KV is that of another request that had the same tokens up to there."""
+        if (position + 1) % self._spec.block_size_tokens:
+            return False
+        others = NEXT_SEEDS.get(int(sequence.seeds(position + 1)[position]), set())
+        kv = self._kv(np.array(sorted(others), dtype=np.uint64), layer_name)
+        return any(not self._are_wrong(seen[None], each[None]).any() for each in kv)
+
+    def _write(self, layer_name: str, table: list[int], seeds: npt.NDArray[np.uint64], step: Step) -> None:
         array = self._bytes[layer_name]
-        positions = np.arange(start, stop)
+        positions = np.arange(step.start, step.stop)
         blocks = np.array(table)[positions // self._spec.block_size_tokens]
         kept = blocks != 0
-        fresh = kv_bytes(sequence.seeds(stop)[start:], self._layer(layer_name), self._heads, array.shape[3])
+        fresh = self._kv(seeds[step.start : step.stop], layer_name)
         array[blocks[kept], :, (positions % self._spec.block_size_tokens)[kept], :] = fresh[kept]
+
+    def _kv(self, seeds: npt.NDArray[np.uint64], layer_name: str) -> Bytes:
+        head_bytes = self._bytes[layer_name].shape[3]
+        return kv_bytes(seeds, self._layer(layer_name), self._heads, head_bytes, self._spec.kv_numbers)
+
+    def _state(self, seed: npt.NDArray[np.uint64], layer_name: str) -> Bytes:
+        shape = self._bytes[layer_name].shape[1:]
+        heads = range(self.rank, self.rank + 1) if self._spec.is_mla else self._heads
+        head_bytes = int(np.prod(shape)) // len(heads)
+        return kv_bytes(seed, self._layer(layer_name), heads, head_bytes).reshape(shape)
 
     def _layer(self, layer_name: str) -> int:
         return self._spec.layer_names.index(layer_name)
 
     def _window(self, layer_name: str) -> int | None:
-        return self._spec.windows[self._layer(layer_name)]
+        window = self._spec.windows[self._layer(layer_name)]
+        assert window != "state"
+        return window
+
+
+def _are_far(seen: Bytes, right: Bytes) -> npt.NDArray[np.bool_]:
+    """Positions whose numbers differ by more than rounding does."""
+    one, other = (np.ascontiguousarray(each).view(np.float32) for each in (seen, right))
+    is_near: npt.NDArray[np.bool_] = np.abs(one - other) <= ROUNDING * np.abs(other)
+    return ~is_near.all(axis=(1, 2))

@@ -24,7 +24,7 @@ from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import FinishReason
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
-from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from tests.vllm.engine_config import EngineSpec, make_kv_cache_configs, make_scheduler, make_vllm_config
@@ -54,6 +54,8 @@ class Record:
     reasons: dict[str, FinishReason] = field(default_factory=dict)
     stats: list[dict[str, Any]] = field(default_factory=list)
     events: list[Any] = field(default_factory=list)
+    handed: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """kv_transfer_params of answers."""
     preemptions: int = 0
     steps: int = 0
     computed_tokens: int = 0
@@ -264,9 +266,17 @@ class Engine:
     # ------------------------------------------------------------------ inside
 
     def _process(self, scheduled: SchedulerOutput, result: ModelRunnerOutput) -> None:
+        self._update(scheduled, result)
+        if self.spec.draft_tokens and not self.spec.async_scheduling and scheduled.num_scheduled_tokens:
+            drafts = self.ranks[0].drafts_of(list(scheduled.num_scheduled_tokens))
+            self.scheduler.update_draft_token_ids(DraftTokenIds(list(drafts), list(drafts.values())))
+
+    def _update(self, scheduled: SchedulerOutput, result: ModelRunnerOutput) -> None:
         for outputs in self.scheduler.update_from_output(scheduled, result).values():
             for output in outputs.outputs:
                 self.record.outputs[output.request_id].extend(output.new_token_ids)
+                if output.kv_transfer_params is not None:
+                    self.record.handed[output.request_id] = output.kv_transfer_params
                 if output.finish_reason is not None:
                     self.record.reasons[output.request_id] = output.finish_reason
             stats = outputs.scheduler_stats

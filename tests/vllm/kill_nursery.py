@@ -1,12 +1,14 @@
 """A warm interpreter with vLLM that forks engines for test_kills.py: one for each line on standard input.
 
-Lines in: seed, folder, settings as JSON with "store". Lines out: see tests/faults/nurseries.py; a call is a
-request.
+Lines in: number of the engine, seed, folder, settings as JSON with "store"; what else a store takes is in the
+environment. Lines out: see tests/faults/nurseries.py; a call is a request.
 """
 
 from __future__ import annotations
 
 import json
+import sys
+from importlib import import_module
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -14,9 +16,14 @@ from typing import Any
 from tests.faults.nurseries import MOST_CALLS, fork_for_each_line, say
 from tests.vllm.kvbm_engine import KvbmEngine
 
-PROMPTS = [range(start, start + 50) for start in range(0, 800, 100)]
+NUM_PROMPTS = 6
 ANSWER_TOKENS = 4
 HOST_BLOCKS = 120
+
+
+def prompts_of(engine: int) -> list[list[int]]:
+    """What the engine with this number is asked; no other one has any block of it."""
+    return [[1 + engine, *range(start, start + 49)] for start in range(0, 100 * NUM_PROMPTS, 100)]
 
 
 def opened(folder: Path, settings: dict[str, Any]) -> KvbmEngine:
@@ -28,14 +35,15 @@ def opened(folder: Path, settings: dict[str, Any]) -> KvbmEngine:
 
 def write(line: str) -> None:
     """Answers until it is killed; what it has computed goes to the store."""
-    seed, folder, settings = line.split(" ", 2)
-    rng = Random(int(seed))
+    number, seed, folder, settings = line.split(" ", 3)
+    rng, prompts = Random(int(seed)), prompts_of(int(number))
     with opened(Path(folder), json.loads(settings)) as engine:
         for call in range(MOST_CALLS):
-            prompt = rng.choice(PROMPTS)
+            prompt = rng.choice(prompts)
             say("put", call)
             engine.ask(str(call), prompt, ANSWER_TOKENS)
 
 
 if __name__ == "__main__":
+    import_module(sys.argv[1])  # the store's client, loaded once for all engines
     fork_for_each_line(write)

@@ -24,25 +24,28 @@ from tests.vllm.harness import PATIENCE_S, Engine
 
 class KvbmEngine(Engine):
     """Serves with DynamoConnector, loaded by the guides' command line. The host tier is ready when it is
-    made.
+    made. ``host_blocks`` 0: there is none, only the disk.
     """
+
+    passing_blocks = 0
+    """Without a host tier: what blocks pass through on their way to the disk; 0: as much as the disk has."""
 
     def __init__(
         self,
         folder: Path,
         *,
         host_blocks: int = 256,
-        has_host_tier: bool = True,
         disk_blocks: int = 0,
         store: str | None = None,
         extra: dict[str, Any] | None = None,
         **spec: Any,
     ) -> None:
         self.executors: list[Gate] = []
-        host = {"cpu_cache_override_num_blocks": host_blocks} if has_host_tier else {}
-        settings = {**host, **(extra or {})}
+        sizes = {"cpu_cache_override_num_blocks": host_blocks} if host_blocks else {}
+        settings = {**sizes, **(extra or {})}
         if disk_blocks:  # all that the host has goes there, unless ``extra`` says otherwise
-            settings.setdefault("disable_disk_offload_filter", True)
+            if host_blocks:
+                settings.setdefault("disable_disk_offload_filter", True)
             settings |= {
                 "disk_cache_override_num_blocks": disk_blocks,
                 "disk_cache_dir": str(folder / "disk"),
@@ -54,12 +57,22 @@ class KvbmEngine(Engine):
         super().__init__(EngineSpec(extra_config=settings, **spec), folder)
         assert isinstance(self.connector, DynamoConnector)
         self.hooks = self.connector.scheduler_side.hooks
-        self.wait_for(lambda: self.leader.chain.host.capacity_blocks == host_blocks)
+        self.wait_for(
+            lambda: (
+                self.leader.chain.host.capacity_blocks == (host_blocks or self.passing_blocks or disk_blocks)
+            )
+        )
 
     @property
     def leader(self) -> Leader:
         """The leader of this engine."""
         return self.hooks.leader
+
+    def connector_of(self, rank: int) -> DynamoConnector:
+        """A rank's."""
+        connector = self.ranks[rank].connector
+        assert isinstance(connector, DynamoConnector)
+        return connector
 
     def prepare_worker(self, rank: int, connector: KVConnectorBase_V1) -> None:
         """Puts the gate around the executor that this rank will make."""
@@ -155,6 +168,7 @@ class KvbmEngine(Engine):
             "pinned device blocks": len(self.hooks._pins),
             "requests in the calendar": len(self.hooks._due),
             "block tables": len(self.hooks._tables),
+            "requests whose blocks are to be named": len(self.hooks._events._request_of),
             "held copies": sum(executor.held for executor in self.executors),
         }
         for name, value in vars(self.hooks).items():

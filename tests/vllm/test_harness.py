@@ -23,6 +23,12 @@ LYING = {"kv_connector": "LyingConnector", "kv_connector_module_path": "tests.vl
         {"ranks": 2},
         {"windows": (None, 8, None, 8)},
         {"layout": "BLHNC"},
+        {"windows": ("state", "state", "state", None)},
+        {"windows": ("state", None), "async_scheduling": True},
+        {"windows": ("state", None), "draft_tokens": 3},
+        {"windows": ("state", None, None), "num_blocks": 80, "draft_tokens": 2, "has_draft_layer": True},
+        {"windows": ("state", None), "exports_checkpoints": True, "match_tokens": 2},
+        {"draft_tokens": 3, "async_scheduling": True},
     ],
     ids=str,
 )

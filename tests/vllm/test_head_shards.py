@@ -64,6 +64,7 @@ def found_tokens(folder: Path, ranks: int, answer: list[int], **shape: Any) -> i
         return second.external_tokens("b")
 
 
+@pytest.mark.shows("KVBM_REMOTE_HEAD_SHARDS")
 @pytest.mark.parametrize("reader", SIZES)
 @pytest.mark.parametrize("writer", SIZES)
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS.keys())
@@ -86,6 +87,7 @@ def test_what_means_something_else_is_not_found(other: dict[str, Any], reader: i
     assert found_tokens(tmp_path, reader, answer, **{"kv_heads": 4, **other}) == 0
 
 
+@pytest.mark.shows("KVBM_REMOTE_HEAD_SHARDS=0")
 def test_without_the_setting_sizes_share_nothing(tmp_path: Path) -> None:
     answer = written(tmp_path, 2, kv_heads=4, head_shards=0)
     assert found_tokens(tmp_path, 1, answer, kv_heads=4, head_shards=0) == 0

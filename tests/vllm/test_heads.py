@@ -121,6 +121,26 @@ def test_a_tensor_of_another_form_is_refused(
     assert f"a layer of shape {shape} is not [blocks, heads, tokens, K and V]" in caplog.text
 
 
+@pytest.mark.parametrize("shards", [0, 4])
+def test_float8_is_for_numbers_that_it_makes_smaller(shards: int, caplog: pytest.LogCaptureFixture) -> None:
+    made = divided(config_of(), FULL, remote_codec="fp8", remote_head_shards=shards)
+    exact = divided(config_of(), FULL, remote_head_shards=4)
+    assert made.codec == "fp8" and made.meaning != exact.meaning
+    assert made.num_shards == (shards or 2), "as many as ranks"
+    assert made.shard_bytes == 8 // made.num_shards * (TOKENS * 2 * HEAD_SIZE + 4 * 4)
+    assert not caplog.messages
+    for spec in (
+        replace(FULL, dtype=torch.uint8, kv_quant_mode=KVQuantMode.FP8_PER_TENSOR),
+        replace(FULL, dtype=torch.float8_e4m3fn),
+    ):
+        caplog.clear()
+        assert divided(config_of(), spec, remote_codec="fp8", remote_head_shards=shards) is None
+        (line,) = caplog.messages
+        settings = "KVBM_REMOTE_CODEC=fp8" + (", KVBM_REMOTE_HEAD_SHARDS=4" if shards else "")
+        assert line.startswith(f"kvbm: {settings}: layer 0 is ")
+        assert "only bfloat16, float16, float32 can be made smaller; nothing is kept in the shared" in line
+
+
 def test_other_ranks_say_nothing_and_without_the_setting_nobody_does(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

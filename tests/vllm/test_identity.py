@@ -26,6 +26,7 @@ from vllm.multimodal.processing.inputs import ProcessorInputs
 from vllm.platforms import current_platform
 from vllm.platforms.interface import DeviceCapability
 
+from kvbm_core.identity import environment
 from kvbm_core.identity.adapters import AdapterIdentities
 from kvbm_core.identity.fields import Irrelevant
 from kvbm_core.identity.weights import WeightsIdentity
@@ -44,13 +45,14 @@ from tests.vllm.engine_setups import (
     arguments,
     environ,
     irrelevant,
+    model,
     multimodal,
     shaping,
 )
 from tests.vllm.harness import adapter, media
 from tests.vllm.kvbm_engine import KvbmEngine
 
-NUM_PAIRS, NUM_SAME = tries(40, nightly=400), 50
+NUM_PAIRS, NUM_SAME = tries(200, nightly=1000), 50
 
 
 @pytest.fixture
@@ -197,12 +199,30 @@ def test_what_is_said_of_made_up_weights(engines: Engines, caplog: pytest.LogCap
     assert "load_config.load_format" in caplog.text and "\n" not in caplog.messages[0]
 
 
+STREAMED = arguments(load_format="runai_streamer", model_loader_extra_config={"uri": "s3://bucket/model"})
+
+
+@pytest.mark.parametrize(
+    ("setup", "field"),
+    [(arguments(load_format="dummy"), "load_format"), (STREAMED, "model_loader_extra_config")],
+    ids=["dummy", "elsewhere"],
+)
+def test_configuration_and_weights_each_say_what_cannot_be_told_apart(
+    engines: Engines, setup: Setup, field: str
+) -> None:
+    config, _ = engines.config(setup)
+    assert [said.partition(":")[0] for said in describe_engine(config).process_only] == [
+        f"load_config.{field}"
+    ]
+    assert weight_sources(config)["model"].unknown
+
+
 @pytest.mark.parametrize(
     "setup",
     [
         arguments(load_format="dummy"),
         arguments(load_format="tensorizer"),
-        arguments(load_format="runai_streamer", model_loader_extra_config={"uri": "s3://bucket/model"}),
+        STREAMED,
         Setup(fields={"load_config.load_format": "ipc_cache"}),
         Setup(fields={"load_config.load_format": "a plugin's"}),
         Setup(fields={"model_config.model_weights": "s3://bucket/model"}),
@@ -350,13 +370,33 @@ def test_the_devices_capability_counts(engines: Engines, monkeypatch: pytest.Mon
     assert len(found) == 3
 
 
-def test_code_of_a_draft_model_is_a_source(engines: Engines) -> None:
+def test_what_a_cpu_can_compute_with_counts(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, _ = engines.config(Setup())
+    found = set()
+    for units in ("avx2", "amx_fp8 avx2"):
+        monkeypatch.setattr(environment, "vector_units", lambda units=units: units)
+        found.add(describe_engine(config).pairs)
+    assert len(found) == 2
+
+
+def test_the_tokenizer_counts_where_the_model_computes_with_it(engines: Engines) -> None:
+    for names, is_lasting in (
+        ({}, True),
+        ({"engram_layer_ids": []}, True),
+        ({"engram_layer_ids": [1]}, False),
+    ):
+        config, _ = engines.config(model(**names))
+        assert describe_engine(config).is_lasting is is_lasting, names
+
+
+def test_weights_and_code_of_a_draft_model_are_sources(engines: Engines) -> None:
     config, _ = engines.config(Setup())
     drafts_config = SimpleNamespace(auto_map={"AutoModel": "org/code--module.Class"})
     draft = SimpleNamespace(
         model="draft", revision=None, code_revision="1", hf_config=drafts_config, trust_remote_code=True
     )
     config.speculative_config = SimpleNamespace(draft_model_config=draft)  # type: ignore[assignment]
+    assert weight_sources(config)["draft"].name == "draft"
     source = weight_sources(config)["draft code org/code"]
     assert (source.name, source.revision, source.is_code) == ("org/code", "1", True)
     draft.trust_remote_code = False
@@ -404,6 +444,10 @@ def test_adapters_are_told_apart_by_what_is_in_them_and_how_it_is_read(
     assert stamp.is_lasting
     assert engines.stamp_of_adapter(folder, is_3d_lora_weight=True) != stamp
     changes = EngineChanges(WeightsIdentity({}, 0), AdapterIdentities(digests=False))
+    # vLLM up to 0.31 reads that in place of the path.
+    tensorizer = {"tensorizer_config_dict": {"tensorizer_dir": str(tmp_path)}}
+    elsewhere: Any = SimpleNamespace(lora_int_id=3, lora_path=str(folder), **tensorizer)
+    assert changes.adapter_of(elsewhere) is None
     nowhere = changes.adapter_of(adapter("nowhere", 2))
     assert nowhere is not None and not nowhere.is_lasting
 

@@ -19,7 +19,13 @@ ROOT = HERE.parents[1]
 NEWEST = "0.33.0"
 SOURCES = Path(os.environ.get("KVBM_CONTRACT_SOURCES") or ROOT / ".contract") / NEWEST
 ALL = bool(os.environ.get("KVBM_VLLM_NEWEST_ALL"))
-ALWAYS = ("test_harness.py", "test_startup.py", "test_scheduler_composed.py", "test_scheduler_scenarios.py")
+ALWAYS = (
+    "test_harness.py",
+    "test_startup.py",
+    "test_scheduler_composed.py",
+    "test_scheduler_scenarios.py",
+    "test_states.py",
+)
 TIMEOUT_S = 1500
 
 WHAT_IT_IS = "import importlib.metadata, vllm; print(importlib.metadata.version('vllm'), vllm.__file__)"
@@ -52,6 +58,7 @@ def test_on_the_newest_vllm(tell: Callable[[str], None], tmp_path: Path) -> None
         check=False,
     )
     assert done.returncode == 0, done.stdout[-6000:]
-    tell(f"vLLM {NEWEST}: {done.stdout.splitlines()[-1]}")
+    told_last = next(line for line in reversed(done.stdout.splitlines()) if " passed" in line)
+    tell(f"vLLM {NEWEST}: {told_last}")
     if not ALL:
         tell(f"NOT RUN: the other files of tests/vllm on vLLM {NEWEST}: set KVBM_VLLM_NEWEST_ALL=1")

@@ -117,6 +117,7 @@ def test_two_engines_do_not_meet(tmp_path: Path) -> None:
         other.assert_clean()
 
 
+@pytest.mark.shows("KVBM_LOAD_FAILURE_POLICY", "KVBM_LOAD_FAILURE_POLICY=fail")
 def test_a_user_can_choose_that_a_failed_load_fails_the_request(tmp_path: Path) -> None:
     with KvbmEngine(tmp_path, extra={"load_failure_policy": "fail"}) as engine:
         first = engine.ask("a", range(50), 8)

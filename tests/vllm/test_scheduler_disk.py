@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 
+from kvbm_core.config import settings as settings_module
 from kvbm_core.errors import Outcome
 from kvbm_core.storage.disk import nixl_io
 from kvbm_core.storage.disk.record import SECTOR_BYTES, slot_offset_bytes
 from kvbm_core.testing.file_io_contract import why_no_nixl
+from kvbm_core.transfer.movers import disk_direct
 from kvbm_core.types import BlockKey, Direction
 from tests.vllm.kvbm_engine import KvbmEngine, specs_to_try
 
@@ -86,7 +88,7 @@ def test_a_new_engine_finds_what_the_old_one_left(spec: dict[str, Any], tmp_path
 @pytest.mark.parametrize("windows", [(None, None), (None, 8)])
 def test_a_disk_without_a_host_tier(windows: tuple[int | None, ...], tmp_path: Path) -> None:
     """A little host memory is on the way to the disk: as many blocks as the disk has, if these are few."""
-    alone = {"host_blocks": 1000, "disk_blocks": 1000, "has_host_tier": False}
+    alone = {"host_blocks": 0, "disk_blocks": 1000}
     with KvbmEngine(tmp_path, windows=windows, **alone) as engine:
         first = engine.ask("a", ALL, 8)
         engine.settle()
@@ -100,6 +102,7 @@ def test_a_disk_without_a_host_tier(windows: tuple[int | None, ...], tmp_path: P
         engine.assert_clean()
 
 
+@pytest.mark.shows("KVBM_DISK_IO=nixl-posix")
 @pytest.mark.skipif(NO_NIXL is not None, reason=f"NOT RUN: disk I/O by NIXL: {NO_NIXL}")
 def test_a_prompt_comes_back_from_disk_by_nixl(tmp_path: Path) -> None:
     with KvbmEngine(tmp_path, **TIGHT, extra={"KVBM_DISK_IO": "nixl-posix"}) as engine:
@@ -224,19 +227,23 @@ def keys_of(engine: KvbmEngine, request_id: str) -> list[BlockKey]:
     return list(state.keys(0))
 
 
+def abort_while_loading(engine: KvbmEngine, when: str) -> None:
+    if when == "held":
+        engine.hold(Direction.ONBOARD)
+    engine.add("b", ALL, 8)
+    engine.step()
+    engine.abort("b")
+    engine.release(Direction.ONBOARD)
+    engine.run()
+
+
 @pytest.mark.parametrize("when", ["held", "started"])
 def test_abort_while_loading_from_disk(when: str, tmp_path: Path) -> None:
     with KvbmEngine(tmp_path, **TIGHT) as engine:
         first = engine.ask("a", ALL, 8)
         engine.forget_device()
         push_out(engine)
-        if when == "held":
-            engine.hold(Direction.ONBOARD)
-        engine.add("b", ALL, 8)
-        engine.step()
-        engine.abort("b")
-        engine.release(Direction.ONBOARD)
-        engine.run()
+        abort_while_loading(engine, when)
         engine.forget_device()
         assert engine.ask("c", ALL, 8) == first
         engine.assert_clean()
@@ -274,4 +281,155 @@ def test_a_directory_that_cannot_be_used_leaves_the_host_tier(
             record.getMessage() for record in caplog.records if "the disk tier is off" in record.getMessage()
         ]
         assert len(lines) == 1 and "DYN_KVBM_DISK_CACHE_DIR" in lines[0] and "\n" not in lines[0]
+        engine.assert_clean()
+
+
+# ---------------------------------------------------------------- straight to the device
+
+STRAIGHT: dict[str, Any] = {
+    "host_blocks": 0,
+    "disk_blocks": 300,
+    "extra": {"KVBM_DISK_TO_DEVICE": "nixl-posix"},
+}
+needs_nixl = pytest.mark.skipif(NO_NIXL is not None, reason=f"NOT RUN: disk to device by NIXL: {NO_NIXL}")
+
+
+def moved_bytes(engine: KvbmEngine, source: str, target: str) -> float:
+    return engine.metric(f'kvbm_tier_transfer_bytes_total{{from="{source}",to="{target}"}}')
+
+
+def leave_on_disk_alone(engine: KvbmEngine) -> None:
+    """Neither the device nor the memory that blocks pass on their way down has any of it."""
+    engine.wait_for(lambda: engine.disk.is_direct)
+    engine.forget_device()
+    engine.leader.chain.host.reset()
+
+
+@needs_nixl
+@every_kind
+def test_a_prompt_comes_straight_from_disk_and_passes_no_host_memory(
+    spec: dict[str, Any], tmp_path: Path
+) -> None:
+    """Also in an engine that has just been started."""
+    with KvbmEngine(tmp_path, **{**STRAIGHT, **spec}) as engine:
+        first = engine.ask("a", ALL, 8)
+        down = moved_bytes(engine, "device", "host")
+        for name in ("b", "c"):  # the second time it is on disk alone again
+            before = engine.metric(FROM_DISK)
+            leave_on_disk_alone(engine)
+            assert engine.ask(name, ALL, 8) == first
+            size = engine.spec.block_size_tokens
+            assert engine.external_tokens(name) == 49 // size * size
+            assert engine.metric(FROM_DISK) > before
+        engine.settle()
+        assert moved_bytes(engine, "device", "host") == down, "what is on disk was stored again"
+        check_none_passed_the_host(engine)
+    with KvbmEngine(tmp_path, **{**STRAIGHT, **spec}) as engine:
+        engine.wait_for(lambda: engine.disk.slots.capacity_blocks == STRAIGHT["disk_blocks"])
+        engine.wait_for(lambda: engine.disk.is_direct)
+        assert engine.ask("b", ALL, 8) == first
+        check_none_passed_the_host(engine)
+
+
+def check_none_passed_the_host(engine: KvbmEngine) -> None:
+    """On its way up; it is counted as device to disk and disk to device alone."""
+    assert moved_bytes(engine, "disk", "device") > 0
+    assert moved_bytes(engine, "disk", "host") == moved_bytes(engine, "host", "device") == 0
+    assert engine.metric("kvbm_onboard_blocks_h2d") == engine.metric(TO_DISK) == 0
+    assert engine.metric(FROM_DISK) > 0 and engine.metric("kvbm_host_cache_hit_rate") == 0
+    engine.assert_clean()
+
+
+@needs_nixl
+def test_what_comes_straight_may_be_more_than_host_memory_holds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(settings_module, "_MIN_STAGED_BLOCKS", 8)
+    monkeypatch.setattr(settings_module, "_STAGED_BYTES", 1)
+    monkeypatch.setattr(KvbmEngine, "passing_blocks", 8)
+    for extra, blocks in ((STRAIGHT["extra"], 12), ({}, 8)):
+        folder = tmp_path / str(blocks)
+        folder.mkdir()
+        with KvbmEngine(folder, **{**STRAIGHT, "extra": extra}) as engine:
+            if extra:
+                engine.wait_for(lambda engine=engine: engine.disk.is_direct)
+            first = []
+            for name, end in (("a", 24), ("b", 40), ("c", 50)):  # what goes down at once has room on its way
+                first = engine.ask(name, range(end), 8)
+                engine.settle()
+            engine.forget_device()
+            engine.leader.chain.host.reset()
+            assert engine.ask("d", ALL, 8) == first
+            assert engine.external_tokens("d") == blocks * engine.spec.block_size_tokens
+            engine.assert_clean()
+
+
+@needs_nixl
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_damaged_block_that_comes_straight_is_computed(ranks: int, tmp_path: Path) -> None:
+    with KvbmEngine(tmp_path, **STRAIGHT, ranks=ranks) as engine:
+        engine.add("a", ALL, 8)
+        engine.step()
+        keys = keys_of(engine, "a")
+        engine.run()
+        first = engine.record.outputs["a"]
+        leave_on_disk_alone(engine)
+        damage(engine, keys[5], tmp_path)
+        before = engine.record.computed_tokens
+        assert engine.ask("b", ALL, 8) == first
+        assert engine.external_tokens("b") == 48 and engine.metric(FROM_DISK) == 11
+        assert engine.record.computed_tokens - before == 50 - 5 * engine.spec.block_size_tokens + 7
+        engine.settle()
+        assert engine.disk.contains(keys[5]), "it is not written anew"
+        leave_on_disk_alone(engine)
+        assert engine.ask("c", ALL, 8) == first
+        assert engine.external_tokens("c") == 48
+        check_none_passed_the_host(engine)
+
+
+@needs_nixl
+@pytest.mark.parametrize("when", ["held", "started"])
+def test_abort_while_blocks_come_straight_from_disk(when: str, tmp_path: Path) -> None:
+    with KvbmEngine(tmp_path, **STRAIGHT) as engine:
+        first = engine.ask("a", ALL, 8)
+        leave_on_disk_alone(engine)
+        abort_while_loading(engine, when)
+        leave_on_disk_alone(engine)
+        assert engine.ask("c", ALL, 8) == first
+        engine.assert_clean()
+
+
+@needs_nixl
+def test_if_one_rank_cannot_read_to_its_device_all_go_by_way_of_the_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked: list[str] = []
+
+    def why_not(kind: str, gpu: int | None, *, is_direct: bool) -> str | None:
+        asked.append(kind)
+        return "the second has none" if len(asked) == 2 else None
+
+    monkeypatch.setattr(disk_direct, "why_not", why_not)
+    with KvbmEngine(tmp_path, **STRAIGHT, ranks=2) as engine:
+        first = engine.ask("a", ALL, 8)
+        engine.wait_for(lambda: any("the second has none" in text for text in caplog.messages))
+        engine.forget_device()
+        engine.leader.chain.host.reset()
+        assert engine.ask("b", ALL, 8) == first
+        assert engine.external_tokens("b") == 48 and not engine.disk.is_direct
+        assert moved_bytes(engine, "disk", "host") > 0 == moved_bytes(engine, "disk", "device")
+        engine.assert_clean()
+
+
+@needs_nixl
+def test_an_audit_of_what_is_on_disk_alone_brings_it_to_the_host(tmp_path: Path) -> None:
+    """What is compared has to be there."""
+    extra = {**STRAIGHT["extra"], "audit_rate": 1.0}
+    with KvbmEngine(tmp_path, **{**STRAIGHT, "extra": extra}) as engine:
+        first = engine.ask("a", ALL, 8)
+        leave_on_disk_alone(engine)
+        assert engine.ask("b", ALL, 8) == first
+        engine.settle()
+        assert engine.metric('kvbm_audited_blocks_total{result="equal"}') == 12
+        assert engine.leader.chain.host.resident_blocks >= 12 and engine.metric(FROM_DISK) == 0
         engine.assert_clean()

@@ -91,6 +91,7 @@ def test_a_failed_load_touches_nobody_else(tmp_path: Path) -> None:
         engine.assert_clean()
 
 
+@pytest.mark.shows("KVBM_VERIFY_ONBOARD")
 def test_bytes_that_rot_in_host_memory_are_noticed(tmp_path: Path) -> None:
     with KvbmEngine(tmp_path, extra={"verify_onboard": True}) as engine:
         first = engine.ask("a", PROMPT, 8)
@@ -104,6 +105,7 @@ def test_bytes_that_rot_in_host_memory_are_noticed(tmp_path: Path) -> None:
         engine.assert_clean()
 
 
+@pytest.mark.shows("KVBM_LOAD_FAILURE_POLICY=recompute")
 def test_loads_that_fail_again_and_again_do_not_hang_the_request(tmp_path: Path) -> None:
     with KvbmEngine(tmp_path) as engine:
         first = engine.ask("a", PROMPT, 8)
@@ -114,6 +116,7 @@ def test_loads_that_fail_again_and_again_do_not_hang_the_request(tmp_path: Path)
         engine.assert_clean()
 
 
+@pytest.mark.shows("KVBM_LOAD_FAILURE_POLICY=recompute")
 def test_the_policy_is_set_for_the_user(tmp_path: Path) -> None:
     with KvbmEngine(tmp_path) as engine:
         assert engine.scheduler.recompute_kv_load_failures

@@ -1,4 +1,4 @@
-"""What others see: KV events, stats, metrics, the source of a hit. Counted is what was done, not what was
+"""What others see: stats, metrics, the source of a hit. Counted is what was done, not what was
 tried.
 """
 
@@ -10,97 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm.distributed.kv_events import BlockRemoved, BlockStored
-from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
 from kvbm_core.clock import ManualClock
 from kvbm_core.observe.metrics import Metrics
+from kvbm_core.replay.machine import FILTER, Sizes, replay
+from kvbm_core.replay.trace import read_trace
 from kvbm_core.types import Direction, Tier
 from kvbm_vllm.stats import StatsReporter
 from tests.vllm.kvbm_engine import KvbmEngine
 
 PROMPT = range(50)
-
-
-def stored(engine: KvbmEngine) -> list[BlockStored]:
-    return [event for event in engine.record.events if isinstance(event, BlockStored)]
-
-
-def removed(engine: KvbmEngine) -> list[BlockRemoved]:
-    return [event for event in engine.record.events if isinstance(event, BlockRemoved)]
-
-
-def test_a_stored_block_is_announced_once_under_the_engines_own_hash(tmp_path: Path) -> None:
-    with KvbmEngine(tmp_path, kv_events=True) as engine:
-        request = engine.add("a", PROMPT, 2)
-        engine.run()
-        engine.settle()
-        engine.ask("b", PROMPT, 2)
-        events = stored(engine)
-        hashes = [maybe_convert_block_hash(block_hash) for block_hash in request.block_hashes[:12]]
-        assert [maybe_convert_block_hash(event.block_hashes[0]) for event in events] == hashes
-        parents = [
-            event.parent_block_hash and maybe_convert_block_hash(event.parent_block_hash) for event in events
-        ]
-        assert parents == [None, *hashes[:-1]]
-        assert [event.token_ids for event in events] == [list(range(i, i + 4)) for i in range(0, 48, 4)]
-        assert {(event.medium, event.block_size) for event in events} == {("CPU_TIER1", 4)}
-        engine.assert_clean()
-
-
-def test_nothing_is_announced_that_did_not_arrive(tmp_path: Path) -> None:
-    with KvbmEngine(tmp_path, kv_events=True) as engine:
-        engine.executors[0].fail_next(Direction.OFFLOAD, times=10)
-        engine.ask("a", PROMPT, 2)
-        engine.settle()
-        engine.ask("other", range(200, 203), 2)
-        assert not stored(engine)
-        engine.assert_clean()
-
-
-def test_an_evicted_block_is_announced_as_removed(tmp_path: Path) -> None:
-    with KvbmEngine(tmp_path, kv_events=True, host_blocks=12) as engine:
-        for turn in range(4):
-            engine.ask(f"turn {turn}", range(100 * turn, 100 * turn + 30), 2)
-            engine.settle()
-        engine.ask("last", range(900, 903), 1)
-        there: set[Any] = set()
-        for event in engine.record.events:
-            hashes = set(event.block_hashes)
-            there = there | hashes if isinstance(event, BlockStored) else there - hashes
-        assert removed(engine)
-        assert len(there) == engine.leader.chain.host.resident_blocks == 12
-        assert {event.medium for event in removed(engine)} == {"CPU_TIER1"}
-        engine.assert_clean()
-
-
-def test_a_reset_announces_every_block_as_removed(tmp_path: Path) -> None:
-    with KvbmEngine(tmp_path, kv_events=True) as engine:
-        engine.ask("a", PROMPT, 2)
-        engine.settle()
-        engine.reset_device(with_connector=True)
-        engine.ask("other", range(200, 203), 2)
-        gone = [block_hash for event in removed(engine) for block_hash in event.block_hashes]
-        assert set(gone) == {event.block_hashes[0] for event in stored(engine)[:12]} and len(gone) == 12
-        engine.assert_clean()
-
-
-def test_without_a_publisher_no_event_is_kept(tmp_path: Path) -> None:
-    with KvbmEngine(tmp_path) as engine:
-        engine.ask("a", PROMPT, 2)
-        engine.settle()
-        engine.ask("b", PROMPT, 2)
-        assert not engine.record.events
-        engine.assert_clean()
-
-
-def test_hybrid_events_say_which_group(tmp_path: Path) -> None:
-    with KvbmEngine(tmp_path, kv_events=True, windows=(None, 8)) as engine:
-        engine.ask("a", PROMPT, 2)
-        engine.settle()
-        engine.ask("other", range(200, 203), 2)
-        assert {event.group_idx for event in stored(engine)} == {0, 1}
-        engine.assert_clean()
 
 
 def test_metrics_count_what_was_committed(tmp_path: Path) -> None:
@@ -278,3 +197,20 @@ def test_what_a_request_says_may_be_nested_deeper_than_python_can_follow(
         assert engine.errors == 0
     lines = [record.getMessage() for record in caplog.records if "kv_transfer_params" in record.getMessage()]
     assert len(lines) == 1 and "ignored" in lines[0], lines
+
+
+@pytest.mark.shows("DYN_KVBM_ENABLE_RECORD", "KVBM_RECORD_DIR")
+def test_what_was_asked_can_be_replayed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DYN_KVBM_ENABLE_RECORD", "1")
+    monkeypatch.setenv("KVBM_RECORD_DIR", str(tmp_path / "recorded"))
+    with KvbmEngine(tmp_path) as engine:
+        for number, prompt in enumerate((PROMPT, range(500, 530), PROMPT)):
+            engine.ask(f"r{number}", prompt, 9)
+            engine.forget_device()
+        promised = sum(tokens or 0 for number in range(3) for tokens in engine.promised(f"r{number}"))
+        engine.assert_clean()
+    (folder,) = (tmp_path / "recorded").iterdir()
+    trace = read_trace(folder)
+    assert [request.prompt_tokens for request in trace.requests] == [50, 30, 50]
+    tally = replay(trace, Sizes(0, 1000, 0), FILTER)
+    assert tally.host_tokens == promised == 48

@@ -49,6 +49,7 @@ def settings_of(way: str, folder: Path, secret: str = "a secret of an engine") -
     return made
 
 
+@pytest.mark.shows("KVBM_REMOTE_SECRET_FILE", "KVBM_REMOTE_CODEC=none")
 @pytest.mark.parametrize(("way", "ranks"), [*((way, 1) for way in WAYS), ("all", 2)])
 def test_another_engine_finds_what_the_first_one_stored(way: str, ranks: int, tmp_path: Path) -> None:
     shape: dict[str, Any] = {"host_blocks": 60, "store": STORE, "ranks": ranks}
@@ -71,6 +72,7 @@ def test_another_engine_finds_what_the_first_one_stored(way: str, ranks: int, tm
         engine.assert_clean()
 
 
+@pytest.mark.shows("KVBM_REMOTE_SECRET_FILE")
 @pytest.mark.parametrize("way", ["secret", "encrypted"])
 def test_an_engine_with_another_secret_finds_nothing_and_spoils_nothing(way: str, tmp_path: Path) -> None:
     answers, found = [], []

@@ -270,7 +270,7 @@ def test_a_host_tier_that_is_too_small_keeps_what_it_can(tmp_path: Path) -> None
             engine.ask(f"other {turn}", range(100 * turn, 100 * turn + 30), 4)
         engine.settle()
         assert engine.leader.chain.host.resident_blocks == 10
-        assert engine.metric('kvbm_evicted_blocks_total{tier="host"}') > 0
+        assert engine.metric('kvbm_evicted_blocks_total{tier="host",reason="room"}') > 0
         engine.assert_clean()
 
 
@@ -285,6 +285,7 @@ def test_a_sequence_loses_its_tail_first(tmp_path: Path) -> None:
         engine.assert_clean()
 
 
+@pytest.mark.shows("KVBM_DECODE_RUN_TOKENS=0")
 def test_an_offload_delays_neither_the_forward_pass_nor_the_next_step(tmp_path: Path) -> None:
     with KvbmEngine(tmp_path, extra={"decode_run_tokens": 0}) as engine:
         engine.hold(Direction.OFFLOAD)
@@ -336,6 +337,7 @@ def test_positions_grow_without_gaps(tmp_path: Path) -> None:
         engine.assert_clean()
 
 
+@pytest.mark.shows("KVBM_DECODE_RUN_TOKENS")
 def test_what_decoding_fills_is_stored_in_runs_and_the_rest_at_the_end(tmp_path: Path) -> None:
     with KvbmEngine(tmp_path, extra={"decode_run_tokens": 16}) as engine:  # four blocks
         engine.add("a", range(40), 30)

@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
-from vllm.v1.kv_cache_interface import KVCacheGroupSpec, MambaSpec
 
 from kvbm_core.errors import ConfigError, StuckCopyError, UnsupportedError
 from kvbm_core.types import Direction
@@ -99,17 +98,41 @@ def test_a_newer_vllm_that_calls_otherwise_is_refused(
     _one_line(error, "0.34.0", versions.SUPPORTED, "request_finished(request, block_ids, reason)")
 
 
-def test_a_kind_of_cache_that_is_not_attention(tmp_path: Path) -> None:
-    spec = EngineSpec(extra_config={"cpu_cache_override_num_blocks": 8, "start_wait_s": 0})
-    vllm_config = make_vllm_config(spec, tmp_path)
-    _, kv_cache_config = make_kv_cache_configs(spec, vllm_config)
-    state = MambaSpec(
-        block_size=4, shapes=((2, 2),), dtypes=(kv_cache_config.kv_cache_groups[0].kv_cache_spec.dtype,)
-    )
-    kv_cache_config.kv_cache_groups.append(KVCacheGroupSpec(["state"], state))
+@pytest.mark.parametrize("mode", ["none", "all"])
+def test_states_of_which_vllm_hands_none_off(mode: str, tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError) as error:
-        DynamoConnector(vllm_config, KVConnectorRole.SCHEDULER, kv_cache_config)
-    _one_line(error, "group 1", "MambaSpec", "run this model without kvbm")
+        KvbmEngine(tmp_path, windows=("state", None), mamba_mode=mode, extra={"start_wait_s": 0})
+    _one_line(error, f"mamba_cache_mode={mode}", "--mamba-cache-mode align", "run this model without kvbm")
+
+
+def test_a_vllm_that_does_not_say_where_states_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(assembly, "probe", lambda: replace(versions.probe(), hands_off_states=False))
+    with pytest.raises(UnsupportedError) as error:
+        KvbmEngine(tmp_path, windows=("state", None), extra={"start_wait_s": 0})
+    _one_line(error, "states", "0.31", "run this model without kvbm")
+
+
+@pytest.mark.parametrize(
+    ("retain_tokens", "said"),
+    [(0, "and of answers none (--prefix-cache"), (8, "and one every 8 tokens"), (None, "each that it has")],
+)
+def test_a_line_says_what_a_state_costs(
+    retain_tokens: int | None, said: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger="kvbm")
+    with KvbmEngine(tmp_path, windows=("state",) * 9 + (None,) * 3, retain_tokens=retain_tokens, ranks=2):
+        pass
+    (line,) = [message for message in caplog.messages if "with a state" in message]
+    # 9 layers of 96 bytes on 2 ranks; a token has 3 times 128 bytes of KV on each.
+    assert "as much as the KV of 2 tokens" in line and "a multiple of 4 tokens" in line and said in line
+    caplog.clear()
+    with KvbmEngine(tmp_path):
+        pass
+    assert not any("with a state" in message for message in caplog.messages)
+    with KvbmEngine(tmp_path, windows=("state",)):
+        pass
+    (line,) = [message for message in caplog.messages if "with a state" in message]
+    assert "the KV of" not in line
 
 
 def test_a_vllm_that_cannot_recover_hybrid_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -247,6 +270,7 @@ class _Second(KvbmEngine):
         super().prepare_worker(rank, connector)
 
 
+@pytest.mark.shows("DYN_KVBM_LEADER_ZMQ_ACK_PORT")
 def test_a_second_engine_with_the_same_port_fails_and_the_first_goes_on_untouched(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,6 +20,11 @@ import torch
 
 Bytes = npt.NDArray[np.uint8]
 
+HOST_RESERVE_BYTES = 1 << 30
+"""Memory that HiCache leaves free: SGLang's own 10 GiB are for servers with GPUs. Here device and host pools
+are some MB of the same memory, and a machine with 16 GB that runs another engine beside has no 10 GiB left.
+"""
+
 
 def _rows(address: int, indices: torch.Tensor, row_bytes: int, stride_bytes: int = 0) -> Bytes:
     """Memory from ``address`` on as rows, as many as ``indices`` may name."""
@@ -202,6 +207,36 @@ def transfer_kv_per_layer_mla_pf_lf(
     dst[dst_indices] = src[src_indices, layer_id]
 
 
+# ---------------------------------------------------------------- io backend "kernel", states (Mamba)
+
+
+def transfer_kv_mamba_lf_pf(
+    src_ptrs: torch.Tensor,
+    dst: torch.Tensor,
+    src_indices: torch.Tensor,
+    dst_indices: torch.Tensor,
+    item_size: int,
+    dst_layout_dim: int,
+    num_layers: int,
+) -> None:
+    """Device to a host pool [state, layer, 1, ...]."""
+    shape = (src_indices, dst_indices, item_size, dst_layout_dim, num_layers)
+    transfer_kv_all_layer_mla_lf_pf(src_ptrs, dst, *shape)
+
+
+def transfer_kv_mamba_pf_lf(
+    src: torch.Tensor,
+    dst: torch.Tensor,
+    src_indices: torch.Tensor,
+    dst_indices: torch.Tensor,
+    layer_id: int,
+    item_size: int,
+    src_layout_dim: int,
+) -> None:
+    """The way back, one layer."""
+    dst[dst_indices] = src[src_indices, layer_id, 0]
+
+
 # ---------------------------------------------------------------- io backend "direct"
 
 
@@ -255,23 +290,32 @@ def activate() -> None:
     """SGLang calls it in each of its processes."""
     if os.environ.get("SGLANG_USE_CPU_ENGINE") != "1":
         return
-    from sglang.srt.mem_cache.pool_host.base import HostKVCache
+    from sglang.srt.mem_cache.pool_host import base, mamba
 
-    made = HostKVCache.__init__
-    if not hasattr(made, "__wrapped__"):
-
-        @functools.wraps(made)
-        def without_page_locks(self: Any, *args: Any, **kwargs: Any) -> None:
-            made(self, *args, **{**kwargs, "pin_memory": False})
-
-        HostKVCache.__init__ = without_page_locks
+    base.HICACHE_HOST_MEMORY_RESERVE_BYTES = HOST_RESERVE_BYTES
+    for kind in (base.HostKVCache, mamba.MambaPoolHost):  # the latter does not call the former's
+        _lock_no_pages(kind)
     copies = {name: value for name, value in globals().items() if name.startswith("transfer_kv_")}
-    for name in ("mha", "mla", "unified"):
+    for name in ("mha", "mla", "unified", "mamba"):
         module = importlib.import_module(f"sglang.srt.mem_cache.pool_host.{name}")
         for copy, function in copies.items():
             if not hasattr(module, copy):
                 setattr(module, copy, function)
     _attend_to_latents()
+    _gate_in_torch()
+
+
+def _lock_no_pages(kind: type) -> None:
+    """Host pools of this kind are not registered with CUDA."""
+    made: Any = kind.__init__  # type: ignore[misc]
+    if hasattr(made, "__wrapped__"):
+        return
+
+    @functools.wraps(made)
+    def without_page_locks(self: Any, *args: Any, **kwargs: Any) -> None:
+        made(self, *args, **{**kwargs, "pin_memory": False})
+
+    kind.__init__ = without_page_locks  # type: ignore[misc]
 
 
 def _attend_to_latents() -> None:
@@ -280,3 +324,30 @@ def _attend_to_latents() -> None:
     """
     handlers = importlib.import_module("sglang.srt.models.deepseek_common.attention_backend_handler")
     handlers.AttentionBackendRegistry.register("torch_native", lambda *_: handlers.AttnForwardMethod.MLA)
+
+
+def _gate_in_torch() -> None:
+    """Two functions of models with gated delta nets that have no other way than Triton's."""
+    norms: Any = importlib.import_module("sglang.kernels.ops.attention.fla.fused_norm_gate")
+    norms.rms_norm_gated = _rms_norm_gated
+    elementwise: Any = importlib.import_module("sglang.kernels.ops.elementwise.elementwise")
+    elementwise._launch_fused_gate_sigmoid_mul = _gate_sigmoid_mul
+
+
+def _rms_norm_gated(
+    x: torch.Tensor, g: torch.Tensor, weight: torch.Tensor, *_: Any, eps: float = 1e-6, **__: Any
+) -> torch.Tensor:
+    normed = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + eps) * weight.float()
+    return (normed * torch.nn.functional.silu(g.float())).to(x.dtype)
+
+
+def _gate_sigmoid_mul(
+    hidden_states: torch.Tensor,
+    gate_weight: torch.Tensor,
+    shared_output: torch.Tensor,
+    output: torch.Tensor,
+    *,
+    do_add: bool,
+) -> None:
+    gate = (hidden_states.float() * gate_weight.float()).sum(-1, keepdim=True).sigmoid()
+    output.copy_(gate * shared_output.float() + (output.float() if do_add else 0.0))

@@ -18,6 +18,7 @@ from kvbm_core.clock import Clock
 from kvbm_core.observe.log import RateLimitedLogger
 from kvbm_core.storage.directory.calls import FileCalls
 from kvbm_core.storage.directory.names import is_temporary, key_in, temporary_name
+from kvbm_core.storage.directory.record_files import FULL
 from kvbm_core.storage.names import is_fan, is_shard
 
 LOCK = "evictor"
@@ -63,7 +64,7 @@ class _CutShort(Exception):
 
 
 class Evictor:
-    """Of one namespace folder. A thread of its own, from the first block that is written on.
+    """Of one namespace folder. A thread of its own, from the first block on that is written or has no space.
 
     In each folder one instance evicts at a time, whoever renews the lock; there is nothing to unlock, and
     two that do so at once are harmless: a block is removed by its name, and a reader that has it open, or
@@ -87,9 +88,9 @@ class Evictor:
         self._thread: threading.Thread | None = None
         self._stopping = threading.Event()
 
-    def note_written(self, num_bytes: int) -> None:
-        """This instance has put so much. Any thread."""
-        if num_bytes:
+    def note_written(self, num_bytes: int, *, is_full: bool = False) -> None:
+        """This instance has put so much. ``is_full``: there was no space for some of it. Any thread."""
+        if num_bytes or is_full:
             with self._lock:
                 self._written_bytes += num_bytes
                 if self._thread is None and not self._stopping.is_set():
@@ -192,18 +193,43 @@ class Evictor:
         return status.st_ino, status.st_mtime_ns
 
     def _beat(self) -> None:
-        """Puts a lock of ours in place of what is there."""
+        """Puts a lock of ours in place of what is there. A full file system has to be evicted from all the
+        same: where no file can be made, what is there gets a new time, and without any we do without.
+        """
+        try:
+            self._put_lock()
+        except OSError as error:
+            if error.errno not in FULL:
+                raise
+            with suppress(OSError):
+                self._calls.utime(self._namespace / LOCK)
+        self._mine = self._lock_there()
+        if self._mine is not None:
+            self._file_system_s = self._mine[1] / 1e9
+        self._beaten_s = self._clock.now_s()
+
+    def _put_lock(self) -> None:
+        """Without space for its text it is empty: its time is what counts."""
         temporary = self._namespace / temporary_name(LOCK, secrets.token_hex(8))
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         fd = self._calls.open(temporary, flags, 0o644)
         try:
+            try:
+                self._write_text(fd)
+            except OSError as error:
+                if error.errno not in FULL:
+                    raise
+            self._calls.rename(temporary, self._namespace / LOCK)
+        except OSError:
+            with suppress(OSError):
+                self._calls.unlink(temporary)
+            raise
+
+    def _write_text(self, fd: int) -> None:
+        try:
             self._calls.pwritev(fd, [f"{os.uname().nodename} {os.getpid()}\n".encode()], 0)
         finally:
             self._calls.close(fd)
-        self._calls.rename(temporary, self._namespace / LOCK)
-        self._mine = self._lock_there()
-        self._file_system_s = self._calls.lstat(self._namespace / LOCK).st_mtime
-        self._beaten_s = self._clock.now_s()
 
     # ---------------------------------------------------------------- the folders
 

@@ -102,7 +102,8 @@ class DirectoryStore:
         check_blocks(keys, payloads, self._payload_bytes)
         put = self._task(lambda i, is_given_up: self._files.write(keys[i], payloads[i], is_given_up))
         outcomes = self._writers.run(put, len(keys), deadline_s=deadline_s)
-        self.evictor.note_written(outcomes.count(Outcome.OK) * self._files.file_bytes)
+        written_bytes = outcomes.count(Outcome.OK) * self._files.file_bytes
+        self.evictor.note_written(written_bytes, is_full=Outcome.NO_SPACE in outcomes)
         return outcomes
 
     def get_many(

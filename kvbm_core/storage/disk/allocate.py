@@ -21,6 +21,7 @@ STAT_BLOCK_BYTES = 512
 FALLOC_FL_KEEP_SIZE, FALLOC_FL_PUNCH_HOLE = 1, 2
 SETTING = "DYN_KVBM_DISK_CACHE_DIR"
 AUTO = "auto"
+OFF = "off"
 
 log = logging.getLogger("kvbm")
 
@@ -41,6 +42,8 @@ class FileOptions:
     ``zero_fill``: where space cannot be reserved, it is written full of zeros; else the file stays sparse.
     ``io``: see ``chosen_file_io``. ``io_deadline_s``: a read or write that takes longer is given up.
     ``check_at_start``: what is on the disk is offered once all of its bytes have been read and checked.
+    ``to_device``: how blocks are read straight into a device's memory, see transfer/movers/disk_direct.py; or
+    OFF. ``directory``: for a rank that is on another machine than the leader, whose folder it does not find.
     """
 
     is_direct: bool = True
@@ -49,6 +52,8 @@ class FileOptions:
     io: str = AUTO
     io_deadline_s: float = 10.0
     check_at_start: bool = False
+    to_device: str = OFF
+    directory: str = ""
 
     @staticmethod
     def of(settings: KvbmSettings, *, io_deadline_s: float, check_at_start: bool) -> FileOptions:
@@ -60,6 +65,8 @@ class FileOptions:
             io=settings.disk_io,
             io_deadline_s=io_deadline_s,
             check_at_start=check_at_start,
+            to_device=settings.way_to_device,
+            directory=settings.disk_cache_dir,
         )
 
 
@@ -139,11 +146,11 @@ def reserve(opened: OpenFile, num_bytes: int, options: FileOptions) -> None:
             )
     except OSError as error:
         _give_back(opened.fd, before)
-        free_bytes = _free_bytes(opened.path)
+        room = os.statvfs(opened.path.parent)
         raise DiskError(
             error.errno,
             f"kvbm: {opened.path}: {error.strerror} for {num_bytes / 1e9:.2f} GB "
-            f"({free_bytes / 1e9:.2f} GB are free);"
+            f"({room.f_bavail * room.f_frsize / 1e9:.2f} GB are free, as df says);"
             f" {remedy_for(error)}",
         ) from error
 

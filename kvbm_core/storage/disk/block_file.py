@@ -6,6 +6,7 @@ import logging
 import mmap
 import os
 import secrets
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,6 +27,7 @@ from kvbm_core.storage.disk.record import (
     foreign_version,
     pack_file,
     record_bytes,
+    slot_offset_bytes,
     unpack_file,
 )
 
@@ -111,6 +113,17 @@ class BlockFile:
         """
         self.life = secrets.token_bytes(LIFE_BYTES)
         self._write_header()
+        os.fdatasync(self.fd)
+
+    def erase(self, slots: Iterable[int]) -> None:
+        """Forgets the records in these slots, durably. What they held stays there until others are written
+        over it, without a header that says what it is. OSError if the disk does not take it.
+        """
+        with mmap.mmap(-1, SECTOR_BYTES) as sector:
+            for slot in slots:
+                offset = slot_offset_bytes(slot, self.geometry.payload_bytes)
+                if os.pwritev(self.fd, [sector], offset) != SECTOR_BYTES:
+                    raise DiskError(f"kvbm: {self.path}: a record could not be erased")
         os.fdatasync(self.fd)
 
     def close(self) -> None:

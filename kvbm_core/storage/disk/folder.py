@@ -48,6 +48,8 @@ class DiskFolder:
         self._next: ProcessFile | None = None
         self._closing = threading.Event()
         self._waiter: threading.Thread | None = None
+        self.claim = ""
+        """What others know this folder by; empty if it could not be written."""
         name = _name_of(fingerprint, identity)
         try:
             for number in count():
@@ -57,8 +59,8 @@ class DiskFolder:
                     )
                 self.path = directory / TOP / f"{name}-{number}"
                 if self._take():
-                    if claim:
-                        _write_claim(self.path / CLAIM, claim)
+                    if claim and _write_claim(self.path / CLAIM, claim):
+                        self.claim = claim
                     return
         except NotAFileError as error:
             self.close()
@@ -132,13 +134,18 @@ def claimed_folder(directory: Path, fingerprint: str, claim: str, *, identity: s
     name = _name_of(fingerprint, identity)
     for number in range(MAX_ENGINES):
         folder = directory / TOP / f"{name}-{number}"
-        try:
-            _check_owner(folder)
-            if _read(folder / CLAIM, MAX_CLAIM_BYTES) == claim.encode():
-                return folder
-        except (OSError, ConfigError):
-            continue
+        if has_claim(folder, claim):
+            return folder
     return None
+
+
+def has_claim(folder: Path, claim: str) -> bool:
+    """Whether this is the folder that a DiskFolder of another process took with this claim."""
+    try:
+        _check_owner(folder)
+        return _read(folder / CLAIM, MAX_CLAIM_BYTES) == claim.encode()
+    except (OSError, ConfigError):
+        return False
 
 
 def _name_of(fingerprint: str, identity: str) -> str:
@@ -188,7 +195,7 @@ def _is_held_by_ending_process(file: ProcessFile) -> bool:
     return state in "ZX" or bool(int(fields[5]) & PF_EXITING) or any(bits & SIGKILL_BIT for bits in pending)
 
 
-def _write_claim(path: Path, claim: str) -> None:
+def _write_claim(path: Path, claim: str) -> bool:
     try:
         fd = open_regular(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         try:
@@ -197,6 +204,8 @@ def _write_claim(path: Path, claim: str) -> None:
             os.close(fd)
     except OSError as error:  # a full disk: other processes do not find it, this one goes on
         log.warning("kvbm: %s: %s; other ranks find nothing here", path, error.strerror)
+        return False
+    return True
 
 
 def _read(path: Path, num_bytes: int) -> bytes:

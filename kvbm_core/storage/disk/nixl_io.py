@@ -28,6 +28,10 @@ SPAN_BYTES = 256 << 20
 """Memory that was told of is registered by so many bytes, when the first of them are used."""
 PIECES_IN_FLIGHT = 1 << 15
 """Half of the POSIX plugin's pool: one that finds it empty fails with a part of its pieces started."""
+GDS_BATCHES, GDS_BATCH_ENTRIES, GDS_ENTRY_BYTES = 16, 128, 16 << 20
+"""The GDS plugin's own defaults, said to it, as what is beyond them fails: batches at once, entries in one,
+bytes of one.
+"""
 MAX_PIECES = os.sysconf("SC_IOV_MAX")
 PROBE_S = 5.0
 FIRST_PAUSE_S, LAST_PAUSE_S = 20e-6, 1e-3
@@ -45,6 +49,16 @@ class _Region(NamedTuple):
     span_bytes: int
 
 
+class _MemoryKind(NamedTuple):
+    """NIXL's word for it, and the number of the device that it is on."""
+
+    kind: str
+    device: int
+
+
+_HOST_MEMORY = _MemoryKind("DRAM", 0)
+
+
 class _Flight(NamedTuple):
     """A transfer that NIXL has, and what was registered for it alone."""
 
@@ -57,21 +71,27 @@ class _Flight(NamedTuple):
 class NixlIo:
     """FileIo by a NIXL agent of its own, a request each for NIXL; made and used by one thread at a time.
 
-    ``queue`` says what the POSIX plugin works by; None for other plugins. OSError, whose text says what is
-    missing, where NIXL or its plugin cannot be had. What NIXL fails at is done again by preadv and pwritev in
-    a thread: it tells neither how many bytes it moved nor why it did not, and takes the end of a file for an
-    error.
+    ``queue`` says what the POSIX plugin works by; None for other plugins. ``gpu``: the number of the device
+    that all memory belongs to; None: host memory. OSError, whose text says what is missing, where NIXL or its
+    plugin cannot be had. What NIXL fails at is done again by preadv and pwritev in a thread: it tells neither
+    how many bytes it moved nor why it did not, and takes the end of a file for an error. With memory of a GPU
+    it ends as -EIO.
     """
 
-    def __init__(self, fd: int, plugin: str = "POSIX") -> None:
+    def __init__(self, fd: int, plugin: str = "POSIX", *, gpu: int | None = None) -> None:
         if plugin not in PLUGINS:
             raise ValueError(f"{plugin} is none of {', '.join(PLUGINS)}")
         self._fd = fd
         self._plugin = plugin
+        self._is_on_gpu = gpu is not None
+        self._memory = _HOST_MEMORY if gpu is None else _MemoryKind("VRAM", gpu)
+        self.failure = ""
+        """What NIXL has said last of a request that failed, in one line."""
         self._tags: set[int] = set()
         self._waiting: deque[tuple[Transfer, bool]] = deque()
         self._flights: dict[int, _Flight] = {}
-        self._pieces_in_flight = 0
+        self._cost_in_flight = 0
+        self._may_write_later = False
         self._ended: list[tuple[int, int]] = []
         # Of a request that failed as the whole queue did, pieces may still be there, and NIXL would write to
         # what was given back.
@@ -129,9 +149,10 @@ class NixlIo:
         self._is_closed = True
         while self._tags and self.collect(max(0.0, ends_at_s - time.monotonic())):
             pass
-        if self._tags:
-            return False
-        if self._plain is not None and not self._plain.close(max(0.0, ends_at_s - time.monotonic())):
+        has_ended = not self._tags
+        if self._plain is not None and not self._plain.in_flight:  # also beside a request that never ends
+            has_ended &= self._plain.close(max(0.0, ends_at_s - time.monotonic()))
+        if not has_ended:
             return False
         if self._agent is not None:
             self._give_back()
@@ -152,7 +173,7 @@ class NixlIo:
             name = f"kvbm-disk-{os.getpid()}-{next(_NUMBERS)}"
             try:
                 agent = nixl.nixl_agent(name, nixl.nixl_agent_config(enable_prog_thread=False, backends=[]))
-                agent.create_backend(self._plugin, {f"use_{queue}": "true"} if queue else {})
+                agent.create_backend(self._plugin, {f"use_{queue}": "true"} if queue else self._bounds())
                 if queue:
                     _probe(agent, self._plugin, self._fd)
             except Exception as error:  # NIXL's have no class in common
@@ -167,6 +188,15 @@ class NixlIo:
         need = "it needs an NVIDIA GPU, its driver and libcufile"
         raise OSError(errno.ENOTSUP, f"NIXL cannot load its {self._plugin} plugin: {need}")
 
+    def _bounds(self) -> dict[str, str]:
+        if self._plugin != "GDS":
+            return {}
+        return {
+            "batch_pool_size": str(GDS_BATCHES),
+            "batch_limit": str(GDS_BATCH_ENTRIES),
+            "max_request_size": str(GDS_ENTRY_BYTES),
+        }
+
     def _give_back(self) -> None:
         self._failed.clear()
         for registered in (*self._spans.values(), self._file):
@@ -175,8 +205,8 @@ class NixlIo:
         self._agent = None
 
     def _register(self, ranges: Sequence[tuple[int, int]]) -> Any:
-        rows = [(address, nbytes, 0, "") for address, nbytes in ranges]
-        return self._agent.register_memory(rows, "DRAM", backends=[self._plugin])
+        rows = [(address, nbytes, self._memory.device, "") for address, nbytes in ranges]
+        return self._agent.register_memory(rows, self._memory.kind, backends=[self._plugin])
 
     def _deregister(self, registered: Any) -> None:
         try:
@@ -187,13 +217,24 @@ class NixlIo:
     # ---------------------------------------------------------------- requests
 
     def _start_waiting(self) -> None:
-        while self._waiting and self._pieces_in_flight <= PIECES_IN_FLIGHT:
+        most = GDS_BATCHES if self._plugin == "GDS" else PIECES_IN_FLIGHT
+        while self._waiting:
+            cost = self._cost_in_flight + self._cost_of(self._waiting[0][0])
+            if self._flights and cost > most:
+                return
             self._start(*self._waiting.popleft())
+
+    def _cost_of(self, transfer: Transfer) -> int:
+        """Of what the plugin has no more than so much: pieces, or GDS's batches."""
+        if self._plugin != "GDS":
+            return len(transfer.pieces)
+        return -(-_num_entries(transfer) // GDS_BATCH_ENTRIES)
 
     def _start(self, transfer: Transfer, is_write: bool) -> None:
         pieces = [piece for piece in transfer.pieces if piece[1]]
-        if not pieces or len(transfer.pieces) > MAX_PIECES or transfer.offset_bytes < 0:
-            self._do_plainly(transfer, is_write)  # NIXL has no words for these
+        has_no_words = not pieces or len(transfer.pieces) > MAX_PIECES or transfer.offset_bytes < 0
+        if has_no_words or self._may_write_later:
+            self._do_plainly(transfer, is_write)
             return
         handle = registered = None
         try:
@@ -202,13 +243,14 @@ class NixlIo:
                 # else's.
                 registered = self._register(foreign)
             place = self._fd, transfer.offset_bytes
-            handle = _request(self._agent, self._plugin, place, pieces, is_write=is_write)
+            handle = _request(self._agent, self._plugin, place, pieces, self._memory, is_write=is_write)
             state = self._agent.transfer(handle)
-        except Exception:
+        except Exception as error:  # NIXL's have no class in common
+            self.failure = f"{type(error).__name__}: {error}".splitlines()[0]
             self._fail(_Flight(transfer, is_write, handle, registered))
             return
         self._flights[transfer.tag] = _Flight(transfer, is_write, handle, registered)
-        self._pieces_in_flight += len(transfer.pieces)
+        self._cost_in_flight += self._cost_of(transfer)
         if state != "PROC":
             self._end(transfer.tag, state)
 
@@ -241,8 +283,9 @@ class NixlIo:
 
     def _end(self, tag: int, state: str) -> None:
         flight = self._flights.pop(tag)
-        self._pieces_in_flight -= len(flight.transfer.pieces)
+        self._cost_in_flight -= self._cost_of(flight.transfer)
         if state != "DONE":
+            self.failure = f"a request ended as {state}"
             self._fail(flight)
             return
         self._agent.release_xfer_handle(flight.handle)
@@ -252,16 +295,25 @@ class NixlIo:
 
     def _fail(self, flight: _Flight) -> None:
         """NIXL tells of an error when no piece of the request is in flight any more, so it can be done again.
+        A test holds POSIX to this.
 
-        A test holds POSIX to this; the GDS plugins were not run yet.
+        Not so GDS: its first entry that fails fails the request, while others are read or written on, and
+        their batch is used again. Such a request never ends here, so that nobody uses its memory; and as
+        nothing that the plugin says is sure any more, it is asked for nothing more.
         """
         if flight.handle is not None:
             self._failed.append(flight.handle)
+            if self._plugin == "GDS" and _num_entries(flight.transfer) > 1:
+                self._may_write_later = True
+                return
         if flight.registered is not None:
             self._deregister(flight.registered)
         self._do_plainly(flight.transfer, flight.is_write)
 
     def _do_plainly(self, transfer: Transfer, is_write: bool) -> None:
+        if self._is_on_gpu:  # no address for the kernel
+            self._ended.append((transfer.tag, -errno.EIO))
+            return
         # In a thread: a disk that fails may take its time, and collect must not.
         if self._plain is None:
             self._plain = ThreadIo(self._fd, num_threads=1)
@@ -273,19 +325,30 @@ _OPEN: set[NixlIo] = (
 )  # not closed: with the last reference to one, NIXL would give back what is in flight
 
 
+def _num_entries(transfer: Transfer) -> int:
+    """What GDS makes of it."""
+    return sum(-(-num_bytes // GDS_ENTRY_BYTES) for _, num_bytes in transfer.pieces)
+
+
 def _request(
-    agent: Any, plugin: str, place: tuple[int, int], pieces: Sequence[tuple[int, int]], *, is_write: bool
+    agent: Any,
+    plugin: str,
+    place: tuple[int, int],
+    pieces: Sequence[tuple[int, int]],
+    kind: _MemoryKind,
+    *,
+    is_write: bool,
 ) -> Any:
     """A transfer of NIXL, not started, between the pieces and ``place``: a file descriptor, and where in the
     file.
     """
     fd, offset_bytes = place
-    memory = np.array([(address, nbytes, 0) for address, nbytes in pieces], np.uint64)
+    memory = np.array([(address, nbytes, kind.device) for address, nbytes in pieces], np.uint64)
     parts = memory.copy()
     parts[0, 0] = offset_bytes
     parts[1:, 0] = np.uint64(offset_bytes) + np.cumsum(memory[:-1, 1])
     parts[:, 2] = fd
-    sides = agent.get_xfer_descs(memory, "DRAM"), agent.get_xfer_descs(parts, "FILE")
+    sides = agent.get_xfer_descs(memory, kind.kind), agent.get_xfer_descs(parts, "FILE")
     return agent.initialize_xfer("WRITE" if is_write else "READ", *sides, agent.name, b"", [plugin])
 
 
@@ -299,7 +362,7 @@ def _probe(agent: Any, plugin: str, fd: int) -> None:
         agent.register_memory([(address, mmap.PAGESIZE, 0, "")], "DRAM", backends=[plugin]),
         agent.register_memory([(0, 0, fd, "")], "FILE", backends=[plugin]),
     ]
-    handle = _request(agent, plugin, (fd, 0), [(address, 0)], is_write=False)
+    handle = _request(agent, plugin, (fd, 0), [(address, 0)], _HOST_MEMORY, is_write=False)
     state, ends_at_s = agent.transfer(handle), time.monotonic() + PROBE_S
     while state == "PROC" and time.monotonic() < ends_at_s:
         time.sleep(FIRST_PAUSE_S)

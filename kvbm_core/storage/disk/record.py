@@ -31,8 +31,9 @@ _FILE_MAGIC = b"KVBMFILE"
 _RECORD_MAGIC = b"KVBMBLOK"
 # magic, version, header bytes; life, fingerprint, payload bytes, slots
 _FILE = struct.Struct("<8sHH4x16s16sQQ")
-# magic, version, key bytes; life, fingerprint, slot, sequence, payload bytes, key, digest of the payload
-_RECORD = struct.Struct("<8sHH4x16s16sQQQ40s16s")
+# magic, version, key bytes; life, fingerprint, slot, sequence, payload bytes, key, digests of the payload
+_RECORD = struct.Struct("<8sHH4x16s16sQQQ40s16s16s")
+NO_DEVICE_DIGEST = bytes(DIGEST_BYTES)
 
 
 class FileHeader(NamedTuple):
@@ -49,7 +50,7 @@ class FileHeader(NamedTuple):
 
 class RecordHeader(NamedTuple):
     """``sequence`` grows with the time of writing; records of one call share it, in the order of their
-    slots.
+    slots. ``device_digest``: see device_digest.py; zeros where none was made.
     """
 
     life: bytes
@@ -59,6 +60,7 @@ class RecordHeader(NamedTuple):
     payload_bytes: int
     key: BlockKey
     digest: bytes
+    device_digest: bytes = NO_DEVICE_DIGEST
 
 
 class SlotHeader(NamedTuple):
@@ -119,7 +121,7 @@ def pack_record(header: RecordHeader) -> bytes:
 
 def pack_record_into(sector: memoryview, header: RecordHeader) -> None:
     """As ``pack_record``, into a sector that has never held anything but headers of records."""
-    life, fingerprint, slot, sequence, payload_bytes, key, digest = header
+    life, fingerprint, slot, sequence, payload_bytes, key, digest, device_digest = header
     if not 0 < len(key) <= MAX_KEY_BYTES:
         raise ValueError(f"a key of {len(key)} bytes does not go into a record")
     _RECORD.pack_into(
@@ -135,6 +137,7 @@ def pack_record_into(sector: memoryview, header: RecordHeader) -> None:
         payload_bytes,
         key,
         digest,
+        device_digest,
     )
     sector[BODY_BYTES:] = xxhash.xxh3_128_digest(sector[:BODY_BYTES])
 
@@ -161,8 +164,8 @@ def unpack_record(sector: bytes | memoryview) -> RecordHeader | None:
     fields = _opened(sector, _RECORD, _RECORD_MAGIC)
     if fields is None or not 0 < fields[2] <= MAX_KEY_BYTES:
         return None
-    key_bytes, (life, fingerprint, slot, sequence, payload_bytes, key, digest) = fields[2], fields[3:]
-    return RecordHeader(life, fingerprint, slot, sequence, payload_bytes, BlockKey(key[:key_bytes]), digest)
+    header = RecordHeader(*fields[3:])
+    return header._replace(key=BlockKey(header.key[: fields[2]]))
 
 
 def judge_slot(sector: bytes | memoryview, slot: int, file: FileHeader) -> SlotHeader:

@@ -9,16 +9,21 @@ import mmap
 from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import compress
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
+
+import numpy as np
 
 from kvbm_core.clock import Clock, SystemClock
 from kvbm_core.errors import Outcome
+from kvbm_core.storage.disk.allocate import OFF
 from kvbm_core.storage.disk.block_file import BlockFile
 from kvbm_core.storage.disk.bounce import BouncedBlocks
+from kvbm_core.storage.disk.device_digest import device_digest
 from kvbm_core.storage.disk.io import FileIo, TakesMemory, Transfer
 from kvbm_core.storage.disk.record import (
     FREE,
     MAX_KEY_BYTES,
+    NO_DEVICE_DIGEST,
     SECTOR_BYTES,
     UNREADABLE,
     RecordHeader,
@@ -83,6 +88,50 @@ class Record(NamedTuple):
     pieces: tuple[tuple[int, int], ...] = ()
 
 
+class Places(Protocol):
+    """Memory in which blocks are for a while, one in each place."""
+
+    @property
+    def num_free(self) -> int:
+        """Places that can be taken."""
+
+    def give(self, place: int) -> None:
+        """It can be taken again."""
+
+
+class PlacedBlocks(Protocol):
+    """The blocks of one call, which get their places when their turn comes. BouncedBlocks is one."""
+
+    @property
+    def bounce(self) -> Places:
+        """Where the places are from."""
+
+    def begin(self, index: int) -> int:
+        """The place of block ``index``."""
+
+    def end(self, index: int, place: int, outcome: Outcome) -> None:
+        """It has been moved, or not; the place is free."""
+
+
+class DeviceBlocks(PlacedBlocks, Protocol):
+    """PlacedBlocks whose places hold whole records, header and all, and can be looked at by a device alone.
+
+    What goes wrong with the device is raised; then nobody knows what became of the call.
+    """
+
+    def part(self, indices: Sequence[int]) -> DeviceBlocks:
+        """The same for a call of these blocks alone."""
+
+    def look(self, places: Sequence[int]) -> list[tuple[bytes, bytes]]:
+        """Of each: the record's first sector, and the device_digest of what follows."""
+
+    def payload_digest(self, place: int) -> bytes:
+        """The xxh3_128 of what follows, for which it is copied to host memory."""
+
+    def deliver(self, indices: Sequence[int], places: Sequence[int]) -> None:
+        """What was read to these places verifies: brings it where it belongs, before this returns."""
+
+
 class _Run(NamedTuple):
     """Records (numbers of the call) in neighbouring slots, and the cells of their headers."""
 
@@ -95,7 +144,7 @@ class _Late(NamedTuple):
 
     run: _Run
     token: int
-    bounced: BouncedBlocks | None
+    bounced: PlacedBlocks | None
     addresses: frozenset[int]
 
 
@@ -124,6 +173,7 @@ class RecordIo:
         self._clock = clock or SystemClock()
         self._payload_bytes = file.geometry.payload_bytes
         self._stored_bytes = record_bytes(self._payload_bytes) - SECTOR_BYTES
+        self._stamps_for_device = file.options.to_device != OFF and self._stored_bytes == self._payload_bytes
         self._next_sequence = first_sequence
         self._cells = mmap.mmap(-1, MAX_RECORDS * SECTOR_BYTES)
         self._cells_at = ctypes.addressof(ctypes.c_char.from_buffer(self._cells))
@@ -173,6 +223,35 @@ class RecordIo:
         not verify. What fails, or does not verify, is read once more within the same time: some errors have
         passed by then, of a bus, a driver or a page. ``on_ended`` hears of each record's last try alone.
         """
+
+        def moves(indices: Sequence[int] | None, left_s: float, told: OnEnded | None) -> _Move:
+            if indices is None:
+                return _Move(self, records, left_s, told, bounced, is_write=False)
+            part = None if bounced is None else bounced.part(indices)
+            return _Move(self, [records[i] for i in indices], left_s, told, part, is_write=False)
+
+        return self._read_twice(len(records), moves, deadline_s, on_ended)
+
+    def read_to_device(
+        self, records: Sequence[Record], blocks: DeviceBlocks, *, deadline_s: float
+    ) -> list[Outcome]:
+        """As ``read``, of records whose addresses are 0; what is OK has been delivered."""
+
+        def moves(indices: Sequence[int] | None, left_s: float, told: OnEnded | None) -> _Move:
+            if indices is None:
+                return _DeviceRead(self, records, left_s, told, blocks)
+            return _DeviceRead(self, [records[i] for i in indices], left_s, told, blocks.part(indices))
+
+        return self._read_twice(len(records), moves, deadline_s, None)
+
+    def _read_twice(
+        self,
+        num_records: int,
+        moves: Callable[[Sequence[int] | None, float, OnEnded | None], _Move],
+        deadline_s: float,
+        on_ended: OnEnded | None,
+    ) -> list[Outcome]:
+        """``moves(indices, deadline_s, on_ended)`` reads these records, or all of them."""
         ends_at_s = self._clock.now_s() + deadline_s
         failed: list[int] = []
 
@@ -184,14 +263,13 @@ class RecordIo:
             if on_ended is not None and indices:
                 on_ended(indices, ended)
 
-        outcomes = _Move(self, records, deadline_s, on_first, bounced, is_write=False).run()
+        outcomes = moves(None, deadline_s, on_first).run()
         left_s = ends_at_s - self._clock.now_s()
         if failed and left_s > 0:  # without time a request would be in flight, and late, at once
-            part = None if bounced is None else bounced.part(failed)
-            again = _Move(self, [records[i] for i in failed], left_s, None, part, is_write=False).run()
+            again = moves(failed, left_s, None).run()
             if num_good := again.count(Outcome.OK):  # what stays bad is told by whoever asked
                 line = "kvbm: %s: %d of %d blocks read again, %d are good now"
-                log.warning(line, self._file.path, len(failed), len(records), num_good)
+                log.warning(line, self._file.path, len(failed), num_records, num_good)
             for index, outcome in zip(failed, again, strict=True):
                 outcomes[index] = outcome
         if failed and on_ended is not None:
@@ -230,6 +308,12 @@ class RecordIo:
         if record.pieces:
             return pieces_digest(record.pieces)
         return payload_digest(self._payload_type.from_address(record.address))
+
+    def _device_digest(self, record: Record) -> bytes:
+        if record.pieces or not self._stamps_for_device:
+            return NO_DEVICE_DIGEST
+        payload = memoryview(self._payload_type.from_address(record.address))
+        return device_digest(np.frombuffer(payload, np.uint8))
 
     def _is_left_alone(self) -> bool:
         self.reap()
@@ -272,7 +356,7 @@ class _Move:
         records: Sequence[Record],
         deadline_s: float,
         on_ended: OnEnded | None,
-        bounced: BouncedBlocks | None = None,
+        bounced: PlacedBlocks | None = None,
         *,
         is_write: bool,
     ) -> None:
@@ -378,6 +462,7 @@ class _Move:
                     geometry.payload_bytes,
                     key,
                     digest,
+                    owner._device_digest(record),
                 )
             )
             pack_record_into(owner._sectors[cell], header)
@@ -482,6 +567,48 @@ class _Move:
         self._waiting.clear()
         if left := [index for index, outcome in enumerate(self._outcomes) if outcome is None]:
             self._finish(left, [Outcome.TIMED_OUT] * len(left))
+
+
+class _DeviceRead(_Move):
+    """Whole records, to memory of a device."""
+
+    def __init__(
+        self,
+        owner: RecordIo,
+        records: Sequence[Record],
+        deadline_s: float,
+        on_ended: OnEnded | None,
+        blocks: DeviceBlocks,
+    ) -> None:
+        self._blocks = blocks
+        super().__init__(owner, records, deadline_s, on_ended, blocks, is_write=False)
+
+    def _pieces(self, run: _Run) -> list[tuple[int, int]]:
+        for index in run.indices:
+            key, slot, _, _ = self._records[index]
+            self._records[index] = Record(key, slot, self._blocks.begin(index))
+        return [(self._records[index].address, self._bytes_each) for index in run.indices]
+
+    def _judge(self, run: _Run) -> list[Outcome]:
+        file, outcomes = self._owner._file.header, list[Outcome]()
+        records = [self._records[index] for index in run.indices]
+        looked = self._blocks.look([record.address for record in records])
+        for record, (sector, digest) in zip(records, looked, strict=True):
+            header = unpack_record(sector)
+            outcome = judge_record(header, record.key, record.slot, file)
+            if header is not None and outcome is Outcome.OK:
+                is_whole = digest == header.device_digest
+                if header.device_digest == NO_DEVICE_DIGEST:  # of a kvbm without it, or with the setting off
+                    is_whole = self._blocks.payload_digest(record.address) == header.digest
+                outcome = Outcome.OK if is_whole else Outcome.CORRUPT
+            outcomes.append(outcome)
+        return outcomes
+
+    def _leave_places(self, indices: Sequence[int], outcomes: Sequence[Outcome]) -> None:
+        good = [index for index, outcome in zip(indices, outcomes, strict=True) if outcome is Outcome.OK]
+        if good:
+            self._blocks.deliver(good, [self._records[index].address for index in good])
+        super()._leave_places(indices, outcomes)
 
 
 class _HeaderRead(_Move):

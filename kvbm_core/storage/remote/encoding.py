@@ -1,4 +1,8 @@
-"""How the blocks of a record are stored: as they are, compressed (zstd), encrypted (AES-256-GCM), or both."""
+"""How the blocks of a record are stored: as they are, compressed (zstd), encrypted (AES-256-GCM), or both.
+
+With the codec fp8 they are head shards whose numbers were made smaller before (head_copies.py); a record only
+says so.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from kvbm_core.errors import ConfigError
+from kvbm_core.layout.heads import FP8, NO_CODEC
 from kvbm_core.storage.base import Memory, plain_parts
 from kvbm_core.storage.remote.records import RecordFields, pack_fields
 from kvbm_core.storage.remote.secret import Secret
@@ -13,9 +18,9 @@ from kvbm_core.storage.remote.secret import Secret
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-PLAIN, COMPRESSED, ENCRYPTED = 0, 1, 2
+PLAIN, COMPRESSED, ENCRYPTED, SMALLER = 0, 1, 2, 4
 """Bits of a record's ``codec``."""
-CODECS = ("none", "zstd")
+CODECS = {NO_CODEC: PLAIN, "zstd": COMPRESSED, FP8: SMALLER}
 ZSTD_LEVEL = 1
 _TAG_BYTES = 16
 _NONCE_BYTES = 12
@@ -28,9 +33,9 @@ class Encoding:
     ConfigError, one line, if the package that is needed for it is not there.
     """
 
-    def __init__(self, codec: str = "none", secret: Secret | None = None) -> None:
+    def __init__(self, codec: str = NO_CODEC, secret: Secret | None = None) -> None:
         self._secret = secret
-        self.number = (COMPRESSED if codec == "zstd" else PLAIN) | (ENCRYPTED if secret else PLAIN)
+        self.number = CODECS[codec] | (ENCRYPTED if secret else PLAIN)
         if self.number & COMPRESSED:
             _need("zstandard", "zstd", "KVBM_REMOTE_CODEC", codec)
         if self.number & ENCRYPTED:
@@ -38,8 +43,8 @@ class Encoding:
 
     @property
     def is_plain(self) -> bool:
-        """Whether blocks are stored as they are."""
-        return self.number == PLAIN
+        """Whether blocks are stored as they are given."""
+        return not self.number & (COMPRESSED | ENCRYPTED)
 
     @property
     def is_encrypted(self) -> bool:
@@ -60,6 +65,16 @@ class Encoding:
         packed = pack_fields(fields)
         cipher = None if self._secret is None else _cipher(self._secret, fields.salt, packed)
         return BlockCoder(fields.block_bytes, packed, cipher, compresses=bool(self.number & COMPRESSED))
+
+
+def codec_of(number: int) -> str | None:
+    """Of a record's ``codec``; None if this version knows no such."""
+    return next((name for name, bit in CODECS.items() if bit == number & ~ENCRYPTED), None)
+
+
+def words_of(number: int) -> str:
+    """Of a record's ``codec``, for people."""
+    return f"{codec_of(number) or 'of a newer version'}{', encrypted' if number & ENCRYPTED else ''}"
 
 
 class BlockCoder:

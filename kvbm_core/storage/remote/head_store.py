@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple
-
-import numpy as np
-import numpy.typing as npt
+from typing import Any
 
 from kvbm_core.clock import Clock, SystemClock
 from kvbm_core.errors import Outcome
-from kvbm_core.layout.heads import HeadGroup, HeadShards, HeadTensor
-from kvbm_core.storage.base import BlockStore, HoldsLate, Memory, check_blocks, check_targets, plain_parts
+from kvbm_core.layout.heads import HeadShards
+from kvbm_core.observe.log import RateLimitedLogger
+from kvbm_core.storage.base import BlockStore, HoldsLate, Memory, check_blocks, check_targets
 from kvbm_core.storage.call_pool import CallPool, IsGivenUp
 from kvbm_core.storage.extents import Extent, extent_blocks
+from kvbm_core.storage.remote.head_copies import copies_of
 from kvbm_core.storage.remote.record_store import RecordStore, check_extents
 from kvbm_core.storage.remote.scratch import Lent, Scratch
 from kvbm_core.types import BlockKey, group_of
@@ -36,11 +35,13 @@ WORST_FIRST = (
 )
 """Of a block's shards: one that is not there is an answer, whatever is not known of the others."""
 
+limited_log = RateLimitedLogger()
+
 Outcomes = list[list[Outcome]]
 """Of each item."""
 AskShard = Callable[[int, float], Outcomes]
 """Asks the store of one shard, by its number among this rank's, and has so many seconds."""
-MoveShard = Callable[[int, slice, list[list[memoryview]], float], Outcomes]
+MoveShard = Callable[[int, Sequence[int], list[list[memoryview]], float], Outcomes]
 """The same of some of the items, each with the memory of its blocks."""
 
 
@@ -50,7 +51,8 @@ class HeadStore:
 
     Shards pass through bounded memory of its own: a store that is late touches nobody else's, and a call that
     does not get any in time is BUSY. A block's outcome is the worst of its shards. A rank that shares its
-    shards with others and is not their keeper stores nothing, and says OK: the keeper's outcome counts.
+    shards with others and is not their keeper stores nothing, and says OK: the keeper's outcome counts. A
+    block that the shards' codec cannot keep is REJECTED.
     """
 
     def __init__(
@@ -69,7 +71,7 @@ class HeadStore:
         self._payload_bytes = payload_bytes
         self._shard_bytes = heads.shard_bytes
         self._room_bytes = len(stores) * heads.shard_bytes
-        self._copies = tuple(_Copies(group, heads) for group in heads.groups)
+        self._copies = tuple(copies_of(group, heads) for group in heads.groups)
         self._clock = clock or SystemClock()
         self._calls = CallPool("head-shards", calls_at_once * len(stores), self._clock)
         largest_bytes = extent_blocks(heads.shard_bytes) * self._room_bytes
@@ -97,8 +99,8 @@ class HeadStore:
         check_blocks(keys, payloads, self._payload_bytes)
         self._check_groups(keys)
 
-        def put(n: int, step: slice, shards: list[list[memoryview]], left_s: float) -> Outcomes:
-            return _each(self._stores[n].put_many(keys[step], _flat(shards), deadline_s=left_s))
+        def put(n: int, step: Sequence[int], shards: list[list[memoryview]], left_s: float) -> Outcomes:
+            return _each(self._stores[n].put_many(_of(keys, step), _flat(shards), deadline_s=left_s))
 
         return _flat(self._put(_each(keys), _each(payloads), put, deadline_s))
 
@@ -110,8 +112,8 @@ class HeadStore:
         self._check_groups(keys)
         check_targets(targets)
 
-        def get(n: int, step: slice, shards: list[list[memoryview]], left_s: float) -> Outcomes:
-            return _each(self._stores[n].get_many(keys[step], _flat(shards), deadline_s=left_s))
+        def get(n: int, step: Sequence[int], shards: list[list[memoryview]], left_s: float) -> Outcomes:
+            return _each(self._stores[n].get_many(_of(keys, step), _flat(shards), deadline_s=left_s))
 
         return _flat(self._get(_each(keys), _each(targets), get, deadline_s))
 
@@ -155,19 +157,39 @@ class HeadStore:
         ends_at_s = self._clock.now_s() + deadline_s
         outcomes: Outcomes = []
         for step in self._steps(payloads):
-            sizes = [1] * len(payloads[step])
-            lent = self._take(payloads[step], ends_at_s)
+            lent = self._take(_of(payloads, step), ends_at_s)
             if lent is None:
-                outcomes += _all(Outcome.BUSY, sizes)
+                outcomes += _all(Outcome.BUSY, [1] * len(step))
                 continue
             try:
-                for key, payload, room in self._rooms(keys[step], payloads[step], lent):
-                    self._copies[group_of(key)].divide(payload, room)
-                move = self._mover(put, step, payloads[step], lent)
-                outcomes += self._ask_all(move, sizes, ends_at_s, lent.memory)
+                kept = self._divide(keys, payloads, step, lent)
+                move = self._mover(put, kept, _of(payloads, kept), lent)
+                asked = self._ask_all(move, [1] * len(kept), ends_at_s, lent.memory) if kept else []
+                ends = dict(zip(kept, asked, strict=True))
+                outcomes += [ends.get(index, [Outcome.REJECTED]) for index in step]
             finally:
                 self._scratch.give_back(lent)
         return outcomes
+
+    def _divide(
+        self,
+        keys: Sequence[Sequence[BlockKey]],
+        payloads: Sequence[Sequence[Memory]],
+        step: Sequence[int],
+        lent: Lent,
+    ) -> list[int]:
+        """Fills rooms for the shards of those items all of whose blocks can be kept, and says which."""
+        kept: list[int] = []
+        rooms = self._rooms(lent)
+        for index in step:
+            own = zip(keys[index], payloads[index], rooms[: len(keys[index])], strict=True)
+            if all(self._copies[group_of(key)].divide(payload, room) for key, payload, room in own):
+                kept.append(index)
+                rooms = rooms[len(keys[index]) :]
+            else:
+                line = "kvbm: shared store: a block is not stored, as its numbers are infinite, or nearly"
+                limited_log.warning("numbers", line)
+        return kept
 
     def _get(
         self,
@@ -180,16 +202,17 @@ class HeadStore:
         ends_at_s = self._clock.now_s() + deadline_s
         outcomes: Outcomes = []
         for step in self._steps(targets):
-            sizes = list(map(len, targets[step]))
-            lent = self._take(targets[step], ends_at_s)
+            own = _of(targets, step)
+            sizes = list(map(len, own))
+            lent = self._take(own, ends_at_s)
             if lent is None:
                 outcomes += _all(Outcome.BUSY, sizes)
                 continue
             try:
-                move = self._mover(get, step, targets[step], lent)
+                move = self._mover(get, step, own, lent)
                 ends = self._ask_all(move, sizes, ends_at_s, lent.memory)
-                rooms = self._rooms(keys[step], targets[step], lent)
-                for end, (key, target, room) in zip(_flat(ends), rooms, strict=True):
+                blocks = zip(_flat(ends), _flat(_of(keys, step)), _flat(own), strict=True)
+                for (end, key, target), room in zip(blocks, self._rooms(lent), strict=False):
                     if end is Outcome.OK:
                         self._copies[group_of(key)].join(room, target)
                 outcomes += ends
@@ -197,42 +220,39 @@ class HeadStore:
                 self._scratch.give_back(lent)
         return outcomes
 
-    def _steps(self, memory: Sequence[Sequence[Memory]]) -> Iterator[slice]:
+    def _steps(self, memory: Sequence[Sequence[Memory]]) -> Iterator[range]:
         """Items that go together, by the memory that they take."""
         most, begin, used = self._scratch.num_bytes // CALLS_AT_ONCE, 0, 0
         for index, own in enumerate(memory):
             size = len(own) * self._room_bytes
             if index > begin and used + size > most:
-                yield slice(begin, index)
+                yield range(begin, index)
                 begin, used = index, 0
             used += size
         if begin < len(memory):
-            yield slice(begin, len(memory))
+            yield range(begin, len(memory))
 
     def _take(self, memory: Sequence[Sequence[Memory]], ends_at_s: float) -> Lent | None:
         """Room for all of their shards; None if there is none in time."""
         num_bytes = sum(map(len, memory)) * self._room_bytes
         return self._scratch.take(num_bytes, ends_at_s - self._clock.now_s())
 
-    def _rooms(
-        self, keys: Sequence[Sequence[BlockKey]], memory: Sequence[Sequence[Memory]], lent: Lent
-    ) -> Iterator[tuple[BlockKey, Memory, memoryview]]:
-        """Each block's key, memory, and room for its shards, one after the other."""
-        blocks = zip(_flat(keys), _flat(memory), strict=True)
-        for index, (key, block) in enumerate(blocks):
-            yield key, block, lent.memory[index * self._room_bytes : (index + 1) * self._room_bytes]
+    def _rooms(self, lent: Lent) -> list[memoryview]:
+        """For the shards of each block."""
+        size = self._room_bytes
+        return [lent.memory[at : at + size] for at in range(0, lent.memory.nbytes - size + 1, size)]
 
     def _mover(
-        self, move: MoveShard, step: slice, memory: Sequence[Sequence[Memory]], lent: Lent
+        self, move: MoveShard, items: Sequence[int], memory: Sequence[Sequence[Memory]], lent: Lent
     ) -> AskShard:
-        """``move`` with the memory of each shard."""
+        """``move`` with the memory of each shard of these items, which have the first rooms."""
         starts = list(accumulate(map(len, memory), initial=0))
 
         def ask(n: int, left_s: float) -> Outcomes:
             offset, size = n * self._shard_bytes, self._shard_bytes
             places = range(offset, offset + starts[-1] * self._room_bytes, self._room_bytes)
             shards = [lent.memory[at : at + size] for at in places]
-            return move(n, step, [shards[begin:end] for begin, end in pairwise(starts)], left_s)
+            return move(n, items, [shards[begin:end] for begin, end in pairwise(starts)], left_s)
 
         return ask
 
@@ -301,8 +321,8 @@ class HeadRecords(HeadStore):
         """See ExtentStore."""
         check_extents(extents, payloads, self._payload_bytes, are_whole=True)
 
-        def put(n: int, step: slice, shards: list[list[memoryview]], left_s: float) -> Outcomes:
-            return _each(self._records[n].put_extents(extents[step], shards, deadline_s=left_s))
+        def put(n: int, step: Sequence[int], shards: list[list[memoryview]], left_s: float) -> Outcomes:
+            return _each(self._records[n].put_extents(_of(extents, step), shards, deadline_s=left_s))
 
         return _flat(self._put(self._keys_of(extents), payloads, put, deadline_s))
 
@@ -314,8 +334,8 @@ class HeadRecords(HeadStore):
         for own in targets:
             check_targets(own)
 
-        def get(n: int, step: slice, shards: list[list[memoryview]], left_s: float) -> Outcomes:
-            return self._records[n].get_extents(extents[step], shards, deadline_s=left_s)
+        def get(n: int, step: Sequence[int], shards: list[list[memoryview]], left_s: float) -> Outcomes:
+            return self._records[n].get_extents(_of(extents, step), shards, deadline_s=left_s)
 
         return self._get(self._keys_of(extents), targets, get, deadline_s)
 
@@ -325,97 +345,12 @@ class HeadRecords(HeadStore):
         return [extent.keys for extent in extents]
 
 
-# ---------------------------------------------------------------- copies
-
-
-class _Places(NamedTuple):
-    """Where the same elements are in a block and in its shards: for an array of ``shape``, the offset and
-    strides in bytes. ``dtype``: numpy's of elements of this size.
-    """
-
-    dtype: str
-    shape: tuple[int, ...]
-    in_block: tuple[int, tuple[int, ...]]
-    in_shards: tuple[int, tuple[int, ...]]
-
-    def arrays(self, block: memoryview, shards: memoryview) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-        """Both, over the given memory."""
-        (at, strides), (shard_at, shard_strides) = self.in_block, self.in_shards
-        return (
-            np.ndarray(self.shape, self.dtype, block, at, strides),
-            np.ndarray(self.shape, self.dtype, shards, shard_at, shard_strides),
-        )
-
-
-class _Copies:
-    """Between a block of one group and its shards, which lie one after the other."""
-
-    def __init__(self, group: HeadGroup, heads: HeadShards) -> None:
-        self._num_shards, self._shard_bytes = len(heads.own), heads.shard_bytes
-        self._places: list[_Places] = []
-        start = at_bytes = 0
-        while start < len(group.tensors):
-            run = _alike(group.tensors[start:])
-            heads_each = run[0].shape[0] // self._num_shards
-            self._places.append(self._places_of(run, heads_each, at_bytes))
-            at_bytes += len(run) * heads_each * run[0].head_bytes
-            start += len(run)
-        self._used_bytes = at_bytes
-
-    def _places_of(self, run: Sequence[HeadTensor], heads_each: int, at_bytes: int) -> _Places:
-        first = run[0]
-        step_bytes = run[1].offset_bytes - first.offset_bytes if len(run) > 1 else 0
-        head_stride, *others = first.strides_bytes
-        inner_bytes = [first.itemsize]
-        for size in reversed(first.shape[2:]):
-            inner_bytes.insert(0, inner_bytes[0] * size)
-        layer_bytes = heads_each * first.head_bytes
-        return _Places(
-            f"u{first.itemsize}",
-            (len(run), self._num_shards, heads_each, *first.shape[1:]),
-            (first.offset_bytes, (step_bytes, heads_each * head_stride, head_stride, *others)),
-            (at_bytes, (layer_bytes, self._shard_bytes, first.head_bytes, *inner_bytes)),
-        )
-
-    def divide(self, payload: Memory, room: memoryview) -> None:
-        """Fills the room for its shards."""
-        parts = plain_parts(payload)
-        block = parts[0] if len(parts) == 1 else memoryview(b"".join(parts))
-        for places in self._places:
-            source, target = places.arrays(block, room)
-            target[...] = source
-        if self._used_bytes < self._shard_bytes:  # or what was in this memory before would be stored
-            rest: npt.NDArray[np.uint8] = np.frombuffer(room, np.uint8).reshape(self._num_shards, -1)
-            rest[:, self._used_bytes :] = 0
-
-    def join(self, room: memoryview, target: Memory) -> None:
-        """The opposite. What of a block is in no shard, such as its padding, is left as it is."""
-        parts = plain_parts(target)
-        block = parts[0] if len(parts) == 1 else memoryview(bytearray(sum(part.nbytes for part in parts)))
-        for places in self._places:
-            array, source = places.arrays(block, room)
-            array[...] = source
-        if len(parts) > 1:
-            at = 0
-            for part in parts:
-                part[:] = block[at : at + part.nbytes]
-                at += part.nbytes
-
-
-def _alike(tensors: Sequence[HeadTensor]) -> list[HeadTensor]:
-    """As many of the first ones as are alike but for their places, which are evenly spaced."""
-    first, run = tensors[0], [tensors[0]]
-    for tensor in tensors[1:]:
-        same = tensor._replace(name=first.name, offset_bytes=first.offset_bytes) == first
-        step_bytes = tensor.offset_bytes - run[-1].offset_bytes
-        if not same or (len(run) > 1 and step_bytes != run[1].offset_bytes - run[0].offset_bytes):
-            break
-        run.append(tensor)
-    return run
-
-
 def _each(items: Sequence[Any]) -> list[list[Any]]:
     return [[item] for item in items]
+
+
+def _of(items: Sequence[Any], numbers: Sequence[int]) -> list[Any]:
+    return [items[number] for number in numbers]
 
 
 def _flat(items: Sequence[Sequence[Any]]) -> list[Any]:

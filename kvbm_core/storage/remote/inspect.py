@@ -9,9 +9,10 @@ from kvbm_core.clock import SystemClock
 from kvbm_core.errors import Outcome
 from kvbm_core.storage.base import HoldsLate, Memory
 from kvbm_core.storage.disk.inspect import OnProgress
+from kvbm_core.storage.extents import MAX_EXTENT_BLOCKS
 from kvbm_core.storage.inspection import Checked, Counted, Model, OnCount, Removed, Shard
 from kvbm_core.storage.names import ObjectInfo, is_namespace, life_of
-from kvbm_core.storage.remote.encoding import COMPRESSED, ENCRYPTED, Encoding
+from kvbm_core.storage.remote.encoding import ENCRYPTED, Encoding, codec_of, words_of
 from kvbm_core.storage.remote.engine import GetItem, Got, ObjectEngine, TakesMemory
 from kvbm_core.storage.remote.names import TOP, Place, place_of, plain_name, secret_id_of
 from kvbm_core.storage.remote.record_store import (
@@ -31,6 +32,7 @@ from kvbm_core.storage.remote.records import (
     RecordFields,
     RecordTrailer,
     digest_of,
+    trailer_bytes,
     trailer_in,
     unpack_trailer,
     version_of,
@@ -44,6 +46,9 @@ MAX_RECORD_BYTES = 512 << 20
 CALL_S = 60.0
 """The deadline of a call for several records. It is long: only the user of the command waits."""
 REMOVED_TOGETHER = 256
+CODECS_TOGETHER = 16
+END_BYTES = trailer_bytes(MAX_EXTENT_BLOCKS)
+"""The trailer of any record is in so much of its end."""
 
 
 class RecordInspection:
@@ -59,6 +64,7 @@ class RecordInspection:
         self._engine = engine
         self._secret = secret
         self._scratch: Scratch | None = None
+        self._taken: list[Scratch] = []
 
     def models(self) -> list[str]:
         """See StoreInspection."""
@@ -68,6 +74,7 @@ class RecordInspection:
     def count(self, now_ns: int, on_count: OnCount) -> Counted:
         """See StoreInspection."""
         shards: dict[tuple[str, str], Shard] = {}
+        any_record: dict[tuple[str, str], ObjectInfo] = {}
         models: dict[str, Model] = {}
         strange = 0
         for seen, info in enumerate(self._scan(()), 1):
@@ -80,7 +87,11 @@ class RecordInspection:
                 key = place.namespace, place.shard
                 models.setdefault(place.namespace, Model())
                 _count_record(shards.setdefault(key, Shard(*key)), place, info, now_ns)
+                if place.stem and not place.is_beside:
+                    any_record.setdefault(key, info)
             on_count(seen, None)
+        for key, codec in zip(any_record, self._codecs_of([*any_record.values()]), strict=True):
+            shards[key].codec = codec
         return Counted(sorted(shards.values(), key=attrgetter("namespace", "name")), models, strange)
 
     def verify(self, models: Sequence[str] = (), *, removes_damaged: bool = False) -> Iterator[Checked]:
@@ -123,18 +134,40 @@ class RecordInspection:
     def close(self) -> None:
         """See StoreInspection."""
         self._engine.close()
-        if self._scratch is not None:
-            self._scratch.close()
+        for scratch in self._taken:
+            scratch.close()
 
     # ---------------------------------------------------------------- inside
 
     def _memory(self) -> Scratch:
         """Memory to read records into. Made at the first use, as some engines pin it."""
         if self._scratch is None:
-            self._scratch = Scratch(MAX_RECORD_BYTES + READ_TOGETHER_BYTES, self._holds, SystemClock())
-            if isinstance(self._engine, TakesMemory):
-                self._engine.register(*self._scratch.place)
+            self._scratch = self._new_memory(MAX_RECORD_BYTES + READ_TOGETHER_BYTES)
         return self._scratch
+
+    def _new_memory(self, num_bytes: int) -> Scratch:
+        made = Scratch(num_bytes, self._holds, SystemClock())
+        if isinstance(self._engine, TakesMemory):
+            self._engine.register(*made.place)
+        self._taken.append(made)
+        return made
+
+    def _codecs_of(self, infos: Sequence[ObjectInfo]) -> list[str]:
+        """By the ends of these records, each of another folder: all of a folder have one codec."""
+        codecs: list[str] = []
+        memory = self._new_memory(CODECS_TOGETHER * END_BYTES)
+        for start in range(0, len(infos), CODECS_TOGETHER):
+            lent = memory.take(memory.num_bytes, CALL_S)
+            if lent is None:
+                break
+            items = list[GetItem]()
+            for at, info in enumerate(infos[start : start + CODECS_TOGETHER]):
+                piece = lent.memory[at * END_BYTES :][: min(END_BYTES, info.num_bytes)]
+                items.append(GetItem(info.name, [piece], info.num_bytes - piece.nbytes))
+            gots = self._engine.get(items, deadline_s=CALL_S)
+            codecs += [_codec_in(item.pieces[0], got) for item, got in zip(items, gots, strict=True)]
+            memory.give_back(lent)
+        return codecs + [""] * (len(infos) - len(codecs))
 
     def _holds(self, memory: Memory) -> bool:
         return isinstance(self._engine, HoldsLate) and self._engine.holds(memory)
@@ -210,10 +243,12 @@ def check_record(place: Place, record: memoryview, secret: Secret | None) -> Ver
     fields = trailer.fields
     if fields.secret_id == secret_id_of(None):
         secret = None
+    codec = codec_of(fields.codec)
+    if codec is None:
+        return NEWER
     verdict = _judge(place, fields, secret)
     if verdict is not OURS:
         return verdict
-    codec = "zstd" if fields.codec & COMPRESSED else "none"
     encoding = Encoding(codec, secret if fields.codec & ENCRYPTED else None)
     if not _fits(trailer, record.nbytes - end.nbytes, encoding):
         return OF_ANOTHER_SIZE
@@ -221,6 +256,13 @@ def check_record(place: Place, record: memoryview, secret: Secret | None) -> Ver
 
 
 # -------------------------------------------------------------------- inside
+
+
+def _codec_in(end: memoryview, got: Got) -> str:
+    """Empty if it is no end of a record of this version."""
+    is_whole = got.outcome is Outcome.OK and got.num_bytes == end.nbytes
+    trailer = unpack_trailer(trailer_in(end)) if is_whole else None
+    return words_of(trailer.fields.codec) if trailer is not None else ""
 
 
 def _count_record(seen: Shard, place: Place, info: ObjectInfo, now_ns: int) -> None:
@@ -240,8 +282,6 @@ def _judge(place: Place, fields: RecordFields, secret: Secret | None) -> Verdict
     """Whose record it is, by its own fields."""
     if fields.secret_id != secret_id_of(secret) or (secret is None and fields.codec & ENCRYPTED):
         return OF_ANOTHER_SECRET
-    if fields.codec & ~(COMPRESSED | ENCRYPTED):
-        return NEWER
     is_at_home = fields.life == life_of(place.namespace, place.shard)
     if not is_at_home or fields.fingerprint.hex()[:16] != place.shard[:16]:
         return FOREIGN

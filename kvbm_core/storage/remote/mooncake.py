@@ -62,6 +62,8 @@ _OUTCOMES = {
     -901: Outcome.TIMED_OUT,
 }
 """By Mooncake's error code; all others are IO_ERROR."""
+_FOUND = {0: Outcome.MISS, 1: Outcome.OK}
+"""By what a look-up answers, unless that is a code."""
 _MEANINGS = {
     -101: "no machine gives memory to the pool",
     -200: "the pool is full",
@@ -140,44 +142,48 @@ class MooncakeEngine:
 
         sizes = [piece.num_bytes for piece in pieces]
         memory = [item.pieces for item in items]
-        return self._answers(
-            put_part, [item.name for item in items], sizes, memory, deadline_s=deadline_s, made=_same
-        )
+        parts = _parts([item.name for item in items], sizes)
+        return self._answers(put_part, len(items), parts, memory, deadline_s=deadline_s, made=_same)
 
     def get(self, items: Sequence[GetItem], *, deadline_s: float) -> list[Got]:
         """See ObjectEngine."""
         pieces = [_pieces_of(item.pieces) for item in items]
+        ends_at_s = self._clock.now_s() + deadline_s
 
         def get_part(client: Any, part: Sequence[int]) -> list[Got]:
-            return self._get_part(client, [items[i] for i in part], [pieces[i] for i in part])
+            return self._get_part(client, [items[i] for i in part], [pieces[i] for i in part], ends_at_s)
 
         sizes = [piece.num_bytes for piece in pieces]
         memory = [item.pieces for item in items]
-        return self._answers(
-            get_part, [item.name for item in items], sizes, memory, deadline_s=deadline_s, made=Got
-        )
+        parts = _parts([item.name for item in items], sizes)
+        return self._answers(get_part, len(items), parts, memory, deadline_s=deadline_s, made=Got)
 
-    def _get_part(self, client: Any, items: Sequence[GetItem], pieces: Sequence[_Pieces]) -> list[Got]:
+    def _get_part(
+        self, client: Any, items: Sequence[GetItem], pieces: Sequence[_Pieces], ends_at_s: float
+    ) -> list[Got]:
         whole = [i for i, item in enumerate(items) if not item.offset_bytes and pieces[i].sizes]
-        codes = dict.fromkeys(range(len(items)), _INVALID)
+        codes: dict[int, int] = {}
         started_s = self._clock.now_s()
         if whole:
             codes.update(zip(whole, _get_whole(client, items, pieces, whole), strict=True))
-        if self._clock.now_s() - started_s > QUICK_S:
-            return [self._got(codes[i]) for i in range(len(items))]
         # It refuses what is not exactly as long as the memory, with the codes of other failures.
-        odd = {i for i, code in codes.items() if code in (_INVALID, _TRANSFER_FAILED)}
-        sizes = _sizes(client, [items[i].name for i in odd]) if odd else {}
-        answers: list[Got] = []
-        for i, item in enumerate(items):
-            size = sizes.get(item.name)
-            if i not in odd:
-                answers.append(self._got(codes[i]))
+        is_quick = self._clock.now_s() - started_s <= QUICK_S
+        again = {i for i, code in codes.items() if is_quick and code in (_INVALID, _TRANSFER_FAILED)}
+        answers = {i: self._got(code) for i, code in codes.items() if i not in again}
+        odd = [i for i in range(len(items)) if i not in answers]
+        sizes = _sizes(client, [items[i].name for i in odd]) if odd and self._is_before(ends_at_s) else {}
+        for i in odd:
+            size = sizes.get(items[i].name)
+            if not self._is_before(ends_at_s):
+                answers[i] = Got(Outcome.TIMED_OUT)
             elif size is None:
-                answers.append(Got(Outcome.MISS))
+                answers[i] = Got(Outcome.MISS)
             else:
-                answers.append(self._get_odd(client, item, pieces[i], size))
-        return answers
+                answers[i] = self._get_odd(client, items[i], pieces[i], size)
+        return [answers[i] for i in range(len(items))]
+
+    def _is_before(self, ends_at_s: float) -> bool:
+        return self._clock.now_s() < ends_at_s
 
     def _get_odd(self, client: Any, item: GetItem, pieces: _Pieces, size: int) -> Got:
         """Reads an object of ``size`` bytes that a batch could not: its size is not that of the memory, it is
@@ -204,25 +210,21 @@ class MooncakeEngine:
     def exists(self, names: Sequence[str], *, deadline_s: float) -> list[Outcome]:
         """See ObjectEngine. Objects of a machine that has died count as there for some seconds more."""
 
-        def look(client: Any, part: Sequence[int]) -> list[Outcome]:
-            codes = client.batch_is_exist([names[i] for i in part])
-            known = {0: Outcome.MISS, 1: Outcome.OK}
-            return [known.get(code) or self._outcome_of(code, "reads") for code in codes]
+        def look(client: Any, part: list[str]) -> list[Outcome]:
+            codes = client.batch_is_exist(part)
+            return [_FOUND.get(code) or self._outcome_of(code, "reads") for code in codes]
 
-        return self._answers(
-            look, names, [0] * len(names), None, deadline_s=deadline_s, made=_same, most_items=BATCH_NAMES
-        )
+        return self._of_names(look, names, deadline_s)
 
     def remove(self, names: Sequence[str], *, deadline_s: float) -> list[Outcome]:
-        """See ObjectEngine. Also objects that are under the master's lease, as they were just read."""
+        """See ObjectEngine. Also objects that are under the master's lease, as they were just read. Who reads
+        one at that moment may get bytes of the next object in its place: the check of a record finds that.
+        """
 
-        def remove(client: Any, part: Sequence[int]) -> list[Outcome]:
-            codes = client.batch_remove([names[i] for i in part], True)
-            return [self._outcome_of(code, "writes") for code in codes]
+        def remove(client: Any, part: list[str]) -> list[Outcome]:
+            return [self._outcome_of(code, "writes") for code in client.batch_remove(part, True)]
 
-        return self._answers(
-            remove, names, [0] * len(names), None, deadline_s=deadline_s, made=_same, most_items=BATCH_NAMES
-        )
+        return self._of_names(remove, names, deadline_s)
 
     def renew(self, names: Sequence[str], *, deadline_s: float) -> list[Outcome]:
         """See ObjectEngine. Asking whether an object exists counts as a use of it."""
@@ -237,11 +239,11 @@ class MooncakeEngine:
             part = names[start : start + BATCH_NAMES]
             found: dict[str, int] = {}
 
-            def look(client: Any, _: Sequence[int], part: Sequence[str] = part) -> list[Outcome]:
+            def look(client: Any, part: list[str]) -> list[Outcome]:
                 found.update(_sizes(client, part))  # noqa: B023 - it is over before the next part
-                return [Outcome.OK]
+                return [Outcome.OK] * len(part)
 
-            (outcome,) = self._answers(look, [""], [0], None, deadline_s=deadline_s, made=_same)
+            outcome, *_ = self._of_names(look, part, deadline_s)
             if outcome is not Outcome.OK:
                 raise OSError(f"the master does not say how large objects are ({outcome})")
             now_s = time.time()
@@ -272,22 +274,31 @@ class MooncakeEngine:
 
     # ---------------------------------------------------------------- inside
 
+    def _of_names(
+        self, work: Callable[[Any, list[str]], list[Outcome]], names: Sequence[str], deadline_s: float
+    ) -> list[Outcome]:
+        """As ``_answers``, for calls that move no bytes."""
+        ends = range(BATCH_NAMES, len(names) + BATCH_NAMES, BATCH_NAMES)
+        parts = [range(end - BATCH_NAMES, min(end, len(names))) for end in ends]
+
+        def of_part(client: Any, part: Sequence[int]) -> list[Outcome]:
+            return work(client, [*names[part[0] : part[-1] + 1]])
+
+        return self._answers(of_part, len(names), parts, None, deadline_s=deadline_s, made=_same)
+
     def _answers(
         self,
         work: Callable[[Any, Sequence[int]], list[T]],
-        names: Sequence[str],
-        sizes: Sequence[int],
+        count: int,
+        parts: Sequence[Sequence[int]],
         memory: Sequence[Sequence[memoryview]] | None,
         *,
         deadline_s: float,
         made: Callable[[Outcome], T],
-        most_items: int = BATCH_ITEMS,
     ) -> list[T]:
-        """Calls ``work`` for parts of the items, each in a thread. The answers in order; where a part has
-        none in time, what ``made`` makes of the reason.
+        """Calls ``work`` for each of ``parts`` of ``count`` items, in a thread each. The answers in order;
+        where a part has none in time, what ``made`` makes of the reason; of NO_SPACE for items in no part.
         """
-        fitting = [i for i, size in enumerate(sizes) if size <= MAX_OBJECT_BYTES]
-        parts = list(_parts(fitting, names, sizes, most_items))
         found: list[list[T]] = [[] for _ in parts]
         ends_at_s = self._clock.now_s() + deadline_s
 
@@ -303,9 +314,9 @@ class MooncakeEngine:
             targets = [[piece for i in part for piece in memory[i]] for part in parts]
         outcomes = self._pool.run(task, len(parts), deadline_s=deadline_s, targets=targets)
         closed = self._membership.is_closed
-        if outcomes == [Outcome.OK] and len(found[0]) == len(sizes):
+        if outcomes == [Outcome.OK] and len(found[0]) == count:
             return found[0]
-        answers = [made(Outcome.REJECTED if closed else Outcome.NO_SPACE)] * len(sizes)
+        answers = [made(Outcome.REJECTED if closed else Outcome.NO_SPACE)] * count
         for part, outcome, values in zip(parts, outcomes, found, strict=True):
             rest = [made(Outcome.REJECTED if closed else outcome)] * len(part)
             for i, answer in zip(part, values if outcome is Outcome.OK else rest, strict=True):
@@ -333,27 +344,22 @@ def _pieces_of(memory: Sequence[memoryview]) -> _Pieces:
     return _Pieces([array.ctypes.data for array in arrays], [array.nbytes for array in arrays])
 
 
-def _parts(
-    items: Sequence[int], names: Sequence[str], sizes: Sequence[int], most_items: int
-) -> Iterator[list[int]]:
-    """Divides items into batches. None has a name twice: of two reads of one object in a batch Mooncake fills
-    one and says OK to both.
+def _parts(names: Sequence[str], sizes: Sequence[int]) -> list[list[int]]:
+    """Divides items into batches, but for those that are too large. None has a name twice: of two reads of
+    one object in a batch Mooncake fills one and says OK to both.
     """
-    if len(items) <= most_items and sum(sizes) <= BATCH_BYTES and len({*names}) == len(names):
-        if items:
-            yield list(items)
-        return
-    part, seen, num_bytes = list[int](), set[str](), 0
-    for i in items:
-        is_full = len(part) == most_items or num_bytes + sizes[i] > BATCH_BYTES
-        if part and (is_full or names[i] in seen):
-            yield part
-            part, seen, num_bytes = [], set(), 0
-        part.append(i)
+    parts, seen, num_bytes = list[list[int]](), set[str](), 0
+    for i, size in enumerate(sizes):
+        if size > MAX_OBJECT_BYTES:
+            continue
+        is_full = not parts or len(parts[-1]) == BATCH_ITEMS or num_bytes + size > BATCH_BYTES
+        if is_full or names[i] in seen:
+            parts.append([])
+            seen, num_bytes = set(), 0
+        parts[-1].append(i)
         seen.add(names[i])
-        num_bytes += sizes[i]
-    if part:
-        yield part
+        num_bytes += size
+    return parts
 
 
 # -------------------------------------------------------------------- the client's calls
@@ -478,19 +484,26 @@ class _Membership:
                         self._changed.wait(pause_s)
                     pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
                     continue
-                spans = list(self._spans)
+            self._publish(client)
+            return
+
+    def _publish(self, client: Any) -> None:
+        """Registers all memory, then lets others have the client: from then on it is theirs to close."""
+        num_known = 0
+        while True:
+            with self._changed:
+                spans = self._spans[num_known:]
+                is_closed = self._is_closed
+                if not spans and not is_closed:
+                    self._client = client
+                    self._changed.notify_all()
+                    return
+            if is_closed:
+                client.close()
+                return
             for address, num_bytes in spans:
                 self._register(client, address, num_bytes)
-            with self._changed:
-                late = self._spans[len(spans) :]
-                if not self._is_closed:
-                    self._client = client
-                self._changed.notify_all()
-            for address, num_bytes in late:
-                self._register(client, address, num_bytes)
-            if self._client is None:
-                client.close()
-            return
+            num_known += len(spans)
 
     def _made(self) -> Any:
         """A client that has joined, or None."""
@@ -513,8 +526,9 @@ class _Membership:
             self._trouble.failed("joining", code, line, where, code, errors or _OWN_LOG)
             return None
         self._trouble.worked("joining", "kvbm: %s: joined", where)
-        given = f"gives {setup.segment_bytes / 1e9:g} GB to the pool" if setup.segment_bytes else "gives none"
-        log.log(logging.INFO, "kvbm: %s by %s; this process %s", where, setup.protocol, given)
+        given = f"{setup.segment_bytes / 1e9:g} GB" if setup.segment_bytes else "nothing"
+        line = "kvbm: %s by %s; this process gives %s to the pool"
+        log.log(logging.INFO, line, where, setup.protocol, given)
         return client
 
     def _arguments(self, segment_bytes: int) -> list[object]:

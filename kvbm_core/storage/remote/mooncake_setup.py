@@ -112,10 +112,10 @@ def _file(path: str) -> Mapping[str, object]:
         with open(path, encoding="utf-8") as file:
             found = json.load(file)
     except (OSError, ValueError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is no JSON"
+        why = error.strerror if isinstance(error, OSError) else "it is not JSON"
         raise ConfigError(FILE_SETTING, path, f"cannot be read: {why}") from None
     if not isinstance(found, dict):
-        raise ConfigError(FILE_SETTING, path, "it is no JSON object")
+        raise ConfigError(FILE_SETTING, path, "it is not a JSON object")
     return found
 
 

@@ -9,8 +9,10 @@ engines with different secrets share nothing.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import NamedTuple
 
+from kvbm_core.native import native
 from kvbm_core.storage.names import FINGERPRINT_BYTES, Meaning, fan_folder, is_namespace, is_shard
 from kvbm_core.storage.remote.records import RECORD_VERSION, SECRET_ID_BYTES
 from kvbm_core.storage.remote.secret import Secret
@@ -64,6 +66,14 @@ def plain_name(mark: bytes, group: int, num_blocks: int) -> str:
     return f"{mark[:SEQUENCE_HASH_BYTES].hex()}-{group}x{num_blocks}"
 
 
+def plain_names(last_keys: Sequence[BlockKey], folder: str, num_blocks: int) -> list[str]:
+    """The names in ``folder``, which ends with "/", of extents of ``num_blocks`` blocks each, where there is
+    no secret.
+    """
+    stems = (plain_name(key, group_of(key), num_blocks) for key in last_keys)
+    return [f"{folder}{fan_folder(stem)}/{stem}" for stem in stems]
+
+
 class RecordNames:
     """Names of one rank's records of one model."""
 
@@ -79,10 +89,16 @@ class RecordNames:
 
     def name_of(self, last_key: BlockKey, num_blocks: int) -> str:
         """The name of the extent of ``num_blocks`` blocks that ends with ``last_key``."""
-        name = plain_name(last_key, group_of(last_key), num_blocks)
-        if self._secret is not None:
-            name = self._secret.digest("name", self.life, name.encode()).hex()
-        return f"{self.folder}{fan_folder(name)}/{name}"
+        return self.names_of((last_key,), num_blocks)[0]
+
+    def names_of(self, last_keys: Sequence[BlockKey], num_blocks: int) -> list[str]:
+        """The names of extents of ``num_blocks`` blocks each, by their last keys."""
+        if self._secret is None:
+            make = plain_names if native is None else native.record_names
+            return make(last_keys, self.folder, num_blocks)
+        names = (plain_name(key, group_of(key), num_blocks) for key in last_keys)
+        stems = [self._secret.digest("name", self.life, name.encode()).hex() for name in names]
+        return [f"{self.folder}{fan_folder(stem)}/{stem}" for stem in stems]
 
     def mark_of(self, key: BlockKey) -> bytes:
         """What a record has in place of a key."""

@@ -38,7 +38,7 @@ ENCODED_BYTES = 64 << 20
 CALLS_AT_ONCE = 4
 """So many calls share that memory; a call that needs more than its share is made in several steps."""
 SIDE_S = 1.0
-"""A removal or a renewal that a call makes by the way takes no longer."""
+"""A removal that a call makes by the way takes no longer."""
 LIST_DEADLINE_S = 10.0
 
 limited_log = RateLimitedLogger()
@@ -94,7 +94,8 @@ def check_extents(
 
 
 class RecordStore:
-    """Safe to call from any thread; a call works in the thread that makes it, and in the engine's.
+    """Safe to call from any thread; a call works in the thread that makes it, and in the engine's. What was
+    read is renewed in a thread of its own, unless the engine evicts by itself: then it knows what is used.
 
     Nothing is locked and nothing is remembered: a record is named by its content, and believed for its
     checksums alone. Blocks that are stored as they are go from and to the caller's memory without a copy;
@@ -126,8 +127,7 @@ class RecordStore:
         if not self._encoding.is_plain:
             room_bytes = max(ENCODED_BYTES, CALLS_AT_ONCE * self._room_bytes(extent_blocks(payload_bytes)))
         self._scratch = Scratch(room_bytes, self.holds, self._clock)
-        self._renewals = Renewals(self._clock)
-        self._is_renewed = not engine.traits.has_capacity  # else it knows by itself what is used
+        self._renewals = None if engine.traits.has_capacity else Renewals(engine, self._clock)
         self.register(*self._scratch.place)
 
     def register(self, address: int, num_bytes: int) -> None:
@@ -154,11 +154,11 @@ class RecordStore:
         outcomes: list[Outcome] = []
         for step in self._steps(extents):
             outcomes += self._put(extents[step], payloads[step], ends_at_s)
-        if self._is_renewed:
+        if self._renewals is not None:
             names = self._names_of(extents)
-            put = [name for name, end in zip(names, outcomes, strict=True) if end is Outcome.OK]
-            self._renewals.renewed(put)
-            self._renew(ends_at_s)
+            self._renewals.written(
+                name for name, end in zip(names, outcomes, strict=True) if end is Outcome.OK
+            )
         return outcomes
 
     def get_extents(
@@ -172,7 +172,7 @@ class RecordStore:
         outcomes: list[list[Outcome]] = []
         for step in self._steps(extents):
             outcomes += self._get(extents[step], targets[step], ends_at_s)
-        if self._is_renewed:
+        if self._renewals is not None:
             names = self._names_of(extents)
             self._renewals.used(name for name, own in zip(names, outcomes, strict=True) if Outcome.OK in own)
         return outcomes
@@ -181,7 +181,7 @@ class RecordStore:
 
     def contains_many(self, keys: Sequence[BlockKey], *, deadline_s: float) -> list[Outcome]:
         """See BlockStore."""
-        return self.contains_extents(_alone(keys), deadline_s=deadline_s)
+        return self._engine.exists(self._names.names_of(keys, 1), deadline_s=deadline_s)
 
     def put_many(
         self, keys: Sequence[BlockKey], payloads: Sequence[Memory], *, deadline_s: float
@@ -198,7 +198,7 @@ class RecordStore:
 
     def remove_many(self, keys: Sequence[BlockKey], *, deadline_s: float) -> list[Outcome]:
         """See BlockStore. Asks first what is there: to many stores, removing nothing is a success too."""
-        names = self._names_of(_alone(keys))
+        names = self._names.names_of(keys, 1)
         ends_at_s = self._clock.now_s() + deadline_s
         there = self._engine.exists(names, deadline_s=deadline_s)
         wanted = [name for name, found in zip(names, there, strict=True) if found is Outcome.OK]
@@ -216,6 +216,8 @@ class RecordStore:
     def close(self) -> None:
         """See BlockStore."""
         self._engine.close()
+        if self._renewals is not None:
+            self._renewals.close()
         self._scratch.close()
 
     # ---------------------------------------------------------------- both ways
@@ -315,13 +317,6 @@ class RecordStore:
 
     def _tail_of(self, key: BlockKey) -> bytes:
         return self._names.mark_of(key)[-TAIL_BYTES:]
-
-    def _renew(self, ends_at_s: float) -> None:
-        names = self._renewals.take_due() if self._left_s(ends_at_s) > 0 else []
-        if names:
-            outcomes = self._engine.renew(names, deadline_s=self._side_s(ends_at_s))
-            done = (name for name, end in zip(names, outcomes, strict=True) if end is Outcome.OK)
-            self._renewals.renewed(done)
 
     # ---------------------------------------------------------------- reading
 

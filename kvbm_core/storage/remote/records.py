@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from functools import cache
 from typing import NamedTuple
 
 import xxhash
@@ -69,6 +70,7 @@ class RecordTrailer(NamedTuple):
     blocks: tuple[StoredBlock, ...]
 
 
+@cache
 def trailer_bytes(num_blocks: int) -> int:
     """The size of the trailer of a record of so many blocks."""
     return whole_sectors(num_blocks * _ENTRY.size + _END_BYTES)

@@ -2,6 +2,10 @@
 
 Values go from the caller's memory to the socket and back with no copy between, and a deadline is that of the
 whole exchange: clients with a time-out for each receive can be held for ever by a server that trickles.
+
+redis-py (8, with hiredis) was tried in its place. Its time-outs are of each receive, hiredis makes a list as
+long as a server says, and values are copied twice. With all of that mended there was more code around it than
+there is here, and reads took a tenth longer.
 """
 
 from __future__ import annotations

@@ -35,11 +35,11 @@ _FULL = {"QuotaExceeded", "InsufficientStorage", "XMinioStorageFull", "XMinioAdm
 _ARCHIVED = "InvalidObjectState"
 _TIMED_OUT = re.compile(r"TimedOut|operation timed out")
 _WHENCE = "see docs/remote.md for where they come from"
-_NO_KEYS = f"credentials could not be had; {_WHENCE}"
+_NO_KEYS = f"there is no way to get credentials; {_WHENCE}"
 _TRANSPORT = (
     (
         re.compile(r"InvalidCertificate|invalid peer certificate"),
-        "its certificate is not known here; name a file with its authority in AWS_CA_BUNDLE",
+        "its certificate is not trusted here; name a file with its authority in AWS_CA_BUNDLE",
     ),
     (re.compile(r"redirect without LOCATION"), f"it answers with a redirect: {_REGION}"),
     (
@@ -51,7 +51,7 @@ _TRANSPORT = (
 """What no second try mends, by words in obstore's error."""
 _CONNECTION = (
     (re.compile(r"POST REDACTED|token file"), _NO_KEYS),
-    (re.compile(r"dns error|failed to lookup"), "the name of its host is not known"),
+    (re.compile(r"dns error|failed to lookup"), "its host name does not resolve"),
     (re.compile(r"ConnectionRefused|Connection refused"), "nobody listens at its address"),
     (re.compile(r"Connect\b|connect error"), "there is no way to its address"),
 )
@@ -113,7 +113,7 @@ def _judge_transport(text: str, *, was_late: bool) -> Trouble:
             return Trouble(Outcome.IO_ERROR, why, why, is_off=True)
     if was_late or _TIMED_OUT.search(text):
         return Trouble(Outcome.TIMED_OUT)
-    why = next((why for pattern, why in _CONNECTION if pattern.search(text)), "its answer is broken off")
+    why = next((why for pattern, why in _CONNECTION if pattern.search(text)), "it broke off its answer")
     return Trouble(Outcome.IO_ERROR, why, why, may_pass=True)
 
 

@@ -23,7 +23,7 @@ def read_private(setting: str, path: str, remedy: str) -> bytes:
         fd = os.open(Path(path).expanduser(), os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         with os.fdopen(fd, "rb") as file:
             if not stat.S_ISREG(os.fstat(fd).st_mode):
-                raise ConfigError(setting, path, f"is no file; {remedy}")
+                raise ConfigError(setting, path, f"is not a file; {remedy}")
             return file.read(MAX_BYTES + 1).strip()
     except OSError as error:
         raise ConfigError(setting, path, f"cannot be read: {error.strerror}; {remedy}") from None

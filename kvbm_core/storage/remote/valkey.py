@@ -13,6 +13,7 @@ from ipaddress import ip_address
 from typing import TypeVar
 
 from kvbm_core.clock import SystemClock
+from kvbm_core.config.readers import shown
 from kvbm_core.config.server_url import ServerUrl
 from kvbm_core.errors import ConfigError, Outcome
 from kvbm_core.observe.log import RateLimitedLogger, TroubleLog
@@ -35,6 +36,8 @@ PAGE_NAMES = 1000
 CONNECT_S = 2.0
 """A server that does not take a connection in this time is not waited for longer."""
 RESOLVING_THREADS = 2
+MAX_DIGITS = 20
+"""Of a number of bytes."""
 CLOSE_S = 1.0
 
 T = TypeVar("T")
@@ -53,7 +56,7 @@ _CLUSTER = "it is one node of a cluster, which is not supported: name a server o
 _REMEDIES = {
     "NOAUTH": _LOGIN,
     "WRONGPASS": _LOGIN,
-    "NOPERM": "let the user do SET, GET, GETRANGE, STRLEN, EXISTS, UNLINK, TOUCH, SELECT on ~kvbm2*",
+    "NOPERM": "`kvbm remote policy` with this URL prints the rights that the user needs",
     "MOVED": _CLUSTER,
     "ASK": _CLUSTER,
     "CLUSTERDOWN": _CLUSTER,
@@ -135,7 +138,7 @@ class ValkeyEngine:
                 for i in window:
                     reply = connection.reply_into(items[i].pieces)
                     if isinstance(reply, Refusal) or reply is None:
-                        answers[i] = Got(self._outcome_of(reply, "reads"))
+                        answers[i] = Got(self._outcome_of(reply or 0, "reads"))
                     elif reply > sizes[i]:
                         answers[i] = Got(Outcome.CORRUPT)
                     elif reply or not items[i].offset_bytes:
@@ -249,8 +252,10 @@ class ValkeyEngine:
     def _outcome_of(self, reply: Reply, what: str) -> Outcome:
         """Of a reply that is a count, OK or an error."""
         if not isinstance(reply, Refusal):
+            if reply != "OK" and not isinstance(reply, int):
+                raise WireError("OK or a count was expected")
             self._trouble.worked(what, "kvbm: %s does not refuse %s any more", self._address, what)
-            return Outcome.MISS if reply in (0, None) else Outcome.OK
+            return Outcome.MISS if reply == 0 else Outcome.OK
         outcome = _OUTCOMES.get(reply.code, Outcome.IO_ERROR)
         remedy = _REMEDIES.get(reply.code)
         text = f"{reply.text}; {remedy}" if remedy else reply.text
@@ -278,6 +283,8 @@ class ValkeyEngine:
         if not isinstance(reply, list) or len(reply) != 2 or not isinstance(reply[1], list):
             raise WireError("a page of names was expected")
         names = [name for name in reply[1] if isinstance(name, bytes)]
+        if len(names) < len(reply[1]):
+            raise WireError("names were expected")
         commands = Commands()
         commands.add(b"CLIENT", b"NO-TOUCH", b"ON")  # or looking would be use; older servers do not know it
         for name in names:
@@ -318,16 +325,16 @@ def _windows(sizes: Sequence[int]) -> Iterator[range]:
 def memory_line(info: str) -> tuple[int, str]:
     """What ``INFO memory`` says of room: how bad it is, and for people."""
     values = dict(line.split(":", 1) for line in info.splitlines() if ":" in line)
-    limit, policy = values.get("maxmemory", "0").strip(), values.get("maxmemory_policy", "").strip()
-    limit_bytes = int(limit) if limit.isdecimal() else 0
+    limit, policy = values.get("maxmemory", "0").strip(), shown(values.get("maxmemory_policy", "").strip())
+    limit_bytes = int(limit) if limit.isdecimal() and len(limit) <= MAX_DIGITS else 0
     if not limit_bytes:
         text = "it has no limit of memory; set its maxmemory, and maxmemory-policy allkeys-lru"
         return logging.WARNING, text
     room = f"{limit_bytes / 1e9:g} GB"
     if policy.startswith("allkeys-"):
-        return logging.INFO, f"{room}, it makes room by {policy}"
-    text = f"{room}, it makes no room ({policy}) and refuses what is beyond; set maxmemory-policy allkeys-lru"
-    return logging.WARNING, text
+        return logging.INFO, f"it has {room}, and makes room by {policy}"
+    text = f"it has {room}, and refuses new blocks when that is full ({policy})"
+    return logging.WARNING, f"{text}; set maxmemory-policy allkeys-lru"
 
 
 # -------------------------------------------------------------------- connections

@@ -1,4 +1,6 @@
-"""Onboards for ranks that all keep the same KV (MLA): rank 0 loads a block, the others get it from there."""
+"""Onboards for ranks that all keep the same KV (MLA): the first one loads a block and sends it to the
+others.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ _CANCELLED = (Outcome.REJECTED, "cancelled")
 
 @dataclass(slots=True)
 class _Load:
-    """An onboard. ``result``: how rank 0's own part of it ended. ``mark``: see DeviceRows.
+    """An onboard. ``result``: how the first rank's own part of it ended. ``mark``: see DeviceRows.
 
     ``is_at_device``: its blocks are being gathered or scattered. One that was cancelled keeps its turn, as
     the other ranks share it.
@@ -52,18 +54,21 @@ def _cancelled(result: JobResult) -> JobResult:
 
 
 class BroadcastExecutor:
-    """Executor of one rank. Every rank must be given the same onboards in the same order.
+    """Executor of one rank of a ``group`` that is connected. Every rank must be given the same onboards in
+    the same order.
 
-    With ``make_loader`` this is rank 0, which stores: its offloads go to that executor, and its onboards too,
-    before their bytes go to the other ranks. Elsewhere an offload is done at once, with 0 bytes, and an
-    onboard when rank 0's bytes are in place, with 0 bytes too: they did not come from a tier. What could not
-    be loaded ends alike everywhere.
+    With ``make_loader`` this is the first rank, which stores: its offloads go to that executor, and its
+    onboards too, before their bytes go to the other ranks. Elsewhere an offload is done at once, with 0
+    bytes, and an onboard when the first rank's bytes are in place, with 0 bytes too: they did not come from
+    a tier. What could not be loaded ends alike everywhere.
 
     An onboard that is cancelled on one rank touches that rank's device no more; the ranks go through it all
-    the same, as they must stay in step. When a rank is gone, is late (``load_timeout_s`` for a load, the
-    group's own timeout for the rest) or expects another job, the group is
+    the same, as they must stay in step. When a rank is gone, is late or expects another job, the group is
     broken for good: ``on_broken`` is told why, and all onboards end as IO_ERROR. ``close`` of one rank breaks
     it for the others, if they still load.
+
+    With ``verifies`` on the first rank, every rank reads back what has come to its blocks: an onboard that
+    brought other bytes is CORRUPT there.
     """
 
     def __init__(
@@ -74,13 +79,13 @@ class BroadcastExecutor:
         *,
         make_loader: Callable[[OnDone], Executor] | None = None,
         on_broken: Callable[[str], None] = lambda reason: None,
-        load_timeout_s: float = 120.0,
+        verifies: bool = False,
         clock: Clock | None = None,
     ) -> None:
         self._group = group
         self._on_done = on_done
         self._on_broken = on_broken
-        self._load_timeout_s = load_timeout_s
+        self._verifies = verifies
         self._clock = clock or SystemClock()
         self._changed = threading.Condition()
         self._loads: dict[int, _Load] = {}
@@ -93,7 +98,7 @@ class BroadcastExecutor:
         self._thread.start()
 
     def submit(self, plan: TransferPlan, *, deadline_s: float | None = None) -> None:
-        """See Executor. Where nothing is stored, ``deadline_s`` is rank 0's affair."""
+        """See Executor. Where nothing is stored, ``deadline_s`` is the first rank's affair."""
         if plan.direction is Direction.OFFLOAD:
             if self._loader is None:
                 self._on_done(JobResult(plan.job_id, Outcome.OK, 0, 0.0, 0.0))
@@ -118,6 +123,19 @@ class BroadcastExecutor:
                 self._loaded(
                     JobResult(plan.job_id, Outcome.IO_ERROR, 0, 0.0, 0.0, f"{type(error).__name__}: {error}")
                 )
+
+    def skip(self, plan: TransferPlan) -> None:
+        """Takes the turn of an onboard that this rank cannot have, and reports nothing. On the first rank it
+        fails for all; elsewhere what comes for it is dropped, and the plan's device blocks only say how much
+        that is.
+        """
+        load = _Load(plan, self._clock.now_s(), None, is_cancelled=True, is_over=True)
+        if self._loader is not None:
+            load.result = JobResult(plan.job_id, Outcome.REJECTED, 0, 0.0, 0.0, "skipped")
+        with self._changed:
+            if self._refusal() is None:
+                self._queue.append(load)
+                self._changed.notify_all()
 
     def poll(self) -> list[JobResult]:
         """Always empty: results go to the listener."""
@@ -181,8 +199,8 @@ class BroadcastExecutor:
         return None
 
     def _loaded(self, result: JobResult) -> None:
-        """Rank 0's executor has ended a job; a load that failed ends now, and the other ranks hear of it in
-        turn.
+        """The first rank's executor has ended a job; a load that failed ends now, and the other ranks hear of
+        it in turn.
         """
         with self._changed:
             load = self._loads.get(result.job_id)
@@ -224,7 +242,7 @@ class BroadcastExecutor:
             self._changed.notify_all()
 
     def _break(self, error: Exception) -> None:
-        """Nothing is shared any more. What rank 0 still loads ends when that is over."""
+        """Nothing is shared any more. What the first rank still loads ends when that is over."""
         with self._changed:
             reason = str(error) if isinstance(error, GroupError) else f"{type(error).__name__}: {error}"
             if not self._is_closed:
@@ -244,7 +262,6 @@ class BroadcastExecutor:
     def _work(self) -> None:
         try:
             with self._rows.bound():
-                self._group.connect(self._rows.device)
                 share = self._receive if self._loader is None else self._send
                 while (load := self._next()) is not None:
                     share(load)
@@ -257,7 +274,7 @@ class BroadcastExecutor:
             self._group.discard()
 
     def _next(self) -> _Load | None:
-        """The oldest onboard, when rank 0 has loaded it or the others may wait for it; None after
+        """The oldest onboard, when the first rank has loaded it or the others may wait for it; None after
         ``close``.
         """
         with self._changed:
@@ -272,32 +289,45 @@ class BroadcastExecutor:
         result = load.result
         if result is None:
             raise ValueError(f"job {load.plan.job_id} has not been loaded")
-        self._group.announce(Header(load.plan.job_id, self._num_bytes(load.plan), result.outcome))
+        num_bytes = self._num_bytes(load.plan)
+        self._group.announce(Header(load.plan.job_id, num_bytes, result.outcome, self._verifies))
         if result.outcome is not Outcome.OK:
             return
         for group, blocks in self._rows.chunks(load.plan):
             with self._at_device(load) as is_allowed:
                 rows = self._rows.gather(group, blocks) if is_allowed else None
             # What is shared for a cancelled load is rubbish: this rank's answer says that it is of no use.
-            self._group.share(self._rows.staged(group, len(blocks)) if rows is None else rows)
+            shared = self._rows.staged(group, len(blocks)) if rows is None else rows
+            self._group.share(shared)
+            if self._verifies:
+                self._group.tell_digest(_digest(shared))
         self._end(load, Outcome.OK, num_bytes=result.num_bytes)
 
     def _receive(self, load: _Load) -> None:
-        header = self._group.hear(self._load_timeout_s)
-        is_expected = header[:2] == (load.plan.job_id, self._num_bytes(load.plan))
-        is_possible = header.outcome is not Outcome.OK or self._is_possible(load.plan)
-        self._group.vote(is_expected and is_possible)
-        if not (is_expected and is_possible):
-            raise GroupError(f"rank 0 has loaded job {header.job_id}, job {load.plan.job_id} was to come")
+        header = self._group.hear()
+        is_expected = header.job_id == load.plan.job_id and (
+            header.outcome is not Outcome.OK
+            or (header.num_bytes == self._num_bytes(load.plan) and self._is_possible(load.plan))
+        )
+        self._group.vote(is_expected)
+        if not is_expected:
+            raise GroupError(f"job {load.plan.job_id} was to come, and {header.job_id} has been loaded")
         if header.outcome is not Outcome.OK:
-            self._end(load, header.outcome, "rank 0 could not load it")
+            self._end(load, header.outcome, "the first rank could not load it")
             return
+        is_equal = True
         for group, blocks in self._rows.chunks(load.plan):
             self._group.share(self._rows.staged(group, len(blocks)))
+            expected = self._group.hear_digest() if header.has_digests else b""
             with self._at_device(load) as is_allowed:
                 if is_allowed:
                     self._rows.scatter(group, blocks, load.mark)
-        self._end(load, Outcome.OK)
+                if is_allowed and expected and _digest(self._rows.gather(group, blocks)) != expected:
+                    is_equal = False
+        if is_equal:
+            self._end(load, Outcome.OK)
+        else:
+            self._end(load, Outcome.CORRUPT, "other bytes have come than the first rank sent")
 
     @contextmanager
     def _at_device(self, load: _Load) -> Iterator[bool]:
@@ -320,7 +350,7 @@ class BroadcastExecutor:
         )
 
     def _is_possible(self, plan: TransferPlan) -> bool:
-        """Whether its device blocks exist here and are named once. The slots are rank 0's affair."""
+        """Whether its device blocks exist here and are named once. The slots are the first rank's affair."""
         views = self._rows.views
         if any(not 0 <= move.group < len(views) for move in plan.moves):
             return False
@@ -329,3 +359,9 @@ class BroadcastExecutor:
         except ValueError:
             return False
         return True
+
+
+def _digest(rows: Any) -> bytes:
+    import xxhash
+
+    return xxhash.xxh3_128_digest(rows.cpu().numpy().data)

@@ -27,7 +27,9 @@ POLL_INTERVAL_S = 0.0005
 
 @dataclass(slots=True)
 class _Flight:
-    """A job whose copies the GPU has. ``readback``, if any, is filled with the device blocks by the GPU."""
+    """A job whose copies the GPU has. ``readback``, if any, is filled with the device blocks by the GPU.
+    Without an event it is over when its stream is idle.
+    """
 
     job: Job[TransferPlan]
     num_bytes: int = 0
@@ -91,13 +93,18 @@ class CudaExecutor(BoardExecutor):
     def _work(self) -> None:
         self._api.bind_thread()
         while self._flights or not self._board.is_closed:
-            if len(self._flights) < self._limits.max_concurrent:
+            if self._has_room():
                 job = self._board.take(timeout_s=POLL_INTERVAL_S if self._flights else None)
                 if job is not None:
                     self._flights.append(self._launch(job))
             else:
                 self._board.pause(POLL_INTERVAL_S)
             self._flights = [flight for flight in self._flights if not self._land(flight)]
+
+    def _has_room(self) -> bool:
+        """A stream that somebody waits for to be idle is given nothing more."""
+        has_events = all(flight.event is not None for flight in self._flights)
+        return has_events and len(self._flights) < self._limits.max_concurrent
 
     def _launch(self, job: Job[TransferPlan]) -> _Flight:
         """Queues all copies of a job. If that fails half way, what was queued is still waited for."""
@@ -148,7 +155,7 @@ class CudaExecutor(BoardExecutor):
     def _land(self, flight: _Flight) -> bool:
         """Ends the job if the GPU is through with it; False if not yet."""
         try:
-            if flight.event is not None and not self._api.is_done(flight.event):
+            if not self._is_over(flight):
                 return False
         except Exception as error:
             flight.failure = flight.failure or f"{type(error).__name__}: {error}"
@@ -157,3 +164,8 @@ class CudaExecutor(BoardExecutor):
         else:
             self._finish(flight.job, flight.num_bytes, flight.readback)
         return True
+
+    def _is_over(self, flight: _Flight) -> bool:
+        if flight.event is not None:
+            return self._api.is_done(flight.event)
+        return self._api.is_idle(self._streams[flight.job.plan.direction])

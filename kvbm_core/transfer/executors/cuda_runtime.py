@@ -69,6 +69,10 @@ class CudaRuntime:
         """Whether the event has happened. CudaError if something before it failed."""
         return bool(event.query())
 
+    def is_idle(self, stream: Any) -> bool:
+        """Whether ``stream`` has done all that it was given. CudaError if something of it failed."""
+        return bool(stream.query())
+
     def copy(self, copies: Copies, stream: Any) -> None:
         """Queues the copies on ``stream``."""
         if not copies[0]:

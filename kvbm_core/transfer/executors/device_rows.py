@@ -106,9 +106,11 @@ class DeviceRows:
         if self._stream is not None and mark is not None:
             self._stream.wait_event(mark)
         numbers = self._torch.tensor(blocks, dtype=self._torch.int64, device=self.device)
-        for piece in self._pieces[group]:
-            piece.device.index_copy_(1, numbers, self._rows_of(piece, group, len(blocks)))
-        self._wait()
+        try:
+            for piece in self._pieces[group]:
+                piece.device.index_copy_(1, numbers, self._rows_of(piece, group, len(blocks)))
+        finally:
+            self._wait()  # also when it fails midway: who hears of it may use the blocks at once
 
     def _wait(self) -> None:
         if self._stream is None:

@@ -26,6 +26,9 @@ class TierListener(Protocol):
     def refused(self, tier: str, reason: str) -> None:
         """The rank serves without this tier; ``reason`` is one line."""
 
+    def direct(self, tier: str, is_direct: bool) -> None:
+        """Whether the rank reads blocks of this tier straight into its device's memory from now on."""
+
 
 class Mover(Protocol):
     """Executes TierOrders between host slots and one lower tier. Safe to call from any thread; never raises
@@ -41,7 +44,7 @@ class Mover(Protocol):
         on_blocks: OnBlocks | None = None,
     ) -> None:
         """Queues an order and returns at once. One that has not started ``deadline_s`` seconds from now is
-        TIMED_OUT. FORGET has no result.
+        TIMED_OUT. FORGET and ERASE have no result.
         """
 
     def cancel(self, job_id: int) -> bool:

@@ -19,7 +19,7 @@ from kvbm_core.storage.late import LateMemory
 from kvbm_core.storage.numa import leave_bound_core
 from kvbm_core.transfer.jobs import Job, JobBoard
 from kvbm_core.transfer.movers.base import OnBlocks, OnResult
-from kvbm_core.transfer.plan import OrderKind, TierOrder, rejected
+from kvbm_core.transfer.plan import JobResult, OrderKind, TierOrder, rejected
 from kvbm_core.types import Direction
 
 LOOK_FOR_LATE_S = 0.05
@@ -101,7 +101,9 @@ class DiskMover:
         if order.kind is OrderKind.FIND:
             on_result(rejected(order.job_id, "the leader knows what is in this tier"))
             return
-        board = self._writes if order.kind is OrderKind.STORE else self._reads
+        if order.kind is OrderKind.ERASE:
+            deadline_s, on_result = None, self._erased
+        board = self._reads if order.kind is OrderKind.FETCH else self._writes
         try:
             order.check(self._host.ready_slots, self._file.geometry.num_slots)
         except ValueError as error:
@@ -114,6 +116,12 @@ class DiskMover:
         self._num_resets += 1
         self._new_life.set()
         self._writes.wake()
+
+    def _erased(self, result: JobResult) -> None:
+        """Nobody else hears of it. What a reset came before is gone with everything."""
+        if result.outcome not in (Outcome.OK, Outcome.REJECTED):
+            line = "kvbm: %s: blocks that were cleared may be found after a restart (%s); clear the disk"
+            log.error(line, self._file.path, result.detail)
 
     def cancel(self, job_id: int) -> bool:
         """See Mover."""
@@ -169,6 +177,14 @@ class DiskMover:
 
     def _execute(self, job: Job[TierOrder], board: JobBoard[TierOrder], record_io: RecordIo) -> None:
         order, size = job.plan, self._host.slot_bytes
+        if order.kind is OrderKind.ERASE:
+            try:
+                self._file.erase(order.places)
+            except OSError as error:
+                board.end(job, Outcome.IO_ERROR, str(error))
+            else:
+                board.end(job, Outcome.OK)
+            return
         records = [
             Record(key, place, self._host.address + slot * size)
             for key, slot, place in zip(order.keys, order.slots, order.places, strict=True)

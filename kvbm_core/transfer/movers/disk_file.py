@@ -40,6 +40,7 @@ class RankFile:
         self._file: BlockFile | None = None
         self._ios: list[FileIo] | None = None
         self._recovery: Recovery | None = None
+        self._stops: list[Callable[[], bool]] = [self._stop_looking]
         self._place: tuple[Path, Geometry] | None = None
         self._closing = threading.Event()
         self._opener: threading.Thread | None = None
@@ -130,24 +131,31 @@ class RankFile:
 
     def start(self, slab: HostSlab, late: LateMemory) -> DiskMover:
         """The mover of the open file. It closes the file."""
-        if self._file is None:
-            raise ValueError("the file is not open")
         mover = DiskMover(
-            self._file,
+            self.opened,
             slab,
             late=late,
             io_deadline_s=self._options.io_deadline_s,
             first_sequence=time.time_ns(),
             ios=self._ios,
         )
-        mover.stop_others = self._stop_looking
+        mover.stop_others = lambda: all([stop() for stop in self._stops])
         return mover
+
+    @property
+    def opened(self) -> BlockFile:
+        """The file, once it is open."""
+        if self._file is None:
+            raise ValueError("the file is not open")
+        return self._file
+
+    def stop_first(self, stop: Callable[[], bool]) -> None:
+        """Whoever closes the file calls ``stop`` before; see DiskMover.stop_others."""
+        self._stops.append(stop)
 
     def look(self) -> None:
         """Begins to look at what is in the file; the listener hears of it."""
-        if self._file is None:
-            raise ValueError("the file is not open")
-        self._recovery = Recovery(self._file, self._tell_found)
+        self._recovery = Recovery(self.opened, self._tell_found)
 
     def _stop_looking(self) -> bool:
         return self._recovery is None or self._recovery.close()

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from kvbm_core.clock import Clock, SystemClock
 from kvbm_core.errors import Outcome
-from kvbm_core.storage.base import BlockStore, HoldsLate
+from kvbm_core.storage.base import BlockStore, HasSources, HoldsLate
 from kvbm_core.storage.extents import Extent, ExtentStore
 from kvbm_core.storage.host_slab import HostSlab
 from kvbm_core.storage.late import LateMemory
@@ -47,6 +47,13 @@ class WantsCalls(Protocol):
     """A store that says how many calls at once it takes well."""
 
     concurrency: int
+
+
+@runtime_checkable
+class WantsBatches(Protocol):
+    """A store that says how many blocks in one call it takes well."""
+
+    batch_blocks: int
 
 
 @dataclass(eq=False)
@@ -111,6 +118,7 @@ class StoreMover:
         self._memory: npt.NDArray[np.uint8] | None = host.array
         self._base = host.address
         self._late = late or LateMemory()
+        self._batch_blocks = store.batch_blocks if isinstance(store, WantsBatches) else BATCH_BLOCKS
         self._io_deadline_s = io_deadline_s
         self._clock = clock or SystemClock()
         self._changed = threading.Condition()
@@ -173,7 +181,7 @@ class StoreMover:
 
     def _calls_of(self, owner: _Order) -> list[_Call]:
         order = owner.order
-        size = FIND_BLOCKS if order.kind is OrderKind.FIND else BATCH_BLOCKS
+        size = FIND_BLOCKS if order.kind is OrderKind.FIND else self._batch_blocks
         if not order.extents:
             num_keys = len(order.keys)
             return [_Call(owner, range(at, min(at + size, num_keys))) for at in range(0, num_keys, size)]
@@ -275,18 +283,19 @@ class StoreMover:
     def _ask(self, call: _Call) -> list[Outcome]:
         order, deadline_s = call.owner.order, self._io_deadline_s
         keys = [order.keys[i] for i in call.numbers]
+        store = self._store.at(order.source) if isinstance(self._store, HasSources) else self._store
         if order.kind is OrderKind.FIND:
             if self._extent_store is not None and call.extents:
                 extents = [Extent(p.num_blocks, (key,)) for p, key in zip(call.extents, keys, strict=True)]
                 return self._extent_store.contains_extents(extents, deadline_s=deadline_s)
-            return self._store.contains_many(keys, deadline_s=deadline_s)
+            return store.contains_many(keys, deadline_s=deadline_s)
         memory = [self._slot(order.slots[i]) for i in call.numbers]
         outcomes: list[Outcome] = []
         try:
             if self._extent_store is not None and call.extents:
                 outcomes = _move_extents(self._extent_store, call, keys, memory, deadline_s)
             else:
-                ask = self._store.put_many if order.kind is OrderKind.STORE else self._store.get_many
+                ask = store.put_many if order.kind is OrderKind.STORE else store.get_many
                 outcomes = ask(keys, memory, deadline_s=deadline_s)
         finally:
             if not outcomes or any(outcome is not Outcome.OK for outcome in outcomes):

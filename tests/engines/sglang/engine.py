@@ -14,6 +14,10 @@ TIMEOUT_S = 240
 PAGE_TOKENS = 16
 PROMPT_TOKENS = 520
 WHOLE_PAGES = PROMPT_TOKENS // PAGE_TOKENS
+NUM_PROMPTS = 3
+HIT = [WHOLE_PAGES * PAGE_TOKENS] * NUM_PROMPTS
+"""What ``cached`` says of them when all of their whole pages came back; NOTHING when none did."""
+NOTHING = [0] * NUM_PROMPTS
 
 # As on any machine without a GPU; the caches are small, and what they hold is written through to the disk.
 ENGINE: dict[str, Any] = {
@@ -57,7 +61,7 @@ LINKER: dict[str, Any] = {
 }
 
 
-def prompts_of(seed: int, how_many: int = 3, num_tokens: int = PROMPT_TOKENS) -> list[list[int]]:
+def prompts_of(seed: int, how_many: int = NUM_PROMPTS, num_tokens: int = PROMPT_TOKENS) -> list[list[int]]:
     """Different prompts, the same for the same seed."""
     step = 7919 + 2 * (seed % 1000)
     return [

@@ -1,0 +1,1 @@
+"""What ``kvbm plan`` predicts, beside what the real leader then reaches."""

@@ -1,0 +1,6 @@
+"""``python -m kvbm``: the ``kvbm`` command."""
+
+from kvbm_core.cli.main import run
+
+if __name__ == "__main__":
+    run()

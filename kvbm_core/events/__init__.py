@@ -1,0 +1,1 @@
+"""KV events: what blocks are in which tier, told to routers."""

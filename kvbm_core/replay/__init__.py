@@ -1,0 +1,1 @@
+"""Request traces, and the leader with its tiers serving one without an engine."""
