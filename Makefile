@@ -16,7 +16,8 @@ SIDE_BY_SIDE := --numprocesses=3 --dist=loadfile --no-loadscope-reorder --max-wo
 ONCE_MORE := --reruns=1 --max-suite-reruns=3 --rerun-show-tracebacks \
 	--only-rerun='function monotonic' --only-rerun=Timeout
 # Bytecode is written, whatever the shell says: engines and ranks are processes that import the same files.
-PYTEST = PYTHONDONTWRITEBYTECODE= KVBM_CONTRACT_SOURCES=$(CONTRACT) KVBM_SGLANG_PYTHON=$(abspath $(SGLANG_VENV))/bin/python \
+# The order of sets of strings is the same in each run: tests/conftest.py has the seed of everything else.
+PYTEST = PYTHONDONTWRITEBYTECODE= PYTHONHASHSEED=0 KVBM_CONTRACT_SOURCES=$(CONTRACT) KVBM_SGLANG_PYTHON=$(abspath $(SGLANG_VENV))/bin/python \
 	KVBM_DYNAMO_PYTHON=$(abspath $(DYNAMO_VENV))/bin/python $(BIN)/python -m pytest $(SIDE_BY_SIDE)
 PYTEST_ARGS ?=
 BENCH_ARGS ?=

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import random
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from tests import effort
 from tests.engines.etcd_server import find_etcd
@@ -38,6 +39,10 @@ for _name in (
     os.environ.pop(_name, None)
 
 SEED_VARIABLE = "KVBM_TEST_SEED"
+SEED = 1_126_208_001
+"""The seed of each run of `make test`: the same code is tried in the same way wherever it runs. `make
+nightly` draws one.
+"""
 TESTS = Path(__file__).parent
 ENGINES = {
     "vllm": "vLLM",
@@ -71,7 +76,10 @@ DYNAMO_PYTHON = Path(os.environ.get("KVBM_DYNAMO_PYTHON") or TESTS.parent / ".ve
 SEED_KEY = pytest.StashKey[int]()
 NOT_RUN_KEY = pytest.StashKey[dict[tuple[str, str], int]]()
 
-settings.register_profile("kvbm", deadline=None, print_blob=True)
+# No verdict by the clock: how long an example takes, and how long drawing it takes, is the machine's matter.
+settings.register_profile(
+    "kvbm", deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
+)
 settings.register_profile(NIGHTLY, settings.get_profile("kvbm"), max_examples=300)
 settings.load_profile("kvbm")
 
@@ -108,9 +116,10 @@ def pytest_configure(config: pytest.Config) -> None:
     effort.IS_NIGHTLY = config.getoption("nightly")
     if effort.IS_NIGHTLY:
         settings.load_profile(NIGHTLY)
-    drawn = os.environ.get(SEED_VARIABLE) or random.SystemRandom().randrange(2**32)
-    seed = int(_worker(config).get(SEED_VARIABLE, drawn))
+    drawn = random.SystemRandom().randrange(2**32) if effort.IS_NIGHTLY else SEED
+    seed = int(_worker(config).get(SEED_VARIABLE) or os.environ.get(SEED_VARIABLE) or drawn)
     config.stash[SEED_KEY] = seed
+    os.environ[SEED_VARIABLE] = str(seed)  # for what draws as it is imported, and for processes of tests
     config.stash[NOT_RUN_KEY] = {}
     if config.getoption("hypothesis_seed", None) is None:
         config.option.hypothesis_seed = str(seed)
@@ -253,6 +262,14 @@ def short_path(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def tell(request: pytest.FixtureRequest) -> Callable[[str], None]:
     """Puts a line on what a test has seen into the summary; a worker's own output is seen by nobody."""
     return lambda line: request.node.user_properties.append((TOLD, line))
+
+
+@pytest.fixture(autouse=True)
+def _shared_generators(seed: int) -> None:
+    """The generators that libraries and tests share begin each test alike."""
+    random.seed(seed)
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.manual_seed(seed)
 
 
 @pytest.fixture

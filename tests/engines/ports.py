@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import socket
@@ -15,7 +16,8 @@ port up to a minute later, and its libraries open dozens of such sockets meanwhi
 port as a signed number of 16 bits, too.)
 """
 _PARTS = 4
-_DRAW = random.SystemRandom()  # a seed would give the same ports to tests that run side by side
+# A seed would give the same ports to tests that run side by side.
+_TURNS = itertools.count(random.SystemRandom().randrange(END_PORT))
 
 
 def listens(pid: int, port: int) -> bool:
@@ -31,15 +33,17 @@ def listens(pid: int, port: int) -> bool:
 
 
 def free_ports(count: int) -> int:
-    """The first of ``count`` in a row that nobody listens on at this moment. Workers of pytest-xdist draw
-    from parts of their own: one may take its ports seconds after it has looked.
+    """The first of ``count`` in a row that nobody listens on at this moment. Workers of pytest-xdist take
+    them from parts of their own, and a process is given all others of its part before it is given one again:
+    a server may take its ports seconds after it has looked.
     """
     size = (END_PORT - FIRST_PORT) // _PARTS
     worker = os.environ.get("PYTEST_XDIST_WORKER", "").removeprefix("gw")
     start = FIRST_PORT + size * (int(worker or 0) % _PARTS)
     while True:
-        first = _DRAW.randrange(start, start + size - count)
-        if all(map(_is_free, range(first, first + count))):
+        turn, *_rest = [next(_TURNS) for _ in range(count)]
+        first = start + turn % size
+        if first + count <= start + size and all(map(_is_free, range(first, first + count))):
             return first
 
 

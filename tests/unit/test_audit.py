@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 from collections.abc import Sequence
 
 import numpy as np
@@ -26,8 +25,7 @@ from kvbm_core.transfer.plan import GroupMove, JobResult, OrderKind, TransferPla
 from kvbm_core.types import Direction, SequenceHash
 from tests.unit.disk_bench import OTHER, PROMPT, leave_host, reads_of
 
-SEED = int(os.environ.get("KVBM_TEST_SEED", "0")) or random.SystemRandom().randrange(2**32)
-print(f"test_audit seed: {SEED}")
+SEED = int(os.environ["KVBM_TEST_SEED"])
 ALL = LeaderOptions(5.0, audit_rate=1.0)
 TABLE = [[11, 12, 13, 14, 15]]
 
