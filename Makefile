@@ -11,10 +11,6 @@ SETUP_FLAGS ?=
 # Three: tests that wait leave two cores idle. A worker that dies ends the run, as it does without workers;
 # pytest-xdist would run what killed it again.
 SIDE_BY_SIDE := --numprocesses=3 --dist=loadfile --no-loadscope-reorder --max-worker-restart=0 --durations=15
-# A test that ran out of time is run once more, and what it said is shown: the machine may be busy. A run does
-# this three times at most. A wrong answer is a failure at once, and nightly runs nothing twice.
-ONCE_MORE := --reruns=1 --max-suite-reruns=3 --rerun-show-tracebacks \
-	--only-rerun='function monotonic' --only-rerun=Timeout
 # Bytecode is written, whatever the shell says: engines and ranks are processes that import the same files.
 # The order of sets of strings is the same in each run: tests/conftest.py has the seed of everything else.
 PYTEST = PYTHONDONTWRITEBYTECODE= PYTHONHASHSEED=0 KVBM_CONTRACT_SOURCES=$(CONTRACT) KVBM_SGLANG_PYTHON=$(abspath $(SGLANG_VENV))/bin/python \
@@ -50,7 +46,7 @@ checked: contract lint typecheck setup-sglang setup-dynamo # what comes before t
 
 test: ## everything but nightly: lint, types, fast tests, then vLLM's own classes, then real engines
 	@$(MAKE) --no-print-directory --jobs=2 checked
-	@$(PYTEST) $(ONCE_MORE) $(PYTEST_ARGS)
+	@$(PYTEST) --second-try $(PYTEST_ARGS)
 
 nightly: ## what test leaves out: slow, and rarely fails (CONTRIBUTING.md has the list)
 	@$(MAKE) --no-print-directory --jobs=2 checked

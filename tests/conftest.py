@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests import effort
+from tests import effort, hangs, second_try
 from tests.engines.etcd_server import find_etcd
 from tests.engines.mooncake_pool import find_mooncake
 from tests.engines.nats_server import find_server as find_nats
@@ -101,7 +101,8 @@ def missing_engines() -> set[str]:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """What `make nightly` says."""
+    """What `make nightly` says, and `make test`."""
+    second_try.pytest_addoption(parser)
     parser.addoption(
         "--nightly", action="store_true", help="run the tests marked nightly and the random ones, longer"
     )
@@ -113,6 +114,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
     A worker of pytest-xdist has it from the process that started it.
     """
+    hangs.pytest_configure(config)
+    second_try.pytest_configure(config)
     effort.IS_NIGHTLY = config.getoption("nightly")
     if effort.IS_NIGHTLY:
         settings.load_profile(NIGHTLY)
@@ -186,10 +189,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_collection_finish(session: pytest.Session) -> None:
     """What is imported by now stays to the end: no later collection of garbage has to look at it.
 
-    Engines are millions of objects, and many tests collect garbage to see that nothing is left.
+    Engines are millions of objects, and many tests collect garbage to see that nothing is left. Python lets
+    garbage grow to a quarter of what the last collection has left: that is little after the second one here,
+    and was gigabytes in each worker.
     """
     gc.collect()
     gc.freeze()
+    gc.collect()
 
 
 def _leave_out(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -69,6 +69,7 @@ TABLE: dict[str, list[tuple[str, How]]] = {
         ("make test SETUP_FLAGS", LONG),
         ("make test PYTEST_ARGS", LONG),
         *[(f".venv/bin/python -m tests.mutants {words}", LONG) for words in ("  ", "audit LoRA")],
+        *[(f".venv/bin/python -m tests.shake tests/{what}", LONG) for what in ("trtllm", "faults")],
         ("gcc ", LONG),
         ("export ASAN_OPTIONS", LONG),
         ("LD_PRELOAD", LONG),

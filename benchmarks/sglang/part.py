@@ -166,7 +166,7 @@ def _ttft(folder: Path, model: Path, options: Options) -> Figure:
         # Most of a hit's time would be attention that is thrown away, wherever it comes from.
         only_new_rows=True,
         model_path=str(model),
-        **{**HICACHE, "max_total_tokens": 8192},
+        **{**HICACHE, "max_total_tokens": 8192, "dtype": "bfloat16"},
     )
     cold = [answer for (answer,) in found["answers"][2::2]]
     hit, again = zip(*found["answers"][3::2], strict=True)
@@ -181,8 +181,8 @@ def _ttft(folder: Path, model: Path, options: Options) -> Figure:
 
 
 def _exactness(folder: Path, model: Path, options: Options) -> Iterator[Figure]:
-    """The largest difference of log-probabilities between cold and warm, of kvbm and of SGLang's nixl
-    backend.
+    """The largest difference of log-probabilities between a hit on the device and one of kvbm, or of
+    SGLang's nixl backend.
     """
     prompts = prompts_of(options.seed, 2)
     for parallel, goal in EXACT.items():
@@ -206,11 +206,11 @@ def _difference(folder: Path, model: Path, prompts: list[list[int]], backend: st
         # A file each for K and V; with PP its ranks write the same ones.
         stored = {"files": 2 * WHOLE_PAGES * len(prompts) * (ranks if parallel == "tp_size" else 1)}
     engine |= {"model_path": str(model), parallel: ranks}
-    found = run_engine(folder, ["ask", stored, "flush", "ask"], prompts=prompts, **engine)
-    cold, warm = found["answers"]
+    found = run_engine(folder, ["ask", stored, "ask", "flush", "ask"], prompts=prompts, **engine)
+    _, own, warm = found["answers"]
     differences: list[float] = [
         abs(one - other)
-        for before, after in zip(cold, warm, strict=True)
+        for before, after in zip(own, warm, strict=True)
         for one, other in zip(before["logprobs"], after["logprobs"], strict=True)
     ]
     return max(differences)

@@ -56,6 +56,11 @@ class Gate:
         """Jobs waiting at the gate."""
         return len(self._held)
 
+    def describe(self) -> str:
+        """What waits here and what is closed, for whoever waits in vain."""
+        closed = sorted(direction.name for direction in self._closed)
+        return f"holds jobs {sorted(self._held)}, closed for {closed}, {len(self.submitted)} came"
+
     def submitted_of(self, direction: Direction) -> list[TransferPlan]:
         """What was ordered so far."""
         return [plan for plan in self.submitted if plan.direction is direction]

@@ -36,6 +36,8 @@ VOCABULARY = 3
 ADAPTERS = ("", "a")
 MAX_TOKENS = 24
 MAX_REQUESTS = 6
+MOST_ROUNDS = 20_000
+"""So many turns of all workers, at most, until nothing is left to do."""
 
 
 class Stage(Enum):
@@ -158,9 +160,12 @@ class LeaderSim:
         while self.requests:
             self._finish(self.requests[-1])
         self._send_offloads()
+        rounds = 0
         while any(worker.acks or not worker.is_idle for worker in self.workers):
             self._work()
             self._hear()
+            rounds += 1
+            expect(rounds < MOST_ROUNDS, "nobody asks for anything, and the work has no end")
         self._release_kept()
         self.bench.assert_idle()
         self.check_bytes()

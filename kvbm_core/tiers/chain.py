@@ -34,6 +34,8 @@ MOST_ERRANDS = 16
 """So many prompts are brought up at once for requests that do not ask again; the newest ones."""
 ERRAND_S = 30.0
 """For so long, at most."""
+ERRAND_FETCHES = 2
+"""Of each of its blocks, on average: what one store fails to bring another one may have."""
 ERRAND_BLOCKS = 4096
 """At one piece of news prompts with so many blocks are looked through that are not there yet, and at least
 one: whoever calls serves an engine. Those that were left out come first at the next one.
@@ -41,11 +43,12 @@ one: whoever calls serves an engine. Those that were left out come first at the 
 
 
 class _Errand(NamedTuple):
-    """What a request that does not ask again wants to be brought up."""
+    """What a request that does not ask again wants to be brought up; ``left_blocks`` more may be fetched."""
 
     runs: Sequence[BlockRun]
     seeker: Seeker
     ends_at_s: float
+    left_blocks: int
 
     @property
     def name(self) -> BlockKey:
@@ -322,19 +325,30 @@ class TierChain:
         found is brought up all the same, for the next request.
         """
         seeker = seeker or Seeker()
-        sought = self.sought(runs, seeker)
-        if not asks_again:
-            self._send_out(_Errand(runs, seeker, self._clock.now_s() + ERRAND_S), sought)
-        return sought is Sought.COMING
+        if asks_again:
+            return self.sought(runs, seeker) is Sought.COMING
+        left_blocks = ERRAND_FETCHES * _num_blocks(runs)
+        return self._send_out(_Errand(runs, seeker, self._clock.now_s() + ERRAND_S, left_blocks))
 
-    def _send_out(self, errand: _Errand, sought: Sought) -> None:
-        """Goes on with it at the next news, if there is something to wait for."""
+    def _send_out(self, errand: _Errand) -> bool:
+        """Whether something is coming. Goes on with it at the next news, if there is something to wait for.
+        Errands for which the host is too small would fetch the same blocks again and again: each has so many
+        fetches and no more.
+        """
+        fetching = self._fetching_blocks
+        sought = self.sought(errand.runs, errand.seeker)
+        errand = errand._replace(left_blocks=errand.left_blocks - self._fetching_blocks + fetching)
         is_full = sought is Sought.STUCK and bool(self._jobs.jobs(FetchJob))
-        if sought is Sought.COMING or is_full:
+        if errand.left_blocks > 0 and (sought is Sought.COMING or is_full):
             self._errands[errand.name] = errand
             while len(self._errands) > MOST_ERRANDS:
                 oldest = min(self._errands.values(), key=lambda one: one.ends_at_s)
                 del self._errands[oldest.name]
+        return sought is Sought.COMING
+
+    @property
+    def _fetching_blocks(self) -> int:
+        return sum(tier.fetching_blocks for tier in self.keyed)
 
     def _go_on(self) -> None:
         """A tier by key has found or brought something."""
@@ -343,9 +357,9 @@ class TierChain:
         while waiting and room_blocks > 0:
             errand = waiting.popleft()
             if errand.ends_at_s > self._clock.now_s() and not self.holds_back():
-                self._send_out(errand, self.sought(errand.runs, errand.seeker))
+                self._send_out(errand)
                 if errand.name in self._errands:  # there will be more news
-                    room_blocks -= sum(run.end - run.first for run in errand.runs)
+                    room_blocks -= _num_blocks(errand.runs)
         self._errands = {errand.name: errand for errand in waiting} | self._errands
 
     def sought(self, runs: Sequence[BlockRun], seeker: Seeker | None = None) -> Sought:
@@ -500,3 +514,7 @@ class TierChain:
 def _without(keys: Sequence[BlockKey], found: Sequence[BlockKey]) -> list[BlockKey]:
     gone = frozenset(found)
     return [key for key in keys if key not in gone]
+
+
+def _num_blocks(runs: Sequence[BlockRun]) -> int:
+    return sum(run.end - run.first for run in runs)

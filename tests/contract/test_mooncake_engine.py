@@ -32,7 +32,7 @@ def cleaner(pool: MooncakePool) -> Iterator[ObjectEngine]:
 
 class TestMooncake(EngineContract):
     misses_what_goes = False  # its memory may be gone by the time that the transfer begins
-    keeps_what_is_read = False  # or be another object's: removals are forced, as leases last for seconds
+    keeps_what_is_read = False  # or be another object's: removals and overwrites do not wait for readers
     pool: MooncakePool
     cleaner: ObjectEngine
 

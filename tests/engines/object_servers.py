@@ -21,6 +21,8 @@ REGION = "us-east-1"
 NGINX = Path(sys.prefix) / "nginx" / "usr" / "sbin" / "nginx"
 """Where deploy/setup_env.py puts Debian's."""
 LISTENING = "0A"
+ATTEMPTS = 5
+IN_USE = "address already in use"
 
 
 class ObjectServer(Server):
@@ -29,6 +31,7 @@ class ObjectServer(Server):
     def __init__(self, folder: Path) -> None:
         super().__init__(folder / f"{self.name}.log")
         self.folder = folder
+        self._has_started = False
 
     @property
     def client_environment(self) -> dict[str, str]:
@@ -46,11 +49,24 @@ class ObjectServer(Server):
         return {**others, "HOME": str(scratch)}
 
     def start(self, timeout_s: float = START_TIMEOUT_S, progress: Progress | None = None) -> None:
-        """See Server; ServerError also if somebody else has its port."""
-        super().start(timeout_s, progress)
-        if not self._has_the_port():
-            self.stop()
-            raise ServerError(f"{self.name} runs, but another process answers at {self.base_url}")
+        """See Server. One that has never started takes other ports if somebody has just taken one of its
+        own; ServerError if that happens again and again, or on a later start, as its clients know it by its
+        port.
+        """
+        for left in reversed(range(1 if self._has_started else ATTEMPTS)):
+            try:
+                super().start(timeout_s, progress)
+            except ServerError:
+                if not left or IN_USE not in self.log_path.read_text(errors="replace"):
+                    raise
+            else:
+                if self._has_the_port():
+                    self._has_started = True
+                    return
+                self.stop()
+                if not left:
+                    raise ServerError(f"{self.name} runs, but another process answers at {self.base_url}")
+            self.base_url = f"http://{HOST}:{free_port()}"
 
     def stop(self) -> None:
         """See Server. It has nothing to save."""
@@ -98,6 +114,10 @@ class SeaweedServer(ObjectServer):
     name = "SeaweedFS"
     health_path = "/healthz"
 
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self._ports: set[str] = set()
+
     @staticmethod
     def missing() -> str:
         """Why it cannot be started; empty if it can."""
@@ -114,9 +134,17 @@ class SeaweedServer(ObjectServer):
         command += ["-master.volumeSizeLimitMB=64", "-volume.max=64", "-s3.iam=false"]
         # Two more servers of its own, which would listen on fixed ports: the next SeaweedFS could not start.
         command += ["-s3.port.iceberg=0", "-s3.port.lance=0"]
-        for part in ("master", "volume", "filer"):
-            command += [f"-{part}.port={free_port()}", f"-{part}.port.grpc={free_port()}"]
-        return [*command, f"-s3.port.grpc={free_port()}"]
+        parts = [f"{part}.port{kind}" for part in ("master", "volume", "filer") for kind in ("", ".grpc")]
+        ports = {part: free_port() for part in (*parts, "s3.port.grpc")}
+        self._ports |= {*map(str, ports.values()), self.port}
+        return [*command, *(f"-{part}={port}" for part, port in ports.items())]
+
+    def stop(self) -> None:
+        """See Server. Nor does it leave the sockets that it makes in /tmp."""
+        super().stop()
+        for path in Path("/tmp").glob("seaweedfs-*.sock"):
+            if path.stem.rpartition("-")[2] in self._ports:
+                path.unlink(missing_ok=True)
 
     def make_bucket(self, name: str = BUCKET) -> None:
         """With room for objects: SeaweedFS makes that when the first one comes, which takes seconds on a busy

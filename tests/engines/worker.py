@@ -12,6 +12,7 @@ import os
 import sys
 import traceback
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,33 +20,49 @@ from tests.engines.forks import Start
 
 
 class Worker:
-    """The process, from the tests' side. ``log``: what the engine and kvbm write."""
+    """The process, from the tests' side. ``log``: what the engine and kvbm write. A call that is interrupted
+    ends the process, as nobody would read its answer; the next one begins another.
+    """
 
     def __init__(self, start: Start, environment: Mapping[str, str], log: Path) -> None:
         self.log = log
-        asked, orders = os.pipe()
-        answered, answers = os.pipe()
-        self._orders, self._answers = os.fdopen(orders, "w"), os.fdopen(answered)
-        with log.open("w") as file:
-            self._process = start("tests.engines.worker", (), environment, [asked, answers, file.fileno()])
-        os.close(asked)
-        os.close(answers)
+        self._start, self._environment = start, environment
+        self._begin()
 
     def run(self, call: str, **kwargs: Any) -> Any:
         """The function's result; AssertionError with its traceback if it raised."""
-        self._orders.write(json.dumps({"call": call, "kwargs": kwargs}) + "\n")
-        self._orders.flush()
-        line = self._answers.readline()
+        if self._answers.closed:
+            self._begin()
+        line = ""
+        try:
+            self._orders.write(json.dumps({"call": call, "kwargs": kwargs}) + "\n")
+            self._orders.flush()
+            line = self._answers.readline()
+        finally:
+            if not line:
+                self.close()
         assert line, f"the process ended:\n{self.log.read_text(errors='replace')[-4000:]}"
         answer = json.loads(line)
         assert "error" not in answer, answer["error"]
         return answer["result"]
 
     def close(self) -> None:
-        """Ends it, with what it has started."""
-        self._orders.close()
+        """Ends it, with what it has started. Idempotent."""
+        with suppress(BrokenPipeError):
+            self._orders.close()
         self._process.kill()
         self._answers.close()
+
+    def _begin(self) -> None:
+        asked, orders = os.pipe()
+        answered, answers = os.pipe()
+        self._orders, self._answers = os.fdopen(orders, "w"), os.fdopen(answered)
+        with self.log.open("a") as file:
+            self._process = self._start(
+                "tests.engines.worker", (), self._environment, [asked, answers, file.fileno()]
+            )
+        os.close(asked)
+        os.close(answers)
 
 
 def serve() -> None:

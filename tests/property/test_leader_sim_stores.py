@@ -51,6 +51,11 @@ def test_bytes_stay_right_through_three_lower_tiers_and_restarts(
     play(seed, SEEDS_EACH, lambda random: run(sim_of(groups, random)), seen, least)
 
 
+def test_prompts_for_which_the_host_is_too_small_are_not_fetched_again_and_again() -> None:
+    """A life in which the last prompts of those who ask once pushed each other out of the host, for ever."""
+    run(sim_of(GROUPS["hybrid"], Random(1126208005)))
+
+
 def seen(sim: StoreLeaderSim) -> dict[str, float]:
     """What it did that not each of them does."""
     return {

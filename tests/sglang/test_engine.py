@@ -1,5 +1,5 @@
-"""Real SGLang with kvbm: prompts come back from the disk after a flush, and after a restart, to the last
-bit.
+"""Real SGLang with kvbm: prompts come back from the disk after a flush, and after a restart. Answers equal
+those of the engine's own cache to the last bit.
 """
 
 from __future__ import annotations
@@ -19,9 +19,11 @@ from tests.engines.sglang.engine import (
     NOTHING,
     WHOLE_PAGES,
     cached,
+    near_answers,
     prompts_of,
     run_engine,
     same_answers,
+    same_tokens,
 )
 from tests.engines.worker import Worker
 
@@ -48,16 +50,16 @@ def assert_comes_back(
     prompts = prompts_of(seed)
     arguments = {"model_path": str(model), **HICACHE, **engine}
     stored = {"stored": files * WHOLE_PAGES * len(prompts)}
-    first = run_engine(folder, ["ask", stored, "flush", "ask"], prompts=prompts, **arguments)
-    cold, again = first["answers"]
-    assert cached(cold) == NOTHING
+    first = run_engine(folder, ["ask", stored, "ask", "flush", "ask"], prompts=prompts, **arguments)
+    cold, own, again = first["answers"]
+    assert [cached(cold), cached(own)] == [NOTHING, HIT]
     assert len({tuple(answer["tokens"]) for answer in cold}) == 3  # an answer says whose prompt it is
     assert cached(again) == HIT, again[0]["from"]
-    assert same_answers(cold, again)
+    assert same_answers(own, again) and near_answers(cold, again)
     if restarts:
         (warm,) = run_engine(folder, ["ask"], prompts=prompts, **arguments)["answers"]
         assert cached(warm) == HIT, warm[0]["from"]
-        assert same_answers(cold, warm)
+        assert same_answers(own, warm)
     return cold, first["log"]
 
 
@@ -84,7 +86,7 @@ def test_prompts_come_back_to_two_stages(tiny_model: Path, tmp_path: Path, seed:
     path.unlink()
     arguments = {"model_path": str(tiny_model), **HICACHE, "pp_size": 2}
     (after,) = run_engine(tmp_path, ["ask"], prompts=prompts_of(seed), **arguments)["answers"]
-    assert same_answers(cold, after)
+    assert near_answers(cold, after)
 
 
 @pytest.mark.nightly("an engine more of each; test_pools.py has latents, and ranks that read one writer's")
@@ -117,4 +119,4 @@ def test_a_hybrid_models_next_turn_comes_back_after_a_restart(
     (warm,) = run_engine(tmp_path / "a", ["ask"], prompts=second, **engine)["answers"]
     (cold,) = run_engine(tmp_path / "b", ["ask"], prompts=second, **engine)["answers"]
     assert cached(warm) == known and cached(cold) == [0, 0], warm[0]["from"]
-    assert [answer["tokens"] for answer in warm] == [answer["tokens"] for answer in cold]
+    assert same_tokens(cold, warm)

@@ -18,6 +18,7 @@ from kvbm_core.clock import ManualClock
 from kvbm_core.errors import Outcome
 from kvbm_core.testing import toy_store
 from kvbm_core.testing.gate import Gate
+from kvbm_core.tiers.jobs import Job
 from kvbm_core.tiers.slotted import SlottedTier
 from kvbm_core.transfer.executor import Executor as TransferExecutor
 from kvbm_core.types import Direction
@@ -26,7 +27,8 @@ from tests.trtllm.double import EARLY, MID, NEWEST, RELEASED, Executor, Executor
 from tests.trtllm.double.memory import Memory
 
 T = TypeVar("T")
-PATIENCE_S = 30.0
+PATIENCE_S = 100.0
+"""Guards against hanging, and nothing else: less than a test's own time limit, so that it can say more."""
 BLOCK = 4
 PER_ITERATION = {"_sync_onboards", "_plans"}
 """Of a worker's side: they are of the last iteration that had metadata, and hold nothing."""
@@ -236,9 +238,26 @@ class Serving:
         """
         deadline_s = time.monotonic() + PATIENCE_S
         while self.executor.lockstep.any(not condition()):
-            assert time.monotonic() < deadline_s, "what was waited for did not come"
+            assert time.monotonic() < deadline_s, f"what was waited for did not come: {self.describe()}"
             if not self.executor.step():
                 time.sleep(0)  # lets the connector's threads run
+
+    def describe(self) -> str:
+        """Where everything stands: for whoever waits in vain."""
+        worker = self.executor.worker.side.worker
+        said = [f"rank {self.rank}: {self.executor.describe()}", f"ready: {worker.is_ready}"]
+        if self.gates:
+            said.append(f"gate: {self.gate.describe()}")
+        if self.is_leading:
+            leader = self.leader
+            waits = {job.job_id: sorted(job.waiting_ranks) for job in leader._jobs.jobs(Job)}
+            said += [
+                f"leader: ready {leader.is_ready}, away {sorted(leader._ranks.away)}, jobs {waits}",
+                f"host: {leader.chain.host.pending_blocks} pending, {leader.chain.host.live_leases} leases",
+                f"callbacks: {dict(self.side._requests)}",
+                f"last answers: {self.executor.calls.named('get_num_new_matched_tokens')[-3:]}",
+            ]
+        return "; ".join(said)
 
     def run_to(self, request: int, state: str) -> None:
         """Steps until a request is in this state."""

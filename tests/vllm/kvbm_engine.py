@@ -23,8 +23,8 @@ from tests.vllm.harness import PATIENCE_S, Engine
 
 
 class KvbmEngine(Engine):
-    """Serves with DynamoConnector, loaded by the guides' command line. The host tier is ready when it is
-    made. ``host_blocks`` 0: there is none, only the disk.
+    """Serves with DynamoConnector, loaded by the guides' command line. Host tier and disk are ready when it
+    is made. ``host_blocks`` 0: there is none, only the disk.
     """
 
     passing_blocks = 0
@@ -62,6 +62,8 @@ class KvbmEngine(Engine):
                 self.leader.chain.host.capacity_blocks == (host_blocks or self.passing_blocks or disk_blocks)
             )
         )
+        if disk_blocks:
+            self.wait_for(self._has_its_disk)
 
     @property
     def leader(self) -> Leader:
@@ -97,6 +99,13 @@ class KvbmEngine(Engine):
         tier = self.leader.chain.named("disk")
         assert isinstance(tier, SlottedTier)
         return tier
+
+    def _has_its_disk(self) -> bool:
+        """Whether blocks can go to the disk, or none ever will: it comes a moment after the host tier."""
+        tier = self.leader.chain.named("disk")
+        if not isinstance(tier, SlottedTier) or tier.off_reason is not None:
+            return True
+        return tier.slots.capacity_blocks > 0
 
     @property
     def errors(self) -> float:

@@ -53,10 +53,14 @@ class ObjectEngine(Protocol):
     """One store of objects. Safe to call from any thread.
 
     Names are relative, of ``[a-z0-9._/-]``, at most 200 characters. Every call answers for each item, in
-    order, within ``deadline_s`` seconds and a grace of 0.2 s, and raises only for misuse. Readers see an
-    object whole or not at all. When calls begin to fail, the engine logs why, once, and again when they work
-    (``TroubleLog``); time-outs are logged by the caller. No part of a credential is ever in a log line, an
-    exception or a ``repr``. After ``close`` every call is REJECTED.
+    order, within ``deadline_s`` seconds and a grace of 0.2 s, and raises only for misuse. When calls begin to
+    fail, the engine logs why, once, and again when they work (``TroubleLog``); time-outs are logged by the
+    caller. No part of a credential is ever in a log line, an exception or a ``repr``. After ``close`` every
+    call is REJECTED.
+
+    Readers see an object whole or not at all. Beside a client that overwrites or removes the object that is
+    read, Mooncake alone does not promise this: the read may fail, or be OK with bytes of two objects. Records
+    can bear it: what is under a name never changes, and each record has a checksum.
     """
 
     @property

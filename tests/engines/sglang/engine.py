@@ -32,7 +32,10 @@ ENGINE: dict[str, Any] = {
     "skip_server_warmup": True,
     "random_seed": 0,
     "log_level": "info",
+    "dtype": "float32",  # in bfloat16 two tokens are as likely as each other too often
 }
+TOLERANCE = 1e-3
+"""Of log-probabilities in float32. 7e-6 was seen between whole and cut prompts."""
 HICACHE: dict[str, Any] = {
     "enable_hierarchical_cache": True,
     "hicache_ratio": 4,
@@ -102,10 +105,27 @@ def run_engine(
 
 
 def same_answers(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> bool:
-    """Equal tokens, and log-probabilities equal to the last bit."""
+    """Equal tokens, and log-probabilities equal to the last bit: of answers that were computed in the same
+    way, behind a prefix of the same length.
+    """
     return all(
         (mine["tokens"], mine["logprobs"]) == (theirs["tokens"], theirs["logprobs"])
         for mine, theirs in zip(one, other, strict=True)
+    )
+
+
+def same_tokens(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> bool:
+    """Equal tokens: of answers that were computed beside others in a batch, or not."""
+    return [answer["tokens"] for answer in one] == [answer["tokens"] for answer in other]
+
+
+def near_answers(cold: list[dict[str, Any]], warm: list[dict[str, Any]]) -> bool:
+    """Equal tokens, and log-probabilities within TOLERANCE: a prompt that is computed whole is cut otherwise
+    than one behind a cached prefix, and on some processors the last bits differ then, without kvbm too.
+    """
+    logprobs = [[logprob for answer in answers for logprob in answer["logprobs"]] for answers in (cold, warm)]
+    return same_tokens(cold, warm) and all(
+        abs(mine - theirs) < TOLERANCE for mine, theirs in zip(*logprobs, strict=True)
     )
 
 

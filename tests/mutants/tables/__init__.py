@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.mutants.mutant import Mutant, NotShown
-from tests.mutants.tables import latest, names, promises, servers, times
+from tests.mutants.tables import latest, names, planted, promises, servers, times
 
 MUTANTS: tuple[Mutant, ...] = (
     *names.MUTANTS,
@@ -11,6 +11,7 @@ MUTANTS: tuple[Mutant, ...] = (
     *servers.MUTANTS,
     *promises.MUTANTS,
     *latest.MUTANTS,
+    *planted.MUTANTS,
 )
 
 NOT_SHOWN = (

@@ -133,8 +133,8 @@ MUTANTS = (
     Mutant(
         "who asks a store only once never had its prompt brought up",
         "kvbm_core/tiers/chain.py",
-        "        if not asks_again:\n",
-        "        if False:\n",
+        "        if asks_again:\n",
+        "        if True:\n",
         f"{FETCH}::test_who_asks_once_has_it_brought_up_for_the_next_one",
     ),
     Mutant(
@@ -150,6 +150,14 @@ MUTANTS = (
         "            while len(self._errands) > MOST_ERRANDS:\n",
         "            while False:\n",
         f"{FETCH}::test_prompts_that_are_brought_up_at_once_are_bounded_and_the_newest_count",
+    ),
+    Mutant(
+        "prompts for which the host was too small were fetched again and again",
+        "kvbm_core/tiers/chain.py",
+        "        if errand.left_blocks > 0 and (sought",
+        "        if (sought",
+        "tests/property/test_leader_sim_stores.py"
+        "::test_prompts_for_which_the_host_is_too_small_are_not_fetched_again_and_again",
     ),
     Mutant(
         "prompts went on being brought up after their time",

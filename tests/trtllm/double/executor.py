@@ -21,7 +21,7 @@ from tests.trtllm.double.padding import Padding
 from tests.trtllm.double.requests import Core, State
 from tests.trtllm.double.scheduler import Scheduler
 
-PATIENCE_S = 60.0
+PATIENCE_S = 100.0
 """``run_until_idle`` fails after this long."""
 
 Sampled = list[tuple[Core, int | None]]
@@ -225,7 +225,7 @@ class Executor:
             if not self.step():
                 time.sleep(0)  # only transfers: lets the connector's threads run
             if time.monotonic() > deadline_s:
-                raise DoubleFailure(f"not idle after {PATIENCE_S:.0f} s: {self._describe()}")
+                raise DoubleFailure(f"not idle after {PATIENCE_S:.0f} s: {self.describe()}")
         return self.outputs
 
     def close(self) -> None:
@@ -294,7 +294,7 @@ class Executor:
             time.sleep(0)
             batch.context = [core for core in parked if core.state is State.CONTEXT]
             if time.monotonic() > deadline_s:
-                raise DoubleFailure(f"no load ended in {PATIENCE_S:.0f} s: {self._describe()}")
+                raise DoubleFailure(f"no load ended in {PATIENCE_S:.0f} s: {self.describe()}")
         if manager is not None:
             manager.build_output(batch)
             manager.bind()
@@ -430,6 +430,7 @@ class Executor:
                     f"the ranks do not run the same batch in step {self.num_steps}: {everybody}"
                 )
 
-    def _describe(self) -> str:
+    def describe(self) -> str:
+        """What is under way, for whoever waits in vain."""
         states = {core.request_id: core.state.value for core in self._waiting + self._active}
         return f"requests {states}, {self._ends.describe()}"
