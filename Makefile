@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 SETUP_FLAGS ?=
 # Three: tests that wait leave two cores idle. A worker that dies ends the run, as it does without workers;
 # pytest-xdist would run what killed it again.
-SIDE_BY_SIDE := --numprocesses=3 --dist=loadfile --no-loadscope-reorder --max-worker-restart=0 --durations=15
+SIDE_BY_SIDE := --numprocesses=3 --dist=loadfile --no-loadscope-reorder --max-worker-restart=0 --costs=40
 # Bytecode is written, whatever the shell says: engines and ranks are processes that import the same files.
 # The order of sets of strings is the same in each run: tests/conftest.py has the seed of everything else.
 PYTEST = PYTHONDONTWRITEBYTECODE= PYTHONHASHSEED=0 KVBM_CONTRACT_SOURCES=$(CONTRACT) KVBM_SGLANG_PYTHON=$(abspath $(SGLANG_VENV))/bin/python \

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import random
+import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests import effort, hangs, second_try
+from tests import costs, effort, hangs, second_try
 from tests.engines.etcd_server import find_etcd
 from tests.engines.mooncake_pool import find_mooncake
 from tests.engines.nats_server import find_server as find_nats
@@ -103,6 +104,7 @@ def missing_engines() -> set[str]:
 def pytest_addoption(parser: pytest.Parser) -> None:
     """What `make nightly` says, and `make test`."""
     second_try.pytest_addoption(parser)
+    costs.pytest_addoption(parser)
     parser.addoption(
         "--nightly", action="store_true", help="run the tests marked nightly and the random ones, longer"
     )
@@ -114,8 +116,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
     A worker of pytest-xdist has it from the process that started it.
     """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's job in the background
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # or all that tests start would ignore it
     hangs.pytest_configure(config)
     second_try.pytest_configure(config)
+    costs.pytest_configure(config)
     effort.IS_NIGHTLY = config.getoption("nightly")
     if effort.IS_NIGHTLY:
         settings.load_profile(NIGHTLY)

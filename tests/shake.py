@@ -32,6 +32,8 @@ BUSY = [sys.executable, "-c", "while True: pass"]
 NOTHING_RUN = 5
 """pytest's exit status when it has found no test."""
 MOST_WORDS = 160
+WIDTH = 160
+"""Where there is no terminal."""
 
 
 class Run(NamedTuple):
@@ -90,7 +92,7 @@ def run_once(tests: Sequence[str], core: int | None, seed: int | None, log: Path
         if bad is None:
             passed += all(part.tag != "skipped" for part in case)
         else:
-            name = f"{case.get('classname', '').removeprefix('tests.')}::{case.get('name')}"
+            name = f"{case.get('classname', '').rpartition('.')[2]}::{case.get('name')}"
             failed[name] = " ".join((bad.get("message") or bad.text or "").split())[:MOST_WORDS]
     return Run(failed, passed, seconds)
 
@@ -102,6 +104,7 @@ def table_of(runs: Sequence[Run]) -> Table:
         for name, words in run.failed.items():
             said.setdefault(name, Counter())[words] += 1
     table = Table("test", "failed", "what it said")
+    table.columns[0].overflow = "fold"
     for name, words in sorted(said.items(), key=lambda item: -item[1].total()):
         table.add_row(escape(name), f"{words.total()} of {len(runs)}", escape(words.most_common(1)[0][0]))
     return table
@@ -116,6 +119,8 @@ def main(
 ) -> None:
     """Runs tests again and again, and says how often each failed."""
     console = Console()
+    if not console.is_terminal:
+        console = Console(width=WIDTH)
     folder = Path(tempfile.mkdtemp(prefix="kvbm-shake-"))
     done: list[Run] = []
     try:

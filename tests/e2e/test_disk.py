@@ -40,6 +40,7 @@ def job(model: Path, prompts: list[list[int]], rounds: int, **more: Any) -> dict
         "block_size": BLOCK,
         "max_model_len": 4096,
         "num_gpu_blocks_override": DEVICE_FOR_TWO,
+        "dtype": "float32",  # in bfloat16 an engine without connector may answer otherwise at a tie
         **more.pop("llm", {}),
     }
     spec = [{"prompts": prompts, "max_tokens": 8}] * rounds

@@ -20,6 +20,7 @@ from tests.engines.freeze import freeze, thaw
 from tests.engines.ports import HOST, free_port, listens
 
 START_S = 30.0
+ATTEMPTS = 5
 SEGMENT_BYTES = 128 << 20
 NODE = """
 import sys, time
@@ -137,10 +138,22 @@ class MooncakePool:
             node.wait()
 
     def start_master(self) -> None:
-        """At the same ports if it was there before; waits until it answers and is this very process."""
+        """At the same ports if it was there before; waits until it answers and is this very process. One that
+        was never there takes others if somebody has just taken its ports.
+        """
+        was_there = bool(self.port)
+        for left in reversed(range(1 if was_there else ATTEMPTS)):
+            if not was_there:
+                self.port, self.metrics_port = free_port(), free_port()
+            if self._starts_master():
+                return
+            self.kill_master()
+            if not left:
+                raise RuntimeError("no master could be started")
+
+    def _starts_master(self) -> bool:
         folder = find_mooncake()
         assert folder is not None
-        self.port, self.metrics_port = self.port or free_port(), self.metrics_port or free_port()
         ports = [f"--rpc_port={self.port}", f"--metrics_port={self.metrics_port}"]
         options = [f"--rpc_address={HOST}", "--enable_metric_reporting=false", "--client_ttl=10"]
         with (self._folder / "master.log").open("ab") as log:
@@ -149,12 +162,12 @@ class MooncakePool:
         ends_at_s = time.monotonic() + START_S
         while True:
             if self._master.poll() is not None or time.monotonic() > ends_at_s:
-                raise RuntimeError("no master could be started")
+                return False
             with suppress(OSError):
                 url = f"http://{HOST}:{self.metrics_port}/health"
                 with urllib.request.urlopen(url, timeout=1.0) as answer:
                     if answer.status == 200 and listens(self._master.pid, self.port):
-                        return
+                        return True
             time.sleep(0.02)
 
     def freeze_master(self) -> None:

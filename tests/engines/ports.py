@@ -22,13 +22,15 @@ _TURNS = itertools.count(random.SystemRandom().randrange(END_PORT))
 
 def listens(pid: int, port: int) -> bool:
     """Whether it is this process, and no other, that listens there."""
-    lines = Path("/proc/net/tcp").read_text().splitlines()[1:]
-    fields = [line.split() for line in lines]
+    fields, links = list[list[str]](), list[str]()
+    with suppress(OSError):  # it may end meanwhile
+        for name in ("tcp", "tcp6"):
+            lines = Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:]
+            fields += [line.split() for line in lines]
+        for entry in Path(f"/proc/{pid}/fd").iterdir():
+            with suppress(OSError):
+                links.append(str(entry.readlink()))
     inodes = {field[9] for field in fields if field[3] == "0A" and field[1].endswith(f":{port:04X}")}
-    links = []
-    for entry in Path(f"/proc/{pid}/fd").iterdir():
-        with suppress(OSError):
-            links.append(str(entry.readlink()))
     return bool(inodes) and {f"socket:[{inode}]" for inode in inodes} <= set(links)
 
 

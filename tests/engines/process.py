@@ -17,7 +17,7 @@ from typing import TypeVar
 
 import httpx
 
-from tests.engines.ports import HOST, free_port
+from tests.engines.ports import HOST, free_port, listens
 
 START_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 20.0
@@ -31,6 +31,10 @@ Self = TypeVar("Self", bound="Server")
 
 class ServerError(RuntimeError):
     """The server did not start or did not stop; the first line says why, the end of the log follows."""
+
+
+class PortTaken(ServerError):
+    """It runs, and another process answers at its port."""
 
 
 class Server:
@@ -153,6 +157,12 @@ class Server:
                 if progress is not None:
                     progress(elapsed_s, self.log_tail(1))
                 time.sleep(POLL_S)
+        if not self._has_the_port():
+            raise PortTaken(f"{self.name} runs, but another process answers at {self.base_url}")
+
+    def _has_the_port(self) -> bool:
+        """Whether what listens there is one of its processes: anybody's server may answer."""
+        return any(listens(pid, int(self.port)) for pid in self.processes())
 
     def _failure(self, what: str) -> ServerError:
         text = self.log_path.read_text(errors="replace")

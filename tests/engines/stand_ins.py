@@ -14,7 +14,7 @@ from pathlib import Path
 from tests.engines.launched import LAUNCH
 from tests.engines.process import runs_in
 
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 POLL_S = 0.02
 STAND_IN = """#!/usr/bin/env bash
 [[ -z ${IS_STUBBORN:-} ]] || trap '' TERM
@@ -60,7 +60,8 @@ def started_by(
     kept = {name: os.environ[name] for name in ("HOME", "TMPDIR") if name in os.environ}
     path = os.pathsep.join([str(programs), os.environ["PATH"]])
     process = subprocess.Popen(
-        ["bash", str(LAUNCH / script), *arguments],
+        # A shell cannot trap what it was told to ignore, as a job in the background is.
+        ["env", "--default-signal=INT,HUP", "bash", str(LAUNCH / script), *arguments],
         env={**kept, "PATH": path, "NOTES": str(notes), **(env or {})},
         stdin=subprocess.DEVNULL,
         start_new_session=True,

@@ -19,9 +19,9 @@ from kvbm_core.storage.remote.mooncake import THREADS, MooncakeEngine
 from kvbm_core.testing.engine_contract import content_of, room
 from tests.engines.mooncake_pool import MooncakePool
 from tests.engines.ports import HOST, free_port
+from tests.faults.deadlines import GRACE_S
 
 pytestmark = pytest.mark.mooncake
-GRACE_S = 0.2
 LONG_S = 30.0
 SIZE = 300_000
 PATTERN = b"\xa5"
@@ -112,17 +112,20 @@ def test_a_machine_that_dies_takes_its_objects_along_and_no_others(tmp_path: Pat
         assert set(put(engine, lost)) == set(get(engine, lost)) == {Outcome.OK}
 
 
-def test_a_frozen_machine_costs_the_deadline_and_its_calls_keep_their_memory(tmp_path: Path) -> None:
+def test_a_frozen_machine_costs_the_deadline_and_its_calls_keep_their_memory(
+    tmp_path: Path, waits_s: list[float]
+) -> None:
     with MooncakePool(tmp_path) as pool, client(pool) as engine:
         assert put(engine, ["a", "b"]) == [Outcome.OK] * 2
         assert get(engine, ["a"]) == [Outcome.OK]
         pool.nodes[0].freeze()
+        waits_s.clear()
         targets = [room(SIZE) for _ in range(THREADS)]
         for number, (target,) in enumerate(targets):
             started_s = time.monotonic()
             got = engine.get([GetItem("ab"[number % 2], [target])], deadline_s=0.3)
             assert got == [Got(Outcome.TIMED_OUT)]
-            assert time.monotonic() - started_s < 0.3 + GRACE_S
+            assert time.monotonic() - started_s < 0.3 + GRACE_S and max(waits_s) <= 0.3
             assert engine.holds(target) and not engine.holds(room(SIZE)[0])
         source = memoryview(bytearray(content_of("c", SIZE)))
         put_late = engine.put([PutItem("c", [source])], deadline_s=0.3)
@@ -166,9 +169,7 @@ def test_after_a_restart_of_the_master_all_is_gone_and_can_be_put_again(
             assert within(1.0, lambda: put(engine, ["b"], 1.0)) <= failures
             assert within(1.0, lambda: engine.exists(names, deadline_s=1.0)) <= failures
         pool.start_master()
-        started_s = time.monotonic()
         until(lambda: put(engine, names) == [Outcome.OK] * 8 and get(engine, names) == [Outcome.OK] * 8)
-        assert time.monotonic() - started_s < 30.0
         # A put whose deadline is over may be carried out by the client once the master is back.
         assert get(engine, ["b"]) in ([Outcome.MISS], [Outcome.OK])
     told = [record.getMessage() for record in caplog.records if record.name == "kvbm"]
@@ -181,9 +182,8 @@ def test_a_frozen_master_costs_the_deadline(tmp_path: Path) -> None:
         pool.freeze_master()
         for _ in range(2):
             assert within(0.5, lambda: engine.exists(["a"], deadline_s=0.5)) == {Outcome.TIMED_OUT}
-        started_s = time.monotonic()
-        assert get(engine, ["a"]) == [Outcome.TIMED_OUT]
-        assert time.monotonic() - started_s < 10.0, "half a minute, were it not for MC_RPC_TIMEOUT_MS"
+        # Half a minute later its own limit ends the call, were it not for MC_RPC_TIMEOUT_MS.
+        assert within(5.0, lambda: get(engine, ["a"])) == {Outcome.TIMED_OUT}
         pool.thaw_master()
         until(lambda: get(engine, ["a"]) == [Outcome.OK])
 
@@ -208,7 +208,7 @@ def test_close_while_there_is_no_master_is_quick() -> None:
     engine = MooncakeEngine(server_url(f"mooncake://{HOST}:{free_port()}"))
     started_s = time.monotonic()
     engine.close()
-    assert time.monotonic() - started_s < 3.0
+    assert time.monotonic() - started_s < GRACE_S
     assert engine.exists(["a"], deadline_s=LONG_S) == [Outcome.REJECTED]
 
 

@@ -193,8 +193,7 @@ def test_a_server_that_is_killed_and_comes_back_is_met_again(bench: Bench, serve
     server.stop()
     bench.churn_until_full(4.0)
     server.start(server.port)
-    took_s = wait_for(lambda: bench.is_met)
-    assert took_s < 15
+    wait_for(lambda: bench.is_met)
     bench.churn(0.2)
     wait_for(lambda: bench.is_met, 10)
 
@@ -333,7 +332,7 @@ def test_a_server_that_is_away_does_not_hold_up_the_end(server: NatsServer) -> N
     bench.churn(0.2)
     began_s = time.monotonic()
     bench.publisher.close()
-    assert time.monotonic() - began_s < 2.0 and not bench.sink._thread.is_alive()
+    assert time.monotonic() - began_s < PATIENCE_S and not bench.sink._thread.is_alive()
     bench.close()
 
 

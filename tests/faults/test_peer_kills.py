@@ -29,13 +29,13 @@ from tests.engines.freeze import freeze, thaw
 from tests.engines.hosts import Host, lone_host, why_not
 from tests.engines.ports import free_port
 from tests.faults.apart import in_process
+from tests.faults.deadlines import GRACE_S
 from tests.faults.nurseries import nursery, pipes
 from tests.faults.peer_nursery import BLOCK_BYTES, KEYS, NIXL, OURS, THEIRS, ask_some, zone_of
 from tests.unit.peer_bench import asking, owning, targets_for
 from tests.unit.test_fleet_keys import keys_of
 
 DEADLINE_S = 0.5
-GRACE_S = 1.0
 """Beyond its deadline, for a machine with other things to do."""
 PINS_S = 5.0
 """Beyond its deadline nothing is held for a question any more."""

@@ -21,13 +21,13 @@ from kvbm_core.storage.remote.s3 import CHUNK_BYTES, NUM_THREADS, OFF_S, S3Engin
 from kvbm_core.storage.remote.s3_client import S3Options, store_maker
 from tests.engines.certificates import make_certificates
 from tests.engines.faulty_store import Fault, FaultyStore, faulty_store
+from tests.faults.deadlines import GRACE_S
 
 ACCESS_KEY, SECRET_KEY = "AKIAOFTESTS", "s3cr3t/of+tests"
 BUCKET = remote_bucket("s3://bucket/prefix")
 CONTENT = bytes(range(250)) * 400
 DEADLINE_S = 1.0
 TIMEOUT_S = 1.5
-GRACE_S = 0.2
 DOC = Path(__file__).resolve().parents[2] / "docs" / "remote.md"
 OK, MISS, IO_ERROR, TIMED_OUT = Outcome.OK, Outcome.MISS, Outcome.IO_ERROR, Outcome.TIMED_OUT
 NO_SPACE, CORRUPT = Outcome.NO_SPACE, Outcome.CORRUPT
@@ -132,13 +132,11 @@ def exists(engine: S3Engine, name: str = "a/name") -> Outcome:
 
 
 def in_time(call: Callable[[S3Engine], Outcome], engine: S3Engine) -> Outcome:
-    """Its outcome. The machine may be slow once; a call is not late every time."""
-    for _ in range(3):
-        started_s = time.monotonic()
-        outcome = call(engine)
-        if time.monotonic() - started_s < DEADLINE_S + GRACE_S:
-            return outcome
-    raise AssertionError("not within the deadline and its grace")
+    """Its outcome."""
+    started_s = time.monotonic()
+    outcome = call(engine)
+    assert time.monotonic() - started_s < DEADLINE_S + GRACE_S
+    return outcome
 
 
 def lines(caplog: pytest.LogCaptureFixture) -> list[str]:

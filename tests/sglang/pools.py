@@ -52,6 +52,9 @@ from tests import settings_walk
 from tests.began import begins_now
 
 PAGE_TOKENS, NUM_PAGES, LAYERS = 16, 32, 4
+SGLANGS_RESERVE_BYTES = base.HICACHE_HOST_MEMORY_RESERVE_BYTES
+# As in an engine on the CPU: these pools are some MB, and other tests need memory beside them.
+base.HICACHE_HOST_MEMORY_RESERVE_BYTES = plugin.HOST_RESERVE_BYTES
 RECOVERED_S = 30.0
 
 
@@ -579,6 +582,7 @@ def orders(folder: str, seed: int) -> None:
 
 def pools_beside_another_engine(seed: int) -> int:
     """Makes a host pool where 4 GiB of memory are free, as our stand-in for SGLang's kernels lets it."""
+    base.HICACHE_HOST_MEMORY_RESERVE_BYTES = SGLANGS_RESERVE_BYTES
     plugin.activate()
     with patch.object(base, "available_host_memory_bytes", lambda **_: 4 << 30):
         return int(make_pool("mha", "page_first", seed).size)

@@ -32,6 +32,7 @@ SIZES = {
     "DYN_KVBM_CPU_CACHE_GB": "0.1",
     "DYN_KVBM_DISK_CACHE_GB": "0.2",
     "DYN_KVBM_DISABLE_DISK_OFFLOAD_FILTER": "true",  # or a page goes to disk when it is used again
+    "KVBM_START_WAIT_S": "60",  # or on a busy machine the first request may come before the disk
 }
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -271,22 +270,6 @@ def test_the_registry_check_sees_a_slot_that_does_not_know_its_block() -> None:
     registry._key_at[1] = None
     with pytest.raises(IntegrityError, match="point to each other"):
         registry.check_integrity()
-
-
-def test_find_does_not_grow_with_the_resident_blocks() -> None:
-    def seconds(num_blocks: int) -> float:
-        registry, keys = BlockRegistry(), sample_keys(0, num_blocks)
-        registry.grow(num_blocks)
-        registry.reserve(keys, slots(*range(num_blocks)))
-        registry.commit(keys)
-        times = []
-        for first in range(30):
-            start = time.perf_counter()
-            assert len(registry.find(keys[first : first + 100])) == 100
-            times.append(time.perf_counter() - start)
-        return min(times)
-
-    assert seconds(100_000) < 20 * seconds(200)
 
 
 # ---------------------------------------------------------------- leases

@@ -34,6 +34,7 @@ from kvbm_core.testing.peer_owner import content_of, key_of, wait_for
 from kvbm_core.tiers.keyed import KeyedOptions, Seeker, Sought
 from kvbm_core.tiers.runs import run_of
 from kvbm_core.types import BlockKey
+from tests.faults.deadlines import GRACE_S
 from tests.unit.peer_bench import (
     BLOCK_BYTES,
     OWNER,
@@ -49,7 +50,7 @@ from tests.unit.tier_bench import TierBench
 NO_NIXL = why_no_nixl()
 pytestmark = pytest.mark.skipif(NO_NIXL is not None, reason=f"NOT RUN: peers by NIXL: {NO_NIXL}")
 KEYS = [key_of(number) for number in range(1, 40)]
-OK, LONG_S, GRACE_S, NUM_CALLS = Outcome.OK, 20.0, 1.0, 2
+OK, LONG_S, NUM_CALLS = Outcome.OK, 20.0, 2
 
 
 @pytest.fixture

@@ -127,7 +127,7 @@ def test_shutting_down_ends_quickly_and_leaves_no_thread(tmp_path: Path) -> None
         engine.add("b", range(200, 250), 4)
         engine.step()
         started_s = time.monotonic()
-    assert time.monotonic() - started_s < 15.0, "it waited for the copy, which is given up after 60 s"
+    assert time.monotonic() - started_s < 45.0, "it waited for the copy, which is given up after 60 s"
     left = [thread.name for thread in set(threading.enumerate()) - before if thread.name.startswith("kvbm")]
     assert not left
 

@@ -1,0 +1,7 @@
+"""What tests of faults share."""
+
+from __future__ import annotations
+
+from tests.faults.deadlines import waits_s
+
+__all__ = ["waits_s"]
