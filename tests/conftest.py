@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests import costs, effort, hangs, second_try
+from tests import costs, effort, hangs, leftovers, second_try
 from tests.engines.etcd_server import find_etcd
 from tests.engines.mooncake_pool import find_mooncake
 from tests.engines.nats_server import find_server as find_nats
@@ -121,6 +121,7 @@ def pytest_configure(config: pytest.Config) -> None:
     hangs.pytest_configure(config)
     second_try.pytest_configure(config)
     costs.pytest_configure(config)
+    leftovers.pytest_configure(config)
     effort.IS_NIGHTLY = config.getoption("nightly")
     if effort.IS_NIGHTLY:
         settings.load_profile(NIGHTLY)

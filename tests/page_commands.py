@@ -70,6 +70,8 @@ TABLE: dict[str, list[tuple[str, How]]] = {
         ("make test PYTEST_ARGS", LONG),
         *[(f".venv/bin/python -m tests.mutants {words}", LONG) for words in ("  ", "audit LoRA")],
         *[(f".venv/bin/python -m tests.shake tests/{what}", LONG) for what in ("trtllm", "faults")],
+        ("KVBM_SETUP_NEWEST=1 make test", LONG),
+        (".venv/bin/python deploy/constraints.py", LONG),
         ("gcc ", LONG),
         ("export ASAN_OPTIONS", LONG),
         ("LD_PRELOAD", LONG),

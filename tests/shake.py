@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -140,7 +141,9 @@ def main(
     except KeyboardInterrupt:
         console.print("interrupted")
     red = sum(bool(run.failed) for run in done)
-    if red:
+    if not red:
+        shutil.rmtree(folder)
+    else:
         console.print(table_of(done))
     where = "one core" if core is not None else f"{os.cpu_count()} cores"
     console.print(f"{red} of {len(done)} runs were red, beside {beside} busy loops, on {where}")

@@ -457,6 +457,9 @@ class LocalTiers:
             reserved += sum(job.num_blocks for job in self._jobs.jobs(FetchJob))
             if self._chain.host.pending_blocks != reserved:
                 raise IntegrityError("host slots are reserved for nobody")
+            leases = self._chain.host.live_leases + self._chain.live_leases
+            if leases and not held and not self._chain.storing_blocks:
+                raise IntegrityError(f"{leases} leases are held for nobody")
 
     # ---------------------------------------------------------------- TierListener
 

@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 import zipfile
+from importlib.metadata import requires
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -293,6 +294,23 @@ def test_setup_refuses_a_folder_that_is_no_environment(tmp_path: Path) -> None:
     assert result.stderr.count("\n") == 1
     assert "is no virtual environment" in result.stderr
     assert (tmp_path / "letter.txt").read_text() == "keep me"
+
+
+def test_everything_that_judges_has_one_version_and_nothing_names_a_place() -> None:
+    extra = re.compile(r"""extra == ['"](\w+)['"]""")
+    of_extra = [(line, extra.search(line)) for line in requires("kvbm") or ()]
+    wanted = {_name_of(line) for line, found in of_extra if found is None or found[1] in ("dev", "demo")}
+    assert len(wanted) > 30
+    for path in (DEPLOY / "constraints").glob("*.txt"):
+        lines = [line for line in path.read_text().splitlines() if not line.startswith("#")]
+        assert all(re.fullmatch(r"[\w.-]+==[\w.]+", line) for line in lines), path
+        assert not {_name_of(line) for line in lines} & {"torch", "vllm", "sglang", "kvbm"}, path
+        if path.stem != "sglang":
+            assert wanted <= {_name_of(line) for line in lines}, path
+
+
+def _name_of(requirement: str) -> str:
+    return re.split(r"[^\w-]", requirement)[0].lower().replace("_", "-")
 
 
 def test_setup_goes_on_without_nixl(tmp_path: Path) -> None:

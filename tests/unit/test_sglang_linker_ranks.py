@@ -149,9 +149,12 @@ class Duo:
             holds(pool, NUM_PAGES - number, key) for pool in self.pools for number, key in enumerate(keys)
         )
 
-    def close(self) -> None:
+    def check_integrity(self) -> None:
         for tiers in self.stores:
             tiers.check_integrity()
+
+    def close(self) -> None:
+        self.check_integrity()
         with ThreadPoolExecutor(len(self.ranks)) as pool:
             list(pool.map(lambda rank: rank.close(), self.ranks))
 
@@ -184,6 +187,7 @@ def test_one_rank_stores_and_both_load(duo_of: Callable[..., Duo]) -> None:
     tokens = sorted(found["kvbm_matched_tokens"] for found in counted)
     sent = sorted(found.get('kvbm_bytes_total{direction="onboard"}', 0) for found in counted)
     assert (tokens, sent) == ([0, 3 * PAGE_TOKENS], [0, 3 * page_bytes]), "each byte is counted once"
+    duo.check_integrity()
 
 
 def test_without_the_setting_each_rank_stores_its_own(duo_of: Callable[..., Duo]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -27,7 +28,9 @@ def test_always():
 
 def shake(folder: Path, *options: str) -> tuple[int, str]:
     command = [sys.executable, "-m", "tests.shake", str(folder), *options]
-    found = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    (folder / "logs").mkdir()
+    env = {**os.environ, "TMPDIR": str(folder / "logs")}
+    found = subprocess.run(command, cwd=REPOSITORY, env=env, capture_output=True, text=True, check=False)
     return found.returncode, found.stdout
 
 

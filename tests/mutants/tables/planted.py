@@ -39,11 +39,4 @@ MUTANTS = (
         "        if False:\n",
         " ".join(ADAPTERS.values()),
     ),
-    Mutant(
-        "a lease does not hold its blocks",
-        "kvbm_core/blocks/slot_tier.py",
-        "        self._policy.pin(slots)\n        return self._leases.grant(owner",
-        "        return self._leases.grant(owner",
-        " ".join(ADAPTERS.values()),
-    ),
 )
