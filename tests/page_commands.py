@@ -79,6 +79,7 @@ TABLE: dict[str, list[tuple[str, How]]] = {
     ],
     "README.md": [
         ("make demo", seen_by("tests/benchmarks/test_demo.py")),
+        ("make test", LONG),
         ("pip install .", CHECKOUT),
         ("kvbm version", HOME),
         ("kvbm doctor", WARNS),

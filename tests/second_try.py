@@ -26,7 +26,7 @@ CONTRIBUTING = Path(__file__).resolve().parents[1] / "CONTRIBUTING.md"
 # Words of an assertion, or of the exception, that judge what kvbm did and not when it did it.
 IS_VERDICT = re.compile(
     r"Timeout \(>|IntegrityError|WrongAnswer|answer|token|byte|content|payload|digest|same_|equal"
-    r"|leak|left|clean|integrity|open_files|descriptor",
+    r"|leak|lease|left|clean|guarded|open requests|integrity|open_files|descriptor",
     re.IGNORECASE,
 )
 

@@ -12,6 +12,7 @@ answers still equal, the comparison would see no state.
 from __future__ import annotations
 
 import json
+import os
 import random
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -128,12 +129,20 @@ def assert_comes_back(case: Case, tmp_path: Path, rng: random.Random, ranks: int
         assert_nothing_left(again)
 
 
+def has_avx512() -> bool:
+    """Whether this processor can run the kernels of vLLM's gated delta net, which are for bfloat16 alone."""
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    return any(line.startswith("flags") and " avx512f" in line for line in lines)
+
+
 @pytest.fixture(scope="module")
 def qwen3_next(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_hybrid(tmp_path_factory.mktemp("tiny") / "qwen3-next", "qwen3_next")
 
 
 def test_states_come_back(qwen3_next: Path, tmp_path: Path, rng: random.Random) -> None:
+    if not (has_avx512() and os.environ.get("ONEDNN_MAX_CPU_ISA", "DEFAULT") in ("DEFAULT", "ALL")):
+        pytest.skip("NOT RUN: Qwen3-Next on a real vLLM: its kernel for bfloat16 needs AVX-512")
     assert_comes_back(Case(qwen3_next, EACH), tmp_path, rng)
 
 

@@ -33,6 +33,20 @@ def test_of_bytes():
     SEEN.touch()
     assert was_seen, "a byte is another"
 """
+LEAK = """
+from pathlib import Path
+
+SEEN = Path(__file__).with_name("seen")
+
+def look():
+    was_seen = SEEN.exists()
+    SEEN.touch()
+    found = {} if was_seen else {"open requests": 1}
+    assert not found, f"{found}"
+
+def test_of_a_leak():
+    look()
+"""
 ALWAYS = """
 def test_that_fails():
     assert 1 == 2
@@ -71,6 +85,7 @@ def test_what_passes_alone_is_named_with_what_it_said_and_counted(tmp_path: Path
     ("text", "said"),
     [
         (WRONG, "test_of_bytes was not run again"),
+        (LEAK, "test_of_a_leak was not run again"),
         (ALWAYS, "test_that_fails failed again, alone"),
         (MANY, "4 tests failed, more than 3: none was run again"),
     ],
