@@ -16,6 +16,7 @@ SIDE_BY_SIDE := --numprocesses=3 --dist=loadfile --no-loadscope-reorder --max-wo
 PYTEST = PYTHONDONTWRITEBYTECODE= PYTHONHASHSEED=0 KVBM_CONTRACT_SOURCES=$(CONTRACT) KVBM_SGLANG_PYTHON=$(abspath $(SGLANG_VENV))/bin/python \
 	KVBM_DYNAMO_PYTHON=$(abspath $(DYNAMO_VENV))/bin/python $(BIN)/python -m pytest $(SIDE_BY_SIDE)
 PYTEST_ARGS ?=
+NIGHTLY_MINUTES ?= 60
 BENCH_ARGS ?=
 DEMO_ARGS ?=
 ONLY ?=
@@ -48,9 +49,9 @@ test: ## everything but nightly: lint, types, fast tests, then vLLM's own classe
 	@$(MAKE) --no-print-directory --jobs=2 checked
 	@$(PYTEST) --second-try $(PYTEST_ARGS)
 
-nightly: ## what test leaves out: slow, and rarely fails (CONTRIBUTING.md has the list)
+nightly: ## what test leaves out, what was run longest ago first (NIGHTLY_MINUTES=60, 0: all; NIGHTLY_STATE=file)
 	@$(MAKE) --no-print-directory --jobs=2 checked
-	@$(PYTEST) --nightly $(PYTEST_ARGS)
+	@$(PYTEST) --nightly --minutes=$(NIGHTLY_MINUTES) $(PYTEST_ARGS)
 
 lint: setup ## ruff, rules and format
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check --quiet . || { echo 'ruff found something: see above, or run $(BIN)/ruff format' >&2; exit 1; }

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests import costs, effort, hangs, leftovers, second_try
+from tests import costs, effort, hangs, leftovers, nights, second_try
 from tests.engines.etcd_server import find_etcd
 from tests.engines.mooncake_pool import find_mooncake
 from tests.engines.nats_server import find_server as find_nats
@@ -105,9 +105,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """What `make nightly` says, and `make test`."""
     second_try.pytest_addoption(parser)
     costs.pytest_addoption(parser)
-    parser.addoption(
-        "--nightly", action="store_true", help="run the tests marked nightly and the random ones, longer"
-    )
+    nights.pytest_addoption(parser)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -122,7 +120,8 @@ def pytest_configure(config: pytest.Config) -> None:
     second_try.pytest_configure(config)
     costs.pytest_configure(config)
     leftovers.pytest_configure(config)
-    effort.IS_NIGHTLY = config.getoption("nightly")
+    nights.pytest_configure(config)
+    effort.IS_NIGHTLY = config.getoption(nights.NIGHTLY_OPTION)
     if effort.IS_NIGHTLY:
         settings.load_profile(NIGHTLY)
     drawn = random.SystemRandom().randrange(2**32) if effort.IS_NIGHTLY else SEED

@@ -57,6 +57,8 @@ DOTS = How("", "has dots for what the reader fills in")
 HUB = How("", "takes a program from GitHub; tests/benchmarks/test_lmbenchmark.py knows it")
 KEYS_OF_NATS = seen_by("tests/e2e/test_operators.py")
 PAIR = seen_by("tests/e2e/test_disaggregated.py")
+REASONS = (PASTED, INDEX, LONG, GPU, TRTLLM, DOTS, HUB)
+"""All that there are for a command that no test sees as it is written."""
 
 TABLE: dict[str, list[tuple[str, How]]] = {
     "CONTRIBUTING.md": [

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
+from collections.abc import Callable
 
 import pytest
 
 from tests.engines import REPOSITORY
 from tests.engines.pages import SHELL, blocks_in, commands_in
-from tests.page_commands import PAGES, TABLE, How, told
+from tests.page_commands import PAGES, REASONS, TABLE, How, told
 
 PROGRAM = re.compile(
     r"^(kvbm|pip|python3?|make|docker|kubectl|curl|export|vllm|deploy/.*|container/.*) ", re.M
@@ -22,6 +23,19 @@ def test_every_command_is_run_or_has_a_reason(page: str) -> None:
         assert how.place or how.why, command
         if how.why.startswith("tests/"):
             assert (REPOSITORY / how.why).is_file(), how.why
+
+
+def test_how_many_are_run_is_told(tell: Callable[[str], None]) -> None:
+    """The reasons of the others come from a short list; a test that sees a command is one of them."""
+    hows = [how for page in PAGES for _, how in told(page)]
+    reasons = Counter("seen by another test" if how.why.startswith("tests/") else how.why for how in hows)
+    run = sum(how.place not in ("", "same") for how in hows)
+    others = Counter({why: count for why, count in reasons.items() if why and why not in PAGES})
+    assert others.keys() <= {"seen by another test", *(how.why for how in REASONS)}
+    tell(
+        f"{len(hows)} commands of the pages: {run} run; "
+        + "; ".join(f"{count}: {why}" for why, count in others.most_common())
+    )
 
 
 def test_the_table_has_no_page_that_is_gone() -> None:

@@ -80,6 +80,7 @@ def run_engine(
     answer_tokens: int = 8,
     environment: dict[str, str] | None = None,
     only_new_rows: bool = False,
+    timeout_s: float = TIMEOUT_S,
     **engine: Any,
 ) -> dict[str, Any]:
     """The result of one engine; "log" is what it wrote. Its files are in ``folder``, its blocks in
@@ -101,7 +102,7 @@ def run_engine(
     # One thread computes: on few cores several wait for each other by spinning.
     env = variables(**{**own, **peers, **more, "OMP_NUM_THREADS": "1", **(environment or {})})
     module = "tests.engines.sglang.engine_job"
-    return run_job(python(PYTHON), module, job, folder, environment=env, timeout_s=TIMEOUT_S)
+    return run_job(python(PYTHON), module, job, folder, environment=env, timeout_s=timeout_s)
 
 
 def same_answers(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> bool:

@@ -1,0 +1,53 @@
+"""Real SGLang that forgets and asks again, fifty times: what kvbm brings back gives the answers that the
+engine's own cache gives, to the last bit each time, whatever runs beside it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engines.sglang.engine import (
+    HICACHE,
+    HIT,
+    LINKER,
+    NOTHING,
+    NUM_PROMPTS,
+    WHOLE_PAGES,
+    cached,
+    near_answers,
+    prompts_of,
+    run_engine,
+    same_answers,
+)
+
+ROUNDS = 50
+
+pytestmark = [
+    pytest.mark.timeout(3600),
+    pytest.mark.nightly("minutes each; test_engine.py and test_linker.py have one such round"),
+]
+
+
+@pytest.mark.parametrize("engine", [HICACHE, LINKER], ids=["hicache", "linker"])
+def test_each_round_answers_alike(
+    engine: dict[str, Any], tiny_model: Path, tmp_path: Path, seed: int
+) -> None:
+    stored = {"stored": WHOLE_PAGES * NUM_PROMPTS}
+    steps = ["ask", stored, "ask", *["flush", "ask", "ask"] * ROUNDS]
+    found = run_engine(
+        tmp_path,
+        steps,
+        prompts=prompts_of(seed),
+        environment={"DYN_KVBM_DISABLE_DISK_OFFLOAD_FILTER": "true", "KVBM_START_WAIT_S": "60"},
+        timeout_s=3000,
+        model_path=str(tiny_model),
+        **engine,
+    )
+    cold, own, *others = found["answers"]
+    assert [cached(cold), cached(own)] == [NOTHING, HIT] and near_answers(cold, own)
+    assert [cached(other) for other in others] == [HIT] * (2 * ROUNDS)
+    unlike = [number for number, other in enumerate(others) if not same_answers(own, other)]
+    assert not unlike, "answers that are not those of the engine's own cache, by their number"
