@@ -20,12 +20,12 @@ pytest.importorskip("vllm", reason="NOT RUN: Dynamo's router before vLLM's sched
 
 from kvbm_core.events import publisher as publisher_module
 from tests.conftest import DYNAMO_PYTHON
+from tests.engines import PATIENCE_S
 from tests.engines.etcd_server import EtcdServer, find_etcd
 from tests.engines.ports import HOST, free_port
 from tests.vllm.kvbm_engine import KvbmEngine
 
 BLOCK_TOKENS = 4
-PATIENCE_S = 30.0
 POLL_S = 0.01
 PROMPTS = range(50), range(200, 250)
 FULL_BLOCKS = 12

@@ -16,7 +16,7 @@ import httpx
 import pytest
 
 from kvbm_core.fleet.keys import new_keys
-from tests.engines import REPOSITORY
+from tests.engines import PATIENCE_S, REPOSITORY
 from tests.engines.client import parse_metrics
 from tests.engines.ports import HOST, free_port
 from tests.engines.vllm_server import ONE_THREAD, ServerOptions, VllmServer
@@ -27,7 +27,6 @@ PROMPT_TOKENS = PROMPT_BLOCKS * BLOCK_TOKENS + 5
 ANSWER_TOKENS = 16
 SHORT_PROMPT = [3, 4, 5]
 """Less than a block."""
-PATIENCE_S = 30.0
 
 pytestmark = [
     pytest.mark.nightly(

@@ -13,8 +13,9 @@ from typing import Any
 
 import httpx
 
+from tests.engines import PATIENCE_S
+
 REQUEST_TIMEOUT_S = 120.0
-SETTLE_TIMEOUT_S = 10.0
 POLL_S = 0.05
 SAMPLE = re.compile(r"^(?P<name>[A-Za-z_:][\w:]*)(?:\{.*\})? (?P<value>\S+)", re.MULTILINE)
 AUDITED = re.compile(
@@ -166,7 +167,7 @@ class EngineClient:
         Tries again for a while, as vLLM refuses while blocks are in use; False if it never agreed.
         """
         parameters = {"reset_external": with_kvbm}
-        deadline_s = time.monotonic() + SETTLE_TIMEOUT_S
+        deadline_s = time.monotonic() + PATIENCE_S
         while time.monotonic() < deadline_s:
             response = await self._http.post("/reset_prefix_cache", params=parameters)
             if response.raise_for_status().json()["success"]:
@@ -192,9 +193,9 @@ class EngineClient:
     async def kvbm_metrics_once(self, reached: Callable[[dict[str, float]], bool]) -> dict[str, float]:
         """kvbm's samples as soon as they fulfil ``reached``: an answer does not wait for its offloads.
 
-        After SETTLE_TIMEOUT_S they are returned as they are.
+        After PATIENCE_S they are returned as they are.
         """
-        deadline_s = time.monotonic() + SETTLE_TIMEOUT_S
+        deadline_s = time.monotonic() + PATIENCE_S
         samples = await self.kvbm_metrics()
         while not reached(samples) and time.monotonic() < deadline_s:
             await asyncio.sleep(POLL_S)

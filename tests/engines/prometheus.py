@@ -14,11 +14,11 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+from tests.engines import PATIENCE_S
 from tests.engines.own_server import OwnServer
 from tests.engines.ports import HOST, listens
 
 LOOK_S = 0.1
-PATIENCE_S = 60.0
 
 
 def find_prometheus(name: str = "prometheus") -> str | None:

@@ -11,10 +11,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.engines import PATIENCE_S
 from tests.engines.launched import LAUNCH
 from tests.engines.process import runs_in
 
-PATIENCE_S = 60.0
 POLL_S = 0.02
 STAND_IN = """#!/usr/bin/env bash
 [[ -z ${IS_STUBBORN:-} ]] || trap '' TERM

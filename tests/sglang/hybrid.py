@@ -58,6 +58,7 @@ from kvbm_sglang.identity import page_keys
 from kvbm_sglang.linker import KvbmLinker
 from kvbm_sglang.store import OwnFile
 from tests.began import begins_now
+from tests.engines import PATIENCE_S
 from tests.sglang.pools import arguments_of, engine_with, said_by_kvbm, write_weights
 
 PAGE_TOKENS, NUM_PAGES, NUM_STATES = 16, 64, 12
@@ -73,7 +74,6 @@ SHAPE = Mamba2StateShape(
     state_size=16,
     conv_kernel=4,
 )
-PATIENCE_S = 60.0
 
 
 class Engine:

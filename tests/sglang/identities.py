@@ -17,6 +17,7 @@ from kvbm_core.identity.weights import CLOCK_TICK_NS, WeightsIdentity
 from kvbm_sglang.engine_settings import code_of, describe_engine, effective
 from kvbm_sglang.identity import device_namespace_of
 from kvbm_sglang.weights import weight_sources
+from tests.engines import PATIENCE_S
 
 MODEL = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -33,7 +34,6 @@ MODEL = {
     "rms_norm_eps": 1e-6,
     "torch_dtype": "float32",
 }
-PATIENCE_S = 20.0
 
 
 def keys(setups: list[dict[str, Any]]) -> list[tuple[str, bool]]:

@@ -18,12 +18,12 @@ from kvbm_trtllm.events import own_hash
 
 pytest.importorskip("torch", reason="NOT RUN: TensorRT-LLM's connector against its double; torch is missing")
 
+from tests.engines import PATIENCE_S
 from tests.engines.ports import free_port
 from tests.trtllm.double import NEWEST, RELEASED, World
 from tests.trtllm.harness import Kind, Serving, serve
 from tests.unit.test_consolidator import Engine, Listener
 
-PATIENCE_S = 20.0
 PROMPT = list(range(40))
 KINDS = [Kind(RELEASED, "v1", True), Kind(NEWEST, "v2", False)]
 

@@ -28,9 +28,9 @@ from kvbm_vllm import engine_calls
 from kvbm_vllm.changes import EngineChanges
 from kvbm_vllm.identity import describe_engine, namespace_of
 from kvbm_vllm.weights import weights_identity
+from tests.engines import PATIENCE_S
 from tests.vllm.engine_config import settle
 
-PATIENCE_S = 20.0
 MODEL = {
     "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",

@@ -27,11 +27,9 @@ from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
+from tests.engines import PATIENCE_S
 from tests.vllm.engine_config import EngineSpec, make_kv_cache_configs, make_scheduler, make_vllm_config
 from tests.vllm.fake_model import FakeRank, load_adapter
-
-PATIENCE_S = 20.0
-"""After this long without reaching what it waits for, a test has found a hang."""
 
 
 @dataclass(frozen=True)

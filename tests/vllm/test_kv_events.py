@@ -35,6 +35,7 @@ from kvbm_core.types import Direction, Tier
 from kvbm_vllm import consolidator_config
 from kvbm_vllm.events import _extra_keys as extra_keys_of
 from kvbm_vllm.events import hash_maker
+from tests.engines import PATIENCE_S
 from tests.engines.ports import free_port
 from tests.unit.event_truth import Truth, make_log
 from tests.unit.test_consolidator import Listener
@@ -42,7 +43,6 @@ from tests.vllm.harness import adapter, media
 from tests.vllm.kvbm_engine import KvbmEngine
 
 PROMPT = range(50)
-PATIENCE_S = 20.0
 
 
 def stored(engine: KvbmEngine) -> list[BlockStored]:

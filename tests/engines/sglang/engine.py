@@ -10,7 +10,7 @@ from tests.engines.forks import python
 from tests.engines.job import run_job
 from tests.engines.sglang.environment import PYTHON, variables
 
-TIMEOUT_S = 240
+TIMEOUT_S = 600
 PAGE_TOKENS = 16
 PROMPT_TOKENS = 520
 WHOLE_PAGES = PROMPT_TOKENS // PAGE_TOKENS

@@ -25,7 +25,7 @@ from kvbm_core.storage.disk.inspect import Kind, find_files, identify, scan
 from tests.engines.client import parse_metrics
 from tests.engines.ports import HOST
 
-TIMEOUT_S = 60.0
+TIMEOUT_S = 240.0
 
 
 def main(job_file: str, result_file: str) -> None:
