@@ -25,7 +25,8 @@ from kvbm_core.tiers.jobs import JobTable
 from kvbm_core.types import BlockKey, Tier
 
 ANY_PORT = "tcp://127.0.0.1:*"
-PATIENCE_S = 10.0
+PATIENCE_S = 60.0
+"""Guards against hanging, and nothing else."""
 PADDING_BYTES = 24
 """A slot has more bytes than its block."""
 

@@ -1,6 +1,6 @@
 """A warm interpreter that forks writers for test_directory_kills.py: one for each line on standard input.
 
-Lines in: payload bytes, 1 for O_DIRECT, first version, seed, path. Lines out: see nurseries.py.
+Orders: payload bytes, 1 for O_DIRECT, first version, seed, path. See nurseries.py.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from random import Random
 
 from kvbm_core.storage.directory.store import DirectoryOptions, DirectoryStore
 from kvbm_core.storage.names import Meaning
-from tests.faults.nurseries import MOST_CALLS, fork_for_each_line, say
+from tests.faults.nurseries import MOST_CALLS, Calls, Moment, fork_for_each_line
 from tests.faults.versions import put_versions
 
 NUM_KEYS = 8
@@ -19,22 +19,18 @@ MEANING = Meaning("killed", b"killed", b"killed while wri")
 OPTIONS = DirectoryOptions(num_threads=4)
 
 
-def write_until_killed(payload_bytes: int, is_direct: bool, version: int, seed: int, path: Path) -> None:
+def write(order: str, moment: Moment) -> None:
     """Newer and newer versions of some keys, in place of what is there."""
-    rng = Random(seed)
-    options = DirectoryOptions(is_direct=is_direct, num_threads=4)
-    store = DirectoryStore(path, MEANING, payload_bytes, options)
+    *numbers, path = order.split(" ", 4)
+    payload_bytes, is_direct, version, seed = map(int, numbers)
+    rng, calls = Random(seed), Calls(moment)
+    options = DirectoryOptions(is_direct=bool(is_direct), num_threads=4)
+    store = DirectoryStore(Path(path), MEANING, payload_bytes, options)
     for call in range(MOST_CALLS):
-        numbers = rng.sample(range(NUM_KEYS), rng.randrange(1, NUM_KEYS))
+        chosen = rng.sample(range(NUM_KEYS), rng.randrange(1, NUM_KEYS))
         put_versions(
-            store, {number: version + call for number in numbers}, payload_bytes, partial(say, "put", call)
+            store, {number: version + call for number in chosen}, payload_bytes, partial(calls.begin, call)
         )
-
-
-def write(line: str) -> None:
-    """As the line says."""
-    payload_bytes, is_direct, version, seed, path = line.split(" ", 4)
-    write_until_killed(int(payload_bytes), is_direct == "1", int(version), int(seed), Path(path))
 
 
 if __name__ == "__main__":

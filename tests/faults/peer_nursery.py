@@ -1,5 +1,5 @@
-"""Owners and askers that are killed or frozen: see nurseries.py. Lines in: ``own PORT INSTANCE HOW``, ``ask
-ADDRESS SEED HOW``; HOW is what brings the bytes, zmq or nixl.
+"""Owners and askers that are killed or frozen: see nurseries.py. Orders: ``own PORT INSTANCE HOW``, which has
+no moment, and ``ask ADDRESS SEED HOW``; HOW is what brings the bytes, zmq or nixl.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from kvbm_core.errors import Outcome
 from kvbm_core.peers.client import PeerStore, call_blocks
 from kvbm_core.peers.landing import LandingZone
 from kvbm_core.testing.peer_owner import Owner, content_of, key_of, wait_for
-from tests.faults.nurseries import fork_for_each_line, say
+from tests.faults.nurseries import MOST_CALLS, Calls, Moment, fork_for_each_line, say
 from tests.unit.peer_bench import ASKER, OWNER, targets_for
 
 NIXL = "nixl"
@@ -40,8 +40,8 @@ def ask_some(store: PeerStore, address: str, rng: Random, deadline_s: float) -> 
     return outcomes
 
 
-def _live(line: str) -> None:
-    what, *words = line.split()
+def _live(order: str, moment: Moment) -> None:
+    what, *words = order.split()
     is_nixl = words[-1] == NIXL
     if what == "own":
         owner = Owner(
@@ -54,11 +54,12 @@ def _live(line: str) -> None:
         if is_nixl:
             wait_for(lambda: owner.server.writes)
         say("owns")
-        threading.Event().wait(60.0)
+        threading.Event().wait(600.0)
         return
+    calls = Calls(moment)
     store, rng = PeerStore(OURS, zone=zone_of() if is_nixl else None), Random(words[1])
-    for call in range(20_000):
-        say("call", call)
+    for call in range(MOST_CALLS):
+        calls.begin(call)
         ask_some(store, words[0], rng, 5.0)
 
 

@@ -1,13 +1,11 @@
 """A warm interpreter that forks writers for test_record_kills.py: one for each line on standard input.
 
-Lines in: number of the writer, seed, URL; what else a store takes is in the environment. Lines out: see
-nurseries.py; with each call, the seconds that the one before took.
+Orders: number of the writer, seed, URL; what else a store takes is in the environment. See nurseries.py.
 """
 
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Sequence
 from importlib import import_module
 from random import Random
@@ -24,7 +22,7 @@ from kvbm_core.storage.remote.record_store import RecordStore
 from kvbm_core.storage.stores import StoreSpec, open_engine, record_store
 from kvbm_core.testing.extent_contract import extent_of
 from kvbm_core.testing.store_contract import LONG_S
-from tests.faults.nurseries import MOST_CALLS, fork_for_each_line, say
+from tests.faults.nurseries import MOST_CALLS, Calls, Moment, fork_for_each_line
 from tests.faults.versions import aligned, payload_of
 
 PAYLOAD_BYTES = 16_384
@@ -62,23 +60,20 @@ def opened(url: str) -> tuple[ObjectEngine, RecordStore]:
     return engine, cast(RecordStore, record_store(engine, spec))
 
 
-def write_until_killed(writer: int, seed: int, url: str) -> None:
+def write_until_killed(writer: int, seed: int, url: str, moment: Moment) -> None:
     """New extents, and those that others have written; in a bucket every second writer renews some, too."""
-    rng, renews = Random(seed), bool(writer % 2)
+    rng, renews, calls = Random(seed), bool(writer % 2), Calls(moment)
     s3.RENEW_AFTER_S = float("-inf")  # each of them is old enough
     engine, store = opened(url)
-    took_s = 0.0
     for call in range(MOST_CALLS):
         extents = [*own_extents(writer, call), *rng.sample(SHARED, 2)]
         rng.shuffle(extents)
         payloads = payloads_of(extents, writer)
         names = records_of(engine) if renews and not engine.traits.has_capacity else []
-        say("put", call, f"{took_s:.6f}")
-        started_s = time.perf_counter()
+        calls.begin(call)
         store.put_extents(extents, payloads, deadline_s=LONG_S)
         if names:
             engine.renew(rng.sample(names, min(MOST_RENEWED, len(names))), deadline_s=LONG_S)
-        took_s = time.perf_counter() - started_s
 
 
 def records_of(engine: ObjectEngine) -> list[str]:
@@ -87,10 +82,10 @@ def records_of(engine: ObjectEngine) -> list[str]:
     return sorted(name for name in names if not name.endswith(BESIDE))
 
 
-def write(line: str) -> None:
-    """As the line says."""
-    writer, seed, url = line.split(" ", 2)
-    write_until_killed(int(writer), int(seed), url)
+def write(order: str, moment: Moment) -> None:
+    """As the order says."""
+    writer, seed, url = order.split(" ", 2)
+    write_until_killed(int(writer), int(seed), url, moment)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from kvbm_core.storage.directory.store import DirectoryStore
 from tests.effort import tries
 from tests.faults.directory_nursery import MEANING, NUM_KEYS, OPTIONS
 from tests.faults.kill_nursery import VERSIONS_EACH
-from tests.faults.nurseries import kill_one, nursery
+from tests.faults.nurseries import Moment, kill_one, nursery
 from tests.faults.versions import read_all
 from tests.unit.directory_stores import files_below
 
@@ -53,7 +53,7 @@ def test_no_kill_costs_a_byte(
             size = SIZES[kill % len(SIZES)]
             first_version = (kill + 1) * VERSIONS_EACH
             order = f"{size} {kill % 2} {first_version} {rng.getrandbits(32)} {tmp_path / str(size)}"
-            kill_one(writers, order, rng)
+            kill_one(writers, order, Moment.of(rng, kill))
             outcomes, versions = read_all(readers[size], NUM_KEYS, size)
             counts.update(outcomes)
             newest += any(version is not None and version >= first_version for version in versions)

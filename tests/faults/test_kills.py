@@ -22,7 +22,7 @@ from kvbm_core.storage.disk.store import DiskStore
 from kvbm_core.testing.store_contract import LONG_S
 from tests.effort import tries
 from tests.faults.kill_nursery import FINGERPRINT, NUM_KEYS, NUM_SLOTS, VERSIONS_EACH
-from tests.faults.nurseries import kill_one, nursery
+from tests.faults.nurseries import Moment, kill_one, nursery
 from tests.faults.versions import read_all
 
 NUM_KILLS = int(os.environ.get("KVBM_FAULT_KILLS") or tries(40, nightly=240))
@@ -50,9 +50,8 @@ def test_no_kill_costs_a_byte_or_the_file(
         is_direct = kill % DIRECT_EVERY == DIRECT_EVERY - 1
         path = tmp_path / f"{payload_bytes}.blocks"  # the next writers of this size go on with it
         first_version = (kill + 1) * VERSIONS_EACH
-        kill_one(
-            writers, f"{payload_bytes} {int(is_direct)} {first_version} {rng.getrandbits(32)} {path}", rng
-        )
+        order = f"{payload_bytes} {int(is_direct)} {first_version} {rng.getrandbits(32)} {path}"
+        kill_one(writers, order, Moment.of(rng, kill))
         store = DiskStore(path, Geometry(NUM_SLOTS, payload_bytes, FINGERPRINT), FileOptions(is_direct=False))
         try:
             assert store.wait_recovered(LONG_S)

@@ -23,22 +23,20 @@ from kvbm_core.errors import Outcome
 from kvbm_core.peers import landing, writer
 from kvbm_core.peers.landing import LandingZone
 from kvbm_core.testing.file_io_contract import why_no_nixl
-from kvbm_core.testing.peer_owner import Owner, content_of, wait_for
+from kvbm_core.testing.peer_owner import PATIENCE_S, Owner, content_of, wait_for
 from tests.effort import tries
 from tests.engines.freeze import freeze, thaw
 from tests.engines.hosts import Host, lone_host, why_not
 from tests.engines.ports import free_port
 from tests.faults.apart import in_process
 from tests.faults.deadlines import GRACE_S
-from tests.faults.nurseries import nursery, pipes
+from tests.faults.nurseries import Countdown, Moment, nursery, pipes
 from tests.faults.peer_nursery import BLOCK_BYTES, KEYS, NIXL, OURS, THEIRS, ask_some, zone_of
 from tests.unit.peer_bench import asking, owning, targets_for
 from tests.unit.test_fleet_keys import keys_of
 
 DEADLINE_S = 0.5
-"""Beyond its deadline, for a machine with other things to do."""
-PINS_S = 5.0
-"""Beyond its deadline nothing is held for a question any more."""
+NO_MOMENT = Moment(0, 0.0, is_own=False)
 NO_NIXL = why_no_nixl()
 both_ways = pytest.mark.parametrize(
     ("by", "moments"),
@@ -56,10 +54,10 @@ MODULE = "tests.faults.peer_nursery"
 Pipes = tuple[IO[str], IO[str]]
 
 
-def begin(talk: Pipes, line: str, word: str) -> int:
-    """The process that this line makes, once it has said ``word``."""
+def begin(talk: Pipes, order: str, word: str, moment: Moment = NO_MOMENT) -> int:
+    """The process that this order makes, once it has said ``word``."""
     given, said = talk
-    given.write(f"{line}\n")
+    given.write(moment.line(order))
     pid = 0
     for text in said:
         if text.startswith("pid "):
@@ -78,18 +76,34 @@ def end(talk: Pipes, pid: int) -> None:
 def ask_meanwhile(
     address: str, rng: Random, strike: Callable[[], None], zone: LandingZone | None = None
 ) -> list[Outcome]:
-    """Questions before, while and after ``strike`` happens at a random moment; outcomes of the last one."""
-    with asking(OURS, zone=zone) as store:
-        assert set(ask_some(store, address, rng, 10.0)) == {Outcome.OK}
-        timer = threading.Timer(rng.random() * rng.choice((0.002, 0.01, 0.03)), strike)
-        timer.start()
-        num_after = 0
-        while num_after < 2:
-            num_after += not timer.is_alive()
-            started_s = time.monotonic()
-            outcomes = ask_some(store, address, rng, DEADLINE_S)
-            assert time.monotonic() - started_s < DEADLINE_S + GRACE_S
-        return outcomes
+    """Questions before, while and after ``strike`` happens beside one, when a random part of what the first
+    one took is done; outcomes of the last one.
+    """
+    is_time = threading.Event()
+
+    def strike_in_time() -> None:
+        is_time.wait()
+        strike()
+
+    striker = threading.Thread(target=strike_in_time)
+    countdown = Countdown(is_time.set)
+    try:
+        with asking(OURS, zone=zone) as store:
+            assert set(ask_some(store, address, rng, PATIENCE_S)) == {Outcome.OK}
+            striker.start()
+            countdown.strike_after(int(rng.random() * rng.choice((0.1, 1, 3)) * countdown.count))
+            num_after = 0
+            while num_after < 2:
+                num_after += not striker.is_alive()
+                started_s = time.monotonic()
+                outcomes = ask_some(store, address, rng, DEADLINE_S)
+                assert time.monotonic() - started_s < DEADLINE_S + GRACE_S
+            return outcomes
+    finally:
+        countdown.stop()
+        is_time.set()
+        if striker.is_alive():
+            striker.join()
 
 
 def owner_struck(process: subprocess.Popen[str], rng: Random, number: int, by: str) -> None:
@@ -110,7 +124,7 @@ def owner_struck(process: subprocess.Popen[str], rng: Random, number: int, by: s
             pass
         pid = begin(talk, f"own {port} again-{number} {by}", "owns")
     with asking(OURS, zone=zone_of() if by == NIXL else None) as store:
-        assert set(ask_some(store, address, rng, 10.0)) == {Outcome.OK}
+        assert set(ask_some(store, address, rng, PATIENCE_S)) == {Outcome.OK}
     end(talk, pid)
 
 
@@ -119,15 +133,15 @@ def asker_struck(process: subprocess.Popen[str], rng: Random, by: str) -> None:
     with owning(terms=THEIRS, max_bytes=1 << 24, writes=by == NIXL) as owner:
         owner.put(*KEYS)
         wait_for(lambda: owner.server.writes or by != NIXL)
-        pid = begin(talk, f"ask {owner.address} {rng.random()} {by}", f"call {rng.randint(0, 5)}")
-        time.sleep(rng.random() * 0.005)
+        moment = Moment(rng.randint(1, 5), rng.random(), is_own=False)
+        pid = begin(talk, f"ask {owner.address} {rng.random()} {by}", "now", moment)
         if rng.random() < 0.3:
             freeze(pid)
             owner.assert_whole_soon()
         end(talk, pid)
         owner.assert_whole()
         with asking(OURS, zone=zone_of() if by == NIXL else None) as store:
-            assert set(ask_some(store, owner.address, rng, 10.0)) == {Outcome.OK}
+            assert set(ask_some(store, owner.address, rng, PATIENCE_S)) == {Outcome.OK}
 
 
 @both_ways
@@ -223,12 +237,10 @@ def network_struck(
     zone = zone_of() if by == NIXL else None
     last = ask_meanwhile(address, rng, strike, zone)
     assert zone is None or zone.free_calls == 1, "a part of the landing zone is missing"
-    began_s = time.monotonic()
     owner.assert_whole_soon()
-    assert time.monotonic() - began_s < PINS_S
     mend()
     with asking(OURS, zone=zone_of() if by == NIXL else None) as store:
-        assert set(ask_some(store, address, rng, 10.0)) == {Outcome.OK}
+        assert set(ask_some(store, address, rng, PATIENCE_S)) == {Outcome.OK}
     return last
 
 
@@ -306,7 +318,7 @@ def test_who_listens_on_the_wire_reads_no_byte_and_who_says_it_all_again_hears_n
         wire = Wire(owner.server.port, Random(0))
         try:
             (target,) = targets_for(1, BLOCK_BYTES)
-            assert store.at(wire.address).get_many([key], [target], deadline_s=10.0) == [Outcome.OK]
+            assert store.at(wire.address).get_many([key], [target], deadline_s=PATIENCE_S) == [Outcome.OK]
             assert bytes(target) == content
             heard = bytes(wire.answered), bytes(wire.asked)
         finally:

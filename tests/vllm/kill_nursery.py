@@ -1,7 +1,7 @@
 """A warm interpreter with vLLM that forks engines for test_kills.py: one for each line on standard input.
 
-Lines in: number of the engine, seed, folder, settings as JSON with "store"; what else a store takes is in the
-environment. Lines out: see tests/faults/nurseries.py; a call is a request.
+Orders: number of the engine, seed, folder, settings as JSON with "store"; what else a store takes is in the
+environment. See tests/faults/nurseries.py; a call is a request.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from tests.faults.nurseries import MOST_CALLS, fork_for_each_line, say
+from tests.faults.nurseries import MOST_CALLS, Calls, Moment, fork_for_each_line
 from tests.vllm.kvbm_engine import KvbmEngine
 
-NUM_PROMPTS = 6
+NUM_PROMPTS, NUM_SHARED = 6, 2
+"""The first few are asked by another engine meanwhile."""
 ANSWER_TOKENS = 4
 HOST_BLOCKS = 120
 
@@ -33,15 +34,19 @@ def opened(folder: Path, settings: dict[str, Any]) -> KvbmEngine:
     return KvbmEngine(folder, host_blocks=HOST_BLOCKS, store=store, extra=extra)
 
 
-def write(line: str) -> None:
-    """Answers until it is killed; what it has computed goes to the store."""
-    number, seed, folder, settings = line.split(" ", 3)
-    rng, prompts = Random(int(seed)), prompts_of(int(number))
+def write(order: str, moment: Moment) -> None:
+    """Answers until it is killed; what it has computed goes to the store. The first answer is there, whole,
+    before the second request.
+    """
+    number, seed, folder, settings = order.split(" ", 3)
+    rng, prompts, calls = Random(int(seed)), prompts_of(int(number)), Calls(moment)
     with opened(Path(folder), json.loads(settings)) as engine:
         for call in range(MOST_CALLS):
-            prompt = rng.choice(prompts)
-            say("put", call)
+            prompt = rng.choice(prompts if call else prompts[NUM_SHARED:])
+            calls.begin(call)
             engine.ask(str(call), prompt, ANSWER_TOKENS)
+            if not call:
+                engine.settle()
 
 
 if __name__ == "__main__":
