@@ -20,10 +20,10 @@ pytest.importorskip("torch", reason="NOT RUN: TensorRT-LLM's connector against i
 
 from tests.engines.ports import free_port
 from tests.trtllm.double import NEWEST, RELEASED, World
+from tests.trtllm.double.failure import PATIENCE_S
 from tests.trtllm.harness import Kind, Serving, serve
 from tests.unit.test_consolidator import Engine, Listener
 
-PATIENCE_S = 20.0
 PROMPT = list(range(40))
 KINDS = [Kind(RELEASED, "v1", True), Kind(NEWEST, "v2", False)]
 
