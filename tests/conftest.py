@@ -64,7 +64,10 @@ RUN_ORDER = {
 # Tests that try more at night, or more of their combinations (tests/effort.py).
 DEEPER = {
     *(TESTS / "property", TESTS / "faults", TESTS / "unit" / "test_peer_tier.py"),
-    *(TESTS / "trtllm" / name for name in ("test_random.py", "test_scenarios.py", "test_attention_dp.py")),
+    *(
+        TESTS / "trtllm" / f"test_{name}.py"
+        for name in ("random", "attention_dp", "double_soak", "double_ranks")
+    ),
     TESTS / "vllm" / "test_identity.py",
     *(TESTS / "e2e" / f"test_{name}.py" for name in ("clients", "main_job", "disk", "object_store")),
     *(TESTS / "sglang" / name for name in ("test_engine.py", "test_identity.py")),
@@ -156,9 +159,15 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         session.config.workeroutput[SHARED_NOT_RUN] = session.config.stash[NOT_RUN_KEY]  # type: ignore[attr-defined]
 
 
-def pytest_report_header(config: pytest.Config) -> str:
-    """The seed, to repeat this very run."""
-    return f"random seed: {config.stash[SEED_KEY]} (repeat with {SEED_VARIABLE}={config.stash[SEED_KEY]})"
+def pytest_report_header(config: pytest.Config) -> list[str]:
+    """The seed, to repeat this very run; and what TensorRT-LLM's own files lack, if there are any."""
+    seed = config.stash[SEED_KEY]
+    said = [f"random seed: {seed} (repeat with {SEED_VARIABLE}={seed})"]
+    if os.environ.get("KVBM_TRTLLM_SOURCE") and find_spec("torch"):
+        from tests.trtllm.double import lacking
+
+        said += filter(None, [lacking.line()])
+    return said
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

@@ -24,11 +24,10 @@ from kvbm_core.transfer.executor import Executor as TransferExecutor
 from kvbm_core.types import Direction
 from tests.began import begins_now
 from tests.trtllm.double import EARLY, MID, NEWEST, RELEASED, Executor, ExecutorConfig, comm
+from tests.trtllm.double.failure import PATIENCE_S
 from tests.trtllm.double.memory import Memory
 
 T = TypeVar("T")
-PATIENCE_S = 100.0
-"""Guards against hanging, and nothing else: less than a test's own time limit, so that it can say more."""
 BLOCK = 4
 PER_ITERATION = {"_sync_onboards", "_plans"}
 """Of a worker's side: they are of the last iteration that had metadata, and hold nothing."""

@@ -28,6 +28,14 @@ def windows(rank: int, kind: Kind) -> None:
             serving.expect_match(serving.ask(whole, 4), (cap_of(len(whole)), True))
 
 
+@scenario(lambda kind: kind.is_v2 and kind.shards == 1)
+def roles_that_are_the_same_on_all_ranks(rank: int, kind: Kind) -> None:
+    with serve(rank, kind, replicated_roles=("value",), **WINDOWS) as serving:
+        serving.ask(PROMPT)
+        serving.forget_device()
+        serving.expect_match(serving.ask(PROMPT), (CAP, True))
+
+
 @scenario(is_v2)
 def windows_of_odd_sizes(rank: int, kind: Kind) -> None:
     for window in (2, 5, 9, 11):

@@ -10,16 +10,16 @@ import pytest
 
 pytest.importorskip("torch", reason="NOT RUN: TensorRT-LLM's connector against its double; torch is missing")
 
-from tests.effort import IS_NIGHTLY
+from tests.effort import tries
 from tests.engines.ports import free_port
 from tests.trtllm import scenarios_dp
-from tests.trtllm.double import NEWEST, DoubleFailure, source
+from tests.trtllm.double import NEWEST, DoubleFailure
 from tests.trtllm.harness import Kind
-from tests.trtllm.test_scenarios import LISTS, play_scenario
+from tests.trtllm.kinds import NEWEST_2, case, each
+from tests.trtllm.test_scenarios import SCENARIOS, play_scenario
 
 Play = Callable[..., list[Any]]
-ALL = IS_NIGHTLY
-SOURCE = source.version()
+V2, V2_OF_4 = (Kind(NEWEST, "v2", True, ranks, True) for ranks in (2, 4))
 NOT_HERE = {
     # A load that fails on one rank ends the forward pass of that rank alone: see the last test.
     "a_load_fails",
@@ -47,64 +47,38 @@ def play_own(rank: int, name: str, kind: Kind) -> None:
     scenarios_dp.SCENARIOS[name].play(rank, kind)
 
 
-def _own_cases() -> list[tuple[str, Kind]]:
-    return [(name, kind) for name in scenarios_dp.SCENARIOS for ranks in (2, 4) for kind in dp_kinds(ranks)]
-
-
-def _is_usual(name: str, kind: Kind) -> bool:
+def _own_cases() -> list[Any]:
     """V2 is what the newest TensorRT-LLM runs with attention DP."""
-    is_usual_kind = kind.is_v2 and kind.overlap and (kind.ranks == 2 or name == "different_loads")
-    return is_usual_kind or kind.version == SOURCE
-
-
-def _other_cases() -> list[tuple[str, str, Kind]]:
     return [
-        (module, name, kind)
-        for module, found in LISTS.items()
-        for name, scenario in found.items()
+        case(name, kind=kind, is_usual=kind == V2 or (name, kind) == ("different_loads", V2_OF_4))
+        for name in scenarios_dp.SCENARIOS
+        for ranks in (2, 4)
+        for kind in dp_kinds(ranks)
+    ]
+
+
+def _other_cases() -> list[Any]:
+    return [
+        case(name, kind=kind, is_usual=name in USUAL_FROM_OTHERS and kind == V2)
+        for name, scenario in SCENARIOS.items()
         for kind in dp_kinds(2)
         if name not in NOT_HERE and scenario.fits(kind) and not (kind.overlap and name in NOT_WITH_OVERLAP)
     ]
 
 
-def _is_usual_of_others(name: str, kind: Kind) -> bool:
-    return (name in USUAL_FROM_OTHERS and kind.is_v2 and kind.overlap) or kind.version == SOURCE
-
-
-OWN = [pytest.param(*case, id=f"{case[0]}-{case[1]}") for case in _own_cases() if ALL or _is_usual(*case)]
-OTHERS = [
-    pytest.param(*case, id=f"{case[1]}-{case[2]}")
-    for case in _other_cases()
-    if ALL or _is_usual_of_others(*case[1:])
-]
-
-
-@pytest.mark.parametrize(("name", "kind"), OWN)
+@pytest.mark.parametrize(("name", "kind"), _own_cases())
 def test_ranks_of_their_own(name: str, kind: Kind, play: Play) -> None:
     play(kind, play_own, name, kind)
 
 
-@pytest.mark.parametrize(("module", "name", "kind"), OTHERS)
-def test_each_rank_plays_what_one_engine_plays(module: str, name: str, kind: Kind, play: Play) -> None:
-    play(kind, play_scenario, module, name, kind)
+@pytest.mark.parametrize(("name", "kind"), _other_cases())
+def test_each_rank_plays_what_one_engine_plays(name: str, kind: Kind, play: Play) -> None:
+    play(kind, play_scenario, name, kind)
 
 
-def test_all_kinds_of_attention_dp() -> None:
-    left_out = [case for case in _own_cases() if not _is_usual(*case)]
-    left_out_of_others = [case for case in _other_cases() if not _is_usual_of_others(*case[1:])]
-    if not ALL:
-        count = len(left_out) + len(left_out_of_others)
-        pytest.skip(
-            f"NOT RUN: {count} combinations more of scenarios and attention DP: make nightly plays them"
-        )
-
-
-V2 = Kind(NEWEST, "v2", True, 2, True)
-
-
-@pytest.mark.parametrize("kind", [kind for kind in dp_kinds(2) if ALL or kind.is_v2], ids=str)
+@pytest.mark.parametrize("kind", each(dp_kinds(2), [V2]))
 def test_random_lives(kind: Kind, play: Play, seed: int) -> None:
-    for turn in range(20 if ALL else 2):
+    for turn in range(tries(2, nightly=20)):
         play(kind, scenarios_dp.random_life, kind, seed + turn, 150)
 
 
@@ -116,9 +90,7 @@ def test_the_size_of_the_host_tier_is_of_each_rank(play: Play) -> None:
     play(V2, scenarios_dp.has_its_own_memory, V2)
 
 
-@pytest.mark.parametrize(
-    "kind", [V2, Kind(NEWEST, "v2", True, 2, False)], ids=["attention DP", "tensor parallel"]
-)
+@pytest.mark.parametrize("kind", [V2, NEWEST_2], ids=["attention DP", "tensor parallel"])
 def test_the_memory_of_all_ranks_together_has_to_be_there(play: Play, kind: Kind) -> None:
     """With attention DP each of the two leaders has a tier of its own; else one tier is over both ranks."""
     num_tiers = 2 if kind.attention_dp else 1

@@ -286,6 +286,25 @@ def test_regions_are_the_memory(newest: None) -> None:
         assert (executor.worker.memory.as_single_pool_tensor() is None) == split
 
 
+def test_what_is_the_same_on_all_ranks_has_regions_of_its_own(newest: None) -> None:
+    shapes = {(): ([128], []), ("value",): ([32, 32], [32, 32]), ("key", "value"): ([], [128])}
+    for roles, (own, shared) in shapes.items():
+        executor = make_executor(manager="v2", replicated_roles=roles, slot_padding_bytes=16)
+        executor.submit(range(8), 2)
+        executor.step()
+        layout, (slots,) = executor.worker.memory, executor.slots_of(1)
+        (group,) = layout.groups
+        assert [region.size for region in group.regions] == own
+        assert [region.size for region in group.replicated_regions] == shared
+        assert (group.bytes_per_page, group.replicated_bytes_per_page) == (sum(own), sum(shared))
+        assert (layout.as_single_pool_tensor() is None) == bool(roles)
+        for region in group.regions + group.replicated_regions:
+            views = [
+                executor.memory.view(ref.layer_id, ref.role == "value")[slots[0]] for ref in region.buffers
+            ]
+            assert bytes(region.as_tensor()[slots[0]].numpy()) == b"".join(view.tobytes() for view in views)
+
+
 def test_worker_without_layout_gets_one_tensor(newest: None) -> None:
     leader_class, worker_class = make_classes(Script())
     del worker_class.register_kv_cache_layout  # type: ignore[attr-defined]

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.effort import tries
 from tests.trtllm.double import NEWEST, RELEASED, Executor, ExecutorConfig, World
 from tests.trtllm.double.contract import current
 from tests.trtllm.mocks import Script, make_classes
@@ -113,5 +114,5 @@ def live(rank: int, seed: int) -> dict[int, list[int]]:
 @pytest.mark.parametrize("version", [RELEASED, NEWEST])
 def test_random_lives(version: str, rng: random.Random) -> None:
     with World(version) as world:
-        for _ in range(15):
+        for _ in range(tries(8, nightly=60)):
             world.run(live, rng.randrange(2**32))

@@ -20,7 +20,7 @@ from kvbm_trtllm.config_tables import TABLES, TORCH_LLM_ARGS
 from kvbm_trtllm.identity import adapter_of, describe_engine, namespace_of
 from tests.trtllm.double.contract import EARLY, MID, NEWEST, RELEASED, installed
 from tests.trtllm.double.llm_args import FIELDS, classes_of
-from tests.trtllm.double.source import VARIABLE
+from tests.trtllm.double.source import LLM_ARGS, VARIABLE
 from tests.unit.test_trtllm_keys import weights_of
 
 VERSIONS = (EARLY, RELEASED, MID, NEWEST)
@@ -68,7 +68,7 @@ def fields_in(source: str) -> dict[str, set[str]]:
 def test_every_field_of_the_sources_is_classified() -> None:
     if SOURCE is None:
         pytest.skip(f"NOT RUN: fields of TensorRT-LLM's own llm_args.py: set {VARIABLE} to its folder")
-    path = Path(SOURCE) / "tensorrt_llm/llmapi/llm_args.py"
+    path = Path(SOURCE) / LLM_ARGS
     if not path.exists():
         pytest.skip(f"NOT RUN: fields of TensorRT-LLM's own llm_args.py: there is no {path}")
     found = fields_in(path.read_text(encoding="utf-8"))

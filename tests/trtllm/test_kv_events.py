@@ -21,6 +21,7 @@ pytest.importorskip("torch", reason="NOT RUN: TensorRT-LLM's connector against i
 from tests.engines import PATIENCE_S
 from tests.engines.ports import free_port
 from tests.trtllm.double import NEWEST, RELEASED, World
+from tests.trtllm.double.failure import PATIENCE_S
 from tests.trtllm.harness import Kind, Serving, serve
 from tests.unit.test_consolidator import Engine, Listener
 

@@ -12,8 +12,9 @@ import pytest
 
 from tests.trtllm.double import NEWEST, RELEASED
 from tests.trtllm.harness import Kind, serve
+from tests.trtllm.kinds import NEWEST_2, RELEASED_2, RELEASED_4, each
 
-KINDS = [Kind(RELEASED, "v1", True, 2), Kind(NEWEST, "v2", True, 2), Kind(RELEASED, "v1", True, 4)]
+KINDS = [RELEASED_2, NEWEST_2]
 MODE = {"DYN_KVBM_NCCL_MLA_MODE": "true"}
 PROMPT = range(40)
 
@@ -36,7 +37,7 @@ def shards_come_back(rank: int, kind: Kind) -> bool:
         return serving.executor.worker.side.worker._memory is not None
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("kind", each([*KINDS, RELEASED_4], KINDS))
 def test_only_rank_0_has_host_memory_and_all_ranks_get_its_bytes(
     kind: Kind, play: Callable[..., list[Any]], tmp_path: Path
 ) -> None:
@@ -44,7 +45,7 @@ def test_only_rank_0_has_host_memory_and_all_ranks_get_its_bytes(
     assert play(kind, latents_come_back, kind, tmp_path) == [rank == 0 for rank in range(kind.ranks)]
 
 
-@pytest.mark.parametrize("kind", KINDS[:2], ids=str)
+@pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_a_model_whose_ranks_have_shards_has_copies_on_every_rank(
     kind: Kind, play: Callable[..., list[Any]]
 ) -> None:

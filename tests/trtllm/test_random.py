@@ -24,6 +24,7 @@ pytest.importorskip("torch", reason="NOT RUN: TensorRT-LLM's connector against i
 from tests.effort import IS_NIGHTLY, tries
 from tests.trtllm.double import NEWEST, RELEASED, World
 from tests.trtllm.harness import KeepingExecutor, Kind, Serving, kinds, serve
+from tests.trtllm.kinds import each
 
 IDENTITIES: tuple[dict[str, Any], ...] = (
     {},
@@ -153,7 +154,7 @@ class Engine(RuleBasedStateMachine):
         return executor.is_idle
 
 
-@pytest.mark.parametrize("kind", kinds(1), ids=str)
+@pytest.mark.parametrize("kind", each(kinds(1)))
 def test_any_order(kind: Kind) -> None:
     """A failure is made smaller at night only: where it is a hang, each try waits for it to its end."""
     case = type("EngineOfKind", (Engine,), {"kind": kind}).TestCase

@@ -20,7 +20,9 @@ from tests.trtllm.double import (
     Executor,
     ExecutorConfig,
     World,
+    contract,
     host,
+    lacking,
     own_manager,
     source,
 )
@@ -138,6 +140,47 @@ def test_what_has_no_stand_in_is_named(folder: Path, line: str) -> None:
     with pytest.raises(SourceError, match=rf"{path} needs what .*source.py has no stand-in for.*{name}"):
         World(RELEASED).__enter__()
     assert "tensorrt_llm" not in sys.modules
+
+
+def test_what_is_lacking_is_said_in_one_line(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert source.NAMES[1] in (lacking.line() or "")
+    unknown = """
+        from typing import TYPE_CHECKING
+        import tensorrt_llm.runtime
+        from tensorrt_llm._utils import mpi_barrier, mpi_rank
+        from ..llm_request import get_draft_token_length
+        if TYPE_CHECKING:
+            from .kv_cache_layout import KvCacheLayout
+        def late():
+            from ..kv_cache.kv_cache_manager_v2 import KVCacheManagerV2, Role
+    """
+    connector = write(folder, "connectors/kv_cache_connector.py", dedent(unknown) + GROUPED + MANAGER)
+    assert (lacking.line() or "").endswith("kv_cache_layout.py, which belongs to " + str(connector))
+    layout = (
+        "def build(manager):\n    return manager.impl, manager.get_replicated_roles(), manager.brand_new\n"
+    )
+    write(folder, "connectors/kv_cache_layout.py", layout)
+    manager = f"{contract.V2_MANAGER}.Role"
+    told = [
+        f"no stand-in for {name} (" for name in ("tensorrt_llm.runtime", "tensorrt_llm._utils.mpi_barrier")
+    ]
+    told += [f"no stand-in for {manager} (", "the double's V2 cache has no brand_new (", "there is no "]
+    found = lacking.lacking(folder)
+    assert len(found) == len(told)
+    assert all(line.startswith(wanted) for line, wanted in zip(found, told, strict=True))
+    line = lacking.line() or ""
+    assert all(each in line for each in found) and "\n" not in line
+    for path, text in (
+        (connector, GROUPED + MANAGER),
+        (connector.with_name("kv_cache_layout.py"), ""),
+        (folder / source.LLM_ARGS, ""),
+    ):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    source.find_in.cache_clear()
+    assert (lacking.line() or "").endswith("nothing is missing")
+    monkeypatch.delenv(VARIABLE)
+    assert lacking.line() is None
 
 
 def test_the_manager_of_the_file_is_the_one_that_runs(folder: Path) -> None:

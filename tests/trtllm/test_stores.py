@@ -17,6 +17,7 @@ from kvbm_core.types import BlockKey
 pytest.importorskip("torch", reason="NOT RUN: TensorRT-LLM's connector against its double; torch is missing")
 
 from tests.trtllm.harness import Kind, Serving
+from tests.trtllm.kinds import each
 from tests.trtllm.test_disk import ALL_KINDS, CAP, PROMPT, folder, push_out, serve_with_disk
 from tests.trtllm.test_random import FAULTS
 
@@ -91,7 +92,7 @@ def lose(rank: int, kind: Kind, key: BlockKey) -> None:
     assert rank < kind.ranks - 1 or toy_store.lose("blocks", key)
 
 
-@pytest.mark.parametrize("kind", ALL_KINDS, ids=str)
+@pytest.mark.parametrize("kind", each(ALL_KINDS))
 @pytest.mark.parametrize("lost", [CAP // 4, 5])
 @every_scheme
 def test_another_engine_finds_what_the_first_one_stored(
@@ -116,7 +117,7 @@ def comes_back(rank: int, kind: Kind, folder: Path, scheme: str) -> None:
         serving.expect_match(serving.ask(PROMPT), (CAP, True))
 
 
-@pytest.mark.parametrize("kind", ALL_KINDS, ids=str)
+@pytest.mark.parametrize("kind", each(ALL_KINDS))
 @every_scheme
 def test_what_host_and_disk_have_lost_comes_back_from_the_store(
     scheme: str, kind: Kind, folder: Path, play: Play
@@ -138,7 +139,7 @@ def go_through_faults(rank: int, kind: Kind, folder: Path, scheme: str, seed: in
         return serving.metric(FROM_STORE)
 
 
-@pytest.mark.parametrize("kind", ALL_KINDS, ids=str)
+@pytest.mark.parametrize("kind", each(ALL_KINDS))
 @every_scheme
 def test_faults_of_a_store_cost_hits_and_nothing_else(
     scheme: str, kind: Kind, folder: Path, play: Play, seed: int

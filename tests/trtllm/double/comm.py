@@ -7,10 +7,12 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
-from tests.trtllm.double.failure import DoubleFailure
+from tests.trtllm.double.failure import PATIENCE_S, DoubleFailure
 
-PATIENCE_S = 120.0
-"""A rank that waits longer than this in a collective has found a hang."""
+COLLECTIVE_S = PATIENCE_S + 40.0
+"""A rank that waits longer than this in a collective has found a hang. No rank waits so long for something of
+its own, and the one that does says more.
+"""
 
 
 @dataclass
@@ -62,9 +64,9 @@ class Comm:
         link.send((operation, value))
 
     def _receive(self, link: Connection, operation: str) -> Any:
-        if not link.poll(PATIENCE_S):
+        if not link.poll(COLLECTIVE_S):
             raise DoubleFailure(
-                f"rank {self.rank} waited {PATIENCE_S:.0f} s in {operation}: another rank is stuck"
+                f"rank {self.rank} waited {COLLECTIVE_S:.0f} s in {operation}: another rank is stuck"
             )
         theirs, value = link.recv()
         if theirs != operation:

@@ -43,6 +43,8 @@ class ExecutorConfig:
     attention_windows: tuple[int | None, ...] = (None,)
     split_kv_regions: bool = False
     """V2: keys and values in regions of their own."""
+    replicated_roles: tuple[str, ...] = ()
+    """V2: what the cache says to be the same on all ranks (``key``, ``value``)."""
     slot_padding_bytes: int = 0
     """V2: bytes between the slots of a region that belong to nobody."""
     refuse_growth: bool = False

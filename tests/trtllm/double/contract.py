@@ -178,39 +178,69 @@ def _modules(contract: Contract) -> dict[str, ModuleType]:
     return modules
 
 
+def modules_of(version: str) -> dict[str, ModuleType]:
+    """What stands in for TensorRT-LLM's modules in this version, without its own files; not in
+    ``sys.modules``.
+    """
+    return _modules(_CONTRACTS[version])
+
+
+_kept: dict[tuple[str, source.Source | None], dict[str, ModuleType]] = {}
+"""By version and the files that it was loaded from: its modules and the adapter's, as they were left."""
+
+
 def _take_out() -> dict[str, ModuleType]:
     """Removes what belongs to a version from ``sys.modules`` and returns it."""
-    ours = [name for name in sys.modules if any(name == top or name.startswith(f"{top}.") for top in _OURS)]
+    ours = [name for name in sys.modules if name.startswith(_OURS) and _belongs(name)]
+    _bind_submodule(None)
     return {name: sys.modules.pop(name) for name in ours}
 
 
-def _unbind_submodule() -> None:
+def _belongs(name: str) -> bool:
+    return any(name == top or name.startswith(f"{top}.") for top in _OURS)
+
+
+def _put_in(modules: dict[str, ModuleType]) -> None:
+    sys.modules.update(modules)
+    _bind_submodule(modules.get("kvbm.trtllm_integration"))
+
+
+def _bind_submodule(module: ModuleType | None) -> None:
     """An imported ``kvbm.trtllm_integration`` is also an attribute of ``kvbm``, which stays."""
     package = sys.modules.get("kvbm")
-    if package is not None and hasattr(package, "trtllm_integration"):
+    if package is not None and module is not None:
+        package.trtllm_integration = module  # type: ignore[attr-defined]
+    elif package is not None and hasattr(package, "trtllm_integration"):
         del package.trtllm_integration
 
 
 @contextmanager
 def installed(version: str) -> Iterator[Contract]:
-    """TensorRT-LLM of this version can be imported inside, and adapters import it anew; afterwards all is as
-    before.
+    """TensorRT-LLM of this version can be imported inside, and adapters see it; afterwards all is as before.
+
+    Adapters are imported once for each version, as in an engine's process.
     """
     contract = _CONTRACTS[version]
     before = _take_out()
-    _unbind_submodule()
-    modules = _modules(contract)
-    sys.modules.update(modules)
-    _installed.append(contract)
     try:
         found = source.find()
-        if found is not None and found.version == version:
-            source.load(found, modules)
-        yield contract
+        key = version, found if found is not None and found.version == version else None
+        _put_in(_kept.get(key) or _loaded(contract, key[1]))
+        _installed.append(contract)
+        try:
+            yield contract
+        finally:
+            _installed.pop()
+            _kept[key] = _take_out()
     finally:
-        _installed.pop()
         _take_out()
-        _unbind_submodule()
-        sys.modules.update(
-            {name: module for name, module in before.items() if name.startswith("tensorrt_llm")}
-        )
+        _put_in({name: module for name, module in before.items() if name.startswith("tensorrt_llm")})
+
+
+def _loaded(contract: Contract, found: source.Source | None) -> dict[str, ModuleType]:
+    """A version's modules; with TensorRT-LLM's own files in them, if there are any."""
+    modules = _modules(contract)
+    if found is not None:
+        sys.modules.update(modules)
+        source.load(found, modules)
+    return modules

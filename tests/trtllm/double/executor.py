@@ -11,7 +11,7 @@ from tests.trtllm.double.blocks import BlockManager
 from tests.trtllm.double.calls import Call, Calls
 from tests.trtllm.double.config import ExecutorConfig
 from tests.trtllm.double.ends import Ends
-from tests.trtllm.double.failure import DoubleFailure
+from tests.trtllm.double.failure import PATIENCE_S, DoubleFailure
 from tests.trtllm.double.lockstep import DUMMY_ID, LockStep
 from tests.trtllm.double.manager import Batch, ConnectorManager
 from tests.trtllm.double.memory import Memory
@@ -20,9 +20,6 @@ from tests.trtllm.double.model import Sequence as TokenSequence
 from tests.trtllm.double.padding import Padding
 from tests.trtllm.double.requests import Core, State
 from tests.trtllm.double.scheduler import Scheduler
-
-PATIENCE_S = 100.0
-"""``run_until_idle`` fails after this long."""
 
 Sampled = list[tuple[Core, int | None]]
 

@@ -85,6 +85,8 @@ class KvCacheConnectorManager:
 
     def query_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
         """The same answer on all ranks."""
+        if self._is_hidden(request):
+            return 0, False
         num_tokens, is_async = self._on_leader(
             lambda: self.scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
         )
@@ -94,6 +96,8 @@ class KvCacheConnectorManager:
 
     def commit_new_matched_tokens(self, request: Any, num_tokens: int, load_kv_async: bool) -> None:
         """What of the answer will be used."""
+        if self._is_hidden(request):
+            return
         request.py_num_connector_matched_tokens = num_tokens
         self._external[request.request_id] = num_tokens
         if load_kv_async:
@@ -101,7 +105,7 @@ class KvCacheConnectorManager:
 
     def update_state_after_alloc(self, request: Any, block_ids: Any, by_layer_group: Any = None) -> None:
         """On the leader only, no broadcast."""
-        if self.scheduler is None:
+        if self.scheduler is None or self._is_hidden(request):
             return
         if by_layer_group:
             self.scheduler.update_state_after_alloc_by_layer_group(request, by_layer_group)
@@ -110,6 +114,8 @@ class KvCacheConnectorManager:
 
     def request_finished(self, request: Any, block_ids: Any, by_layer_group: Any = None) -> bool:
         """Whether the blocks are to be kept."""
+        if self._is_hidden(request):
+            return False
         self._loaded.discard(request.request_id)
 
         def ask() -> Any:
@@ -146,6 +152,7 @@ class KvCacheConnectorManager:
         self._output = output
 
     def _is_hidden(self, request: Any) -> bool:
+        """Whether the connector hears nothing of it: a dummy request, with attention DP."""
         return self._is_alone and bool(request.is_dummy_request)
 
     def _data_of(self, request: Any, kv_cache_manager: Any) -> Any:

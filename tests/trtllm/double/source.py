@@ -25,6 +25,7 @@ VARIABLE = "KVBM_TRTLLM_SOURCE"
 PYEXECUTOR = "tensorrt_llm/_torch/pyexecutor"
 NAMES = ("connectors/kv_cache_connector.py", "kv_cache_connector.py")
 LAYOUT = "kv_cache_layout.py"
+LLM_ARGS = "tensorrt_llm/llmapi/llm_args.py"
 MANAGER = "KvCacheConnectorManager"
 CALLED = {
     "build_scheduler_output",
@@ -55,7 +56,7 @@ class Source:
 def find() -> Source | None:
     """The files of the folder that the variable names; None without it, and where it has no connector."""
     where = folder()
-    return None if where is None or missing_in(where) else _find(where)
+    return None if where is None or missing_in(where) else find_in(where)
 
 
 def folder() -> Path | None:
@@ -79,7 +80,8 @@ def missing_in(where: Path) -> str | None:
 
 
 @cache
-def _find(where: Path) -> Source:
+def find_in(where: Path) -> Source:
+    """The files of a folder that has a connector. SourceError if they are not what is known."""
     connector = next(path for name in NAMES if (path := where / PYEXECUTOR / name).is_file())
     classes = {
         node.name: node

@@ -12,9 +12,8 @@ from typing import Any
 
 from tests.trtllm.double import comm
 from tests.trtllm.double.contract import installed
-from tests.trtllm.double.failure import DoubleFailure
+from tests.trtllm.double.failure import PATIENCE_S, DoubleFailure
 
-JOB_TIMEOUT_S = 240.0
 PRELOADED = ["torch", "tests.trtllm.harness"]
 """Imported by one process, out of which all ranks are forked: torch alone takes two seconds."""
 
@@ -49,7 +48,8 @@ class World:
         """What the job returned on each rank, by rank.
 
         Raises the first failure of any rank, as DoubleFailure with that rank's traceback; the ranks are then
-        replaced. In this process (one rank) exceptions go through as they are.
+        replaced, as they are where a test's time limit interrupts this. In this process (one rank) exceptions
+        go through as they are.
         """
         if self.num_ranks == 1:
             return [job(0, *args)]
@@ -58,21 +58,21 @@ class World:
         for pipe in self._pipes:
             pipe.send((job, args))
         results: dict[int, Any] = {}
-        while len(results) < self.num_ranks:
-            rank, is_ok, value = self._next_result(set(range(self.num_ranks)) - results.keys())
-            if not is_ok:
-                self._stop(is_kind=False)
-                raise DoubleFailure(f"rank {rank} failed:\n{value}")
-            results[rank] = value
+        try:
+            while len(results) < self.num_ranks:
+                rank, is_ok, value = self._next_result(set(range(self.num_ranks)) - results.keys())
+                if not is_ok:
+                    raise DoubleFailure(f"rank {rank} failed:\n{value}")
+                results[rank] = value
+        except BaseException:
+            self._stop(is_kind=False)
+            raise
         return [results[rank] for rank in range(self.num_ranks)]
 
     def _next_result(self, ranks: set[int]) -> tuple[int, bool, Any]:
         """(rank, whether it went well, result or traceback) of the next rank to answer."""
         pipes = {self._pipes[rank]: rank for rank in ranks}
-        ready = wait(list(pipes), JOB_TIMEOUT_S)
-        if not ready:
-            return min(ranks), False, f"no answer of ranks {sorted(ranks)} for {JOB_TIMEOUT_S:.0f} s"
-        pipe = ready[0]
+        pipe = wait(list(pipes))[0]
         assert isinstance(pipe, Connection)
         try:
             is_ok, value = pipe.recv()
@@ -104,7 +104,7 @@ class World:
         for process in self._processes:
             if not is_kind:
                 process.kill()
-            process.join(timeout=10)
+            process.join(PATIENCE_S)
             if process.is_alive():
                 process.kill()
                 process.join()
