@@ -10,6 +10,8 @@ from tests.engines.vllm_server import VllmServer
 
 FIRST_PRINTABLE_ID = 36  # of the tiny model's tokenizer; any ids below the size of the vocabulary would do
 LAST_PRINTABLE_ID = 129
+TIE_NATS = 0.125
+"""Two steps of bfloat16 between logits of 8 to 16, as the tiny model has them: so far rounding decides."""
 
 
 class Side(NamedTuple):

@@ -1,9 +1,8 @@
 """Sixteen clients at once, with shared and unique prompts and cancellations, on a real server.
 
 Every answer is held against an engine without kvbm that is asked the same prompt alone. A batch rounds
-otherwise than a prompt alone, so an answer given under load may leave the reference at a token where the
-reference's two best were practically equal, and nowhere else; asked alone, every answer must be the
-reference's.
+otherwise than a prompt alone, so an answer given under load, or from blocks that were computed under load,
+may leave the reference at a token where the reference's two best were practically equal, and nowhere else.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import asyncio
 import random
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import count, islice
 from pathlib import Path
 
 import pytest
@@ -144,11 +143,11 @@ def reference_answers(
     }
 
 
-def leaves_at_a_tie(token_ids: tuple[int, ...], reference: Reference) -> bool:
-    """Whether the first token that differs is one that the reference chose by less than TIE_NATS."""
+def is_reference(token_ids: tuple[int, ...], reference: Reference) -> bool:
+    """Whether the first token that differs, if any, is one that the reference chose by less than TIE_NATS."""
     pairs = zip(token_ids, reference.token_ids, strict=True)
-    place = next(place for place, (ours, theirs) in enumerate(pairs) if ours != theirs)
-    return reference.margins[place] < TIE_NATS
+    differing = (place for place, (ours, theirs) in enumerate(pairs) if ours != theirs)
+    return all(reference.margins[place] < TIE_NATS for place in islice(differing, 1))
 
 
 def test_sixteen_clients_at_once(tiny_model: Path, tmp_path: Path, seed: int) -> None:
@@ -161,14 +160,13 @@ def test_sixteen_clients_at_once(tiny_model: Path, tmp_path: Path, seed: int) ->
     assert server.processes() == []
     reference = reference_answers(options, tmp_path / "plain", seen.answers)
 
-    wrong_alone = [prompt for prompt in alone if alone[prompt].token_ids != reference[prompt].token_ids]
+    wrong_alone = [prompt for prompt in alone if not is_reference(alone[prompt].token_ids, reference[prompt])]
     assert not wrong_alone, (
         f"{len(wrong_alone)} of {len(alone)} prompts are answered otherwise when asked alone"
     )
     given = [(prompt, token_ids) for prompt, all_ids in seen.answers.items() for token_ids in all_ids]
-    other = [(prompt, ids) for prompt, ids in given if ids != reference[prompt].token_ids]
-    wrong = [prompt for prompt, ids in other if not leaves_at_a_tie(ids, reference[prompt])]
-    assert not wrong, f"{len(wrong)} of {len(given)} answers under load are wrong ({len(other)} differ)"
+    wrong = [prompt for prompt, ids in given if not is_reference(ids, reference[prompt])]
+    assert not wrong, f"{len(wrong)} of {len(given)} answers under load are wrong"
 
     assert len(given) > 2 * CLIENTS
     assert seen.cancelled > 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import re
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -17,6 +18,8 @@ from tests.engines import PATIENCE_S
 
 REQUEST_TIMEOUT_S = 120.0
 POLL_S = 0.05
+MOST_LOGPROBS = 20
+"""As many as vLLM tells."""
 SAMPLE = re.compile(r"^(?P<name>[A-Za-z_:][\w:]*)(?:\{.*\})? (?P<value>\S+)", re.MULTILINE)
 AUDITED = re.compile(
     r'^kvbm_audited_blocks_total\{.*result="(?P<result>\w+)".*\} (?P<blocks>\S+)', re.MULTILINE
@@ -115,6 +118,18 @@ class EngineClient:
             response.raise_for_status().json()["choices"], key=lambda choice: int(choice["index"])
         )
         return [tuple(choice["token_ids"]) for choice in choices]
+
+    async def gap_nats(self, prompt: Sequence[int], one: Sequence[int], other: Sequence[int]) -> float:
+        """How much likelier one of two answers' tokens is than the other, at the first place where they
+        differ. At a tie rounding decides: it depends on what else is computed at the same time.
+        """
+        same = next(place for place, (a, b) in enumerate(zip(one, other, strict=True)) if a != b)
+        asked = self._request({"prompt": [*prompt, *one[:same]]}, 1)
+        asked |= {"logprobs": MOST_LOGPROBS, "return_tokens_as_token_ids": True}
+        response = await self._http.post("/v1/completions", json=asked)
+        (found,) = response.raise_for_status().json()["choices"][0]["logprobs"]["top_logprobs"]
+        logprobs = [found.get(f"token_id:{tokens[same]}") for tokens in (one, other)]
+        return math.inf if None in logprobs else abs(logprobs[0] - logprobs[1])
 
     async def chat(self, messages: Sequence[Message], max_tokens: int, **fields: object) -> Answer:
         """POST /v1/chat/completions; ``fields`` are further fields of the request."""

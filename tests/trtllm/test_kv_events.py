@@ -18,7 +18,6 @@ from kvbm_trtllm.events import own_hash
 
 pytest.importorskip("torch", reason="NOT RUN: TensorRT-LLM's connector against its double; torch is missing")
 
-from tests.engines import PATIENCE_S
 from tests.engines.ports import free_port
 from tests.trtllm.double import NEWEST, RELEASED, World
 from tests.trtllm.double.failure import PATIENCE_S
