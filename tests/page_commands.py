@@ -55,7 +55,7 @@ GPU = How("", "needs GPUs")
 TRTLLM = How("", "TensorRT-LLM needs a GPU; tests/trtllm has a double of its executor")
 DOTS = How("", "has dots for what the reader fills in")
 HUB = How("", "takes a program from GitHub; tests/benchmarks/test_lmbenchmark.py knows it")
-KEYS_OF_NATS = seen_by("tests/e2e/test_operators.py")
+KEYS_OF_NATS = seen_by("tests/e2e/test_serve_line.py")
 PAIR = seen_by("tests/e2e/test_disaggregated.py")
 REASONS = (PASTED, INDEX, LONG, GPU, TRTLLM, DOTS, HUB)
 """All that there are for a command that no test sees as it is written."""

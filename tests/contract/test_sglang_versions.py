@@ -76,8 +76,8 @@ def sources() -> dict[str, Path]:
 SOURCES = sources()
 each_version = pytest.mark.parametrize("sglang", SOURCES.values(), ids=SOURCES.keys())
 in_between = pytest.mark.nightly("a process more of a release between those that are played; 4 s")
-PLAYED = {"0.5.10", "0.5.19", "0.5.23"}
-"""Whose classes every run loads: the oldest, the first that registers the KV pool itself, the newest."""
+PLAYED = {RELEASES[0], RELEASES[-1]}
+"""Whose classes every run loads: the oldest and the newest."""
 
 
 def our_class() -> ast.ClassDef:

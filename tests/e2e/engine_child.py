@@ -45,12 +45,10 @@ class Engine:
         self._worker = Worker(forks().start, _variables(folder, environment), folder / "log.txt")
         self._worker.run("tests.e2e.offline:start", job=job)
 
-    def serve(self, rounds: list[dict[str, Any]], fail_every: int = 0) -> dict[str, Any]:
-        """What ``run_engine`` returns, of these rounds alone; the caches are empty at first."""
+    def serve(self, rounds: list[dict[str, Any]], **how: Any) -> dict[str, Any]:
+        """What ``run_engine`` returns, of these rounds alone. ``how``: see tests.e2e.offline.serve."""
         before = _ledgers(self._folder)
-        result: dict[str, Any] = self._worker.run(
-            "tests.e2e.offline:serve", rounds=rounds, fail_every=fail_every
-        )
+        result: dict[str, Any] = self._worker.run("tests.e2e.offline:serve", rounds=rounds, **how)
         after = _ledgers(self._folder)
         counted = [
             {name: number - (before[rank][name] if before else 0) for name, number in counts.items()}

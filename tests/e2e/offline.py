@@ -4,8 +4,9 @@ The first as a program: python -m tests.e2e.offline JOB.json RESULT.json. JOB: {
 arguments of vllm.LLM, "connector": bool, "plugins": ["module:function", ...], called before the engine is
 made, "rounds": [{"prompts": [[token, ...], ...], "max_tokens", "together": bool, "margins": bool}]}. A round
 "after" an earlier one (its number) is the next turn: its prompts come behind what was asked and answered
-there. "resets": the device's cache is emptied first; "loses_states": states come back as zeros. RESULT: for
-each round the answers, cached tokens and TTFT of each prompt, and by how many nats each token beat the second
+there. "resets": the device's cache is emptied first; "loses_states": states come back as zeros; "swaps":
+blocks of the host tier get each other's bytes; "audited": the audit's counters are wanted. RESULT: for each
+round the answers, cached tokens and TTFT of each prompt, and by how many nats each token beat the second
 best if "margins" are asked for; the leader's counters and what is still open when all is done. With "dies"
 the process then kills itself, as SIGKILL would.
 
@@ -23,6 +24,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from kvbm_core.runtime.audit import AuditSampler
 
 CONNECTOR = {"kv_connector": "CheckingConnector", "kv_role": "kv_both"}
 CONNECTOR_MODULE = "tests.e2e.checking_connector"
@@ -83,7 +86,7 @@ class Engine:
 
     def _prepare(self, spec: dict[str, Any]) -> None:
         if spec.get("swaps"):
-            _swap_blocks(*spec["swaps"])
+            _swap_blocks()
         if spec.get("resets"):
             self._reset(with_connector=False)
         if "loses_states" in spec:
@@ -104,10 +107,17 @@ def start(job: dict[str, Any]) -> None:
     _started.append(Engine(job))
 
 
-def serve(rounds: Rounds, fail_every: int = 0) -> dict[str, Any]:
-    """In a worker: the rounds, on empty caches; each ``fail_every``-th onboard fails, and leaves garbage."""
+def serve(
+    rounds: Rounds, fail_every: int = 0, *, forgets: bool = True, audits: bool = False
+) -> dict[str, Any]:
+    """In a worker: the rounds, on empty caches if it ``forgets`` first; each ``fail_every``-th onboard fails,
+    and leaves garbage. ``audits``: all hits from now on, as with KVBM_AUDIT_RATE=1.
+    """
     (engine,) = _started
-    engine.forget()
+    if forgets:
+        engine.forget()
+    if audits:
+        settle(engine.llm)._sampler = AuditSampler(1.0)
     if fail_every:
         _connector().fail_every(fail_every)
     try:
@@ -162,11 +172,11 @@ def _connector() -> Any:
     return get_kv_transfer_group()
 
 
-def _swap_blocks(one: int, other: int) -> None:
-    """Two slots of the host tier change their bytes: right KV, under each other's name."""
+def _swap_blocks() -> None:
+    """Each slot of the host tier gets the bytes of the one before it: right KV, under another one's name."""
     slab = _connector().worker_side.worker._memory.slab
     rows = slab.array.reshape(slab.num_slots, slab.slot_bytes)
-    rows[[one, other]] = rows[[other, one]]
+    rows[:] = rows[[-1, *range(slab.num_slots - 1)]]
 
 
 def settle(llm: Any) -> Any:

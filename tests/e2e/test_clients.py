@@ -17,14 +17,13 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.engine_child import run_engine
-from tests.effort import tries
 from tests.engines.client import Answer, EngineClient
 from tests.engines.vllm_server import ServerOptions, VllmServer
 
 CLIENTS = 16
-ASKED_EACH = tries(5, nightly=60)
+ASKED_EACH = 60
 DOCUMENTS, DOCUMENT_TOKENS = 8, 900
-QUESTIONS, QUESTION_TOKENS = tries(2, nightly=4), 60
+QUESTIONS, QUESTION_TOKENS = 4, 60
 UNIQUE_TOKENS = 400
 ANSWER_TOKENS = 12
 DEVICE_BLOCKS = (
@@ -150,6 +149,7 @@ def is_reference(token_ids: tuple[int, ...], reference: Reference) -> bool:
     return all(reference.margins[place] < TIE_NATS for place in islice(differing, 1))
 
 
+@pytest.mark.nightly("a server and an engine: two minutes; tests/vllm/test_scheduler_soak.py")
 def test_sixteen_clients_at_once(tiny_model: Path, tmp_path: Path, seed: int) -> None:
     """Nothing wrong, nothing left over, nothing stuck."""
     options = ServerOptions(

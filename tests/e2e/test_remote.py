@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from tests.e2e.engine_child import answers, assert_nothing_left, cached, run_engine
-from tests.e2e.test_disk import BLOCK, DEVICE_FOR_ALL, DEVICE_FOR_TWO, PROMPT_BLOCKS, PROMPT_TOKENS, job
-from tests.effort import IS_NIGHTLY
+from tests.e2e.test_disk import BLOCK, PROMPT_BLOCKS, PROMPT_TOKENS, job
 from tests.engines.object_servers import SECRET_KEY
 from tests.engines.shared_stores import bucket, directory, mooncake, valkey
 
 NUM_PROMPTS = 3
+DEVICE_FOR_ALL = NUM_PROMPTS * (PROMPT_BLOCKS + 4) + 1
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -36,7 +36,7 @@ def prompts(rng: random.Random) -> list[list[int]]:
     return [[rng.randrange(3, 500) for _ in range(PROMPT_TOKENS)] for _ in range(NUM_PROMPTS)]
 
 
-@pytest.mark.nightly("two engines more of each store; a bucket always, test_replicas.py has a directory")
+@pytest.mark.nightly("two engines more of each store; test_lower_tiers.py has a bucket")
 @pytest.mark.parametrize(
     "store",
     [
@@ -58,18 +58,17 @@ def test_what_one_engine_has_computed_is_a_hit_in_another(
         assert_computes(tmp_path, whole_job(tiny_model, prompts), settings, first)
 
 
-def test_a_bucket_gives_one_engine_what_another_one_has_computed(
+@pytest.mark.nightly("three engines more; tests/faults/test_s3_credentials.py always has a wrong key")
+def test_an_engine_with_the_wrong_key_of_a_bucket_computes(
     tiny_model: Path, tmp_path: Path, prompts: list[list[int]]
 ) -> None:
     with bucket(tmp_path) as of_store:
         settings = {**ENVIRONMENT, **of_store}
-        engines = [*compute_and_find(tiny_model, tmp_path, prompts, settings)]
-        if IS_NIGHTLY:  # tests/faults/test_s3_credentials.py always has a wrong key
-            settings["AWS_SECRET_ACCESS_KEY"] = "another"
-            engines.append(assert_computes(tmp_path, whole_job(tiny_model, prompts), settings, engines[0]))
-            assert "the credentials are wrong" in engines[-1]["log"]
-    assert "kvbm: object store: s3://" in engines[0]["log"]
-    assert not any(SECRET_KEY in engine["log"] for engine in engines)
+        first, _ = compute_and_find(tiny_model, tmp_path, prompts, settings)
+        settings["AWS_SECRET_ACCESS_KEY"] = "another"
+        third = assert_computes(tmp_path, whole_job(tiny_model, prompts), settings, first)
+    assert "the credentials are wrong" in third["log"]
+    assert not any(SECRET_KEY in engine["log"] for engine in (first, third))
 
 
 def whole_job(model: Path, prompts: list[list[int]]) -> dict[str, Any]:
@@ -107,35 +106,3 @@ def compute_and_find(
     assert second["metrics"]["kvbm_object_read_failures"] == 0
     assert_nothing_left(second)
     return first, second
-
-
-def test_engines_of_another_tensor_parallel_size_hit_what_one_engine_has_computed(
-    tiny_model: Path, tmp_path: Path, prompts: list[list[int]]
-) -> None:
-    """Both ways, in float32: what another size has computed differs by the order of additions alone.
-
-    The engine of two ranks computes, keeps and finds blocks of its own too, on a device with room for two.
-    """
-    whole = {"num_gpu_blocks_override": DEVICE_FOR_ALL, "dtype": "float32"}
-    halves = whole | {"tensor_parallel_size": 2, "num_gpu_blocks_override": DEVICE_FOR_TWO}
-    of_one, of_two = prompts[:2], prompts[2:]
-    with directory(tmp_path) as of_store:
-        env = {**ENVIRONMENT, **of_store, "KVBM_REMOTE_HEAD_SHARDS": "2"}
-        first = run_engine(tmp_path / "first", job(tiny_model, of_one, 1, llm=whole), **env)
-        assert max(cached(first, 0)) == 0
-
-        both = job(tiny_model, of_one, 1, llm=halves)
-        both["rounds"] += [{"prompts": some, "max_tokens": 8} for some in (of_two, of_one, of_two)]
-        second = run_engine(tmp_path / "second", both, **env)
-        assert min(cached(second, 0)) >= PROMPT_TOKENS - BLOCK and max(cached(second, 1)) == 0
-        assert answers(second, 0) == answers(first, 0) == answers(second, 2)
-        assert min(cached(second, 3)) >= PROMPT_TOKENS - BLOCK and answers(second, 3) == answers(second, 1)
-        assert len(second["bytes"]) == 2
-        for counts in second["bytes"]:  # what it has not seen, another engine had stored
-            assert counts["onboarded"] - counts["unknown"] >= PROMPT_BLOCKS - 4 and counts["different"] == 0
-
-        third = run_engine(tmp_path / "third", job(tiny_model, of_two, 1, llm=whole), **env)
-        assert min(cached(third, 0)) >= PROMPT_TOKENS - BLOCK
-        assert answers(third, 0) == answers(second, 1)
-        assert third["metrics"]["kvbm_object_read_failures"] == 0
-        assert_nothing_left(third)

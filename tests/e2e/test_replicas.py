@@ -42,6 +42,7 @@ def client_of(server: VllmServer, replica: int) -> EngineClient:
     return EngineClient(server.base_url, str(server.options.model), metrics_url, headers)
 
 
+@pytest.mark.nightly("a server of two engines: two minutes; tests/vllm has directory and ports")
 def test_a_replica_finds_what_another_has_computed(
     tiny_model: Path, tmp_path: Path, share: Path, rng: random.Random
 ) -> None:

@@ -1,27 +1,36 @@
-"""The guides' own ``vllm serve`` command line, as a user types it, against a real server."""
+"""The guides' own ``vllm serve`` command line, as a user types it, against a real server, and an operator's
+orders to it: over its private socket by the command, over HTTP with the token.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 import socket
+import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import httpx
 import pytest
+from typer.testing import CliRunner
 
+from kvbm_core.cli.main import app
 from tests.engines.client import EngineClient, parse_metrics
-from tests.engines.ports import HOST
+from tests.engines.ports import HOST, free_port
 from tests.engines.process import ServerError
 from tests.engines.vllm_server import ServerOptions, VllmServer
 
 DEVICE_BLOCKS = 129  # of 32 tokens
 HOST_CACHE_GB = 0.2
+HOST_BLOCKS, BLOCK_TOKENS = 128, 32
 PROMPT_TOKENS = 1000
-FULL_BLOCKS = PROMPT_TOKENS // 32
+FULL_BLOCKS = PROMPT_TOKENS // BLOCK_TOKENS
 ANSWER_TOKENS = 16
+PINNED_TOKENS, FLOOD_TOKENS = 320, 1024
+TOKEN = "a token that nobody else has"
 OLDER_MODULE = "dynamo.llm.vllm_integration.connector"
 GUIDE_METRICS = {
     "kvbm_matched_tokens",
@@ -38,10 +47,23 @@ START_TIMEOUT_S = 240.0
 pytestmark = pytest.mark.timeout(600)
 
 
-def prompt_ids(seed: int) -> list[int]:
+def prompt_ids(seed: int, length: int = PROMPT_TOKENS) -> list[int]:
     """Printable tokens of the tiny model."""
     draw = random.Random(seed)
-    return [draw.randint(36, 129) for _ in range(PROMPT_TOKENS)]
+    return [draw.randint(36, 129) for _ in range(length)]
+
+
+@pytest.fixture(scope="module")
+def orders_address() -> str:
+    """Where the server takes orders over HTTP."""
+    return f"{HOST}:{free_port()}"
+
+
+@pytest.fixture(scope="module")
+def here() -> Iterator[Path]:
+    """The private sockets of this module's server, and of no other."""
+    with tempfile.TemporaryDirectory(prefix="kvbm-") as folder:
+        yield Path(folder)
 
 
 @pytest.fixture(scope="module")
@@ -51,9 +73,21 @@ def options(tiny_model: Path) -> ServerOptions:
 
 
 @pytest.fixture(scope="module")
-def server(options: ServerOptions, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
-    """One server by the guides' line, for all tests that only ask it things."""
-    running = VllmServer(options, tmp_path_factory.mktemp("serve") / "vllm.log")
+def server(
+    options: ServerOptions, here: Path, orders_address: str, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[VllmServer]:
+    """One server by the guides' line, with a small host cache, for all tests that only ask it things."""
+    token = here / "token"
+    token.write_text(TOKEN, encoding="ascii")
+    token.chmod(0o600)
+    env = {
+        "KVBM_CONTROL": "socket,http",
+        "KVBM_CONTROL_HTTP": orders_address,
+        "KVBM_CONTROL_TOKEN_FILE": str(token),
+        "DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS": str(HOST_BLOCKS),
+        "TMPDIR": str(here),
+    }
+    running = VllmServer(replace(options, env=env), tmp_path_factory.mktemp("serve") / "vllm.log")
     with running:
         yield running
     assert running.processes() == []
@@ -84,7 +118,7 @@ def test_prompt_comes_back_after_the_device_cache_is_reset(server: VllmServer) -
             again = await client.complete(prompt, ANSWER_TOKENS)
             loaded = await client.kvbm_metrics()
             assert loaded["kvbm_onboard_blocks_h2d"] - stored["kvbm_onboard_blocks_h2d"] == FULL_BLOCKS
-            assert loaded["kvbm_matched_tokens"] - stored["kvbm_matched_tokens"] == FULL_BLOCKS * 32
+            assert loaded["kvbm_matched_tokens"] - stored["kvbm_matched_tokens"] == FULL_BLOCKS * BLOCK_TOKENS
             assert (again.text, again.token_ids) == (first.text, first.token_ids)
 
     asyncio.run(scenario())
@@ -120,7 +154,7 @@ def test_another_salt_is_another_cache(server: VllmServer) -> None:
                 before = await client.cache_counts()
                 await client.complete(prompt, ANSWER_TOKENS, **salt)
                 matched.append((await client.cache_counts()).since(before).kvbm_tokens)
-            assert matched == [0, 0, FULL_BLOCKS * 32]
+            assert matched == [0, 0, FULL_BLOCKS * BLOCK_TOKENS]
 
     asyncio.run(scenario())
 
@@ -135,6 +169,45 @@ def test_metrics_endpoint_has_the_guides_names(server: VllmServer) -> None:
         "kvbm_disk_cache_hit_rate": "gauge",
     }
     assert all(types[name] == "counter" for name in GUIDE_METRICS if not name.endswith("rate"))
+
+
+def test_a_pin_and_a_reset_of_a_salt_hold_on_a_real_server(
+    server: VllmServer, here: Path, orders_address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(here))
+    system = prompt_ids(5, PINNED_TOKENS)
+    tokens = tmp_path / "tokens.json"
+    tokens.write_text(json.dumps(system), encoding="ascii")
+    pinned = CliRunner().invoke(app, ["pin", "system", "--all", "--tokens", str(tokens), "--json"])
+    assert pinned.exit_code == 0, pinned.output
+    asyncio.run(_serve_a_pinned_prompt(server, f"http://{orders_address}/v1/orders", system))
+
+
+async def _serve_a_pinned_prompt(server: VllmServer, url: str, system: list[int]) -> None:
+    async with client_of(server) as client, httpx.AsyncClient(trust_env=False, timeout=60) as http:
+
+        async def hits(**how: str) -> int:
+            assert await client.reset_prefix_cache()
+            before = await client.cache_counts()
+            await client.complete(system, ANSWER_TOKENS, **how)
+            return (await client.cache_counts()).since(before).kvbm_tokens
+
+        async def order(**what: object) -> httpx.Response:
+            return await http.post(url, json=what, headers={"Authorization": f"Bearer {TOKEN}"})
+
+        await client.complete(system, ANSWER_TOKENS)
+        for number in range(4 * HOST_BLOCKS * BLOCK_TOKENS // FLOOD_TOKENS):
+            await client.complete(prompt_ids(1000 + number, FLOOD_TOKENS), 1)
+        assert await hits() >= PINNED_TOKENS - BLOCK_TOKENS
+        await client.complete(system, ANSWER_TOKENS, cache_salt="a")
+        await client.complete(system, ANSWER_TOKENS, cache_salt="b")
+        assert (await http.post(url, json={"verb": "reset", "salt": "a"})).status_code == 401
+        assert await hits(cache_salt="a") > 0
+        assert (await order(verb="reset", salt="a", wait_s=0)).status_code in {200, 202}
+        assert await hits(cache_salt="a") == 0
+        assert await hits(cache_salt="b") > 0 and await hits() > 0
+        found = (await order(verb="lookup", tokens=system)).json()["found"]
+        assert found["host_blocks"] == found["num_blocks"] == PINNED_TOKENS // BLOCK_TOKENS
 
 
 @pytest.mark.nightly("one more start; tests/vllm/test_startup.py, test_names.py have the line, the path")
@@ -163,7 +236,7 @@ async def _host_hit_without_metrics(server: VllmServer) -> None:
         assert await client.reset_prefix_cache()
         again = await client.complete(prompt, ANSWER_TOKENS)
         metrics = await client.engine_metrics()
-        assert metrics["vllm:external_prefix_cache_hits_total"] == FULL_BLOCKS * 32
+        assert metrics["vllm:external_prefix_cache_hits_total"] == FULL_BLOCKS * BLOCK_TOKENS
         assert again.token_ids == first.token_ids
 
 

@@ -1,7 +1,6 @@
 """Processes whose imports are done when they begin: they are forked out of one that has done nothing else.
 
-Of what the start of a vLLM engine costs, imports are the greater part. vLLM forks its own workers the same
-way.
+Of what the start of an engine costs, imports are the greater part. vLLM forks its own workers the same way.
 
     python -m tests.engines.forks SOCKET MODULE...
 """
@@ -135,7 +134,7 @@ def main(number: str, *modules: str) -> None:
     with socket.socket(fileno=int(number)) as orders:
         found = serve(orders)
     if found is None:
-        return
+        os._exit(0)  # or what it has imported would be taken apart, and some of that says what it leaks
     order, files = found
     os.setsid()
     for number_here, file in enumerate(files):

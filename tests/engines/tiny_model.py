@@ -90,6 +90,11 @@ def build_model(out: Path, kind: Kind = "qwen3") -> Path:
     return out
 
 
+def build(folder: str, kind: Kind) -> None:
+    """``build_model``, in a process of tests.engines.worker."""
+    build_model(Path(folder), kind)
+
+
 def write_tokenizer(out: Path) -> dict[str, int]:
     """Write a byte tokenizer without merges; returns its vocabulary (a printable stand-in per byte)."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers

@@ -271,7 +271,7 @@ def test_slots_leave_the_log_in_any_order(num_slots: int, order: str, seed: int)
     assert [slot for part in log.oldest() for slot in part.tolist()] == sorted(set(range(700)) - set(slots))
 
 
-WALK = settings(max_examples=tries(50, nightly=300), stateful_step_count=40, deadline=None)
+WALK = settings(max_examples=tries(25, nightly=300), stateful_step_count=40, deadline=None)
 TestLruAndItsTwin = LruAndItsTwin.TestCase
 TestLruAndItsTwin.settings = WALK
 TestLogAndAList = LogAndAList.TestCase

@@ -16,6 +16,7 @@ from kvbm_core.storage.directory.store import DirectoryOptions, DirectoryStore
 from kvbm_core.storage.disk.record import record_bytes
 from kvbm_core.testing.store_contract import LONG_S, buffers, key_of
 from kvbm_core.types import BlockKey
+from tests.effort import tries
 from tests.unit.directory_stores import MEANING, path_of
 
 PAYLOAD_BYTES = 4500
@@ -120,5 +121,5 @@ class DirectoryMachine(RuleBasedStateMachine):
         self.folder.cleanup()
 
 
-DirectoryMachine.TestCase.settings = settings(max_examples=25, stateful_step_count=15)
+DirectoryMachine.TestCase.settings = settings(max_examples=tries(12, nightly=80), stateful_step_count=15)
 TestDirectoryAgainstADict = DirectoryMachine.TestCase

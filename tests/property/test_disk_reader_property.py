@@ -165,5 +165,5 @@ class ReaderMachine(RuleBasedStateMachine):
         self.patch.undo()
 
 
-ReaderMachine.TestCase.settings = settings(max_examples=tries(15, nightly=80), stateful_step_count=25)
+ReaderMachine.TestCase.settings = settings(max_examples=tries(8, nightly=80), stateful_step_count=25)
 TestReaderAgainstItsWriter = ReaderMachine.TestCase

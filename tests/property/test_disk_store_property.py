@@ -145,7 +145,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.folder.cleanup()
 
 
-StoreMachine.TestCase.settings = settings(max_examples=tries(20, nightly=80), stateful_step_count=20)
+StoreMachine.TestCase.settings = settings(max_examples=tries(10, nightly=80), stateful_step_count=20)
 TestStoreAgainstADict = StoreMachine.TestCase
 
 # ---------------------------------------------------------------- restore
@@ -183,7 +183,7 @@ def evict_all(tier: BlockTier, gone: list[BlockKey]) -> list[BlockKey]:
 
 
 @given(data=st.data())
-@settings(max_examples=tries(60, nightly=300))
+@settings(max_examples=tries(30, nightly=300))
 def test_a_restored_tier_has_what_was_found_and_gives_up_the_oldest_first(data: st.DataObject) -> None:
     heard = Heard()
     gone = heard.gone
@@ -249,7 +249,7 @@ def test_blocks_in_slots_that_are_not_new_are_refused_and_change_nothing(
 
 
 @given(st.data())
-@settings(max_examples=tries(60, nightly=300))
+@settings(max_examples=tries(30, nightly=300))
 def test_batches_are_in_the_order_of_writing(data: st.DataObject) -> None:
     slots = data.draw(st.lists(st.integers(0, 50), unique=True, max_size=20))
     found = [Found(slot, data.draw(st.sampled_from(KEYS)), data.draw(st.integers(0, 4))) for slot in slots]
@@ -316,5 +316,5 @@ def _ascends(slots: Sequence[int]) -> bool:
     return list(slots) == sorted(set(slots))
 
 
-PoolMachine.TestCase.settings = settings(max_examples=tries(40, nightly=160), stateful_step_count=30)
+PoolMachine.TestCase.settings = settings(max_examples=tries(20, nightly=160), stateful_step_count=30)
 TestPoolAgainstASet = PoolMachine.TestCase

@@ -16,7 +16,7 @@ from kvbm_core.types import BlockKey
 from tests.effort import tries
 from tests.unit.extent_bench import ExtentBench, chain, names_of
 
-STEPS = tries(850, nightly=10_000)
+STEPS = tries(425, nightly=10_000)
 MAX_BLOCKS = 60
 TROUBLES = (Outcome.IO_ERROR, Outcome.TIMED_OUT, Outcome.MISS, Outcome.CORRUPT, Outcome.BUSY)
 

@@ -24,7 +24,7 @@ GROUPS = {
     "states and windows": (GroupSpec(0, 2), GroupSpec(1, 4, is_state=True), GroupSpec(2, 2, window_tokens=5)),
     "states only": (GroupSpec(0, 2, is_state=True),),
 }
-SEEDS_EACH = tries(40, nightly=200)
+SEEDS_EACH = tries(20, nightly=200)
 STEPS = 300
 
 

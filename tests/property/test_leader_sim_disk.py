@@ -24,7 +24,7 @@ GROUPS = {
     "windows only": (GroupSpec(0, 2, window_tokens=4), GroupSpec(1, 4, window_tokens=7)),
     "states": (GroupSpec(0, 2, is_state=True), GroupSpec(1, 2, is_state=True), GroupSpec(2, 2)),
 }
-SEEDS_EACH = tries(30, nightly=120)
+SEEDS_EACH = tries(15, nightly=120)
 STEPS = 600
 STEPS_AFTER = 300
 

@@ -12,10 +12,11 @@ from kvbm_core.runtime.leader_options import LeaderOptions
 from kvbm_core.testing.leader_sim import SimShape
 from kvbm_core.testing.sim_store import StoreLeaderSim
 from kvbm_core.tiers.groups import GroupSpec
+from tests.effort import tries
 from tests.property.simulations import play
 from tests.property.test_leader_sim_disk import GROUPS, has_states, run
 
-SEEDS_EACH = 30
+SEEDS_EACH = tries(15, nightly=120)
 
 
 def sim_of(groups: tuple[GroupSpec, ...], random: Random) -> StoreLeaderSim:

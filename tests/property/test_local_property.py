@@ -94,7 +94,7 @@ class TiersMachine(RuleBasedStateMachine):
 
 
 TestTiers = TiersMachine.TestCase
-TestTiers.settings = settings(max_examples=tries(12, nightly=50), stateful_step_count=25, deadline=None)
+TestTiers.settings = settings(max_examples=tries(6, nightly=50), stateful_step_count=25, deadline=None)
 
 
 @given(st.lists(SOME, max_size=4), SOME)

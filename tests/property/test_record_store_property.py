@@ -87,5 +87,5 @@ class RecordMachine(RuleBasedStateMachine):
 
 TestRecordStores = RecordMachine.TestCase
 TestRecordStores.settings = settings(
-    max_examples=tries(30, nightly=1_000), stateful_step_count=30, deadline=None
+    max_examples=tries(15, nightly=1_000), stateful_step_count=30, deadline=None
 )

@@ -138,6 +138,6 @@ def test_all_keys_fit_and_leave(seed: int) -> None:
     registry.check_integrity()
 
 
-WALK = settings(max_examples=tries(50, nightly=300), stateful_step_count=40, deadline=None)
+WALK = settings(max_examples=tries(25, nightly=300), stateful_step_count=40, deadline=None)
 TestRegistryAndItsTwin = RegistryAndItsTwin.TestCase
 TestRegistryAndItsTwin.settings = WALK

@@ -19,6 +19,7 @@ from kvbm_core.transfer.movers.base import OnBlocks, OnResult
 from kvbm_core.transfer.plan import GroupMove, JobResult, OrderKind, TierOrder, TransferPlan, rejected
 from kvbm_core.transfer.staged import OnDone, StagedExecutor
 from kvbm_core.types import BlockKey, Direction
+from tests.effort import tries
 
 TIERS = ("disk", "remote", "peer")
 FAILURES = (Outcome.MISS, Outcome.CORRUPT, Outcome.IO_ERROR)
@@ -327,7 +328,7 @@ class World:
         assert self.executor.drain(0.0) is all(load.told for load in self.loads.values())
 
 
-@settings(max_examples=150)
+@settings(max_examples=tries(75, nightly=300))
 @given(st.integers(0, 2**32))
 def test_any_history_of_loads_is_the_twins(seed: int) -> None:
     world = World(random.Random(seed))

@@ -14,7 +14,7 @@ from kvbm_core.types import BlockKey
 from tests.effort import tries
 from tests.unit.states_bench import ATTENTION, BLOCK, STATES, StatesBench
 
-SEEDS = tries(6, nightly=120)
+SEEDS = tries(3, nightly=120)
 MOST_TOKENS = 80
 
 

@@ -96,7 +96,7 @@ def prefix_questions(draw: st.DrawFn) -> tuple[list[GroupSpec], list[list[BlockK
     return groups, all_keys, computed, draw(st.integers(0, 50)), there
 
 
-@settings(max_examples=tries(150, nightly=1000))
+@settings(max_examples=tries(75, nightly=1000))
 @given(prefix_questions())
 def test_the_longest_prefix_is_the_one_that_trying_every_length_finds(
     question: tuple[list[GroupSpec], list[list[BlockKey]], int, int, Residents],
@@ -282,5 +282,5 @@ class TierMachine(RuleBasedStateMachine):
         assert len(self.tier.new_of(UNIVERSE)) == len(set(UNIVERSE) - set(self.resident) - self.pending())
 
 
-TierMachine.TestCase.settings = settings(max_examples=tries(40, nightly=160), stateful_step_count=40)
+TierMachine.TestCase.settings = settings(max_examples=tries(20, nightly=160), stateful_step_count=40)
 TestTierAgainstItsModel = TierMachine.TestCase

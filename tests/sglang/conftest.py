@@ -8,27 +8,28 @@ from pathlib import Path
 
 import pytest
 
-from tests.engines.forks import python
-from tests.engines.sglang.environment import PYTHON, build_tiny_model, variables
+from tests.engines.sglang.engine import forks
+from tests.engines.sglang.environment import variables
 from tests.engines.worker import Worker
 
 
 @pytest.fixture(scope="session")
 def sglang(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worker]:
     """SGLang's classes without an engine."""
-    worker = Worker(python(PYTHON), variables(), tmp_path_factory.mktemp("sglang") / "log.txt")
+    worker = Worker(forks().start, variables(), tmp_path_factory.mktemp("sglang") / "log.txt")
     yield worker
     worker.close()
 
 
 @pytest.fixture(scope="session")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+def tiny(sglang: Worker, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """A tiny model with random weights, by its kind (see tests.engines.tiny_model)."""
     folder = tmp_path_factory.mktemp("tiny")
 
     @cache
     def build(kind: str) -> Path:
-        return build_tiny_model(folder / kind, kind)
+        sglang.run("tests.engines.tiny_model:build", folder=str(folder / kind), kind=kind)
+        return folder / kind
 
     return build
 

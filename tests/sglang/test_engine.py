@@ -1,5 +1,5 @@
-"""Real SGLang with kvbm: prompts come back from the disk after a flush, and after a restart. Answers equal
-those of the engine's own cache to the last bit.
+"""Real SGLang with kvbm: prompts come back from the disk after a flush, and after a restart, and from what
+engines share. Answers equal those of the engine's own cache to the last bit.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from kvbm_core.storage.disk.inspect import find_files
-from tests.effort import IS_NIGHTLY
 from tests.engines import REPOSITORY
 from tests.engines.sglang.engine import (
     HICACHE,
     HIT,
     NOTHING,
+    NUM_PROMPTS,
     WHOLE_PAGES,
     cached,
     near_answers,
@@ -24,23 +24,23 @@ from tests.engines.sglang.engine import (
     run_engine,
     same_answers,
     same_tokens,
+    served_metrics,
 )
+from tests.engines.shared_stores import directory
 from tests.engines.worker import Worker
 
 pytestmark = pytest.mark.timeout(900)  # engines start for half a minute each
 
-only_in_full = pytest.mark.nightly("one more engine of a kind; test_pools.py has its layout")
 PLACES = [
-    ("page_first", "kernel"),
-    pytest.param("layer_first", "kernel", marks=only_in_full),
-    pytest.param("page_head", "kernel", marks=only_in_full),
-    pytest.param("layer_first", "direct", marks=only_in_full),
-    pytest.param("page_first_direct", "direct", marks=only_in_full),
+    ("layer_first", "kernel"),
+    ("page_head", "kernel"),
+    ("layer_first", "direct"),
+    ("page_first_direct", "direct"),
 ]
 
 
 def assert_comes_back(
-    folder: Path, model: Path, seed: int, files: int = 1, restarts: bool = True, **engine: Any
+    folder: Path, model: Path, seed: int, files: int = 1, **engine: Any
 ) -> tuple[list[Any], str]:
     """One engine asks, forgets and asks again, then a second one asks. The answers of a cold one, and its
     log.
@@ -56,31 +56,56 @@ def assert_comes_back(
     assert len({tuple(answer["tokens"]) for answer in cold}) == 3  # an answer says whose prompt it is
     assert cached(again) == HIT, again[0]["from"]
     assert same_answers(own, again) and near_answers(cold, again)
-    if restarts:
-        (warm,) = run_engine(folder, ["ask"], prompts=prompts, **arguments)["answers"]
-        assert cached(warm) == HIT, warm[0]["from"]
-        assert same_answers(own, warm)
+    (warm,) = run_engine(folder, ["ask"], prompts=prompts, **arguments)["answers"]
+    assert cached(warm) == HIT, warm[0]["from"]
+    assert same_answers(own, warm)
     return cold, first["log"]
 
 
+def test_prompts_come_back(tiny_model: Path, tmp_path: Path, seed: int) -> None:
+    """To the engine that has computed them from its disk, to another one from the first one's disk, and from
+    a directory when the disk has been cleared. Set up by the file that is there to be copied.
+    """
+    prompts, pages = prompts_of(seed), WHOLE_PAGES * NUM_PROMPTS
+    engine: dict[str, Any] = {"prompts": prompts, "model_path": str(tiny_model), **HICACHE}
+    engine |= {"hicache_mem_layout": "page_first", "hicache_io_backend": "kernel"}
+    config = REPOSITORY / "deploy" / "launch" / "sglang_hicache.yaml"
+    engine["hicache_storage_backend_extra_config"] = f"@{config}"
+    with directory(tmp_path) as share:
+        steps = ["ask", {"stored": pages}, {"shared": pages}, "ask", "flush", "ask"]
+        first = run_engine(tmp_path, steps, environment={**share, **served_metrics()}, **engine)
+        steps = ["ask", "clear", "flush", "ask"]
+        second = run_engine(tmp_path, steps, environment={**share, **served_metrics()}, **engine)
+    (cold, own, flushed), (warm, shared) = first["answers"], second["answers"]
+    assert [cached(cold), cached(own)] == [NOTHING, HIT]
+    assert len({tuple(answer["tokens"]) for answer in cold}) == 3  # an answer says whose prompt it is
+    assert near_answers(cold, own)
+    for answers in (flushed, warm, shared):
+        assert cached(answers) == HIT, answers[0]["from"]
+        assert same_answers(own, answers)
+    metrics = second["metrics"]
+    assert [metrics[f"kvbm_onboard_blocks_{way}"] for way in ("d2d", "o2d")] == [pages, pages]
+    assert metrics["kvbm_object_read_failures"] == 0 and metrics["kvbm_guarded_errors_total"] == 0
+
+
+@pytest.mark.nightly("two engines more of each kind; test_pools.py has their layouts")
 @pytest.mark.parametrize(("layout", "io"), PLACES)
-def test_prompts_come_back(layout: str, io: str, tiny_model: Path, tmp_path: Path, seed: int) -> None:
+def test_prompts_come_back_in_other_layouts(
+    layout: str, io: str, tiny_model: Path, tmp_path: Path, seed: int
+) -> None:
     place = {"hicache_mem_layout": layout, "hicache_io_backend": io}
-    if layout == "page_first":  # and by the file that is there to be copied
-        place["hicache_storage_backend_extra_config"] = (
-            f"@{REPOSITORY / 'deploy' / 'launch' / 'sglang_hicache.yaml'}"
-        )
     assert_comes_back(tmp_path, tiny_model, seed, **place)
 
 
+@pytest.mark.nightly("two engines of two ranks; test_pools.py: ranks find their own pages alone")
 def test_prompts_come_back_to_two_ranks(tiny_model: Path, tmp_path: Path, seed: int) -> None:
-    assert_comes_back(tmp_path, tiny_model, seed, files=2, restarts=IS_NIGHTLY, tp_size=2)
+    assert_comes_back(tmp_path, tiny_model, seed, files=2, tp_size=2)
 
 
 @pytest.mark.nightly("two engines more of two stages; test_pools.py: a stage finds its own pages alone")
 def test_prompts_come_back_to_two_stages(tiny_model: Path, tmp_path: Path, seed: int) -> None:
     """SGLang lets its first stage count the hits of all: one without its pages must make no wrong answer."""
-    cold, log = assert_comes_back(tmp_path, tiny_model, seed, files=2, restarts=IS_NIGHTLY, pp_size=2)
+    cold, log = assert_comes_back(tmp_path, tiny_model, seed, files=2, pp_size=2)
     (line,) = [line for line in log.splitlines() if "kvbm: pool kv" in line and "PP1" in line]
     (path,) = find_files(Path(line.split(" in ")[-1]), lambda error: None)
     path.unlink()
@@ -94,7 +119,7 @@ def test_prompts_come_back_to_two_stages(tiny_model: Path, tmp_path: Path, seed:
 def test_prompts_of_an_mla_model_come_back(
     tp_size: int, tiny: Callable[[str], Path], tmp_path: Path, seed: int
 ) -> None:
-    assert_comes_back(tmp_path, tiny("deepseek"), seed, restarts=IS_NIGHTLY, tp_size=tp_size)
+    assert_comes_back(tmp_path, tiny("deepseek"), seed, tp_size=tp_size)
 
 
 @pytest.mark.nightly("three engines more; test_hybrid.py has SGLang's own pools, tree and controller")

@@ -10,7 +10,7 @@ from tests.effort import tries
 from tests.engines.worker import Worker
 
 Start = dict[str, Any]
-NUM_PAIRS, NUM_SAME = tries(40, nightly=200), 50
+NUM_PAIRS, NUM_SAME = tries(15, nightly=200), 50
 LONGROPE = {
     "rope_type": "longrope",
     "short_factor": [1.0] * 4,

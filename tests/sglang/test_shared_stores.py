@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from tests.engines.ports import HOST, free_port
 from tests.engines.sglang.engine import (
     HICACHE,
     HIT,
@@ -26,10 +25,20 @@ from tests.engines.sglang.engine import (
     run_engine,
     same_answers,
     same_tokens,
+    served_metrics,
 )
 from tests.engines.shared_stores import bucket, directory, mooncake, valkey
 
-pytestmark = pytest.mark.timeout(900)  # engines start for half a minute each
+pytestmark = [
+    pytest.mark.timeout(900),
+    pytest.mark.nightly("two engines more of each; test_engine.py has a directory"),
+]
+STORES = [
+    directory,
+    bucket,
+    pytest.param(valkey, marks=pytest.mark.valkey),
+    pytest.param(mooncake, marks=pytest.mark.mooncake),
+]
 
 NUM_PAGES = NUM_PROMPTS * WHOLE_PAGES
 HOST_TIER = {
@@ -40,7 +49,6 @@ HOST_TIER = {
 LATE = "set --schedule-policy lpm"
 LONG_PROMPT_TOKENS = 2000
 
-in_full = pytest.mark.nightly("two more real engines; one store has them always, all have vLLM's")
 Store = Callable[[Path], AbstractContextManager[dict[str, str]]]
 
 
@@ -49,21 +57,11 @@ def ask(
 ) -> dict[str, Any]:
     """One engine, with kvbm's metrics."""
     folder.mkdir()
-    metrics = {"DYN_KVBM_METRICS": "true", "KVBM_METRICS_HOST": HOST}
-    metrics["DYN_KVBM_METRICS_PORT"] = str(free_port())
-    environment = {**environment, **metrics}
+    environment = {**environment, **served_metrics()}
     return run_engine(folder, steps, prompts=prompts, environment=environment, **engine)
 
 
-@pytest.mark.parametrize(
-    "store",
-    [
-        pytest.param(directory, marks=in_full),
-        pytest.param(bucket, marks=in_full),
-        pytest.param(valkey, marks=pytest.mark.valkey),
-        pytest.param(mooncake, marks=[pytest.mark.mooncake, in_full]),
-    ],
-)
+@pytest.mark.parametrize("store", STORES)
 def test_what_one_engine_has_computed_is_a_hit_in_another(
     store: Store, tiny_model: Path, tmp_path: Path, seed: int
 ) -> None:
@@ -77,16 +75,7 @@ def test_what_one_engine_has_computed_is_a_hit_in_another(
     assert_brought(second)
 
 
-@in_full
-@pytest.mark.parametrize(
-    "store",
-    [
-        directory,
-        bucket,
-        pytest.param(valkey, marks=pytest.mark.valkey),
-        pytest.param(mooncake, marks=pytest.mark.mooncake),
-    ],
-)
+@pytest.mark.parametrize("store", STORES)
 def test_the_linker_finds_what_another_engine_has_computed(
     store: Store, tiny_model: Path, tmp_path: Path, seed: int
 ) -> None:

@@ -19,7 +19,8 @@ STORE = "memory://shapes"
 PROMPT = range(50)
 FOUND_TOKENS = 48
 FROM_STORE = "kvbm_onboard_blocks_o2d"
-SIZES = (1, 2, 4)
+PAIRS = ((1, 2), (1, 4), (2, 1), (2, 4), (4, 1), (4, 2))
+"""Ranks of who writes, and of who reads."""
 MODELS: dict[str, dict[str, Any]] = {
     "MHA": {"kv_heads": 8},
     "GQA": {"kv_heads": 4},
@@ -65,8 +66,7 @@ def found_tokens(folder: Path, ranks: int, answer: list[int], **shape: Any) -> i
 
 
 @pytest.mark.shows("KVBM_REMOTE_HEAD_SHARDS")
-@pytest.mark.parametrize("reader", SIZES)
-@pytest.mark.parametrize("writer", SIZES)
+@pytest.mark.parametrize(("writer", "reader"), PAIRS)
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS.keys())
 def test_any_size_reads_what_another_one_wrote(
     model: dict[str, Any], writer: int, reader: int, tmp_path: Path
@@ -92,6 +92,11 @@ def test_without_the_setting_sizes_share_nothing(tmp_path: Path) -> None:
     answer = written(tmp_path, 2, kv_heads=4, head_shards=0)
     assert found_tokens(tmp_path, 1, answer, kv_heads=4, head_shards=0) == 0
     assert found_tokens(tmp_path, 2, answer, kv_heads=4, head_shards=0) == FOUND_TOKENS
+
+
+def test_an_engine_of_the_same_size_reads_them_too(tmp_path: Path) -> None:
+    answer = written(tmp_path, 2, kv_heads=4)
+    assert found_tokens(tmp_path, 2, answer, kv_heads=4) == FOUND_TOKENS
 
 
 @pytest.mark.parametrize("lost", ["0of4", "3of4"])

@@ -1,15 +1,24 @@
-"""Runs tests.engines.sglang.engine_job in a fresh process of SGLang's environment."""
+"""Runs tests.engines.sglang.engine_job in a process of its own, of SGLang's environment."""
 
 from __future__ import annotations
 
+import atexit
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-from tests.engines.forks import python
+from tests.engines.forks import Forks
 from tests.engines.job import run_job
+from tests.engines.ports import HOST, free_port
 from tests.engines.sglang.environment import PYTHON, variables
 
+IMPORTED = tuple(
+    f"sglang.srt.{name}"
+    for name in ("entrypoints.engine", "managers.scheduler", "managers.detokenizer_manager")
+)
+# One thread computes: on few cores several wait for each other by spinning.
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 TIMEOUT_S = 600
 PAGE_TOKENS = 16
 PROMPT_TOKENS = 520
@@ -64,12 +73,26 @@ LINKER: dict[str, Any] = {
 }
 
 
+@cache
+def forks() -> Forks:
+    """Where engines are forked, with SGLang imported."""
+    started = Forks(PYTHON, IMPORTED, variables(**ONE_THREAD))
+    atexit.register(started.close)
+    return started
+
+
 def prompts_of(seed: int, how_many: int = NUM_PROMPTS, num_tokens: int = PROMPT_TOKENS) -> list[list[int]]:
     """Different prompts, the same for the same seed."""
     step = 7919 + 2 * (seed % 1000)
     return [
         [(start + 1 + place * step) % 250 + 3 for place in range(num_tokens)] for start in range(how_many)
     ]
+
+
+def served_metrics() -> dict[str, str]:
+    """Settings by which the result has kvbm's metrics."""
+    port = {"DYN_KVBM_METRICS_PORT": str(free_port())}
+    return {"DYN_KVBM_METRICS": "true", "KVBM_METRICS_HOST": HOST, **port}
 
 
 def run_engine(
@@ -99,10 +122,9 @@ def run_engine(
         "SGLANG_HICACHE_NIXL_BACKEND_STORAGE_DIR": str(disk),
         "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": str(disk),
     }
-    # One thread computes: on few cores several wait for each other by spinning.
-    env = variables(**{**own, **peers, **more, "OMP_NUM_THREADS": "1", **(environment or {})})
+    env = variables(**{**own, **peers, **more, **ONE_THREAD, **(environment or {})})
     module = "tests.engines.sglang.engine_job"
-    return run_job(python(PYTHON), module, job, folder, environment=env, timeout_s=timeout_s)
+    return run_job(forks().start, module, job, folder, environment=env, timeout_s=timeout_s)
 
 
 def same_answers(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> bool:

@@ -8,18 +8,21 @@ A job: {"engine": arguments of sglang.Engine, "only_new_rows": see tests.engines
 the other), {"ask": [their numbers]}, "together" (all at the same time), "flush" (all tiers of SGLang's own),
 "new_weights" (the same ones, loaded again), {"stored": n} (wait for n records of kvbm's), {"files": n} (for n
 files of SGLang's own backends), {"shared": n} (for n pages that kvbm has put into a store that machines
-share, by its metrics). A result: {"answers": of each step that asks, "metrics": kvbm's, if it serves them}.
+share, by its metrics), "clear" (kvbm's disk, by SGLang's own order). A result: {"answers": of each step that
+asks, "metrics": kvbm's, if it serves them}.
 """
 
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import sys
 import time
 import urllib.request
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from kvbm_core.storage.disk.inspect import Kind, find_files, identify, scan
 from tests.engines.client import parse_metrics
@@ -44,6 +47,8 @@ def main(job_file: str, result_file: str) -> None:
                 done, message = engine.update_weights_from_disk(model_path=job["engine"]["model_path"])[:2]
                 if not done:
                     raise RuntimeError(message)
+            elif step == "clear":
+                _clear(engine)
             elif step == "together":
                 answers.append(_ask(engine, prompts, answer_tokens))
             elif step == "ask" or "ask" in step:
@@ -58,14 +63,17 @@ def main(job_file: str, result_file: str) -> None:
 
 
 def _engine(job: dict[str, Any]) -> Any:
-    from sglang.srt.entrypoints.engine import Engine
+    """Its processes are forked. SGLang would spawn them, and each would import it again, for ten seconds."""
+    from sglang.srt.entrypoints import engine
 
-    if not job["only_new_rows"]:
-        return Engine(**job["engine"])
-    from tests.engines.sglang.attention import run_scheduler
+    kind = engine.Engine
+    if job["only_new_rows"]:
+        from tests.engines.sglang.attention import run_scheduler
 
-    kind = type("Engine", (Engine,), {"run_scheduler_process_func": staticmethod(run_scheduler)})
-    return kind(**job["engine"])
+        kind = type("Engine", (kind,), {"run_scheduler_process_func": staticmethod(run_scheduler)})
+    multiprocessing.set_start_method("fork", force=True)
+    with patch.object(engine.mp, "set_start_method"):
+        return kind(**job["engine"])
 
 
 def _flush(engine: Any) -> None:
@@ -75,6 +83,11 @@ def _flush(engine: Any) -> None:
         if time.monotonic() > ends_at_s:
             raise TimeoutError(f"the engine was not idle in {TIMEOUT_S:.0f} s")
         time.sleep(0.05)
+
+
+def _clear(engine: Any) -> None:
+    if not engine.loop.run_until_complete(engine.tokenizer_manager.clear_hicache_storage()).success:
+        raise RuntimeError("SGLang has not cleared its storage")
 
 
 def _ask(engine: Any, prompts: list[list[int]], answer_tokens: int) -> list[dict[str, Any]]:

@@ -1,0 +1,194 @@
+"""Disk, bucket, two ranks and audit on real vLLM, with three engines for all of them.
+
+The first has one rank, a disk and a bucket, and is killed. The second has two ranks and the same bucket. The
+third has what the first had. Each finds what those before it have computed, byte for byte; in float32, so
+that an answer behind a hit is the one that was computed (test_main_job.py compares with vLLM without kvbm).
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from tests.e2e.engine_child import (
+    Engine,
+    answers,
+    assert_bytes_equal,
+    assert_nothing_left,
+    cached,
+    run_engine,
+)
+from tests.e2e.test_audit import EQUAL, NUM_PROMPTS, PROMPT_BLOCKS, WRONG, conversations
+from tests.engines.object_servers import SECRET_KEY
+from tests.engines.shared_stores import bucket
+
+BLOCK = 32
+TOKENS = 1200
+BLOCKS = TOKENS // BLOCK
+HIT_TOKENS = TOKENS - BLOCK
+IN_HOST = 3
+DEVICE_FOR_TWO = 2 * (BLOCKS + 2) + 1
+Prompts = list[list[int]]
+
+pytestmark = pytest.mark.timeout(900)
+
+
+class Life(NamedTuple):
+    """What engines of this module have in common: ``settings`` of all of them, and ``disk`` of those that
+    have one.
+    """
+
+    model: Path
+    folder: Path
+    settings: dict[str, str]
+    disk: dict[str, str]
+    of_one: Prompts
+    """What the first engine computes: more than its host tier has room for."""
+    of_two: Prompts
+    """What the engine of two ranks computes."""
+
+    def job(self, *rounds: Prompts, **more: Any) -> dict[str, Any]:
+        """Each of the rounds, prompt by prompt."""
+        llm = {"block_size": BLOCK, "max_model_len": 2048, "dtype": "float32"}
+        llm |= {"num_gpu_blocks_override": DEVICE_FOR_TWO, **more.pop("llm", {})}
+        job = {"model": str(self.model), "llm": llm, "connector": True}
+        return {**job, "rounds": rounds_of(*rounds), **more}
+
+
+def rounds_of(*rounds: Prompts) -> list[dict[str, Any]]:
+    """Eight tokens are answered to each."""
+    return [{"prompts": prompts, "max_tokens": 8} for prompts in rounds]
+
+
+@pytest.fixture(scope="module")
+def life(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory, seed: int) -> Iterator[Life]:
+    folder, draw = tmp_path_factory.mktemp("tiers"), random.Random(seed)
+    prompts = [[draw.randrange(3, 500) for _ in range(TOKENS)] for _ in range(IN_HOST + 3)]
+    disk = {
+        "DYN_KVBM_DISK_CACHE_GB": "1.5",
+        "DYN_KVBM_DISK_CACHE_DIR": str(folder / "cache"),
+        "DYN_KVBM_DISABLE_DISK_OFFLOAD_FILTER": "1",
+        "KVBM_TEST_DISK_LEDGER": str(folder / "ledger"),
+    }
+    settings = {
+        "DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS": str(IN_HOST * BLOCKS),
+        "KVBM_REMOTE_LOAD": "always",  # models this small are computed sooner
+        "KVBM_REMOTE_WAIT_S": "20",
+        "KVBM_REMOTE_DEADLINE_S": "20",
+        "KVBM_REMOTE_HEAD_SHARDS": "2",
+    }
+    with bucket(folder) as store:
+        yield Life(tiny_model, folder, {**settings, **store}, disk, prompts[:-1], prompts[-1:])
+
+
+@pytest.fixture(scope="module")
+def first(life: Life) -> dict[str, Any]:
+    """The result of the engine that computes, asks again, and is killed."""
+    job = life.job(life.of_one, life.of_one, dies=True)
+    return run_engine(life.folder / "first", job, **life.settings, **life.disk)
+
+
+@pytest.fixture(scope="module")
+def two_ranks(life: Life, first: dict[str, Any]) -> dict[str, Any]:
+    """The result of the engine that finds two of the first one's prompts, and computes and finds its own."""
+    some, own = life.of_one[:2], life.of_two
+    job = life.job(some, own, some, own, llm={"tensor_parallel_size": 2})
+    return run_engine(life.folder / "two-ranks", job, **life.settings)
+
+
+@pytest.fixture(scope="module")
+def third(life: Life, first: dict[str, Any]) -> Iterator[Engine]:
+    """The engine that starts where the first one was."""
+    engine = Engine(life.folder / "third", life.job(), **life.settings, **life.disk)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(scope="module")
+def restarted(life: Life, third: Engine) -> dict[str, Any]:
+    """What it finds before it has forgotten anything."""
+    return third.serve(rounds_of(life.of_one), forgets=False)
+
+
+def test_what_the_host_has_no_room_for_comes_back_from_the_disk(life: Life, first: dict[str, Any]) -> None:
+    """The first engine's two rounds."""
+    prompts = len(life.of_one)
+    assert max(cached(first, 0)) == 0 and min(cached(first, 1)) >= HIT_TOKENS
+    assert answers(first, 1) == answers(first, 0)
+    assert_bytes_equal(first, ranks=1, at_least=prompts * (BLOCKS - 1))
+    # LRU has never the one that is wanted of those that come in turns.
+    assert first["metrics"]["kvbm_onboard_blocks_d2d"] >= (prompts - IN_HOST) * (BLOCKS - 1)
+    stored = first["bytes"][0]["stored"]
+    assert stored == first["metrics"]["kvbm_offload_blocks_h2d"] >= prompts * BLOCKS
+    assert_nothing_left(first)
+
+
+def test_after_sigkill_the_next_engine_finds_it_on_the_disk(
+    life: Life, first: dict[str, Any], restarted: dict[str, Any]
+) -> None:
+    """The first engine's disk, and the third one's first requests."""
+    at_least = len(life.of_one) * (BLOCKS - 1)
+    assert min(cached(restarted, 0)) >= HIT_TOKENS, "not even the first request hit the disk"
+    assert answers(restarted, 0) == answers(first, 0)
+    assert_bytes_equal(restarted, ranks=1, at_least=at_least)
+    assert restarted["metrics"]["kvbm_onboard_blocks_d2d"] >= at_least
+    assert restarted["metrics"]["kvbm_onboard_blocks_o2d"] == 0
+    assert_nothing_left(restarted)
+
+
+def test_an_engine_of_another_tensor_parallel_size_finds_it_in_the_bucket(
+    life: Life, first: dict[str, Any], two_ranks: dict[str, Any]
+) -> None:
+    """What another size has computed differs by the order of additions alone. The engine of two ranks
+    computes, keeps and finds blocks of its own too.
+    """
+    assert first["metrics"]["kvbm_offload_blocks_d2o"] >= len(life.of_one) * BLOCKS
+    assert min(cached(two_ranks, 0)) >= HIT_TOKENS and max(cached(two_ranks, 1)) == 0
+    assert answers(two_ranks, 0) == answers(two_ranks, 2) == answers(first, 0)[:2]
+    assert min(cached(two_ranks, 3)) >= HIT_TOKENS and answers(two_ranks, 3) == answers(two_ranks, 1)
+    assert len(two_ranks["bytes"]) == 2
+    for counts in two_ranks["bytes"]:  # what it has not seen, another engine had stored
+        assert counts["onboarded"] - counts["unknown"] >= BLOCKS - 4 and counts["different"] == 0
+
+
+def test_without_disk_and_host_the_bucket_has_what_engines_of_both_sizes_computed(
+    life: Life, first: dict[str, Any], two_ranks: dict[str, Any], restarted: dict[str, Any], third: Engine
+) -> None:
+    """The third engine, when it has forgotten all that is its own."""
+    found = third.serve(rounds_of([*life.of_one, *life.of_two]))
+    assert min(cached(found, 0)) >= HIT_TOKENS
+    assert answers(found, 0) == [*answers(first, 0), *answers(two_ranks, 1)]
+    (counts,) = found["bytes"]  # this engine has not seen what was stored: the store's own checks have
+    at_least = (len(life.of_one) + len(life.of_two)) * (BLOCKS - 1)
+    assert counts["onboarded"] >= at_least and counts["different"] == 0
+    assert found["metrics"]["kvbm_onboard_blocks_o2d"] >= at_least
+    assert found["metrics"]["kvbm_object_read_failures"] == 0
+    assert_nothing_left(found)
+    logs = [first["log"], two_ranks["log"], found["log"]]
+    assert all("kvbm: object store: s3://" in log and SECRET_KEY not in log for log in logs)
+
+
+def test_all_hits_are_what_is_computed_and_a_wrong_block_is_found(
+    restarted: dict[str, Any], third: Engine, rng: random.Random
+) -> None:
+    """The third engine's last hours: it serves nothing from the cache any more."""
+    rounds = [{"prompts": prompts, "max_tokens": 40, "audited": True} for prompts in conversations(rng)]
+    rounds = [{**asked, "resets": True} for asked in rounds]
+    rounds.append({**rounds[-1], "swaps": True})
+    rounds.append({**rounds[0]})
+    result = third.serve(rounds, audits=True)
+    right, found, after = result["audited"][:3], result["audited"][3], result["audited"][4]
+    assert [entry[WRONG] for entry in right] == [0, 0, 0]
+    assert right[-1][EQUAL] >= 2 * NUM_PROMPTS * (PROMPT_BLOCKS - 1)
+    assert found[WRONG] > 0
+    assert "AUDIT: blocks in the cache are not what the engine computes" in result["log"]
+    assert after == found, "nothing is served, so nothing is audited"
+    for served in range(5):
+        assert not any(cached(result, served)), "what is audited is computed"
+    assert answers(result, 3) == answers(result, 2) and answers(result, 4) == answers(result, 0)
+    assert result["metrics"]["kvbm_matched_tokens"] == 0
+    assert_nothing_left(result)
