@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -41,12 +41,12 @@ class Moment(NamedTuple):
     is_own: bool
 
     @staticmethod
-    def of(rng: Random, kill: int) -> Moment:
-        """For the kill with this number: not in the first two calls, which open what the others use. Every
-        second one is the writer's own, and each part of a call has its turn.
+    def of(rng: Random, kill: int, calls: Sequence[int] = range(2, 5)) -> Moment:
+        """For the kill with this number, in one of ``calls``: not in the first two, which open what the
+        others use. Every second one is the writer's own, and each part of a call has its turn.
         """
         share = (kill // 2 % PARTS + rng.random()) / PARTS
-        return Moment(rng.randrange(2, 5), share, is_own=kill % 2 == 0)
+        return Moment(rng.choice(calls), share, is_own=kill % 2 == 0)
 
     def line(self, order: str) -> str:
         """As a warm interpreter takes it."""

@@ -35,18 +35,19 @@ def opened(folder: Path, settings: dict[str, Any]) -> KvbmEngine:
 
 
 def write(order: str, moment: Moment) -> None:
-    """Answers until it is killed; what it has computed goes to the store. The first answer is there, whole,
-    before the second request.
+    """Answers until it is killed; what it has computed goes to the store. One prompt is there, whole, before
+    its first call.
     """
     number, seed, folder, settings = order.split(" ", 3)
-    rng, prompts, calls = Random(int(seed)), prompts_of(int(number)), Calls(moment)
+    rng, prompts = Random(int(seed)), prompts_of(int(number))
     with opened(Path(folder), json.loads(settings)) as engine:
+        engine.ask("whole", rng.choice(prompts[NUM_SHARED:]), ANSWER_TOKENS)
+        engine.settle()
+        calls = Calls(moment)
         for call in range(MOST_CALLS):
-            prompt = rng.choice(prompts if call else prompts[NUM_SHARED:])
+            prompt = rng.choice(prompts)
             calls.begin(call)
             engine.ask(str(call), prompt, ANSWER_TOKENS)
-            if not call:
-                engine.settle()
 
 
 if __name__ == "__main__":

@@ -121,7 +121,7 @@ def test_another_engine_serves_what_the_killed_ones_have_written(
                             for n, prompt in enumerate(prompts)
                         ]
                         order = f"{kill} {rng.getrandbits(32)} {tmp_path} {json.dumps(settings)}"
-                        begins, moment = threading.Event(), Moment.of(rng, kill)
+                        begins, moment = threading.Event(), Moment.of(rng, kill, (1, 2))
                         killed = beside.submit(kill_one, writers, order, moment, begins.set)
                         killed.add_done_callback(lambda _, begins=begins: begins.set())
                         begins.wait()  # also if it cannot be killed
