@@ -82,6 +82,11 @@ def ranks_disagree(rank: int) -> None:
     executor.run_until_idle()
 
 
+def rank_of(rank: int) -> int:
+    """Its own number."""
+    return rank
+
+
 @pytest.mark.parametrize("slow_rank", [0, 1])
 def test_transfers_end_when_every_rank_says_so(world: World, slow_rank: int) -> None:
     for name in ("v1", "v2") if world.version == NEWEST else ("v1",):
@@ -124,3 +129,17 @@ def test_a_failure_of_one_rank_is_raised_and_the_world_goes_on(job: Any, message
             world.run(job)
         if job is brings_nothing:
             assert [answer["in_use"] for answer in world.run(two_ranks, "v1", 1)] == [0, 0]
+
+
+def test_ranks_are_replaced_where_a_job_is_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a test's time limit does it: no answer of the job that was left is taken for the next one's."""
+
+    def interrupt(pipes: list[Any]) -> Any:
+        raise KeyboardInterrupt
+
+    with World(RELEASED, 2) as world:
+        with monkeypatch.context() as patch:
+            patch.setattr("tests.trtllm.double.world.wait", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                world.run(latent_bytes)
+        assert world.run(rank_of) == [0, 1]

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from tests.trtllm.double import host
-
-
-def valid_page_slots(page_indices: Iterable[int]) -> Iterator[tuple[int, int]]:
-    """(block ordinal, slot) of the blocks that have a page."""
-    return ((ordinal, slot) for ordinal, slot in enumerate(page_indices) if slot >= 0)
 
 
 @dataclass(frozen=True)

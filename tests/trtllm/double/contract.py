@@ -172,7 +172,6 @@ def _modules(contract: Contract) -> dict[str, ModuleType]:
             "KvCacheLayout",
             "KvCacheRegion",
             "build_kv_cache_layout_v2",
-            "valid_page_slots",
         ):
             setattr(layout, name, getattr(api_layout, name))
     return modules
