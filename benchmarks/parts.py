@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from benchmarks.leader.part import LeaderPart
+from benchmarks.remote.deadlines import DeadlinesPart
 from benchmarks.remote.part import RemotePart
 from benchmarks.serve.part import ServePart
 from benchmarks.sglang.part import SglangPart
@@ -15,6 +16,7 @@ PARTS: tuple[Part, ...] = (
     TransferPart(),
     StoragePart(),
     RemotePart(),
+    DeadlinesPart(),
     ServePart(),
     SglangPart(),
 )

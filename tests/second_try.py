@@ -3,7 +3,8 @@ process.
 
 One that passes then is named above the closing line, with what it had said unless CONTRIBUTING.md lists it,
 and the closing line counts it apart. What says that kvbm is wrong has no second try: a wrong byte, a leak, a
-hang, a worker that died. With more failures than a few the run is red as it is: then it is not the machine.
+hang, a worker that died. The class of what was raised tells; of a plain assertion its words do. With more
+failures than a few the run is red as it is: then it is not the machine.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import subprocess
 import sys
 from collections.abc import Generator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,12 +25,39 @@ ALONE = "passed only alone"
 """The category of the closing line."""
 LISTED = re.compile(r"^\* `(tests/\S+?)`", re.MULTILINE)
 CONTRIBUTING = Path(__file__).resolve().parents[1] / "CONTRIBUTING.md"
-# Words of an assertion, or of the exception, that judge what kvbm did and not when it did it.
+VERDICTS = {"Wrong", "WrongAnswer", "IntegrityError"}
+"""Classes of exceptions that judge what kvbm did."""
+WEATHER = {
+    "TimeoutError",
+    "TimeoutExpired",
+    "ConnectionError",
+    "TransportError",
+    "Again",
+    "Empty",
+    "ServerError",
+}
+"""Those that say when, or that something else did not start or answer."""
+HANGS = "Timeout (>"
+# The line that failed is a limit of time and nothing else, whatever was waited for.
+IS_LIMIT = re.compile(r">\s+assert time\.monotonic\(\)( - \w+)? < [\w.+*/ ]+(,.*)?(#.*)?$")
+# Words of any other assertion that judge what kvbm did: it has none of these classes.
 IS_VERDICT = re.compile(
-    r"Timeout \(>|IntegrityError|WrongAnswer|answer|token|byte|content|payload|digest|same_|equal"
+    r"answer|token|byte|content|payload|digest|same_|equal|wrong"
     r"|leak|lease|left|clean|guarded|open requests|integrity|open_files|descriptor",
     re.IGNORECASE,
 )
+
+
+class Classes:
+    """The plugin where tests run: a report has the classes of what was raised."""
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self, call: pytest.CallInfo[None]) -> Generator[None, Any, Any]:
+        """A part of a test has ended."""
+        report = yield
+        if call.excinfo is not None:
+            report.raised = [kind.__name__ for kind in call.excinfo.type.__mro__]
+        return report
 
 
 class SecondTry:
@@ -95,11 +124,15 @@ class SecondTry:
 
 
 def _is_verdict(report: pytest.TestReport) -> bool:
-    """Whether the line that failed, or what it raised, judges what kvbm did."""
-    if report.when not in ("setup", "call", "teardown"):
-        return True  # its worker died
-    lines = report.longreprtext.splitlines()
-    return any(IS_VERDICT.search(line) for line in lines if line.startswith((">", "E ")))
+    """Whether what failed judges what kvbm did."""
+    raised = set(getattr(report, "raised", ()))
+    if not raised or raised & VERDICTS or HANGS in report.longreprtext:
+        return True  # without a class: its worker died
+    lines = [line for line in report.longreprtext.splitlines() if line.startswith((">", "E "))]
+    where = [line for line in lines if line.startswith(">")]
+    if raised & WEATHER or (where and IS_LIMIT.match(where[-1])):
+        return False
+    return any(map(IS_VERDICT.search, lines))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -108,6 +141,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Where tests are reported, if asked for."""
-    if config.getoption(OPTION) and not hasattr(config, "workerinput"):
-        config.pluginmanager.register(SecondTry(config), "kvbm-second-try")
+    """If asked for."""
+    if config.getoption(OPTION) and not config.pluginmanager.has_plugin("kvbm-classes"):
+        config.pluginmanager.register(Classes(), "kvbm-classes")
+        if not hasattr(config, "workerinput"):
+            config.pluginmanager.register(SecondTry(config), "kvbm-second-try")

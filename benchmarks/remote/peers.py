@@ -45,6 +45,7 @@ class Other:
     def __init__(self, process: subprocess.Popen[str]) -> None:
         if process.stdin is None or process.stdout is None:
             raise ValueError("a process without pipes")
+        self.pid = process.pid
         self.given, self._said = process.stdin, process.stdout
 
     def heard(self, *words: str) -> str:

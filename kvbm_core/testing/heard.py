@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvbm_core.blocks.slot_tier import Residency
+from kvbm_core.testing.verdicts import Wrong
 from kvbm_core.types import BlockKey, Tier
 
 
@@ -24,7 +25,7 @@ class Heard(Residency):
             self.here[tier] |= new
             return
         if len(new) < len(keys) or new & self.here[tier]:
-            raise AssertionError("a block was told twice")
+            raise Wrong("a block was told twice")
         self.here[tier] |= new
 
     def removed(self, tier: Tier, keys: Sequence[BlockKey]) -> None:
@@ -35,5 +36,5 @@ class Heard(Residency):
     def cleared(self, tier: Tier, keys: Sequence[BlockKey]) -> None:
         """See Residency."""
         if self.here[tier] != set(keys):
-            raise AssertionError("other blocks were cleared than were there")
+            raise Wrong("other blocks were cleared than were there")
         self.removed(tier, keys)

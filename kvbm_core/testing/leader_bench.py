@@ -21,6 +21,7 @@ from kvbm_core.runtime.offload import OnPartEnd
 from kvbm_core.runtime.request import BlockTable, RequestState
 from kvbm_core.runtime.tenants import Tenant
 from kvbm_core.storage.disk.recovery import Found
+from kvbm_core.testing.verdicts import judges
 from kvbm_core.tiers.groups import GroupSpec, base_block_tokens
 from kvbm_core.tiers.lower import LowerTierMaker
 from kvbm_core.tiers.slotted import SlottedTier, slotted_tier
@@ -211,6 +212,7 @@ class LeaderBench:
         """A series of the leader's metrics."""
         return self.leader.metrics.snapshot()[series]
 
+    @judges
     def assert_idle(self) -> None:
         """Nothing is open, pinned, pending or under way, and all books agree."""
         self.leader.check_integrity()

@@ -28,6 +28,7 @@ from kvbm_core.runtime.transfer_jobs import JobPart
 from kvbm_core.testing.heard import Heard
 from kvbm_core.testing.leader_bench import BenchDisk, LeaderBench
 from kvbm_core.testing.sim_worker import SimWorker, oracle
+from kvbm_core.testing.verdicts import Wrong
 from kvbm_core.tiers.groups import GroupSpec, alignment_tokens, needed_blocks
 from kvbm_core.transfer.plan import TransferPlan
 from kvbm_core.types import BlockKey
@@ -533,6 +534,6 @@ class LeaderSim:
 
 
 def expect(is_true: bool, promise: str) -> None:
-    """AssertionError with ``promise`` unless it is kept."""
+    """Wrong with ``promise`` unless it is kept."""
     if not is_true:
-        raise AssertionError(promise)
+        raise Wrong(promise)

@@ -20,6 +20,7 @@ from kvbm_core.peers.lending import Lender
 from kvbm_core.peers.server import PeerServer
 from kvbm_core.peers.wire import Terms
 from kvbm_core.policy.lru import LruPolicy
+from kvbm_core.testing.verdicts import judges
 from kvbm_core.tiers.chain import TierChain
 from kvbm_core.tiers.jobs import JobTable
 from kvbm_core.types import BlockKey, Tier
@@ -164,6 +165,7 @@ class Owner:
         """See OwnBlocks."""
         raise AssertionError("there is no disk")
 
+    @judges
     def assert_whole(self) -> None:
         """Nothing is held, nothing is on its way."""
         wait_for(lambda: not self.line.lender.num_loans and not self.server.copied_blocks)
@@ -172,6 +174,7 @@ class Owner:
                 raise AssertionError("blocks are held for nobody")
             self.host.check_integrity()
 
+    @judges
     def assert_whole_soon(self) -> None:
         """Nothing is held any more, though an asker does not read."""
         wait_for(lambda: not self.line.lender.num_loans)

@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from kvbm_core.testing.verdicts import judges
 from tests.engines import REPOSITORY
 from tests.engines.forks import Forks
 from tests.engines.job import run_job
@@ -87,6 +88,7 @@ def cached(result: dict[str, Any], round_index: int) -> list[int]:
     return [entry["cached_tokens"] for entry in result["rounds"][round_index]]
 
 
+@judges
 def assert_nothing_left(result: dict[str, Any]) -> None:
     """No job, request, lease or half-written block is left over, and no guard was needed."""
     assert set(result["open"].values()) == {0}, result["open"]
@@ -94,6 +96,7 @@ def assert_nothing_left(result: dict[str, Any]) -> None:
     assert not guarded, guarded
 
 
+@judges
 def assert_bytes_equal(result: dict[str, Any], ranks: int, at_least: int) -> None:
     """On every rank, blocks came back, and all of them with the bytes that were written."""
     assert len(result["bytes"]) == ranks, result["log"][-2000:]

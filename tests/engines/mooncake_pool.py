@@ -18,6 +18,7 @@ from kvbm_core.storage.remote.mooncake import MooncakeEngine
 from kvbm_core.storage.remote.mooncake_setup import TIMEOUTS
 from tests.engines.freeze import freeze, thaw
 from tests.engines.ports import HOST, free_port, listens
+from tests.engines.process import ServerError
 
 START_S = 30.0
 ATTEMPTS = 5
@@ -61,7 +62,7 @@ class Node:
         ends_at_s = time.monotonic() + START_S
         while "joined 0" not in (text := self._log.read_text(errors="replace")):
             if self.process.poll() is not None or time.monotonic() > ends_at_s:
-                raise RuntimeError(f"no node could be started: {text[-500:]}")
+                raise ServerError(f"no node could be started: {text[-500:]}")
             time.sleep(0.02)
 
     def freeze(self) -> None:
@@ -149,7 +150,7 @@ class MooncakePool:
                 return
             self.kill_master()
             if not left:
-                raise RuntimeError("no master could be started")
+                raise ServerError("no master could be started")
 
     def _starts_master(self) -> bool:
         folder = find_mooncake()

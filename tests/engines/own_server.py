@@ -11,6 +11,7 @@ from typing_extensions import Self
 
 from tests.engines.freeze import freeze, thaw
 from tests.engines.ports import free_port
+from tests.engines.process import ServerError
 
 ATTEMPTS = 5
 LOOK_S = 0.01
@@ -55,7 +56,7 @@ class OwnServer(ABC):
                 return
             self.port = port
         log = self._log_path.read_text(errors="replace")[-800:]
-        raise RuntimeError(f"no server could be started: {log}")
+        raise ServerError(f"no server could be started: {log}")
 
     def _starts(self) -> bool:
         self._log_path.parent.mkdir(parents=True, exist_ok=True)

@@ -18,6 +18,7 @@ from kvbm_core.clock import ManualClock
 from kvbm_core.errors import Outcome
 from kvbm_core.testing import toy_store
 from kvbm_core.testing.gate import Gate
+from kvbm_core.testing.verdicts import judges
 from kvbm_core.tiers.jobs import Job
 from kvbm_core.tiers.slotted import SlottedTier
 from kvbm_core.transfer.executor import Executor as TransferExecutor
@@ -350,6 +351,7 @@ class Serving:
             self.clock.advance(1000.0)
             self.look(self.side._sweep)
 
+    @judges
     def check_answers(self) -> None:
         """Compares with a run without connector; of requests that were not finished, the beginning."""
         ended = {request: asked for request, asked in self._asked.items() if request in self.executor.outputs}
@@ -369,6 +371,7 @@ class Serving:
             else:
                 assert answer == wanted[: len(answer)], f"request {request}"
 
+    @judges
     def assert_clean(self) -> None:
         """Answers are right, and nothing is left of any request on either side."""
         self.executor.run_until_idle()

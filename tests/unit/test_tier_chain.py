@@ -13,6 +13,7 @@ from kvbm_core.observe.metrics import Metrics
 from kvbm_core.policy.admission import AdmitAll
 from kvbm_core.policy.lru import LruPolicy
 from kvbm_core.storage.disk.recovery import Found
+from kvbm_core.testing.verdicts import judges
 from kvbm_core.tiers.chain import Held, TierChain
 from kvbm_core.tiers.jobs import JobTable
 from kvbm_core.tiers.slotted import SlottedTier, slotted_tier
@@ -72,6 +73,7 @@ class Bench:
         names = {name for name in ("fast", "slow") if self.tier(name).contains(key)}
         return names | ({"host"} if self.host.contains(key) else set())
 
+    @judges
     def assert_idle(self) -> None:
         self.chain.check_integrity()
         assert not self.chain.live_leases and not self.host.pending_blocks

@@ -10,6 +10,7 @@ from kvbm_core.clock import ManualClock
 from kvbm_core.errors import Outcome
 from kvbm_core.observe.metrics import Metrics
 from kvbm_core.policy.lru import LruPolicy
+from kvbm_core.testing.verdicts import judges
 from kvbm_core.tiers.jobs import JobTable
 from kvbm_core.tiers.lower import LowerTier, Surroundings
 from kvbm_core.tiers.runs import run_of
@@ -78,6 +79,7 @@ class TierBench(Generic[TierT]):
         self.host.check_integrity()
         self.tier.check_integrity()
 
+    @judges
     def assert_idle(self) -> None:
         """Nothing is held, pending or under way."""
         self.check()

@@ -29,6 +29,7 @@ from vllm.v1.request import Request
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 from vllm.v1.worker.utils import allocate_kv_cache
 
+from kvbm_core.testing.verdicts import Wrong
 from tests.vllm.engine_config import EngineSpec
 from tests.vllm.state_model import Running, StateLayers, Step
 
@@ -372,7 +373,7 @@ class FakeRank:
         wrong = np.flatnonzero(is_wrong)
         if wrong.size:
             kind = "never written" if (seen[wrong[0]] == POISON).all() else "bytes of something else"
-            raise AssertionError(
+            raise Wrong(
                 f"{name}: rank {self.rank}: {layer_name}: wrong KV at {wrong.size} of "
                 f"{len(positions)} positions, "
                 f"first {first + wrong[0]} (block {blocks[wrong[0]]}, {kind}); computed tokens {start}"

@@ -27,6 +27,7 @@ from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
+from kvbm_core.testing.verdicts import judges
 from tests.engines import PATIENCE_S
 from tests.vllm.engine_config import EngineSpec, make_kv_cache_configs, make_scheduler, make_vllm_config
 from tests.vllm.fake_model import FakeRank, load_adapter
@@ -250,6 +251,7 @@ class Engine:
         """Tokens the connector promised and vLLM took, over all admissions of the request."""
         return sum(tokens for name, tokens in self.record.allocs if name == request_id)
 
+    @judges
     def assert_idle(self) -> None:
         """vLLM holds nothing any more: no request, no device block."""
         assert not self.scheduler.requests, list(self.scheduler.requests)

@@ -14,6 +14,7 @@ from vllm.v1.outputs import KVConnectorOutput
 from kvbm_core.runtime.leader import Leader
 from kvbm_core.testing import memory_engine, toy_store
 from kvbm_core.testing.gate import Gate
+from kvbm_core.testing.verdicts import judges
 from kvbm_core.tiers.slotted import SlottedTier
 from kvbm_core.transfer.executor import Executor
 from kvbm_core.types import Direction
@@ -160,6 +161,7 @@ class KvbmEngine(Engine):
 
     # ------------------------------------------------------------------ the end
 
+    @judges
     def assert_clean(self) -> None:
         """Nothing is left of any request, in vLLM, in the leader, in the hooks or in the workers."""
         self.run()

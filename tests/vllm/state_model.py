@@ -19,6 +19,8 @@ from vllm.v1.kv_cache_interface import (
     is_mamba_prefill_checkpoint_valid,
 )
 
+from kvbm_core.testing.verdicts import Wrong
+
 Bytes = npt.NDArray[np.uint8]
 Expected = Callable[[int, str], Bytes]
 """The state of a layer after so many tokens of the request at hand."""
@@ -155,4 +157,4 @@ def check(array: Bytes, block: int, right: Bytes, what: str) -> None:
     seen = array[block]
     if (seen != right).any():
         kind = "never written" if len(set(seen.flat)) == 1 else "that of something else"
-        raise AssertionError(f"{what}: wrong state in block {block}: {kind}")
+        raise Wrong(f"{what}: wrong state in block {block}: {kind}")
