@@ -15,13 +15,14 @@ SIDE_BY_SIDE := --numprocesses=3 --dist=loadfile --no-loadscope-reorder --max-wo
 # The order of sets of strings is the same in each run: tests/conftest.py has the seed of everything else.
 PYTEST = PYTHONDONTWRITEBYTECODE= PYTHONHASHSEED=0 KVBM_CONTRACT_SOURCES=$(CONTRACT) KVBM_SGLANG_PYTHON=$(abspath $(SGLANG_VENV))/bin/python \
 	KVBM_DYNAMO_PYTHON=$(abspath $(DYNAMO_VENV))/bin/python $(BIN)/python -m pytest $(SIDE_BY_SIDE)
+SLOW := valkey or mooncake or etcd or nats or server or packaging
 PYTEST_ARGS ?=
 NIGHTLY_MINUTES ?= 60
 BENCH_ARGS ?=
 DEMO_ARGS ?=
 ONLY ?=
 
-.PHONY: help setup setup-sglang setup-dynamo demo contract checked test nightly lint typecheck docs bench bench-full clean
+.PHONY: help setup setup-sglang setup-dynamo demo contract checked test quick packaging nightly lint typecheck docs bench bench-full clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -48,6 +49,12 @@ checked: contract lint typecheck setup-sglang setup-dynamo # what comes before t
 test: ## everything but nightly: lint, types, fast tests, then vLLM's own classes, then real engines
 	@$(MAKE) --no-print-directory --jobs=2 checked
 	@$(PYTEST) --second-try $(PYTEST_ARGS)
+
+quick: contract lint typecheck ## before each commit: lint, types, and the tests that start no engine and no server
+	@$(PYTEST) -m "not ($(SLOW))" tests/unit tests/property tests/contract $(PYTEST_ARGS)
+
+packaging: setup ## the tests that build wheels, the native module and environments; quick leaves them out
+	@$(PYTEST) -m packaging $(PYTEST_ARGS)
 
 nightly: ## what test leaves out, what was run longest ago first (NIGHTLY_MINUTES=60, 0: all; NIGHTLY_STATE=file)
 	@$(MAKE) --no-print-directory --jobs=2 checked

@@ -63,6 +63,8 @@ REASONS = (PASTED, INDEX, LONG, GPU, TRTLLM, DOTS, HUB)
 TABLE: dict[str, list[tuple[str, How]]] = {
     "CONTRIBUTING.md": [
         ("make test ", LONG),
+        ("make quick", LONG),
+        ("make packaging", LONG),
         ("make nightly", LONG),
         ("make lint typecheck", LONG),
         ("make docs", seen_by("tests/unit/test_site.py")),

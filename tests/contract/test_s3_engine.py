@@ -22,7 +22,7 @@ from kvbm_core.testing.extent_contract import ExtentStoreContract
 from kvbm_core.testing.store_contract import BlockStoreContract
 from tests.engines.object_servers import BUCKET, MotoServer, ObjectServer, SeaweedServer
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = [pytest.mark.server, pytest.mark.timeout(240)]
 
 
 class OnAServer:

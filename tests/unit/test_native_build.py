@@ -15,6 +15,8 @@ import pytest
 pytest.importorskip("hatchling", reason="NOT RUN: the build of the native module: hatchling is not installed")
 from hatch_build import SOURCE, NativeBuildHook
 
+pytestmark = pytest.mark.packaging
+
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = sorted((ROOT / SOURCE.parent).glob("*.[ch]"))
 BUILT = SOURCE.with_suffix(str(sysconfig.get_config_var("EXT_SUFFIX")))

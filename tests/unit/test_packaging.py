@@ -17,6 +17,8 @@ import pytest
 from kvbm_core.cli import main
 from tests.unit.test_native_build import needs_compiler
 
+pytestmark = pytest.mark.packaging
+
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("kvbm_core", "kvbm_vllm", "kvbm_sglang", "kvbm_trtllm", "kvbm", "dynamo/llm/vllm_integration")
 OF_THE_INDEX = re.compile(r"""pip install (?:-\S+ )*["']?kvbm\b(?!-)|\binstall kvbm\[""")

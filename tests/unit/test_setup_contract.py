@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.packaging
+
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 # As `python -m pip download ... -d FOLDER NAME==VERSION`: a wheel with what MEMBERS says, and a line in a
 # log.
