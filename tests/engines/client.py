@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 
 REQUEST_TIMEOUT_S = 120.0
-SETTLE_TIMEOUT_S = 10.0
+SETTLE_TIMEOUT_S = 60.0
 POLL_S = 0.05
 SAMPLE = re.compile(r"^(?P<name>[A-Za-z_:][\w:]*)(?:\{.*\})? (?P<value>\S+)", re.MULTILINE)
 AUDITED = re.compile(
