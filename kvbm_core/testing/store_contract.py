@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -281,7 +280,6 @@ class BlockStoreContract(ABC):
         with self.opened() as store:
             self.put(store, keys[:4])
             for deadline_s in (0.0, -1.0, -0.001):
-                started_s = time.monotonic()
                 assert set(self.put(store, keys[4:], deadline_s)) <= NOT_NOW
                 kept += self.new_buffers(8)
                 outcomes = store.get_many(keys, kept[-8:], deadline_s=deadline_s)
@@ -292,7 +290,6 @@ class BlockStoreContract(ABC):
                     )
                 assert len(store.contains_many(keys, deadline_s=deadline_s)) == 8
                 assert len(store.remove_many(keys[3:4], deadline_s=deadline_s)) == 1
-                assert time.monotonic() - started_s < LONG_S / 2, "it does not wait"
             assert set(self.get(store, keys)) <= {Outcome.OK, Outcome.MISS}
             wait_for(lambda: self.put(store, keys[4:]) == self.get(store, keys[4:]) == [Outcome.OK] * 4)
 

@@ -29,7 +29,8 @@ from kvbm_core.runtime.audit import AuditSampler
 
 CONNECTOR = {"kv_connector": "CheckingConnector", "kv_role": "kv_both"}
 CONNECTOR_MODULE = "tests.e2e.checking_connector"
-SETTLE_S = 20.0
+SETTLE_S = 120.0
+"""Guards against hanging, and nothing else."""
 POLL_S = 0.02
 COUNTERS = {
     "preemptions": "num_preemptions",

@@ -93,18 +93,21 @@ async def ask_alone(client: EngineClient, prompts: Iterable[Prompt]) -> dict[Pro
     return {prompt: await client.complete(prompt, ANSWER_TOKENS) for prompt in prompts}
 
 
+def _is_idle(samples: dict[str, float]) -> bool:
+    return samples["kvbm_pending_jobs"] == samples["kvbm_live_leases"] == 0
+
+
 async def under_load(
     server: VllmServer, seed: int
 ) -> tuple[Observed, dict[Prompt, Answer], dict[str, float]]:
     """The load, then every prompt alone out of host memory; kvbm's samples at the end."""
     async with EngineClient(server.base_url, str(server.options.model), server.metrics_url) as client:
         seen = await load(client, seed)
+        await client.kvbm_metrics_once(_is_idle)  # or what is asked first may not be there yet
         assert await client.reset_prefix_cache()
         before = await client.kvbm_metrics()
         alone = await ask_alone(client, seen.answers)
-        idle = await client.kvbm_metrics_once(
-            lambda now: now["kvbm_pending_jobs"] == 0 and now["kvbm_live_leases"] == 0
-        )
+        idle = await client.kvbm_metrics_once(_is_idle)
         onboarded = idle["kvbm_onboard_blocks_h2d"] - before["kvbm_onboard_blocks_h2d"]
         documents = {prompt[:DOCUMENT_TOKENS] for prompt in alone if len(prompt) > DOCUMENT_TOKENS}
         assert onboarded >= len(documents) * (DOCUMENT_TOKENS // 32), "nothing came back after the load"

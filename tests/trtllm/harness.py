@@ -13,9 +13,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
+from unittest.mock import patch
 
 from kvbm_core.clock import ManualClock
 from kvbm_core.errors import Outcome
+from kvbm_core.runtime import rank_watch
 from kvbm_core.testing import toy_store
 from kvbm_core.testing.gate import Gate
 from kvbm_core.testing.verdicts import judges
@@ -466,7 +468,8 @@ def serve(
     size = {} if host_blocks is None else {"DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS": str(host_blocks)}
     wait = {} if is_ready else {"KVBM_START_WAIT_S": "0"}  # for memory that is not there before the start
     settings = {**size, **wait, **(env or {})}
-    with environment(settings):
+    # No scenario ends a rank and goes on: one that is silent is busy.
+    with environment(settings), patch.object(rank_watch, "ANSWER_WITHIN_S", PATIENCE_S):
         shape = ExecutorConfig(
             manager=kind.manager, overlap=kind.overlap, attention_dp=kind.attention_dp, sleeps=True, **config
         )
