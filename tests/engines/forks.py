@@ -18,6 +18,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -144,6 +145,7 @@ def main(number: str, *modules: str) -> None:
     os.environ.update(order["environment"] | set_by_imports)
     if os.environ.get("PYTHONFAULTHANDLER"):
         faulthandler.enable()  # read at a start, and this process was forked
+    tempfile.tempdir = None  # so is TMPDIR
     sys.argv = [order["module"], *order["arguments"]]
     runpy.run_module(order["module"], run_name="__main__", alter_sys=True)
 

@@ -5,18 +5,24 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import tempfile
 from collections.abc import Mapping
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 from tests.engines.forks import Start
+from tests.engines.process import in_folder
 
 _number = count()
 
 
 class EngineFailed(Exception):
     """It ended without a result; the message says whether it was ended, and has the last lines of its log."""
+
+
+class EngineLate(EngineFailed, TimeoutError):
+    """It was ended, as its time was over."""
 
 
 def run_job(
@@ -42,19 +48,24 @@ def run_job(
     )
     job_file.write_text(json.dumps(job))
     arguments = [str(job_file), str(result_file)]
-    with log_file.open("w") as log, open(os.devnull) as nothing:
+    with (
+        log_file.open("w") as log,
+        open(os.devnull) as nothing,
+        tempfile.TemporaryDirectory(prefix="kvbm-job-", ignore_cleanup_errors=True) as scratch,
+    ):
         files = [nothing.fileno(), log.fileno(), log.fileno()]
-        process = start(module, arguments, {"PYTHONFAULTHANDLER": "1", **environment}, files)
-        how = "ended"
+        variables = in_folder(environment, Path(scratch) / "tmp")
+        process = start(module, arguments, {"PYTHONFAULTHANDLER": "1", **variables}, files)
+        how, failed = "ended", EngineFailed
         try:
             process.wait(timeout_s)
         except subprocess.TimeoutExpired:
-            how = f"had {timeout_s:g} s, and was ended"
+            how, failed = f"had {timeout_s:g} s, and was ended", EngineLate
             process.abort()
         finally:
             process.kill()
     log_text = log_file.read_text(errors="replace")
     if not result_file.is_file():
-        raise EngineFailed(f"the engine {how} without a result:\n{log_text[-4000:]}")
+        raise failed(f"the engine {how} without a result:\n{log_text[-4000:]}")
     result: dict[str, Any] = json.loads(result_file.read_text())
     return result | {"log": log_text}

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import TypeVar
@@ -22,6 +22,8 @@ from tests.engines.ports import HOST, free_port, listens
 START_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 20.0
 POLL_S = 0.2
+TEST_RUN = "KVBM_TEST_RUN"
+"""The variable that a run of tests has: its temporary folder, where nothing may be left."""
 # The last line of a traceback, alone or in a log line of vLLM.
 RAISED = re.compile(r"^(?:\(.*?\) ERROR .*?\] )?((?:\w+\.)*\w*(?:Error|Exception): .+)$", re.MULTILINE)
 
@@ -71,12 +73,15 @@ class Server:
         raise NotImplementedError
 
     def environment(self, scratch: Path) -> dict[str, str]:
-        """All variables; ``scratch`` is a folder that is there until the server stops."""
+        """All variables; ``scratch`` is a folder that is there until the server stops. In a run of tests a
+        TMPDIR in it is used unless this names one: engines leave sockets there, also when they end well.
+        """
         raise NotImplementedError
 
     def start(self, timeout_s: float = START_TIMEOUT_S, progress: Progress | None = None) -> None:
         """Start and wait until the server answers; ServerError (and nothing runs) if it ends or is late."""
         self._scratch = tempfile.TemporaryDirectory(prefix="kvbm-server-")
+        scratch = Path(self._scratch.name)
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         started_s = time.monotonic()
         try:
@@ -86,7 +91,7 @@ class Server:
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=subprocess.STDOUT,
-                    env=self.environment(Path(self._scratch.name)),
+                    env=in_folder(self.environment(scratch), scratch / "tmp"),
                     start_new_session=True,
                 )
             self._wait_until_healthy(self._process, started_s, timeout_s, progress)
@@ -170,6 +175,16 @@ class Server:
         ours = [error for error in errors if "kvbm: " in error]
         reason = f": {(ours or errors)[0]}" if errors else ""
         return ServerError(f"{self.name} {what}{reason}\n--- end of {self.log_path}\n{self.log_tail()}")
+
+
+def in_folder(environment: Mapping[str, str], folder: Path) -> dict[str, str]:
+    """In a run of tests with ``folder``, which is made, as the temporary one, unless the environment has
+    another than ours.
+    """
+    if TEST_RUN not in os.environ or environment.get("TMPDIR") != os.environ.get("TMPDIR"):
+        return dict(environment)
+    folder.mkdir()
+    return {**environment, "TMPDIR": str(folder)}
 
 
 def exit_on_sigterm() -> None:

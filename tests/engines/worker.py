@@ -10,6 +10,7 @@ import importlib
 import json
 import os
 import sys
+import tempfile
 import traceback
 from collections.abc import Mapping
 from contextlib import suppress
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.engines.forks import Start
+from tests.engines.process import in_folder
 
 
 class Worker:
@@ -52,14 +54,17 @@ class Worker:
             self._orders.close()
         self._process.kill()
         self._answers.close()
+        self._scratch.cleanup()
 
     def _begin(self) -> None:
         asked, orders = os.pipe()
         answered, answers = os.pipe()
         self._orders, self._answers = os.fdopen(orders, "w"), os.fdopen(answered)
+        self._scratch = tempfile.TemporaryDirectory(prefix="kvbm-worker-", ignore_cleanup_errors=True)
+        variables = in_folder(self._environment, Path(self._scratch.name) / "tmp")
         with self.log.open("a") as file:
             self._process = self._start(
-                "tests.engines.worker", (), self._environment, [asked, answers, file.fileno()]
+                "tests.engines.worker", (), variables, [asked, answers, file.fileno()]
             )
         os.close(asked)
         os.close(answers)
