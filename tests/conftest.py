@@ -55,12 +55,7 @@ ENGINES = {
     "etcd": "etcd",
     "nats": "a NATS server",
 }  # the marker and folder of tests, and what they need
-RUN_ORDER = {
-    "vllm": 1,
-    "e2e": 2,
-    "dynamo": 3,
-    "sglang": 4,
-}  # e2e has the longest file, which at the end would be alone
+RUN_ORDER = ("e2e", "sglang", "dynamo", "vllm")  # the longest files first: at the end one would be alone
 # Tests that try more at night, or more of their combinations (tests/effort.py).
 DEEPER = {
     *(TESTS / "property", TESTS / "faults", TESTS / "unit" / "test_peer_tier.py"),
@@ -68,7 +63,7 @@ DEEPER = {
         TESTS / "trtllm" / f"test_{name}.py"
         for name in ("random", "attention_dp", "double_soak", "double_ranks")
     ),
-    TESTS / "vllm" / "test_identity.py",
+    *(TESTS / "vllm" / f"test_{name}.py" for name in ("identity", "newest")),
     TESTS / "e2e" / "test_main_job.py",
     TESTS / "sglang" / "test_identity.py",
 }
@@ -189,7 +184,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Marks by folder, then fast tests first and real engines last."""
+    """Marks by folder, then real engines first and fast tests last."""
     missing = missing_engines()
     for item in items:
         for name in ENGINES:
@@ -235,7 +230,8 @@ def _leave_out(config: pytest.Config, items: list[pytest.Item]) -> None:
 
 
 def _rank(item: pytest.Item) -> int:
-    return max((rank for name, rank in RUN_ORDER.items() if item.get_closest_marker(name)), default=0)
+    ranks = [rank for rank, name in enumerate(RUN_ORDER) if item.get_closest_marker(name)]
+    return min(ranks, default=len(RUN_ORDER))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kvbm_core.config import KvbmSettings
 from kvbm_core.errors import Outcome
 from kvbm_core.runtime.assembly import rank_options
-from kvbm_core.storage.remote import mooncake
+from kvbm_core.storage.remote.mooncake import MooncakeEngine
+from kvbm_core.storage.remote.record_store import RecordStore
 from kvbm_core.testing.executor_bench import LONG_S
 from tests.engines.mooncake_pool import MooncakePool
 from tests.engines.valkey_server import ValkeyServer
@@ -30,34 +32,51 @@ def mooncake_url(tmp_path: Path) -> Iterator[str]:
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param(name, marks=getattr(pytest.mark, name)) for name in ("valkey", "mooncake")]
+    "kind",
+    [
+        pytest.param("valkey", marks=pytest.mark.valkey),
+        pytest.param(
+            "mooncake",
+            marks=[
+                pytest.mark.mooncake,
+                pytest.mark.nightly("joins and leaves for seconds, or 90; test_pooled_stores.py has a pool"),
+            ],
+        ),
+    ],
 )
 def test_what_one_process_has_stored_another_one_finds(
     kind: str, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    registered: list[tuple[int, int]] = []
-    plain = mooncake.MooncakeEngine.register
+    registered: list[tuple[object, int, int]] = []
 
-    def register(self: mooncake.MooncakeEngine, address: int, num_bytes: int) -> None:
-        registered.append((address, num_bytes))
-        plain(self, address, num_bytes)
+    def watch(taker: type[RecordStore] | type[MooncakeEngine]) -> None:
+        plain: Any = taker.register
 
-    monkeypatch.setattr(mooncake.MooncakeEngine, "register", register)
+        def register(self: object, address: int, num_bytes: int) -> None:
+            registered.append((taker, address, num_bytes))
+            plain(self, address, num_bytes)
+
+        monkeypatch.setattr(taker, "register", register)
+
+    watch(RecordStore)
+    watch(MooncakeEngine)
     url = request.getfixturevalue(f"{kind}_url")
     first = LocalBench(tmp_path / "one", 4, store=url)
     assert first.store(KEYS[:4]) is Outcome.OK
     slab = first.tiers._memory.slab
     span = (slab.address, slab.num_slots * slab.slot_bytes)
-    assert (span in registered) == (kind == "mooncake"), "an engine that wants to know memory is told"
+    told = {taker for taker, *memory in registered if tuple(memory) == span}
+    wanted = {RecordStore, MooncakeEngine} if kind == "mooncake" else {RecordStore}
+    assert told == wanted, "who wants to know memory is told"
     first.close()
     second = LocalBench(tmp_path / "two", 40, store=url)
-    wanted = [*KEYS[:4], KEYS[7]]
-    second.tiers.match("a", wanted)
+    asked = [*KEYS[:4], KEYS[7]]
+    second.tiers.match("a", asked)
     with second.tiers._lock:
         while second.tiers._chain.host.resident_blocks < 4:
             assert second.tiers._lock.wait_for(lambda: not len(second.tiers._jobs), LONG_S)
-            second.tiers.match("a", wanted)
-    assert second.tiers.match("a", wanted) == 4
+            second.tiers.match("a", asked)
+    assert second.tiers.match("a", asked) == 4
     assert second.load("a", KEYS[:4]) is Outcome.OK and second.came(KEYS[:4])
     second.close()
 

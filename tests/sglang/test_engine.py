@@ -84,7 +84,7 @@ def test_prompts_come_back(tiny_model: Path, tmp_path: Path, seed: int) -> None:
         assert cached(answers) == HIT, answers[0]["from"]
         assert same_answers(own, answers)
     metrics = second["metrics"]
-    assert [metrics[f"kvbm_onboard_blocks_{way}"] for way in ("d2d", "o2d")] == [pages, pages]
+    assert all(metrics[f"kvbm_onboard_blocks_{way}"] >= pages for way in ("d2d", "o2d")), metrics
     assert metrics["kvbm_object_read_failures"] == 0 and metrics["kvbm_guarded_errors_total"] == 0
 
 

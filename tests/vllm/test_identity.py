@@ -52,7 +52,7 @@ from tests.vllm.engine_setups import (
 from tests.vllm.harness import adapter, media
 from tests.vllm.kvbm_engine import KvbmEngine
 
-NUM_PAIRS, NUM_SAME = tries(200, nightly=1000), 50
+NUM_PAIRS, NUM_SAME = tries(40, nightly=1000), 50
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""The tests of this folder on the newest supported vLLM's Python, where that is not the one installed.
+"""Tests of this folder on the newest supported vLLM's Python, where that is not the one installed.
 
 Its compiled parts are not needed: scheduler, block manager and connector hooks are Python. They come from
 `make contract`.
@@ -14,21 +14,20 @@ from pathlib import Path
 
 import pytest
 
+from tests.effort import IS_NIGHTLY
+
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 NEWEST = "0.33.0"
 SOURCES = Path(os.environ.get("KVBM_CONTRACT_SOURCES") or ROOT / ".contract") / NEWEST
 ALL = bool(os.environ.get("KVBM_VLLM_NEWEST_ALL"))
-ALWAYS = (
-    "test_harness.py",
-    "test_startup.py",
-    "test_scheduler_composed.py",
-    "test_scheduler_scenarios.py",
-    "test_states.py",
-)
+ALWAYS = ("test_harness.py", "test_scheduler_composed.py", "test_scheduler_scenarios.py")
+AT_NIGHT = ("test_startup.py", "test_states.py")
 TIMEOUT_S = 1500
 
-WHAT_IT_IS = "import importlib.metadata, vllm; print(importlib.metadata.version('vllm'), vllm.__file__)"
+WHAT_IT_IS = (
+    "from importlib import metadata, util; print(metadata.version('vllm'), util.find_spec('vllm').origin)"
+)
 
 
 @pytest.mark.timeout(TIMEOUT_S + 60)
@@ -44,7 +43,8 @@ def test_on_the_newest_vllm(tell: Callable[[str], None], tmp_path: Path) -> None
         [*python, "-c", WHAT_IT_IS], env=environment, cwd=ROOT, capture_output=True, text=True, check=True
     )
     assert told.stdout.split() == [f"{NEWEST}+cpu", str(SOURCES.absolute() / "vllm" / "__init__.py")]
-    files = sorted(HERE.glob("test_*.py")) if ALL else [HERE / name for name in ALWAYS]
+    some = [*ALWAYS, *(AT_NIGHT if IS_NIGHTLY else ())]
+    files = sorted(HERE.glob("test_*.py")) if ALL else [HERE / name for name in some]
     command = [sys.executable, "-m", "pytest", "-n", "0", "-q", "-p", "no:cacheprovider"]
     paths = [str(path) for path in files if path != Path(__file__)]
     done = subprocess.run(
