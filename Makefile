@@ -1,7 +1,7 @@
 # kvbm: `make help` lists what there is. Everything runs in .venv, which deploy/setup_env.py makes and keeps up to date.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-PYTHON ?= $(firstword $(foreach name,python3.11 python3.12 python3.10 python3,$(if $(shell $(name) -c '' 2>/dev/null && echo yes),$(name))))
+PYTHON ?= $(or $(firstword $(foreach name,python3.11 python3.12 python3.10 python3,$(if $(shell $(name) -c '' 2>/dev/null && echo yes),$(name)))),$(error no Python 3.10+ found: install python3.11, or say make PYTHON=/path/to/python3))
 VENV ?= .venv
 SGLANG_VENV ?= .venv-sglang
 DYNAMO_VENV ?= .venv-dynamo
@@ -22,29 +22,34 @@ BENCH_ARGS ?=
 DEMO_ARGS ?=
 ONLY ?=
 
-.PHONY: help setup setup-sglang setup-dynamo demo contract checked test quick packaging nightly lint typecheck docs bench bench-full clean
+.PHONY: help setup setup-sglang setup-dynamo demo newest locks contract checked test quick packaging nightly lint typecheck docs bench bench-full clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
 
 setup: ## the environment: vLLM (CUDA or CPU), kvbm, tools (SETUP_FLAGS=--without-engine for the core alone)
-	@test -n "$(PYTHON)" || { echo "no Python 3.10+ found: install python3.11, or say make PYTHON=/path/to/python3" >&2; exit 1; }
 	@$(PYTHON) deploy/setup_env.py $(VENV) --dev --demo $(SETUP_FLAGS)
 
 setup-sglang: ## a second environment, with SGLang (its pins and vLLM's do not agree)
-	@test -n "$(PYTHON)" || { echo "no Python 3.10+ found: install python3.11, or say make PYTHON=/path/to/python3" >&2; exit 1; }
 	@$(PYTHON) deploy/setup_sglang.py $(SGLANG_VENV)
 
-setup-dynamo: setup ## a third environment, with NVIDIA Dynamo and the vLLM it asks for, on top of the first
-	@$(BIN)/python deploy/setup_dynamo.py $(DYNAMO_VENV)
+setup-dynamo: ## a third environment, with NVIDIA Dynamo and the vLLM it asks for
+	@$(PYTHON) deploy/setup_dynamo.py $(DYNAMO_VENV)
 
-demo: setup ## serve a tiny model with kvbm: cold, device hit, host hit, disk hit after kill -9
+demo: ## serve a tiny model with kvbm: cold, device hit, host hit, disk hit after kill -9
+	@$(PYTHON) deploy/setup_env.py $(VENV) --demo $(SETUP_FLAGS)
 	@$(BIN)/python -m benchmarks.demo $(DEMO_ARGS)
 
-contract: setup # interfaces of the other supported vLLM and SGLang versions, for the contract tests (1.2 GB is downloaded, 130 MB kept)
-	@$(BIN)/python deploy/setup_env.py --contract-wheels $(CONTRACT)
+newest: # all tests with the newest versions that the ranges allow, in environments of their own
+	@KVBM_SETUP_NEWEST=1 $(MAKE) --no-print-directory test VENV=$(VENV)-newest SGLANG_VENV=$(SGLANG_VENV)-newest DYNAMO_VENV=$(DYNAMO_VENV)-newest
 
-checked: contract lint typecheck setup-sglang setup-dynamo # what comes before the tests; much of it can be done side by side
+locks: # the newest versions that the ranges allow, for deploy/locks
+	@$(PYTHON) deploy/write_locks.py
+
+contract: # interfaces of the other supported vLLM and SGLang versions, for the contract tests
+	@$(PYTHON) deploy/contract_sources.py $(CONTRACT)
+
+checked: setup setup-sglang contract setup-dynamo lint typecheck # what comes before the tests; much of it can be done side by side
 
 test: ## everything but nightly: lint, types, fast tests, then vLLM's own classes, then real engines
 	@$(MAKE) --no-print-directory --jobs=2 checked
@@ -76,5 +81,5 @@ bench-full: setup ## the same with more rounds
 	@$(BIN)/python -m benchmarks --full $(if $(ONLY),--only $(ONLY)) $(BENCH_ARGS)
 
 clean: ## remove the environment, caches and results
-	rm -rf $(VENV) $(SGLANG_VENV) $(DYNAMO_VENV) $(CONTRACT) build dist kvbm_core/native/*.so demo-output benchmarks/results .bench-peers .hypothesis .mypy_cache .pytest_cache .ruff_cache .cache
+	rm -rf {$(VENV),$(SGLANG_VENV),$(DYNAMO_VENV)}{,-newest} $(CONTRACT) build dist kvbm_core/native/*.so demo-output benchmarks/results .bench-peers .hypothesis .mypy_cache .pytest_cache .ruff_cache .cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,7 +1,7 @@
 """kvbm_sglang against the sources of SGLang's releases, read from the wheels without importing them.
 
-``KVBM_CONTRACT_SOURCES`` names a folder with sglang-VERSION/sglang/... (deploy/setup_env.py --contract-wheels
-makes it, and so does ``make test``). What the newest of them does is also seen by running it: tests/sglang.
+``KVBM_CONTRACT_SOURCES`` names a folder with sglang-VERSION/sglang/... (deploy/contract_sources.py makes
+it, and so does ``make test``). What the newest of them does is also seen by running it: tests/sglang.
 """
 
 from __future__ import annotations
@@ -107,9 +107,9 @@ def test_every_sampled_release_was_seen() -> None:
 
 
 def test_the_sampled_releases_are_fetched() -> None:
-    program = f"import sys; sys.path.insert(0, {str(ROOT / 'deploy')!r}); import setup_env; " + (
-        "print(*(v for name, v, folder in setup_env.CONTRACT_WHEELS if folder == 'sglang-' + v))"
-    )
+    program = f"import sys; sys.path.insert(0, {str(ROOT / 'deploy')!r}); "
+    program += "from contract_sources import WHEELS as all; "
+    program += "print(*(wheel.version for wheel in all if wheel.distribution == 'sglang'))"
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert tuple(result.stdout.split()) == RELEASES
 

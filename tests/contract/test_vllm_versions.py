@@ -1,7 +1,7 @@
 """kvbm_vllm against the signatures of every supported vLLM, read from the wheels without importing them.
 
-``KVBM_CONTRACT_SOURCES`` names a folder with VERSION/vllm/... (deploy/setup_env.py --contract-wheels makes
-it, and so does ``make test``). An installed vLLM is held to the same contract.
+``KVBM_CONTRACT_SOURCES`` names a folder with VERSION/vllm/... (deploy/contract_sources.py makes it, and so
+does ``make test``). An installed vLLM is held to the same contract.
 """
 
 from __future__ import annotations

