@@ -11,9 +11,11 @@ SETUP_FLAGS ?=
 # Three: tests that wait leave two cores idle. A worker that dies ends the run, as it does without workers;
 # pytest-xdist would run what killed it again.
 SIDE_BY_SIDE := --numprocesses=3 --dist=loadfile --no-loadscope-reorder --max-worker-restart=0 --costs=40
-# Bytecode is written, whatever the shell says: engines and ranks are processes that import the same files.
+# Bytecode is written, whatever the shell says: engines and ranks are processes that import the same files, and
+# uv installs none.
+export PYTHONDONTWRITEBYTECODE :=
 # The order of sets of strings is the same in each run: tests/conftest.py has the seed of everything else.
-PYTEST = PYTHONDONTWRITEBYTECODE= PYTHONHASHSEED=0 KVBM_CONTRACT_SOURCES=$(CONTRACT) KVBM_SGLANG_PYTHON=$(abspath $(SGLANG_VENV))/bin/python \
+PYTEST = PYTHONHASHSEED=0 KVBM_CONTRACT_SOURCES=$(CONTRACT) KVBM_SGLANG_PYTHON=$(abspath $(SGLANG_VENV))/bin/python \
 	KVBM_DYNAMO_PYTHON=$(abspath $(DYNAMO_VENV))/bin/python $(BIN)/python -m pytest $(SIDE_BY_SIDE)
 SLOW := valkey or mooncake or etcd or nats or server or packaging
 PYTEST_ARGS ?=
