@@ -77,8 +77,8 @@ def life(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory, seed: int) 
     settings = {
         "DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS": str(IN_HOST * BLOCKS),
         "KVBM_REMOTE_LOAD": "always",  # models this small are computed sooner
-        "KVBM_REMOTE_WAIT_S": "20",
-        "KVBM_REMOTE_DEADLINE_S": "20",
+        "KVBM_REMOTE_WAIT_S": "200",  # guards alone: two ranks that wait spin, and this machine may be busy
+        "KVBM_REMOTE_DEADLINE_S": "200",
         "KVBM_REMOTE_HEAD_SHARDS": "2",
     }
     with bucket(folder) as store:
