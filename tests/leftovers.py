@@ -40,6 +40,7 @@ class Leftovers:
         os.environ["TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS"] = "0"
         # Short, for the paths of sockets; a run within a run has its own in that one's.
         self._folder = Path(tempfile.mkdtemp(prefix="kt-", dir=os.environ.get(TEST_RUN)))
+        self._folder.chmod(0o711)  # tests become other users
         # Two, as a test may set one of them anew, or take it from a process.
         os.environ["TMPDIR"] = os.environ[TEST_RUN] = str(self._folder)
         tempfile.tempdir = None

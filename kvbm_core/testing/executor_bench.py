@@ -20,7 +20,7 @@ from kvbm_core.types import Direction
 NUM_DEVICE_BLOCKS = 12
 NUM_SLOTS = 8
 HELD_JOB = 1000
-LONG_S = 30.0
+LONG_S = 120.0
 """Longer than anything here takes; a wait that needs it has failed."""
 
 

@@ -27,7 +27,7 @@ UNIT_BYTES = 4096
 """What O_DIRECT asks of addresses, offsets and lengths at most."""
 FILE_UNITS = 40
 """Of the files of random batches."""
-LONG_S = 30.0
+LONG_S = 120.0
 """Longer than anything here takes; a wait that needs it has failed."""
 AGES_S = 3600.0
 """Longer than a test may take."""

@@ -16,7 +16,7 @@ from kvbm_core.testing.file_io_contract import memory_of
 from kvbm_core.testing.together import open_files, run_together, wait_for
 from kvbm_core.types import BlockKey, SequenceHash, block_key
 
-LONG_S = 30.0
+LONG_S = 120.0
 """A deadline longer than anything here takes."""
 NUM_BLOCKS = 24
 """What the stores under test have room for."""

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-LONG_S = 30.0
+LONG_S = 120.0
 """Longer than anything here takes."""
 
 

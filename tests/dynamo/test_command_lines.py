@@ -8,6 +8,7 @@ import json
 import os
 import shlex
 import subprocess
+import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -52,14 +53,14 @@ def split(line: str, model: Path) -> tuple[list[str], dict[str, str]]:
 def answers_to(lines: Sequence[tuple[list[str], dict[str, str]]]) -> list[tuple[str | None, str | None]]:
     """What Dynamo says against each; where kvbm publishes its KV events."""
     env = {"VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1", "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(
-        [str(DYNAMO_PYTHON), str(PARSING)],
-        input=json.dumps(lines),
-        env={**os.environ, **env},
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
+    with tempfile.TemporaryDirectory() as scratch:  # Dynamo's log settings stay there
+        done = subprocess.run(
+            [str(DYNAMO_PYTHON), str(PARSING)],
+            input=json.dumps(lines),
+            env={**os.environ, **env, "TMPDIR": scratch},
+            capture_output=True,
+            text=True,
+        )
     assert done.returncode == 0, done.stderr
     answers = json.loads(done.stdout.splitlines()[-1])
     assert len(answers) == len(lines)

@@ -29,8 +29,6 @@ class EtcdServer(OwnServer):
     ``prefix``: of its command line, to run it elsewhere.
     """
 
-    start_timeout_s = 30.0
-
     def __init__(
         self,
         folder: Path,
@@ -68,6 +66,14 @@ class EtcdServer(OwnServer):
         client = self.client()
         try:
             return [about.key.decode() for _, about in client.get_all(keys_only=True)]
+        finally:
+            client.close()
+
+    def revisions(self) -> dict[str, int]:
+        """Of all records by name, that at which each came to be."""
+        client = self.client()
+        try:
+            return {about.key.decode(): about.create_revision for _, about in client.get_all(keys_only=True)}
         finally:
             client.close()
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from typing_extensions import Self
 
+from tests.engines import PATIENCE_S
 from tests.engines.freeze import freeze, thaw
 from tests.engines.ports import free_port
 from tests.engines.process import ServerError
@@ -20,7 +21,7 @@ LOOK_S = 0.01
 class OwnServer(ABC):
     """A context manager. ``log_path``: of what it writes; its folder is made."""
 
-    start_timeout_s = 20.0
+    start_timeout_s = PATIENCE_S
 
     def __init__(self, log_path: Path) -> None:
         self.port = 0
@@ -83,4 +84,4 @@ class OwnServer(ABC):
         process, self._process = self._process, None
         if process is not None:
             process.kill()
-            process.wait(10)
+            process.wait(PATIENCE_S)

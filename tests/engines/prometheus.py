@@ -31,8 +31,6 @@ def find_prometheus(name: str = "prometheus") -> str | None:
 class Prometheus(OwnServer):
     """A context manager. ``config``: its configuration."""
 
-    start_timeout_s = 60.0
-
     def __init__(self, folder: Path, config: str) -> None:
         super().__init__(folder / "prometheus" / "prometheus.log")
         self._folder = folder / "prometheus"

@@ -27,7 +27,7 @@ from kvbm_core.transfer.plan import TransferPlan
 from tests.engines.hosts import Host, see_instead
 from tests.unit.test_worker import GROUPS, PROMPT, content
 
-LONG_S = 40.0
+LONG_S = 120.0
 NAME = "engine-apart"
 NUM_TOKENS = 20
 TABLES = [[1, 2, 3, 4, 5], [5, 4, 3, 2, 1]]

@@ -22,7 +22,7 @@ from tests.engines.ports import HOST, free_port
 from tests.faults.deadlines import GRACE_S
 
 pytestmark = pytest.mark.mooncake
-LONG_S = 30.0
+LONG_S = 120.0
 SIZE = 300_000
 PATTERN = b"\xa5"
 

@@ -29,7 +29,7 @@ from tests.engines.valkey_server import ValkeyServer
 from tests.faults.deadlines import GRACE_S
 
 pytestmark = pytest.mark.valkey
-LONG_S = 20.0
+LONG_S = 120.0
 
 
 @pytest.fixture

@@ -39,7 +39,7 @@ from kvbm_core.runtime.messages import (
 )
 from kvbm_core.transfer.plan import JobResult
 
-LONG_S = 20.0
+LONG_S = 120.0
 RETRY_S = 0.05
 HELLO = Hello(protocol=1, rank=0, world_size=1, block_bytes=1, num_device_blocks=1, fingerprint="f")
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from kvbm_core.storage.late import LateMemory
 
-LONG_S = 30.0
+LONG_S = 120.0
 A, B, C, D = 4096, 8192, 12288, 16384
 
 

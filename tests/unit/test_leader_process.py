@@ -20,7 +20,7 @@ from kvbm_core.runtime.messages import Borrow, GiveBack, Lent, PeerNews, Returne
 from kvbm_core.tiers.groups import GroupSpec
 from kvbm_core.types import BlockKey
 
-LONG_S = 20.0
+LONG_S = 120.0
 
 
 def test_the_hit_rates_are_logged_while_the_engine_has_nothing_to_do(

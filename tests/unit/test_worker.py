@@ -38,7 +38,7 @@ from kvbm_core.transfer.plan import GroupMove, JobResult, TransferPlan
 from kvbm_core.transfer.rank import RankOptions
 from kvbm_core.types import Direction, Tier
 
-LONG_S = 20.0
+LONG_S = 120.0
 NUM_SLOTS = 24
 GROUPS = (GroupSpec(0, 4), GroupSpec(1, 4))
 PROMPT = list(range(21))  # five full blocks
