@@ -256,7 +256,7 @@ def test_somebody_else_at_its_port_is_not_asked_in_a_loop(
 
 def test_other_servers_are_tried(etcd: EtcdServer) -> None:
     servers = ((HOST, free_port()), (HOST, etcd.port))
-    with session_with(EtcdOptions(servers, lease_s={LEASE_S})) as session:
+    with session_with(EtcdOptions(servers, lease_s=LEASE_S)) as session:
         wait_for(lambda: session.is_there)
 
 
@@ -405,7 +405,7 @@ def rss_bytes() -> int:
 
 def test_memory_does_not_grow_while_etcd_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sessions, "RETRY_S", 0.005)
-    with session_with(EtcdOptions(((HOST, free_port()),), lease_s={LEASE_S})) as session:
+    with session_with(EtcdOptions(((HOST, free_port()),), lease_s=LEASE_S)) as session:
         session.tell("leader/a", b"here")
         wait_for(lambda: session.attempts_total >= 50)
         gc.collect()
