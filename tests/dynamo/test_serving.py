@@ -32,10 +32,8 @@ FILLERS = DEVICE_BLOCKS * BLOCK_TOKENS // PROMPT_TOKENS + 1  # prompts that make
 
 FRESH = itertools.count(1000)
 
-pytestmark = [
-    pytest.mark.timeout(900),
-    pytest.mark.nightly("starts five engines and more; tests/dynamo/test_router.py has Dynamo's router"),
-]
+pytestmark = pytest.mark.timeout(900)
+in_full = pytest.mark.nightly("starts five engines and more; one worker and test_router.py run always")
 
 
 def text_of(number: int) -> str:
@@ -138,6 +136,19 @@ def launch(
 # ---------------------------------------------------------------- aggregated
 
 
+def test_what_a_workers_device_has_forgotten_comes_back(tiny_model: Path, tmp_path: Path) -> None:
+    for one in launch("agg_kvbm.sh", tiny_model, tmp_path / "log", 1, "backend"):
+        prompts = [text_of(number) for number in range(3)]
+        answers = [one.complete(prompt, ANSWER_TOKENS) for prompt in prompts]
+        forget_devices(one, [each["instance_id"] for each in one.instances()])
+        before_tokens = one.kvbm("kvbm_matched_tokens")
+        assert [one.complete(prompt, ANSWER_TOKENS) for prompt in prompts] == answers
+        matched_tokens = one.kvbm("kvbm_matched_tokens") - before_tokens
+        assert matched_tokens >= len(prompts) * FULL_BLOCKS * BLOCK_TOKENS
+        one.assert_no_errors()
+
+
+@in_full
 def test_two_workers_behind_the_router(tiny_model: Path, tmp_path: Path) -> None:
     for two in launch("agg_kvbm.sh", tiny_model, tmp_path / "log", 2, "backend", "backend", WORKERS="2"):
         a_request_goes_to_the_worker_that_has_its_prefix_in_host_memory(two)
@@ -210,6 +221,7 @@ def two_turns(client: Client, expected: Sequence[tuple[str, str]]) -> None:
     client.assert_no_errors()
 
 
+@in_full
 def test_one_prefill_and_one_decode_worker(
     tiny_model: Path, tmp_path: Path, computed: list[tuple[str, str]]
 ) -> None:
@@ -225,6 +237,7 @@ def test_one_prefill_and_one_decode_worker(
             assert "NIXL compatibility check passed" in text, "the decode worker has fetched nothing"
 
 
+@in_full
 def test_two_of_each(tiny_model: Path, tmp_path: Path, computed: list[tuple[str, str]]) -> None:
     components = ["prefill", "prefill", "backend", "backend"]
     for client in launch("disagg_kvbm_2p2d.sh", tiny_model, tmp_path / "log", 2, *components):

@@ -22,10 +22,7 @@ from tests.engines.vllm_server import ONE_THREAD, ServerOptions
 BLOCK_TOKENS = 32
 TURN_TOKENS = 200
 
-pytestmark = [
-    pytest.mark.timeout(600),
-    pytest.mark.nightly("starts six engines; tests/vllm/test_pd.py has pairs under vLLM's scheduler"),
-]
+pytestmark = pytest.mark.timeout(600)
 
 
 class Client:
@@ -140,6 +137,7 @@ def test_two_turns(pair: Client) -> None:
     assert pair.compute(conversation) == answer
 
 
+@pytest.mark.nightly("starts four engines; a pair runs always")
 def test_two_of_each(tiny_model: Path, tmp_path: Path) -> None:
     for client in launch("disagg_kvbm_2p2d.sh", tiny_model, tmp_path / "log", 2):
         for session in range(4):
