@@ -53,7 +53,7 @@ contract: # interfaces of the other supported vLLM and SGLang versions, for the 
 
 checked: setup setup-sglang contract setup-dynamo lint typecheck # what comes before the tests; much of it can be done side by side
 
-test: ## everything but nightly: lint, types, fast tests, then vLLM's own classes, then real engines
+test: ## everything but nightly: lint, types, real engines first, then the rest
 	@$(MAKE) --no-print-directory --jobs=2 checked
 	@$(PYTEST) --second-try $(PYTEST_ARGS)
 

@@ -15,7 +15,7 @@ from kvbm_core.identity.fields import NOT_ON_DISK, Description
 from kvbm_core.identity.weights import WEIGHTS_WAIT_S, WeightsIdentity
 from kvbm_core.observe.labels import FailureKind
 from kvbm_core.observe.metrics import Metrics
-from kvbm_core.runtime.assembly import LowerTiers, lower_makers, rank_options
+from kvbm_core.runtime.assembly import LowerTiers, evicting, lower_makers, rank_options
 from kvbm_core.runtime.following import FollowingTiers
 from kvbm_core.runtime.local import LocalOptions, LocalTiers
 from kvbm_core.runtime.messages import PROTOCOL_VERSION, Hello, Joined
@@ -223,6 +223,7 @@ def _options_of(
         fingerprint,
         lease_ttl_s=settings.lease_ttl_s,
         memory=rank_options(settings),
+        make_policy=evicting(settings),
     )
 
 

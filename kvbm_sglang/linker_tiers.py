@@ -200,7 +200,7 @@ class LinkerTiers:
         num_found = 0
         sought = keys
         if not self._tiers.contains(first):  # most prompts that are new are new from their first page on
-            sought = keys[:MAX_SOUGHT] if self._tiers.has_keyed_tier else ()
+            sought = keys[:MAX_SOUGHT] if self._tiers.is_asked else ()
         lengths: list[int] = []
         if sought:
             named = page_keys(root.hash, list(sought))
@@ -346,7 +346,7 @@ class LinkerTiers:
         with self._changed:
             was_over, load.is_over = load.is_over, blocks is None or load.is_over
             if blocks is not None and not was_over:
-                load.is_begun, load.num_read = True, load.claim.held.num_fetched
+                load.is_begun, load.num_read = True, load.claim.held.num_from_disk
                 on_end = partial(self._load_ended, load)
                 self._tiers.load(load.claim, blocks, on_end, turn=load.turn, is_lasting=load.is_lasting)
                 return
@@ -360,7 +360,7 @@ class LinkerTiers:
         if outcome is Outcome.OK and self._pages is not None and load.claim is not None:
             num_parts = 0 if load.state is None else self._num_parts
             num_pages, page_tokens = len(load.claim.keys) - num_parts, self._pages.page_tokens
-            num_read, num_brought = min(load.num_read, num_pages), load.claim.held.num_brought
+            num_read, num_brought = min(load.num_read, num_pages), load.claim.held.num_from_elsewhere
             self._metrics.matched_tokens(
                 num_pages * page_tokens,
                 disk_tokens=num_read * page_tokens,

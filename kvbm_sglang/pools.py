@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from kvbm_core.blocks.slot_tier import BlockTier
 from kvbm_core.clock import SystemClock
 from kvbm_core.config import KvbmSettings
 from kvbm_core.control.desk import AtOnce
 from kvbm_core.errors import ConfigError, LayoutError, Outcome
 from kvbm_core.observe.labels import FailureKind
+from kvbm_core.policy.named import make_policy
 from kvbm_core.runtime.assembly import rank_options, remote_admission
-from kvbm_core.runtime.store_chain import Answers, StoreChain
 from kvbm_core.storage.base import BlockStore
 from kvbm_core.storage.disk.allocate import DirectoryBusyError, DiskError
 from kvbm_core.storage.disk.folder import DiskFolder, claimed_folder
@@ -43,6 +44,7 @@ from kvbm_sglang.pages import Pages
 from kvbm_sglang.side_pools import STATES, why_not_kept
 from kvbm_sglang.stats import Stats
 from kvbm_sglang.store import DEADLINE_S, FollowedFile, OwnFile, PagesOnDisk, PageStore, meaning_of
+from kvbm_sglang.store_chain import Answers, StoreChain
 from kvbm_sglang.weights import weights_identity
 
 if TYPE_CHECKING:
@@ -336,7 +338,7 @@ class Pools:
             num_slots,
             options,
             shares=shares,
-            listener=listener,
+            books=BlockTier(Tier.DISK, make_policy(settings.eviction_policy), SystemClock(), listener),
         )
 
     def _open_remote(self, name: str, pages: Pages, namespace: KeyNamespace) -> BlockStore | None:

@@ -11,9 +11,8 @@ from typing import Protocol
 
 import torch
 
-from kvbm_core.blocks.slot_tier import Residency
+from kvbm_core.blocks.slot_tier import BlockTier
 from kvbm_core.errors import Outcome
-from kvbm_core.runtime.store_chain import Answers, StoreChain
 from kvbm_core.storage.base import BlockStore, Memory
 from kvbm_core.storage.disk.allocate import FileOptions
 from kvbm_core.storage.disk.block_file import SUFFIX, Geometry
@@ -24,6 +23,7 @@ from kvbm_core.types import BlockKey, Tier
 from kvbm_sglang.events import EventFeed
 from kvbm_sglang.identity import page_keys
 from kvbm_sglang.pages import Pages
+from kvbm_sglang.store_chain import Answers, StoreChain
 
 START_WAIT_S = 0.5  # for a new file; an old one is looked through in the background
 DEADLINE_S = 4.0
@@ -48,7 +48,7 @@ class PagesOnDisk(BlockStore, Protocol):
 
 
 class OwnFile(DiskStore):
-    """Pages that this rank writes, ``num_slots`` at most. ``shares``: other ranks read along. ``listener``:
+    """Pages that this rank writes, ``num_slots`` at most. ``shares``: other ranks read along. ``books``:
     see DiskStore.
 
     DiskError, one line, if the folder cannot hold it.
@@ -63,7 +63,7 @@ class OwnFile(DiskStore):
         options: FileOptions,
         *,
         shares: bool,
-        listener: Residency | None = None,
+        books: BlockTier | None = None,
     ) -> None:
         self.num_slots = num_slots
         path, meaning = _place_of(folder, namespace)
@@ -73,7 +73,7 @@ class OwnFile(DiskStore):
             options,
             reads_straight=False,  # SGLang takes a page back as soon as a read has failed, late or not
             shares=shares,
-            listener=listener,
+            books=books,
         )
         self.wait_recovered(START_WAIT_S)
 

@@ -20,6 +20,7 @@ from kvbm_core.runtime.assembly import (
     metrics_of,
     rank_options,
 )
+from kvbm_core.runtime.messages import Note
 from kvbm_core.runtime.transfer_jobs import JobPart
 from kvbm_core.runtime.worker import Worker
 from kvbm_core.tiers.groups import GroupSpec
@@ -41,6 +42,7 @@ from kvbm_trtllm.events import EventFeed, own_hash
 from kvbm_trtllm.identity import describe_engine, namespace_of, weights_identity
 from kvbm_trtllm.layout import Ranks
 from kvbm_trtllm.meeting import data_parallel_rank_of, meet, name_of_engine, rank_of
+from kvbm_trtllm.notes import encode
 from kvbm_trtllm.scheduler import Options, SchedulerSide
 from kvbm_trtllm.worker import EngineFacts, WorkerSide
 
@@ -162,7 +164,7 @@ class LeaderPart:
                 is_lasting=self._description.is_lasting,
             ),
             self._process.clock,
-            self._process.send,
+            lambda note: self._process.send(Note(encode(note))),
             guard_state=GuardState(self.metrics),
             options=Options(
                 sync_onboard_bytes=settings.sync_onboard_bytes,

@@ -14,7 +14,7 @@ from kvbm_core.events.log import EventLog, Names
 from kvbm_core.events.wire import BlockHash
 from kvbm_core.runtime.request import RequestState
 from kvbm_core.runtime.transfer_jobs import JobPart
-from kvbm_core.tiers.runs import BlockRun
+from kvbm_core.tokens.runs import BlockRun
 from kvbm_core.types import SequenceHash
 
 if TYPE_CHECKING:

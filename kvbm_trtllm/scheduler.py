@@ -23,7 +23,6 @@ from kvbm_core.identity.roots import Roots
 from kvbm_core.observe.guard import GuardState, guarded
 from kvbm_core.observe.labels import FailureKind, MissReason
 from kvbm_core.runtime.leader import Leader
-from kvbm_core.runtime.messages import Finish, LoadEnded, Note
 from kvbm_core.runtime.tenants import Tenant
 from kvbm_core.runtime.transfer_jobs import JobPart
 from kvbm_core.tiers.groups import alignment_tokens
@@ -33,6 +32,7 @@ from kvbm_trtllm.events import EventFeed
 from kvbm_trtllm.follow import Follower
 from kvbm_trtllm.identity import adapter_of
 from kvbm_trtllm.metadata import QUIET, StepPlans, encode
+from kvbm_trtllm.notes import Finish, LoadEnded, Note
 from kvbm_trtllm.requests import DeviceBlocks, Followed, Given, Requests
 from kvbm_trtllm.states import RequestEvent, RequestStatus
 

@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from kvbm_core.errors import LayoutError, Outcome
 from kvbm_core.observe.guard import GuardState, guarded
 from kvbm_core.observe.labels import FailureKind
-from kvbm_core.runtime.messages import Finish, LoadEnded, Note
 from kvbm_core.runtime.step_offloads import StepOffloads
 from kvbm_core.runtime.worker import FENCE_TIMEOUT_S, Worker
 from kvbm_trtllm.layout import KvMemory, Ranks, layout_memory, pool_memory
 from kvbm_trtllm.metadata import StepPlans, decode
+from kvbm_trtllm.notes import Finish, LoadEnded, Note
+from kvbm_trtllm.notes import decode as decode_note
 from kvbm_trtllm.states import LOAD_TABLE, LoadEvent, LoadStatus, after
 
 if TYPE_CHECKING:
@@ -274,17 +275,18 @@ class WorkerSide:
         leader = self._find_leader()
         if leader is not None:
             leader.poll()
-        for note in self.worker.take_notes():
+        for note in map(decode_note, self.worker.take_notes()):
             if isinstance(note, LoadEnded) and note.job_id in self._verdicts:
                 self._verdicts[note.job_id] = note.is_done
             self._notes.append(note)
 
-    def _start_tail(self, note: Note) -> None:
+    def _start_tail(self, content: bytes) -> None:
         """What a request has filled at its end is copied as soon as this is known, on the channel's thread:
         the executor's loop sleeps when it has no request, and takes no notes then.
 
         The copy needs no order behind a stream: the request's last token has been seen on the host.
         """
+        note = decode_note(content)
         if isinstance(note, Finish) and note.plan is not None:
             self.worker.submit(note.plan)
 

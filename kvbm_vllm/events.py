@@ -20,7 +20,7 @@ from kvbm_core.events.wire import BlockHash, BlockStored
 from kvbm_core.observe.log import RateLimitedLogger
 from kvbm_core.runtime.request import RequestState
 from kvbm_core.runtime.transfer_jobs import JobPart
-from kvbm_core.tiers.runs import BlockRun
+from kvbm_core.tokens.runs import BlockRun
 from kvbm_core.types import SEQUENCE_HASH_BYTES, BlockKey, SequenceHash
 from kvbm_vllm.versions import Capabilities, known_fields
 

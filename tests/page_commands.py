@@ -156,6 +156,8 @@ TABLE: dict[str, list[tuple[str, How]]] = {
         ("from __future__", HOME),
         ("from contextlib", seen_by("tests/contract/test_extending.py")),
         ("from __future__", HOME),
+        ("KVBM_REMOTE_URL=sqlite", seen_by("tests/contract/test_extending.py")),
+        ("kvbm remote ls sqlite", seen_by("tests/contract/test_extending.py")),
         ("from __future__", HOME),
     ],
     "docs/fleet.md": [
@@ -270,10 +272,6 @@ TABLE: dict[str, list[tuple[str, How]]] = {
         ("pip install obstore", INDEX),
         ("export KVBM_REMOTE_URL=s3", HOME),
         ("export AWS_REGION", HOME),
-        ("kvbm remote policy", HOME),
-        ("aws s3api put-bucket-lifecycle", seen_by("tests/unit/test_remote_policy.py")),
-        ("kvbm remote policy", HOME),
-        ("aws s3api put-bucket-policy", seen_by("tests/unit/test_remote_policy.py")),
         ("15 * * * * kvbm remote sweep", seen_by("tests/unit/test_cli_remote_engines.py")),
     ],
     "docs/sglang.md": [

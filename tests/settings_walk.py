@@ -20,6 +20,7 @@ from kvbm_core.runtime.endpoint import endpoint_apart
 from kvbm_core.testing import memory_engine
 from tests.engines.certificates import make_certificates
 from tests.engines.ports import free_port
+from tests.policies import installed
 
 _CONFIG = str(Path(config.__file__).parent)
 # What a caller outside learns of settings without naming them.
@@ -62,17 +63,7 @@ def values(folder: str, metrics_port: int) -> dict[str, str]:
     return {
         "cpu_cache_gb": "0.01",
         "cpu_cache_override_num_blocks": "24",
-        "disk_cache_gb": "0.01",
-        "disk_cache_override_num_blocks": "32",
-        "disk_cache_dir": folder,
-        "disk_zerofill_fallback": "1",
-        "disk_disable_o_direct": "1",
-        "disk_allocator_type": "open-direct",
-        "disable_disk_offload_filter": "true",
-        "disk_deadline_s": "30",
-        "disk_io": "threads",
-        "disk_to_device": "nixl-posix",
-        "disk_check_at_start": "true",
+        **_disk(folder),
         **_remote(folder),
         "host_offload_prefix_min_priority": "1",
         "disable_write_combined": "1",
@@ -169,6 +160,23 @@ def _events(folder: str) -> dict[str, str]:
     }
 
 
+def _disk(folder: str) -> dict[str, str]:
+    return {
+        "disk_cache_gb": "0.01",
+        "disk_cache_override_num_blocks": "32",
+        "disk_cache_dir": folder,
+        "disk_zerofill_fallback": "1",
+        "disk_disable_o_direct": "1",
+        "disk_allocator_type": "open-direct",
+        "disable_disk_offload_filter": "true",
+        "eviction_policy": "walk",
+        "disk_deadline_s": "30",
+        "disk_io": "threads",
+        "disk_to_device": "nixl-posix",
+        "disk_check_at_start": "true",
+    }
+
+
 def _remote(folder: str) -> dict[str, str]:
     return {
         "remote_url": "memory://walk memory://second",
@@ -217,7 +225,11 @@ def everything_set(
     level = logger.level
     logger.addHandler(handler)
     try:
-        with patch.dict(os.environ, given), _recording(seen.read):
+        with (
+            installed(Path(folder) / "installed", walk="kvbm_core.policy.lru:LruPolicy"),
+            patch.dict(os.environ, given),
+            _recording(seen.read),
+        ):
             yield seen
     finally:
         logger.removeHandler(handler)

@@ -24,7 +24,9 @@ from kvbm_core.storage.disk.record import SECTOR_BYTES
 from kvbm_core.storage.disk.recovery import Found
 from kvbm_core.transfer.executor import DeviceMemory, Executor
 from kvbm_core.transfer.movers.device_stage import DeviceStage
+from kvbm_core.transfer.movers.opening import Shard
 from kvbm_core.transfer.plan import (
+    BLOCK_FILE,
     FIRST_DIRECT_SLOT,
     GroupMove,
     JobResult,
@@ -33,7 +35,7 @@ from kvbm_core.transfer.plan import (
     TierPlace,
     TransferPlan,
 )
-from kvbm_core.transfer.rank import RankMemory, RankOptions, Shard
+from kvbm_core.transfer.rank import RankMemory, RankOptions
 from kvbm_core.transfer.torch_memory import describe_tensors
 from kvbm_core.types import BlockKey, Direction
 
@@ -141,7 +143,7 @@ def _measure(device: Device, kind: str, folder: Path, options: Options) -> tuple
         memory,
         num_blocks,
         RankOptions(disk=disk),
-        places=(TierPlace("disk", str(folder), num_blocks),),
+        places=(TierPlace("disk", str(folder), num_blocks, kind=BLOCK_FILE),),
         shard=Shard(0, 1, "gpu benchmark"),
         listener=news,
         on_ready=lambda slots: None,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sqlite3
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
@@ -11,14 +10,11 @@ from itertools import accumulate
 from typing import TypeVar
 from urllib.parse import urlsplit
 
-import numpy as np
-
-import kvbm
 from kvbm_core.errors import Outcome
 from kvbm_core.observe.log import TroubleLog
 from kvbm_core.storage.names import ObjectInfo
 from kvbm_core.storage.remote.engine import EngineTraits, GetItem, Got, PutItem
-from kvbm_core.storage.stores import StoreOptions, register_engine
+from kvbm_core.storage.stores import StoreOptions
 
 Answer = TypeVar("Answer")
 TABLE = "CREATE TABLE IF NOT EXISTS objects (name TEXT PRIMARY KEY, content BLOB, changed_s REAL)"
@@ -101,6 +97,7 @@ class SqliteEngine:
             return bad(Outcome.TIMED_OUT)
         try:
             with closing(sqlite3.connect(self._path, timeout=deadline_s)) as database, database:
+                database.execute("PRAGMA synchronous=NORMAL")  # what a crash loses is computed again
                 answers = act(database)
         except sqlite3.Error as error:
             if "locked" in str(error):
@@ -128,21 +125,3 @@ def _get(database: sqlite3.Connection, item: GetItem) -> Got:
 def open_sqlite(url: str, options: StoreOptions) -> SqliteEngine:
     """The engine of ``sqlite:///PATH``."""
     return SqliteEngine(urlsplit(url).path)
-
-
-def main() -> None:
-    """One cache writes, another one reads."""
-    register_engine("sqlite", open_sqlite)
-    spec = kvbm.BlockSpec("my-model", shape=(2, 16, 64), dtype="float16", tokens=16)
-    blocks = np.full((4, *spec.shape), 7, spec.dtype)
-    with tempfile.TemporaryDirectory() as folder:
-        url = f"sqlite://{folder}/blocks.db"
-        with kvbm.open_cache(spec, host_bytes=1 << 24, remote=url) as cache:
-            print(cache.put(list(range(64)), blocks), "blocks written")
-        with kvbm.open_cache(spec, host_bytes=1 << 24, remote=url) as cache:
-            out = np.zeros_like(blocks)
-            print(cache.get(list(range(64)), out), "blocks read:", bool((out == 7).all()))
-
-
-if __name__ == "__main__":
-    main()

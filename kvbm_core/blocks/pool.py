@@ -17,7 +17,8 @@ class SlotPool:
     """
 
     def __init__(self, capacity_slots: int = 0) -> None:
-        self._capacity_slots = capacity_slots
+        self.capacity_slots = capacity_slots
+        """Slots in all, used and free."""
         # Both may be longer than that: see ``expect``.
         self._used = np.zeros(capacity_slots, np.bool_)
         # Free slots: a stack of those given back, _num_returned high, and everything from _fresh on.
@@ -26,14 +27,9 @@ class SlotPool:
         self._fresh = 0
 
     @property
-    def capacity_slots(self) -> int:
-        """Slots in all, used and free."""
-        return self._capacity_slots
-
-    @property
     def free_slots(self) -> int:
         """Slots that can be allocated."""
-        return self._num_returned + self._capacity_slots - self._fresh
+        return self._num_returned + self.capacity_slots - self._fresh
 
     def expect(self, capacity_slots: int) -> None:
         """There will be so many: growing up to there, however often, copies nothing."""
@@ -47,13 +43,13 @@ class SlotPool:
 
         Raises ValueError for fewer than there are, or if ``used`` are not new ones.
         """
-        old_slots = self._capacity_slots
+        old_slots = self.capacity_slots
         if capacity_slots < old_slots:
             raise ValueError(f"a pool of {old_slots} slots does not shrink to {capacity_slots}")
         if used is not None and len(used) and not old_slots <= used.min() <= used.max() < capacity_slots:
             raise ValueError(f"slots in use are not all in {old_slots}..{capacity_slots - 1}")
         self.expect(capacity_slots)
-        self._capacity_slots = capacity_slots
+        self.capacity_slots = capacity_slots
         if used is not None and len(used):
             self._used[used] = True
             # What is free is not in one piece any more: it is handed out like slots that were given back.
@@ -88,8 +84,8 @@ class SlotPool:
         """Gives slots back. Raises ValueError for a slot that is free, given twice or not of this pool."""
         if not len(slots):
             return
-        if slots.min() < 0 or slots.max() >= self._capacity_slots:
-            raise ValueError(f"a slot is outside the pool of {self._capacity_slots} slots")
+        if slots.min() < 0 or slots.max() >= self.capacity_slots:
+            raise ValueError(f"a slot is outside the pool of {self.capacity_slots} slots")
         if not are_distinct(slots):
             raise ValueError("a slot is released twice in one call")
         if not self._used[slots].all():

@@ -22,13 +22,17 @@ from kvbm_core.blocks.tenants import NOBODY, Quota, TenantBooks, Tenants, tenant
 from kvbm_core.clock import Clock
 from kvbm_core.errors import IntegrityError
 from kvbm_core.observe.labels import DropReason, EvictReason
+from kvbm_core.observe.log import RateLimitedLogger
 from kvbm_core.observe.metrics import Metrics
-from kvbm_core.policy.base import EvictionPolicy
+from kvbm_core.policy.base import NOT_HERE, EvictionPolicy, Spare, TakesRuns
 from kvbm_core.policy.recency import Slots, as_slots
+from kvbm_core.tokens.runs import BlockRun
 from kvbm_core.types import BlockKey, Tier, group_of
 
 Protected = Callable[[Sequence[BlockKey]], AbstractSet[BlockKey]]
 """What has to stay where it is when room is made for these keys."""
+
+limited_log = RateLimitedLogger()
 
 
 def protect_nothing(new_keys: Sequence[BlockKey]) -> AbstractSet[BlockKey]:
@@ -98,6 +102,7 @@ class BlockTier:
     ) -> None:
         self.tier = tier
         self._policy = policy
+        self.takes_runs = isinstance(policy, TakesRuns)
         self._clock = clock
         self._metrics = metrics
         # When each slot's block was used last, in seconds since the first moment, which 32 bits can hold.
@@ -123,6 +128,8 @@ class BlockTier:
         self._tenants = TenantBooks()
         self._generation = 0
         self.evicted_blocks_total = 0
+        self.num_changes = 0
+        """Grows with all that may change what can be matched, or held."""
         self.state_groups: frozenset[int] = frozenset()
         """Groups whose blocks are states; set before the first block comes."""
         self._num_states = 0
@@ -167,6 +174,7 @@ class BlockTier:
         self._grow_books(capacity_blocks)
 
     def _grow_books(self, capacity_blocks: int) -> None:
+        self.num_changes += 1
         self._registry.grow(capacity_blocks)
         self._policy.grow(capacity_blocks)
         self._tenants.grow(capacity_blocks)
@@ -289,6 +297,20 @@ class BlockTier:
         if self._tenants.has_quotas:
             self._tenants.used(slots)
 
+    def tell(self, runs: Iterable[BlockRun]) -> None:
+        """The blocks of ``runs`` were stored or loaded just now; for a policy that wants to know."""
+        policy = self._policy
+        if not isinstance(policy, TakesRuns):
+            return
+        for run in runs:
+            keys = run.keys[run.first : run.end]
+            here = self.resident_of(keys)
+            slot_of = dict(zip(here, self._registry.slots_of(here).tolist(), strict=True))
+            try:
+                policy.tell(run, as_slots([slot_of.get(key, NOT_HERE) for key in keys]))
+            except Exception as error:  # whatever somebody else's policy raises: what follows it matters more
+                self._complain("tell", error)
+
     def demote(self, keys: Sequence[BlockKey]) -> None:
         """``keys`` go before all others, until they are used again."""
         slots = self._registry.slots_of(keys)
@@ -343,6 +365,7 @@ class BlockTier:
         if reservation.generation != self._generation:
             self.abort(reservation)
             return False
+        self.num_changes += 1
         slots = self._registry.commit(reservation.keys)
         self._policy.insert(slots)
         self._note_use(slots)
@@ -360,6 +383,7 @@ class BlockTier:
 
     def abort(self, reservation: Reservation) -> None:
         """The bytes did not arrive: nothing stays registered, the slots are free again."""
+        self.num_changes += 1
         slots = self._registry.cancel(reservation.keys)
         if self._tenants.has_quotas:
             self._tenants.aborted(slots)
@@ -467,6 +491,7 @@ class BlockTier:
         """All of them together have ``limit_blocks`` at most; what they have too much goes as far as nobody
         holds it. None: as many as there is room for.
         """
+        self.num_changes += 1
         quota = None if limit_blocks is None else Quota(limit_blocks)
         self._tenants.set_quota(tenants, quota, *self._in_use(tenants))
         if quota is not None:
@@ -480,6 +505,7 @@ class BlockTier:
 
     def leave_quotas(self, tenants: Iterable[int]) -> None:
         """They have no quota any more."""
+        self.num_changes += 1
         self._tenants.leave(tenants)
 
     def owners_in_use(self) -> set[int]:
@@ -610,18 +636,35 @@ class BlockTier:
                 map(protected.__contains__, self._registry.keys_in(slots)), np.bool_, len(slots)
             )
 
-        victims = self._policy.evict(count_blocks, spare if protected else None)
+        victims = self._victims(count_blocks, spare if protected else None)
         if victims is None and partly:
             num_spared = len(self._free_of(self._registry.resident_of(list(protected))))
             possible = min(count_blocks, self._policy.evictable_blocks - num_spared)
-            victims = self._policy.evict(possible, spare) if possible > 0 else None
+            victims = self._victims(possible, spare) if possible > 0 else None
         if victims is not None and len(victims):
             self._evicted(victims)
+
+    def _victims(self, count_blocks: int, spare: Spare | None) -> Slots | None:
+        """What the policy chooses; nothing if it raises, as jobs and requests wait for what follows."""
+        victims = None
+        try:
+            victims = self._policy.evict(count_blocks, spare)
+        except IntegrityError:
+            raise
+        except Exception as error:  # whatever somebody else's policy raises
+            self._complain("evict", error)
+        return victims
+
+    def _complain(self, method: str, error: Exception) -> None:
+        policy, said = type(self._policy).__name__, " ".join(f"{type(error).__name__}: {error}".split())
+        line = "kvbm: the eviction policy %s of the %s tier raises in %s: %s"
+        limited_log.warning((policy, method), line, policy, self.tier.name.lower(), method, said)
 
     def _idle_s(self, slots: Slots) -> npt.NDArray[np.float32]:
         return self._clock.now_s() - self._began_at_s - self._used_at_s[slots]
 
     def _forget(self, present: Sequence[BlockKey], why: Leave) -> None:
+        self.num_changes += 1
         if self._metrics is not None:
             self._metrics.evicted(self.tier, len(present), _REASONS[why])
         self.departures.note(present, why, self._idle_s(self._registry.slots_of(present)))
@@ -639,6 +682,7 @@ class BlockTier:
             self._drop(self._free_of([key for key in lease.keys if key in self._doomed]))
 
     def _unpin_slots(self, slots: Slots) -> None:
+        self.num_changes += 1
         self._policy.unpin(slots)
         self._note_use(slots)
         if self._tenants.has_quotas:
@@ -664,6 +708,7 @@ class BlockTier:
             self.on_cleared(list(told), list(told.values()))
 
     def _leave(self, slots: Slots) -> list[BlockKey]:
+        self.num_changes += 1
         keys = self._registry.drop(slots)
         if self.state_groups:
             self._num_states -= self._states_among(keys)

@@ -15,7 +15,6 @@ import typer
 from rich.progress import DownloadColumn, MofNCompleteColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from kvbm_core.cli.console import fail, progress_bar, show_table, table_console, without_library_lines
-from kvbm_core.cli.remote_policy import policy_text
 from kvbm_core.cli.remote_report import (
     as_json,
     lossy_line,
@@ -56,9 +55,8 @@ Look into a store that engines share, named as they name it in KVBM_REMOTE_URL: 
 
 4. `kvbm remote rm URL MODEL` removes the blocks of a model.
 
-5. `kvbm remote policy URL` prints the rules by which the store keeps itself small.
-
-6. `kvbm remote sweep URL --max-gb N`, as a cron job, keeps it small where there are no such rules.
+5. `kvbm remote sweep URL --max-gb N`, as a cron job, keeps it small where it has no rule of its own
+(docs/remote.md).
 
 Credentials come from the environment, as engines take them (docs/remote.md): never write them on the command
 line, where every process of the machine can read them.
@@ -217,7 +215,7 @@ def sweep_command(
     """
     with _opened(url, "sweep") as store:
         if store.evicts_itself and not as_json_text:
-            typer.echo(f"{store.where}: the server evicts by itself: see kvbm remote policy {store.where}")
+            typer.echo(f"{store.where}: the server evicts by itself: see docs/remote.md")
             return
         if store.evicts_itself:
             typer.echo(json.dumps({"url": url, "evicts_itself": True}, indent=2))
@@ -241,28 +239,6 @@ def sweep_command(
         raise typer.Exit(DAMAGED_EXIT if swept.trouble or swept.left_bytes > limits.max_bytes else 0)
 
 
-@remote_app.command("policy")
-def policy_command(
-    url: Url,
-    days: Annotated[int, typer.Option(min=2, help="What was not used for so many days goes.")] = 7,
-    only: Annotated[
-        str, typer.Option(metavar="lifecycle|rights", help="Print this document alone, for a file.")
-    ] = "",
-) -> None:
-    """What bounds a store: the lifecycle rule of a bucket and who needs which rights there, the settings of a
-    server, or who evicts. Asks nobody and changes nothing.
-
-    --days is 2 at least: what engines go on using is renewed once a day.
-
-    Exit status: 0; 2 for a URL of a kind that kvbm does not know.
-    """
-    _refuse_unfit(url, "policy")
-    try:
-        typer.echo(policy_text(url, days, only))
-    except ValueError as error:
-        fail(f"kvbm remote policy: {shown_value(url)}: {error}", BAD_USAGE_EXIT)
-
-
 # -------------------------------------------------------------------- inside
 
 _REMEDIES = (
@@ -272,7 +248,7 @@ _REMEDIES = (
     ),
     (
         re.compile(r"\bNOPERM\b|has no permissions"),
-        "`kvbm remote policy` with this URL prints the rights that a user needs",
+        "docs/remote.md lists the rights that a user needs",
     ),
     (
         re.compile(r"cannot be listed: not found$"),

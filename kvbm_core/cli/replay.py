@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,7 +18,8 @@ from kvbm_core.cli.completion import by_shell
 from kvbm_core.cli.console import fail, progress_bar, table_console
 from kvbm_core.cli.report import BAD_USAGE_EXIT
 from kvbm_core.cli.trace_plots import PlotError, draw_study, label, require_plots
-from kvbm_core.errors import IntegrityError
+from kvbm_core.errors import ConfigError, IntegrityError
+from kvbm_core.policy.named import LRU, make_policy
 from kvbm_core.replay.machine import POLICIES, Policy
 from kvbm_core.replay.study import Case, Row, Size, Study, cases_of, study
 from kvbm_core.replay.trace import Trace, TraceError, read_trace
@@ -54,6 +56,7 @@ def replay_trace(
     host: Annotated[str, typer.Option(help="Host tiers, with commas between them.")] = "1x,4x",
     disk: Annotated[str, typer.Option(help="Disk tiers; none: without one.")] = "none,4x,16x",
     policy: Annotated[str, typer.Option(help="What the disk takes in: filter, all, or both.")] = "filter,all",
+    eviction: Annotated[str, typer.Option(help="Which blocks go: see KVBM_EVICTION_POLICY.")] = LRU,
     model: Annotated[str, typer.Option(help="For sizes in GB: a folder, or a name of the hub.")] = "",
     tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel ranks, for sizes in GB.")] = 1,
     kv_dtype: Annotated[str, typer.Option(help="Of the KV cache, for sizes in GB.")] = "auto",
@@ -86,8 +89,10 @@ def replay_trace(
             shape = read_model(model)
             shape.check_predictable()
             block_bytes = shape.kv(tp, kv_dtype).stored_bytes * loaded.block_tokens
-        cases = cases_of(loaded, _policies(policy), sizes, block_bytes=block_bytes)
-    except (ValueError, SizingError) as error:
+        make_policy(eviction)
+        policies = [one._replace(evicting=partial(make_policy, eviction)) for one in _policies(policy)]
+        cases = cases_of(loaded, policies, sizes, block_bytes=block_bytes)
+    except (ValueError, ConfigError, SizingError) as error:
         fail(f"kvbm replay: {error}", BAD_USAGE_EXIT)
     found = run_cases(loaded, cases, processes)
     if as_json:

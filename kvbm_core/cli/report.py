@@ -72,10 +72,13 @@ def age_text(then_ns: int | None, now_ns: int) -> str:
 
 
 def date_text(then_ns: int | None) -> str:
-    """UTC, to the minute."""
+    """UTC, to the minute; a question mark for a time that no calendar has."""
     if then_ns is None:
         return ""
-    return f"{datetime.fromtimestamp(then_ns // 10**9, timezone.utc):%Y-%m-%d %H:%M}"
+    try:
+        return f"{datetime.fromtimestamp(then_ns // 10**9, timezone.utc):%Y-%m-%d %H:%M}"
+    except (ValueError, OverflowError, OSError):  # a file system keeps any time that it is given
+        return "?"
 
 
 def bar(share: float) -> str:

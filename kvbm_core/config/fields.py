@@ -109,6 +109,12 @@ class SettingFields(BaseSettings):
         only=_WITH_HOST_TIER,
         hicache="SGLang says what is written: --hicache-write-policy",
     )
+    eviction_policy: r.Word = _setting(
+        "KVBM_EVICTION_POLICY",
+        "lru",
+        "Which blocks of host and disk go when there is no room: lru (the least recently used), or the name "
+        "of a policy that an installed package has (entry point kvbm.policies).",
+    )
     disk_deadline_s: r.Seconds = _setting(
         "KVBM_DISK_DEADLINE_S", 10.0, "A read or write of the disk that takes longer is given up."
     )
@@ -134,8 +140,8 @@ class SettingFields(BaseSettings):
         "KVBM_REMOTE_URL",
         None,
         "Where blocks are kept for all machines: file:// and a directory that they share, s3:// and a "
-        "bucket, or redis://, rediss://, mooncake:// and a server. Several, with spaces between them, are "
-        "asked in this order.",
+        "bucket, redis://, rediss://, mooncake:// and a server, or the scheme of a store that an installed "
+        "package has (entry point kvbm.stores). Several, with spaces between them, are asked in this order.",
     )
     remote_cache_gb: r.GigabytesOrZero = _setting(
         "KVBM_REMOTE_CACHE_GB",

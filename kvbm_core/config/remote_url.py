@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
+from importlib.metadata import EntryPoint, entry_points
 from os.path import normpath
 from pathlib import Path
 from typing import NamedTuple
@@ -11,10 +13,13 @@ from urllib.parse import unquote, urlsplit
 from kvbm_core.config.server_url import MOONCAKE_SCHEME, SERVER_SCHEMES, server_url
 
 SCHEMES = {"file", "s3", "gs", "az", *SERVER_SCHEMES}
-"""Those for which there is a store; see kvbm_core.storage.stores."""
+"""Those for which there is a store; see kvbm_core.storage.stores. Installed packages may have more."""
+STORES = "kvbm.stores"
+"""The group of entry points: each is called as a scheme, and names an EngineMaker."""
 BUCKET_SCHEMES = ("s3", "gs", "az")
 """Those of object stores."""
 
+_SECRETS = "no name or password belongs there; give it to the store in a way of its own"
 _REMEDY = "write file:// and the absolute path of a directory that all machines share, such as file:///mnt/kv"
 _BUCKET_REMEDY = "write s3:// and a bucket, with a prefix or without, such as s3://kv-cache/team"
 _AROUND_URLS = " \t\r\n,"
@@ -79,15 +84,40 @@ def read_remote_url(value: object) -> str:
     text = value.strip()
     scheme = scheme_of(text)
     if scheme not in ("", *SCHEMES):
-        known = ", ".join(f"{name}://" for name in sorted(SCHEMES))
-        raise ValueError(f"{scheme} is not in this release; there are {known}")
-    if scheme in ("", "file"):
+        installed_store(scheme)
+        if "@" in text:
+            raise ValueError(_SECRETS)
+    elif scheme in ("", "file"):
         remote_directory(text)
     elif scheme in SERVER_SCHEMES:
         server_url(text)
     elif scheme in BUCKET_SCHEMES:
         return remote_bucket(text).url
     return text
+
+
+def installed_store(scheme: str) -> EntryPoint:
+    """What an installed package has for URLs of this scheme; nothing of it is imported. ValueError with the
+    remedy.
+    """
+    installed = entry_points(group=STORES)
+    found = [entry for entry in installed if entry.name == scheme]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise ValueError(f"there is more than one such store: {_told(found)}; uninstall all but one")
+    known = ", ".join(f"{name}://" for name in sorted(SCHEMES))
+    more = _told(installed) or "none"
+    raise ValueError(f"no store has such a URL; there are {known}; of installed packages: {more}")
+
+
+def package_of(entry: EntryPoint) -> str:
+    """The name of the package that has it."""
+    return entry.dist.name if entry.dist else entry.value
+
+
+def _told(entries: Iterable[EntryPoint]) -> str:
+    return ", ".join(sorted(f"{entry.name}:// of {package_of(entry)}" for entry in entries))
 
 
 def remote_bucket(url: str) -> Bucket:

@@ -13,7 +13,7 @@ from pydantic.fields import FieldInfo
 from kvbm_core.config.fields import Adapter, SettingFields
 from kvbm_core.config.names import overrides_by_env, unknown_variable_warnings
 from kvbm_core.config.readers import shown, without_password
-from kvbm_core.config.remote_url import BUCKET_SCHEMES, remote_bucket, scheme_of, split_urls
+from kvbm_core.config.remote_url import BUCKET_SCHEMES, SCHEMES, remote_bucket, scheme_of, split_urls
 from kvbm_core.config.server_url import SERVER_SCHEMES, TLS_SCHEMES, VALKEY_SCHEMES
 from kvbm_core.errors import ConfigError
 
@@ -151,7 +151,7 @@ class KvbmSettings(SettingFields):
 
     def _check_remote(self) -> None:
         self._check_object_store()
-        if self._schemes - _BOUND_ELSEWHERE and self.remote_cache_gb is None:
+        if self._has_directories and self.remote_cache_gb is None:
             remedy = "KVBM_REMOTE_URL needs a size; set it to gigabytes, such as 500, or to 0 for no limit"
             raise ConfigError(_REMOTE_GB, "(unset)", remedy)
         if self.remote_encrypt and not self.remote_secret_file:
@@ -163,6 +163,11 @@ class KvbmSettings(SettingFields):
     def _schemes(self) -> set[str]:
         """Of the stores."""
         return {scheme_of(url) for url in self.store_urls}
+
+    @property
+    def _has_directories(self) -> bool:
+        """Whether one of the stores is to be bounded by kvbm. What an installed package has is not."""
+        return bool(self._schemes & SCHEMES - _BOUND_ELSEWHERE)
 
     def _check_keys(self) -> None:
         """ConfigError for a key pair without a list of whom it may meet, or the other way round."""
@@ -222,7 +227,7 @@ class KvbmSettings(SettingFields):
             elif name.startswith("remote_") and not self.store_urls:
                 such = _EXAMPLE_URLS.get(name, "file:///mnt/kv")
                 remedy = f"has no effect without {_REMOTE_URL}; set that too, such as {such}"
-            elif name in _OF_DIRECTORIES and getattr(self, name) and not self._schemes - _BOUND_ELSEWHERE:
+            elif name in _OF_DIRECTORIES and getattr(self, name) and not self._has_directories:
                 instead = "rights and a lifecycle rule of the bucket do that"
                 if not self.has_object_store:
                     instead = "the server's own settings bound it"

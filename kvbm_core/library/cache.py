@@ -95,7 +95,7 @@ class BlockCache:
         keys = self.spec.keys(names, salt)
         with self._call():
             found = self._tiers.leading(keys)
-            if found < len(keys) and self._tiers.has_keyed_tier:
+            if found < len(keys) and self._tiers.is_asked:
                 found = self._tiers.bring(keys[: found + max(1, self._num_slots // 2)], timeout_s)
             return found
 
@@ -142,7 +142,7 @@ class BlockCache:
         while True:
             left_s = ends_at_s - time.monotonic()
             found = self._tiers.leading(keys)
-            if found < len(keys) and self._tiers.has_keyed_tier:
+            if found < len(keys) and self._tiers.is_asked:
                 found = self._tiers.bring(keys, max(0.0, left_s))
             held = keys[: self._tiers.match(owner, keys[:found])] if found else ()
             claim = self._tiers.claim(owner, held) if held else None

@@ -14,14 +14,15 @@ from kvbm_core.library.cache import BlockCache
 from kvbm_core.library.spec import BlockSpec
 from kvbm_core.library.stage import Stage
 from kvbm_core.policy.admission import AdmitAll
-from kvbm_core.runtime.assembly import DISK, REMOTE, rank_options
+from kvbm_core.runtime.assembly import DISK, REMOTE, evicting, rank_options
 from kvbm_core.runtime.local import LocalOptions, LocalTiers
 from kvbm_core.storage.disk.folder import DiskFolder
 from kvbm_core.storage.disk.record import SECTOR_BYTES, whole_sectors
 from kvbm_core.storage.host_slab import available_memory_bytes
 from kvbm_core.tiers.keyed import KeyedOptions, keyed_tier
+from kvbm_core.tiers.kinds import kind_of, registered_tier
 from kvbm_core.tiers.slotted import slotted_tier
-from kvbm_core.transfer.plan import TierPlace
+from kvbm_core.transfer.plan import BLOCK_FILE, TierPlace
 from kvbm_core.types import Tier
 
 BYTES_PER_GB = 1e9
@@ -77,9 +78,12 @@ def open_cache(
             if disk is not None:
                 folder = DiskFolder(Path(disk), fingerprint, identity=spec.model)
                 opened.callback(folder.close)
-                places.append(TierPlace(DISK, str(folder.path), num_disk_slots))
+                places.append(TierPlace(DISK, str(folder.path), num_disk_slots, kind=BLOCK_FILE))
             names = (REMOTE if number == 1 else f"{REMOTE}-{number}" for number in count(1))
-            places += [TierPlace(name, url, model=spec.model) for name, url in zip(names, urls, strict=False)]
+            places += [
+                TierPlace(name, url, model=spec.model, kind=kind_of(url))
+                for name, url in zip(names, urls, strict=False)
+            ]
             # Half of the host at most: what comes must not drive out what came just before.
             stage = Stage(spec.block_bytes, max(1, num_slots // 2))
             tiers = LocalTiers(stage.memory, _options(num_slots, places, fingerprint, settings))
@@ -96,14 +100,16 @@ def open_cache(
 def _options(
     num_slots: int, places: Sequence[TierPlace], fingerprint: str, settings: KvbmSettings
 ) -> LocalOptions:
+    make = evicting(settings)
     makers = tuple(
-        slotted_tier(DISK, Tier.DISK, AdmitAll())
-        if place.num_slots
-        else keyed_tier(place.name, Tier.REMOTE, AdmitAll(), KEYED)
+        slotted_tier(DISK, Tier.DISK, AdmitAll(), make)
+        if place.kind == BLOCK_FILE
+        else registered_tier(place.name, place.location)
+        or keyed_tier(place.name, Tier.REMOTE, AdmitAll(), KEYED)
         for place in places
     )
     ttl_s, memory = settings.lease_ttl_s, rank_options(settings)
-    return LocalOptions(num_slots, makers, tuple(places), fingerprint, ttl_s, memory)
+    return LocalOptions(num_slots, makers, tuple(places), fingerprint, ttl_s, memory, make_policy=make)
 
 
 def _slots_of(argument: str, size_bytes: int, block_bytes: int) -> int:

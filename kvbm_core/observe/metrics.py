@@ -79,6 +79,7 @@ _ONBOARDS = {
     (Tier.HOST, Tier.DEVICE): "kvbm_onboard_blocks_h2d",
     (Tier.DISK, Tier.DEVICE): "kvbm_onboard_blocks_d2d",
     (Tier.REMOTE, Tier.HOST): "kvbm_onboard_blocks_o2d",
+    (Tier.REMOTE, Tier.DEVICE): "kvbm_onboard_blocks_o2d",
 }
 
 

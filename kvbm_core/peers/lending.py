@@ -131,7 +131,8 @@ class Lender:
         here = chain.host.resident_of(keys)
         self._take(chain.host, here, ttl_s, slot_of, leases)
         left = [key for key in keys if key not in slot_of]
-        for lower in chain.slotted[:1] if left else ():
+        lower = next((tier for tier in chain.lower if tier.slots is not None), None)
+        if left and lower is not None and lower.slots is not None:
             name = lower.name
             self._take(lower.slots, lower.resident_of(left), ttl_s, place_of, leases)
         slots = tuple(slot_of.get(key, NO_SLOT) for key in keys)

@@ -6,16 +6,15 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from kvbm_core.errors import Outcome
 from kvbm_core.policy.admission import AdmitAll
 from kvbm_core.storage.extents import Extent
 from kvbm_core.tiers.breaker import Breaker
-from kvbm_core.tiers.keyed import KeyedOptions, KeyedTier, Seeker, Sought, SoughtTier
-from kvbm_core.tiers.lower import PEERS, LowerTierMaker, StoringOptions, Surroundings
-from kvbm_core.tiers.runs import BlockRun
-from kvbm_core.transfer.plan import ExtentPart, TierOrder
+from kvbm_core.tiers.keyed import KeyedOptions, KeyedTier
+from kvbm_core.tiers.lower import PEERS, LowerTier, LowerTierMaker, Seeker, Sought, Surroundings
+from kvbm_core.tokens.runs import BlockRun
 from kvbm_core.types import BlockKey, Tier
 
 MAX_SOURCES = 64
@@ -29,21 +28,25 @@ def peer_tier(options: KeyedOptions | None = None) -> LowerTierMaker:
     return lambda around: PeerTier(around, options or KeyedOptions())
 
 
-class PeerTier(SoughtTier):
-    """All peers. Each has a KeyedTier of its own: what is known of it, and whether it answers."""
+class PeerTier(LowerTier):
+    """All peers; nothing is stored there. Each has a KeyedTier of its own: what is known of it, and whether
+    it answers.
+    """
+
+    knows = False
 
     def __init__(self, around: Surroundings, options: KeyedOptions) -> None:
-        super().__init__(PEERS, Tier.REMOTE, AdmitAll(), around, StoringOptions())
+        super().__init__(PEERS, Tier.REMOTE, around)
         self._keyed = options
         self._sources: OrderedDict[str, _Source] = OrderedDict()
 
     @property
     def fetching_blocks(self) -> int:
-        """See SoughtTier."""
+        """See LowerTier."""
         return sum(source.fetching_blocks for source in self._sources.values())
 
     def wanted(self, runs: Sequence[BlockRun], seeker: Seeker | None = None) -> Sought:
-        """See SoughtTier. The request's peer is asked, if it has one."""
+        """See LowerTier. The request's peer is asked, if it has one."""
         if seeker is None or not seeker.source or not self.is_usable:
             return Sought.NOWHERE
         source = self._source(seeker.source)
@@ -64,7 +67,7 @@ class PeerTier(SoughtTier):
         return source
 
     def brought(self, keys: Sequence[BlockKey]) -> int:
-        """See SoughtTier."""
+        """See LowerTier."""
         return sum(source.brought(keys) for source in self._sources.values())
 
     def forget(self, keys: Sequence[BlockKey]) -> None:
@@ -82,36 +85,6 @@ class PeerTier(SoughtTier):
         for source in self._sources.values():
             source.check_integrity()
 
-    # ---------------------------------------------------------------- nothing is stored there
-
-    def hit(self, runs: Sequence[BlockRun]) -> None:
-        """See LowerTier."""
-
-    def offer(self, runs: Sequence[BlockRun]) -> None:
-        """See LowerTier."""
-
-    def _new_of(self, keys: Sequence[BlockKey]) -> Sequence[BlockKey]:
-        return ()
-
-    def _begin_store(self, keys: Sequence[BlockKey]) -> tuple[Sequence[BlockKey], Sequence[int]]:
-        return (), ()
-
-    def _end_store(
-        self, keys: Sequence[BlockKey], extents: Sequence[ExtentPart], outcomes: Sequence[Outcome]
-    ) -> int:
-        return 0
-
-
-@dataclass(frozen=True, slots=True)
-class _Sender:
-    """Orders to one peer."""
-
-    around: Surroundings
-    address: str
-
-    def __call__(self, order: TierOrder) -> None:
-        self.around.send(replace(order, source=self.address))
-
 
 class _Source(KeyedTier):
     """One peer. It is left alone as soon as it has not answered once: others have the blocks too, and all
@@ -119,7 +92,7 @@ class _Source(KeyedTier):
     """
 
     def __init__(self, owner: PeerTier, address: str, around: Surroundings, options: KeyedOptions) -> None:
-        own = replace(around, send=_Sender(around, address))
+        own = replace(around, send=lambda order: around.send(replace(order, source=address)))
         super().__init__(owner.name, owner.tier, AdmitAll(), own, options)
         self._owner = owner
         self._address = address

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
 from kvbm_core.policy.recency import Slots
+from kvbm_core.tokens.runs import BlockRun
 
 Spare = Callable[[Slots], npt.NDArray[np.bool_]]
 
 
+@runtime_checkable
 class EvictionPolicy(Protocol):
-    """Chooses which of a tier's blocks goes when room is needed. Knows slot numbers only: no keys, no bytes.
+    """Chooses which of a tier's blocks goes when room is needed. Knows slot numbers only; see TakesRuns.
 
     Slots are given as arrays (int32), head first, in prefix order: of the slots of one call the tail is
     evicted before the head, as a tail without its head is of no use. A sequence that arrives in several calls
@@ -72,3 +74,16 @@ class EvictionPolicy(Protocol):
 
     def check_integrity(self) -> None:
         """Raises IntegrityError if the policy's own books disagree. Cost grows with their size."""
+
+
+@runtime_checkable
+class TakesRuns(Protocol):
+    """An EvictionPolicy that wants to know of which prompt blocks are, and where in it they lie."""
+
+    def tell(self, run: BlockRun, slots: Slots) -> None:
+        """The blocks of ``run`` were stored or loaded just now: ``slots[i]`` has its block ``first + i``;
+        NOT_HERE: it is not in this tier. Blocks that came to a disk are told of when they are loaded.
+        """
+
+
+NOT_HERE = -1

@@ -18,7 +18,7 @@ from kvbm_core.errors import IntegrityError, Outcome
 from kvbm_core.observe.metrics import Metrics
 from kvbm_core.policy.admission import AdmissionPolicy, AdmitAll
 from kvbm_core.policy.frequency import FrequencyFilter
-from kvbm_core.policy.lru import LruPolicy
+from kvbm_core.policy.named import PolicyMaker, make_policy
 from kvbm_core.replay.trace import Request, Trace
 from kvbm_core.runtime.handshake import Handshake, RankAnswer, SlotsFound, SlotsReady
 from kvbm_core.runtime.leader import Leader, LeaderParts
@@ -36,11 +36,14 @@ _RANK = 0
 
 
 class Policy(NamedTuple):
-    """Which blocks a disk takes in; ``make`` answers a new one. A candidate is not in the product."""
+    """Which blocks a disk takes in; ``make`` answers a new one. A candidate is not in the product.
+    ``evicting``: which blocks of host and disk go.
+    """
 
     name: str
     make: Callable[[Clock], AdmissionPolicy]
     is_candidate: bool = False
+    evicting: PolicyMaker = make_policy
 
 
 def admit_all(clock: Clock) -> AdmissionPolicy:
@@ -105,10 +108,12 @@ class Replay:
         self._sent: list[TierOrder] = []
         self._handshake = Handshake(1, lambda block_bytes: sizes.host_blocks, clock=self._clock)
         has_disk = sizes.disk_blocks > 0
-        lower = (slotted_tier(_DISK, Tier.DISK, policy.make(self._clock)),) if has_disk else ()
+        lower = (
+            (slotted_tier(_DISK, Tier.DISK, policy.make(self._clock), policy.evicting),) if has_disk else ()
+        )
         self._leader = Leader(
             _ONE_TOKEN_BLOCKS,
-            BlockTier(Tier.HOST, LruPolicy(), self._clock),
+            BlockTier(Tier.HOST, policy.evicting(), self._clock),
             self._handshake,
             clock=self._clock,
             metrics=Metrics(has_host_tier=True),
@@ -121,7 +126,7 @@ class Replay:
             self._handshake.found.append(SlotsFound(_DISK, _RANK, sizes.disk_blocks, []))
         self._leader.poll()
         self._leader.catch_up()
-        self._device = BlockTier(Tier.DEVICE, LruPolicy(), self._clock)
+        self._device = BlockTier(Tier.DEVICE, make_policy(), self._clock)
         self._device.grow(sizes.device_blocks)
 
     def serve(self, request: Request) -> None:

@@ -34,7 +34,7 @@ from kvbm_core.observe.server import MetricsServer
 from kvbm_core.observe.traces import Traces, open_traces
 from kvbm_core.policy.admission import AdmissionPolicy, AdmitAll
 from kvbm_core.policy.frequency import FrequencyFilter
-from kvbm_core.policy.lru import LruPolicy
+from kvbm_core.policy.named import PolicyMaker, make_policy
 from kvbm_core.runtime.channel import Identity, LeaderChannel
 from kvbm_core.runtime.endpoint import Endpoint
 from kvbm_core.runtime.handshake import Handshake, PlanTier
@@ -56,9 +56,10 @@ from kvbm_core.storage.remote.s3_client import S3Options
 from kvbm_core.storage.stores import StoreOptions, extent_bytes
 from kvbm_core.tiers.groups import GroupSpec, base_block_tokens
 from kvbm_core.tiers.keyed import KeyedOptions, keyed_tier
+from kvbm_core.tiers.kinds import kind_of, registered_tier
 from kvbm_core.tiers.lower import PEERS, LowerTierMaker
 from kvbm_core.tiers.slotted import slotted_tier
-from kvbm_core.transfer.plan import TierOrder, TierPlace
+from kvbm_core.transfer.plan import BLOCK_FILE, TierOrder, TierPlace
 from kvbm_core.transfer.rank import RankOptions
 from kvbm_core.types import BlockKey, Tier
 
@@ -101,7 +102,8 @@ class LowerTiers:
         if self._settings.has_disk_tier:
             plans[DISK] = self._plan_disk
         for name, url in remote_tiers(self._settings).items():
-            plans[name] = partial(self._plan_store, TierPlace(name, url, model=self._model))
+            place = TierPlace(name, url, model=self._model, kind=kind_of(url))
+            plans[name] = partial(self._plan_store, place)
         return plans
 
     def _plan_store(self, place: TierPlace, block_bytes: int, fingerprint: str) -> TierPlace:
@@ -115,7 +117,7 @@ class LowerTiers:
             log.warning(line + "a disk pays if it is larger (kvbm plan says how large)", slots, host)
         directory = Path(self._settings.disk_cache_dir)
         self._folder = DiskFolder(directory, fingerprint, self._claim, identity=self._model)
-        return TierPlace(DISK, str(self._folder.path), slots, self._folder.claim)
+        return TierPlace(DISK, str(self._folder.path), slots, self._folder.claim, kind=BLOCK_FILE)
 
     def close(self) -> None:
         """Gives the disk's folder up."""
@@ -230,7 +232,7 @@ class LeaderProcess:
             self._desk,
             self._recorder,
         )
-        host = BlockTier(Tier.HOST, LruPolicy(), self.clock, listener, self._metrics)
+        host = BlockTier(Tier.HOST, evicting(self._settings)(), self.clock, listener, self._metrics)
         leader = Leader(
             groups,
             host,
@@ -355,14 +357,16 @@ def lower_makers(settings: KvbmSettings, clock: Clock) -> dict[str, LowerTierMak
     """The tiers below the host by name, in the order of the search."""
     makers: dict[str, LowerTierMaker] = {}
     if settings.has_disk_tier:
-        makers[DISK] = slotted_tier(DISK, Tier.DISK, disk_admission(settings, clock))
+        makers[DISK] = slotted_tier(DISK, Tier.DISK, disk_admission(settings, clock), evicting(settings))
     if settings.has_peers:
         from kvbm_core.peers.tier import peer_tier  # only where there are peers
 
         makers[PEERS] = peer_tier(KeyedOptions(always_loads=settings.remote_load == "always"))
     for name, url in remote_tiers(settings).items():
         options = KeyedOptions(extent_bytes=extent_bytes(url), always_loads=settings.remote_load == "always")
-        makers[name] = keyed_tier(name, Tier.REMOTE, remote_admission(settings, url, clock), options)
+        makers[name] = registered_tier(name, url) or keyed_tier(
+            name, Tier.REMOTE, remote_admission(settings, url, clock), options
+        )
     return makers
 
 
@@ -370,6 +374,11 @@ def remote_tiers(settings: KvbmSettings) -> dict[str, str]:
     """The stores that machines share: the URL of each by its tier's name, in the order of the search."""
     names = (REMOTE if number == 1 else f"{REMOTE}-{number}" for number in count(1))
     return dict(zip(names, settings.store_urls, strict=False))
+
+
+def evicting(settings: KvbmSettings) -> PolicyMaker:
+    """Makes what says which blocks go; see make_policy."""
+    return partial(make_policy, settings.eviction_policy)
 
 
 def disk_admission(settings: KvbmSettings, clock: Clock) -> AdmissionPolicy:

@@ -20,7 +20,7 @@ class FollowingTiers:
     as long as it can get anything. Safe to call from any thread; nothing waits.
     """
 
-    has_keyed_tier = False
+    is_asked = False
 
     def __init__(self, memory: DeviceMemory, group: Group) -> None:
         self._lock = threading.Lock()

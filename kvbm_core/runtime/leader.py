@@ -50,7 +50,6 @@ from kvbm_core.storage.disk.recovery import REPORT_SLOTS
 from kvbm_core.tiers.chain import TierChain
 from kvbm_core.tiers.groups import GroupSpec, base_block_tokens
 from kvbm_core.tiers.jobs import Job, JobTable, count_transfer
-from kvbm_core.tiers.keyed import FetchJob
 from kvbm_core.tiers.lower import LowerTierMaker
 from kvbm_core.tiers.pace import ComputePace
 from kvbm_core.tokens.chain import TokenChain
@@ -292,7 +291,7 @@ class Leader:
             self._answer(state, asked, 0, why)
             return 0
         self._why.began(state, tokens)
-        if self.chain.keyed:  # only for who may wait for a store
+        if self.chain.is_asked:  # only for who may wait for a store
             state.seeker.token_s = self._pace.token_s
         matched = self._onboarding.match(state, tokens, computed_tokens, allowed_tokens)
         if matched and self._sampler.draws():  # computed again instead of loaded, then compared
@@ -626,7 +625,7 @@ class Leader:
             tier = self.chain.named(chunk.tier)
             if tier is not None:
                 tier.expect(self._handshake.places_of(chunk.tier), storing)
-                self.chain.take_in(chunk.tier, chunk.rank, chunk.end, chunk.found)
+                tier.take_in(chunk.rank, chunk.end, chunk.found)
             num_taken += max(EMPTY_BLOCKS, len(chunk.found))
 
     def mind_questions(self) -> None:
@@ -672,7 +671,7 @@ class Leader:
         if event.slots == event.planned_slots:
             size_gb = event.slots * event.block_bytes / 1e9
             log.info("kvbm: host %s ready: %d blocks, %.2f GB", what, event.slots, size_gb)
-            if event.head_shard_bytes and self.chain.keyed:
+            if event.head_shard_bytes and self.chain.is_asked:
                 line = "kvbm: shared blocks are kept by heads (parts of %.3g MB)"
                 log.info(line, event.head_shard_bytes / 1e6)
 
@@ -698,10 +697,13 @@ class Leader:
         elif job.outcome is not Outcome.OK:
             self._count_failure(job)
         for part in job.parts:
-            if is_offload and is_done and part.state.is_lasting:
-                self.chain.offer(self._keeper.offered(part.state, part.runs))
             if is_offload and is_done and part.state.is_disowned:
                 self.chain.forget(part.keys)
+        for part in job.parts:
+            if is_done:
+                self.chain.tell(part.runs)
+            if is_offload and is_done and part.state.is_lasting:
+                self.chain.offer(self._keeper.offered(part.state, part.runs))
             self._drop_if_idle(part.state)
 
     def _count_done(self, job: TransferJob) -> None:
@@ -776,9 +778,8 @@ class Leader:
         self._onboarding.check_integrity()
         jobs = self._jobs.jobs(TransferJob)
         offloading = sum(job.num_blocks for job in jobs if job.stores)
-        fetching = sum(job.num_blocks for job in self._jobs.jobs(FetchJob))
         reserved = self._onboarding.reserved_blocks(self._requests.values())
-        if host.pending_blocks != offloading + fetching + reserved:
+        if host.pending_blocks != offloading + self.chain.fetching_blocks + reserved:
             raise IntegrityError("slots are reserved for no offload in flight")
         matches = sum(1 for state in self._requests.values() if state.match is not None)
         loads = sum(1 for job in jobs if not job.stores)

@@ -20,19 +20,19 @@ from kvbm_core.errors import IntegrityError, Outcome
 from kvbm_core.observe.labels import DropReason, MissReason
 from kvbm_core.observe.log import RateLimitedLogger
 from kvbm_core.observe.metrics import Metrics
-from kvbm_core.policy.lru import LruPolicy
+from kvbm_core.policy.named import PolicyMaker, make_policy
 from kvbm_core.runtime.sharing import Sharing
 from kvbm_core.runtime.why import Absences, Why
 from kvbm_core.storage.disk.recovery import Found
 from kvbm_core.tiers.chain import Held, TierChain
 from kvbm_core.tiers.jobs import Job, JobTable, count_transfer
-from kvbm_core.tiers.keyed import FetchJob, Seeker, Sought
-from kvbm_core.tiers.lower import LowerTier, LowerTierMaker
-from kvbm_core.tiers.runs import run_of
+from kvbm_core.tiers.lower import LowerTier, LowerTierMaker, Seeker, Sought
+from kvbm_core.tokens.runs import run_of
 from kvbm_core.transfer.executor import DeviceMemory
 from kvbm_core.transfer.executors.broadcast_group import Group
+from kvbm_core.transfer.movers.opening import Shard
 from kvbm_core.transfer.plan import GroupMove, JobResult, TierOrder, TierPlace, TransferPlan, rejected
-from kvbm_core.transfer.rank import RankMemory, RankOptions, Shard
+from kvbm_core.transfer.rank import RankMemory, RankOptions
 from kvbm_core.types import BlockKey, Direction, Tier, group_of
 
 log = logging.getLogger("kvbm")
@@ -60,6 +60,7 @@ class LocalOptions:
     lease_ttl_s: float = 30.0
     memory: RankOptions = field(default_factory=RankOptions)
     listener: Residency | None = None
+    make_policy: PolicyMaker = make_policy
 
 
 @dataclass(eq=False)
@@ -138,7 +139,7 @@ class LocalTiers:
         self._orders: deque[TierOrder] = deque()
         self._ended: list[tuple[OnEnd, Outcome]] = []
         self._jobs = JobTable(1, clock)
-        host = BlockTier(Tier.HOST, LruPolicy(), clock, options.listener, metrics)
+        host = BlockTier(Tier.HOST, options.make_policy(), clock, options.listener, metrics)
         self._chain = TierChain(
             host,
             options.lower,
@@ -208,7 +209,7 @@ class LocalTiers:
             found = 0 if claim is None else len(claim.keys)
             if claim is not None:
                 self._promises[owner] = claim
-            if self._chain.keyed:
+            if self._chain.is_asked:
                 self._chain.wanted([run_of(keys[found:])], asks_again=False)
         self._take_turn()
         return found
@@ -402,9 +403,9 @@ class LocalTiers:
         return self._chain.host.capacity_blocks
 
     @property
-    def has_keyed_tier(self) -> bool:
+    def is_asked(self) -> bool:
         """Whether ``match`` has something looked for that is nowhere here."""
-        return bool(self._chain.keyed)
+        return self._chain.is_asked
 
     @property
     def off_tiers(self) -> dict[str, str]:
@@ -454,7 +455,7 @@ class LocalTiers:
             held += [job.claim.held for job in self._jobs.jobs(_Load) if job.claim is not None]
             reserved = sum(len(one.reservation.keys) for one in held if one.reservation is not None)
             reserved += sum(job.num_blocks for job in self._jobs.jobs(_Store))
-            reserved += sum(job.num_blocks for job in self._jobs.jobs(FetchJob))
+            reserved += self._chain.fetching_blocks
             if self._chain.host.pending_blocks != reserved:
                 raise IntegrityError("host slots are reserved for nobody")
             leases = self._chain.host.live_leases + self._chain.live_leases
@@ -465,7 +466,7 @@ class LocalTiers:
 
     def found(self, tier: str, end: int, found: list[Found]) -> None:
         """See TierListener."""
-        self._hear(lambda: self._chain.take_in(tier, 0, end, found))
+        self._hear(lambda: self._lower(tier).take_in(0, end, found))
 
     def refused(self, tier: str, reason: str) -> None:
         """See TierListener."""
@@ -510,7 +511,7 @@ class LocalTiers:
     def _is_coming(self, keys: Sequence[BlockKey], seeker: Seeker) -> bool:
         """Whether to wait for the first of ``keys``: it is on its way, or there is soon room for it."""
         sought = self._chain.sought([run_of(keys)], seeker)
-        return sought is Sought.COMING or (sought is Sought.STUCK and bool(self._jobs.jobs(FetchJob)))
+        return sought is Sought.COMING or (sought is Sought.STUCK and self._chain.fetching_blocks > 0)
 
     def _let_go(self, owner: str) -> None:
         promise = self._promises.pop(owner, None)
@@ -593,8 +594,10 @@ class LocalTiers:
                 self._metrics.onboarded_blocks(len(below.lease.keys), below.tier.tier, Tier.DEVICE)
             self._metrics.onboarded_blocks(len(keys) - held.num_fetched, Tier.HOST, Tier.DEVICE)
         self._chain.loaded(held, job.failures(held.slots), forgets=not is_unwanted)
-        if result.outcome is Outcome.OK and job.is_lasting:
-            self._chain.used([run_of(keys)])
+        if result.outcome is Outcome.OK:
+            self._chain.tell([run_of(keys)])
+            if job.is_lasting:
+                self._chain.used([run_of(keys)])
         self._chain.host.touch(keys)
         self._tell_load(job, result.outcome)
 
@@ -606,6 +609,7 @@ class LocalTiers:
         outcome = Outcome.REJECTED if job.is_spoiled else result.outcome
         if self._chain.stored(reservation, outcome):
             self._chain.host.touch(job.keys)
+            self._chain.tell([run_of(job.keys)])
             if job.is_lasting:
                 self._chain.offer([run_of(reservation.keys)])
         if outcome is Outcome.OK:

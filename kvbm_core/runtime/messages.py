@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import msgspec
 
-from kvbm_core.transfer.plan import JobResult, TierOrder, TierPlace, TransferPlan
+from kvbm_core.transfer.plan import JobResult, TierOrder, TierPlace
 
-PROTOCOL_VERSION = 10
+PROTOCOL_VERSION = 11
 MAX_MESSAGE_BYTES = 4 * 1024 * 1024
 
 
@@ -195,32 +195,12 @@ class Move(msgspec.Struct, tag="move", frozen=True, forbid_unknown_fields=True):
     order: TierOrder
 
 
-class Finish(msgspec.Struct, tag="finish", frozen=True, forbid_unknown_fields=True):
-    """Leader -> worker: a request is over; its device blocks wait for these jobs, of which ``plan`` begins
-    now.
+class Note(msgspec.Struct, tag="note", frozen=True, forbid_unknown_fields=True):
+    """Leader -> worker: what the leader's adapter says to the worker's, besides the engine's own messages."""
 
-    For engines whose own messages end with a request's last step.
-    """
-
-    request_id: str
-    job_ids: tuple[int, ...]
-    plan: TransferPlan | None
+    content: bytes
 
 
-class LoadEnded(msgspec.Struct, tag="load_ended", frozen=True, forbid_unknown_fields=True):
-    """Leader -> worker: every rank has answered this load, and the leader knows what becomes of its request.
-
-    For engines that cannot compute what was not loaded: all ranks have to act alike. Sent of each load that
-    failed, and of those that the leader has let the workers wait for.
-    """
-
-    request_id: str
-    job_id: int
-    is_done: bool
-
-
-Note = Finish | LoadEnded
-"""What a worker's adapter takes up, in its own time."""
 Order = Configure | Join | Ask | Move | Lent | Returned | Note
 """What only a leader says."""
 OfPeers = Borrow | GiveBack | PeerNews

@@ -21,7 +21,7 @@ from kvbm_core.runtime.transfer_jobs import JobPart, TransferJob
 from kvbm_core.tiers.chain import TierChain
 from kvbm_core.tiers.groups import GroupSpec, alignment_tokens
 from kvbm_core.tiers.jobs import Job, JobTable
-from kvbm_core.tiers.runs import BlockRun, consecutive
+from kvbm_core.tokens.runs import BlockRun, consecutive
 from kvbm_core.transfer.plan import GroupMove
 from kvbm_core.types import BlockKey, Direction
 

@@ -22,7 +22,7 @@ from kvbm_core.tiers.groups import (
     needed_blocks,
 )
 from kvbm_core.tiers.pace import ComputePace
-from kvbm_core.tiers.runs import BlockRun
+from kvbm_core.tokens.runs import BlockRun
 from kvbm_core.transfer.plan import GroupMove, TransferPlan
 from kvbm_core.types import BlockKey, Direction, Tier
 
@@ -72,11 +72,15 @@ class Onboarding:
         self.let_go(state)
         if computed_tokens % self._align or limit_tokens - computed_tokens < self._align:
             return 0
+        waits_for = state.waits_for and self._what_changes(state, computed_tokens, limit_tokens)
+        if waits_for and state.waits_for == waits_for and self._has_time(state):
+            return None
         state.chain.extend(tokens)
         state.queried_blocks = max(state.queried_blocks, (limit_tokens - computed_tokens) // self._align)
         matched = self._match_held(state, computed_tokens, limit_tokens)
         if matched is not None and self._is_coming(state, computed_tokens + matched, limit_tokens):
             self.let_go(state)
+            state.waits_for = self._what_changes(state, computed_tokens, limit_tokens)
             return None
         if self._keeper.positions and matched is not None:
             state.marks.kept_tokens = computed_tokens + matched
@@ -108,17 +112,25 @@ class Onboarding:
 
     def _is_coming(self, state: RequestState, prefix_tokens: int, limit_tokens: int) -> bool:
         """Whether a lower tier is bringing up more than what can be held now, and there is time to wait."""
-        is_sought = state.is_lasting and self._chain.keyed
+        is_sought = state.is_lasting and self._chain.is_asked
         if not is_sought or limit_tokens - prefix_tokens < self._align:
             return False
         runs, asks_again = self._runs_beyond(state, prefix_tokens, limit_tokens), self._fetch_wait_s > 0
         if not self._chain.wanted(runs, state.seeker, asks_again=asks_again):
             state.fetch_wanted_since_s = None
             return False
-        now_s = self._clock.now_s()
         if state.fetch_wanted_since_s is None:
-            state.fetch_wanted_since_s = now_s
-        return now_s - state.fetch_wanted_since_s < self._fetch_wait_s
+            state.fetch_wanted_since_s = self._clock.now_s()
+        return self._has_time(state)
+
+    def _has_time(self, state: RequestState) -> bool:
+        """Whether a request that waits for lower tiers has not waited too long."""
+        since_s = state.fetch_wanted_since_s
+        return since_s is not None and self._clock.now_s() - since_s < self._fetch_wait_s
+
+    def _what_changes(self, state: RequestState, computed_tokens: int, limit_tokens: int) -> object:
+        """Equal at two asks of a request if nothing has changed in between that the answer depends on."""
+        return self._chain.news, computed_tokens, limit_tokens, state.seeker.token_s
 
     def _runs_beyond(self, state: RequestState, prefix_tokens: int, limit_tokens: int) -> list[BlockRun]:
         """What is needed to use more than ``prefix_tokens``; of states each that may be."""
@@ -358,6 +370,7 @@ class Onboarding:
 
 
 def _tokens_from_below(num_tokens: int, held: Held) -> tuple[int, int]:
-    """Of a hit of ``num_tokens``, those from the disk, and those that a tier by key has brought."""
+    """Of a hit of ``num_tokens``, those from the disk, and those from remote tiers."""
     num_blocks = max(1, len(held.keys))
-    return num_tokens * held.num_fetched // num_blocks, num_tokens * held.num_brought // num_blocks
+    on_disk, elsewhere = held.num_from_disk, held.num_from_elsewhere
+    return num_tokens * on_disk // num_blocks, num_tokens * elsewhere // num_blocks

@@ -199,7 +199,9 @@ class LeaderOrders:
                 for position in told_groups(self._groups)
             ),
             host_blocks=len(chain.host.resident_of(keys)),
-            disk_blocks=max((len(tier.resident_of(keys)) for tier in chain.slotted), default=0),
+            disk_blocks=max(
+                (len(t.resident_of(keys)) for t in chain.lower if t.tier is Tier.DISK), default=0
+            ),
         )
         line = (
             f"{found.matched_blocks:,} of {found.num_blocks:,} blocks would be found: "

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kvbm_core.blocks.slot_tier import BlockTier
 from kvbm_core.clock import Clock
 from kvbm_core.runtime.request import RequestState
 from kvbm_core.runtime.tenants import Tenant
@@ -61,8 +60,7 @@ class LeaderPins:
         self, groups: tuple[GroupSpec, ...], chain: TierChain, clock: Clock, *, has_host_tier: bool
     ) -> None:
         self._groups = groups
-        hosts = (chain.host,) if has_host_tier else ()
-        self._tiers: tuple[BlockTier, ...] = (*hosts, *(tier.slots for tier in chain.slotted))
+        self._tiers = chain.books if has_host_tier else chain.books[1:]
         self._clock = clock
         self._pins: dict[str, _Pin] = {}
         self._next_end_s = float("inf")

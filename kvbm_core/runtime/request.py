@@ -12,9 +12,9 @@ from kvbm_core.observe.why import Account
 from kvbm_core.runtime.audit import AuditedPrefix
 from kvbm_core.tiers.chain import Held
 from kvbm_core.tiers.groups import GroupSpec, base_block_tokens
-from kvbm_core.tiers.keyed import Seeker
-from kvbm_core.tiers.runs import BlockRun
+from kvbm_core.tiers.lower import Seeker
 from kvbm_core.tokens.chain import TokenChain
+from kvbm_core.tokens.runs import BlockRun
 from kvbm_core.types import BlockKey, SequenceHash, block_key
 
 if TYPE_CHECKING:
@@ -99,6 +99,7 @@ class RequestState:
     keys mean the same in another process; else they never reach the disk. ``is_retired``: what it has on the
     device is not what its keys say; nothing of it moves any more. ``is_disowned``: nor is what was stored of
     it. ``came_s``, ``prompt_tokens``: for who records requests. ``tenant``: whose it is, see TenantTable.
+    ``waits_for``: what has to change before a search tells whoever waits for lower tiers anything new.
     ``seeker``: what was learned of lower tiers by key. ``facts``: of its root. ``beginning``, ``before``: a
     name of its first tokens, and who began so under this root before. ``account``: what it got, once that is
     known. ``trace_headers``: the W3C trace context that it came with; ``span``: its own, where spans are
@@ -116,6 +117,7 @@ class RequestState:
     foreign_tokens: int = 0
     deferred_since_s: float | None = None
     fetch_wanted_since_s: float | None = None
+    waits_for: object = None
     queried_blocks: int = 0
     host_hit_blocks: int = 0
     disk_hit_blocks: int = 0

@@ -19,7 +19,7 @@ from collections.abc import Set as AbstractSet
 from kvbm_core.runtime.request import RequestState, StateOnDevice
 from kvbm_core.tiers.chain import TierChain
 from kvbm_core.tiers.groups import GroupSpec, alignment_tokens, attention_reach_tokens, base_block_tokens
-from kvbm_core.tiers.runs import BlockRun
+from kvbm_core.tokens.runs import BlockRun
 from kvbm_core.types import BlockKey
 
 
@@ -147,7 +147,7 @@ class StateKeeper:
         """States of this prompt whose KV is in no tier, nor on its way, go first; they stay if a request that
         computes it uses them.
         """
-        if not self.positions or self._chain.keyed:  # nobody knows all of what is in a store
+        if not self.positions or self._chain.is_asked:  # nobody knows all of what is in a store
             return
         residents = self._chain.residents
         limit = len(state.chain.hashes) * base_block_tokens(self._groups)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterable
 from typing import NamedTuple
 
-from kvbm_core.blocks.slot_tier import BlockTier
 from kvbm_core.identity.roots import short_salt
 from kvbm_core.tiers.chain import TierChain
 from kvbm_core.types import SequenceHash, Tier
@@ -63,7 +62,7 @@ class TenantTable:
     """
 
     def __init__(self, chain: TierChain, on_root: Callable[[Tenant, SequenceHash], None]) -> None:
-        self._tiers: tuple[BlockTier, ...] = (chain.host, *(tier.slots for tier in chain.slotted))
+        self._tiers = chain.books
         self._on_root = on_root
         self._numbers: dict[Tenant, int] = {}  # who has asked last is at the end
         self._roots: dict[Tenant, SequenceHash] = {}

@@ -10,7 +10,7 @@ from kvbm_core.errors import Outcome
 from kvbm_core.runtime.request import RequestState
 from kvbm_core.tiers.chain import Held
 from kvbm_core.tiers.jobs import Job, JobTable
-from kvbm_core.tiers.runs import BlockRun
+from kvbm_core.tokens.runs import BlockRun
 from kvbm_core.transfer.plan import GroupMove, TierOrder, TransferPlan
 from kvbm_core.types import BlockKey, Direction
 

@@ -77,13 +77,12 @@ class Absences:
     def __init__(self, chain: TierChain, *, has_host_tier: bool) -> None:
         self._chain = chain
         self._books: list[tuple[str, BlockTier]] = [("host", chain.host)] if has_host_tier else []
-        self._books += [(tier.name, tier.slots) for tier in chain.slotted]
+        self._books += [(tier.name, tier.slots) for tier in chain.lower if tier.slots is not None]
 
     def hidden(self, missing: Sequence[BlockKey]) -> Why | None:
         """A tier that is not asked now, and has one of them, or may have."""
         off = [tier for tier in self._chain.lower if not tier.is_usable]
-        without = [tier for tier in self._chain.slotted if not any(map(tier.slots.contains, missing))]
-        hiding = [tier for tier in off if tier not in without]
+        hiding = [tier for tier in off if tier.slots is None or any(map(tier.slots.contains, missing))]
         if not hiding:
             return None
         return MissReason.FAILED, f"the {hiding[0].name} tier is not asked: {_off(hiding[0])}"
@@ -100,11 +99,11 @@ class Absences:
         reason, words = _LEFT[gone.why]
         text = f"{words.format(tier=name)} {told_s(gone.ago_s)} ago"
         if gone.why is Leave.EVICTED:
-            text += f", as the least recently used, {told_s(gone.idle_s)} after its last use"
+            text += f", to make room, {told_s(gone.idle_s)} after its last use"
         elif gone.why is Leave.QUOTA:
             text += f", {told_s(gone.idle_s)} after its last use"
         if gone.why is Leave.EVICTED and name == "host":
-            off = [tier for tier in self._chain.slotted if not tier.is_usable]
+            off = [tier for tier in self._chain.lower if tier.slots is not None and not tier.is_usable]
             if off:
                 return reason, f"{text}; the {off[0].name} tier takes nothing: {_off(off[0])}"
             filtering = [tier.name for tier in self._chain.lower if tier.is_filtered]
@@ -241,7 +240,7 @@ class MissFinder:
             longest_prefix_tokens(self._groups, state.keys, computed, end, self._chain.residents)
             for end in (max(allowed, computed), asked.limit_tokens)
         )
-        is_unasked = bool(self._chain.keyed) and have_tokens + self._align > allowed
+        is_unasked = self._chain.is_asked and have_tokens + self._align > allowed
         if within > have_tokens or (without <= have_tokens and not is_unasked):
             return None
         text = f"it lets {allowed - computed:,} tokens be loaded (max_load_tokens)"

@@ -49,8 +49,9 @@ from kvbm_core.tiers.lower import PEERS
 from kvbm_core.transfer.executor import DeviceMemory, Executor
 from kvbm_core.transfer.executors.broadcast import BroadcastExecutor
 from kvbm_core.transfer.executors.broadcast_group import Group
+from kvbm_core.transfer.movers.opening import Shard
 from kvbm_core.transfer.plan import JobResult, TierOrder, TransferPlan, rejected
-from kvbm_core.transfer.rank import RankMemory, RankOptions, Shard
+from kvbm_core.transfer.rank import RankMemory, RankOptions
 from kvbm_core.types import BlockKey, Direction
 
 if TYPE_CHECKING:
@@ -144,7 +145,7 @@ class Worker:
         self._log = RateLimitedLogger(log)
         self._done: list[JobResult] = []
         self._results: list[JobResult] = []
-        self._notes: deque[Note] = deque()
+        self._notes: deque[bytes] = deque()
         self._is_noted = threading.Event()
         self._in_flight: dict[int, Direction] = {}
         self._overwritten: set[int] = set()
@@ -156,7 +157,7 @@ class Worker:
         self._late: set[int] = set()
         self._wrap: Callable[[Executor], Executor] = lambda executor: executor
         self._judge: Callable[[JobResult], JobResult] = lambda result: result
-        self._on_note: Callable[[Note], None] = lambda note: None
+        self._on_note: Callable[[bytes], None] = lambda note: None
         self._engine = endpoint.engine
         self._channel = WorkerChannel(endpoint, self._on_message)
         self._channel.on_other_leader = self._on_other_leader
@@ -194,7 +195,7 @@ class Worker:
         """
         self._judge = judge
 
-    def on_note(self, heed: Callable[[Note], None]) -> None:
+    def on_note(self, heed: Callable[[bytes], None]) -> None:
         """Lets ``heed`` see each note as it arrives, on the channel's thread, before it can be taken."""
         self._on_note = heed
 
@@ -248,8 +249,8 @@ class Worker:
         elif isinstance(message, Lent | Returned):
             self._heed_loan(message)
         elif isinstance(message, Note):
-            self._on_note(message)
-            self._notes.append(message)
+            self._on_note(message.content)
+            self._notes.append(message.content)
             self._is_noted.set()
 
     def _heed_loan(self, message: Lent | Returned) -> None:
@@ -468,8 +469,8 @@ class Worker:
             results, self._results = self._results, []
         return results
 
-    def take_notes(self) -> list[Note]:
-        """What the leader said to the adapter outside of the engine's steps, in its order."""
+    def take_notes(self) -> list[bytes]:
+        """What the leader's adapter said to this one outside of the engine's steps, in its order."""
         self._is_noted.clear()
         return [self._notes.popleft() for _ in range(len(self._notes))]
 

@@ -24,7 +24,7 @@ from kvbm_core.clock import ManualClock
 from kvbm_core.policy.admission import AdmissionPolicy
 from kvbm_core.replay.machine import Policy, Sizes
 from kvbm_core.replay.trace import Request, Trace
-from kvbm_core.tiers.lower import STORE_BLOCKS
+from kvbm_core.tiers.storing import STORE_BLOCKS
 from kvbm_core.types import BlockKey
 
 Ints = npt.NDArray[np.int64]

@@ -12,6 +12,8 @@ from kvbm_core.config.readers import shown
 from kvbm_core.config.remote_url import (
     BUCKET_SCHEMES,
     SCHEMES,
+    installed_store,
+    package_of,
     remote_bucket,
     remote_directory,
     scheme_of,
@@ -83,7 +85,9 @@ class StoreSpec:
 
 StoreMaker = Callable[[StoreSpec], BlockStore]
 EngineMaker = Callable[[str, StoreOptions], "ObjectEngine"]
-"""Makes the engine of a URL. ConfigError, one line, for one that cannot be had."""
+"""Makes the engine of a URL; an entry point of the group ``kvbm.stores`` names one. ConfigError, one line,
+for what cannot be had.
+"""
 
 
 def record_store(engine: ObjectEngine, spec: StoreSpec) -> RecordStore | HeadRecords:
@@ -199,14 +203,12 @@ _ENGINES: dict[str, EngineMaker] = {
     MOONCAKE_SCHEME: _mooncake_engine,
     **dict.fromkeys(BUCKET_SCHEMES, _bucket_engine),
 }
+"""Those of other schemes are of installed packages."""
 VALKEY_EXTENT_BYTES = 1 << 20
 """Values of 4 MiB are read at 0.5 to 0.85 of the speed, with up to twice the client's CPU time."""
-_EXTENT_BYTES = {
-    **dict.fromkeys(_ENGINES, EXTENT_BYTES),
-    **dict.fromkeys(VALKEY_SCHEMES, VALKEY_EXTENT_BYTES),
-}
-"""Of stores that keep extents, by their scheme. It decides which blocks a name stands for, so all engines
-that share a store need the same: it depends on the kind of store alone.
+_EXTENT_BYTES = {"file": 0, **dict.fromkeys(VALKEY_SCHEMES, VALKEY_EXTENT_BYTES)}
+"""By the scheme, where it is not EXTENT_BYTES; 0: such stores keep no extents. It decides which blocks a name
+stands for, so all engines that share a store need the same: it depends on the kind of store alone.
 """
 
 
@@ -221,17 +223,16 @@ def register_store(scheme: str, make: StoreMaker, *, extent_bytes: int = 0) -> N
 
 
 def register_engine(scheme: str, make: EngineMaker) -> None:
-    """Makes URLs of this scheme usable: records on the engine that ``make`` makes."""
+    """Makes URLs of this scheme usable in this process: records on the engine that ``make`` makes."""
     _ENGINES[scheme] = make
     SCHEMES.add(scheme)
-    _EXTENT_BYTES[scheme] = EXTENT_BYTES
 
 
 def extent_bytes(url: str) -> int:
     """How large extents are in the store of this URL, on each rank; 0: it is given each block alone. For the
     leader, which has the URL and no engine.
     """
-    return _EXTENT_BYTES.get(scheme_of(url), 0)
+    return _EXTENT_BYTES.get(scheme_of(url), EXTENT_BYTES)
 
 
 def open_store(spec: StoreSpec) -> BlockStore:
@@ -247,11 +248,29 @@ def open_engine(url: str, options: StoreOptions) -> ObjectEngine:
     """The engine that keeps the records of the store with this URL. ConfigError, one line, if it cannot be
     had.
     """
-    scheme = scheme_of(url)
-    if scheme not in _ENGINES:
-        known = ", ".join(f"{name}://" for name in sorted({*_MAKERS, *_ENGINES}))
-        raise ConfigError("KVBM_REMOTE_URL", shown(url), f"no store has such a URL; there are: {known}")
-    return _ENGINES[scheme](url, options)
+    make = _ENGINES.get(scheme_of(url), _installed_engine)
+    return make(url, options)
+
+
+def _installed_engine(url: str, options: StoreOptions) -> ObjectEngine:
+    """The engine that an installed package makes."""
+    from kvbm_core.storage.remote.engine import ObjectEngine
+
+    try:
+        entry = installed_store(scheme_of(url))
+    except ValueError as error:
+        raise ConfigError("KVBM_REMOTE_URL", shown(url), str(error)) from None
+    try:
+        engine: object = entry.load()(url, options)
+        if not isinstance(engine, ObjectEngine):
+            raise TypeError(f"it makes no ObjectEngine, but a {type(engine).__name__}")
+    except ConfigError:
+        raise
+    except Exception as error:  # whatever somebody else's package raises
+        why = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        remedy = f"{entry.value} of the package {package_of(entry)} cannot be used: {why}"
+        raise ConfigError("KVBM_REMOTE_URL", shown(url), remedy) from error
+    return engine
 
 
 def inspect_store(url: str, options: StoreOptions) -> StoreInspection:

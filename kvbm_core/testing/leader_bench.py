@@ -13,7 +13,7 @@ from kvbm_core.control.desk import Desk
 from kvbm_core.errors import Outcome
 from kvbm_core.observe.metrics import Metrics
 from kvbm_core.policy.admission import AdmissionPolicy, AdmitAll
-from kvbm_core.policy.lru import LruPolicy
+from kvbm_core.policy.named import make_policy
 from kvbm_core.runtime.handshake import Handshake, RankAnswer, SlotsFound, SlotsReady
 from kvbm_core.runtime.leader import Leader, LeaderParts
 from kvbm_core.runtime.leader_options import LeaderOptions
@@ -72,7 +72,7 @@ class LeaderBench:
         self._send_on = (lambda order: None) if disk is None else disk.send
         self.world_size = world_size
         metrics = Metrics(has_host_tier=disk is None or disk.has_host_tier, clock=self.clock)
-        self.tier = BlockTier(Tier.HOST, LruPolicy(), self.clock, listener, metrics)
+        self.tier = BlockTier(Tier.HOST, make_policy(), self.clock, listener, metrics)
         self.handshake = Handshake(world_size, lambda block_bytes: num_slots, clock=self.clock)
         self.desk = Desk()
         self.leader = Leader(

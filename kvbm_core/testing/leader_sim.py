@@ -182,7 +182,7 @@ class LeaderSim:
         listens was told of these and of no other.
         """
         self.leader.check_integrity()
-        for tier in (self.bench.tier, *(lower.slots for lower in self.leader.chain.slotted)):
+        for tier in self.leader.chain.books:
             expect(
                 self._heard.here[tier.tier] == set(tier.keys()), f"other blocks of {tier.tier.name} were told"
             )
@@ -488,11 +488,7 @@ class LeaderSim:
             self._was_reset(order.tier)
         else:
             keys, chain = self.bench.keys(order.tokens), self.leader.chain
-            left = [
-                key
-                for slots in (chain.host, *(t.slots for t in chain.slotted))
-                for key in slots.resident_of(keys)
-            ]
+            left = [key for slots in chain.books for key in slots.resident_of(keys)]
             expect(not left, "a block of a prompt that was cleared can be found")
             self.clears += 1
             self._was_cleared()

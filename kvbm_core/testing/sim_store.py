@@ -8,10 +8,11 @@ in its bytes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from random import Random
+from typing import ClassVar
 
 from kvbm_core.errors import Outcome
 from kvbm_core.policy.admission import AdmitAll
@@ -21,7 +22,8 @@ from kvbm_core.testing.leader_sim import SimShape, expect
 from kvbm_core.testing.sim_disk import DiskLeaderSim, DiskSimWorker, SimDisk
 from kvbm_core.testing.sim_worker import FAILURES, HALF_BYTES, PAGE_BYTES, oracle
 from kvbm_core.tiers.groups import GroupSpec
-from kvbm_core.tiers.keyed import KeyedOptions, KeyedTier, Name, keyed_tier
+from kvbm_core.tiers.keyed import KeyedOptions, KeyedTier, keyed_tier
+from kvbm_core.tiers.lower import Name
 from kvbm_core.transfer.plan import NO_SLOT, ExtentPart, JobResult, OrderKind, TierOrder
 from kvbm_core.types import BlockKey, Tier, group_of
 
@@ -38,7 +40,7 @@ class SimBlock:
     is_damaged: bool = False
 
 
-Extents = dict[Name, dict[BlockKey, SimBlock]]
+Extents = MutableMapping[Name, dict[BlockKey, SimBlock]]
 """By name, each with its blocks in order; a block that is stored alone is an extent of one."""
 
 
@@ -216,8 +218,10 @@ class StoreSimWorker(DiskSimWorker):
 class StoreLeaderSim(DiskLeaderSim):
     """A DiskLeaderSim with two stores by key below the disk, which other engines use too."""
 
+    make_store: ClassVar[type[SimStore]] = SimStore
+
     def __init__(self, shape: SimShape, random: Random, *, num_disk_slots: int, uses_filter: bool) -> None:
-        self.stores = {name: SimStore(shape.world_size) for name in NAMES}
+        self.stores = {name: self.make_store(shape.world_size) for name in NAMES}
         self._store_workers: list[StoreSimWorker] = []
         self._late_fetches = 0
         self._moved = {"fetched": 0.0, "stored": 0.0}
@@ -240,7 +244,7 @@ class StoreLeaderSim(DiskLeaderSim):
     def _make_bench(self, disk: BenchDisk | None = None) -> LeaderBench:
         options = KeyedOptions(
             max_fetching_blocks=self._max_fetching_blocks,
-            max_known_extents=50,
+            max_known=50,
             extent_bytes=EXTENT_BYTES if self._keeps_extents else 0,
         )
         makers = tuple(keyed_tier(name, Tier.REMOTE, AdmitAll(), options) for name in NAMES)

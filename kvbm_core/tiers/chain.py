@@ -19,14 +19,11 @@ from kvbm_core.clock import Clock
 from kvbm_core.errors import Outcome
 from kvbm_core.observe.labels import DropReason
 from kvbm_core.observe.metrics import Metrics
-from kvbm_core.storage.disk.recovery import Found
 from kvbm_core.tiers.groups import Residents
 from kvbm_core.tiers.jobs import JobTable
-from kvbm_core.tiers.keyed import FetchJob, Seeker, Sought, SoughtTier
-from kvbm_core.tiers.lower import LowerTier, LowerTierMaker, Surroundings
-from kvbm_core.tiers.runs import BlockRun
-from kvbm_core.tiers.slotted import SlottedTier
+from kvbm_core.tiers.lower import LowerTier, LowerTierMaker, Seeker, Sought, Surroundings
 from kvbm_core.tiers.stack import TierStack
+from kvbm_core.tokens.runs import BlockRun
 from kvbm_core.transfer.plan import FIRST_DIRECT_SLOT, OrderKind, TierOrder
 from kvbm_core.types import BlockKey, Tier
 
@@ -61,7 +58,7 @@ class _Errand(NamedTuple):
 class Below:
     """Blocks that are held in one lower tier, and not in the host. ``is_direct``: they need no host slots."""
 
-    tier: SlottedTier
+    tier: LowerTier
     lease: Lease
     is_direct: bool = False
 
@@ -80,7 +77,7 @@ class Held:
     below: tuple[Below, ...] = ()
     reservation: Reservation | None = None
     num_brought: int = 0
-    """Of a load: blocks in the host that a tier by key has brought there, and nobody loaded before."""
+    """Of a load: blocks in the host that a lower tier has brought there, and nobody loaded before."""
 
     def expires_at_s(self) -> float:
         """When the first of its leases ends."""
@@ -91,8 +88,18 @@ class Held:
 
     @property
     def num_fetched(self) -> int:
-        """Blocks that come from lower tiers."""
-        return sum(len(below.lease.keys) for below in self.below)
+        """Blocks that the load itself reads in lower tiers."""
+        return sum([len(below.lease.keys) for below in self.below])
+
+    @property
+    def num_from_disk(self) -> int:
+        """Those of them that a disk has."""
+        return sum([len(below.lease.keys) for below in self.below if below.tier.tier is Tier.DISK])
+
+    @property
+    def num_from_elsewhere(self) -> int:
+        """Of a load: blocks that came from remote tiers, in it or just before."""
+        return self.num_brought + self.num_fetched - self.num_from_disk
 
 
 class TierChain:
@@ -117,13 +124,18 @@ class TierChain:
         self._by_name = {tier.name: tier for tier in self.lower}
         if len(self._by_name) < len(self.lower):
             raise ValueError("two tiers of a chain have one name")
-        self.slotted = tuple(tier for tier in self.lower if isinstance(tier, SlottedTier))
-        self.keyed = tuple(tier for tier in self.lower if isinstance(tier, SoughtTier))
-        self.residents: Residents = TierStack((host, *self.slotted)) if self.slotted else host
+        self._known = tuple(tier for tier in self.lower if tier.knows)
+        self._asked = tuple(tier for tier in self.lower if tier.is_asked)
+        self.is_asked = bool(self._asked)
+        """Whether there may be more below than ``residents`` knows of."""
+        self.residents: Residents = TierStack((host, *self._known)) if self._known else host
+        below = [tier.slots for tier in self.lower if tier.slots is not None]
+        self.books: tuple[BlockTier, ...] = (host, *below)
+        """Of the host, and of those below that have numbered slots."""
+        self._told = tuple(slots for slots in self.books if slots.takes_runs)
         self._counting: tuple[BlockTier, ...] = ()
-        self._jobs = jobs
         self._errands: dict[BlockKey, _Errand] = {}  # by their names
-        for tier in self.keyed:
+        for tier in self._asked:
             tier.on_news = self._go_on
         self.holds_back: Callable[[], bool] = lambda: False
         """Whether an operator wants nothing new to be brought up; what nobody asks for any more ends then."""
@@ -135,16 +147,10 @@ class TierChain:
         """The lower tier of this name."""
         return self._by_name.get(name)
 
-    def take_in(self, name: str, rank: int, end: int, found: Sequence[Found]) -> None:
-        """What ``rank`` found in the lower tier of this name; see SlottedTier."""
-        tier = self._by_name.get(name)
-        if isinstance(tier, SlottedTier):
-            tier.take_in(rank, end, found)
-
     def direct(self, name: str, is_direct: bool) -> None:
         """Whether every rank that stores reads this tier straight into its device's memory."""
         tier = self._by_name.get(name)
-        if isinstance(tier, SlottedTier):
+        if tier is not None:
             tier.is_direct = is_direct
 
     def tier_of(self, name: str) -> Tier:
@@ -172,19 +178,17 @@ class TierChain:
         lease = self.host.lease(owner, keys, self._ttl_s)
         if lease is not None:
             return Held(keys, lease.slots, lease)
-        if not self.slotted:
+        if not self._known:
             return 0
         here = self.host.resident_of(keys)
         left, held = _without(keys, here), Held(keys, ())
-        for tier in self.slotted:
-            found = tier.resident_of(left)
-            lease = tier.slots.lease(owner, found, self._ttl_s) if found else None
+        for tier in self._known:
+            lease = tier.hold(owner, left, self._ttl_s, tenant)
             if lease is not None:
-                tier.slots.own(lease.slots, tenant)
                 # Of one tier only: numbers in place of slots follow from its places alone.
                 others = any(below.is_direct for below in held.below)
                 held.below += (Below(tier, lease, tier.is_direct and not needs_host and not others),)
-                left = _without(left, found)
+                left = _without(left, lease.keys)
         if left:
             self.release(held)
             return keys.index(left[0])
@@ -254,14 +258,14 @@ class TierChain:
         if held.lease is not None:
             self.host.release(held.lease)
         for below in held.below:
-            below.tier.slots.release(below.lease)
+            below.tier.release(below.lease)
         if held.reservation is not None:
             self.host.abort(held.reservation)
             held.reservation = None
 
     def reads(self, held: Held, job_id: int) -> tuple[TierOrder, ...]:
         """``held`` is loaded: what lower tiers have to bring into its slots, as a part of job ``job_id``."""
-        held.num_brought = sum(tier.brought(held.keys) for tier in self.keyed)
+        held.num_brought = sum([tier.brought(held.keys) for tier in self._asked])
         slot_of = dict(zip(held.keys, held.slots, strict=True)) if held.below else {}
         return tuple(
             TierOrder(
@@ -321,7 +325,7 @@ class TierChain:
         self, runs: Sequence[BlockRun], seeker: Seeker | None = None, *, asks_again: bool = True
     ) -> bool:
         """What of ``runs`` is not in the host can be held nowhere: True if a lower tier is looking for it or
-        bringing it up. ``seeker``: see SoughtTier.wanted. ``asks_again``: False if nobody will; then what is
+        bringing it up. ``seeker``: see LowerTier.wanted. ``asks_again``: False if nobody will; then what is
         found is brought up all the same, for the next request.
         """
         seeker = seeker or Seeker()
@@ -330,15 +334,21 @@ class TierChain:
         left_blocks = ERRAND_FETCHES * _num_blocks(runs)
         return self._send_out(_Errand(runs, seeker, self._clock.now_s() + ERRAND_S, left_blocks))
 
+    @property
+    def news(self) -> object:
+        """See LowerTier; of the host too."""
+        return [self.host.num_changes, *[tier.news for tier in self.lower]]
+
     def _send_out(self, errand: _Errand) -> bool:
         """Whether something is coming. Goes on with it at the next news, if there is something to wait for.
         Errands for which the host is too small would fetch the same blocks again and again: each has so many
         fetches and no more.
         """
-        fetching = self._fetching_blocks
+        before = self.fetching_blocks
         sought = self.sought(errand.runs, errand.seeker)
-        errand = errand._replace(left_blocks=errand.left_blocks - self._fetching_blocks + fetching)
-        is_full = sought is Sought.STUCK and bool(self._jobs.jobs(FetchJob))
+        now = self.fetching_blocks
+        errand = errand._replace(left_blocks=errand.left_blocks - now + before)
+        is_full = sought is Sought.STUCK and now > 0
         if errand.left_blocks > 0 and (sought is Sought.COMING or is_full):
             self._errands[errand.name] = errand
             while len(self._errands) > MOST_ERRANDS:
@@ -347,11 +357,12 @@ class TierChain:
         return sought is Sought.COMING
 
     @property
-    def _fetching_blocks(self) -> int:
-        return sum(tier.fetching_blocks for tier in self.keyed)
+    def fetching_blocks(self) -> int:
+        """Blocks that lower tiers bring into host slots of their own; not those of loads."""
+        return sum([tier.fetching_blocks for tier in self._asked])
 
     def _go_on(self) -> None:
-        """A tier by key has found or brought something."""
+        """A lower tier has found or brought something."""
         waiting, self._errands = deque(self._errands.values()), {}
         room_blocks = ERRAND_BLOCKS
         while waiting and room_blocks > 0:
@@ -366,7 +377,7 @@ class TierChain:
         """As ``wanted``, and whether it is there but stuck. A tier is asked when those before it do not have
         the first of it.
         """
-        for tier in self.keyed if runs else ():
+        for tier in self._asked if runs else ():
             sought = tier.wanted(runs, seeker)
             if sought is not Sought.NOWHERE:
                 return sought
@@ -398,9 +409,9 @@ class TierChain:
         return reservation
 
     @property
-    def _read_straight(self) -> SlottedTier | None:
+    def _read_straight(self) -> LowerTier | None:
         """The tier from which blocks go straight to the device."""
-        return next((tier for tier in self.slotted if tier.is_direct), None)
+        return next((tier for tier in self._known if tier.is_direct), None)
 
     def stored(self, reservation: Reservation, outcome: Outcome) -> bool:
         """What was to be stored in the host has ended. True if it is there."""
@@ -421,16 +432,21 @@ class TierChain:
     @property
     def needs_runs(self) -> bool:
         """Whether somebody wants to know where in their chains blocks lie."""
-        return bool(self.lower) or self.host.listener is not None
+        return bool(self.lower or self._told) or self.host.listener is not None
+
+    def tell(self, runs: Sequence[BlockRun]) -> None:
+        """The blocks of ``runs`` were stored or loaded just now, see TakesRuns."""
+        for slots in self._told:
+            slots.tell(runs)
 
     @property
     def keeps_extents(self) -> bool:
         """Whether some tier wants to know where chains end."""
-        return any(tier.full_blocks > 1 for tier in self.keyed)
+        return any(tier.full_blocks > 1 for tier in self._asked)
 
     def ended(self, runs: Sequence[BlockRun]) -> None:
         """The chains of ``runs``, whose keys mean the same in other processes, will not go on."""
-        for tier in self.keyed:
+        for tier in self._asked:
             tier.ended(runs)
 
     @property
@@ -443,7 +459,7 @@ class TierChain:
     @property
     def live_leases(self) -> int:
         """In all tiers."""
-        return self.host.live_leases + sum(tier.slots.live_leases for tier in self.slotted)
+        return sum([slots.live_leases for slots in self.books])
 
     def mind(self, moving: Iterable[Held]) -> int:
         """Time has passed; ``moving``: what workers may still touch. Returns how many other leases ended."""
@@ -451,7 +467,7 @@ class TierChain:
         self.renew_due(moving)
         for tier in self.lower:
             tier.mind()
-        return self.host.expire_leases() + sum(tier.slots.expire_leases() for tier in self.slotted)
+        return sum([slots.expire_leases() for slots in self.books])
 
     def forget(self, keys: Collection[BlockKey]) -> None:
         """Makes ``keys`` a miss in the host."""
@@ -459,12 +475,12 @@ class TierChain:
 
     def demote(self, keys: Sequence[BlockKey]) -> None:
         """``keys`` go before all others, in the host and in tiers with slots, until they are used again."""
-        for slots in (self.host, *(tier.slots for tier in self.slotted)):
+        for slots in self.books:
             slots.demote(keys)
 
     def count_states(self, groups: Collection[int]) -> None:
         """The blocks of these groups are states."""
-        self._counting = (self.host, *(tier.slots for tier in self.slotted))
+        self._counting = self.books
         for slots in self._counting:
             slots.state_groups = frozenset(groups)
 
@@ -473,15 +489,12 @@ class TierChain:
         how many.
         """
         self._errands.clear()
-        num_gone = self.host.forget_of(tenants) if Tier.HOST in tiers else 0
-        return num_gone + sum(tier.slots.forget_of(tenants) for tier in self.slotted if tier.tier in tiers)
+        return sum([slots.forget_of(tenants) for slots in self.books if slots.tier in tiers])
 
     def forget_prompt(self, keys: Sequence[BlockKey], tiers: Container[Tier]) -> int:
         """As ``forget_of``, of what has these names."""
         self._errands.clear()
-        meant = [self.host] if Tier.HOST in tiers else []
-        meant += [tier.slots for tier in self.slotted if tier.tier in tiers]
-        return sum(slots.forget_prompt(keys) for slots in meant)
+        return sum([slots.forget_prompt(keys) for slots in self.books if slots.tier in tiers])
 
     def reset(self, tiers: Container[Tier] = frozenset(Tier)) -> None:
         """Forgets every block of these tiers; what is on its way there will not be committed."""

@@ -12,11 +12,9 @@ block under a name of its own: an extent of one block.
 from __future__ import annotations
 
 import logging
-from abc import abstractmethod
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import NamedTuple
 
 from kvbm_core.blocks.slot_tier import Protected, Reservation
@@ -27,16 +25,11 @@ from kvbm_core.policy.admission import AdmissionPolicy
 from kvbm_core.storage.extents import Extent, extent_at, extent_blocks, extents_within, tail_extents
 from kvbm_core.tiers.extent_search import Belief, ExtentSearch, Step
 from kvbm_core.tiers.jobs import Job
-from kvbm_core.tiers.lower import (
-    STORE_BLOCKS,
-    USELESS,
-    LowerTier,
-    LowerTierMaker,
-    StoringOptions,
-    Surroundings,
-)
+from kvbm_core.tiers.known import Known, KnownOptions
+from kvbm_core.tiers.lower import LowerTierMaker, Name, Seeker, Sought, Surroundings
 from kvbm_core.tiers.pace import LoadPace
-from kvbm_core.tiers.runs import BlockRun, blocks_of
+from kvbm_core.tiers.storing import STORE_BLOCKS, StoringOptions, StoringTier
+from kvbm_core.tokens.runs import BlockRun, blocks_of
 from kvbm_core.transfer.plan import NO_SLOT, ExtentPart, OrderKind, TierOrder
 from kvbm_core.types import BlockKey, Direction, Tier
 
@@ -51,42 +44,16 @@ STATES_AT_ONCE = 32
 MOVING_EXTENTS = 8
 """So many full extents may always be under way, also if that is more blocks than the options allow."""
 
-Name = tuple[BlockKey, int]
-"""The name of an extent: its last key, and how many blocks it has."""
-
-
-@dataclass(slots=True)
-class Seeker:
-    """What one request has learned of tiers by key, which it keeps by their names. ``vain``:
-    extents that are not there, or could not be read. ``origins``: the block at which the search began, for
-    each chain by its first key. ``token_s``: seconds that the engine takes to compute a token; None: not
-    known. ``is_computed``: the request does not wait, as computing was found to be faster.
-    ``source``: the peer that a router has named; empty: none.
-    """
-
-    token_s: float | None = None
-    is_computed: bool = False
-    source: str = ""
-    vain: set[tuple[str, Name]] = field(default_factory=set)
-    origins: dict[tuple[str, BlockKey], int] = field(default_factory=dict)
-
 
 @dataclass(frozen=True, slots=True)
-class KeyedOptions:
-    """``present_s``, ``absent_s``: how long an answer is believed. ``trouble_s``: how long an extent is not
-    looked for again after a look-up without an answer. ``kept_s``: how long what is there is not stored
-    again, unless it is missed. Of single blocks ``first_find_blocks`` are looked for at first; each find
-    doubles it, up to ``most_find_blocks``. ``extent_bytes``: of the extents that the store is given; 0:
-    single blocks. ``always_loads``: also what the engine computes sooner.
+class KeyedOptions(KnownOptions):
+    """Of single blocks ``first_find_blocks`` are looked for at first; each find doubles it, up to
+    ``most_find_blocks``. ``extent_bytes``: of the extents that the store is given; 0: single blocks.
+    ``always_loads``: also what the engine computes sooner.
     """
 
     storing: StoringOptions = field(default_factory=StoringOptions)
     max_fetching_blocks: int = 1024
-    max_known_extents: int = 1_000_000
-    present_s: float = 60.0
-    absent_s: float = 10.0
-    trouble_s: float = 1.0
-    kept_s: float = 4 * 3600.0
     first_find_blocks: int = 8
     most_find_blocks: int = 256
     extent_bytes: int = 0
@@ -100,17 +67,6 @@ def keyed_tier(
     return lambda around: KeyedTier(name, tier, admission, around, options or KeyedOptions())
 
 
-class Sought(Enum):
-    """What a tier says of blocks that are wanted."""
-
-    COMING = "coming"
-    """Asking again soon is worth it."""
-    STUCK = "stuck"
-    """They are there, and cannot be brought up now."""
-    NOWHERE = "nowhere"
-    """The tier does not have the first of them, or nobody knows."""
-
-
 class _Sight(NamedTuple):
     """``todo``: what to fetch now, in this order. ``is_coming``: more is under way, or looked for.
     ``is_stuck``: something is there that cannot be fetched now. ``missing``: of a run the first block that is
@@ -122,14 +78,6 @@ class _Sight(NamedTuple):
     is_stuck: bool = False
     missing: Sequence[BlockKey] = ()
     is_open: bool = False
-
-
-class _Known(NamedTuple):
-    """``until_s``: how long ``is_present`` is believed. ``kept_until_s``: how long it is not stored again."""
-
-    is_present: bool
-    until_s: float
-    kept_until_s: float = float("-inf")
 
 
 class _FindJob(Job):
@@ -160,42 +108,10 @@ class FetchJob(Job):
         return len(self.reservation.keys)
 
 
-class SoughtTier(LowerTier):
-    """A lower tier that must be asked what it has. ``full_blocks``: blocks in a full extent; 1: every block
-    is an extent.
-    """
-
-    full_blocks = 1
-    on_news: Callable[[], None] = staticmethod(lambda: None)
-    """Called when a look-up or a fetch has ended."""
-
-    @property
-    @abstractmethod
-    def fetching_blocks(self) -> int:
-        """Blocks on their way into the host."""
-
-    @abstractmethod
-    def wanted(self, runs: Sequence[BlockRun], seeker: Seeker | None = None) -> Sought:
-        """A request wants the blocks of ``runs`` that are not in the host, the first ones first. Looks for
-        those of which nothing is known, and fetches those that are there. ``seeker``: the request's own; what
-        it has found to be absent is not looked for again.
-        """
-
-    @abstractmethod
-    def brought(self, keys: Sequence[BlockKey]) -> int:
-        """How many of ``keys``, which are being loaded now for the first time, it brought into the host."""
-
-    def ended(self, runs: Sequence[BlockRun]) -> None:
-        """The chains of ``runs`` will not go on."""
-
-    @property
-    def usage(self) -> tuple[int, int]:
-        """Not known: others use it too."""
-        return 0, 0
-
-
-class KeyedTier(SoughtTier):
+class KeyedTier(StoringTier):
     """Every rank stores its own shard under the extent's name."""
+
+    knows = False
 
     def __init__(
         self, name: str, tier: Tier, admission: AdmissionPolicy, around: Surroundings, options: KeyedOptions
@@ -203,7 +119,8 @@ class KeyedTier(SoughtTier):
         super().__init__(name, tier, admission, around, options.storing)
         self._keyed = options
         self._keeps_extents = False  # also if none has more than one block, as blocks are large
-        self._known: dict[Name, _Known] = {}
+        self._known = Known[Name](around.clock, options)
+        self._num_news = 0
         self._finding: set[Name] = set()
         self._fetching: dict[BlockKey, FetchJob] = {}
         self._fetching_extents: dict[Name, FetchJob] = {}
@@ -223,14 +140,24 @@ class KeyedTier(SoughtTier):
             self.full_blocks = extent_blocks(block_bytes, self._keyed.extent_bytes)
 
     @property
+    def news(self) -> object:
+        """See LowerTier."""
+        return self.off_reason, self._num_news
+
+    @property
     def fetching_blocks(self) -> int:
-        """See SoughtTier."""
+        """See LowerTier."""
         return len(self._fetching)
 
     @property
     def waiting_blocks(self) -> int:
         """See LowerTier."""
         return super().waiting_blocks + self._num_waiting
+
+    def judge(self, outcome: Outcome, kind: OrderKind = OrderKind.FETCH) -> None:
+        """See LowerTier. Every end of an order comes by here."""
+        self._num_news += 1
+        super().judge(outcome, kind)
 
     def _is_news(self, outcome: Outcome) -> bool:
         # A store says itself what is wrong with it; that it does not answer, it cannot.
@@ -239,7 +166,7 @@ class KeyedTier(SoughtTier):
     # ---------------------------------------------------------------- the way up
 
     def wanted(self, runs: Sequence[BlockRun], seeker: Seeker | None = None) -> Sought:
-        """See SoughtTier."""
+        """See LowerTier."""
         if not self.is_usable:
             return Sought.NOWHERE
         seeker = seeker or Seeker()
@@ -409,7 +336,7 @@ class KeyedTier(SoughtTier):
         return step
 
     def brought(self, keys: Sequence[BlockKey]) -> int:
-        """See SoughtTier."""
+        """See LowerTier."""
         used = self._unused.intersection(keys) if self._unused else ()
         self._unused.difference_update(used)
         return len(used)
@@ -419,10 +346,10 @@ class KeyedTier(SoughtTier):
             return Belief.ABSENT
         if name in self._finding:
             return Belief.ASKED
-        known = self._known.get(name)
-        if known is None or known.until_s <= self._around.clock.now_s():
+        is_present = self._known.is_present(name)
+        if is_present is None:
             return Belief.UNKNOWN
-        if known.is_present:
+        if is_present:
             return Belief.PRESENT
         seeker.vain.add((self.name, name))
         return Belief.ABSENT
@@ -442,10 +369,10 @@ class KeyedTier(SoughtTier):
         self._finding.difference_update(job.names)
         places = range(len(job.names))
         failed = job.failures(places)
-        self._learn({name: failed.get(i, Outcome.OK) for i, name in enumerate(job.names)})
+        self._known.learn({name: failed.get(i, Outcome.OK) for i, name in enumerate(job.names)})
         for name, run in job.stand_for.items():
-            if not self._is_kept(name):
-                self._unlearn(run)
+            if not self._known.is_kept(name):
+                self._known.doubt(self._names_backwards(run))
         self._pace.answered(max(result.seconds + result.queued_s for result in job.results))
         self.judge(job.verdict(places), OrderKind.FIND)
         self.on_news()
@@ -526,8 +453,9 @@ class KeyedTier(SoughtTier):
         keys, slots = job.reservation.keys, job.reservation.slots
         for key in keys:
             del self._fetching[key]
-        for extent in job.extents:
-            del self._fetching_extents[_name_of(extent)]
+        names = [_name_of(extent) for extent in job.extents]
+        for name in names:
+            del self._fetching_extents[name]
         bad = job.failures(slots)
         failed = {key: bad[slot] for key, slot in zip(keys, slots, strict=True) if slot in bad}
         there, lost = job.reservation.split(failed)
@@ -547,29 +475,13 @@ class KeyedTier(SoughtTier):
         if failed:
             metrics.failure(f"{Direction.ONBOARD}_{job.outcome}")
             metrics.remote_failures(len(failed), is_write=False)
-        self._learn({_name_of(extent): _first_failure(extent.keys, failed) for extent in job.extents})
+        ends = [_first_failure(extent.keys, failed) for extent in job.extents]
+        self._known.learn(dict(zip(names, ends, strict=True)))
         self.judge(job.verdict(slots))
         self.on_news()
 
     def _count_brought(self, num_blocks: int) -> None:
         self._around.metrics.onboarded_blocks(num_blocks, self.tier, Tier.HOST)
-
-    def _learn(self, outcomes: Mapping[Name, Outcome]) -> None:
-        now_s, options = self._around.clock.now_s(), self._keyed
-        for name, outcome in outcomes.items():
-            is_answer = outcome in USELESS and outcome is not Outcome.IO_ERROR
-            absent_s = options.absent_s if is_answer else options.trouble_s
-            is_present = outcome is Outcome.OK
-            old = self._known.pop(name, None)  # the newest answers are at the end
-            if is_present:
-                known = _Known(True, now_s + options.present_s, now_s + options.kept_s)
-            elif is_answer or old is None:
-                known = _Known(False, now_s + absent_s)
-            else:
-                known = _Known(False, now_s + absent_s, old.kept_until_s)
-            self._known[name] = known
-        while len(self._known) > options.max_known_extents:
-            del self._known[next(iter(self._known))]
 
     # ---------------------------------------------------------------- the way down
 
@@ -587,21 +499,13 @@ class KeyedTier(SoughtTier):
         """What is kept there may be removed, or lost with its server, while the host has it: the last extent
         of each run is looked for now and then, in place of all.
         """
-        stand_for, now_s = dict[Name, BlockRun](), self._around.clock.now_s()
+        stand_for = dict[Name, BlockRun]()
         for run in runs:
-            last = next(filter(self._is_kept, self._names_backwards(run)), None)
-            if last is not None and self._known[last].until_s <= now_s and last not in self._finding:
+            last = next(filter(self._known.is_kept, self._names_backwards(run)), None)
+            if last is not None and self._known.is_present(last) is None and last not in self._finding:
                 stand_for[last] = run
         if stand_for:
             self._find(list(stand_for), stand_for)
-
-    def _unlearn(self, run: BlockRun) -> None:
-        """Nobody knows whether the extents of ``run`` are still there, but for those seen just now."""
-        now_s = self._around.clock.now_s()
-        for name in self._names_backwards(run):
-            known = self._known.get(name)
-            if known is not None and known.until_s <= now_s:
-                del self._known[name]
 
     def _names_backwards(self, run: BlockRun) -> Iterator[Name]:
         """Of the extents that have a block of ``run``, the last one first."""
@@ -618,7 +522,7 @@ class KeyedTier(SoughtTier):
             self._offer_extents(self._in_host(runs))
 
     def ended(self, runs: Sequence[BlockRun]) -> None:
-        """See SoughtTier. Blocks behind their last full extent go into smaller ones."""
+        """See LowerTier. Blocks behind their last full extent go into smaller ones."""
         if self.full_blocks > 1 and self.is_usable:
             left = [(run.keys, span) for run in runs for span in tail_extents(run.end, self.full_blocks)]
             self._offer_extents(self._complete(left))
@@ -688,11 +592,7 @@ class KeyedTier(SoughtTier):
         return [key for key in keys if not self._is_there((key, 1))]
 
     def _is_there(self, name: Name) -> bool:
-        return name in self._storing or self._is_kept(name)
-
-    def _is_kept(self, name: Name) -> bool:
-        known = self._known.get(name)
-        return known is not None and known.kept_until_s > self._around.clock.now_s()
+        return name in self._storing or self._known.is_kept(name)
 
     def _begin_store(self, keys: Sequence[BlockKey]) -> tuple[Sequence[BlockKey], Sequence[int]]:
         if self.full_blocks > 1:
@@ -718,7 +618,7 @@ class KeyedTier(SoughtTier):
             self._around.listener.stored(self.tier, there)
         num_stored = sum(num_blocks for _, num_blocks in stored)
         self._around.metrics.remote_failures(len(keys) - num_stored, is_write=True)
-        self._learn(stored)
+        self._known.learn(stored)
         return num_stored
 
     # ---------------------------------------------------------------- ends
@@ -726,13 +626,15 @@ class KeyedTier(SoughtTier):
     def forget(self, keys: Sequence[BlockKey]) -> None:
         """See LowerTier. For a while all extents that end with these blocks count as absent."""
         sizes = [1 << n for n in range(self.full_blocks.bit_length())]
-        self._learn({(key, size): Outcome.MISS for key in keys for size in sizes})
+        self._known.learn({(key, size): Outcome.MISS for key in keys for size in sizes})
+        self._num_news += 1
 
     def reset(self) -> None:
         """See LowerTier. Blocks stay in the store, which other engines share."""
         super().reset()
         self._known.clear()
         self._unused.clear()
+        self._num_news += 1
 
     def check_integrity(self) -> None:
         """See LowerTier."""

@@ -1,39 +1,34 @@
-"""A tier below the host: what the leader knows of it, and the way down to it."""
+"""A tier below the host, as the leader knows it: the one protocol that every kind of tier answers.
+
+The chain calls nothing else, and nobody asks of which kind a tier is. What a kind does not override means
+that nothing is here: no block is found, none comes, none is taken in. There are SlottedTier (slotted.py),
+KeyedTier (keyed.py) and PeerTier (peers/tier.py). The first two share the way down (storing.py). A rank's
+part of a tier is its mover (transfer/movers).
+"""
 
 from __future__ import annotations
 
 import logging
-from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from enum import Enum
 
 from kvbm_core.blocks.lease import Lease
 from kvbm_core.blocks.slot_tier import BlockTier, Residency
 from kvbm_core.clock import Clock
 from kvbm_core.errors import Outcome
-from kvbm_core.observe.labels import DropReason
-from kvbm_core.observe.log import TroubleLog
 from kvbm_core.observe.metrics import Metrics
-from kvbm_core.policy.admission import AdmissionPolicy, AdmitAll
-from kvbm_core.tiers.breaker import Breaker
-from kvbm_core.tiers.jobs import Job, JobTable
-from kvbm_core.tiers.runs import BlockRun, blocks_of
-from kvbm_core.transfer.plan import ExtentPart, OrderKind, TierOrder
-from kvbm_core.types import BlockKey, Direction, Tier
+from kvbm_core.storage.disk.recovery import Found
+from kvbm_core.tiers.jobs import JobTable
+from kvbm_core.tokens.runs import BlockRun
+from kvbm_core.transfer.plan import OrderKind, TierOrder
+from kvbm_core.types import BlockKey, Tier
 
 PEERS = "peers"
 """The name of the tier that other instances are."""
-STORE_BLOCKS = 64
-"""Blocks in one order to the workers."""
-# What came back is not what was stored, or nothing came back: it is of no use to anybody.
-USELESS = frozenset({Outcome.MISS, Outcome.CORRUPT, Outcome.INCOMPATIBLE, Outcome.IO_ERROR})
-FAILING = frozenset({Outcome.IO_ERROR, Outcome.TIMED_OUT})
-WORDS = {
-    Tier.DISK: "disk (DYN_KVBM_DISK_CACHE_DIR)",
-    Tier.REMOTE: "shared store (KVBM_REMOTE_URL)",
-}
-"""What users know a tier by."""
+
+Name = tuple[BlockKey, int]
+"""The name of an extent: its last key, and how many blocks it has."""
 
 log = logging.getLogger("kvbm")
 
@@ -53,127 +48,116 @@ class Surroundings:
     listener: Residency | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class StoringOptions:
-    """``max_storing_blocks``: on their way to the tier at once, and leased in the host meanwhile; as many as
-    ``max_waiting_blocks`` wait their turn, not leased. What comes beyond that is dropped and counted.
+@dataclass(slots=True)
+class Seeker:
+    """What one request has learned of tiers that are asked, which it keeps by their names. ``vain``:
+    extents that are not there, or could not be read. ``origins``: the block at which the search began, for
+    each chain by its first key. ``token_s``: seconds that the engine takes to compute a token; None: not
+    known. ``is_computed``: the request does not wait, as computing was found to be faster.
+    ``source``: the peer that a router has named; empty: none.
     """
 
-    max_storing_blocks: int = 1024
-    max_waiting_blocks: int = 65_536
+    token_s: float | None = None
+    is_computed: bool = False
+    source: str = ""
+    vain: set[tuple[str, Name]] = field(default_factory=set)
+    origins: dict[tuple[str, BlockKey], int] = field(default_factory=dict)
 
 
-class LowerTier(ABC):
-    """One tier below the host. On the leader's thread; never waits.
+class Sought(Enum):
+    """What a tier says of blocks that are wanted."""
 
-    It has numbered slots (SlottedTier) or is by key (KeyedTier). A block is offered when it has been
-    committed to the host and when it is used there, and is stored if ``admission`` says so. A tier that fails
-    again and again is left alone for a while. ``name``: one word, unique in a chain, which orders and log
-    lines carry. ``tier``: what metrics count it as.
+    COMING = "coming"
+    """Asking again soon is worth it."""
+    STUCK = "stuck"
+    """They are there, and cannot be brought up now."""
+    NOWHERE = "nowhere"
+    """The tier does not have the first of them, or nobody knows."""
+
+
+class LowerTier:
+    """One tier below the host. On the leader's thread; no method waits, or raises for what happens below.
+
+    ``name``: one word, unique in a chain, which orders and log lines carry. ``tier``: what metrics count it
+    as. ``knows`` and ``is_asked`` say which calls are of use; they never change.
     """
 
-    def __init__(
-        self,
-        name: str,
-        tier: Tier,
-        admission: AdmissionPolicy,
-        around: Surroundings,
-        options: StoringOptions,
-    ) -> None:
+    knows = True
+    """Whether it can say what it has. If not, ``match_prefix``, ``contains``, ``resident_of`` and ``hold``
+    are not called.
+    """
+    is_asked = True
+    """Whether it may have more than it can say. If not, ``wanted``, ``brought`` and ``ended`` are not
+    called.
+    """
+    slots: BlockTier | None = None
+    """The books of its slots, if it has numbered ones. Pins, quotas, and what is cleared by tenant or prompt
+    concern these books; a tier without them is passed by, as others may share it.
+    """
+    is_direct = False
+    """Whether every rank that stores reads blocks straight into its device's memory. Whoever hears it from
+    the ranks sets it.
+    """
+    is_filtered = False
+    """Whether not every block that is offered is to be stored."""
+    full_blocks = 1
+    """Blocks in a full extent; 1: every block is stored alone, and nobody needs to call ``ended``."""
+    on_news: Callable[[], None] = staticmethod(lambda: None)
+    """The tier calls it when a look-up or a fetch of its own has ended; the chain sets it."""
+
+    def __init__(self, name: str, tier: Tier, around: Surroundings) -> None:
         self.name = name
         self.tier = tier
-        self._admission = admission
         self._around = around
-        self._options = options
-        self._breaker = Breaker(around.clock)
-        self._trouble = TroubleLog(clock=around.clock)
-        self._waiting: deque[BlockKey] = deque()
-        self._jobs: set[_StoreJob] = set()
-        self._num_ordered = 0
-        self._storing_ranks: frozenset[int] = frozenset()  # ranks; empty: all
+        self._storing_ranks: frozenset[int] = frozenset()  # empty: all
         self.off_reason: str | None = None
         """Why it cannot be used in this process."""
-
-    # ---------------------------------------------------------------- what each kind does otherwise
-
-    @property
-    @abstractmethod
-    def usage(self) -> tuple[int, int]:
-        """Blocks in use, and in all."""
-
-    @abstractmethod
-    def forget(self, keys: Sequence[BlockKey]) -> None:
-        """Makes ``keys`` a miss."""
-
-    @abstractmethod
-    def _new_of(self, keys: Sequence[BlockKey]) -> Sequence[BlockKey]:
-        """Those of ``keys`` that are neither here nor on their way."""
-
-    @abstractmethod
-    def _begin_store(self, keys: Sequence[BlockKey]) -> tuple[Sequence[BlockKey], Sequence[int]]:
-        """Those of ``keys`` that get a place, and the places; these are empty in a tier by key."""
-
-    @abstractmethod
-    def _end_store(
-        self, keys: Sequence[BlockKey], extents: Sequence[ExtentPart], outcomes: Sequence[Outcome]
-    ) -> int:
-        """How each of ``keys``, in ``extents``, ended, on all ranks together. Answers how many are here
-        now.
-        """
 
     # ---------------------------------------------------------------- state
 
     @property
     def is_usable(self) -> bool:
-        """Whether blocks can be stored and fetched now."""
-        return self.off_reason is None and not self._breaker.is_open
+        """Whether blocks can be stored and fetched now. One that cannot be used answers as an empty one; what
+        is under way goes on to its end.
+        """
+        return self.off_reason is None
 
     @property
-    def is_filtered(self) -> bool:
-        """Whether not every block that is offered is to be stored."""
-        return not isinstance(self._admission, AdmitAll)
+    def news(self) -> object:
+        """Another answer when something may have changed what is here or coming; the same one spares whoever
+        waits a search. Here: always another one.
+        """
+        return object()
+
+    @property
+    def usage(self) -> tuple[int, int]:
+        """Blocks in use, and in all; 0, 0: not known, as others use it too."""
+        return 0, 0
 
     @property
     def storing_blocks(self) -> int:
         """Blocks on their way to the tier, or waiting for that."""
-        return self.ordered_blocks + self.waiting_blocks
+        return 0
 
     @property
-    def waiting_blocks(self) -> int:
-        """Blocks that wait until there is room on the way."""
-        return len(self._waiting)
-
-    @property
-    def ordered_blocks(self) -> int:
-        """Blocks in orders to store that some rank has not answered."""
-        return self._num_ordered
+    def fetching_blocks(self) -> int:
+        """Blocks on their way into host slots that the tier itself has reserved; not those of loads."""
+        return 0
 
     def expect(self, num_places: int, ranks: Collection[int], block_bytes: int = 0) -> None:
         """So many places will be found on each of these ranks, which store, of blocks that have
-        ``block_bytes`` on each of them (0: not known yet).
+        ``block_bytes`` on each of them (0: not known yet). May come several times; no place can be used
+        before ``take_in`` says so.
         """
         self._storing_ranks = frozenset(ranks)
 
+    def take_in(self, rank: int, end: int, found: Sequence[Found]) -> None:
+        """The places of ``rank`` below ``end`` can be used; ``found``: what is in them from before. One rank
+        alone proves nothing: a block is there if all have it.
+        """
+
     def judge(self, outcome: Outcome, kind: OrderKind = OrderKind.FETCH) -> None:
-        """How an order of this kind ended, or that it was given up."""
-        if outcome is Outcome.OK:
-            if self._breaker.succeeded(kind):
-                self._trouble.worked("answer", "kvbm: the %s works again", self._words)
-        elif outcome in FAILING and self._breaker.failed(kind):
-            if self._is_news(outcome):
-                line = "kvbm: the %s fails (%s): it is left alone for a while, and then tried again"
-                self._trouble.failed("answer", outcome, line, self._words, outcome)
-            self._around.metrics.dropped(DropReason.TRANSFER_FAILED, self.waiting_blocks)
-            self._drop_waiting()
-
-    def _is_news(self, outcome: Outcome) -> bool:
-        """Whether nobody else has said that this is how it fails."""
-        return True
-
-    @property
-    def _words(self) -> str:
-        words, number = WORDS.get(self.tier, self.name), self.name.rpartition("-")[2]
-        return f"{words}, number {number}," if number.isdigit() else words
+        """How an order of this kind ended, or that it was given up. Nothing is let go by it."""
 
     def turn_off(self, reason: str) -> None:
         """It cannot be used in this process; the engine serves without it."""
@@ -183,107 +167,77 @@ class LowerTier(ABC):
 
     def mind(self) -> None:
         """Time has passed. A host slot is not reused while a worker may still read it."""
-        host, ttl_s = self._around.host, self._around.lease_ttl_s
-        now_s = self._around.clock.now_s()
-        for job in self._jobs:
-            if job.lease.expires_at_s - now_s < ttl_s / 2:
-                job.lease = host.renew(job.lease, ttl_s) or job.lease
+
+    def forget(self, keys: Sequence[BlockKey]) -> None:
+        """Makes ``keys`` a miss here. What others share is not removed."""
 
     def reset(self) -> None:
-        """Forgets every block; what waits is not stored."""
-        self._drop_waiting()
+        """Forgets every block; what waits is not stored, what is on its way will not be found."""
 
-    def _drop_waiting(self) -> None:
-        self._waiting.clear()
-
-    @abstractmethod
     def check_integrity(self) -> None:
         """Raises IntegrityError unless the books agree."""
 
-    # ---------------------------------------------------------------- the way down
+    # ---------------------------------------------------------------- the way up, of what it knows to have
 
-    def hit(self, runs: Sequence[BlockRun]) -> None:
-        """They were loaded: they may have become worth a place here."""
-        self._admission.hit(blocks_of(runs))
-        self.offer(runs)
+    def match_prefix(self, keys: Sequence[BlockKey]) -> int:
+        """How many leading ``keys`` are here. Nothing is held by it: they may go before ``hold``."""
+        return 0
+
+    def contains(self, key: BlockKey) -> bool:
+        """Whether ``key`` is here."""
+        return False
+
+    def resident_of(self, keys: Sequence[BlockKey]) -> list[BlockKey]:
+        """Those of ``keys`` that are here, in order."""
+        return []
+
+    def hold(self, owner: str, keys: Sequence[BlockKey], ttl_s: float, tenant: int) -> Lease | None:
+        """Holds those of ``keys`` that are here, where they lie, for ``ttl_s`` at least; None if none is.
+        They are not in the host: a load reads them, by an order of kind FETCH that has the lease's slots as
+        places, and tells the end by ``fetched``. ``tenant``: whose they are from now on, if nobody knew.
+        """
+        return None
+
+    def is_good(self, lease: Lease) -> bool:
+        """Whether a lease of ``hold`` has not ended, and none of its blocks was forgotten since."""
+        return True
+
+    def renew(self, lease: Lease, ttl_s: float) -> Lease:
+        """A new lease in place of ``lease``; the same one if that has ended."""
+        return lease
+
+    def release(self, lease: Lease) -> None:
+        """Gives back what was held, whether or not it was fetched; once."""
+
+    def fetched(self, outcomes: Sequence[tuple[BlockKey, Outcome]]) -> None:
+        """How the fetch of held blocks ended; still held. Those that were given up may be left out."""
+
+    # ---------------------------------------------------------------- the way up, of what must be asked for
+
+    def wanted(self, runs: Sequence[BlockRun], seeker: Seeker | None = None) -> Sought:
+        """A request wants the blocks of ``runs`` that are not in the host, the first ones first. Looks for
+        those of which nothing is known, and fetches into the host those that are there. It promises nothing
+        and holds nothing for the request, which finds in the host what has come when it asks again.
+        ``seeker``: the request's own; what it has found to be absent is not looked for again.
+        """
+        return Sought.NOWHERE
+
+    def brought(self, keys: Sequence[BlockKey]) -> int:
+        """How many of ``keys``, which are being loaded now for the first time, it brought into the host."""
+        return 0
+
+    # ---------------------------------------------------------------- the way down
 
     def offer(self, runs: Sequence[BlockRun]) -> None:
         """They are in the host: those that the tier lacks and admits are stored, as soon as there is room on
-        the way.
+        the way. It may refuse all; whoever offers keeps nothing for it.
         """
-        if not self.is_usable:
-            return
-        admitted = self._admission.admit(self._new_of(blocks_of(runs)))
-        room = max(0, self._options.max_waiting_blocks - len(self._waiting))
-        self._waiting.extend(admitted[:room])
-        self._around.metrics.dropped(DropReason.QUEUE_FULL, len(admitted) - room)
-        self._send_waiting()
 
-    def _send_waiting(self) -> None:
-        """Sends as many orders as may be under way; what has left the host meanwhile is left out."""
-        while self._waiting and self.is_usable:
-            room = self._options.max_storing_blocks - self.ordered_blocks
-            if room <= 0:
-                return
-            batch = [self._waiting.popleft() for _ in range(min(STORE_BLOCKS, room, len(self._waiting)))]
-            if resident := self._around.host.resident_of(list(dict.fromkeys(batch))):
-                self._store(resident)
+    def hit(self, runs: Sequence[BlockRun]) -> None:
+        """They were loaded: they may have become worth a place here."""
 
-    def _store(self, keys: Sequence[BlockKey], extents: tuple[ExtentPart, ...] = ()) -> None:
-        """``keys``, which are in the host; in a tier that keeps extents, in whole ones."""
-        around = self._around
-        placed, places = self._begin_store(keys)
-        if not placed:
-            return
-        lease = around.host.lease(self.name, placed, around.lease_ttl_s)
-        if lease is None:
-            self._end_store(placed, extents, [Outcome.REJECTED] * len(placed))
-            return
-        job_id = around.jobs.new_id()
-        order = TierOrder(job_id, self.name, OrderKind.STORE, lease.keys, lease.slots, tuple(places), extents)
-        job = _StoreJob(job_id, self._ranks(), around.jobs.now_s(), on_end=lambda: self._store_ended(job))
-        job.on_late = lambda result: self.judge(result.verdict(order.slots), order.kind)
-        job.order, job.lease = order, lease
-        self._jobs.add(around.jobs.add(job))
-        self._num_ordered += len(lease.keys)
-        around.send(order)
-
-    def _ranks(self) -> set[int]:
-        """Those that have to answer an order."""
-        return set(self._storing_ranks) or self._around.jobs.all_ranks()
-
-    def _store_ended(self, job: _StoreJob) -> None:
-        metrics, order = self._around.metrics, job.order
-        self._jobs.discard(job)
-        self._num_ordered -= len(order.keys)
-        self._around.host.release(job.lease)
-        failed = job.failures(order.slots)
-        outcomes = [failed.get(slot, Outcome.OK) for slot in order.slots]
-        num_ok = outcomes.count(Outcome.OK)
-        self.judge(job.verdict(order.slots), order.kind)
-        if num_ok:
-            num_bytes = sum(result.num_bytes for result in job.results)
-            seconds = max(result.seconds for result in job.results)
-            metrics.tier_transfer(Tier.HOST, self.tier, num_bytes, seconds)
-        num_kept = self._end_store(order.keys, order.extents, outcomes)
-        metrics.offloaded_blocks(num_kept, Tier.HOST, self.tier)
-        metrics.dropped(DropReason.RESET, num_ok - num_kept)
-        if num_ok < len(outcomes):
-            metrics.failure(f"{Direction.OFFLOAD}_{job.outcome}")
-            metrics.dropped(DropReason.TRANSFER_FAILED, len(outcomes) - num_ok)
-        self._send_waiting()
+    def ended(self, runs: Sequence[BlockRun]) -> None:
+        """The chains of ``runs`` will not go on."""
 
 
 LowerTierMaker = Callable[[Surroundings], LowerTier]
-
-
-class _StoreJob(Job):
-    """Host slots being stored; ``lease`` keeps them as they are."""
-
-    __slots__ = ("lease", "order")
-    order: TierOrder
-    lease: Lease
-
-    @property
-    def num_blocks(self) -> int:
-        return len(self.order.keys)

@@ -10,9 +10,11 @@ from kvbm_core.blocks.slot_tier import BlockTier, Reservation, protect_nothing
 from kvbm_core.blocks.tenants import NOBODY
 from kvbm_core.errors import IntegrityError, Outcome
 from kvbm_core.policy.admission import AdmissionPolicy
-from kvbm_core.policy.lru import LruPolicy
+from kvbm_core.policy.base import EvictionPolicy
+from kvbm_core.policy.named import PolicyMaker, make_policy
 from kvbm_core.storage.disk.recovery import Found, batches_of
-from kvbm_core.tiers.lower import USELESS, LowerTier, LowerTierMaker, StoringOptions, Surroundings
+from kvbm_core.tiers.lower import LowerTierMaker, Surroundings
+from kvbm_core.tiers.storing import USELESS, StoringOptions, StoringTier
 from kvbm_core.transfer.plan import ANSWERS, ExtentPart, OrderKind, TierOrder
 from kvbm_core.types import BlockKey, Tier
 
@@ -20,15 +22,20 @@ ERASE_BLOCKS = 4096
 """In one order: less than half a megabyte of it."""
 
 
-def slotted_tier(name: str, tier: Tier, admission: AdmissionPolicy) -> LowerTierMaker:
-    """Makes a SlottedTier."""
-    return lambda around: SlottedTier(name, tier, admission, around)
+def slotted_tier(
+    name: str, tier: Tier, admission: AdmissionPolicy, make: PolicyMaker = make_policy
+) -> LowerTierMaker:
+    """Makes a SlottedTier; ``make`` its eviction policy."""
+    return lambda around: SlottedTier(name, tier, admission, around, policy=make())
 
 
-class SlottedTier(LowerTier):
+class SlottedTier(StoringTier):
     """A block is there once every rank has stored its shard in the same slot. It is held where it lies until
     it is fetched.
     """
+
+    is_asked = False
+    slots: BlockTier
 
     def __init__(
         self,
@@ -37,18 +44,23 @@ class SlottedTier(LowerTier):
         admission: AdmissionPolicy,
         around: Surroundings,
         options: StoringOptions | None = None,
+        *,
+        policy: EvictionPolicy | None = None,
     ) -> None:
         super().__init__(name, tier, admission, around, options or StoringOptions())
-        self.slots = BlockTier(tier, LruPolicy(), around.clock, around.listener, around.metrics)
+        self.slots = BlockTier(tier, policy or make_policy(), around.clock, around.listener, around.metrics)
         self.slots.on_cleared = self._erase
         self._expected_slots = 0
         self._storing: dict[BlockKey, Reservation] = {}
         self._found: dict[int, dict[int, dict[tuple[int, BlockKey], int]]] = {}
         self._is_forgotten = False
-        self.is_direct = False
-        """Whether every rank that stores reads blocks straight into its device's memory."""
 
     # ---------------------------------------------------------------- what is there
+
+    @property
+    def news(self) -> object:
+        """See LowerTier."""
+        return self.is_usable, self.slots.num_changes
 
     @property
     def usage(self) -> tuple[int, int]:
@@ -56,24 +68,36 @@ class SlottedTier(LowerTier):
         return self.slots.resident_blocks, self.slots.capacity_blocks
 
     def match_prefix(self, keys: Sequence[BlockKey]) -> int:
-        """See Residents; nothing while the tier is off."""
+        """See LowerTier."""
         return self.slots.match_prefix(keys) if self.is_usable else 0
 
     def contains(self, key: BlockKey) -> bool:
-        """See Residents; nothing while the tier is off."""
+        """See LowerTier."""
         return self.is_usable and self.slots.contains(key)
 
     def resident_of(self, keys: Sequence[BlockKey]) -> list[BlockKey]:
-        """Those of ``keys`` that are there, in order; nothing while the tier is off."""
+        """See LowerTier."""
         return self.slots.resident_of(keys) if self.is_usable else []
 
-    def renew(self, lease: Lease, ttl_s: float) -> Lease:
-        """A new lease in place of ``lease``; the same one if that has ended."""
-        return self.slots.renew(lease, ttl_s) or lease
+    def hold(self, owner: str, keys: Sequence[BlockKey], ttl_s: float, tenant: int) -> Lease | None:
+        """See LowerTier."""
+        found = self.slots.resident_of(keys) if self.is_usable else []
+        lease = self.slots.lease(owner, found, ttl_s) if found else None
+        if lease is not None:
+            self.slots.own(lease.slots, tenant)
+        return lease
 
     def is_good(self, lease: Lease) -> bool:
-        """Whether the lease has not ended, and none of its blocks was forgotten since."""
+        """See LowerTier."""
         return self.slots.is_live(lease) and self.slots.match_prefix(lease.keys) == len(lease.keys)
+
+    def renew(self, lease: Lease, ttl_s: float) -> Lease:
+        """See LowerTier."""
+        return self.slots.renew(lease, ttl_s) or lease
+
+    def release(self, lease: Lease) -> None:
+        """See LowerTier."""
+        self.slots.release(lease)
 
     # ---------------------------------------------------------------- what workers say of it
 
@@ -85,9 +109,7 @@ class SlottedTier(LowerTier):
             self.slots.expect(num_places)
 
     def take_in(self, rank: int, end: int, found: Sequence[Found]) -> None:
-        """What ``rank`` found in its places below ``end``. A block is there if every rank has it in the same
-        slot.
-        """
+        """See LowerTier. A block is there if every rank has it in the same slot."""
         kept = [] if self._is_forgotten else found
         if len(self._ranks()) == 1:
             self.slots.restore(end, batches_of(kept))
@@ -135,9 +157,11 @@ class SlottedTier(LowerTier):
     # ---------------------------------------------------------------- the way up, and ends
 
     def fetched(self, outcomes: Sequence[tuple[BlockKey, Outcome]]) -> None:
-        """How a fetch of leased blocks ended: useless ones are forgotten, a failing tier is left alone."""
+        """See LowerTier. Useless ones are forgotten, a failing tier is left alone."""
         if outcomes:
-            self.forget([key for key, outcome in outcomes if outcome in USELESS])
+            useless = [key for key, outcome in outcomes if outcome in USELESS]
+            if useless:
+                self.slots.forget(useless)
             troubles = [outcome for _, outcome in outcomes if outcome not in ANSWERS]
             self.judge(troubles[0] if len(troubles) == len(outcomes) else Outcome.OK)
 

@@ -138,8 +138,14 @@ class TierOrder:
             raise ValueError(f"{len(self.keys)} keys in extents of {num_keys}")
 
 
+BLOCK_FILE, STORE = "block file", "store"
+"""Kinds of lower tier that come with kvbm, see TierPlace."""
+
+
 class TierPlace(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A lower tier on each rank: where it is, and how many slots it has there (0: it is by key)."""
+    """A lower tier on each rank: where it is, how many slots it has there (0: none that are numbered), and of
+    which ``kind`` it is, which says how a rank opens it.
+    """
 
     name: str
     location: str
@@ -154,6 +160,7 @@ class TierPlace(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What all ranks say that their blocks mean as head shards, which a tier by key keeps; empty: it keeps
     each rank's blocks as they are.
     """
+    kind: str = STORE
 
 
 @dataclass(frozen=True, slots=True)

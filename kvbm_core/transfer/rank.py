@@ -7,29 +7,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from kvbm_core.errors import ConfigError
-from kvbm_core.layout.heads import HeadShards
-from kvbm_core.storage.disk.allocate import OFF, FileOptions
-from kvbm_core.storage.disk.block_file import SUFFIX
-from kvbm_core.storage.disk.folder import DiskFolder, has_claim
+from kvbm_core.storage.disk.allocate import FileOptions
 from kvbm_core.storage.disk.record import whole_sectors
 from kvbm_core.storage.host_slab import HostSlab, available_memory_bytes
 from kvbm_core.storage.late import LateMemory
-from kvbm_core.storage.remote.engine import TakesMemory
-from kvbm_core.storage.stores import StoreOptions, StoreSpec, open_store
+from kvbm_core.storage.stores import StoreOptions
 from kvbm_core.transfer.digests import SlotDigests
 from kvbm_core.transfer.executor import Copier, DeviceMemory, Executor
 from kvbm_core.transfer.factory import make_executor, slab_cpus, slab_preparation
 from kvbm_core.transfer.movers.base import Mover, OnResult, TierListener
 from kvbm_core.transfer.movers.disk_direct import DirectReader
 from kvbm_core.transfer.movers.disk_file import RankFile
-from kvbm_core.transfer.movers.store import StoreMover
+from kvbm_core.transfer.movers.opening import OPENERS, Shard, Site
 from kvbm_core.transfer.plan import JobResult, OrderKind, TierOrder, TierPlace, TransferPlan, rejected
 from kvbm_core.transfer.staged import StagedExecutor
 
@@ -50,18 +44,6 @@ class RankOptions:
     near_memory: bool = True
     disk: FileOptions = field(default_factory=FileOptions)
     store: StoreOptions = field(default_factory=StoreOptions)
-
-
-@dataclass(frozen=True, slots=True)
-class Shard:
-    """Rank ``rank`` of ``num_ranks`` that store. ``fingerprint``: what the bytes of its blocks mean.
-    ``heads``: how they may be divided in stores that others share.
-    """
-
-    rank: int
-    num_ranks: int
-    fingerprint: str
-    heads: HeadShards | None = None
 
 
 def slot_bytes_of(memory: DeviceMemory, *, has_lower: bool) -> int:
@@ -91,14 +73,9 @@ class RankMemory:
     ) -> None:
         self._memory = memory
         self._options = options
-        self._shard = shard
-        self._listener = listener
         self.late = LateMemory()
         self._movers: dict[str, Mover] = {}
         self._readers: dict[str, DirectReader] = {}
-        self._files: list[RankFile] = []
-        self._folder: DiskFolder | None = None
-        self._opened: dict[str, RankFile] = {}
         self._forgotten: set[str] = set()
         self._digests = SlotDigests() if options.verify else None
         self._executor: Executor | None = None
@@ -114,13 +91,15 @@ class RankMemory:
             on_ready=on_ready,
             cpus=slab_cpus(memory) if options.near_memory else (),
         )
-        self._has_lower = bool(places)
+        self._site = Site(
+            memory, self.slab, self.late, shard, listener, options.disk, options.store, self.join
+        )
         self._places = places
 
     def make_executor(self, on_done: OnDone) -> Executor:
         """The executor of plans; once. Opens the lower tiers, so that their news come from now on."""
         make_copier = self._make_copier
-        if self._has_lower:
+        if self._places:
             block_bytes = self.slab.slot_bytes
             staged = StagedExecutor(
                 make_copier, self._movers, block_bytes, on_done, self._digests, readers=self._readers
@@ -143,69 +122,16 @@ class RankMemory:
         )
 
     def _open(self, place: TierPlace) -> None:
-        if not place.num_slots:
-            self._open_store(place)
+        opener, refused = OPENERS.get(place.kind), self._site.listener.refused
+        if opener is None:
+            refused(place.name, f"nothing in this process opens a tier of the kind {place.kind!r}")
             return
-        shard = self._shard
-        file = RankFile(place.name, self._options.disk, self._listener)
         try:
-            folder = self._folder_of(place)
-        except ConfigError as error:
-            self._listener.refused(place.name, str(error.args[-1]))
-            return
-        path = folder / f"rank-{shard.rank}-of-{shard.num_ranks}{SUFFIX}"
-        self._files.append(file)
-        if file.open(path, place.num_slots, self.slab.slot_bytes, shard.fingerprint):
-            self._join(place.name, file)
-        elif file.is_busy:
-            file.open_later(partial(self._join, place.name, file))
-
-    def _folder_of(self, place: TierPlace) -> Path:
-        """The leader's, or one of this rank's own on its own machine, the same again after a restart.
-        ConfigError.
-        """
-        leaders = Path(place.location)
-        if not place.claim or has_claim(leaders, place.claim):
-            return leaders
-        identity = f"rank {self._shard.rank} of {leaders.name.rpartition('-')[0]}"
-        self._folder = DiskFolder(
-            Path(self._options.disk.directory), self._shard.fingerprint, identity=identity
-        )
-        return self._folder.path
-
-    def _join(self, name: str, file: RankFile) -> None:
-        self._movers[name] = mover = file.start(self.slab, self.late)
-        self._opened[name] = file
-        if self._options.disk.to_device != OFF:
-            self._readers[name] = reader = DirectReader(
-                name, file.opened, self._memory, self._listener, late=self.late
-            )
-            file.stop_first(reader.close)
-        if name in self._forgotten:
-            mover.submit(TierOrder(0, name, OrderKind.FORGET, ()), lambda result: None)
-        file.look()
-
-    def _open_store(self, place: TierPlace) -> None:
-        shard, options = self._shard, self._options.store
-        spec = StoreSpec(
-            place.location,
-            self.slab.slot_bytes,
-            shard.fingerprint,
-            f"{shard.rank}of{shard.num_ranks}",
-            place.model,
-            options,
-            shard.heads if place.head_shards else None,
-        )
-        try:
-            store = open_store(spec)
+            opener(self._site, place)
         except (ConfigError, OSError) as error:
-            self._listener.refused(place.name, str(error.args[-1]))
-            return
-        if isinstance(store, TakesMemory):
-            store.register(self.slab.address, self.slab.num_slots * self.slab.slot_bytes)
-        self._movers[place.name] = StoreMover(
-            place.name, store, self.slab, late=self.late, io_deadline_s=options.deadline_s
-        )
+            refused(place.name, str(error.args[-1] if error.args else type(error).__name__))
+        except Exception as error:  # whatever somebody else's kind raises: it costs no other tier
+            refused(place.name, " ".join(f"{type(error).__name__}: {error}".split()))
 
     # ---------------------------------------------------------------- work
 
@@ -226,9 +152,13 @@ class RankMemory:
         """Submits a plan with this rank's deadline."""
         executor.submit(plan, deadline_s=self._options.transfer_deadline_s)
 
-    def join(self, name: str, mover: Mover) -> None:
-        """One more lower tier, whose orders are never part of a plan. Closed with the others."""
+    def join(self, name: str, mover: Mover, reader: DirectReader | None = None) -> None:
+        """See Site. The mover is closed with the others."""
         self._movers[name] = mover
+        if reader is not None:
+            self._readers[name] = reader
+        if name in self._forgotten:
+            mover.submit(TierOrder(0, name, OrderKind.FORGET, ()), lambda result: None)
 
     def slot(self, slot: int) -> npt.NDArray[np.uint8]:
         """The bytes of a host slot. ValueError if there is none."""
@@ -238,16 +168,17 @@ class RankMemory:
 
     def file_of(self, name: str) -> RankFile | None:
         """The open block file of this tier."""
-        return self._opened.get(name)
+        file = self._site.files.get(name)
+        return file if file is not None and file.is_open else None
 
     def close_lower(self) -> None:
         """Ends what lower tiers do, before whoever shares their loads ends; idempotent."""
-        for file in self._files:  # first: one that is still waited for must not join any more
+        for file in self._site.files.values():
             file.close()
         for mover in self._movers.values():
             mover.close()
-        if self._folder is not None:
-            self._folder.close()
+        for close in self._site.closes:
+            close()
 
     def close(self) -> None:
         """Rejects what waits, lets what runs end, gives memory and files back; idempotent."""

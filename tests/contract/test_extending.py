@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -10,13 +12,23 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
+from typing import cast
 
 import pytest
 
-from kvbm_core.policy.base import EvictionPolicy
+from kvbm_core.config import KvbmSettings
+from kvbm_core.policy.base import NOT_HERE, EvictionPolicy
+from kvbm_core.policy.recency import as_slots
 from kvbm_core.storage.remote.engine import ObjectEngine
+from kvbm_core.storage.remote.record_store import RecordStore
+from kvbm_core.storage.stores import StoreOptions, StoreSpec, open_engine, open_store
 from kvbm_core.testing.engine_contract import EngineContract
-from kvbm_core.testing.policy_contract import EvictionPolicyContract, ListPolicy
+from kvbm_core.testing.extent_contract import ExtentStoreContract
+from kvbm_core.testing.policy_contract import EvictionPolicyContract, ListPolicy, sample_keys
+from kvbm_core.testing.store_contract import BlockStoreContract
+from kvbm_core.tokens.runs import BlockRun, run_of
+from tests.outside import sqlite_store
+from tests.unit.doctor_bench import look
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples" / "extending"
@@ -32,27 +44,30 @@ def load(name: str) -> ModuleType:
     return module
 
 
-POLICY, STORE = load("eviction_policy"), load("remote_store")
+POLICY = load("eviction_policy")
+USE = """
+import sys, numpy, kvbm
+spec = kvbm.BlockSpec("my-model", shape=(2, 16, 64), dtype="float16", tokens=16)
+blocks = numpy.full((4, *spec.shape), 7, spec.dtype)
+for _ in range(2):
+    with kvbm.open_cache(spec, host_bytes=1 << 24, remote=sys.argv[1]) as cache:
+        out = numpy.zeros_like(blocks)
+        print(cache.get(list(range(64)), out), bool((out == 7).all()), cache.put(list(range(64)), blocks))
+"""
+"""Two caches, one after the other."""
 
 
-class TestUsedAgainLast(EvictionPolicyContract):
+class TestDeepFirst(EvictionPolicyContract):
     def make_policy(self) -> EvictionPolicy:
-        made: EvictionPolicy = POLICY.UsedAgainLast()
+        made: EvictionPolicy = POLICY.DeepFirst()
         return made
 
 
-@pytest.mark.parametrize(
-    ("name", "output"),
-    [
-        ("remote_store", "4 blocks written\n4 blocks read: True\n"),
-        ("engine_adapter", "4 of 100 tokens computed: True\n"),
-    ],
-)
-def test_the_examples_run_as_they_are(name: str, output: str) -> None:
-    command = [sys.executable, EXAMPLES / f"{name}.py"]
+def test_the_adapter_runs_as_it_is() -> None:
+    command = [sys.executable, EXAMPLES / "engine_adapter.py"]
     result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert result.returncode == 0, result.stderr
-    assert result.stdout == output
+    assert result.stdout == "4 of 100 tokens computed: True\n"
 
 
 def test_the_page_shows_the_examples() -> None:
@@ -79,16 +94,68 @@ def test_what_cannot_be_loaded_is_computed(monkeypatch: pytest.MonkeyPatch) -> N
         engine.adapter.close()
 
 
-def test_what_was_used_again_goes_last() -> None:
-    policy = ListPolicy(POLICY.UsedAgainLast())
-    policy.insert([0, 1, 2])
-    policy.touch([0, 1])
-    policy.insert([3, 4])
-    assert policy.evict(5) == [2, 4, 3, 1, 0]
+def test_what_lies_deep_in_a_prompt_goes_first() -> None:
+    keys, made = sample_keys(0, 4), POLICY.DeepFirst(head_blocks=2)
+    policy = ListPolicy(made)
+    policy.insert([0, 1, 2, 3])
+    policy.insert([4, 5, 6, 7])
+    made.tell(run_of(keys), as_slots([4, 5, 6, 7]))
+    made.tell(BlockRun(keys, 1, 4), as_slots([1, 2, NOT_HERE]))
+    assert policy.evict(8) == [7, 6, 2, 3, 1, 0, 5, 4]
 
 
-class TestSqliteEngine(EngineContract):
+class Installed:
+    """What is opened by the URL of the installed package's store."""
+
+    payload_bytes: int
+
+    @contextmanager
+    def url(self) -> Iterator[str]:
+        with tempfile.TemporaryDirectory(prefix="kvbm-sqlite-") as folder, sqlite_store(Path(folder)):
+            yield f"sqlite://{folder}/objects.db"
+
+    @contextmanager
+    def stores(self) -> Iterator[RecordStore]:
+        with self.url() as url:
+            yield cast(RecordStore, open_store(StoreSpec(url, self.payload_bytes, "test", "0of1", "a/model")))
+
+
+class TestSqliteEngine(Installed, EngineContract):
     @contextmanager
     def store(self) -> Iterator[Callable[[], ObjectEngine]]:
-        with tempfile.TemporaryDirectory(prefix="kvbm-sqlite-") as folder:
-            yield lambda: STORE.SqliteEngine(f"{folder}/objects.db")
+        with self.url() as url:
+            yield lambda: open_engine(url, StoreOptions())
+
+
+class TestBlocksInSqlite(Installed, BlockStoreContract):
+    def test_more_blocks_than_fit_cost_old_ones_and_never_bytes(self) -> None:
+        """It has no bound of its own."""
+
+
+class TestExtentsInSqlite(Installed, ExtentStoreContract):
+    pass
+
+
+def test_everything_knows_the_store_of_an_installed_package(tmp_path: Path) -> None:
+    """The commands and the library, each in a process of its own, and the doctor."""
+    url = f"sqlite://{tmp_path}/objects.db"
+    others = {name: os.environ[name] for name in os.environ.keys() - {*KvbmSettings.env_names().values()}}
+    path = os.pathsep.join([str(tmp_path / "site"), others.get("PYTHONPATH", "")])
+    environment = {**others, "PYTHONPATH": path, "KVBM_REMOTE_URL": url}
+
+    def run(*arguments: str) -> str:
+        command = [sys.executable, *arguments]
+        result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
+        assert result.returncode == 0, result.stderr + result.stdout
+        return result.stdout
+
+    with sqlite_store(tmp_path / "site"):
+        assert run("-c", USE, url) == "0 False 4\n4 True 4\n"
+        (finding,) = look("stores", cpu_cache_gb=1, remote_url=url)
+        assert finding.seen == f"{url} takes, gives and removes objects"
+        listed = json.loads(run("-m", "kvbm_core", "remote", "ls", url, "--json"))
+        ((model, found),) = listed["namespaces"].items()
+        assert found["blocks"] == 4
+        assert "records are good" in run("-m", "kvbm_core", "remote", "verify", url)
+        assert f"{model}: " in run("-m", "kvbm_core", "remote", "rm", url, model, "--yes")
+        assert "no blocks below" in run("-m", "kvbm_core", "remote", "ls", url)

@@ -1,9 +1,10 @@
-"""``kvbm remote`` on real servers: SeaweedFS, moto and Valkey take what it asks for and what it prints."""
+"""``kvbm remote`` on real servers: SeaweedFS, moto and Valkey take what it asks for, and its page says."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from tests.engines.object_servers import BUCKET, MotoServer, ObjectServer, Seawe
 from tests.engines.valkey_server import ValkeyServer
 
 BLOCK_BYTES = 100_000
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "remote.md"
 EXTENTS = [
     Extent(8, tuple(key_of(number) for number in range(start, start + 8))) for start in range(0, 64, 8)
 ]
@@ -41,6 +43,13 @@ def forget_settings(monkeypatch: pytest.MonkeyPatch) -> None:
 def kvbm(command: str, url: str, *more: str) -> Result:
     """``kvbm remote`` in this process."""
     return CliRunner().invoke(app, ["remote", command, url, *more])
+
+
+def on_the_page(word: str) -> str:
+    """The one block of docs/remote.md that has this word in it."""
+    blocks = re.findall(r"^```\w*\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    (found,) = [block for block in blocks if word in block]
+    return str(found)
 
 
 def put(url: str) -> list[Outcome]:
@@ -96,11 +105,13 @@ def test_a_bucket(bucket: ObjectServer, monkeypatch: pytest.MonkeyPatch) -> None
     assert f"{model}: 5 records removed" in kvbm("rm", url, model, "--yes").output
     left = [found["Key"] for found in admin.list_objects_v2(Bucket=BUCKET)["Contents"]]
     assert left == [f"team/kvbm2/{model}/notes"]
-    rule = json.loads(kvbm("policy", url, "--only", "lifecycle").output)
-    admin.put_bucket_lifecycle_configuration(Bucket=BUCKET, LifecycleConfiguration=rule)
+    admin.put_bucket_lifecycle_configuration(
+        Bucket=BUCKET, LifecycleConfiguration=json.loads(on_the_page("Rules"))
+    )
     (taken,) = admin.get_bucket_lifecycle_configuration(Bucket=BUCKET)["Rules"]
     assert (taken["Filter"], taken["Expiration"]) == ({"Prefix": "team/kvbm2/"}, {"Days": 7})
-    admin.put_bucket_policy(Bucket=BUCKET, Policy=kvbm("policy", url, "--only", "rights").output)
+    rights = on_the_page("Statement").replace("arn:aws:s3:::kv-cache", f"arn:aws:s3:::{BUCKET}")
+    admin.put_bucket_policy(Bucket=BUCKET, Policy=rights)
     assert len(json.loads(admin.get_bucket_policy(Bucket=BUCKET)["Policy"])["Statement"]) == 2
     if isinstance(bucket, SeaweedServer):  # moto checks no signature
         monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "NeverShown")
@@ -114,14 +125,13 @@ def test_a_bucket(bucket: ObjectServer, monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.shows("KVBM_REMOTE_USERNAME", "KVBM_REMOTE_PASSWORD_FILE")
 @pytest.mark.valkey
-def test_a_server_of_valkey_with_the_rights_that_are_printed(
+def test_a_server_of_valkey_with_the_rights_that_the_page_lists(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     forget_settings(monkeypatch)
-    lines = kvbm("policy", "redis://host").output.splitlines()
     password = "a-password-of-the-test"
     config = tmp_path / "valkey.conf"
-    config.write_text("\n".join(lines).replace(">PASSWORD", f">{password}") + "\n")
+    config.write_text(on_the_page("maxmemory").replace(">PASSWORD", f">{password}"))
     secret = tmp_path / "password"
     secret.write_text(password)
     with ValkeyServer(tmp_path, "--include", str(config)) as server:
@@ -151,13 +161,13 @@ def test_what_a_server_of_valkey_refuses_is_said_with_a_remedy(
         assert_said(kvbm("ls", server.url), "NOAUTH", "set KVBM_REMOTE_PASSWORD_FILE")
         monkeypatch.setenv("KVBM_REMOTE_USERNAME", "reader")
         monkeypatch.setenv("KVBM_REMOTE_PASSWORD_FILE", str(secret))
-        assert_said(kvbm("ls", server.url), "NOPERM", "`kvbm remote policy` with this URL prints the rights")
+        assert_said(kvbm("ls", server.url), "NOPERM", "docs/remote.md lists the rights")
 
 
 @pytest.mark.parametrize(
     ("fault", "words", "remedy"),
     [
-        (Fault.FORBIDDEN, "403 AccessDenied", "`kvbm remote policy` with this URL prints the rights"),
+        (Fault.FORBIDDEN, "403 AccessDenied", "docs/remote.md lists the rights"),
         (Fault.BAD_SIGNATURE, "SignatureDoesNotMatch", "the credentials are wrong; see docs/remote.md"),
         (Fault.SKEWED, "RequestTimeTooSkewed", "the clock of this machine is wrong; let NTP set it"),
         (Fault.NO_BUCKET, "404 NoSuchBucket", "make it, or correct its name"),

@@ -17,7 +17,6 @@ from kvbm_core.errors import Outcome
 from kvbm_core.observe.metrics import Metrics
 from kvbm_core.policy.admission import AdmitAll
 from kvbm_core.policy.frequency import FrequencyFilter
-from kvbm_core.runtime.store_chain import KNOWN_S, StoreChain
 from kvbm_core.storage.base import BlockStore
 from kvbm_core.storage.disk.block_file import Geometry
 from kvbm_core.storage.disk.store import DiskStore
@@ -25,6 +24,7 @@ from kvbm_core.storage.stores import StoreSpec, open_store
 from kvbm_core.testing.store_contract import LONG_S, NUM_BLOCKS, BlockStoreContract, key_of
 from kvbm_core.testing.toy_store import CONTAINS, GET, PUT, ToyBlocks, ToyFaults, ToyStore
 from kvbm_core.tiers.breaker import FAILURES_IN_A_ROW
+from kvbm_sglang.store_chain import KNOWN, StoreChain
 
 
 class ChainContract(BlockStoreContract):
@@ -149,7 +149,7 @@ def test_another_one_gets_what_the_first_one_put_and_has_it_on_its_disk(bench: B
 
 
 def test_more_than_there_are_buffers_for(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvbm_core.runtime.store_chain.MAX_BUFFERS", 16)
+    monkeypatch.setattr("kvbm_sglang.store_chain.MAX_BUFFERS", 16)
     first = bench.chain(num_slots=100)
     assert bench.suite.put(first, KEYS) == [Outcome.OK] * 100
     assert first.settle(LONG_S) and bench.metric("kvbm_offload_blocks_d2o") == 100
@@ -196,7 +196,7 @@ def test_what_is_used_on_the_disk_for_hours_is_put_once_and_again_only_if_it_is_
     assert use() == [(CONTAINS, 1)]
     assert use() == [(PUT, 6)] and len(bench.blocks.blocks) == 6
     assert use() == [(CONTAINS, 1)]
-    clock.advance(KNOWN_S)
+    clock.advance(KNOWN.kept_s)
     assert use() == [(PUT, 6)]
 
 
@@ -236,7 +236,7 @@ def find(bench: Bench, chain: StoreChain) -> list[Outcome]:
 
 def hanging(bench: Bench, monkeypatch: pytest.MonkeyPatch, io_deadline_s: float) -> StoreChain:
     """A chain with KEYS[10:13] on its disk, and KEYS[:3] in a remote store that answers nobody."""
-    monkeypatch.setattr("kvbm_core.runtime.store_chain.MAX_BUFFERS", 16)
+    monkeypatch.setattr("kvbm_sglang.store_chain.MAX_BUFFERS", 16)
     bench.suite.put(bench.chain(), KEYS[:3])
     assert bench.chains[0].settle(LONG_S)
     chain = bench.chain(io_deadline_s=io_deadline_s, num_slots=100)
@@ -290,7 +290,7 @@ def test_one_that_takes_everything_and_gives_nothing_is_left_alone(
         key = KEYS[30 + number]
         assert bench.suite.put(chain, [key]) == [Outcome.OK]
         with chain._changed:
-            assert chain._changed.wait_for(partial(chain._known.__contains__, key), LONG_S)
+            assert chain._changed.wait_for(partial(chain._known.is_kept, key), LONG_S)
         call(bench, chain)
         with chain._changed:  # the caller's time is over a little before the answer comes
             assert chain._changed.wait_for(partial(has_failed, chain, number + 1), LONG_S)

@@ -292,7 +292,8 @@ def strange_record(path: Path, change: Callable[[RecordHeader], RecordHeader]) -
         (lambda header: header._replace(life=bytes(16)), Outcome.MISS),
         (lambda header: header._replace(fingerprint=bytes(16)), Outcome.INCOMPATIBLE),
         (lambda header: header._replace(payload_bytes=PAYLOAD_BYTES - 1), Outcome.INCOMPATIBLE),
-        (lambda header: header._replace(payload_bytes=2**60), Outcome.INCOMPATIBLE),
+        (lambda header: header._replace(payload_bytes=2**31), Outcome.INCOMPATIBLE),
+        (lambda header: header._replace(payload_bytes=2**60), Outcome.CORRUPT),  # no record has so many
         (lambda header: header._replace(slot=2), Outcome.MISS),
         (lambda header: header._replace(key=key_of(7)), Outcome.MISS),
         (lambda header: header._replace(key=BlockKey(header.key[:-1])), Outcome.MISS),  # no key of a block

@@ -193,7 +193,7 @@ def test_valkey_without_rights_and_without_a_limit(tmp_path: Path) -> None:
         found(ask_store(server.url, **given), WARNING, "no limit of memory", "maxmemory")
         (reader := tmp_path / "reader").write_text("secret")
         given = {"remote_username": "reader", "remote_password_file": str(reader)}
-        found(ask_store(server.url, **given), ERROR, "NOPERM", "kvbm remote policy")
+        found(ask_store(server.url, **given), ERROR, "NOPERM", "docs/remote.md")
 
 
 def test_a_mooncake_master_that_is_away() -> None:
@@ -244,7 +244,7 @@ def test_a_bucket(bucket: SeaweedServer, ask_bucket: Callable[..., list[Finding]
     listed = bucket.admin().list_objects_v2(Bucket=BUCKET)
     assert not listed.get("Contents")
     found(ask_bucket(secret="wrong"), ERROR, "cannot write", "correct the credentials")
-    found(ask_bucket(key=READER_KEY), ERROR, "cannot write", "kvbm remote policy s3://")
+    found(ask_bucket(key=READER_KEY), ERROR, "cannot write", "docs/remote.md")
 
 
 def test_a_bucket_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

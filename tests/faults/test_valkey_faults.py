@@ -295,7 +295,7 @@ def test_a_limit_of_memory_that_is_no_number_is_none(server: ValkeyServer) -> No
         (b"-LOADING Redis is loading the dataset in memory\r\n", Outcome.BUSY, "loading"),
         (b"-MISCONF Redis is configured to save RDB snapshots\r\n", Outcome.IO_ERROR, "snapshot"),
         (b"-ERR max number of clients reached\r\n", Outcome.IO_ERROR, "max number of clients"),
-        (b"-NOPERM this user has no permissions\r\n", Outcome.IO_ERROR, "`kvbm remote policy`"),
+        (b"-NOPERM this user has no permissions\r\n", Outcome.IO_ERROR, "docs/remote.md"),
     ],
 )
 def test_an_error_reply_is_its_outcome_and_a_line(

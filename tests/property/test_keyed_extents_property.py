@@ -9,8 +9,8 @@ import pytest
 
 from kvbm_core.errors import Outcome
 from kvbm_core.storage.extents import extent_at
-from kvbm_core.tiers.keyed import Name, Seeker, Sought
-from kvbm_core.tiers.runs import BlockRun
+from kvbm_core.tiers.lower import Name, Seeker, Sought
+from kvbm_core.tokens.runs import BlockRun
 from kvbm_core.transfer.plan import NO_SLOT, OrderKind, TierOrder
 from kvbm_core.types import BlockKey
 from tests.effort import tries
@@ -201,7 +201,7 @@ def test_any_history(full_blocks: int, num_slots: int, has_faults: bool, seed: i
         parted = random.randrange(MAX_BLOCKS)
         own = chain(MAX_BLOCKS, salt)
         chains.append([*trunk[:parted], *own[parted : random.randint(parted + 1, MAX_BLOCKS)]])
-    bench = ExtentBench(num_slots, full_blocks, max_known_extents=random.choice([20, 10_000]))
+    bench = ExtentBench(num_slots, full_blocks, max_known=random.choice([20, 10_000]))
     life = Life(bench, random, has_faults, chains)
     actions = [
         (life.want, 10),

@@ -287,7 +287,7 @@ class Serving:
 
         def is_quiet() -> bool:
             chain = self.leader.chain
-            is_moving = chain.storing_blocks or any(tier.fetching_blocks for tier in chain.keyed)
+            is_moving = chain.storing_blocks or chain.fetching_blocks
             return not self.leader.pending_jobs and not is_moving
 
         def is_quiet_here() -> bool:

@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
-from kvbm_core.runtime.messages import LoadEnded, Note
 from kvbm_core.storage.disk.io import Transfer
 from kvbm_core.storage.disk.record import slot_offset_bytes, whole_sectors
 from kvbm_core.testing import toy_store
 from kvbm_core.transfer.movers import disk as disk_mover
 from kvbm_core.transfer.plan import TransferPlan
 from kvbm_core.types import Direction
+from kvbm_trtllm.notes import LoadEnded, decode
 
 pytest.importorskip("torch", reason="NOT RUN: TensorRT-LLM's connector against its double; torch is missing")
 
@@ -353,8 +353,8 @@ def news_before_result(serving: Serving, monkeypatch: pytest.MonkeyPatch) -> Non
         else:
             submit(plan)
 
-    def load_and_take_notes() -> list[Note]:
-        notes, jobs = list[Note](), {plan.job_id for plan in held}
+    def load_and_take_notes() -> list[bytes]:
+        notes, jobs = list[bytes](), {plan.job_id for plan in held}
         for plan in held:
             submit(plan)
         held.clear()
@@ -364,7 +364,7 @@ def news_before_result(serving: Serving, monkeypatch: pytest.MonkeyPatch) -> Non
             side._find_leader().poll()
             worker.wait_note(0.01)
             news = take_notes()
-            jobs -= {note.job_id for note in news if isinstance(note, LoadEnded)}
+            jobs -= {note.job_id for note in map(decode, news) if isinstance(note, LoadEnded)}
             notes += news
         return notes + take_notes()
 

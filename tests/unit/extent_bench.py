@@ -8,8 +8,9 @@ from typing import Any
 from kvbm_core.errors import Outcome
 from kvbm_core.policy.admission import AdmissionPolicy, AdmitAll
 from kvbm_core.storage.extents import EXTENT_BYTES, extents_within, tail_extents
-from kvbm_core.tiers.keyed import KeyedOptions, KeyedTier, Name, Seeker, Sought
-from kvbm_core.tiers.runs import BlockRun
+from kvbm_core.tiers.keyed import KeyedOptions, KeyedTier
+from kvbm_core.tiers.lower import Name, Seeker, Sought
+from kvbm_core.tokens.runs import BlockRun
 from kvbm_core.transfer.plan import NO_SLOT, ExtentPart, OrderKind, TierOrder
 from kvbm_core.types import BlockKey, Tier
 from tests.unit.tier_bench import TierBench

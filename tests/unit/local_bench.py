@@ -22,7 +22,7 @@ from kvbm_core.testing.store_contract import key_of
 from kvbm_core.tiers.keyed import keyed_tier
 from kvbm_core.tiers.slotted import slotted_tier
 from kvbm_core.transfer.executor import DeviceMemory
-from kvbm_core.transfer.plan import TierPlace
+from kvbm_core.transfer.plan import BLOCK_FILE, TierPlace
 from kvbm_core.transfer.rank import RankOptions
 from kvbm_core.types import BlockKey, Tier, group_of
 from tests.faults.doubles import BUFFERED
@@ -94,7 +94,9 @@ class LocalBench:
         options = LocalOptions(num_slots, fingerprint="layout", memory=memory)
         if disk_slots:
             lower = (slotted_tier("disk", Tier.DISK, AdmitAll()),)
-            options = replace(options, lower=lower, places=(TierPlace("disk", str(folder), disk_slots),))
+            options = replace(
+                options, lower=lower, places=(TierPlace("disk", str(folder), disk_slots, kind=BLOCK_FILE),)
+            )
         if store:
             lower = (*options.lower, keyed_tier("remote", Tier.REMOTE, AdmitAll()))
             options = replace(options, lower=lower, places=(*options.places, TierPlace("remote", store)))

@@ -52,7 +52,7 @@ def share(tmp_path: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("command", ["ls", "inspect", "verify", "rm", "sweep", "policy"])
+@pytest.mark.parametrize("command", ["ls", "inspect", "verify", "rm", "sweep"])
 def test_one_store_at_a_time(command: str) -> None:
     more = ["--max-gb", "1"] if command == "sweep" else []
     for urls in ("file:///mnt/kv s3://kv-cache/team", "s3://kv-cache/team,file:///mnt/kv"):
@@ -102,14 +102,13 @@ def test_verify_finds_what_is_damaged_and_removes_it_if_told_to(share: Path) -> 
     bad = kvbm("verify", share)
     assert bad.exit_code == 1
     assert "5 of 13 records are damaged, 1 unreadable" in bad.output
-    for what in (
-        "the payload does not match its checksum",
-        "the header does not verify",
-        "its length is not what its header says",
-        "it is another block's",
-        "it belongs into another folder",
+    for what, count in (
+        ("the payload does not match its checksum", 1),
+        ("the header does not verify", 1),
+        ("its length is not what its header says", 1),
+        ("it is another block's", 2),
     ):
-        assert bad.output.count(what) == 1, what
+        assert bad.output.count(what) == count, what
     with opened(share) as store:
         assert "5 damaged records removed" in kvbm("verify", share, "--remove-damaged").output
         assert get(store, KEYS[:8]) == [Outcome.MISS] * 4 + [Outcome.OK] * 2 + [Outcome.MISS, Outcome.OK]

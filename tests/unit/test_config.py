@@ -80,6 +80,7 @@ DEFAULTS = {
     "KVBM_SYNC_ONBOARD_BYTES": 0,
     "KVBM_DECODE_RUN_TOKENS": 128,
     "KVBM_STATE_EVERY_TOKENS": 4096,
+    "KVBM_EVICTION_POLICY": "lru",
     "KVBM_DISK_DEADLINE_S": 10.0,
     "KVBM_DISK_IO": "auto",
     "KVBM_DISK_TO_DEVICE": "off",
@@ -397,7 +398,7 @@ def test_several_stores_are_named_in_the_order_of_the_search(monkeypatch: pytest
         ("redis://KV.example valkey://kv.example:6379/0", "names a store twice"),
         ("mooncake://m s3://kv mooncake://m:50051", "names a store twice"),
         (", ,", "write file://"),
-        ("s3://kv ftp://x", "number 2: ftp is not in this release; there are az://, file://, gs://"),
+        ("s3://kv ftp://x", "number 2: no store has such a URL; there are az://, file://, gs://"),
     ):
         monkeypatch.setenv("KVBM_REMOTE_URL", urls)
         assert said in str(error_of())

@@ -204,7 +204,7 @@ def file_of(engine: DiskEngine) -> RankFile:
     """The block file of its first rank."""
     memory = engine.workers[0]._memory
     assert memory is not None
-    return memory._files[0]
+    return memory._site.files["disk"]
 
 
 def let_go(recovery: Recovery, gate: threading.Event) -> None:

@@ -15,6 +15,7 @@ from kvbm_core.storage.disk.record import (
     FIRST_SLOT_BYTES,
     FORMAT_VERSION,
     MAX_KEY_BYTES,
+    MAX_PAYLOAD_BYTES,
     SECTOR_BYTES,
     FileHeader,
     RecordHeader,
@@ -31,9 +32,10 @@ from kvbm_core.types import BlockKey
 
 SIXTEEN = st.binary(min_size=16, max_size=16)
 NUMBERS = st.integers(0, 2**64 - 1)
-FILE_HEADERS = st.builds(FileHeader, SIXTEEN, SIXTEEN, NUMBERS, NUMBERS)
+LENGTHS = st.integers(1, MAX_PAYLOAD_BYTES)
+FILE_HEADERS = st.builds(FileHeader, SIXTEEN, SIXTEEN, LENGTHS, st.integers(1, 2**64 - 1))
 KEYS = st.binary(min_size=1, max_size=MAX_KEY_BYTES).map(BlockKey)
-RECORD_HEADERS = st.builds(RecordHeader, SIXTEEN, SIXTEEN, NUMBERS, NUMBERS, NUMBERS, KEYS, SIXTEEN, SIXTEEN)
+RECORD_HEADERS = st.builds(RecordHeader, SIXTEEN, SIXTEEN, NUMBERS, NUMBERS, LENGTHS, KEYS, SIXTEEN, SIXTEEN)
 
 FILE = FileHeader(b"life".ljust(16), b"print".ljust(16), 65536, 1000)
 RECORD = RecordHeader(FILE.life, FILE.fingerprint, 7, 1 << 60, 65536, BlockKey(bytes(range(33))), b"d" * 16)
@@ -63,6 +65,13 @@ def test_a_records_header_comes_back(header: RecordHeader) -> None:
     assert len(sector) == SECTOR_BYTES and sector == sealed(sector)
     assert unpack_record(sector) == unpack_record(memoryview(sector)) == header
     assert unpack_file(sector) is None and foreign_version(sector) is None
+
+
+@pytest.mark.parametrize("length", [0, MAX_PAYLOAD_BYTES + 1, 1 << 63, (1 << 64) - 1])
+def test_a_block_of_an_impossible_length_makes_no_header(length: int) -> None:
+    assert unpack_file(pack_file(FILE._replace(payload_bytes=length))) is None
+    assert unpack_record(pack_record(RECORD._replace(payload_bytes=length))) is None
+    assert unpack_file(pack_file(FILE._replace(num_slots=0))) is None
 
 
 def test_keys_that_differ_in_zeros_at_the_end_are_different() -> None:

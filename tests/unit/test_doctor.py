@@ -29,6 +29,7 @@ from kvbm_core.cli.doctor.run import run_checks
 from kvbm_core.config import KvbmSettings
 from kvbm_core.fleet.keys import new_keys
 from tests.engines.ports import HOST, free_port
+from tests.policies import installed
 from tests.unit.doctor_bench import CHECKS, ROOT, doctor, found, is_well, levels, look, mounted
 from tests.unit.test_native_build import needs_compiler
 
@@ -228,6 +229,14 @@ def test_orders_over_http(tmp_path: Path) -> None:
         )
     token.chmod(0o644)
     found(look("operators", **over_http), ERROR, str(token), "chmod 600")
+
+
+def test_the_eviction_policy(tmp_path: Path) -> None:
+    assert is_well(look("eviction"))
+    found(look("eviction", eviction_policy="other"), ERROR, "KVBM_EVICTION_POLICY=other", "there are: ")
+    with installed(tmp_path, listening="tests.policies:Listening", broken="tests.policies:broken"):
+        found(look("eviction", eviction_policy="broken"), ERROR, "cannot be made: RuntimeError")
+        assert is_well(look("eviction", eviction_policy="listening"))
 
 
 def test_operators() -> None:

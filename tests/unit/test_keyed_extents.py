@@ -11,9 +11,10 @@ from kvbm_core.errors import Outcome
 from kvbm_core.policy.frequency import FrequencyFilter
 from kvbm_core.storage.extents import extent_blocks
 from kvbm_core.storage.stores import extent_bytes
-from kvbm_core.tiers.keyed import HOST_SHARE, KeyedOptions, Seeker, Sought
-from kvbm_core.tiers.lower import StoringOptions
-from kvbm_core.tiers.runs import BlockRun
+from kvbm_core.tiers.keyed import HOST_SHARE, KeyedOptions
+from kvbm_core.tiers.lower import Seeker, Sought
+from kvbm_core.tiers.storing import StoringOptions
+from kvbm_core.tokens.runs import BlockRun
 from kvbm_core.transfer.plan import NO_SLOT, OrderKind
 from kvbm_core.types import BlockKey
 from tests.unit.extent_bench import ExtentBench, chain, names_of

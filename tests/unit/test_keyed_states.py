@@ -9,8 +9,9 @@ import pytest
 from kvbm_core.errors import Outcome
 from kvbm_core.policy.admission import AdmitAll
 from kvbm_core.storage.extents import EXTENT_BYTES, extents_within, tail_extents
-from kvbm_core.tiers.keyed import STATES_AT_ONCE, KeyedOptions, KeyedTier, Name, Seeker, Sought
-from kvbm_core.tiers.runs import BlockRun
+from kvbm_core.tiers.keyed import STATES_AT_ONCE, KeyedOptions, KeyedTier
+from kvbm_core.tiers.lower import Name, Seeker, Sought
+from kvbm_core.tokens.runs import BlockRun
 from kvbm_core.transfer.plan import ExtentPart, OrderKind, TierOrder
 from kvbm_core.types import BlockKey, SequenceHash, Tier, block_key
 from tests.unit.tier_bench import TierBench

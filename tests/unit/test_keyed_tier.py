@@ -13,9 +13,10 @@ from kvbm_core.errors import IntegrityError, Outcome
 from kvbm_core.policy.admission import AdmitAll
 from kvbm_core.policy.frequency import FrequencyFilter
 from kvbm_core.tiers.breaker import FAILURES_IN_A_ROW, FIRST_PAUSE_S, LONGEST_PAUSE_S
-from kvbm_core.tiers.keyed import HOST_SHARE, KeyedOptions, KeyedTier, Sought
-from kvbm_core.tiers.lower import StoringOptions
-from kvbm_core.tiers.runs import run_of
+from kvbm_core.tiers.keyed import HOST_SHARE, KeyedOptions, KeyedTier
+from kvbm_core.tiers.lower import Sought
+from kvbm_core.tiers.storing import StoringOptions
+from kvbm_core.tokens.runs import run_of
 from kvbm_core.transfer.plan import OrderKind, TierOrder
 from kvbm_core.types import BlockKey, Tier
 from tests.unit.tier_bench import TierBench
@@ -160,7 +161,7 @@ def test_an_answer_is_believed_for_a_while() -> None:
 
 
 def test_only_so_many_answers_are_remembered_and_the_newest_are_kept() -> None:
-    bench = Bench(max_known_extents=4, first_find_blocks=3)
+    bench = Bench(max_known=4, first_find_blocks=3)
     for start in (0, 3, 0, 6):  # 0..2 are answered anew
         bench.clock.advance(OPTIONS.absent_s)
         bench.find(KEYS[start : start + 3], outcome=Outcome.MISS)

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import pytest
 
 from kvbm_core.control.messages import Order, Verb
 from kvbm_core.errors import Outcome
 from kvbm_core.policy.admission import AdmitAll
+from kvbm_core.runtime import onboard as onboard_module
 from kvbm_core.runtime.handshake import RankReplaced
 from kvbm_core.runtime.leader_options import LeaderOptions
 from kvbm_core.testing.leader_bench import ONE_GROUP, BenchDisk, LeaderBench
 from kvbm_core.tiers import chain as chain_module
 from kvbm_core.tiers.chain import ERRAND_S, MOST_ERRANDS
 from kvbm_core.tiers.groups import GroupSpec
-from kvbm_core.tiers.keyed import KeyedOptions, KeyedTier, Seeker, Sought, keyed_tier
-from kvbm_core.tiers.runs import BlockRun
+from kvbm_core.tiers.keyed import KeyedOptions, KeyedTier, keyed_tier
+from kvbm_core.tiers.lower import Seeker, Sought
+from kvbm_core.tokens.runs import BlockRun
 from kvbm_core.transfer.plan import JobResult, OrderKind, TierOrder
 from kvbm_core.types import BlockKey, Tier
 from tests.unit.disk_bench import OTHER, PROMPT, TABLE, leave_host, loading, stored
@@ -232,6 +235,83 @@ def test_nothing_is_held_while_a_request_waits() -> None:
     assert bench.match(state, PROMPT) is None and bench.leader.chain.live_leases == 0
     bench.leader.finish(state)
     bench.reply()
+    bench.assert_idle()
+
+
+@pytest.fixture
+def searches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Grows with each search for a prefix that can be held."""
+    found, search = list[int](), onboard_module.longest_prefix_tokens
+
+    def counted(*args: Any) -> int:
+        found.append(search(*args))
+        return found[-1]
+
+    monkeypatch.setattr(onboard_module, "longest_prefix_tokens", counted)
+    return found
+
+
+def test_who_asks_again_when_nothing_has_changed_has_nothing_searched(searches: list[int]) -> None:
+    bench = Bench()
+    in_store(bench, range(5))
+    state = bench.open()
+    for _ in range(2):
+        for _ in range(3):
+            assert bench.match(state, PROMPT) is None
+        bench.reply()
+    assert bench.match(state, PROMPT) == 16 and searches == [0, 0, 16]
+    bench.leader.finish(state)
+    bench.assert_idle()
+
+
+@pytest.mark.parametrize(
+    ("change", "answer"),
+    [
+        (lambda bench: bench.store(PROMPT[:9], "other"), None),
+        (lambda bench: bench.store(PROMPT, "other"), 16),
+        (lambda bench: bench.leader.reset(), None),
+        (lambda bench: bench.store_of().turn_off("no such folder"), 0),
+        (lambda bench: bench.clock.advance(WAIT_S), 0),
+        (lambda bench: vars(bench.leader._pace).update(_num_samples=9, _sum_s=1.0, _sum_tokens=9.0), None),
+    ],
+    ids=[
+        "a part comes",
+        "all comes",
+        "a reset",
+        "the store is off",
+        "it waits too long",
+        "the pace is known",
+    ],
+)
+def test_who_asks_again_hears_of_each_change(
+    searches: list[int], change: Callable[[Bench], object], answer: int | None
+) -> None:
+    bench = Bench()
+    in_store(bench, range(5))
+    state = bench.open()
+    assert bench.match(state, PROMPT) is None and bench.match(state, PROMPT) is None
+    change(bench)
+    searches.clear()
+    assert bench.match(state, PROMPT) == answer and searches
+    bench.leader.finish(state)
+    while bench.reply():
+        pass
+    bench.assert_idle()
+
+
+def test_who_was_told_that_it_comes_hears_that_it_is_late() -> None:
+    bench = Bench()
+    in_store(bench, range(5))
+    state = bench.open()
+    assert bench.match(state, PROMPT) is None
+    bench.reply()
+    assert bench.match(state, PROMPT) is None and bench.match(state, PROMPT) is None
+    (fetch,) = bench.take_sent()
+    bench.leader.acknowledge(0, [JobResult(fetch.job_id, Outcome.TIMED_OUT, 0, 0.5, 0.25, is_late=True)])
+    assert bench.match(state, PROMPT) == 0, "nobody knows when it will be over"
+    bench.say(fetch.job_id)
+    bench.leader.poll()
+    bench.leader.finish(state)
     bench.assert_idle()
 
 

@@ -141,6 +141,7 @@ def test_with_a_disk_a_prompt_may_be_longer_than_the_host(open_cache: OpenCache,
     out = empty(40)
     assert cache.match(tokens) == 40
     assert cache.get(tokens, out) == 40 and np.array_equal(out, blocks_of(*range(40)))
+    assert cache.flush()
     assert cache.usage() == {"host": 5, "disk": 40}
     assert cache.clear() and cache.usage() == {"host": 0, "disk": 0}
 

@@ -10,7 +10,8 @@ from kvbm_core.clock import ManualClock
 from kvbm_core.config import KvbmSettings
 from kvbm_core.errors import Outcome
 from kvbm_core.runtime.assembly import lower_makers
-from kvbm_core.tiers.keyed import KeyedTier, Seeker, Sought
+from kvbm_core.tiers.keyed import KeyedTier
+from kvbm_core.tiers.lower import Seeker, Sought
 from kvbm_core.tiers.pace import (
     FRESH_S,
     MIN_SAMPLES,
@@ -20,7 +21,7 @@ from kvbm_core.tiers.pace import (
     ComputePace,
     LoadPace,
 )
-from kvbm_core.tiers.runs import BlockRun
+from kvbm_core.tokens.runs import BlockRun
 from kvbm_core.transfer.plan import JobResult, OrderKind
 from tests.unit.extent_bench import ExtentBench, chain
 from tests.unit.test_leader_fetch import Bench as LeaderBench

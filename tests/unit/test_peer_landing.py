@@ -31,8 +31,9 @@ from kvbm_core.peers.ucx import Agent, rows_of
 from kvbm_core.peers.wire import Done, Fetch, Welcome, Written, decode_answer, seal_of
 from kvbm_core.testing.file_io_contract import why_no_nixl
 from kvbm_core.testing.peer_owner import content_of, key_of, wait_for
-from kvbm_core.tiers.keyed import KeyedOptions, Seeker, Sought
-from kvbm_core.tiers.runs import run_of
+from kvbm_core.tiers.keyed import KeyedOptions
+from kvbm_core.tiers.lower import Seeker, Sought
+from kvbm_core.tokens.runs import run_of
 from kvbm_core.types import BlockKey
 from tests.faults.deadlines import GRACE_S
 from tests.unit.peer_bench import (

@@ -40,8 +40,9 @@ class Bench:
             clock=self.clock,
             metrics=self.metrics,
         )
-        (disk,) = self.chain.slotted
-        self.disk: SlottedTier = disk
+        (disk,) = self.chain.lower
+        assert isinstance(disk, SlottedTier)
+        self.disk = disk
         self.disk.slots.grow(8)
         self.lender = Lender(self.chain, threading.RLock(), self.clock, self.metrics)
 

@@ -9,8 +9,9 @@ import pytest
 
 from kvbm_core.errors import Outcome
 from kvbm_core.peers.tier import FIRST_PAUSE_S, LONGEST_PAUSE_S, MAX_SOURCES, PeerTier, peer_tier
-from kvbm_core.tiers.keyed import HOST_SHARE, KeyedOptions, Seeker, Sought
-from kvbm_core.tiers.runs import run_of
+from kvbm_core.tiers.keyed import HOST_SHARE, KeyedOptions
+from kvbm_core.tiers.lower import Seeker, Sought
+from kvbm_core.tokens.runs import run_of
 from kvbm_core.transfer.plan import OrderKind, TierOrder
 from kvbm_core.types import BlockKey
 from tests.effort import tries

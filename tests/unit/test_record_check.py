@@ -8,15 +8,16 @@ from typing import Any
 
 import pytest
 
+from kvbm_core.errors import Outcome
 from kvbm_core.storage.extents import Extent
 from kvbm_core.storage.names import Meaning
 from kvbm_core.storage.remote.inspect import check_record
+from kvbm_core.storage.remote.judge import BAD_BLOCK, OF_ANOTHER_SECRET, OURS, Verdict
 from kvbm_core.storage.remote.names import place_of
-from kvbm_core.storage.remote.record_store import BAD_BLOCK, OF_ANOTHER_SECRET, OURS, Verdict
 from kvbm_core.storage.remote.records import digest_of, pack_trailer_into, trailer_in, unpack_trailer
 from kvbm_core.storage.remote.secret import Secret
 from kvbm_core.testing.store_contract import key_of
-from tests.unit.record_stores import KINDS, OTHER_SECRET, SECRET, Kind, flipped
+from tests.unit.record_stores import KINDS, OTHER_SECRET, SECRET, Kind, flipped, get
 
 KEYS = tuple(key_of(number) for number in range(8))
 EXTENTS = [Extent(1, KEYS[:1]), Extent(4, KEYS[:4]), Extent(1, (key_of(3, group=7),))]
@@ -101,6 +102,25 @@ def test_blocks_that_cannot_be_decoded_are_damage_whatever_their_checksums_say(n
     assert checked(own, bytes(content), extent, own.secret) is BAD_BLOCK
 
 
+@pytest.mark.parametrize("name", ["zstd", "zstd and encrypted"])
+def test_a_block_that_takes_nothing_is_damage_and_engines_remove_its_record(name: str) -> None:
+    own, extent = KINDS[name](), EXTENTS[1]
+    own.put(extent)
+    content = own.content(extent)
+    end = memoryview(bytearray(trailer_in(memoryview(content))))
+    trailer = unpack_trailer(end)
+    assert trailer is not None
+    nothing = [block._replace(num_bytes=0, digest=digest_of(memoryview(b""))) for block in trailer.blocks]
+    kept_bytes = 0
+    for num_kept, block in enumerate(trailer.blocks):
+        pack_trailer_into(end, trailer.fields, [*trailer.blocks[:num_kept], *nothing[num_kept:]])
+        changed = content[:kept_bytes] + bytes(end)
+        assert checked(own, changed, extent, own.secret).is_bad
+        own.objects.put(own.name_of(extent), changed)
+        assert get(own.open(), extent) == [Outcome.CORRUPT] * 4 and not own.is_there(extent)
+        kept_bytes += block.num_bytes
+
+
 def test_the_last_block_is_the_one_that_the_record_is_named_by() -> None:
     own, extent = Kind(), EXTENTS[0]
     own.put(extent)
@@ -119,6 +139,7 @@ def test_the_last_block_is_the_one_that_the_record_is_named_by() -> None:
         ({"block_bytes": 999}, True),
         ({"block_bytes": 1 << 60, "codec": 1}, True),
         ({"num_blocks": 2}, True),
+        ({"num_blocks": 0}, False),
         ({"group": 3}, True),
         ({"mark": b"short"}, True),
     ],

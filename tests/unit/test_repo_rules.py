@@ -32,6 +32,7 @@ MAX_LINE_CHARACTERS = 110
 LIBRARY_API = {
     "register_engine",
     "register_store",
+    "register_tier",
     "open_requests",
     "log_entries",
     "wrap_executor",

@@ -42,8 +42,10 @@ from kvbm_sglang.identity import page_keys  # noqa: E402
 from kvbm_sglang.linker_assembly import Ranks, assemble, why_late  # noqa: E402
 from kvbm_sglang.load_counter import LoadCounter  # noqa: E402
 from kvbm_sglang.weights import weights_identity  # noqa: E402
+from tests import third_kind  # noqa: E402
 from tests.began import begins_now  # noqa: E402
 from tests.faults.doubles import FailingIo  # noqa: E402
+from tests.outside import sqlite_store  # noqa: E402
 from tests.unit.disk_mover_bench import GatedIo  # noqa: E402
 from tests.unit.sglang_pools import (  # noqa: E402
     LAYERS,
@@ -205,10 +207,22 @@ def test_they_are_found_again_after_a_restart(bench_of: Callable[..., Bench]) ->
     assert second.load("r", *KEYS[:4]) and second.came(*KEYS[:4])
 
 
-def test_what_a_remote_store_brought_is_its_hit_once(bench_of: Callable[..., Bench]) -> None:
+@pytest.fixture(name="other_stores")
+def other_stores_fixture(tmp_path: Path) -> Iterator[None]:
+    """Lower tiers that do not come with kvbm."""
     toy_store.register()
     toy_store.forget_all()
-    settings = {"KVBM_REMOTE_URL": "toy://linker?seed=1", "KVBM_REMOTE_CACHE_GB": 0}
+    third_kind.register()
+    with sqlite_store(tmp_path / "site"):
+        yield
+
+
+@pytest.mark.usefixtures("other_stores")
+@pytest.mark.parametrize("url", ["toy://linker?seed=1", "shelf://linker", "sqlite://{}/objects.db"])
+def test_what_a_remote_tier_has_is_its_hit_once(
+    url: str, tmp_path: Path, bench_of: Callable[..., Bench]
+) -> None:
+    settings = {"KVBM_REMOTE_URL": url.format(tmp_path), "KVBM_REMOTE_CACHE_GB": 0}
     settings["DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS"] = 40
     assert bench_of(**settings).offload(*KEYS[:3])
     bench = bench_of(**settings)

@@ -15,7 +15,7 @@ from kvbm_core.runtime.leader import EMPTY_BLOCKS, TAKE_IN_BLOCKS
 from kvbm_core.storage.disk.recovery import REPORT_SLOTS, Found
 from kvbm_core.testing.leader_bench import ROOT, BenchDisk, LeaderBench
 from kvbm_core.tiers.breaker import FAILURES_IN_A_ROW, FIRST_PAUSE_S, LONGEST_PAUSE_S
-from kvbm_core.tiers.runs import run_of
+from kvbm_core.tokens.runs import run_of
 from kvbm_core.transfer.plan import OrderKind, TierOrder
 from kvbm_core.types import BlockKey
 from tests.unit.disk_bench import (

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from kvbm_core.errors import Outcome
 from kvbm_core.policy.admission import AdmitAll
-from kvbm_core.tiers.lower import STORE_BLOCKS, StoringOptions
 from kvbm_core.tiers.slotted import SlottedTier
+from kvbm_core.tiers.storing import STORE_BLOCKS, StoringOptions
 from kvbm_core.types import BlockKey, Tier
 from tests.unit.tier_bench import TierBench
 

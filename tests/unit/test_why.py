@@ -135,7 +135,7 @@ def test_ages_of_what_was_evicted() -> None:
     bench.leader.poll()
     bench.match(bench.open("again"), TOKENS)
     assert told(bench, "again").text.endswith(
-        "evicted from the host tier 10 min ago, as the least recently used, 60 s after its last use"
+        "evicted from the host tier 10 min ago, to make room, 60 s after its last use"
     )
 
 

@@ -101,7 +101,7 @@ def test_a_file_that_another_engine_has_joins_when_that_gives_it_up(tmp_path: Pa
         assert second.onboard_prompt() is None and second.disk.off_reason is None
         memory = second.workers[0]._memory
         assert memory is not None
-        (disk,) = memory._files
+        (disk,) = memory._site.files.values()
         assert disk.is_busy
         if is_reset:
             second.leader.reset()
@@ -324,7 +324,7 @@ def test_close_waits_for_the_search(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     again.wait_for(lambda: again.tier.capacity_blocks == NUM_SLOTS)
     memory = again.workers[0]._memory
     assert memory is not None
-    (worker_disk,) = memory._files
+    (worker_disk,) = memory._site.files.values()
     assert worker_disk._recovery is not None
     assert again.disk.slots.capacity_blocks == 0  # the host tier does not wait for it
     again.offload_prompt()

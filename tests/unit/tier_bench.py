@@ -13,8 +13,8 @@ from kvbm_core.policy.lru import LruPolicy
 from kvbm_core.testing.verdicts import judges
 from kvbm_core.tiers.jobs import JobTable
 from kvbm_core.tiers.lower import LowerTier, Surroundings
-from kvbm_core.tiers.runs import run_of
 from kvbm_core.tiers.slotted import SlottedTier
+from kvbm_core.tokens.runs import run_of
 from kvbm_core.transfer.plan import JobResult, TierOrder
 from kvbm_core.types import BlockKey, Tier
 

@@ -27,7 +27,7 @@ from kvbm_core.testing.executor_bench import two_group_memory
 from kvbm_core.testing.leader_bench import ROOT
 from kvbm_core.tiers.keyed import keyed_tier
 from kvbm_core.tiers.slotted import SlottedTier, slotted_tier
-from kvbm_core.transfer.plan import OrderKind, TierOrder, TierPlace, TransferPlan
+from kvbm_core.transfer.plan import BLOCK_FILE, OrderKind, TierOrder, TierPlace, TransferPlan
 from kvbm_core.transfer.rank import RankOptions
 from kvbm_core.types import BlockKey, Tier
 from tests.faults.doubles import BUFFERED
@@ -48,7 +48,7 @@ class DiskEngine(Engine):
 
     ``replicates``: every rank has the same blocks, which rank 0 stores for all. ``parts``: which part of the
     KV each rank has, and says that it has; "" for a rank that says nothing. ``store_url``: of a tier "store"
-    by key below the disk.
+    by key below the disk. ``fetch_wait_s``: so long requests wait for that.
     """
 
     def __init__(
@@ -61,6 +61,7 @@ class DiskEngine(Engine):
         replicates: bool = False,
         parts: Sequence[str] = (),
         store_url: str = "",
+        fetch_wait_s: float = 0.0,
     ) -> None:
         path = folder / "s.sock"
         self.endpoint = Endpoint(f"ipc://{path}", path, secret=b"s")
@@ -80,7 +81,7 @@ class DiskEngine(Engine):
             self.handshake,
             clock=clock,
             metrics=Metrics(),
-            options=LeaderOptions(),
+            options=LeaderOptions(fetch_wait_s=fetch_wait_s),
             parts=LeaderParts(tuple(makers), self.tell_all),
         )
         self.channel = LeaderChannel(self.endpoint, self._on_message)  # type: ignore[arg-type]
@@ -95,7 +96,7 @@ class DiskEngine(Engine):
             worker.register(memory, f"layout{self._shard_of[worker.rank]}", part=part)
 
     def _plan_disk(self, block_bytes: int, fingerprint: str) -> TierPlace:
-        return TierPlace("disk", str(self.folder), DISK_SLOTS)
+        return TierPlace("disk", str(self.folder), DISK_SLOTS, kind=BLOCK_FILE)
 
     def tell_all(self, order: TierOrder) -> None:
         for peer in self.handshake.storing_peers():

@@ -139,7 +139,7 @@ class KvbmEngine(Engine):
         def is_quiet() -> bool:
             toy_store.land_all()
             memory_engine.land_all()
-            fetching = sum(tier.fetching_blocks for tier in leader.chain.keyed)
+            fetching = leader.chain.fetching_blocks
             return leader.pending_jobs == 0 and leader.chain.storing_blocks == 0 == fetching
 
         self.wait_for(is_quiet)

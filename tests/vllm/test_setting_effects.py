@@ -17,8 +17,9 @@ from kvbm_core.testing import memory_engine, toy_store
 from kvbm_core.transfer.executors.broadcast_group import Group
 from kvbm_core.transfer.executors.memcpy import MemcpyExecutor
 from kvbm_core.transfer.movers import store as store_mover
+from tests.policies import Listening, installed
 from tests.vllm.kvbm_engine import KvbmEngine
-from tests.vllm.test_scheduler_disk import FROM_DISK, TO_DISK
+from tests.vllm.test_scheduler_disk import FROM_DISK, TO_DISK, push_out
 from tests.vllm.test_scheduler_peers import PeerEngine
 from tests.vllm.test_scheduler_stores import FROM_STORE, TO_STORE
 
@@ -111,6 +112,29 @@ def test_without_the_filter_what_was_never_hit_goes_to_the_disk_too(
             engine.forget_device()
             expected = BLOCKS if is_disabled or number else 0
             assert engine.metric(TO_DISK) == expected
+        engine.assert_clean()
+
+
+@pytest.mark.shows("KVBM_EVICTION_POLICY")
+def test_an_installed_policy_says_which_blocks_go_and_is_told_of_prompts(tmp_path: Path) -> None:
+    sizes: dict[str, Any] = {
+        "host_blocks": 30,
+        "disk_blocks": 1000,
+        "extra": {"eviction_policy": "listening"},
+    }
+    with (
+        installed(tmp_path / "installed", listening="tests.policies:Listening"),
+        KvbmEngine(tmp_path, **sizes) as engine,
+    ):
+        answer = engine.ask("a", PROMPT, 1)
+        engine.forget_device()
+        push_out(engine)
+        assert engine.ask("b", PROMPT, 1) == answer
+        engine.settle()
+        host, disk = (slots._policy for slots in engine.leader.chain.books)
+        assert isinstance(host, Listening) and isinstance(disk, Listening)
+        assert all(slot >= 0 for slot in host.told[0][1])
+        assert BLOCKS in [sum(slot >= 0 for slot in slots) for _, slots in disk.told]
         engine.assert_clean()
 
 

@@ -13,6 +13,7 @@ from kvbm_core.control.http_wire import http_address, read_token
 from kvbm_core.control.operators import Operators
 from kvbm_core.errors import ConfigError
 from kvbm_core.fleet.keys import CurveKeys
+from kvbm_core.policy.named import make_policy
 from kvbm_core.runtime.assembly import store_options
 from kvbm_core.storage.remote.secret import Secret
 
@@ -80,6 +81,17 @@ def _tiers(settings: KvbmSettings) -> Iterator[str]:
     yield from settings.store_urls
 
 
+def look_at_eviction(subject: Subject) -> Iterator[Finding]:
+    """The eviction policy, which may be of somebody else's package."""
+    name = subject.settings.eviction_policy
+    try:
+        made = make_policy(name)
+    except ConfigError as problem:
+        yield of_config_error(problem)
+    else:
+        yield ok(f"KVBM_EVICTION_POLICY={name} makes a {type(made).__name__}")
+
+
 def look_at_secrets(subject: Subject) -> Iterator[Finding]:
     """Files that hold secrets of shared stores."""
     settings = subject.settings
@@ -135,6 +147,7 @@ def look_at_operators(subject: Subject) -> Iterator[Finding]:
 CHECKS = (
     Check("settings", "unknown names, values that are replaced, settings without effect", look_at_settings),
     Check("tiers", "whether a tier is configured, and whether the sizes go together", look_at_tiers),
+    Check("eviction", "whether the policy that KVBM_EVICTION_POLICY names can be made", look_at_eviction),
     Check("secrets", "files with the secret and the password of shared stores", look_at_secrets),
     Check("curve-keys", "the CURVE key pair and the list of keys: readable, and whose", look_at_curve_keys),
     Check(

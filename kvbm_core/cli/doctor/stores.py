@@ -93,7 +93,7 @@ def _look_at_engine(settings: KvbmSettings, url: str) -> Iterator[Finding]:
         ]
         reason = said.partition(" fail: ")[2] or said.partition(" refuses: ")[2]
         reason = reason or said.rpartition(f"{_place(url)}: ")[2] or _REASONS.get(outcome, str(outcome))
-        yield error(f"{url}: {step}: {reason}", _remedy(url, f"{reason} {outcome}", step))
+        yield error(f"{url}: {step}: {reason}", _remedy(f"{reason} {outcome}", step))
         return
     yield ok(f"{url} takes, gives and removes objects")
     if scheme_of(url) in VALKEY_SCHEMES:
@@ -122,20 +122,18 @@ def _place(url: str) -> str:
     return server_url(url).address if scheme_of(url) in VALKEY_SCHEMES else url
 
 
-def _remedy(url: str, reason: str, step: str) -> str:
+def _remedy(reason: str, step: str) -> str:
     text = reason.lower()
     if any(word in text for word in ("noauth", "wrongpass", "authentication")):
         return "set KVBM_REMOTE_PASSWORD_FILE, and KVBM_REMOTE_USERNAME if the server has users"
     if any(
         word in text for word in ("denied", "403", "401", "noperm", "signature", "accesskey", "forbidden")
     ):
-        return (
-            f"correct the credentials, or the rights: kvbm remote policy {url} prints those that are needed"
-        )
+        return "correct the credentials, or the rights: docs/remote.md lists those that are needed"
     if "bucket" in text or "not found" in text or "404" in text:
         return "make the bucket, or correct its name and AWS_ENDPOINT_URL_S3"
     if step == "cannot remove":
-        return f"allow removing too: kvbm remote policy {url} prints the rights that are needed"
+        return "allow removing too: docs/remote.md lists the rights that are needed"
     return "look whether the server runs and can be reached: its address, the firewall, TLS"
 
 

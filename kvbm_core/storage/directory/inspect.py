@@ -20,7 +20,7 @@ from kvbm_core.storage.directory.evictor import LOCK
 from kvbm_core.storage.directory.names import TOP, is_temporary, key_in
 from kvbm_core.storage.directory.record_files import NOT_THERE
 from kvbm_core.storage.disk.inspect import OnProgress, reading
-from kvbm_core.storage.disk.record import SECTOR_BYTES, record_bytes, unpack_record
+from kvbm_core.storage.disk.record import SECTOR_BYTES, FileHeader, judge_record, record_bytes, unpack_record
 from kvbm_core.storage.inspection import Checked, Counted, Model, OnCount, Removed, Shard
 from kvbm_core.storage.names import ObjectInfo, is_fan, is_namespace, is_shard, life_of
 
@@ -31,6 +31,11 @@ FANS = 4096
 """Folders in a rank's folder, at most."""
 READ_BYTES = 4 << 20
 MAX_LOCK_BYTES = 256
+FLAWS = {
+    Outcome.CORRUPT: "the header does not verify",
+    Outcome.INCOMPATIBLE: "its blocks mean something else",
+    Outcome.MISS: "it is another block's",
+}
 
 
 class DirectoryInspection:
@@ -242,13 +247,15 @@ def _check(path: Path) -> Checked:
 
 def _what_is_wrong(fd: int, path: Path, num_bytes: int) -> str:
     header = unpack_record(os.pread(fd, SECTOR_BYTES, 0))
+    key = key_in(path.name)
+    if header is None or key is None:
+        return FLAWS[Outcome.CORRUPT]
     namespace, shard = path.parts[-4:-2]
-    if header is None:
-        return "the header does not verify"
-    if header.key != key_in(path.name):
-        return "it is another block's"
-    if header.life != life_of(namespace, shard) or header.fingerprint.hex()[:16] != shard[:16]:
-        return "it belongs into another folder"
+    fingerprint = bytes.fromhex(shard[:16]) + header.fingerprint[8:]
+    file = FileHeader(life_of(namespace, shard), fingerprint, header.payload_bytes, 1)
+    outcome = judge_record(header, key, 0, file)
+    if outcome is not Outcome.OK:
+        return FLAWS[outcome]
     if num_bytes != record_bytes(header.payload_bytes):
         return "its length is not what its header says"
     state = xxhash.xxh3_128()

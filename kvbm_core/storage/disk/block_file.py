@@ -22,6 +22,7 @@ from kvbm_core.storage.disk.allocate import (
 from kvbm_core.storage.disk.record import (
     FIRST_SLOT_BYTES,
     FORMAT_VERSION,
+    MAX_PAYLOAD_BYTES,
     SECTOR_BYTES,
     FileHeader,
     foreign_version,
@@ -48,7 +49,8 @@ class Geometry:
     fingerprint: bytes
 
     def __post_init__(self) -> None:
-        if self.num_slots < 1 or self.payload_bytes < 1 or len(self.fingerprint) != LIFE_BYTES:
+        is_possible = self.num_slots > 0 and 0 < self.payload_bytes <= MAX_PAYLOAD_BYTES
+        if not is_possible or len(self.fingerprint) != LIFE_BYTES:
             raise ValueError(f"no geometry of a block file: {self}")
 
     @property

@@ -23,6 +23,8 @@ FORMAT_VERSION = 1
 SECTOR_BYTES = 4096
 FIRST_SLOT_BYTES = 1 << 20  # whole huge pages and flash pages before the first slot
 MAX_KEY_BYTES = 40
+MAX_PAYLOAD_BYTES = 4 << 30
+"""No block has more bytes, and a header that says so is none."""
 DIGEST_BYTES = 16
 BODY_BYTES = SECTOR_BYTES - DIGEST_BYTES
 LIFE_FIELD = slice(16, 32)
@@ -156,7 +158,8 @@ def unpack_file(sector: bytes | memoryview) -> FileHeader | None:
     fields = _opened(sector, _FILE, _FILE_MAGIC)
     if fields is None or fields[2] != SECTOR_BYTES:
         return None
-    return FileHeader(*fields[3:])
+    header = FileHeader(*fields[3:])
+    return header if 0 < header.payload_bytes <= MAX_PAYLOAD_BYTES and header.num_slots else None
 
 
 def unpack_record(sector: bytes | memoryview) -> RecordHeader | None:
@@ -165,6 +168,8 @@ def unpack_record(sector: bytes | memoryview) -> RecordHeader | None:
     if fields is None or not 0 < fields[2] <= MAX_KEY_BYTES:
         return None
     header = RecordHeader(*fields[3:])
+    if not 0 < header.payload_bytes <= MAX_PAYLOAD_BYTES:
+        return None
     return header._replace(key=BlockKey(header.key[: fields[2]]))
 
 

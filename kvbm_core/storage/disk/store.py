@@ -11,10 +11,10 @@ from itertools import chain
 from pathlib import Path
 
 from kvbm_core.blocks.lease import Lease
-from kvbm_core.blocks.slot_tier import BlockTier, Reservation, Residency
+from kvbm_core.blocks.slot_tier import BlockTier, Reservation
 from kvbm_core.clock import Clock, SystemClock
 from kvbm_core.errors import Outcome
-from kvbm_core.policy.lru import LruPolicy
+from kvbm_core.policy.named import make_policy
 from kvbm_core.storage.base import Memory, check_blocks, check_targets
 from kvbm_core.storage.disk.allocate import FileOptions
 from kvbm_core.storage.disk.block_file import BlockFile, Geometry
@@ -37,7 +37,8 @@ class DiskStore:
     read that is TIMED_OUT may still be written into the caller's memory of that kind later: ``holds`` says
     so. For callers who cannot wait for that, ``reads_straight`` False lets all reads pass through memory of
     the store's own. ``shares``: other processes on this machine may read along, each with a DiskReader on the
-    same path. ``listener`` hears what can be got, from any thread.
+    same path. ``books``, without a block, are those of its slots; who listens to them hears what can be got,
+    from any thread.
 
     DiskError, one line, if the file cannot be had, or the way of I/O that ``options`` names.
     """
@@ -51,13 +52,13 @@ class DiskStore:
         clock: Clock | None = None,
         reads_straight: bool = True,
         shares: bool = False,
-        listener: Residency | None = None,
+        books: BlockTier | None = None,
     ) -> None:
         self._clock = clock = clock or SystemClock()
         self._file = BlockFile(path, geometry, options)
         self._log = self._begin_log(shares)
         self._books = threading.Lock()
-        self._tier = BlockTier(Tier.DISK, LruPolicy(), clock, listener)
+        self._tier = books or BlockTier(Tier.DISK, make_policy(), clock)
         self._writer, self._reader = self._open_both_ways(reads_straight)
         self._closed = False
         self._was_cleared = False

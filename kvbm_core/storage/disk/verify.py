@@ -20,6 +20,7 @@ from kvbm_core.storage.disk.record import (
     SECTOR_BYTES,
     UNREADABLE,
     FileHeader,
+    RecordHeader,
     SlotHeader,
     slot_offset_bytes,
 )
@@ -98,18 +99,22 @@ def _verdicts(
     scan: RecordScan, identity: Identity, slots: Sequence[int], found: Sequence[SlotHeader]
 ) -> Iterator[Verdict]:
     """One for each record; one that was overwritten between its header and its bytes is none."""
+    whole: list[RecordHeader] = []
     for slot, each in zip(slots, found, strict=True):
         if each.flaw:
             yield Verdict(slot, each.flaw, each.key, is_unreadable=each is UNREADABLE)
-    for header, outcome in scan.check([each.header for each in found if each.header is not None]):
-        end_bytes = slot_offset_bytes(header.slot, header.payload_bytes) + scan.record_bytes
+        elif each.header is not None:
+            end_bytes = slot_offset_bytes(slot, each.header.payload_bytes) + scan.record_bytes
+            if end_bytes <= identity.file_bytes:
+                whole.append(each.header)
+            else:
+                yield Verdict(slot, "the file ends before the record does", each.header.key)
+    for header, outcome in scan.check(whole):
         if outcome in (Outcome.OK, Outcome.CORRUPT):
             what = "" if outcome is Outcome.OK else "the payload does not verify"
             yield Verdict(header.slot, what, header.key)
         elif outcome in (Outcome.IO_ERROR, Outcome.TIMED_OUT):
             yield Verdict(header.slot, UNREADABLE.flaw, header.key, is_unreadable=True)
-        elif end_bytes > identity.file_bytes:
-            yield Verdict(header.slot, "the file ends before the record does", header.key)
 
 
 # -------------------------------------------------------------------- erasing

@@ -49,6 +49,7 @@ class Got(NamedTuple):
     num_bytes: int = 0
 
 
+@runtime_checkable
 class ObjectEngine(Protocol):
     """One store of objects. Safe to call from any thread.
 

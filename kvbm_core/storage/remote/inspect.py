@@ -14,28 +14,27 @@ from kvbm_core.storage.inspection import Checked, Counted, Model, OnCount, Remov
 from kvbm_core.storage.names import ObjectInfo, is_namespace, life_of
 from kvbm_core.storage.remote.encoding import ENCRYPTED, Encoding, codec_of, words_of
 from kvbm_core.storage.remote.engine import GetItem, Got, ObjectEngine, TakesMemory
-from kvbm_core.storage.remote.names import TOP, Place, place_of, plain_name, secret_id_of
-from kvbm_core.storage.remote.record_store import (
+from kvbm_core.storage.remote.judge import (
     BAD_BLOCK,
-    DAMAGED,
-    FOREIGN,
-    LIST_DEADLINE_S,
     NEWER,
     OF_ANOTHER_SECRET,
     OF_ANOTHER_SIZE,
     OURS,
-    SWAPPED,
     Verdict,
+    cut,
+    judge_blocks,
+    judge_fields,
+    open_trailer,
+    stored_sizes,
 )
+from kvbm_core.storage.remote.names import TOP, Place, place_of, plain_name, secret_id_of
+from kvbm_core.storage.remote.record_store import LIST_DEADLINE_S
 from kvbm_core.storage.remote.records import (
     TAIL_BYTES,
     RecordFields,
-    RecordTrailer,
-    digest_of,
     trailer_bytes,
     trailer_in,
     unpack_trailer,
-    version_of,
 )
 from kvbm_core.storage.remote.scratch import Scratch
 from kvbm_core.storage.remote.secret import Secret
@@ -237,22 +236,28 @@ def check_record(place: Place, record: memoryview, secret: Secret | None) -> Ver
     that is needed.
     """
     end = trailer_in(record)
-    trailer = unpack_trailer(end)
-    if trailer is None:
-        return DAMAGED if version_of(end) is None else NEWER
-    fields = trailer.fields
+    trailer = open_trailer(end)
+    if isinstance(trailer, Verdict):
+        return trailer
+    fields, blocks = trailer
+    if (codec := codec_of(fields.codec)) is None:
+        return NEWER
     if fields.secret_id == secret_id_of(None):
         secret = None
-    codec = codec_of(fields.codec)
-    if codec is None:
-        return NEWER
-    verdict = _judge(place, fields, secret)
+    verdict = judge_fields(fields, _expected(place, fields, secret))
     if verdict is not OURS:
         return verdict
+    if secret is None and fields.codec & ENCRYPTED:
+        return OF_ANOTHER_SECRET
     encoding = Encoding(codec, secret if fields.codec & ENCRYPTED else None)
-    if not _fits(trailer, record.nbytes - end.nbytes, encoding):
+    sizes = stored_sizes(trailer, encoding, len(blocks), record.nbytes - end.nbytes)
+    if sizes is None or not 0 < fields.block_bytes <= MAX_RECORD_BYTES:
         return OF_ANOTHER_SIZE
-    return OURS if _are_good(trailer, record, encoding) else BAD_BLOCK
+    tails = [*(block.tail for block in blocks[:-1]), fields.mark[-TAIL_BYTES:]]
+    target = memoryview(bytearray(0 if encoding.is_plain else fields.block_bytes))
+    stored = cut(record[: -end.nbytes], sizes)
+    verdicts = judge_blocks(trailer, encoding, tails, stored, [target] * len(blocks))
+    return BAD_BLOCK if BAD_BLOCK in verdicts else OURS
 
 
 # -------------------------------------------------------------------- inside
@@ -278,47 +283,18 @@ def _count_record(seen: Shard, place: Place, info: ObjectInfo, now_ns: int) -> N
     seen.untold += place.num_blocks is None
 
 
-def _judge(place: Place, fields: RecordFields, secret: Secret | None) -> Verdict:
-    """Whose record it is, by its own fields."""
-    if fields.secret_id != secret_id_of(secret) or (secret is None and fields.codec & ENCRYPTED):
-        return OF_ANOTHER_SECRET
-    is_at_home = fields.life == life_of(place.namespace, place.shard)
-    if not is_at_home or fields.fingerprint.hex()[:16] != place.shard[:16]:
-        return FOREIGN
-    return OURS if _is_named(place, fields, has_secret=secret is not None) else SWAPPED
-
-
-def _is_named(place: Place, fields: RecordFields, *, has_secret: bool) -> bool:
-    """Whether the record has the name that its fields ask for. With a secret only an engine can check that:
-    the name is made from the key, which is not in the store.
+def _expected(place: Place, found: RecordFields, secret: Secret | None) -> RecordFields:
+    """The fields that a record with this name has, as far as a name tells them. With a secret only an engine
+    knows its mark: the name is made from the key, which is not in the store.
     """
-    if has_secret:
-        return place.num_blocks is None
-    key = BlockKey(fields.mark)
-    is_key = is_block_key(key) and group_of(key) == fields.group
-    return is_key and place.stem == plain_name(key, fields.group, fields.num_blocks)
-
-
-def _fits(trailer: RecordTrailer, blocks_bytes: int, encoding: Encoding) -> bool:
-    """Whether each block has a possible length, and all of them end where the trailer begins."""
-    sizes = [block.num_bytes for block in trailer.blocks]
-    most = encoding.stored_bytes(trailer.fields.block_bytes)
-    is_right = all(size == most if encoding.has_one_size else size <= most for size in sizes)
-    fills = sizes and sum(sizes) == blocks_bytes
-    return bool(fills) and is_right and 0 < trailer.fields.block_bytes <= MAX_RECORD_BYTES
-
-
-def _are_good(trailer: RecordTrailer, record: memoryview, encoding: Encoding) -> bool:
-    coder = None if encoding.is_plain else encoding.coder(trailer.fields)
-    target = memoryview(bytearray(0 if coder is None else trailer.fields.block_bytes))
-    if trailer.blocks[-1].tail != trailer.fields.mark[-TAIL_BYTES:]:
-        return False
-    at = 0
-    for index, block in enumerate(trailer.blocks):
-        stored = record[at : at + block.num_bytes]
-        if digest_of(stored) != block.digest:
-            return False
-        if coder is not None and not coder.decode(index, stored, target):
-            return False
-        at += block.num_bytes
-    return True
+    is_named = place.num_blocks is None
+    if secret is None:
+        key = BlockKey(found.mark)
+        is_key = is_block_key(key) and group_of(key) == found.group
+        is_named = is_key and place.stem == plain_name(key, found.group, found.num_blocks)
+    return found._replace(
+        secret_id=secret_id_of(secret),
+        life=life_of(place.namespace, place.shard),
+        fingerprint=bytes.fromhex(place.shard[:16]) + found.fingerprint[8:],
+        mark=found.mark if is_named else b"",
+    )

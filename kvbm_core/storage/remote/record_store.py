@@ -15,18 +15,25 @@ from kvbm_core.storage.disk.record import whole_sectors
 from kvbm_core.storage.extents import MAX_EXTENT_BLOCKS, Extent, extent_blocks
 from kvbm_core.storage.remote.encoding import Encoding
 from kvbm_core.storage.remote.engine import GetItem, Got, ObjectEngine, PutItem, TakesMemory
+from kvbm_core.storage.remote.judge import (
+    OF_ANOTHER_SIZE,
+    OURS,
+    Verdict,
+    cut,
+    judge_blocks,
+    judge_fields,
+    open_trailer,
+    stored_sizes,
+)
 from kvbm_core.storage.remote.names import RecordNames
 from kvbm_core.storage.remote.records import (
     SALT_BYTES,
     TAIL_BYTES,
     RecordFields,
-    RecordTrailer,
     StoredBlock,
     digest_of,
     pack_trailer_into,
     trailer_bytes,
-    unpack_trailer,
-    version_of,
 )
 from kvbm_core.storage.remote.renewals import Renewals
 from kvbm_core.storage.remote.scratch import Lent, Scratch
@@ -42,26 +49,6 @@ SIDE_S = 1.0
 LIST_DEADLINE_S = 10.0
 
 limited_log = RateLimitedLogger()
-
-
-class Verdict(NamedTuple):
-    """What reading a record has shown. ``flaw``: what is wrong with it, for people; empty for nothing.
-    ``is_bad``: no engine can use it under this name, so it is removed and can be written anew.
-    """
-
-    outcome: Outcome
-    flaw: str = ""
-    is_bad: bool = False
-
-
-OURS = Verdict(Outcome.OK)
-DAMAGED = Verdict(Outcome.CORRUPT, "it does not verify", is_bad=True)
-OF_ANOTHER_SIZE = Verdict(Outcome.CORRUPT, "its length is not what it has to be", is_bad=True)
-SWAPPED = Verdict(Outcome.MISS, "it is another block's", is_bad=True)
-BAD_BLOCK = Verdict(Outcome.CORRUPT, "a block of it does not verify", is_bad=True)
-OF_ANOTHER_SECRET = Verdict(Outcome.MISS, "it was made with another secret")
-NEWER = Verdict(Outcome.INCOMPATIBLE, "it is of another version of kvbm")
-FOREIGN = Verdict(Outcome.INCOMPATIBLE, "its blocks mean something else")
 
 
 class _Read(NamedTuple):
@@ -370,61 +357,18 @@ class RecordStore:
         if not end_bytes <= filled_bytes <= read.memory.nbytes:
             return [OF_ANOTHER_SIZE] * num_targets
         trailer_at = filled_bytes - end_bytes
-        trailer = unpack_trailer(read.memory[trailer_at:filled_bytes])
-        if trailer is None:
-            is_newer = version_of(read.memory[trailer_at:filled_bytes]) is not None
-            return [NEWER if is_newer else DAMAGED] * num_targets
-        verdict = self._judge(trailer, read.extent)
+        trailer = open_trailer(read.memory[trailer_at:filled_bytes])
+        if isinstance(trailer, Verdict):
+            return [trailer] * num_targets
+        verdict = judge_fields(trailer.fields, self._fields_of(read.extent))
         if verdict is not OURS:
             return [verdict] * num_targets
-        stored = self._stored_in(read, trailer, trailer_at)
-        if stored is None:
+        sizes = stored_sizes(trailer, self._encoding, num_targets, got.num_bytes - end_bytes)
+        if sizes is None:
             return [OF_ANOTHER_SIZE] * num_targets
-        return self._decoded(read, trailer, stored)
-
-    def _judge(self, trailer: RecordTrailer, extent: Extent) -> Verdict:
-        ours, found = self._fields_of(extent), trailer.fields
-        if found.secret_id != ours.secret_id:
-            return OF_ANOTHER_SECRET
-        if found._replace(salt=ours.salt) == ours:
-            return OURS
-        is_of_this_folder = (found.life, found.fingerprint, found.codec, found.block_bytes) == (
-            ours.life,
-            ours.fingerprint,
-            ours.codec,
-            ours.block_bytes,
-        )
-        return SWAPPED if is_of_this_folder else FOREIGN
-
-    def _stored_in(self, read: _Read, trailer: RecordTrailer, trailer_at: int) -> list[Memory] | None:
-        """The stored bytes of each block that is wanted; None if blocks and trailer are not all of the
-        record.
-        """
-        sizes = [block.num_bytes for block in trailer.blocks]
-        if self._encoding.has_one_size:
-            sizes = sizes[-len(read.targets) :]
-            if any(size != self._stored_bytes for size in sizes):
-                return None
-        if self._encoding.is_plain:
-            return list(read.targets) if trailer_at == 0 else None
-        if sum(sizes) != trailer_at:
-            return None
-        ends = [sum(sizes[: index + 1]) for index in range(len(sizes))]
-        stored: list[Memory] = [read.memory[end - size : end] for size, end in zip(sizes, ends, strict=True)]
-        return stored[-len(read.targets) :]
-
-    def _decoded(self, read: _Read, trailer: RecordTrailer, stored: Sequence[Memory]) -> list[Verdict]:
-        first = read.extent.num_blocks - len(read.targets)
-        coder = None if self._encoding.is_plain else self._encoding.coder(trailer.fields)
-        verdicts = []
-        for index, (key, own, target) in enumerate(zip(read.extent.keys, stored, read.targets, strict=True)):
-            block = trailer.blocks[first + index]
-            is_good = block.tail == self._tail_of(key) and block.digest == digest_of(own)
-            if is_good and coder is not None:
-                (data,) = plain_parts(own)
-                is_good = coder.decode(first + index, data, target)
-            verdicts.append(OURS if is_good else BAD_BLOCK)
-        return verdicts
+        stored = read.targets if self._encoding.is_plain else cut(read.memory[:trailer_at], sizes)
+        tails = [self._tail_of(key) for key in read.extent.keys]
+        return judge_blocks(trailer, self._encoding, tails, stored, read.targets)
 
     @staticmethod
     def _tell(name: str, verdict: Verdict) -> bool:

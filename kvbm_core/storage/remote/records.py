@@ -118,7 +118,8 @@ def unpack_trailer(memory: memoryview) -> RecordTrailer | None:
         return None
     found = _FIELDS.unpack_from(memory, memory.nbytes - _END_BYTES)
     num_blocks, group, codec, mark_bytes, *others, key = found[2:]
-    if not 0 < mark_bytes <= MAX_KEY_BYTES or trailer_bytes(num_blocks) != memory.nbytes:
+    is_possible = 0 < mark_bytes <= MAX_KEY_BYTES and num_blocks
+    if not is_possible or trailer_bytes(num_blocks) != memory.nbytes:
         return None
     fields = RecordFields._make((num_blocks, group, codec, *others, key[:mark_bytes]))
     table = memory[: num_blocks * _ENTRY.size]

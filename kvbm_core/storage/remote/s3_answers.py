@@ -14,7 +14,7 @@ _KEYS = "the credentials are wrong; see docs/remote.md for where they come from"
 _EXPIRED = (
     "the credentials have expired; a role renews them by itself, keys in the environment need a restart"
 )
-_RIGHTS = "the credentials do not allow it; `kvbm remote policy` with this URL prints the rights it takes"
+_RIGHTS = "the credentials do not allow it; docs/remote.md lists the rights that it takes"
 _BUCKET = "there is no such bucket; make it, or correct its name"
 _REGION = "it is in another region or at another address; set AWS_REGION or AWS_ENDPOINT_URL_S3"
 _BY_CODE = {

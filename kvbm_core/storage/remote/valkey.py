@@ -56,7 +56,7 @@ _CLUSTER = "it is one node of a cluster, which is not supported: name a server o
 _REMEDIES = {
     "NOAUTH": _LOGIN,
     "WRONGPASS": _LOGIN,
-    "NOPERM": "`kvbm remote policy` with this URL prints the rights that the user needs",
+    "NOPERM": "docs/remote.md lists the rights that the user needs",
     "MOVED": _CLUSTER,
     "ASK": _CLUSTER,
     "CLUSTERDOWN": _CLUSTER,

@@ -50,6 +50,11 @@ class RankFile:
         """Whether the file is to be had later: see ``open_later``."""
         return self._place is not None and self._file is None
 
+    @property
+    def is_open(self) -> bool:
+        """Whether it is there to be read."""
+        return self._file is not None
+
     def open(self, path: Path, num_slots: int, slot_bytes: int, fingerprint: str) -> bool:
         """Opens the file; False if that is not possible now. The listener is told if it will never be; then
         the rank serves without it.

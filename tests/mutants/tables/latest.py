@@ -42,7 +42,7 @@ MUTANTS = (
     ),
     Mutant(
         "what a store has was given to it anew every minute (a leader)",
-        "kvbm_core/tiers/keyed.py",
+        "kvbm_core/tiers/known.py",
         "    kept_s: float = 4 * 3600.0\n",
         "    kept_s: float = 60.0\n",
         "tests/unit/test_keyed_tier.py"
@@ -50,26 +50,55 @@ MUTANTS = (
     ),
     Mutant(
         "what a store has was given to it anew every minute (SGLang's HiCache)",
-        "kvbm_core/runtime/store_chain.py",
-        "KNOWN_S = 4 * 3600.0\n",
-        "KNOWN_S = 60.0\n",
+        "kvbm_sglang/store_chain.py",
+        "KNOWN = KnownOptions(max_known=100_000)\n",
+        "KNOWN = KnownOptions(max_known=100_000, kept_s=60.0)\n",
         "tests/contract/test_store_chain.py"
         "::test_what_is_used_on_the_disk_for_hours_is_put_once_and_again_only_if_it_is_missed",
     ),
     Mutant(
         "a store that had lost all stayed without it for four hours (a leader)",
         "kvbm_core/tiers/keyed.py",
-        "                self._unlearn(run)\n",
+        "                self._known.doubt(self._names_backwards(run))\n",
         "                pass\n",
         "tests/unit/test_keyed_tier.py::test_what_a_store_has_lost_while_the_host_had_it_is_stored_anew",
     ),
     Mutant(
         "a store that had lost all stayed without it for four hours (SGLang's HiCache)",
-        "kvbm_core/runtime/store_chain.py",
+        "kvbm_sglang/store_chain.py",
         "        self._look_again(keys)\n",
         "",
         "tests/contract/test_store_chain.py"
         "::test_what_is_used_on_the_disk_for_hours_is_put_once_and_again_only_if_it_is_missed",
+    ),
+    Mutant(
+        "a sealed header that gives blocks no bytes, or all of them, ended kvbm disk with a traceback",
+        "kvbm_core/storage/disk/record.py",
+        "    return header if 0 < header.payload_bytes <= MAX_PAYLOAD_BYTES and header.num_slots else None\n",
+        "    return header\n",
+        "tests/unit/test_any_bytes.py::test_a_sealed_header_of_a_block_file_may_say_anything",
+    ),
+    Mutant(
+        "a time that no calendar has ended kvbm remote inspect with a traceback",
+        "kvbm_core/cli/report.py",
+        "    except (ValueError, OverflowError, OSError):  # a file system keeps any time that it is given\n",
+        "    except KeyError:\n",
+        "tests/unit/test_any_bytes.py::test_any_time_of_a_file_is_told",
+    ),
+    Mutant(
+        "a sealed record with a block of no bytes was an I/O error of the whole store at each request",
+        "kvbm_core/storage/remote/judge.py",
+        "    if not all(sizes):\n        return None\n",
+        "",
+        "tests/unit/test_record_check.py"
+        "::test_a_block_that_takes_nothing_is_damage_and_engines_remove_its_record",
+    ),
+    Mutant(
+        "an eviction policy that raised left jobs behind that nobody ended",
+        "kvbm_core/blocks/slot_tier.py",
+        '            self._complain("evict", error)\n',
+        "            raise\n",
+        "tests/unit/test_policies.py::test_where_a_policy_raises_there_is_no_room",
     ),
     # ------------------------------------------------------------ NATS
     Mutant(
@@ -111,7 +140,7 @@ MUTANTS = (
     ),
     Mutant(
         "the chain under HiCache did not tell the breaker what had worked",
-        "kvbm_core/runtime/store_chain.py",
+        "kvbm_sglang/store_chain.py",
         "if trouble is None and self._breaker.succeeded(kind):",
         "if trouble is None and self._breaker.succeeded():",
         "tests/contract/test_store_chain.py::test_one_that_takes_everything_and_gives_nothing_is_left_alone",

@@ -199,9 +199,9 @@ MUTANTS = (
     ),
     Mutant(
         "a block file that another process still had was not tried again",
-        "kvbm_core/transfer/rank.py",
-        "            file.open_later(partial(self._join, place.name, file))\n",
-        "            pass\n",
+        "kvbm_core/transfer/movers/opening.py",
+        "        file.open_later(partial(_join, site, place.name, file))\n",
+        "        pass\n",
         "tests/unit/test_worker_disk.py::test_a_file_that_another_engine_has_joins_when_that_gives_it_up",
     ),
     Mutant(

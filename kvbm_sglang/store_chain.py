@@ -20,7 +20,8 @@ from kvbm_core.policy.admission import AdmissionPolicy
 from kvbm_core.storage.base import BlockStore, Memory, parts_of
 from kvbm_core.storage.host_slab import HostSlab
 from kvbm_core.tiers.breaker import Breaker
-from kvbm_core.tiers.lower import FAILING, WORDS
+from kvbm_core.tiers.known import Known, KnownOptions
+from kvbm_core.tiers.storing import FAILING, WORDS
 from kvbm_core.transfer.movers.store import StoreMover
 from kvbm_core.transfer.plan import JobResult, OrderKind, TierOrder
 from kvbm_core.types import BlockKey, Direction, Tier
@@ -29,11 +30,7 @@ BUFFER_BYTES = 64 << 20
 MIN_BUFFERS, MAX_BUFFERS = 16, 1024
 """Memory between the two stores: so many bytes, but so many blocks at least and at most."""
 READY_WAIT_S = 10.0
-MAX_KNOWN_BLOCKS = 100_000
-KNOWN_S = 4 * 3600.0
-"""What is in the remote store is not put there again for so long, unless it is missed."""
-LOOK_AGAIN_S = 60.0
-"""Of what was not seen there for so long, and is used here, one block is looked for in place of all."""
+KNOWN = KnownOptions(max_known=100_000)
 
 
 class Answers(NamedTuple):
@@ -101,7 +98,7 @@ class StoreChain:
         self._trouble = TroubleLog(clock=clock)
         self._free = list(range(self._slab.ready_slots))
         self._num_late = 0  # buffers of orders that were given up and are not over
-        self._known: dict[BlockKey, float] = {}  # when a block was put or seen there
+        self._known = Known[BlockKey](clock, KNOWN)
         self._looking: set[BlockKey] = set()
         self._last_id = 0
         self._is_closed = False
@@ -133,8 +130,7 @@ class StoreChain:
         ends_at_s = self._clock.now_s() + deadline_s
         self.settle(deadline_s)
         with self._changed:
-            for key in keys:
-                self._known.pop(key, None)
+            self._known.learn(dict.fromkeys(keys, Outcome.MISS))
         outcomes = self._disk.remove_many(keys, deadline_s=ends_at_s - self._clock.now_s())
         if not self._is_closed:
             removed = self._remote.remove_many(keys, deadline_s=ends_at_s - self._clock.now_s())
@@ -268,18 +264,16 @@ class StoreChain:
         with self._changed:
             if self._is_closed or self._breaker.is_open:
                 return []
-            admitted = self._admission.admit([key for key in blocks if not self._is_known(key, KNOWN_S)])
+            admitted = self._admission.admit([key for key in blocks if not self._known.is_kept(key)])
         return [(key, blocks[key]) for key in admitted]
 
-    def _is_known(self, key: BlockKey, seconds: float) -> bool:
-        """Whether the block was put or seen there, not longer ago than that."""
-        return self._known.get(key, float("-inf")) + seconds > self._clock.now_s()
-
     def _look_again(self, keys: Sequence[BlockKey]) -> None:
-        """It may have been removed there, or lost, while the disk has it."""
+        """What is kept there may have been removed, or lost, while the disk has it: of what was not seen
+        there for a while, and is used here, one block is looked for in place of all.
+        """
         with self._changed:
-            known = [key for key in keys if self._is_known(key, KNOWN_S)]
-            if not known or self._is_known(known[-1], LOOK_AGAIN_S) or known[-1] in self._looking:
+            known = list(filter(self._known.is_kept, keys))
+            if not known or self._known.is_present(known[-1]) is not None or known[-1] in self._looking:
                 return
             if self._is_closed or self._breaker.is_open:
                 return
@@ -363,22 +357,12 @@ class StoreChain:
             self._count(order, result)
 
     def _learn(self, order: _Order) -> None:
-        kind, outcomes = order.order.kind, order.outcomes()
-        now_s = self._clock.now_s()
-        for key, outcome in zip(order.order.keys, outcomes, strict=True):
-            if outcome in FAILING:
-                continue
-            self._known.pop(key, None)
-            if _is_ok(outcome):
-                self._known[key] = now_s
+        kind, keys, outcomes = order.order.kind, order.order.keys, order.outcomes()
+        self._known.learn(dict(zip(keys, outcomes, strict=True)))
         if order.stands_for:
-            self._looking.difference_update(order.order.keys)
-            if outcomes[0] is Outcome.MISS:
-                for key in order.stands_for:
-                    if not self._is_known(key, LOOK_AGAIN_S):
-                        self._known.pop(key, None)
-        while len(self._known) > MAX_KNOWN_BLOCKS:
-            del self._known[next(iter(self._known))]
+            self._looking.difference_update(keys)
+            if not self._known.is_kept(keys[0]):
+                self._known.doubt(order.stands_for)
         trouble = next((outcome for outcome in outcomes if outcome in FAILING), None)
         if trouble is not None and self._breaker.failed(kind) and trouble is Outcome.TIMED_OUT:
             line = "kvbm: the %s does not answer: it is left alone for a while, and then tried again"

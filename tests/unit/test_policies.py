@@ -1,0 +1,148 @@
+"""Which eviction policy a tier has: by name, of ours or of an installed package; and what it is told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import kvbm
+from kvbm_core.blocks.slot_tier import BlockTier
+from kvbm_core.clock import ManualClock
+from kvbm_core.config import KvbmSettings
+from kvbm_core.errors import ConfigError, Outcome
+from kvbm_core.observe.metrics import Metrics
+from kvbm_core.policy.admission import AdmitAll
+from kvbm_core.policy.lru import LruPolicy
+from kvbm_core.policy.named import make_policy
+from kvbm_core.runtime.assembly import evicting, lower_makers
+from kvbm_core.testing import leader_bench
+from kvbm_core.testing.leader_bench import LeaderBench
+from kvbm_core.tiers.chain import TierChain
+from kvbm_core.tiers.jobs import JobTable
+from kvbm_core.tiers.slotted import SlottedTier, slotted_tier
+from kvbm_core.tokens.runs import BlockRun
+from kvbm_core.types import Tier
+from tests.policies import Deaf, Listening, Undecided, installed
+from tests.unit.test_tier_chain import KEYS
+from tests.unit.tier_bench import TierBench
+
+
+def test_the_least_recently_used_goes_unless_a_name_says_otherwise(tmp_path: Path) -> None:
+    assert isinstance(make_policy(), LruPolicy) and isinstance(make_policy("lru"), LruPolicy)
+    with installed(tmp_path, listening="tests.policies:Listening"):
+        assert isinstance(make_policy("listening"), Listening)
+
+
+def test_a_policy_that_cannot_be_had_is_told_with_those_that_can(tmp_path: Path) -> None:
+    names = {
+        "listening": "tests.policies:Listening",
+        "broken": "tests.policies:broken",
+        "gone": "no.such:thing",
+        "nothing": "tests.policies:nothing",
+    }
+    with installed(tmp_path, **names):
+        for name, why in (
+            ("other", "no such policy is installed; there are: broken, gone, listening, lru, nothing"),
+            ("broken", "cannot be made: RuntimeError: out of order, in two lines"),
+            ("nothing", "makes no EvictionPolicy, but a NoneType"),
+            ("gone", "cannot be made: ModuleNotFoundError: No module named 'no'"),
+        ):
+            with pytest.raises(ConfigError, match=f"^kvbm: KVBM_EVICTION_POLICY={name}: {why}$"):
+                make_policy(name)
+
+
+@pytest.mark.shows("KVBM_EVICTION_POLICY")
+@pytest.mark.parametrize(("name", "kind"), [("lru", LruPolicy), ("listening", Listening)])
+def test_a_setting_says_which_one_host_and_disk_have(name: str, kind: type, tmp_path: Path) -> None:
+    with installed(tmp_path, listening="tests.policies:Listening"):
+        settings = KvbmSettings.from_env({"disk_cache_gb": 1, "cpu_cache_gb": 1, "eviction_policy": name})
+        disk = TierBench(lower_makers(settings, ManualClock())["disk"]).tier
+        assert isinstance(disk, SlottedTier)
+        assert type(evicting(settings)()) is type(disk.slots._policy) is kind
+
+
+def test_a_policy_that_wants_to_know_is_told_of_prompts() -> None:
+    policy, clock = Listening(), ManualClock()
+    host = BlockTier(Tier.HOST, policy, clock)
+    host.grow(4)
+    below = Listening()
+    chain = TierChain(
+        host,
+        [slotted_tier("disk", Tier.DISK, AdmitAll(), lambda: below)],
+        JobTable(1, clock),
+        send=lambda order: None,
+        clock=clock,
+        metrics=Metrics(),
+    )
+    assert chain.needs_runs
+    reservation = chain.reserve(KEYS[:3], lambda new: frozenset())
+    assert chain.stored(reservation, Outcome.OK)
+    run = BlockRun(KEYS[:6], 1, 5)
+    chain.tell([run])
+    slots = reservation.slots
+    assert policy.told == [(run, [slots[1], slots[2], -1, -1])]
+    assert below.told == [(run, [-1] * 4)]
+
+
+def test_a_leader_tells_of_what_is_stored_and_of_what_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = Listening()
+    monkeypatch.setattr(leader_bench, "make_policy", lambda: policy)
+    bench = LeaderBench()
+    tokens = list(range(13))
+    bench.store(tokens)
+    keys = bench.keys(tokens)
+    ((run, slots),) = policy.told
+    assert (list(run.keys), run.first, run.end) == (keys, 0, 3) and len(set(slots)) == 3
+    state = bench.open()
+    assert bench.match(state, tokens) == 12
+    bench.answer(bench.leader.onboard(state, 12, [[4, 5, 6]]))
+    (_, (loaded, again)) = policy.told
+    assert (list(loaded.keys), loaded.first, loaded.end, again) == (keys, 0, 3, slots)
+
+
+def test_the_library_has_the_policy_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVBM_EVICTION_POLICY", "listening")
+    spec = kvbm.BlockSpec("policies", shape=(2, 16, 64), dtype="float16", tokens=16)
+    sizes = {"host_bytes": 1 << 24, "disk_bytes": 1 << 24}
+    with (
+        installed(tmp_path / "installed", listening="tests.policies:Listening"),
+        kvbm.open_cache(spec, **sizes, disk=tmp_path / "disk") as cache,
+    ):
+        assert cache.put(list(range(64)), np.zeros((4, *spec.shape), spec.dtype)) == 4
+        host, disk = (slots._policy for slots in cache._tiers._chain.books)
+        assert isinstance(host, Listening) and isinstance(disk, Listening)
+        assert [len(slots) for _, slots in host.told] == [4]
+
+
+def test_what_a_policy_raises_when_it_is_told_does_not_keep_a_disowned_block(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(leader_bench, "make_policy", Deaf)
+    bench = LeaderBench()
+    state = bench.open()
+    plan = bench.offload(state, list(range(13)))
+    bench.leader.disown(state)
+    bench.answer(plan)
+    assert bench.tier.resident_blocks == 0
+    assert "policy Deaf of the host tier raises in tell: RuntimeError: not heard, twice" in caplog.text
+
+
+def test_where_a_policy_raises_there_is_no_room(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(leader_bench, "make_policy", Undecided)
+    bench = LeaderBench(num_slots=3)
+    first, second = list(range(9)), list(range(100, 117))
+    bench.store(first, "first")
+    bench.store(second, "second")
+    assert (bench.resident_blocks(first), bench.resident_blocks(second)) == (2, 1)
+    bench.store(list(range(200, 217)), "third")
+    bench.assert_idle()
+    assert "policy Undecided of the host tier raises in evict: RuntimeError: which one" in caplog.text
+
+
+def test_who_does_not_want_to_know_costs_nothing() -> None:
+    bench = LeaderBench()
+    assert not bench.tier.takes_runs and not bench.leader.chain.needs_runs
