@@ -21,12 +21,12 @@ def pack_u32(tokens: Sequence[int], /) -> bytes: ...
 def record_names(keys: Sequence[BlockKey], folder: str, num_blocks: int, /) -> list[str]: ...
 
 class Index:
-    """Which block is in which slot: BlockRegistry with arrays in place of results.
+    """Which block is in which slot: what a BlockRegistry asks, with arrays in place of results.
 
-    The methods that have a namesake in kvbm_core/blocks/registry.py do the same; ``slots`` that are filled
-    are at least as long as ``keys``. ``in`` and ``len`` are about resident blocks. TypeError for a key that
-    is not bytes, ValueError for one of another length than a BlockKey's. A call that raises has changed
-    nothing, and leaves what it was to fill undefined. One thread only.
+    The methods that have a namesake there do the same; ``slots`` that are filled are at least as long as
+    ``keys``. ``in`` and ``len`` are about resident blocks. TypeError for a key that is not bytes, ValueError
+    for one of another length than a BlockKey's. A call that raises has changed nothing, and leaves what it
+    was to fill undefined. One thread only.
     """
 
     def __init__(self, seed: int, /) -> None: ...
