@@ -31,7 +31,7 @@ from kvbm_trtllm.contract import has_other_inputs, identity_of, may_run_dummy, n
 from kvbm_trtllm.events import EventFeed
 from kvbm_trtllm.follow import Follower
 from kvbm_trtllm.identity import adapter_of
-from kvbm_trtllm.metadata import QUIET, StepPlans, encode
+from kvbm_trtllm.metadata import NO_PLANS, QUIET, StepPlans, encode
 from kvbm_trtllm.notes import Finish, LoadEnded, Note
 from kvbm_trtllm.requests import DeviceBlocks, Followed, Given, Requests
 from kvbm_trtllm.states import RequestEvent, RequestStatus
@@ -237,7 +237,7 @@ class SchedulerSide:
             self._sweep()
         if offload is not None:
             self._plans.offloads.append(offload.plan())
-        if self._plans.is_quiet:
+        if self._plans == NO_PLANS:
             self._planned = []
             return QUIET
         metadata = encode(self._plans)
@@ -316,7 +316,7 @@ class SchedulerSide:
         return followed
 
     def _forget_names(self) -> None:
-        states = (followed.state for followed in self._requests)
+        states = (followed.state for followed in self._requests.values())
         self._events.renamed(state for state in states if state is not None)
 
     def _begin_again(self, former: Followed | None, data: Any) -> Followed:
@@ -491,7 +491,7 @@ class SchedulerSide:
             followed.state = None
 
     def _forget(self, number: int) -> Followed | None:
-        followed = self._requests.pop(number)
+        followed = self._requests.forget(number)
         if followed is not None:
             self._follower.forget(number)
         return followed

@@ -42,7 +42,7 @@ from kvbm_core.runtime.orders import LeaderActs, LeaderOrders
 from kvbm_core.runtime.pins import LeaderPins
 from kvbm_core.runtime.rank_watch import RankWatch
 from kvbm_core.runtime.recorder import Recorder
-from kvbm_core.runtime.request import BlockTable, RequestState, StateOnDevice
+from kvbm_core.runtime.request import BlockTable, RequestState, StateOnDevice, Worth
 from kvbm_core.runtime.tenants import Tenant, TenantTable
 from kvbm_core.runtime.transfer_jobs import JobPart, TransferJob, readers_of, writers_of
 from kvbm_core.runtime.why import Asked, MissFinder, Why
@@ -257,7 +257,8 @@ class Leader:
             self._onboarding.let_go(old)
             self._give_up_audit(old)
         chain = TokenChain(root, base_block_tokens(self.groups), extra_of_block)
-        state = RequestState(request_id, chain, self.groups, is_lasting=is_lasting, facts=facts)
+        worth = Worth.LASTING if is_lasting else Worth.LOCAL
+        state = RequestState(request_id, chain, self.groups, worth, facts=facts)
         if tenant is not None:
             state.tenant = self.tenants.number(tenant, root)
         if self._recorder is not None:
@@ -462,9 +463,8 @@ class Leader:
         self._give_up_audit(state)
         if not state.offload_jobs:  # else the end of the last of them does it
             self.chain.host.touch(self._keeper.used_keys(state))
-        self.metrics.request_hits(
-            state.host_hit_blocks, state.disk_hit_blocks, state.queried_blocks, state.object_hit_blocks
-        )
+        host, disk, stores = state.hit_blocks
+        self.metrics.request_hits(host, disk, state.queried_blocks, stores)
         if self._recorder is not None and state.chain.hashes:
             self._recorder.ended(state.came_s, state.prompt_tokens, state.chain.hashes)
         self._count_misses(state.account)
@@ -480,19 +480,19 @@ class Leader:
         """
         self._onboarding.let_go(state)
         self._give_up_audit(state)
-        state.is_retired = True
+        if state.worth is not Worth.DISOWNED:
+            state.worth = Worth.RETIRED
 
     def confirm(self, state: RequestState) -> None:
         """Of a request that was opened as not lasting: its keys mean the same in other processes too."""
-        state.is_lasting = True
-        is_hit = state.host_hit_blocks or state.disk_hit_blocks or state.object_hit_blocks
+        state.worth = Worth.LASTING
         states = self._keeper.runs_at(state, self._keeper.lasting_ends(state))
-        (self.chain.used if is_hit else self.chain.offer)([*state.whole_runs(), *states])
+        (self.chain.used if any(state.hit_blocks) else self.chain.offer)([*state.whole_runs(), *states])
 
     def disown(self, state: RequestState) -> None:
         """The opposite: nobody knows what its keys mean. Those that were stored are forgotten."""
         self.retire(state)
-        state.is_disowned = True
+        state.worth = Worth.DISOWNED
         self.chain.forget(state.chain_keys())
 
     def new_generation(self) -> None:
@@ -697,12 +697,12 @@ class Leader:
         elif job.outcome is not Outcome.OK:
             self._count_failure(job)
         for part in job.parts:
-            if is_offload and is_done and part.state.is_disowned:
+            if is_offload and is_done and part.state.worth is Worth.DISOWNED:
                 self.chain.forget(part.keys)
         for part in job.parts:
             if is_done:
                 self.chain.tell(part.runs)
-            if is_offload and is_done and part.state.is_lasting:
+            if is_offload and is_done and part.state.worth is Worth.LASTING:
                 self.chain.offer(self._keeper.offered(part.state, part.runs))
             self._drop_if_idle(part.state)
 
@@ -764,7 +764,7 @@ class Leader:
         is_idle = state.is_finished and not state.offload_jobs and state.onboard_job is None
         if is_idle and self._requests.get(state.request_id) is state:
             del self._requests[state.request_id]
-            if not state.is_lasting or state.is_retired:
+            if state.worth is not Worth.LASTING:
                 return
             if state.marks.spare_tokens and self.chain.lower:
                 self.chain.offer(self._keeper.rest(state))

@@ -10,7 +10,7 @@ from kvbm_core.cli.status import parse_samples, status_rows
 from kvbm_core.config import KvbmSettings
 from kvbm_core.errors import Outcome
 from kvbm_core.runtime.assembly import leader_options
-from kvbm_core.runtime.request import NULL_BLOCK, RequestState, StateOnDevice
+from kvbm_core.runtime.request import NULL_BLOCK, RequestState, StateOnDevice, Worth
 from kvbm_core.runtime.transfer_jobs import JobPart
 from kvbm_core.testing.leader_bench import BenchDisk
 from kvbm_core.tiers.groups import GroupSpec
@@ -405,7 +405,7 @@ def test_a_state_on_disk_and_kv_in_the_host_make_a_hit() -> None:
 def test_of_an_adapter_that_is_confirmed_at_the_end_the_states_of_use_go_down() -> None:
     bench = StatesBench(every_tokens=100, disk=BenchDisk(64))
     state = bench.open()
-    state.is_lasting = False
+    state.worth = Worth.LOCAL
     before = 0
     for end in (12, 16, 20, 24):
         bench.answer(bench.computes(state, PROMPT, before, end, prompt=14))
@@ -423,7 +423,7 @@ def test_of_an_adapter_that_is_confirmed_all_states_that_stay_go_down() -> None:
     """Those inside the prompt and its last one too, though the answer is long."""
     bench = StatesBench(every_tokens=8, disk=BenchDisk(64))
     state = bench.open()
-    state.is_lasting = False
+    state.worth = Worth.LOCAL
     before = 0
     for end in (4, 8, 12, 16, 20, 24, 28, 32):
         bench.answer(bench.computes(state, PROMPT, before, end, prompt=22))
