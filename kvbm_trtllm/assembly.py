@@ -96,7 +96,7 @@ class LeaderPart:
             "TensorRT-LLM", str(getattr(llm_args, "model", "")), rank, self._namespace_digest
         )
         self._make_callbacks()
-        self._process.channel.poll_with(self._poll_if_quiet)
+        self._process.poll_with(self._poll_if_quiet)
         rank = data_parallel_rank_of(llm_args)
         about = About("TensorRT-LLM", str(getattr(llm_args, "model", "")), rank, self._namespace_digest)
         self._process.serve_metrics(about, self._readiness)
