@@ -71,8 +71,8 @@ class DiskMover:
         self._record_ios = [
             RecordIo(file, io, first_sequence=first_sequence, clock=clock, late=self._late) for io in ios
         ]
-        self._reads: JobBoard[TierOrder] = JobBoard(clock, None)
-        self._writes: JobBoard[TierOrder] = JobBoard(clock, None)
+        self._reads: JobBoard[TierOrder] = JobBoard(clock)
+        self._writes: JobBoard[TierOrder] = JobBoard(clock)
         self._new_life = threading.Event()
         self._num_resets = 0
         self._threads = [
