@@ -97,7 +97,7 @@ class LeaderPart:
             "TensorRT-LLM", str(getattr(llm_args, "model", "")), rank, self._namespace_digest
         )
         self._make_callbacks()
-        self._process.channel.poll_with(self._poll_if_quiet)
+        self._process.poll_with(self._poll_if_quiet)
         self._process.serve_metrics(about, self._readiness)
         self._process.take_orders(about, self._readiness)
         if settings.has_lower_tier:

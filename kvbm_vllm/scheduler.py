@@ -1,4 +1,5 @@
-"""vLLM's scheduler hooks -> the leader. Runs in the engine-core process, on the scheduler's thread.
+"""vLLM's scheduler hooks -> the leader. Runs in the engine-core process, on the scheduler's thread;
+while that is idle the channel's thread takes in what workers say (runtime/side.py).
 
 ``update_state_after_alloc`` passes all blocks of a request each time it is called: it is only where a load
 learns its targets. What a request has on the device is followed in tables.py; requests.py says what it can
@@ -7,10 +8,9 @@ be.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from kvbm_core.identity.roots import Roots
 from kvbm_core.observe.guard import GuardState, guarded
@@ -19,6 +19,7 @@ from kvbm_core.observe.log import RateLimitedLogger
 from kvbm_core.runtime.due import DueRequests
 from kvbm_core.runtime.leader import Leader
 from kvbm_core.runtime.request import RequestState, StateOnDevice
+from kvbm_core.runtime.side import LeaderSide, exclusive
 from kvbm_core.runtime.tenants import Tenant
 from kvbm_core.tiers.lower import PEERS
 from kvbm_vllm.changes import DeviceCache, EngineChanges
@@ -46,9 +47,6 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
-P = ParamSpec("P")
-T = TypeVar("T")
-
 _UNCACHED = {
     UncachedReason.OPTED_OUT.value: 'its kv_transfer_params say {"kvbm": {"skip": true}}',
     UncachedReason.PROMPT_EMBEDS.value: "its prompt is embeddings, not tokens",
@@ -63,19 +61,6 @@ _NO_EVENTS: Iterable[KVCacheEvent] = ()
 _COMPLETE = frozenset({"FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED"})
 
 
-def exclusive(
-    method: Callable[Concatenate[SchedulerSide, P], T],
-) -> Callable[Concatenate[SchedulerSide, P], T]:
-    """For what vLLM calls: what is lent to peers is looked up by another thread."""
-
-    @functools.wraps(method)
-    def call(self: SchedulerSide, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        with self.leader.lock:
-            return method(self, *args, **kwargs)
-
-    return call
-
-
 @dataclass(slots=True)
 class Step:
     """What is planned for one step. ``announced``: loads promised to vLLM, and the device blocks that they
@@ -87,7 +72,7 @@ class Step:
     jobs: set[int] = field(default_factory=set)
 
 
-class SchedulerSide:
+class SchedulerSide(LeaderSide):
     """One engine's scheduler side. Every public method is guarded: an exception here is a miss and a
     count.
     """
@@ -103,8 +88,7 @@ class SchedulerSide:
         decode_run_tokens: int = 0,
         guard_state: GuardState,
     ) -> None:
-        self.leader = leader
-        self.guard_state = guard_state
+        super().__init__(leader, guard_state)
         self.leaves_remote_prefills = False
         """Another connector beside this one brings prompts that another worker has computed, whole."""
         self._roots = roots
@@ -422,6 +406,10 @@ class SchedulerSide:
             self.leader.retire(followed.state)
 
     # ---------------------------------------------------------------- one step
+
+    @guarded("leader_thread", lambda self: None)
+    def _take_in(self) -> None:
+        self.leader.poll()
 
     def _poll(self) -> None:
         # Once per step is enough, and again when a request comes: the engine may have been idle since.

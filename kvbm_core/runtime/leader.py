@@ -63,6 +63,8 @@ TAKE_IN_BLOCKS = REPORT_SLOTS
 EMPTY_BLOCKS = 16
 """What a message with little in it costs, in blocks."""
 MAX_DISTRUSTED_NAMESPACES = 64
+GAUGES_WAIT_S = 0.2
+"""How long whoever reads the metrics waits for the engine's hooks; then the gauges are those of before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +124,7 @@ class Leader:
         self.tenants = TenantTable(self.chain, self.pins.on_root)
         self._orders = self._orders_at(parts.desk)
         self.chain.holds_back = lambda: self._orders.hold_back
-        self._ordered = (0, 0, 0)
+        metrics.on_look = self._publish_gauges
         self._offloading = Offloading(
             groups,
             self.chain,
@@ -152,7 +154,6 @@ class Leader:
             has_loads=lambda: self.has_loads,
             has_loads_of=self.has_loads_of,
             block_bytes=lambda: self.block_bytes,
-            publish_gauges=self.publish_gauges,
         )
         return LeaderOrders(
             desk, self.groups, self.chain, self.metrics, tenants=self.tenants, pins=self.pins, acts=acts
@@ -538,7 +539,6 @@ class Leader:
         self._ranks.heard(rank)
         for result in results:
             self._jobs.acknowledge(rank, result)
-        self.publish_gauges()
 
     @property
     def has_news(self) -> bool:
@@ -546,9 +546,12 @@ class Leader:
         return bool(self._handshake.inbox) or bool(self._handshake.found) or self._orders.has_any
 
     def poll(self) -> None:
-        """Takes what has arrived since the last call. Never waits."""
-        has_news = self.has_news
-        if has_news:
+        """Takes what has arrived since the last call. Waits for nothing but ``lock``; any thread."""
+        with self.lock:
+            self._poll()
+
+    def _poll(self) -> None:
+        if self.has_news:
             self._take_in_news()
         if self.chain.live_leases:  # not in most steps
             self._mind_leases()
@@ -558,8 +561,6 @@ class Leader:
             self._orders.mind()
         if self.pins.is_due:
             self.pins.mind()
-        if has_news:
-            self.publish_gauges()
 
     def _take_in_news(self) -> None:
         inbox = self._handshake.inbox
@@ -613,8 +614,9 @@ class Leader:
         """As ``poll``, with everything that has been found in lower tiers so far; at start, when nobody waits
         for a step.
         """
-        self._take_in_found(float("inf"))
-        self.poll()
+        with self.lock:
+            self._take_in_found(float("inf"))
+            self._poll()
 
     def _take_in_found(self, most_blocks: float) -> None:
         """At least one of the workers' messages, if there is one; ``most_blocks`` of each worker."""
@@ -628,20 +630,17 @@ class Leader:
                 tier.take_in(chunk.rank, chunk.end, chunk.found)
             num_taken += max(EMPTY_BLOCKS, len(chunk.found))
 
-    def mind_questions(self) -> None:
-        """What operators ask for that needs no step. Any thread, where all callers hold ``lock``."""
-        with self.lock:
-            self._orders.mind_questions()
-
-    def publish_gauges(self) -> None:
-        """How full the tier is, what is pinned, what is under way: now."""
-        self.chain.publish_usage()
-        self.metrics.set_pending_jobs(self.pending_jobs)
-        self.metrics.set_live_leases(self.chain.host.live_leases)
-        ordered = len(self.pins), self.chain.host.kept_blocks, self.tenants.num_quotas
-        if ordered != self._ordered:  # not in most steps
-            self._ordered = ordered
-            self.metrics.set_ordered(*ordered)
+    def _publish_gauges(self) -> None:
+        """How full the tiers are, what is pinned, what is under way: now. Any thread."""
+        if not self.lock.acquire(timeout=GAUGES_WAIT_S):
+            return
+        try:
+            self.chain.publish_usage()
+            self.metrics.set_pending_jobs(self.pending_jobs)
+            self.metrics.set_live_leases(self.chain.host.live_leases)
+            self.metrics.set_ordered(len(self.pins), self.chain.host.kept_blocks, self.tenants.num_quotas)
+        finally:
+            self.lock.release()
 
     def _on_slots(self, event: SlotsReady) -> None:
         host = self.chain.host

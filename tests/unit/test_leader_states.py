@@ -458,7 +458,6 @@ def test_states_are_counted_apart_in_each_tier() -> None:
     bench.serve(PROMPT, [12, 24])
     while bench.write_to_disk():
         pass
-    bench.leader.publish_gauges()
     host, disk = 'kvbm_state_blocks{tier="host"}', 'kvbm_state_blocks{tier="disk"}'
     assert (bench.metric(host), bench.metric(disk)) == (4, 4)
     shown = {what: value for _, what, value in status_rows(parse_samples(bench.leader.metrics.exposition()))}
@@ -466,12 +465,10 @@ def test_states_are_counted_apart_in_each_tier() -> None:
     lease = bench.tier.lease("reader", bench.states(PROMPT, [12]), 1.0)
     assert lease is not None
     bench.tier.forget(bench.states(PROMPT, [12]))
-    bench.leader.publish_gauges()
     assert (bench.metric(host), bench.metric(disk)) == (2, 4)
     bench.tier.release(lease)
     bench.leader.check_integrity()
     bench.leader.reset()
-    bench.leader.publish_gauges()
     assert (bench.metric(host), bench.metric(disk)) == (0, 0)
 
 
