@@ -398,11 +398,6 @@ class LocalTiers:
     # ---------------------------------------------------------------- state and end
 
     @property
-    def ready_slots(self) -> int:
-        """Slots of the host tier that can be used."""
-        return self._chain.host.capacity_blocks
-
-    @property
     def is_asked(self) -> bool:
         """Whether ``match`` has something looked for that is nowhere here."""
         return self._chain.is_asked
