@@ -1,4 +1,6 @@
-"""Faults that each adapter's tests have to see, whatever causes them: a wrong byte and a lost lease."""
+"""Faults that tests have to see, whatever causes them: a wrong byte and a lost lease under each adapter, and
+what a writer that is killed leaves half written.
+"""
 
 from __future__ import annotations
 
@@ -38,5 +40,25 @@ MUTANTS = (
         "        if self._leases.release(lease):\n",
         "        if False:\n",
         " ".join(ADAPTERS.values()),
+    ),
+    Mutant(
+        "what lies in a slot is taken for what the writer's log says (a disk that is read along)",
+        "kvbm_core/storage/disk/record_io.py",
+        "unpack_record(owner._sectors[cell])\n"
+        "            outcome = judge_record(header, record.key, record.slot, file)\n",
+        "unpack_record(owner._sectors[cell])\n"
+        "            outcome = judge_record(header, header.key if header else b'', record.slot, file)\n",
+        "tests/faults/test_shared_reading.py::test_a_killed_writer_and_the_next_one_are_read_along",
+    ),
+    Mutant(
+        "a block appears under its name before it is whole (a shared directory)",
+        "kvbm_core/storage/directory/record_files.py",
+        "                self._write(fd, key, pieces, is_direct=is_direct)\n"
+        "                if is_given_up():\n"
+        "                    return Outcome.TIMED_OUT\n"
+        "                self._calls.rename(temporary, path)\n",
+        "                self._calls.rename(temporary, path)\n"
+        "                self._write(fd, key, pieces, is_direct=is_direct)\n",
+        "tests/faults/test_directory_kills.py::test_no_kill_costs_a_byte",
     ),
 )
