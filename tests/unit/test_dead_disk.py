@@ -344,8 +344,8 @@ def test_nothing_is_read_by_a_number_that_was_given_up(
     monkeypatch.setattr(RankFile, "look", look)
     again = DiskEngine(tmp_path)
     try:
-        again.wait_for(lambda: again.leader.disabled_reason is not None)
-        assert stopped and stopped[0] >= 0, "the search ends before the file is closed"
+        again.wait_for(lambda: again.disk.off_reason is not None)
     finally:
         again.close()
         let_go(searches[0], gate)
+    assert stopped and stopped[0] >= 0, "the search ends before the file is closed"
