@@ -8,6 +8,7 @@ really ended. Whoever wants to use the memory again asks ``LATE`` first.
 from __future__ import annotations
 
 import ctypes
+import os
 import threading
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable, Iterable
@@ -101,6 +102,8 @@ class LateMemory:
 
 LATE = LateMemory()
 """The one of this process: what it keeps is kept whoever else lets go of it."""
+_lock = LATE._lock  # no fork amid a call: the child would have a lock that nobody opens
+os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)
 
 
 def ranges_of(memory: Memory) -> list[Span]:
