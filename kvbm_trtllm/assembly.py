@@ -34,6 +34,7 @@ from kvbm_trtllm.config import (
     read_settings,
     spare_tokens_of,
     tiers_here_of,
+    uses_attention_dp,
     world_size_of,
 )
 from kvbm_trtllm.consolidator_config import endpoints_of
@@ -96,9 +97,7 @@ class LeaderPart:
             "TensorRT-LLM", str(getattr(llm_args, "model", "")), rank, self._namespace_digest
         )
         self._make_callbacks()
-        self._process.channel.poll_with(self._poll_if_quiet)
-        rank = data_parallel_rank_of(llm_args)
-        about = About("TensorRT-LLM", str(getattr(llm_args, "model", "")), rank, self._namespace_digest)
+        self._process.poll_with(self._poll_if_quiet)
         self._process.serve_metrics(about, self._readiness)
         self._process.take_orders(about, self._readiness)
         if settings.has_lower_tier:
@@ -129,11 +128,8 @@ class LeaderPart:
 
     def _make_events(self) -> tuple[EventFeed, EventService | None]:
         """Nothing but an idle feed, if nobody wants events."""
-        settings, has_attention_dp = (
-            self._settings,
-            bool(getattr(self._llm_args, "enable_attention_dp", False)),
-        )
-        ends = None if has_attention_dp else endpoints_of(settings)
+        settings = self._settings
+        ends = None if uses_attention_dp(self._llm_args) else endpoints_of(settings)
         if ends is None and not settings.event_ways:
             return EventFeed(), None
         event_log = EventLog(media_of(settings), own_hash)

@@ -35,18 +35,12 @@ class StepPlans:
     not_loaded: list[str] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
 
-    @property
-    def is_quiet(self) -> bool:
-        """Whether nothing of ours begins."""
-        is_loading = self.onboards or self.sync_onboards or self.not_loaded or self.refused
-        is_fencing = self.fences or self.unkept or self.fence_all
-        return not (is_loading or self.offloads or is_fencing or self.awaited)
-
 
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER: msgspec.msgpack.Decoder[StepPlans] = msgspec.msgpack.Decoder(StepPlans)
+NO_PLANS = StepPlans()
 QUIET = b""
-"""Nothing of ours begins in this iteration."""
+"""What an iteration without plans has for its metadata."""
 
 
 def encode(plans: StepPlans) -> bytes:
@@ -55,7 +49,7 @@ def encode(plans: StepPlans) -> bytes:
 
 
 def decode(metadata: object) -> StepPlans | None:
-    """What ``encode`` was given; None for an iteration without plans, which is what any empty metadata means.
+    """What ``encode`` was given; None for an iteration without plans, as any empty metadata says.
 
     msgspec.DecodeError or UnicodeDecodeError for bytes of anybody else, TypeError for something else than
     bytes.

@@ -7,13 +7,13 @@ to somebody else, or when nothing has been heard of it for long.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from kvbm_core.runtime.request import RequestState
+from kvbm_core.runtime.request import RequestState, after
 from kvbm_core.tiers.groups import GroupSpec
 from kvbm_trtllm.contract import BAD_PAGE
-from kvbm_trtllm.states import REQUEST_TABLE, RequestEvent, RequestStatus, after
+from kvbm_trtllm.states import REQUEST_TABLE, RequestEvent, RequestStatus
 
 SILENT_AFTER_S = 60.0
 Given = tuple[int, Sequence[Sequence[int]]]
@@ -109,38 +109,25 @@ class DeviceBlocks:
         return sum(map(len, self._tainted))
 
 
-class Requests:
+class Requests(dict[int, Followed]):
     """Followed requests by their number. The leader's thread only.
 
     ``broken``: numbers of those whose blocks hold something else than they were promised, refused or not yet.
     """
 
     def __init__(self) -> None:
-        self._by_number: dict[int, Followed] = {}
+        super().__init__()
         self.broken: set[int] = set()
-
-    def __len__(self) -> int:
-        return len(self._by_number)
-
-    def __iter__(self) -> Iterator[Followed]:
-        return iter(self._by_number.values())
-
-    def __contains__(self, number: int) -> bool:
-        return number in self._by_number
-
-    def get(self, number: int) -> Followed | None:
-        """The request, if it is followed."""
-        return self._by_number.get(number)
 
     def add(self, followed: Followed) -> None:
         """Follows a request, instead of an earlier one of the same number."""
-        self._by_number[followed.number] = followed
+        self[followed.number] = followed
         self.broken.discard(followed.number)
 
-    def pop(self, number: int) -> Followed | None:
+    def forget(self, number: int) -> Followed | None:
         """Follows it no more."""
         self.broken.discard(number)
-        return self._by_number.pop(number, None)
+        return self.pop(number, None)
 
     def move(self, followed: Followed, event: RequestEvent) -> None:
         """Something has happened to a request. IntegrityError, a bug, if it cannot; nothing changes then."""
@@ -154,7 +141,7 @@ class Requests:
         """Offloads of those that are not among ``running``."""
         return {
             job
-            for number, followed in self._by_number.items()
+            for number, followed in self.items()
             if number not in running and followed.state is not None
             for job in followed.state.offload_jobs
         }
@@ -166,7 +153,7 @@ class Requests:
         forgotten before it has been refused: one that waits parked comes back, whenever that is.
         """
         found = []
-        for followed in self._by_number.values():
+        for followed in self.values():
             heard = len(followed.tokens) + sum(map(len, followed.tables))
             is_waiting = followed.status in {RequestStatus.LOADING, RequestStatus.BROKEN}
             if heard != followed.heard_tokens or is_waiting:

@@ -2,7 +2,7 @@
 blocks.
 
 That thread sleeps while there is no request, and then polls nothing: what workers say meanwhile is taken in
-by the channel's thread. A lock keeps the two apart.
+by the channel's thread (runtime/side.py).
 
 Loads are asynchronous: TensorRT-LLM parks the request until every rank has reported it. Only small loads of
 blocks in host memory may be waited for instead (KVBM_SYNC_ONBOARD_BYTES).
@@ -10,12 +10,9 @@ blocks in host memory may be waited for instead (KVBM_SYNC_ONBOARD_BYTES).
 
 from __future__ import annotations
 
-import functools
-import threading
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any
 
 from kvbm_core.clock import Clock
 from kvbm_core.errors import Outcome
@@ -23,6 +20,7 @@ from kvbm_core.identity.roots import Roots
 from kvbm_core.observe.guard import GuardState, guarded
 from kvbm_core.observe.labels import FailureKind, MissReason
 from kvbm_core.runtime.leader import Leader
+from kvbm_core.runtime.side import LeaderSide, exclusive
 from kvbm_core.runtime.tenants import Tenant
 from kvbm_core.runtime.transfer_jobs import JobPart
 from kvbm_core.tiers.groups import alignment_tokens
@@ -31,34 +29,13 @@ from kvbm_trtllm.contract import has_other_inputs, identity_of, may_run_dummy, n
 from kvbm_trtllm.events import EventFeed
 from kvbm_trtllm.follow import Follower
 from kvbm_trtllm.identity import adapter_of
-from kvbm_trtllm.metadata import QUIET, StepPlans, encode
+from kvbm_trtllm.metadata import NO_PLANS, QUIET, StepPlans, encode
 from kvbm_trtllm.notes import Finish, LoadEnded, Note
 from kvbm_trtllm.requests import DeviceBlocks, Followed, Given, Requests
 from kvbm_trtllm.states import RequestEvent, RequestStatus
 
 NO_MATCH = (0, False)
 SWEEP_STEPS = 512
-QUIET_S = 0.02
-"""The executor's loop is taken to sleep when it has not called for so long."""
-
-P = ParamSpec("P")
-T = TypeVar("T")
-
-
-def exclusive(
-    method: Callable[Concatenate[SchedulerSide, P], T],
-) -> Callable[Concatenate[SchedulerSide, P], T]:
-    """For what the executor's loop calls: one thread at a time."""
-
-    @functools.wraps(method)
-    def call(self: SchedulerSide, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        with self.lock:
-            try:
-                return method(self, *args, **kwargs)
-            finally:
-                self.called_at_s = time.monotonic()
-
-    return call
 
 
 @dataclass(frozen=True)
@@ -80,7 +57,7 @@ class Options:
     pads_graphs: bool = False
 
 
-class SchedulerSide:
+class SchedulerSide(LeaderSide):
     """One engine's leader side. Every public method is guarded: an exception here is a miss and a count.
 
     ``send`` reaches every worker between the engine's iterations.
@@ -97,11 +74,8 @@ class SchedulerSide:
         options: Options,
         events: EventFeed | None = None,
     ) -> None:
-        self.leader = leader
+        super().__init__(leader, guard_state)
         self._events = events or EventFeed()
-        self.guard_state = guard_state
-        self.lock = threading.Lock()
-        self.called_at_s = float("-inf")
         self._roots = roots
         roots.on_change = self._forget_names
         self._clock = clock
@@ -138,35 +112,19 @@ class SchedulerSide:
         self._steps = 0
 
     @guarded("leader_thread", lambda self: None)
-    def _poll(self) -> None:
+    def _take_in(self) -> None:
         self.leader.poll()
 
     @exclusive
     def poll(self) -> None:
         """Takes in what workers have said, outside of callbacks too."""
-        self._poll()
+        self._take_in()
 
     @exclusive
     @guarded("leader_thread", lambda self: None)
     def catch_up(self) -> None:
         """As ``poll``, with everything that has been found on disk so far; at start."""
         self.leader.catch_up()
-
-    def poll_if_quiet(self) -> float | None:
-        """As ``poll`` while the executor's loop sleeps; never waits for it. In how many seconds to ask again,
-        None if there is nothing to take in. Any thread.
-        """
-        if not self.leader.has_news:
-            return None
-        awake_s = self.called_at_s + QUIET_S - time.monotonic()
-        if awake_s > 0:
-            return awake_s
-        if self.lock.acquire(blocking=False):
-            try:
-                self._poll()
-            finally:
-                self.lock.release()
-        return QUIET_S if self.leader.has_news else None
 
     # ---------------------------------------------------------------- callbacks
 
@@ -237,7 +195,7 @@ class SchedulerSide:
             self._sweep()
         if offload is not None:
             self._plans.offloads.append(offload.plan())
-        if self._plans.is_quiet:
+        if self._plans == NO_PLANS:
             self._planned = []
             return QUIET
         metadata = encode(self._plans)
@@ -316,7 +274,7 @@ class SchedulerSide:
         return followed
 
     def _forget_names(self) -> None:
-        states = (followed.state for followed in self._requests)
+        states = (followed.state for followed in self._requests.values())
         self._events.renamed(state for state in states if state is not None)
 
     def _begin_again(self, former: Followed | None, data: Any) -> Followed:
@@ -491,7 +449,7 @@ class SchedulerSide:
             followed.state = None
 
     def _forget(self, number: int) -> Followed | None:
-        followed = self._requests.pop(number)
+        followed = self._requests.forget(number)
         if followed is not None:
             self._follower.forget(number)
         return followed

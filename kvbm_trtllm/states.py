@@ -8,9 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import Enum
-from typing import TypeVar
-
-from kvbm_core.errors import IntegrityError
 
 
 class RequestStatus(str, Enum):
@@ -106,14 +103,3 @@ LOAD_TABLE: Mapping[LoadStatus, Mapping[LoadEvent, LoadStatus]] = {
     LoadStatus.FAILED: {LoadEvent.TOLD: LoadStatus.OVER},
     LoadStatus.OVER: {LoadEvent.REPORTED: LoadStatus.NONE},
 }
-
-Status = TypeVar("Status", RequestStatus, LoadStatus)
-Event = TypeVar("Event", RequestEvent, LoadEvent)
-
-
-def after(table: Mapping[Status, Mapping[Event, Status]], status: Status, event: Event) -> Status:
-    """What it is after ``event``. IntegrityError, a bug, if that cannot happen to what it is."""
-    found = table[status].get(event)
-    if found is None:
-        raise IntegrityError(f"kvbm: {type(event).__name__} {event.value} while it is {status.value}")
-    return found

@@ -15,13 +15,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from kvbm_core.errors import LayoutError, Outcome
 from kvbm_core.observe.guard import GuardState, guarded
 from kvbm_core.observe.labels import FailureKind
+from kvbm_core.runtime.request import after
 from kvbm_core.runtime.step_offloads import StepOffloads
 from kvbm_core.runtime.worker import FENCE_TIMEOUT_S, Worker
 from kvbm_trtllm.layout import KvMemory, Ranks, layout_memory, pool_memory
 from kvbm_trtllm.metadata import StepPlans, decode
 from kvbm_trtllm.notes import Finish, LoadEnded, Note
 from kvbm_trtllm.notes import decode as decode_note
-from kvbm_trtllm.states import LOAD_TABLE, LoadEvent, LoadStatus, after
+from kvbm_trtllm.states import LOAD_TABLE, LoadEvent, LoadStatus
 
 if TYPE_CHECKING:
     import torch

@@ -124,8 +124,7 @@ def build_scheduler_side(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
     if settings.has_lower_tier and description.is_lasting:
         changes.weights.start()
     process.wait(changes.weights)
-    with leader.lock:
-        leader.catch_up()
+    leader.catch_up()
     namespace = namespace_of(description, base_block_tokens(groups))
     hooks = SchedulerSide(
         leader,
@@ -140,7 +139,7 @@ def build_scheduler_side(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
     about = About("vLLM", str(vllm_config.model_config.model), rank, lambda: namespace.digest)
     process.compare(leader, about, description)
     process.serve_metrics(about, leader.readiness)
-    process.answer_at_once(leader)
+    process.poll_with(hooks.poll_if_quiet)
     process.take_orders(about, leader.readiness)
     stats = StatsReporter(metrics, process.clock)
     return SchedulerAssembly(settings, hooks, stats, process, changes, publishing)

@@ -1,25 +1,27 @@
-"""vLLM's scheduler hooks -> the leader. Runs in the engine-core process, on the scheduler's thread.
+"""vLLM's scheduler hooks -> the leader. Runs in the engine-core process, on the scheduler's thread;
+while that is idle the channel's thread takes in what workers say (runtime/side.py).
 
 ``update_state_after_alloc`` passes all blocks of a request each time it is called: it is only where a load
-learns its targets. What a request has on the device is followed in tables.py.
+learns its targets. What a request has on the device is followed in tables.py; requests.py says what it can
+be.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
-from kvbm_core.identity.roots import Roots, Stamp
+from kvbm_core.identity.roots import Roots
 from kvbm_core.observe.guard import GuardState, guarded
 from kvbm_core.observe.labels import MissReason, UncachedReason
 from kvbm_core.observe.log import RateLimitedLogger
 from kvbm_core.runtime.due import DueRequests
 from kvbm_core.runtime.leader import Leader
 from kvbm_core.runtime.request import RequestState, StateOnDevice
+from kvbm_core.runtime.side import LeaderSide, exclusive
 from kvbm_core.runtime.tenants import Tenant
 from kvbm_core.tiers.lower import PEERS
-from kvbm_core.transfer.plan import TransferPlan
 from kvbm_vllm.changes import DeviceCache, EngineChanges
 from kvbm_vllm.events import EventFeed
 from kvbm_vllm.keys import has_lasting_names, multimodal_extras, uncacheable_reason
@@ -34,7 +36,8 @@ from kvbm_vllm.request_params import (
     opts_out,
     token_limits,
 )
-from kvbm_vllm.tables import DeviceTables, Tables
+from kvbm_vllm.requests import Event, Followed, Status, Tables
+from kvbm_vllm.tables import DeviceTables
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_events import KVCacheEvent
@@ -43,9 +46,6 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 _UNCACHED = {
     UncachedReason.OPTED_OUT.value: 'its kv_transfer_params say {"kvbm": {"skip": true}}',
@@ -61,20 +61,18 @@ _NO_EVENTS: Iterable[KVCacheEvent] = ()
 _COMPLETE = frozenset({"FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED"})
 
 
-def exclusive(
-    method: Callable[Concatenate[SchedulerSide, P], T],
-) -> Callable[Concatenate[SchedulerSide, P], T]:
-    """For what vLLM calls: what is lent to peers is looked up by another thread."""
+@dataclass(slots=True)
+class Step:
+    """What is planned for one step. ``announced``: loads promised to vLLM, and the device blocks that they
+    fill: each must be made or be reported as failed. ``jobs`` are taken back if the plans cannot be sent.
+    """
 
-    @functools.wraps(method)
-    def call(self: SchedulerSide, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        with self.leader.lock:
-            return method(self, *args, **kwargs)
-
-    return call
+    plans: DynamoConnectorMetadata = field(default_factory=DynamoConnectorMetadata)
+    announced: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    jobs: set[int] = field(default_factory=set)
 
 
-class SchedulerSide:
+class SchedulerSide(LeaderSide):
     """One engine's scheduler side. Every public method is guarded: an exception here is a miss and a
     count.
     """
@@ -90,8 +88,7 @@ class SchedulerSide:
         decode_run_tokens: int = 0,
         guard_state: GuardState,
     ) -> None:
-        self.leader = leader
-        self.guard_state = guard_state
+        super().__init__(leader, guard_state)
         self.leaves_remote_prefills = False
         """Another connector beside this one brings prompts that another worker has computed, whole."""
         self._roots = roots
@@ -108,30 +105,11 @@ class SchedulerSide:
         self._log = RateLimitedLogger()
         # Whether what the workers said has been taken in this step.
         self._has_polled = False
-        self._requests: dict[str, Request] = {}
-        # Why they are not cached: an UncachedReason.
-        self._uncached: dict[str, str] = {}
-        # Of which it is known why the tiers are not asked for them.
-        self._explained: set[str] = set()
-        # Weights or adapter have changed since they began: what they have on the device is of both.
-        self._mixed: set[str] = set()
-        # Of requests whose blocks may go to the disk if their adapter is still the same at their end.
-        self._adapters: dict[str, Stamp] = {}
-        self._revoked: tuple[int, ...] = ()
-        self._tables = DeviceTables(leader.groups)
-        self._onboards: list[tuple[str, TransferPlan]] = []
-        # Loads promised to vLLM and not yet sent to the workers: each must be made or be reported as failed.
-        self._announced: dict[str, tuple[int, ...]] = {}
-        self._failed_loads: dict[str, tuple[int, ...]] = {}
-        # Loads that vLLM waits for. Its view, not the leader's: the leader hears of the end of a load
-        # earlier.
-        self._receiving: set[str] = set()
-        # How often a request had been preempted when it was last given a load.
-        self._loaded_at: dict[str, int] = {}
-        self._finishing: dict[str, tuple[int, ...]] = {}
-        self._new_finishing: dict[str, tuple[int, ...]] = {}
-        # Plans made for this step, to be taken back if the step's metadata cannot be built.
-        self._planned: set[int] = set()
+        self._requests: dict[str, Followed] = {}
+        # Those that have ended, and whose device blocks vLLM keeps until our own reads of them are over.
+        self._copying: set[str] = set()
+        self._tables = DeviceTables(leader.groups, self._requests)
+        self._step = Step()
 
     # ---------------------------------------------------------------- hooks
 
@@ -147,7 +125,7 @@ class SchedulerSide:
     def on_new_request(self, request: Request) -> None:
         """Remembers the request; its tokens are read from it as it grows."""
         self._has_polled = False
-        self._requests[request.request_id] = request
+        self._requests[request.request_id] = Followed(request)
 
     @exclusive
     @guarded("get_num_new_matched_tokens", lambda self, request, num_computed_tokens: _NO_MATCH)
@@ -156,19 +134,19 @@ class SchedulerSide:
     ) -> tuple[int | None, bool]:
         """How many tokens beyond ``num_computed_tokens`` the tiers have; loads are always asynchronous."""
         self._poll()
-        self._requests[request.request_id] = request
-        state = self._state_from_start(request, num_computed_tokens)
+        followed = self._followed(request)
+        state = self._state_from_start(followed, num_computed_tokens)
         if state is None:
-            self._pass_by(request, num_computed_tokens)
+            self._pass_by(followed, num_computed_tokens)
             return 0, False
         if request.skip_reading_prefix_cache:
-            self._tell_why(request, num_computed_tokens, MissReason.OPTED_OUT, "it asks not to read caches")
+            self._tell_why(followed, num_computed_tokens, MissReason.OPTED_OUT, "it asks not to read caches")
             return 0, False
         if self.leaves_remote_prefills and is_prefilled_elsewhere(request):
             return 0, False
         # One token is left to compute: its logits are what the request is about.
         matched = self.leader.match(state, request.all_token_ids, num_computed_tokens, request.num_tokens - 1)
-        if matched and self._loaded_at.get(request.request_id) == request.num_preemptions:
+        if matched and followed.loaded_at == request.num_preemptions:
             # Asked again without a preemption: its load failed. It is not tried twice, or it might go on for
             # ever.
             self.leader.decline(state)
@@ -183,24 +161,26 @@ class SchedulerSide:
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
         """The scheduler has accepted (or not) what was matched, and has blocks for it."""
-        state = self.leader.request(request.request_id)
+        followed, step = self._followed(request), self._step
+        state = followed.state
         if num_external_tokens == 0:
             if state is not None:
                 self.leader.decline(state)
             return
-        self._receiving.add(request.request_id)
-        self._loaded_at[request.request_id] = request.num_preemptions
+        followed.move(Event.LOAD)
+        followed.loaded_at = request.num_preemptions
         tables = blocks.get_block_ids()
         first_token = state.match.computed_tokens if state is not None and state.match is not None else 0
-        self._announced[request.request_id] = self._tables.targets(tables, first_token, num_external_tokens)
+        targets = self._tables.targets(tables, first_token, num_external_tokens)
+        step.announced[request.request_id] = targets
         if state is not None:
             self._events.on_match(request, state)
         plan = self.leader.onboard(state, num_external_tokens, tables) if state is not None else None
         if plan is None:
-            self._failed_loads[request.request_id] = self._announced[request.request_id]
+            step.plans.failed_loads[request.request_id] = targets
             return
-        self._planned.add(plan.job_id)
-        self._onboards.append((request.request_id, plan))
+        step.jobs.add(plan.job_id)
+        step.plans.onboards.append((request.request_id, plan))
         self._tables.note_overwritten(block for move in plan.moves for block in move.device_blocks)
 
     @exclusive
@@ -218,31 +198,18 @@ class SchedulerSide:
         offload = self.leader.take_offloads()
         moved = [offload] if offload is not None else []
         moved += self.leader.take_audits()
-        self._planned.update(job.job_id for job in moved)
+        step, plans = self._step, self._step.plans
+        step.jobs.update(job.job_id for job in moved)
         for part in (part for job in moved for part in job.parts):
             self._pins.hold(part)
-        metadata = QUIET
-        is_idle = scheduler_output.total_num_scheduled_tokens == 0
-        if (
-            moved
-            or fences
-            or is_idle
-            or self._onboards
-            or self._failed_loads
-            or self._new_finishing
-            or self._revoked
-        ):
-            metadata = DynamoConnectorMetadata(
-                onboards=self._onboards,
-                offloads=[job.plan() for job in moved],
-                failed_loads=self._failed_loads,
-                fences=fences,
-                is_idle=is_idle,
-                finishing=self._new_finishing,
-                revoked=self._revoked,
-            )
-        self._new_step()
-        return metadata
+        plans.offloads, plans.fences = [job.plan() for job in moved], fences
+        plans.is_idle = scheduler_output.total_num_scheduled_tokens == 0
+        self._has_polled = False
+        if plans == QUIET:  # most steps: what is planned for the next one begins as empty
+            step.jobs.clear()
+            return QUIET
+        self._step = Step()
+        return plans
 
     @exclusive
     @guarded("request_finished", lambda self, request, tables: self._forget(request.request_id))
@@ -250,14 +217,14 @@ class SchedulerSide:
         """True: vLLM keeps the device blocks until our own reads of them are over."""
         self._poll()
         self._mind_changes()
-        state = self.leader.request(request.request_id)
-        is_loading = request.request_id in self._receiving
-        adapter = self._adapters.get(request.request_id)
+        followed = self._followed(request)
         self._forget(request.request_id)
+        state, is_loading = followed.state, followed.is_loading
         if state is None:
             return False
-        if adapter is not None and not state.is_retired:
-            self._end_with_adapter(state, request, adapter)
+        if followed.adapter is not None and not state.is_retired:
+            is_same = self._changes.adapter_of(request.lora_request) == followed.adapter
+            (self.leader.confirm if is_same else self.leader.disown)(state)
         if not is_loading and request.status.name in _COMPLETE:
             self._offload_rest(state, request, tables)
         jobs = self.leader.finish(state)
@@ -265,14 +232,15 @@ class SchedulerSide:
         # crash it.
         if not jobs or is_loading:
             return False
-        self._finishing[request.request_id] = self._new_finishing[request.request_id] = jobs
+        self._step.plans.finishing[request.request_id] = jobs
+        self._copying.add(request.request_id)
         return True
 
     @exclusive
     @guarded("hand_over", lambda self, request: _NOTHING)
     def hand_over(self, request: Request) -> dict[str, Any] | None:
         """What the request's next worker shall know of its blocks; to be asked before request_finished."""
-        state = self.leader.request(request.request_id)
+        state = self._followed(request).state
         if state is None or state.is_retired or not is_to_be_decoded_elsewhere(request):
             return None
         return {PREFILLED_AS: state.chain.root.hex()}
@@ -281,9 +249,10 @@ class SchedulerSide:
     @guarded("update_connector_output", lambda self, output: None)
     def update_connector_output(self, output: KVConnectorOutput) -> None:
         """Which finished requests vLLM frees now, and what the workers said."""
-        for request_id in output.finished_sending or ():
-            self._finishing.pop(request_id, None)
-        self._receiving.difference_update(output.finished_recving or ())
+        self._copying.difference_update(output.finished_sending or ())
+        for followed in map(self._requests.get, output.finished_recving or ()):
+            if followed is not None and followed.is_loading:
+                followed.move(Event.REPORTED)
         said = output.kv_connector_worker_meta
         if isinstance(said, DynamoWorkerMetadata):
             for rank, acks in said.acks.items():
@@ -294,7 +263,7 @@ class SchedulerSide:
     @guarded("has_pending_push_work", lambda self: False)
     def has_pending_push_work(self) -> bool:
         """Keeps the engine stepping while finished requests wait for their copies."""
-        return bool(self._finishing) or len(self._pins) > 0
+        return bool(self._copying) or len(self._pins) > 0
 
     @exclusive
     @guarded("reset_cache", lambda self: False)
@@ -313,53 +282,53 @@ class SchedulerSide:
 
     # ---------------------------------------------------------------- requests
 
-    def _state_from_start(self, request: Request, device_tokens: int) -> RequestState | None:
+    def _followed(self, request: Request) -> Followed:
+        return self._requests.setdefault(request.request_id, Followed(request))
+
+    def _state_from_start(self, followed: Followed, device_tokens: int) -> RequestState | None:
         """Of a request that has nothing on the device but ``device_tokens`` of vLLM's own cache."""
         self._mind_changes()
-        if request.request_id in self._mixed:
-            self._mixed.discard(request.request_id)
-            old = self.leader.request(request.request_id)
-            if old is not None:
-                self.leader.decline(old)
-                self._open(request)
+        if followed.status is Status.MIXED:
+            followed.move(Event.ANEW)
+            if followed.state is not None:
+                self._open(followed)
         if device_tokens and self._device_cache.has_old:
-            self._mix(request.request_id)
+            self._mix(followed)
             return None
-        return self._state_of(request)
+        return self._state_of(followed)
 
-    def _state_of(self, request: Request) -> RequestState | None:
-        state = self.leader.request(request.request_id)
-        if state is not None or request.request_id in self._uncached or request.request_id in self._mixed:
-            return state
-        if not self.leader.is_ready:
-            return None
-        reason = uncacheable_reason(request)
-        if reason is None and opts_out(request, self._log):
+    def _state_of(self, followed: Followed) -> RequestState | None:
+        if followed.status is not Status.NEW or not self.leader.is_ready:
+            return followed.state
+        reason = uncacheable_reason(followed.request)
+        if reason is None and opts_out(followed.request, self._log):
             reason = UncachedReason.OPTED_OUT.value
         if reason is not None:
-            self._uncached[request.request_id] = reason
-            self.leader.metrics.uncached_request(reason)
-            return None
-        return self._open(request)
-
-    def _pass_by(self, request: Request, num_computed_tokens: int) -> None:
-        """For who asks why: a request that the tiers are not asked for."""
-        reason = self._uncached.get(request.request_id)
-        if reason is not None:
-            is_wish = reason == UncachedReason.OPTED_OUT.value
-            why, text = (
-                (MissReason.OPTED_OUT if is_wish else MissReason.UNCACHED),
-                _UNCACHED.get(reason, reason),
-            )
-        elif request.request_id in self._mixed:
-            why, text = MissReason.CHANGED, "the engine's own prefix cache has blocks of other weights"
+            self._leave_out(followed, reason)
         else:
-            why, text = MissReason.NOT_READY, ""
-        self._tell_why(request, num_computed_tokens, why, text)
+            self._open(followed)
+        return followed.state
 
-    def _tell_why(self, request: Request, device_tokens: int, reason: MissReason, text: str) -> None:
-        if request.request_id not in self._explained:
-            self._explained.add(request.request_id)
+    def _leave_out(self, followed: Followed, reason: str) -> None:
+        followed.move(Event.LEFT_OUT)
+        followed.reason = reason
+        self.leader.metrics.uncached_request(reason)
+
+    def _pass_by(self, followed: Followed, num_computed_tokens: int) -> None:
+        """For who asks why: a request that the tiers are not asked for."""
+        why, text = MissReason.NOT_READY, ""
+        if followed.status is Status.UNCACHED:
+            is_wish = followed.reason == UncachedReason.OPTED_OUT.value
+            why = MissReason.OPTED_OUT if is_wish else MissReason.UNCACHED
+            text = _UNCACHED.get(followed.reason, followed.reason)
+        elif followed.status is Status.MIXED:
+            why, text = MissReason.CHANGED, "the engine's own prefix cache has blocks of other weights"
+        self._tell_why(followed, num_computed_tokens, why, text)
+
+    def _tell_why(self, followed: Followed, device_tokens: int, reason: MissReason, text: str) -> None:
+        request = followed.request
+        if not followed.is_explained:
+            followed.is_explained = True
             self.leader.pass_by(
                 request.request_id,
                 request.num_tokens,
@@ -369,24 +338,23 @@ class SchedulerSide:
                 trace_headers=request.trace_headers,
             )
 
-    def _open(self, request: Request) -> RequestState | None:
+    def _open(self, followed: Followed) -> None:
+        request = followed.request
         adapter = self._changes.adapter_of(request.lora_request)
         if adapter is None:
-            self._uncached[request.request_id] = UncachedReason.ADAPTER.value
-            self.leader.metrics.uncached_request(UncachedReason.ADAPTER)
-            return None
+            self._leave_out(followed, UncachedReason.ADAPTER.value)
+            return
         root = self._roots.of(adapter, request.cache_salt, self.leader.layout_fingerprint)
         is_lasting = root.is_lasting and has_lasting_names(request)
         if holds_foreign_blocks(request, root.hash.hex()):
             is_lasting = False
-        self._adapters.pop(request.request_id, None)
-        if is_lasting and request.lora_request is not None:
-            # The engine may load the adapter only now, or once more: what it was is known at the end.
-            self._adapters[request.request_id], is_lasting = adapter, False
+        # The engine may load the adapter only now, or once more: what it was is known at the end.
+        followed.adapter = adapter if is_lasting and request.lora_request is not None else None
+        is_lasting = is_lasting and followed.adapter is None
         extras = multimodal_extras(request, self._roots.block_size_tokens)
         lora = request.lora_request
         tenant = Tenant.of("" if lora is None else lora.lora_name, request.cache_salt)
-        state = self.leader.open(
+        followed.state = state = self.leader.open(
             request.request_id,
             root.hash,
             extras,
@@ -394,28 +362,15 @@ class SchedulerSide:
             facts=root.facts,
             tenant=tenant,
         )
+        followed.move(Event.OPENED)
         state.trace_headers = request.trace_headers
         state.limits = token_limits(request, self._log)
         if self._heeds_hints:
             state.seeker.source = hinted_peer(request)
-        return state
-
-    def _end_with_adapter(self, state: RequestState, request: Request, adapter: Stamp) -> None:
-        if self._changes.adapter_of(request.lora_request) == adapter:
-            self.leader.confirm(state)
-        else:
-            self.leader.disown(state)
 
     def _forget(self, request_id: str) -> bool:
         self._requests.pop(request_id, None)
-        self._tables.forget(request_id)
-        self._uncached.pop(request_id, None)
-        self._explained.discard(request_id)
-        self._mixed.discard(request_id)
-        self._adapters.pop(request_id, None)
         self._due.forget(request_id)
-        self._receiving.discard(request_id)
-        self._loaded_at.pop(request_id, None)
         return False
 
     # ---------------------------------------------------------------- weights and adapters
@@ -426,31 +381,35 @@ class SchedulerSide:
         if generation != self._generation:
             self._generation = generation
             self._device_cache.weights_changed()
-            loading = map(self.leader.request, self._receiving)
-            self._revoked += tuple(
-                state.onboard_job for state in loading if state is not None and state.onboard_job is not None
-            )
-            self._mixed.update(self._requests)
+            for followed in self._requests.values():
+                load = followed.state.onboard_job if followed.state is not None else None
+                if followed.is_loading and load is not None:
+                    self._step.plans.revoked += (load,)
+                followed.move(Event.CHANGED)
             self.leader.new_generation()
             self._forget_names()
         changed = self._changes.take_adapters()
         if changed:
             self._events.adapters_changed(changed)
-        for request in list(self._requests.values()) if changed else ():
-            if request.lora_request is not None and request.lora_request.lora_int_id in changed:
-                self._mix(request.request_id)
+        for followed in self._requests.values() if changed else ():
+            lora = followed.request.lora_request
+            if lora is not None and lora.lora_int_id in changed:
+                self._mix(followed)
 
     def _forget_names(self) -> None:
-        states = map(self.leader.request, self._requests)
+        states = (followed.state for followed in self._requests.values())
         self._events.renamed(state for state in states if state is not None)
 
-    def _mix(self, request_id: str) -> None:
-        self._mixed.add(request_id)
-        state = self.leader.request(request_id)
-        if state is not None:
-            self.leader.retire(state)
+    def _mix(self, followed: Followed) -> None:
+        followed.move(Event.CHANGED)
+        if followed.state is not None:
+            self.leader.retire(followed.state)
 
     # ---------------------------------------------------------------- one step
+
+    @guarded("leader_thread", lambda self: None)
+    def _take_in(self) -> None:
+        self.leader.poll()
 
     def _poll(self) -> None:
         # Once per step is enough, and again when a request comes: the engine may have been idle since.
@@ -475,20 +434,18 @@ class SchedulerSide:
             self._offload_full(request_id, computed_of[request_id], scheduled[request_id])
 
     def _offload_full(self, request_id: str, computed: int, num_scheduled: int) -> None:
-        request = self._requests.get(request_id)
-        tables = self._tables.of(request_id)
-        state = self.leader.request(request_id)
-        if state is None and request is not None:
-            state = self._state_of(request)
-        if request is None or state is None or not tables:
-            if request_id not in self._uncached and request_id not in self._mixed:
+        followed = self._requests.get(request_id)
+        state = self._state_of(followed) if followed is not None else None
+        if followed is None or state is None or not followed.tables:
+            if followed is None or followed.status not in {Status.UNCACHED, Status.MIXED}:
                 self._due.look_again(request_id, 1)  # until there are slots
             return
+        request = followed.request
         # Tokens that are not known yet (asynchronous scheduling, drafts) are stored when they are.
         stored = min(computed + num_scheduled, request.num_tokens)
         if stored > request.num_prompt_tokens:
             stored = max(request.num_prompt_tokens, stored - self._hold_back_tokens)
-        job_id = self.leader.offload(state, request.all_token_ids, computed, stored, tables)
+        job_id = self.leader.offload(state, request.all_token_ids, computed, stored, followed.tables)
         self._due.look_when_full(
             request_id,
             state.next_full_tokens,
@@ -503,9 +460,10 @@ class SchedulerSide:
         block_state = getattr(scheduler_output, "kv_connector_block_state", None)
         handed_off = block_state.boundary_state_offloads if block_state is not None else {}
         for request_id, entries in handed_off.items():
-            request, state = self._requests.get(request_id), self.leader.request(request_id)
-            if request is None or state is None or request_id in self._receiving:
+            followed = self._requests.get(request_id)
+            if followed is None or followed.state is None or followed.is_loading:
                 continue
+            request, state = followed.request, followed.state
             offered = [StateOnDevice(*entry) for entry in entries if entry[2] <= request.num_tokens]
             is_drafting = request_id in scheduler_output.scheduled_spec_decode_tokens
             num_scheduled = 0 if is_drafting else scheduler_output.num_scheduled_tokens.get(request_id, 0)
@@ -535,36 +493,23 @@ class SchedulerSide:
 
     def _note(self, job_id: int | None, request: Request) -> None:
         if job_id is not None:
-            self._planned.add(job_id)
+            self._step.jobs.add(job_id)
             self._events.note(job_id, request)
-
-    def _new_step(self) -> None:
-        self._onboards = []
-        self._announced = {}
-        self._failed_loads = {}
-        self._new_finishing = {}
-        self._planned = set()
-        self._revoked = ()
-        self._has_polled = False
 
     # ---------------------------------------------------------------- when something broke
 
     def _promise_broken(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         if num_external_tokens:
+            name, plans = request.request_id, self._step.plans
             every = self._tables.targets(blocks.get_block_ids(), 0, request.num_tokens)
-            targets = self._announced.setdefault(request.request_id, every)
-            self._onboards = [entry for entry in self._onboards if entry[0] != request.request_id]
-            self._failed_loads[request.request_id] = targets
+            plans.failed_loads[name] = self._step.announced.setdefault(name, every)
+            plans.onboards = [entry for entry in plans.onboards if entry[0] != name]
 
     def _fallback_metadata(self) -> DynamoConnectorMetadata:
-        metadata = DynamoConnectorMetadata(
-            failed_loads={**self._announced},
-            fence_all=True,
-            finishing=dict(self._new_finishing),
-            revoked=self._revoked,
-        )
-        planned = self._planned | {job.job_id for job in self.leader.take_audits()}
-        self._new_step()
-        for job_id in planned:
+        step, self._step, self._has_polled = self._step, Step(), False
+        for job_id in step.jobs | {job.job_id for job in self.leader.take_audits()}:
             self.leader.abandon(job_id)
-        return metadata
+        plans = step.plans
+        return DynamoConnectorMetadata(
+            failed_loads=step.announced, fence_all=True, finishing=plans.finishing, revoked=plans.revoked
+        )

@@ -6,38 +6,27 @@ table again.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from itertools import compress
 from typing import TYPE_CHECKING
 
 from kvbm_core.runtime.request import NULL_BLOCK
 from kvbm_core.tiers.groups import GroupSpec
+from kvbm_vllm.requests import Followed
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
 
-Tables = tuple[list[int], ...]
-"""Device blocks of a request, by group."""
-
 
 class DeviceTables:
-    """Block tables by request, and the device blocks that a step overwrites. The scheduler's thread only."""
+    """Keeps the block tables of ``requests``, and the device blocks that a step overwrites. The scheduler's
+    thread only.
+    """
 
-    def __init__(self, groups: tuple[GroupSpec, ...]) -> None:
+    def __init__(self, groups: tuple[GroupSpec, ...], requests: Mapping[str, Followed]) -> None:
         self._groups = groups
-        self._tables: dict[str, Tables] = {}
+        self._requests = requests
         self._overwritten: list[int] = []
-
-    def __len__(self) -> int:
-        return len(self._tables)
-
-    def of(self, request_id: str) -> Tables | None:
-        """The request's table; None if it has not been scheduled yet."""
-        return self._tables.get(request_id)
-
-    def forget(self, request_id: str) -> None:
-        """The request is over."""
-        self._tables.pop(request_id, None)
 
     def note_overwritten(self, device_blocks: Iterable[int]) -> None:
         """A load will fill these in the step that is being planned."""
@@ -55,7 +44,7 @@ class DeviceTables:
         return overwritten
 
     def _follow_cached(self, cached: CachedRequestData, *, note_grown: bool) -> None:
-        tables_of, resumed = self._tables, cached.resumed_req_ids
+        get, resumed = self._requests.get, cached.resumed_req_ids
         # No new blocks is None, for nearly every request in nearly every step: passed over in C.
         given = cached.new_block_ids
         for request_id, new_ids in zip(compress(cached.req_ids, given), filter(None, given), strict=True):
@@ -63,8 +52,8 @@ class DeviceTables:
                 self._replace(
                     request_id, new_ids, cached.num_computed_tokens[cached.req_ids.index(request_id)]
                 )
-            elif request_id in tables_of:
-                tables = tables_of[request_id]
+            elif (followed := get(request_id)) is not None and followed.tables:
+                tables = followed.tables
                 if len(tables) == 1:
                     tables[0].extend(new_ids[0])
                 else:
@@ -75,7 +64,9 @@ class DeviceTables:
                         self._overwritten.extend(ids)
 
     def _replace(self, request_id: str, tables: tuple[list[int], ...], computed_tokens: int) -> None:
-        self._tables[request_id] = tuple(list(ids) for ids in tables)
+        followed = self._requests.get(request_id)
+        if followed is not None:
+            followed.tables = tuple(list(ids) for ids in tables)
         for group, table in zip(self._groups, tables, strict=False):
             self._overwritten.extend(table[computed_tokens // group.block_size_tokens :])
 

@@ -59,7 +59,6 @@ class WorkerSide:
         self._loads: dict[int, tuple[str, tuple[GroupMove, ...]]] = {}
         self._revoked: set[int] = set()
         self._received: set[str] = set()
-        self._failed: dict[str, tuple[int, ...]] = {}
         self._failed_blocks: set[int] = set()
         self._failed_requests: set[str] = set()
         self._offloads = StepOffloads(worker)
@@ -102,8 +101,8 @@ class WorkerSide:
         self._metadata = metadata
         self._offloads.begin(metadata.offloads)
         self._offloads.keep(metadata.finishing)
-        if metadata.failed_loads:
-            self._failed.update(metadata.failed_loads)
+        for request_id, blocks in metadata.failed_loads.items():
+            self._end_load(request_id, blocks)
         for request_id, plan in metadata.onboards:
             self._loads[plan.job_id] = (request_id, plan.moves)
         if metadata.revoked:
@@ -140,7 +139,7 @@ class WorkerSide:
         if self._metadata is not None and self._metadata.is_idle:
             self._let_copies_run()
         ended = self.worker.take()
-        if not (self._loads or self._offloads.kept or self._failed or self._received):
+        if not (self._loads or self._offloads.kept or self._received):
             return set(), set()  # nobody waits for anything
         for result in ended:
             request_id, moves = self._loads.pop(result.job_id, (None, ()))
@@ -149,9 +148,6 @@ class WorkerSide:
                 self._revoked.discard(result.job_id)
                 failed = _blocks_of(moves) if is_revoked else _failed_blocks(moves, result)
                 self._end_load(request_id, failed)
-        for request_id, blocks in self._failed.items():
-            self._end_load(request_id, blocks)
-        self._failed = {}
         return self._offloads.take_read(), self._take_received()
 
     def _let_copies_run(self) -> None:
@@ -206,7 +202,7 @@ class WorkerSide:
         for job_id in [job_id for job_id in self._loads if not self.worker.is_known(job_id)]:
             request_id, moves = self._loads.pop(job_id)
             self._revoked.discard(job_id)
-            self._failed[request_id] = _blocks_of(moves)
+            self._end_load(request_id, _blocks_of(moves))
             self.worker.reject(job_id)
 
     def _give_up(self) -> tuple[set[str], set[str]]:

@@ -34,7 +34,6 @@ SERVES = How("server")
 """Starts servers, alone, and a prompt is answered."""
 BESIDE = How("beside")
 """Run beside the server of its page."""
-LATER = How("beside", statuses=(3,))  # at the engine's next step, or after what is; it has no request
 ENDLESS = How("beside", statuses=(124,))  # a program that goes on until it is ended
 PASTED = How("", "the quick start's test pastes it, with the wheel")
 
@@ -172,17 +171,17 @@ TABLE: dict[str, list[tuple[str, How]]] = {
         ("vllm serve MODEL --tensor-parallel-size 2", seen_by("tests/e2e/test_apart.py")),
         ("vllm serve MODEL --tensor-parallel-size 2", seen_by("tests/e2e/test_apart.py")),
         ("kvbm fleet status", BESIDE),
-        ("kvbm fleet reset --all --tier disk", LATER),
-        ("kvbm fleet drain --instance node-1", LATER),
-        ("kvbm fleet resume --instance node-1", LATER),
+        ("kvbm fleet reset --all --tier disk", BESIDE),
+        ("kvbm fleet drain --instance node-1", BESIDE),
+        ("kvbm fleet resume --instance node-1", BESIDE),
         ("curl -s localhost:8000/tokenize", BESIDE),
         ("kvbm pin chat", BESIDE),
         ("kvbm pin system", BESIDE),
         ("kvbm lookup", BESIDE),
         ("kvbm quota", BESIDE),
-        ("kvbm clear --all --salt-file", LATER),
-        ("kvbm clear --all --tokens", LATER),
-        ("kvbm unpin", LATER),
+        ("kvbm clear --all --salt-file", BESIDE),
+        ("kvbm clear --all --tokens", BESIDE),
+        ("kvbm unpin", BESIDE),
         ("(umask 077; openssl rand", HOME),
         ("export KVBM_CONTROL=socket,http", HOME),
         ("curl -s http://127.0.0.1:6890/v1/orders", BESIDE),

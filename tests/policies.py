@@ -31,6 +31,15 @@ class Undecided(LruPolicy):
         raise RuntimeError("which one")
 
 
+class Careless(LruPolicy):
+    """Chooses these, whoever holds them."""
+
+    chooses: object = None
+
+    def evict(self, count_blocks: int, spare: Spare | None = None) -> Slots | None:
+        return self.chooses  # type: ignore[return-value]
+
+
 def broken() -> LruPolicy:
     """What fails when a tier is made."""
     raise RuntimeError("out of order,\nin two lines")

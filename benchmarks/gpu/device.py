@@ -17,6 +17,7 @@ from kvbm_core.transfer.executor import DeviceMemory, Executor
 from kvbm_core.transfer.executors.cuda import CudaExecutor
 from kvbm_core.transfer.executors.cuda_runtime import Copies, CudaError, CudaRuntime, ways_to_copy
 from kvbm_core.transfer.factory import make_executor
+from kvbm_core.transfer.jobs import OnDone
 from kvbm_core.transfer.pieces import CopyArrays
 
 MATRIX = 8192
@@ -36,7 +37,7 @@ class Device(Protocol):
     near_cpus: frozenset[int]
     """Where the worker's slab is touched; empty: anywhere."""
 
-    def executor(self, memory: DeviceMemory, slab: HostSlab) -> Executor:
+    def executor(self, memory: DeviceMemory, slab: HostSlab, on_done: OnDone) -> Executor:
         """As the worker makes it."""
 
     def copy_ways(self) -> dict[str, CopyWay]:
@@ -90,9 +91,9 @@ class Gpu:
         self._matrices: list[torch.Tensor] = []
         self._layer_weights: list[torch.Tensor] = []
 
-    def executor(self, memory: DeviceMemory, slab: HostSlab) -> Executor:
+    def executor(self, memory: DeviceMemory, slab: HostSlab, on_done: OnDone) -> Executor:
         """See Device."""
-        return make_executor(memory, slab)
+        return make_executor(memory, slab, on_done=on_done)
 
     def copy_ways(self) -> dict[str, CopyWay]:
         """See Device."""
@@ -189,9 +190,9 @@ class DryGpu:
         self.pin: Callable[[int, int], Callable[[], None] | None] | None = None
         self.near_cpus: frozenset[int] = frozenset()
 
-    def executor(self, memory: DeviceMemory, slab: HostSlab) -> Executor:
+    def executor(self, memory: DeviceMemory, slab: HostSlab, on_done: OnDone) -> Executor:
         """See Device."""
-        return CudaExecutor(memory, slab, self._double)
+        return CudaExecutor(memory, slab, self._double, on_done=on_done)
 
     def copy_ways(self) -> dict[str, CopyWay]:
         """See Device."""

@@ -19,7 +19,7 @@ from kvbm_core.storage.host_slab import HostSlab
 from kvbm_core.transfer.executor import DeviceMemory
 from kvbm_core.transfer.executors.cuda_runtime import Copies
 from kvbm_core.transfer.pieces import PieceTable
-from kvbm_core.transfer.plan import GroupMove, TransferPlan
+from kvbm_core.transfer.plan import GroupMove, JobResult, TransferPlan
 from kvbm_core.transfer.torch_memory import describe_tensors
 from kvbm_core.types import Direction
 
@@ -117,7 +117,8 @@ class Cache:
         )
         self.bases = [pool.device.api.address_of(storage) for storage in storages]
         self.table = PieceTable(self.pairs, self.bases, pool.slab.address, pool.slab.chunk_bytes)
-        self.executor = pool.device.executor(self.memory, pool.slab)
+        self._results: list[JobResult] = []
+        self.executor = pool.device.executor(self.memory, pool.slab, self._results.append)
 
     def submit(self, choices: Sequence[tuple[Choice, Direction]]) -> list[int]:
         """Gives the executor a job each and returns their ids."""
@@ -130,7 +131,8 @@ class Cache:
         """Waits for jobs, which must end well."""
         if not self.executor.wait(job_ids, WAIT_S):
             raise TimeoutError(f"jobs {list(job_ids)} did not end within {WAIT_S:.0f} s")
-        bad = [result for result in self.executor.poll() if result.outcome is not Outcome.OK]
+        bad = [result for result in self._results if result.outcome is not Outcome.OK]
+        self._results.clear()
         if bad:
             raise RuntimeError(f"a copy ended as {bad[0].outcome.value}: {bad[0].detail}")
 

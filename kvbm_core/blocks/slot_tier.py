@@ -6,6 +6,7 @@ No bytes here. A block exists in the tier from ``commit`` on, never before; betw
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from collections.abc import Set as AbstractSet
@@ -25,6 +26,7 @@ from kvbm_core.observe.labels import DropReason, EvictReason
 from kvbm_core.observe.log import RateLimitedLogger
 from kvbm_core.observe.metrics import Metrics
 from kvbm_core.policy.base import NOT_HERE, EvictionPolicy, Spare, TakesRuns
+from kvbm_core.policy.lru import LruPolicy
 from kvbm_core.policy.recency import Slots, as_slots
 from kvbm_core.tokens.runs import BlockRun
 from kvbm_core.types import BlockKey, Tier, group_of
@@ -32,7 +34,8 @@ from kvbm_core.types import BlockKey, Tier, group_of
 Protected = Callable[[Sequence[BlockKey]], AbstractSet[BlockKey]]
 """What has to stay where it is when room is made for these keys."""
 
-limited_log = RateLimitedLogger()
+log = logging.getLogger("kvbm")
+limited_log = RateLimitedLogger(log)
 
 
 def protect_nothing(new_keys: Sequence[BlockKey]) -> AbstractSet[BlockKey]:
@@ -645,7 +648,9 @@ class BlockTier:
             self._evicted(victims)
 
     def _victims(self, count_blocks: int, spare: Spare | None) -> Slots | None:
-        """What the policy chooses; nothing if it raises, as jobs and requests wait for what follows."""
+        """What the policy chooses; nothing if it raises, as jobs and requests wait for what follows. Somebody
+        else's that chooses what must stay is not asked any more: the least recently used go.
+        """
         victims = None
         try:
             victims = self._policy.evict(count_blocks, spare)
@@ -653,7 +658,35 @@ class BlockTier:
             raise
         except Exception as error:  # whatever somebody else's policy raises
             self._complain("evict", error)
-        return victims
+        if victims is None or type(self._policy) is LruPolicy or self._may_go(victims, count_blocks, spare):
+            return victims
+        self._replace_policy()
+        return self._policy.evict(count_blocks, spare)
+
+    def _may_go(self, victims: Slots, count_blocks: int, spare: Spare | None) -> bool:
+        """Whether these are what a policy is asked for: so many blocks that nobody holds, and none spared."""
+        try:
+            keys = [key for key in self._registry.keys_in(victims) if key is not None]
+            is_held = np.isin(victims, self._held_slots()) | (spare is not None and spare(victims))
+            are_blocks = np.array_equal(self._registry.slots_of(keys), victims)
+            return len(set(keys)) == count_blocks and are_blocks and not is_held.any()
+        except Exception:  # nor are they slots
+            return False
+
+    def _replace_policy(self) -> None:
+        policy, tier = type(self._policy).__name__, self.tier.name.lower()
+        line = "kvbm: the eviction policy %s of the %s tier chose what must stay, such as a pinned block; %s"
+        log.error(line, policy, tier, "it is not asked any more, and the least recently used go")
+        self._policy = LruPolicy()
+        self._policy.grow(len(self._used_at_s))
+        slots = self._registry.slots_of(list(self._registry.keys()))
+        self._policy.insert(slots[np.argsort(-self._used_at_s[slots], kind="stable")])
+        self._policy.pin(self._held_slots())
+
+    def _held_slots(self) -> Slots:
+        """Once for each lease, and for what operators keep."""
+        kept = self._registry.slots_of(self.resident_of(list(self._kept)))
+        return np.concatenate([as_slots(self._leases.slots), kept])
 
     def _complain(self, method: str, error: Exception) -> None:
         policy, said = type(self._policy).__name__, " ".join(f"{type(error).__name__}: {error}".split())

@@ -9,44 +9,21 @@ from typing import Annotated, Any
 
 import typer
 
-from kvbm_core.cli.completion import by_shell
 from kvbm_core.cli.console import fail
-from kvbm_core.cli.fleet import All, Instance, Json, Key, Wait, ask_instances, give, show
+from kvbm_core.cli.fleet import All, Wait, ask_instances, give, show
+from kvbm_core.cli.options import Instance, Json, Key, file_option
 from kvbm_core.cli.report import BAD_USAGE_EXIT
 from kvbm_core.control.messages import MAX_ORDER_BYTES, MAX_PROMPT_TOKENS, MAX_TTL_S, Order, Verb
 
 Adapter = Annotated[str | None, typer.Option(help="Name of the LoRA adapter.")]
 SaltFile = Annotated[
-    Path | None,
-    typer.Option(
-        "--salt-file",
-        metavar="FILE",
-        help="A file with the salt: other users see command lines.",
-        autocompletion=by_shell,
-    ),
+    Path | None, file_option("--salt-file", "A file with the salt: other users see command lines.")
 ]
-TokensFile = Annotated[
-    Path | None,
-    typer.Option(
-        "--tokens",
-        metavar="FILE",
-        help="A file with a JSON list of token numbers, or with the answer of an engine's /tokenize.",
-        autocompletion=by_shell,
-    ),
-]
-TextFile = Annotated[
-    Path | None,
-    typer.Option(
-        "--text",
-        metavar="FILE",
-        help="A file with the prompt's text, as no chat template has changed it; needs --model.",
-        autocompletion=by_shell,
-    ),
-]
-Model = Annotated[
-    str,
-    typer.Option(help="Folder of the model whose tokenizer.json reads --text."),
-]
+_TOKENS = "A file with a JSON list of token numbers, or with the answer of an engine's /tokenize."
+TokensFile = Annotated[Path | None, file_option("--tokens", _TOKENS)]
+_TEXT = "A file with the prompt's text, as no chat template has changed it; needs --model."
+TextFile = Annotated[Path | None, file_option("--text", _TEXT)]
+Model = Annotated[str, typer.Option(help="Folder of the model whose tokenizer.json reads --text.")]
 _MAX_TEXT_BYTES = 4 * MAX_ORDER_BYTES
 
 

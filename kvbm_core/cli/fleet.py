@@ -11,8 +11,8 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from kvbm_core.cli.completion import by_shell
 from kvbm_core.cli.console import fail, show_table, table_console
+from kvbm_core.cli.options import Instance, Json, Key
 from kvbm_core.cli.report import BAD_USAGE_EXIT
 from kvbm_core.config import KvbmSettings
 from kvbm_core.control.messages import MAX_WAIT_S, Answer, Order, Result, Status, Verb, flaw_of
@@ -41,21 +41,10 @@ Exit status 0: done. 1: somebody refused, or did not answer, or nobody is there.
 """,
 )
 
-Instance = Annotated[str, typer.Option("--instance", help="One instance, by its name (kvbm fleet status).")]
 All = Annotated[bool, typer.Option("--all", help="All instances.")]
-Key = Annotated[
-    Path | None,
-    typer.Option(
-        "--key",
-        metavar="FILE",
-        help="Your key (kvbm keys operator FILE): asks over NATS.",
-        autocompletion=by_shell,
-    ),
-]
 Wait = Annotated[
     float, typer.Option("--wait", min=0.1, max=MAX_WAIT_S, help="Seconds to wait until it is done.")
 ]
-Json = Annotated[bool, typer.Option("--json", help="As JSON, for programs.")]
 
 
 @fleet_app.command()

@@ -19,9 +19,9 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from kvbm_core.cli.completion import by_shell
 from kvbm_core.cli.console import fail, table_console
 from kvbm_core.cli.instances import REMEDY, UNREADABLE, Reading, Sought
+from kvbm_core.cli.options import Instance, Key
 from kvbm_core.cli.report import BAD_USAGE_EXIT, finite, shown
 from kvbm_core.cli.status import StatusError, status_rows
 from kvbm_core.errors import ConfigError
@@ -35,16 +35,6 @@ Urls = Annotated[
         metavar="[PAGE]...", help="Metrics pages (http://HOST:PORT). Default: all engines of this machine."
     ),
 ]
-KeyFile = Annotated[
-    Path | None,
-    typer.Option(
-        "--key",
-        metavar="FILE",
-        help="Your key (kvbm keys operator FILE): the fleet, over NATS.",
-        autocompletion=by_shell,
-    ),
-]
-Instance = Annotated[str, typer.Option("--instance", help="Only the one of this name.")]
 Timeout = Annotated[float, typer.Option("--timeout", help="Seconds to wait for answers.", min=0.1, max=30.0)]
 
 
@@ -114,7 +104,7 @@ def status(
     *,
     port: Annotated[int, typer.Option(help="The page of this port.", min=0, max=65535)] = 0,
     host: Annotated[str, typer.Option(help="Where that is.")] = "127.0.0.1",
-    key: KeyFile = None,
+    key: Key = None,
     instance: Instance = "",
     timeout_s: Timeout = 3.0,
     watch_s: Annotated[

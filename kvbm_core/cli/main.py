@@ -24,6 +24,7 @@ from kvbm_core.cli.doctor.command import doctor
 from kvbm_core.cli.fleet import drain, fleet_app, resume
 from kvbm_core.cli.keys import keys_app
 from kvbm_core.cli.live import status
+from kvbm_core.cli.options import Json
 from kvbm_core.cli.plan import plan_tiers
 from kvbm_core.cli.remote import remote_app
 from kvbm_core.cli.replay import replay_trace
@@ -98,7 +99,7 @@ app.command("replay")(replay_trace)
 @app.command()
 def config(
     changed: Annotated[bool, typer.Option("--changed", help="Only what differs from the default.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="As JSON, for programs.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Every setting: variable, value, where the value comes from, meaning.
 
@@ -160,7 +161,7 @@ def _value_text(value: object) -> str:
 
 @app.command()
 def version(
-    as_json: Annotated[bool, typer.Option("--json", help="As JSON, for programs.")] = False,
+    as_json: Json = False,
 ) -> None:
     """The version of kvbm, and whether engines would load it or NVIDIA's package of the same name.
 

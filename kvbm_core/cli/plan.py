@@ -13,6 +13,7 @@ from rich.table import Table
 
 from kvbm_core.cli.completion import by_shell
 from kvbm_core.cli.console import fail, progress_bar, show_table, table_console
+from kvbm_core.cli.options import Json
 from kvbm_core.cli.replay import WIDE, load_trace
 from kvbm_core.cli.report import BAD_USAGE_EXIT
 from kvbm_core.cli.trace_plots import PlotError, draw_advice, require_plots
@@ -55,7 +56,6 @@ Picture = Annotated[
 SavedTrace = Annotated[
     Path | None, Option(help="Write the trace that was used, for kvbm replay.", autocompletion=by_shell)
 ]
-AsJson = Annotated[bool, Option("--json", help="As JSON, for programs.")]
 GpuName = Annotated[str, hardware(help=f"One of {', '.join(GPUS)}.")]
 Ranks = Annotated[int, hardware(min=1, help="Tensor-parallel ranks.")]
 KvDtype = Annotated[str, hardware(help="Of the KV cache: auto, fp8, bfloat16, float16, float32.")]
@@ -107,7 +107,7 @@ def plan_tiers(
     block_tokens: BlockTokens = None,
     plot: Picture = None,
     save_trace: SavedTrace = None,
-    as_json: AsJson = False,
+    as_json: Json = False,
 ) -> None:
     """How many gigabytes of host memory and disk: what they find, how soon requests start, what the disk
     bears.

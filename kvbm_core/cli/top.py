@@ -16,16 +16,8 @@ from rich.text import Text
 from kvbm_core.cli.changes import HIT_RATES, TIERS, Change, age_words
 from kvbm_core.cli.console import table_console
 from kvbm_core.cli.instances import Reading
-from kvbm_core.cli.live import (
-    MIN_INTERVAL_S,
-    Instance,
-    KeyFile,
-    Timeout,
-    Urls,
-    read_or_fail,
-    show_again,
-    sought,
-)
+from kvbm_core.cli.live import MIN_INTERVAL_S, Timeout, Urls, read_or_fail, show_again, sought
+from kvbm_core.cli.options import Instance, Key
 from kvbm_core.cli.report import finite, shown
 from kvbm_core.cli.status import StatusError, format_bytes
 
@@ -50,7 +42,7 @@ class Watch:
 def top(
     urls: Urls = None,
     *,
-    key: KeyFile = None,
+    key: Key = None,
     instance: Instance = "",
     interval_s: Annotated[
         float, typer.Option("--interval", help="Seconds between two looks.", min=MIN_INTERVAL_S, max=3600.0)

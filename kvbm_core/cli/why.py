@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import typer
 from rich.table import Table
 
-from kvbm_core.cli.completion import by_shell
 from kvbm_core.cli.console import fail, show_table, table_console
 from kvbm_core.cli.fleet import NOBODY, ask_instances, plain
+from kvbm_core.cli.options import Instance, Json, Key
 from kvbm_core.cli.report import BAD_USAGE_EXIT
 from kvbm_core.control.messages import MAX_NAME, Answer, Order, Verb
 from kvbm_core.control.why_rows import MAX_ROWS, WhyRow
@@ -32,15 +31,10 @@ def why(
     *,
     last: Annotated[int, typer.Option("--last", min=1, max=MAX_ROWS, help="How many requests.")] = 20,
     missed: Annotated[bool, typer.Option("--missed", help="Only requests that missed something.")] = False,
-    instance: Annotated[str, typer.Option("--instance", help="One instance (kvbm fleet status).")] = "",
-    key: Annotated[
-        Path | None,
-        typer.Option(
-            "--key", metavar="FILE", help="Your key (kvbm keys operator): over NATS.", autocompletion=by_shell
-        ),
-    ] = None,
+    instance: Instance = "",
+    key: Key = None,
     wait_s: Annotated[float, typer.Option("--wait", min=0.1, max=30.0, help="Seconds to wait.")] = 3.0,
-    as_json: Annotated[bool, typer.Option("--json", help="As JSON, for programs.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Why the last requests, or one, computed what could have been loaded.
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
+from kvbm_core.config.addresses import bracketed
+
 VALKEY_SCHEMES = ("redis", "rediss", "valkey", "valkeys")
 """Two words for one thing; those with an s at the end are with TLS."""
 TLS_SCHEMES = ("rediss", "valkeys")
@@ -31,7 +33,7 @@ class ServerUrl(NamedTuple):
     @property
     def address(self) -> str:
         """For people, and as Mooncake wants it."""
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+        return f"{bracketed(self.host)}:{self.port}"
 
 
 def server_url(url: str) -> ServerUrl:

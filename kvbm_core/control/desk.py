@@ -97,11 +97,6 @@ class Desk:
         self.nudge()
         return task.end
 
-    def take_if(self, is_meant: Callable[[Order], bool]) -> Task | None:
-        """The oldest one, if it is meant. Only where nobody else takes one meanwhile."""
-        first = self._waiting[0] if self._waiting else None
-        return self.take() if first is not None and is_meant(first.order) else None
-
     @property
     def has_waiting(self) -> bool:
         """Whether ``take`` has something. Any thread."""

@@ -9,10 +9,8 @@ from __future__ import annotations
 import asyncio
 import hmac
 import io
-import ipaddress
 import json
 import logging
-import os
 import threading
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -20,6 +18,7 @@ from typing import Any
 import msgspec
 
 from kvbm_core.config import KvbmSettings
+from kvbm_core.config.addresses import is_loopback
 from kvbm_core.control.budget import ORDERS_PER_S, Budget
 from kvbm_core.control.listed import PATH
 from kvbm_core.control.messages import MAX_ORDER_BYTES, Answer, Order, Result, decode, flaw_in
@@ -156,14 +155,6 @@ def http_address(settings: KvbmSettings) -> tuple[str, int]:
     return host, int(port)
 
 
-def is_loopback(host: str) -> bool:
-    """Whether no other machine reaches it."""
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:  # a name, which may mean any address
-        return False
-
-
 def _refused_request(environ: dict[str, Any]) -> tuple[str, bytes] | None:
     """By what it says before its body."""
     length = environ.get("CONTENT_LENGTH") or ""
@@ -187,9 +178,7 @@ def read_token(settings: KvbmSettings) -> bytes:
     path = settings.control_token_file
     if not path:
         raise ConfigError(TOKEN_FILE, "(unset)", f"nobody could give orders over HTTP; {_REMEDY}")
-    token = read_private(TOKEN_FILE, path, _REMEDY)
-    if os.stat(os.path.expanduser(path)).st_mode & 0o077:
-        raise ConfigError(TOKEN_FILE, path, f"others may read it; run: chmod 600 {path}")
+    token = read_private(TOKEN_FILE, path, _REMEDY, is_hidden=True)
     if not MIN_TOKEN_BYTES <= len(token) <= MAX_BYTES:
         size = f"holds {len(token)} bytes, not {MIN_TOKEN_BYTES} to {MAX_BYTES}"
         raise ConfigError(TOKEN_FILE, path, f"{size}; {_REMEDY}")

@@ -23,7 +23,7 @@ from kvbm_core.control.messages import MAX_ANSWER_BYTES, MAX_ORDER_BYTES, Answer
 from kvbm_core.control.operators import OperatorKey, Operators, RefusedError
 from kvbm_core.control.responder import Responder
 from kvbm_core.errors import ConfigError
-from kvbm_core.events.nats_session import CONNECT_TIMEOUT_S, NatsSessions, new_client
+from kvbm_core.events.nats_session import CONNECT_TIMEOUT_S, NatsSessions, new_client, require_nats
 from kvbm_core.events.nats_sink import NatsLogin
 from kvbm_core.observe.labels import FailureKind
 from kvbm_core.observe.log import RateLimitedLogger, TroubleLog
@@ -58,7 +58,7 @@ class NatsWire:
     def __init__(
         self, login: NatsLogin, fleet: str, operators: Operators, responder: Responder, metrics: Metrics
     ) -> None:
-        _require_package()
+        require_nats("KVBM_CONTROL")
         login.check()
         self.heard_total = 0
         self._subjects = (subject_of(fleet, responder.instance), subject_of(fleet))
@@ -185,15 +185,6 @@ async def _wait(closing: asyncio.Event, seconds: float) -> None:
         await asyncio.wait_for(closing.wait(), seconds)
 
 
-def _require_package() -> None:
-    try:
-        import nats.aio.client  # noqa: F401 - here, not at the first order
-    except ImportError as error:
-        raise ConfigError(
-            "KVBM_CONTROL", "nats", "needs the package nats-py: pip install 'nats-py[nkeys]'"
-        ) from error
-
-
 # ---------------------------------------------------------------- the operator's side
 
 
@@ -218,7 +209,7 @@ async def ask_nats(
     """What was answered until ``is_complete``, nobody listens, or the time is over. ConfigError, one line, if
     there is no such server.
     """
-    _require_package()
+    require_nats("KVBM_CONTROL")
     login.check()
     client, answers = new_client(), list[Answer]()
     is_over = asyncio.Event()

@@ -10,16 +10,17 @@ import base64
 import binascii
 import os
 import secrets
-import stat
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from kvbm_core.control.messages import Order, SignedOrder, decode
 from kvbm_core.errors import ConfigError, KvbmError
+from kvbm_core.storage.remote.secret import read_private
 
 if TYPE_CHECKING:
     from nacl.signing import VerifyKey
@@ -31,7 +32,6 @@ MIN_NONCE = 16
 _CONTEXT = b"kvbm control 1\n"
 _MAKE_KEY = "make a key with: kvbm keys operator FILE"
 _KEY_BYTES = 35  # kind, 32 bytes, checksum
-_MAX_SEED_FILE_BYTES = 4096
 
 
 class RefusedError(KvbmError):
@@ -99,14 +99,20 @@ class Operators:
         self._nonces[order.nonce] = now_s + 2 * MAX_SKEW_S
 
 
-def _verifier(key: str) -> VerifyKey:
+def _nkeys(setting: str, value: object) -> ModuleType:
+    """The package, which brings nacl along. ConfigError, one line, without it."""
     try:
         import nkeys
-        from nacl.signing import VerifyKey
     except ImportError as error:
-        raise ConfigError(
-            OPERATORS, "(set)", "needs the package nkeys: pip install 'nats-py[nkeys]'"
-        ) from error
+        raise ConfigError(setting, value, "needs the package nkeys: pip install 'nats-py[nkeys]'") from error
+    module: ModuleType = nkeys
+    return module
+
+
+def _verifier(key: str) -> VerifyKey:
+    nkeys = _nkeys(OPERATORS, "(set)")
+    from nacl.signing import VerifyKey
+
     try:
         raw = base64.b32decode(key + "=" * (-len(key) % 8))
     except (binascii.Error, ValueError):
@@ -136,33 +142,17 @@ class OperatorKey:
 
 
 def _read_seed(path: Path) -> Any:
+    nkeys = _nkeys("--key", path)
+    content = read_private("--key", str(path), _MAKE_KEY, is_hidden=True)
     try:
-        import nkeys
-    except ImportError as error:
-        raise ConfigError("--key", path, "needs the package nkeys: pip install 'nats-py[nkeys]'") from error
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        with os.fdopen(fd, "rb") as file:
-            status = os.fstat(fd)
-            content = file.read(_MAX_SEED_FILE_BYTES) if stat.S_ISREG(status.st_mode) else b""
-    except OSError as error:
-        raise ConfigError("--key", path, f"cannot be read: {error.strerror}; {_MAKE_KEY}") from None
-    if status.st_mode & 0o077:
-        raise ConfigError("--key", path, f"others may read it; run: chmod 600 {path}")
-    try:
-        return nkeys.from_seed(bytearray(content.strip()))
+        return nkeys.from_seed(bytearray(content))
     except Exception:  # whatever the package makes of what is no seed
         raise ConfigError("--key", path, f"holds no seed of an nkey; {_MAKE_KEY}") from None
 
 
 def new_operator_key(path: Path) -> str:
     """Writes a new seed, for its owner alone; the public key. FileExistsError, OSError, ConfigError."""
-    try:
-        import nkeys
-    except ImportError as error:
-        raise ConfigError(
-            "kvbm keys operator", path, "needs the package nkeys: pip install 'nats-py[nkeys]'"
-        ) from error
+    nkeys = _nkeys("kvbm keys operator", path)
     seed = nkeys.encode_seed(secrets.token_bytes(32), nkeys.PREFIX_BYTE_USER)
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     with os.fdopen(fd, "wb") as file:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import msgspec
 
+from kvbm_core.config.addresses import bracketed
 from kvbm_core.control.place import is_private, private_place
 
 log = logging.getLogger("kvbm")
@@ -43,8 +44,7 @@ class Page(msgspec.Struct, frozen=True, kw_only=True):
     def address(self, host: str = "127.0.0.1") -> str:
         """Host and port; of a page that is bound to every address, ``host`` is one of them."""
         bound = host if self.host in EVERY_ADDRESS else self.host
-        bracketed = f"[{bound}]" if ":" in bound and not bound.startswith("[") else bound
-        return f"{bracketed}:{self.port}"
+        return f"{bracketed(bound.strip('[]'))}:{self.port}"
 
 
 class PageNote:

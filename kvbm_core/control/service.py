@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from kvbm_core.config import KvbmSettings
+from kvbm_core.config.addresses import bracketed, is_loopback
 from kvbm_core.control.listed import RECORDS, InstanceRecord, proof_of
 from kvbm_core.control.pages import EVERY_ADDRESS, Page
 from kvbm_core.control.responder import Responder
@@ -179,7 +180,6 @@ class ControlService:
 
 def _told_address(host: str, port: int, options: EtcdOptions) -> str:
     """Where other machines reach what is bound to ``host``: HOST:PORT; "" if they do not."""
-    from kvbm_core.control.http_wire import is_loopback
     from kvbm_core.fleet.meeting import own_address
 
     if host in EVERY_ADDRESS:
@@ -189,7 +189,7 @@ def _told_address(host: str, port: int, options: EtcdOptions) -> str:
             return ""
     if is_loopback(host):
         return ""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    return f"{bracketed(host)}:{port}"
 
 
 async def _turns() -> None:

@@ -16,6 +16,8 @@ from contextlib import suppress
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+from kvbm_core.errors import ConfigError
+
 if TYPE_CHECKING:
     from nats.aio.client import Client
 
@@ -33,6 +35,16 @@ _FIRST_WORDS = "_connect_command"
 """The client's method that makes what it says first on each connection, a mended one and one to a server that
 it was told of too. Nothing is written before it.
 """
+
+
+def require_nats(setting: str) -> None:
+    """ConfigError, one line, without the package: at the start, not at the first message."""
+    try:
+        import nats.aio.client  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(
+            setting, "nats", "needs the package nats-py: pip install 'nats-py[nkeys]'"
+        ) from error
 
 
 def new_client() -> Client:

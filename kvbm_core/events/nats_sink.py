@@ -26,7 +26,7 @@ from urllib.parse import urlsplit
 
 from kvbm_core.errors import ConfigError
 from kvbm_core.events.dumps import Dumps
-from kvbm_core.events.nats_session import CONNECT_TIMEOUT_S, NatsSessions, let_others_end
+from kvbm_core.events.nats_session import CONNECT_TIMEOUT_S, NatsSessions, let_others_end, require_nats
 from kvbm_core.events.wire import NUMBER
 from kvbm_core.fleet.keys import is_local
 from kvbm_core.observe.log import RateLimitedLogger, TroubleLog
@@ -182,11 +182,7 @@ class NatsSink:
         *,
         max_outbox_bytes: int = MAX_OUTBOX_BYTES,
     ) -> None:
-        try:
-            import nats.aio.client  # noqa: F401 - here, not at the first batch
-        except ImportError as error:
-            remedy = "needs the package nats-py: pip install 'nats-py[nkeys]'"
-            raise ConfigError("KVBM_EVENTS", "nats", remedy) from error
+        require_nats("KVBM_EVENTS")
         login.check()
         self._login = login
         self._prefix = prefix

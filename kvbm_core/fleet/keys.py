@@ -6,7 +6,6 @@ those who may connect to it, and of those it connects to. What is sent is encryp
 
 from __future__ import annotations
 
-import ipaddress
 import logging
 import os
 import stat
@@ -20,6 +19,7 @@ from zmq.utils import z85
 
 from kvbm_core.clock import Clock, SystemClock
 from kvbm_core.config import KvbmSettings
+from kvbm_core.config.addresses import is_loopback
 from kvbm_core.errors import ConfigError
 from kvbm_core.observe.log import RateLimitedLogger
 
@@ -116,11 +116,7 @@ def is_local(address: str) -> bool:
     scheme, _, rest = address.partition("://")
     if scheme in ("ipc", "inproc"):
         return True
-    host = rest.rpartition(":")[0].strip("[]")
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:  # a name, an interface, or * for all of them
-        return host == "localhost"
+    return is_loopback(rest.rpartition(":")[0].strip("[]"))
 
 
 def require_keys(setting: str, address: str, keys: CurveKeys | None) -> None:

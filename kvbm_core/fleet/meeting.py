@@ -18,7 +18,8 @@ from uuid import uuid4
 
 import msgspec
 
-from kvbm_core.config import KvbmSettings
+from kvbm_core.config import KvbmSettings, addresses
+from kvbm_core.config.addresses import bracketed
 from kvbm_core.errors import ConfigError
 from kvbm_core.fleet.etcd import ENDPOINTS, EtcdOptions
 from kvbm_core.fleet.keys import ALLOWED, KEY_FILE, CurveKeys, is_local, require_keys
@@ -141,7 +142,7 @@ class Apart:
 
 
 def _bracketed(host: str) -> str:
-    return f"[{host}]" if ":" in host else "127.0.0.1" if host == "localhost" else host
+    return "127.0.0.1" if host == "localhost" else bracketed(host)
 
 
 def own_address(etcd: EtcdOptions) -> str:
@@ -149,10 +150,7 @@ def own_address(etcd: EtcdOptions) -> str:
     reason = ""
     for host, port in etcd.servers:
         try:
-            family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-            with socket.socket(family, kind, protocol) as probe:
-                probe.connect(address)
-                return str(probe.getsockname()[0])
+            return addresses.own_address(host, port)
         except OSError as error:
             reason = f"no way from here to {host} of {ENDPOINTS} ({error.strerror})"
     raise ConfigError(HOST_SETTING, "(unset)", f"{reason}; set it to the leader's address")

@@ -479,7 +479,7 @@ def _write_back(fd: int, device: int) -> bool:
     """Sees to it that any later write changes a time stamp. A write through a mapping does not while the page
     is still to be written back from one before. False if that cannot be had.
     """
-    if _is_in_memory(device):
+    if file_system_of(device) in _IN_MEMORY:
         return False
     try:
         os.fsync(fd)
@@ -488,14 +488,15 @@ def _write_back(fd: int, device: int) -> bool:
     return True
 
 
-def _is_in_memory(device: int) -> bool:
+def file_system_of(device: int, mounts: str | None = None) -> str:
+    """The kind of the file system on a device; empty if the kernel does not say. ``mounts``: what it says."""
     number = f"{os.major(device)}:{os.minor(device)}"
-    with open("/proc/self/mountinfo", encoding="utf-8", errors="replace") as file:
-        for line in file:
-            mount, _, kind = line.partition(" - ")
-            if mount.split()[2] == number:
-                return kind.split()[0] in _IN_MEMORY
-    return False
+    mounts = Path("/proc/self/mountinfo").read_text("utf-8", "replace") if mounts is None else mounts
+    for line in mounts.splitlines():
+        before, _, after = line.partition(" - ")
+        if before.split()[2:3] == [number]:
+            return after.split()[0]
+    return ""
 
 
 def yield_to_others() -> None:

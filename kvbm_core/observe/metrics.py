@@ -6,7 +6,7 @@ import re
 import threading
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -306,6 +306,8 @@ class Metrics(Collector):
         self.why = WhyBook(why_requests)
         self.traces: Traces | None = None
         """Where spans go, if they are asked for."""
+        self.on_look: Callable[[], None] = lambda: None
+        """Called before numbers are read, by who reads them: sets those that are of now."""
         self._lock = threading.Lock()
         self._values: dict[str, dict[tuple[str, ...], float]] = {
             spec.name: dict.fromkeys(spec.series, 0.0) for spec in _SPECS
@@ -538,6 +540,7 @@ class Metrics(Collector):
 
     def pending_jobs(self) -> int:
         """See ``set_pending_jobs``."""
+        self.on_look()
         with self._lock:
             return int(self._values["kvbm_pending_jobs"][()])
 
@@ -561,6 +564,7 @@ class Metrics(Collector):
 
     def collect(self) -> list[Metric]:
         """All numbers as of one moment, as prometheus_client has them."""
+        self.on_look()
         with self._lock:
             metrics = [_metric_of(spec, self._values[spec.name]) for spec in _SPECS]
             return [

@@ -14,7 +14,7 @@ import logging
 import secrets
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import NamedTuple
 
@@ -49,7 +49,7 @@ from kvbm_core.peers.wire import (
     seal_of,
     shown,
 )
-from kvbm_core.storage.base import Memory, plain_parts
+from kvbm_core.storage.base import Memory, ReadsAlone, plain_parts
 from kvbm_core.types import BlockKey
 
 CONCURRENCY = 4
@@ -278,7 +278,7 @@ def call_blocks(block_bytes: int) -> int:
     return max(1, min(MAX_CALL_BLOCKS, CALL_BYTES // block_bytes))
 
 
-class PeerStore:
+class PeerStore(ReadsAlone):
     """Owners by their addresses, each as a BlockStore to read from. Any thread. ``keys`` None: owners on this
     machine alone are asked, in the clear. ``zone``: where owners may write to; closed with the store.
     """
@@ -412,28 +412,14 @@ class PeerStore:
         """See BlockStore. Only a certain owner can be asked: see ``at``."""
         return [Outcome.REJECTED] * len(keys)
 
-    def put_many(
-        self, keys: Sequence[BlockKey], payloads: Sequence[Memory], *, deadline_s: float
-    ) -> list[Outcome]:
-        """See BlockStore."""
-        return [Outcome.REJECTED] * len(keys)
-
     def get_many(
         self, keys: Sequence[BlockKey], targets: Sequence[Memory], *, deadline_s: float
     ) -> list[Outcome]:
         """See BlockStore."""
         return [Outcome.REJECTED] * len(keys)
 
-    def remove_many(self, keys: Sequence[BlockKey], *, deadline_s: float) -> list[Outcome]:
-        """See BlockStore."""
-        return [Outcome.REJECTED] * len(keys)
 
-    def scan(self) -> Iterator[BlockKey]:
-        """See BlockStore."""
-        return iter(())
-
-
-class PeerBlocks:
+class PeerBlocks(ReadsAlone):
     """BlockStore of what one owner has. Nothing can be put there, nor removed."""
 
     def __init__(self, store: PeerStore, source: str) -> None:
@@ -449,20 +435,6 @@ class PeerBlocks:
     ) -> list[Outcome]:
         """See BlockStore. A target may be larger than a block: the rest of it is left as it is."""
         return self._store.ask(self._source, keys, targets, deadline_s)
-
-    def put_many(
-        self, keys: Sequence[BlockKey], payloads: Sequence[Memory], *, deadline_s: float
-    ) -> list[Outcome]:
-        """See BlockStore."""
-        return self._store.put_many(keys, payloads, deadline_s=deadline_s)
-
-    def remove_many(self, keys: Sequence[BlockKey], *, deadline_s: float) -> list[Outcome]:
-        """See BlockStore."""
-        return self._store.remove_many(keys, deadline_s=deadline_s)
-
-    def scan(self) -> Iterator[BlockKey]:
-        """See BlockStore."""
-        return iter(())
 
     def close(self) -> None:
         """The store of all owners is closed instead."""

@@ -278,9 +278,10 @@ class LeaderProcess:
         """See ``metrics_server``."""
         self._server = metrics_server(self._settings, self._metrics, about, readiness)
 
-    def answer_at_once(self, leader: Leader) -> None:
-        """Of an engine that holds the leader's lock in all that it calls: questions and pins need no step."""
-        self._desk.nudge = leader.mind_questions
+    def poll_with(self, poll: Callable[[], float | None]) -> None:
+        """Has ``poll`` take in what workers and operators say while the engine is idle; see LeaderSide."""
+        self.channel.poll_with(poll)
+        self._desk.nudge = self.channel.wake
 
     def compare(self, leader: Leader, about: About, description: Description) -> None:
         """With other configurations of this model that were served here, so that misses can name them."""

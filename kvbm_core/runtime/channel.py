@@ -310,6 +310,10 @@ class LeaderChannel:
         how many seconds.
         """
         self._poll = poll
+        self.wake()
+
+    def wake(self) -> None:
+        """Has ``poll`` called now; any thread."""
         self._loop.wake()
 
     def send(self, identity: Identity, message: Message) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
-import ipaddress
 import logging
 import os
 import secrets
@@ -23,6 +22,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from kvbm_core.config import KvbmSettings
+from kvbm_core.config.addresses import bracketed, is_loopback
 from kvbm_core.control.place import is_private, private_place
 from kvbm_core.errors import ConfigError
 
@@ -105,15 +105,11 @@ def tcp_endpoint(host: str, port: int, secret: bytes, holder: SecretFile | None 
     """Loopback TCP. A routable address is refused: a tier's bytes never leave the machine, nor need its
     orders.
     """
-    try:
-        is_loopback = ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        is_loopback = host == "localhost"
-    if not is_loopback:
+    if not is_loopback(host):
         remedy = "is not a loopback address; use 127.0.0.1: leader and workers are on one machine"
         raise ConfigError("DYN_KVBM_LEADER_ZMQ_HOST", host, remedy)
-    bracketed = f"[{host}]" if ":" in host else "127.0.0.1" if host == "localhost" else host
-    return Endpoint(f"tcp://{bracketed}:{port}", secret=secret, holder=holder)
+    host = "127.0.0.1" if host == "localhost" else bracketed(host)
+    return Endpoint(f"tcp://{host}:{port}", secret=secret, holder=holder)
 
 
 # ---------------------------------------------------------------- a folder and a secret of our own

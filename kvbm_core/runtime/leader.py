@@ -42,7 +42,7 @@ from kvbm_core.runtime.orders import LeaderActs, LeaderOrders
 from kvbm_core.runtime.pins import LeaderPins
 from kvbm_core.runtime.rank_watch import RankWatch
 from kvbm_core.runtime.recorder import Recorder
-from kvbm_core.runtime.request import BlockTable, RequestState, StateOnDevice
+from kvbm_core.runtime.request import BlockTable, RequestState, StateOnDevice, Worth
 from kvbm_core.runtime.tenants import Tenant, TenantTable
 from kvbm_core.runtime.transfer_jobs import JobPart, TransferJob, readers_of, writers_of
 from kvbm_core.runtime.why import Asked, MissFinder, Why
@@ -63,6 +63,8 @@ TAKE_IN_BLOCKS = REPORT_SLOTS
 EMPTY_BLOCKS = 16
 """What a message with little in it costs, in blocks."""
 MAX_DISTRUSTED_NAMESPACES = 64
+GAUGES_WAIT_S = 0.2
+"""How long whoever reads the metrics waits for the engine's hooks; then the gauges are those of before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +124,7 @@ class Leader:
         self.tenants = TenantTable(self.chain, self.pins.on_root)
         self._orders = self._orders_at(parts.desk)
         self.chain.holds_back = lambda: self._orders.hold_back
-        self._ordered = (0, 0, 0)
+        metrics.on_look = self._publish_gauges
         self._offloading = Offloading(
             groups,
             self.chain,
@@ -152,7 +154,6 @@ class Leader:
             has_loads=lambda: self.has_loads,
             has_loads_of=self.has_loads_of,
             block_bytes=lambda: self.block_bytes,
-            publish_gauges=self.publish_gauges,
         )
         return LeaderOrders(
             desk, self.groups, self.chain, self.metrics, tenants=self.tenants, pins=self.pins, acts=acts
@@ -257,7 +258,8 @@ class Leader:
             self._onboarding.let_go(old)
             self._give_up_audit(old)
         chain = TokenChain(root, base_block_tokens(self.groups), extra_of_block)
-        state = RequestState(request_id, chain, self.groups, is_lasting=is_lasting, facts=facts)
+        worth = Worth.LASTING if is_lasting else Worth.LOCAL
+        state = RequestState(request_id, chain, self.groups, worth, facts=facts)
         if tenant is not None:
             state.tenant = self.tenants.number(tenant, root)
         if self._recorder is not None:
@@ -462,9 +464,8 @@ class Leader:
         self._give_up_audit(state)
         if not state.offload_jobs:  # else the end of the last of them does it
             self.chain.host.touch(self._keeper.used_keys(state))
-        self.metrics.request_hits(
-            state.host_hit_blocks, state.disk_hit_blocks, state.queried_blocks, state.object_hit_blocks
-        )
+        host, disk, stores = state.hit_blocks
+        self.metrics.request_hits(host, disk, state.queried_blocks, stores)
         if self._recorder is not None and state.chain.hashes:
             self._recorder.ended(state.came_s, state.prompt_tokens, state.chain.hashes)
         self._count_misses(state.account)
@@ -480,19 +481,19 @@ class Leader:
         """
         self._onboarding.let_go(state)
         self._give_up_audit(state)
-        state.is_retired = True
+        if state.worth is not Worth.DISOWNED:
+            state.worth = Worth.RETIRED
 
     def confirm(self, state: RequestState) -> None:
         """Of a request that was opened as not lasting: its keys mean the same in other processes too."""
-        state.is_lasting = True
-        is_hit = state.host_hit_blocks or state.disk_hit_blocks or state.object_hit_blocks
+        state.worth = Worth.LASTING
         states = self._keeper.runs_at(state, self._keeper.lasting_ends(state))
-        (self.chain.used if is_hit else self.chain.offer)([*state.whole_runs(), *states])
+        (self.chain.used if any(state.hit_blocks) else self.chain.offer)([*state.whole_runs(), *states])
 
     def disown(self, state: RequestState) -> None:
         """The opposite: nobody knows what its keys mean. Those that were stored are forgotten."""
         self.retire(state)
-        state.is_disowned = True
+        state.worth = Worth.DISOWNED
         self.chain.forget(state.chain_keys())
 
     def new_generation(self) -> None:
@@ -538,7 +539,6 @@ class Leader:
         self._ranks.heard(rank)
         for result in results:
             self._jobs.acknowledge(rank, result)
-        self.publish_gauges()
 
     @property
     def has_news(self) -> bool:
@@ -546,9 +546,12 @@ class Leader:
         return bool(self._handshake.inbox) or bool(self._handshake.found) or self._orders.has_any
 
     def poll(self) -> None:
-        """Takes what has arrived since the last call. Never waits."""
-        has_news = self.has_news
-        if has_news:
+        """Takes what has arrived since the last call. Waits for nothing but ``lock``; any thread."""
+        with self.lock:
+            self._poll()
+
+    def _poll(self) -> None:
+        if self.has_news:
             self._take_in_news()
         if self.chain.live_leases:  # not in most steps
             self._mind_leases()
@@ -558,8 +561,6 @@ class Leader:
             self._orders.mind()
         if self.pins.is_due:
             self.pins.mind()
-        if has_news:
-            self.publish_gauges()
 
     def _take_in_news(self) -> None:
         inbox = self._handshake.inbox
@@ -613,8 +614,9 @@ class Leader:
         """As ``poll``, with everything that has been found in lower tiers so far; at start, when nobody waits
         for a step.
         """
-        self._take_in_found(float("inf"))
-        self.poll()
+        with self.lock:
+            self._take_in_found(float("inf"))
+            self._poll()
 
     def _take_in_found(self, most_blocks: float) -> None:
         """At least one of the workers' messages, if there is one; ``most_blocks`` of each worker."""
@@ -628,20 +630,17 @@ class Leader:
                 tier.take_in(chunk.rank, chunk.end, chunk.found)
             num_taken += max(EMPTY_BLOCKS, len(chunk.found))
 
-    def mind_questions(self) -> None:
-        """What operators ask for that needs no step. Any thread, where all callers hold ``lock``."""
-        with self.lock:
-            self._orders.mind_questions()
-
-    def publish_gauges(self) -> None:
-        """How full the tier is, what is pinned, what is under way: now."""
-        self.chain.publish_usage()
-        self.metrics.set_pending_jobs(self.pending_jobs)
-        self.metrics.set_live_leases(self.chain.host.live_leases)
-        ordered = len(self.pins), self.chain.host.kept_blocks, self.tenants.num_quotas
-        if ordered != self._ordered:  # not in most steps
-            self._ordered = ordered
-            self.metrics.set_ordered(*ordered)
+    def _publish_gauges(self) -> None:
+        """How full the tiers are, what is pinned, what is under way: now. Any thread."""
+        if not self.lock.acquire(timeout=GAUGES_WAIT_S):
+            return
+        try:
+            self.chain.publish_usage()
+            self.metrics.set_pending_jobs(self.pending_jobs)
+            self.metrics.set_live_leases(self.chain.host.live_leases)
+            self.metrics.set_ordered(len(self.pins), self.chain.host.kept_blocks, self.tenants.num_quotas)
+        finally:
+            self.lock.release()
 
     def _on_slots(self, event: SlotsReady) -> None:
         host = self.chain.host
@@ -697,12 +696,12 @@ class Leader:
         elif job.outcome is not Outcome.OK:
             self._count_failure(job)
         for part in job.parts:
-            if is_offload and is_done and part.state.is_disowned:
+            if is_offload and is_done and part.state.worth is Worth.DISOWNED:
                 self.chain.forget(part.keys)
         for part in job.parts:
             if is_done:
                 self.chain.tell(part.runs)
-            if is_offload and is_done and part.state.is_lasting:
+            if is_offload and is_done and part.state.worth is Worth.LASTING:
                 self.chain.offer(self._keeper.offered(part.state, part.runs))
             self._drop_if_idle(part.state)
 
@@ -764,7 +763,7 @@ class Leader:
         is_idle = state.is_finished and not state.offload_jobs and state.onboard_job is None
         if is_idle and self._requests.get(state.request_id) is state:
             del self._requests[state.request_id]
-            if not state.is_lasting or state.is_retired:
+            if state.worth is not Worth.LASTING:
                 return
             if state.marks.spare_tokens and self.chain.lower:
                 self.chain.offer(self._keeper.rest(state))

@@ -10,7 +10,7 @@ from kvbm_core.observe.metrics import Metrics
 from kvbm_core.runtime.audit import AuditedPrefix
 from kvbm_core.runtime.leader_options import LeaderOptions
 from kvbm_core.runtime.offload import Start
-from kvbm_core.runtime.request import BlockTable, Match, RequestState
+from kvbm_core.runtime.request import BlockTable, Match, RequestState, Worth
 from kvbm_core.runtime.states import StateKeeper
 from kvbm_core.runtime.transfer_jobs import JobPart, TransferJob
 from kvbm_core.tiers.chain import Held, TierChain
@@ -112,7 +112,7 @@ class Onboarding:
 
     def _is_coming(self, state: RequestState, prefix_tokens: int, limit_tokens: int) -> bool:
         """Whether a lower tier is bringing up more than what can be held now, and there is time to wait."""
-        is_sought = state.is_lasting and self._chain.is_asked
+        is_sought = state.worth is Worth.LASTING and self._chain.is_asked
         if not is_sought or limit_tokens - prefix_tokens < self._align:
             return False
         runs, asks_again = self._runs_beyond(state, prefix_tokens, limit_tokens), self._fetch_wait_s > 0
@@ -185,9 +185,9 @@ class Onboarding:
             account = state.account
             account.host_tokens, account.disk_tokens = host_tokens, fetched_tokens
             account.remote_tokens = brought_tokens
-        state.host_hit_blocks = max(state.host_hit_blocks, host_tokens // self._align)
-        state.disk_hit_blocks = max(state.disk_hit_blocks, fetched_tokens // self._align)
-        state.object_hit_blocks = max(state.object_hit_blocks, brought_tokens // self._align)
+        hit_blocks = (tokens // self._align for tokens in (host_tokens, fetched_tokens, brought_tokens))
+        host, disk, stores = map(max, state.hit_blocks, hit_blocks)
+        state.hit_blocks = host, disk, stores
         return job.plan()
 
     def audit(
@@ -241,7 +241,7 @@ class Onboarding:
             return
         if job.outcome is Outcome.OK:
             self._chain.loaded(part.held, {})
-            if part.state.is_lasting:
+            if part.state.worth is Worth.LASTING:
                 self._chain.used(part.runs)
         else:  # whoever audits forgets what is wrong; of anything else only what the lower tiers failed at
             self._chain.gave_up(part.held, {} if job.found_wrong else job.failures(part.held.slots))
@@ -265,10 +265,10 @@ class Onboarding:
             # Never offered again: the engine recomputes, and the blocks are written anew, those too that it
             # had computed and we had taken for stored before this news came.
             state.restart_offload()
-            state.host_hit_blocks = state.disk_hit_blocks = state.object_hit_blocks = 0
+            state.hit_blocks = 0, 0, 0
         if held is not None:
             self._chain.loaded(held, failed)
-        if not failed and state.is_lasting:
+        if not failed and state.worth is Worth.LASTING:
             self._chain.used(part.runs)
         state.onboard_job = None
         # Its end has just been used; the part before that, which the device had, must not be evicted first.

@@ -1,6 +1,4 @@
-"""An operator's orders to a leader: on its thread, in its ``poll``; what needs no step also while the engine
-is idle, on the thread of who asks.
-"""
+"""An operator's orders to a leader, carried out in its ``poll``."""
 
 from __future__ import annotations
 
@@ -38,7 +36,6 @@ class LeaderActs(NamedTuple):
     has_loads_of: Callable[[Collection[int]], bool]
     block_bytes: Callable[[], int]
     """0 until a rank has said it."""
-    publish_gauges: Callable[[], None]
 
 
 class LeaderOrders:
@@ -104,11 +101,6 @@ class LeaderOrders:
         if self._clearing:
             self._clear_what_is_free()
 
-    def mind_questions(self) -> None:
-        """As ``mind``, of orders that no load has to end for, if they are next."""
-        while (task := self._desk.take_if(lambda order: order.verb in PROMPT_VERBS)) is not None:
-            self._answer(task)
-
     def _tiers_here(self) -> set[Tier]:
         here = {tier.tier for tier in self._chain.lower}
         if self._metrics.has_host_tier:
@@ -123,7 +115,6 @@ class LeaderOrders:
             return
         # Without a host tier its slots are what the disk is read and written through.
         self._acts.reset(tiers if Tier.HOST in here else {*tiers, Tier.HOST})
-        self._acts.publish_gauges()
         log.warning("kvbm: an operator's order: reset; %s", told(tiers))
         task.ended(Result.DONE, told(tiers))
 
@@ -158,7 +149,6 @@ class LeaderOrders:
             num_gone = self._chain.forget_prompt(keys, meant)
         else:
             num_gone = self._chain.forget_of(clearing.tenants, meant)
-        self._acts.publish_gauges()
         names = ", ".join(tier.name.lower() for tier in sorted(tiers) if tier is not Tier.REMOTE)
         line = f"forgotten: {num_gone:,} blocks ({names}); what machines share stays"
         if not clearing.tenants:
@@ -182,7 +172,6 @@ class LeaderOrders:
             report = Report(Result.REFUSED, f"it failed: {type(error).__name__}: {error}")
         if task.order.verb is not Verb.LOOKUP:
             log.warning("kvbm: an operator's order: %s; %s; %s", task.order.verb, report.result, report.text)
-        self._acts.publish_gauges()
         task.ended(*report)
 
     def _look_up(self, order: Order) -> Report:

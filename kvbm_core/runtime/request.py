@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple, cast
+from enum import Enum
+from typing import TYPE_CHECKING, NamedTuple, TypeVar, cast
 
 from kvbm_core.blocks.tenants import NOBODY
+from kvbm_core.errors import IntegrityError
 from kvbm_core.identity.roots import RootFacts
 from kvbm_core.observe.why import Account
 from kvbm_core.runtime.audit import AuditedPrefix
@@ -24,6 +26,8 @@ BlockTable = Sequence[int]
 """Device block ids of one request in one group, by block index; the null block where the engine keeps
 nothing.
 """
+Status = TypeVar("Status", bound=Enum)
+Event = TypeVar("Event", bound=Enum)
 NULL_BLOCK = 0
 """The null block of most engines; see LeaderOptions."""
 
@@ -88,6 +92,37 @@ class Seen(NamedTuple):
     request_id: str
 
 
+def after(table: Mapping[Status, Mapping[Event, Status]], status: Status, event: Event) -> Status:
+    """What a request, or its load, is after ``event``, by an engine adapter's table of what it can be.
+    IntegrityError, a bug, if that cannot happen to what it is.
+    """
+    found = table[status].get(event)
+    if found is None:
+        raise IntegrityError(f"kvbm: {type(event).__name__} {event.value} while it is {status.value}")
+    return found
+
+
+class Worth(Enum):
+    """What a request's keys are worth. Besides, it has ended or not: what it stored before is worth as much.
+
+    | from | to | by | as |
+    | --- | --- | --- | --- |
+    | | LASTING, LOCAL | open | it begins, or begins anew |
+    | LOCAL | LASTING | confirm | it is known at its end that its adapter was the one in its keys |
+    | any but DISOWNED | RETIRED | retire, new_generation | weights or its adapter have changed under it |
+    | any | DISOWNED | disown | nobody knows what it was computed with |
+    """
+
+    LASTING = "lasting"
+    """They mean the same in another process."""
+    LOCAL = "local"
+    """They do not, and never reach lower tiers."""
+    RETIRED = "retired"
+    """What it has on the device is not what they say; nothing of it moves any more."""
+    DISOWNED = "disowned"
+    """Nor is what was stored of it."""
+
+
 @dataclass
 class RequestState:
     """One request. Only the leader's thread touches it.
@@ -95,20 +130,19 @@ class RequestState:
     ``next_offload[g]`` is the first block of group g that has not been considered for offload yet, and
     ``next_full_tokens`` the length at which the next of them is full (0: not known, look).
     ``foreign_tokens``: what the engine found on the device, and nobody here has seen computed; it is never
-    offloaded. ``audited``: what was found and is computed again, to be compared. ``is_lasting``: whether its
-    keys mean the same in another process; else they never reach the disk. ``is_retired``: what it has on the
-    device is not what its keys say; nothing of it moves any more. ``is_disowned``: nor is what was stored of
-    it. ``came_s``, ``prompt_tokens``: for who records requests. ``tenant``: whose it is, see TenantTable.
-    ``waits_for``: what has to change before a search tells whoever waits for lower tiers anything new.
-    ``seeker``: what was learned of lower tiers by key. ``facts``: of its root. ``beginning``, ``before``: a
-    name of its first tokens, and who began so under this root before. ``account``: what it got, once that is
-    known. ``trace_headers``: the W3C trace context that it came with; ``span``: its own, where spans are
-    asked for. ``marks``: of its states. ``limits``: what it allows itself.
+    offloaded. ``audited``: what was found and is computed again, to be compared. ``hit_blocks``: those that
+    it was given from the host, the disk and stores. ``came_s``, ``prompt_tokens``: for who records requests.
+    ``tenant``: whose it is, see TenantTable. ``waits_for``: what has to change before a search tells whoever
+    waits for lower tiers anything new. ``seeker``: what was learned of lower tiers by key. ``facts``: of its
+    root. ``beginning``, ``before``: a name of its first tokens, and who began so under this root before.
+    ``account``: what it got, once that is known. ``trace_headers``: the W3C trace context that it came with;
+    ``span``: its own, where spans are asked for. ``marks``: of its states. ``limits``: what it allows itself.
     """
 
     request_id: str
     chain: TokenChain
     groups: tuple[GroupSpec, ...]
+    worth: Worth = Worth.LASTING
     match: Match | None = None
     onboard_job: int | None = None
     offload_jobs: set[int] = field(default_factory=set)
@@ -119,15 +153,10 @@ class RequestState:
     fetch_wanted_since_s: float | None = None
     waits_for: object = None
     queried_blocks: int = 0
-    host_hit_blocks: int = 0
-    disk_hit_blocks: int = 0
-    object_hit_blocks: int = 0
+    hit_blocks: tuple[int, int, int] = (0, 0, 0)
     is_finished: bool = False
-    is_lasting: bool = True
     tenant: int = NOBODY
     audited: AuditedPrefix | None = None
-    is_retired: bool = False
-    is_disowned: bool = False
     came_s: float = 0.0
     prompt_tokens: int = 0
     seeker: Seeker = field(default_factory=Seeker)
@@ -149,6 +178,11 @@ class RequestState:
         base = base_block_tokens(self.groups)
         self._steps = [group.block_size_tokens // base for group in self.groups]
         self.restart_offload()
+
+    @property
+    def is_retired(self) -> bool:
+        """Whether nothing of it moves any more."""
+        return self.worth is Worth.RETIRED or self.worth is Worth.DISOWNED
 
     def restart_offload(self) -> None:
         """All blocks are to be considered (again): the request waits to be scheduled from its start."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from collections.abc import Set as AbstractSet
 
-from kvbm_core.runtime.request import RequestState, StateOnDevice
+from kvbm_core.runtime.request import RequestState, StateOnDevice, Worth
 from kvbm_core.tiers.chain import TierChain
 from kvbm_core.tiers.groups import GroupSpec, alignment_tokens, attention_reach_tokens, base_block_tokens
 from kvbm_core.tokens.runs import BlockRun
@@ -80,7 +80,7 @@ class StateKeeper:
         if is_last_of_prompt or newest - marks.kept_tokens >= self._every_tokens:
             marks.kept_tokens = max(marks.kept_tokens, newest)
             marks.lasting.add(newest)
-            if newest == marks.waiting_tokens and state.is_lasting:
+            if newest == marks.waiting_tokens and state.worth is Worth.LASTING:
                 marks.waiting_tokens = 0
                 self._chain.offer(self.runs_at(state, {newest}))
         elif newest > marks.kept_tokens:

@@ -80,6 +80,24 @@ class BlockStore(Protocol):
         """Releases threads and files; idempotent. Later calls answer REJECTED."""
 
 
+class ReadsAlone:
+    """What a BlockStore has where only others put blocks and remove them."""
+
+    def put_many(
+        self, keys: Sequence[BlockKey], payloads: Sequence[Memory], *, deadline_s: float
+    ) -> list[Outcome]:
+        """See BlockStore: REJECTED."""
+        return [Outcome.REJECTED] * len(keys)
+
+    def remove_many(self, keys: Sequence[BlockKey], *, deadline_s: float) -> list[Outcome]:
+        """See BlockStore: REJECTED."""
+        return [Outcome.REJECTED] * len(keys)
+
+    def scan(self) -> Iterator[BlockKey]:
+        """See BlockStore: nobody can tell."""
+        return iter(())
+
+
 @runtime_checkable
 class HasSources(Protocol):
     """Stores of one kind, each at an address of its own."""

@@ -61,13 +61,11 @@ class Bench:
     host: HostSlab
     executor: Executor
     results: list[JobResult]
-    """Of an executor that always has a listener, where the test has none; see ExecutorContract.keeps_results.
-    """
+    """Where the test has no listener of its own."""
 
     def poll(self) -> list[JobResult]:
-        """See Executor."""
-        taken = [*self.executor.poll(), *self.results]
-        self.results.clear()
+        """Results since the last poll."""
+        taken, self.results[:] = [*self.results], []
         return taken
 
     def content(self, group: int, block: int) -> bytes:

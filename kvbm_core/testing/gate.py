@@ -89,10 +89,6 @@ class Gate:
     def _report(self, job_id: int, outcome: Outcome) -> None:
         self._finished(JobResult(job_id, outcome, 0, 0.0, 0.0, "injected"))
 
-    def poll(self) -> list[JobResult]:
-        """See Executor."""
-        return self._inner.poll()
-
     def cancel(self, job_id: int) -> bool:
         """See Executor."""
         if job_id not in self._held:

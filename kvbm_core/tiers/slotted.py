@@ -60,7 +60,7 @@ class SlottedTier(StoringTier):
     @property
     def news(self) -> object:
         """See LowerTier."""
-        return self.is_usable, self.slots.num_changes
+        return self.off_reason, self._breaker.is_open, self.slots.num_changes
 
     @property
     def usage(self) -> tuple[int, int]:

@@ -73,9 +73,6 @@ class Executor(Protocol):
         job id is in flight.
         """
 
-    def poll(self) -> list[JobResult]:
-        """Results since the last poll; always empty if the executor was given a listener (``on_done``)."""
-
     def cancel(self, job_id: int) -> bool:
         """True: nothing of the job touches device memory from now on; it is reported as REJECTED.
 

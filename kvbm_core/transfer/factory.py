@@ -19,7 +19,7 @@ def make_executor(
     *,
     max_concurrent: int = 4,
     max_batch_blocks: int = 16,
-    on_done: Callable[[JobResult], None] | None = None,
+    on_done: Callable[[JobResult], None],
     digests: SlotDigests | None = None,
     clock: Clock | None = None,
 ) -> Copier:

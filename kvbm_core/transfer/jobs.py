@@ -40,18 +40,17 @@ class Job(Generic[PlanT]):
 class JobBoard(Generic[PlanT]):
     """Jobs waiting, running and ended. Thread safe; every job ends in exactly one result.
 
-    A result goes to ``on_done`` (from the thread that ended the job, without any lock held) if there is
-    one, else to the next ``poll``.
+    A result goes to the job's ``on_done`` or the board's, from the thread that ended the job, without any
+    lock held.
     """
 
-    def __init__(self, clock: Clock, on_done: Callable[[JobResult], None] | None) -> None:
+    def __init__(self, clock: Clock, on_done: OnDone = lambda result: None) -> None:
         self._clock = clock
         self._on_done = on_done
         self._changed = threading.Condition()
         self._onboards: deque[Job[PlanT]] = deque()
         self._offloads: deque[Job[PlanT]] = deque()
         self._live: set[int] = set()
-        self._results: list[JobResult] = []
         self._closed = False
         self._is_woken = False
 
@@ -68,7 +67,7 @@ class JobBoard(Generic[PlanT]):
             refusal: tuple[Outcome, str] | None = None
             if self._closed:
                 refusal = (Outcome.REJECTED, "the executor is closed")
-            elif len(self._live) + len(self._results) > MAX_QUEUED_JOBS:
+            elif len(self._live) > MAX_QUEUED_JOBS:
                 refusal = (Outcome.BUSY, f"{MAX_QUEUED_JOBS} jobs are waiting")
             else:
                 self._queue_of(job).append(job)
@@ -119,23 +118,13 @@ class JobBoard(Generic[PlanT]):
         started_s = now_s if job.started_s is None else job.started_s
         seconds, queued_s = now_s - started_s, started_s - job.submitted_s
         result = JobResult(job.plan.job_id, outcome, num_bytes, seconds, queued_s, detail, is_late, failed)
-        on_done = job.on_done or self._on_done
-        if on_done is not None:
-            try:
-                on_done(result)
-            except Exception:  # a bug of the listener must not end the thread that copies
-                logger.exception("kvbm: listener failed on the result of job %d", result.job_id)
+        try:
+            (job.on_done or self._on_done)(result)
+        except Exception:  # a bug of the listener must not end the thread that copies
+            logger.exception("kvbm: listener failed on the result of job %d", result.job_id)
         with self._changed:
-            if on_done is None:
-                self._results.append(result)
             self._live.discard(result.job_id)
             self._changed.notify_all()
-
-    def poll(self) -> list[JobResult]:
-        """Results since the last poll."""
-        with self._changed:
-            results, self._results = self._results, []
-        return results
 
     def cancel(self, job_id: int) -> bool:
         """Ends a waiting job as REJECTED; False if it has started, has ended or is unknown."""

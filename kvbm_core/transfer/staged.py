@@ -165,10 +165,6 @@ class StagedExecutor:
         if load.is_cancelled:  # before this
             reader.cancel(order.job_id)
 
-    def poll(self) -> list[JobResult]:
-        """Always empty: results go to the listener."""
-        return []
-
     def cancel(self, job_id: int) -> bool:
         """See Executor."""
         with self._changed:

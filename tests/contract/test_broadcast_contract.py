@@ -34,8 +34,6 @@ class TwoRanks(BroadcastExecutor):
 class TestBroadcastExecutor(ExecutorContract):
     """Rank 0 of two."""
 
-    keeps_results = False
-
     def make_executor(self, setup: Setup) -> Executor:
         assert setup.on_done is not None
         point = MeetingPoint()

@@ -176,7 +176,7 @@ class TestCudaExecutor(ExecutorContract):
             assert not self.cuda.wait_batches(2, 0.05)
             self.cuda.hold(stream, False)
             assert bench.executor.drain(LONG_S)
-            first, second = bench.executor.poll()
+            first, second = bench.poll()
             assert first.job_id == 1 and first.outcome is Outcome.IO_ERROR and "error 2" in first.detail
             assert second.outcome is Outcome.IO_ERROR
             self.cuda.refuse_records = False
@@ -213,8 +213,6 @@ class OverDisk(StagedExecutor):
 
 class TestStagedExecutor(ExecutorContract):
     """A device with a disk beside it: plans without reads are not to notice."""
-
-    keeps_results = False
 
     @pytest.fixture(autouse=True)
     def _folder(self, tmp_path: Path) -> None:
@@ -498,7 +496,7 @@ def test_slots_across_chunks_come_back_exactly() -> None:
     host = HostSlab(6, slot_bytes, chunk_bytes=HUGE_PAGE_BYTES)
     assert host.wait_ready(LONG_S)
     cuda = CudaDouble()
-    executor = CudaExecutor(device, host, cuda)
+    executor = CudaExecutor(device, host, cuda, on_done=Listener())
     executor.submit(plan(1, Direction.OFFLOAD, range(6), range(6)))
     assert executor.drain(LONG_S) and (host.array == content).all()
     assert len(cuda.batches[0][0]) == 3
@@ -517,7 +515,7 @@ def test_memory_of_no_known_kind_is_refused() -> None:
     device.storages = [Alien(), Alien()]
     host = HostSlab(1, 4096)
     with pytest.raises(UnsupportedError, match="Alien"):
-        make_executor(device, host)
+        make_executor(device, host, on_done=Listener())
     host.close()
 
 

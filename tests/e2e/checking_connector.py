@@ -179,9 +179,6 @@ class CheckingExecutor:
             self._ledger.lose_states(plan)
         return result
 
-    def poll(self) -> list[JobResult]:
-        return self._inner.poll()
-
     def cancel(self, job_id: int) -> bool:
         return self._inner.cancel(job_id)
 

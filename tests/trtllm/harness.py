@@ -205,7 +205,7 @@ class Serving:
 
     def look(self, look: Callable[[], T]) -> T:
         """What this rank's leader sees when the channel's thread is not taking anything in."""
-        with self.side.lock:
+        with self.leader.lock:
             return look()
 
     def from_leader(self, look: Callable[[], Any]) -> Any:

@@ -137,7 +137,7 @@ def catches_up(rank: int, kind: Kind, folder: Path) -> None:
     """A job: what was found is taken in at the start while another thread may poll; they must take turns."""
     with serve_with_disk(rank, kind, folder) as serving:
         seen: list[bool] = []
-        serving.side.leader.catch_up = lambda: seen.append(serving.side.lock.locked())
+        serving.side.leader.catch_up = lambda: seen.append(serving.leader.lock._is_owned())
         assert serving.executor.leader is not None
         serving.executor.leader.part.wait()
         assert seen == [True]

@@ -30,8 +30,8 @@ from kvbm_core.cli.main import app
 from kvbm_core.cli.status import StatusError, parse_samples
 from kvbm_core.cli.top import Watch, view
 from kvbm_core.config import KvbmSettings
+from kvbm_core.config.addresses import is_loopback
 from kvbm_core.control.desk import About, AtOnce
-from kvbm_core.control.http_wire import is_loopback
 from kvbm_core.control.listed import listed
 from kvbm_core.control.messages import Order, Verb
 from kvbm_core.control.pages import Page, PageNote, pages, targets

@@ -10,7 +10,7 @@ from kvbm_core.cli.status import parse_samples, status_rows
 from kvbm_core.config import KvbmSettings
 from kvbm_core.errors import Outcome
 from kvbm_core.runtime.assembly import leader_options
-from kvbm_core.runtime.request import NULL_BLOCK, RequestState, StateOnDevice
+from kvbm_core.runtime.request import NULL_BLOCK, RequestState, StateOnDevice, Worth
 from kvbm_core.runtime.transfer_jobs import JobPart
 from kvbm_core.testing.leader_bench import BenchDisk
 from kvbm_core.tiers.groups import GroupSpec
@@ -405,7 +405,7 @@ def test_a_state_on_disk_and_kv_in_the_host_make_a_hit() -> None:
 def test_of_an_adapter_that_is_confirmed_at_the_end_the_states_of_use_go_down() -> None:
     bench = StatesBench(every_tokens=100, disk=BenchDisk(64))
     state = bench.open()
-    state.is_lasting = False
+    state.worth = Worth.LOCAL
     before = 0
     for end in (12, 16, 20, 24):
         bench.answer(bench.computes(state, PROMPT, before, end, prompt=14))
@@ -423,7 +423,7 @@ def test_of_an_adapter_that_is_confirmed_all_states_that_stay_go_down() -> None:
     """Those inside the prompt and its last one too, though the answer is long."""
     bench = StatesBench(every_tokens=8, disk=BenchDisk(64))
     state = bench.open()
-    state.is_lasting = False
+    state.worth = Worth.LOCAL
     before = 0
     for end in (4, 8, 12, 16, 20, 24, 28, 32):
         bench.answer(bench.computes(state, PROMPT, before, end, prompt=22))
@@ -458,7 +458,6 @@ def test_states_are_counted_apart_in_each_tier() -> None:
     bench.serve(PROMPT, [12, 24])
     while bench.write_to_disk():
         pass
-    bench.leader.publish_gauges()
     host, disk = 'kvbm_state_blocks{tier="host"}', 'kvbm_state_blocks{tier="disk"}'
     assert (bench.metric(host), bench.metric(disk)) == (4, 4)
     shown = {what: value for _, what, value in status_rows(parse_samples(bench.leader.metrics.exposition()))}
@@ -466,12 +465,10 @@ def test_states_are_counted_apart_in_each_tier() -> None:
     lease = bench.tier.lease("reader", bench.states(PROMPT, [12]), 1.0)
     assert lease is not None
     bench.tier.forget(bench.states(PROMPT, [12]))
-    bench.leader.publish_gauges()
     assert (bench.metric(host), bench.metric(disk)) == (2, 4)
     bench.tier.release(lease)
     bench.leader.check_integrity()
     bench.leader.reset()
-    bench.leader.publish_gauges()
     assert (bench.metric(host), bench.metric(disk)) == (0, 0)
 
 

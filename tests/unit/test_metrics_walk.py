@@ -54,10 +54,8 @@ ELSEWHERE = {
 
 def moved(bench: LeaderBench, act: Callable[[], object]) -> dict[str, float]:
     """By how much each series has changed; histograms by their counts and sums."""
-    bench.leader.publish_gauges()
     before = bench.leader.metrics.snapshot()
     act()
-    bench.leader.publish_gauges()
     after = bench.leader.metrics.snapshot()
     changes = {series: after.get(series, 0.0) - before.get(series, 0.0) for series in before | after}
     return {series: change for series, change in changes.items() if change and "_bucket" not in series}
@@ -139,7 +137,6 @@ def test_what_operators_pin_and_limit() -> None:
 
     def store(tokens: Sequence[int]) -> None:
         tier.commit(tier.reserve(bench.keys(tokens), protect_nothing, tenants=number))
-        bench.leader.publish_gauges()
 
     kept = {"kvbm_pinned_blocks", "kvbm_tier_blocks"}
     check(bench, lambda: store(PROMPT), kept, kvbm_pinned_blocks=5)

@@ -15,7 +15,8 @@ from kvbm_core.errors import ConfigError, Outcome
 from kvbm_core.observe.metrics import Metrics
 from kvbm_core.policy.admission import AdmitAll
 from kvbm_core.policy.lru import LruPolicy
-from kvbm_core.policy.named import make_policy
+from kvbm_core.policy.named import POLICIES, make_policy
+from kvbm_core.policy.recency import as_slots
 from kvbm_core.runtime.assembly import evicting, lower_makers
 from kvbm_core.testing import leader_bench
 from kvbm_core.testing.leader_bench import LeaderBench
@@ -24,7 +25,8 @@ from kvbm_core.tiers.jobs import JobTable
 from kvbm_core.tiers.slotted import SlottedTier, slotted_tier
 from kvbm_core.tokens.runs import BlockRun
 from kvbm_core.types import Tier
-from tests.policies import Deaf, Listening, Undecided, installed
+from tests import outside
+from tests.policies import Careless, Deaf, Listening, Undecided, installed
 from tests.unit.test_tier_chain import KEYS
 from tests.unit.tier_bench import TierBench
 
@@ -141,6 +143,59 @@ def test_where_a_policy_raises_there_is_no_room(
     bench.store(list(range(200, 217)), "third")
     bench.assert_idle()
     assert "policy Undecided of the host tier raises in evict: RuntimeError: which one" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        pytest.param(as_slots([0, 3]), id="one that is leased"),
+        pytest.param(as_slots([3, 1]), id="one that an operator keeps"),
+        pytest.param(as_slots([2, 3]), id="one that is spared"),
+        pytest.param(as_slots([3, 3]), id="one twice"),
+        pytest.param(as_slots([3]), id="too few"),
+        pytest.param(as_slots([3, 6]), id="one on its way"),
+        pytest.param(as_slots([3, 7]), id="one beyond the tier"),
+        pytest.param(as_slots([3, -1]), id="one before it"),
+        pytest.param("3, 4", id="no slots"),
+    ],
+)
+def test_a_policy_that_chooses_what_must_stay_is_not_asked_any_more(
+    chosen: object, caplog: pytest.LogCaptureFixture
+) -> None:
+    policy, clock = Careless(), ManualClock()
+    tier = BlockTier(Tier.HOST, policy, clock)
+    tier.grow(7)
+    for key in KEYS[:6]:
+        assert tier.commit(tier.reserve([key], lambda new: frozenset()))
+        clock.advance(1.0)
+    on_its_way = tier.reserve(KEYS[6:7], lambda new: frozenset())
+    lease = tier.lease("reader", KEYS[:1], 60.0)
+    assert lease is not None and lease.slots == (0,)
+    tier.keep(KEYS[1:2])
+    policy.chooses = chosen
+    reservation = tier.reserve(KEYS[7:9], lambda new: frozenset(KEYS[2:3]))
+    assert reservation.slots == (3, 4), "the oldest of those that may go"
+    assert tier.commit(reservation) and tier.commit(on_its_way)
+    assert tier.reserve(KEYS[9:12], lambda new: frozenset()).slots == (2, 4, 5)
+    tier.check_integrity()
+    assert tier.resident_of(KEYS[:2]) == KEYS[:2], "who holds them may read them still"
+    tier.release(lease)
+    tier.unkeep(KEYS[1:2])
+    tier.check_integrity()
+    (line,) = caplog.messages
+    assert line.startswith("kvbm: the eviction policy Careless of the host tier chose what must stay")
+
+
+def test_of_two_packages_with_one_policy_neither_is_taken(tmp_path: Path) -> None:
+    points = {"listening": "tests.policies:Listening"}
+    with (
+        outside.installed(tmp_path / "a", POLICIES, points, "mine"),
+        outside.installed(tmp_path / "b", POLICIES, points, "yours"),
+        pytest.raises(ConfigError) as caught,
+    ):
+        make_policy("listening")
+    line = "kvbm: KVBM_EVICTION_POLICY=listening: is a policy of mine and yours; uninstall all but one"
+    assert str(caught.value) == line
 
 
 def test_who_does_not_want_to_know_costs_nothing() -> None:

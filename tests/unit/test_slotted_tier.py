@@ -119,7 +119,6 @@ def test_without_a_host_tier_a_block_counts_once_and_none_is_of_the_host(
     leave_host(bench, [0, 1, 2, 3, 4])
     load(bench)  # from the disk
     bench.tier.reset()
-    bench.leader.publish_gauges()
     numbers = bench.leader.metrics.snapshot().items()
     moved = {name: n for name, n in numbers if n and "seconds" not in name and "slowest" not in name}
     assert {name: n for name, n in moved.items() if "blocks_" in name or "host" in name} == {

@@ -44,7 +44,7 @@ def test_wait_and_drain_know_of_loads(tmp_path: Path, rng: random.Random) -> Non
     with held_reads(tmp_path / "x.blocks", gate, only=12) as bench:
         bench.executor.submit(simple_load(bench, rng))
         assert not bench.executor.wait([LOAD], 0.0) and not bench.executor.drain(0.0)
-        assert bench.executor.wait([1, 999], 0.0) and bench.executor.poll() == []
+        assert bench.executor.wait([1, 999], 0.0)
         assert not bench.executor.cancel(999)
         with pytest.raises(ValueError, match="in flight"):
             bench.executor.submit(load_of(LOAD, [], [(9, 11)]))

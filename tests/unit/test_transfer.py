@@ -22,7 +22,7 @@ from kvbm_core.transfer.digests import SlotDigests, gather
 from kvbm_core.transfer.executor import DeviceMemory, refusal_of
 from kvbm_core.transfer.executors.cuda_runtime import CudaError, CudaRuntime, ways_to_copy
 from kvbm_core.transfer.factory import make_executor
-from kvbm_core.transfer.plan import GroupMove, TransferPlan
+from kvbm_core.transfer.plan import GroupMove, JobResult, TransferPlan
 from kvbm_core.transfer.torch_memory import describe_tensors
 from kvbm_core.types import Direction
 
@@ -146,14 +146,15 @@ def test_kv_caches_of_any_memory_order_come_back_through_torch(permutation: tupl
     device = DeviceMemory((view_of_tensors(infos, 5),), storages)  # two kernel blocks per block
     host = HostSlab(4, device.views[0].block_bytes)
     assert host.wait_ready(LONG_S)
-    executor = make_executor(device, host, digests=SlotDigests())
+    results: list[JobResult] = []
+    executor = make_executor(device, host, on_done=results.append, digests=SlotDigests())
     expected = [layer[2:6].clone() for layer in layers]
     executor.submit(plan(Direction.OFFLOAD, (0, [1, 2], [3, 0])))
     assert executor.drain(LONG_S)
     physical.zero_()
     executor.submit(plan(Direction.ONBOARD, (0, [4, 0], [3, 0])))
     assert executor.drain(LONG_S)
-    assert [result.outcome for result in executor.poll()] == [Outcome.OK, Outcome.OK]
+    assert [result.outcome for result in results] == [Outcome.OK, Outcome.OK]
     for layer, before in zip(layers, expected, strict=True):
         assert torch.equal(layer[8:10], before[:2]) and torch.equal(layer[0:2], before[2:])
         assert not layer[2:8].any()

@@ -204,7 +204,7 @@ def board_and_waiting() -> tuple[JobBoard[TransferPlan], threading.Event]:
     """The event is set when somebody waits for a job, holding the lock: what is done next comes after
     that.
     """
-    board: JobBoard[TransferPlan] = JobBoard(SystemClock(), None)
+    board: JobBoard[TransferPlan] = JobBoard(SystemClock())
     waiting, wait = threading.Event(), board._changed.wait
 
     def waits(timeout: float | None = None) -> bool:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from tests.ways import rows
 
 MOST_OWN_CALLS = {
-    "host to disk": 145,
-    "disk to host to device": 295,
-    "store to host": 1340,
+    "host to disk": 125,
+    "disk to host to device": 275,
+    "store to host": 1160,
     "linker from disk": 300,  # its ends may be taken in by any thread
 }
 """In the thread of the engine. Answers of workers that come together cost it less than this."""

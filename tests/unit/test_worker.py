@@ -68,9 +68,6 @@ class Gate:
         for plan in list(self.held.values()):
             self.inner.submit(self.held.pop(plan.job_id))
 
-    def poll(self) -> list[JobResult]:
-        return self.inner.poll()
-
     def cancel(self, job_id: int) -> bool:
         if job_id not in self.held or self.is_running:
             return self.inner.cancel(job_id)

@@ -178,7 +178,8 @@ class KvbmEngine(Engine):
             "leases on blocks of lower tiers": leader.chain.live_leases,
             "pinned device blocks": len(self.hooks._pins),
             "requests in the calendar": len(self.hooks._due),
-            "block tables": len(self.hooks._tables),
+            "planned jobs": len(self.hooks._step.jobs),
+            "promised loads": len(self.hooks._step.announced),
             "requests whose blocks are to be named": len(self.hooks._events._request_of),
             "held copies": sum(executor.held for executor in self.executors),
         }

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvbm_core.control.asking import ask_here
-from kvbm_core.control.messages import Answer, Order, Result, Verb
+from kvbm_core.control.messages import MAX_WAIT_S, Answer, Order, Result, Verb
 from kvbm_core.types import Direction
 from tests.unit.control_bench import here
 from tests.vllm.kvbm_engine import KvbmEngine
@@ -25,14 +25,14 @@ def give(order: Order) -> Answer:
     return answer
 
 
-def test_an_idle_engine_forgets_before_it_looks_the_next_request_up(here: Path, tmp_path: Path) -> None:
+def test_an_idle_engine_forgets_without_a_step(here: Path, tmp_path: Path) -> None:
     with KvbmEngine(tmp_path, extra=CONTROL) as engine:
         first = engine.ask("a", PROMPT, 8)
         engine.forget_device()
-        answer = give(RESET)
-        assert answer.result is Result.PENDING and "next step" in answer.text
+        answer = give(Order(verb=Verb.RESET, wait_s=MAX_WAIT_S))
+        assert answer.result is Result.DONE
         assert answer.status is not None and answer.status.engine == "vLLM" and answer.status.namespace
-        assert engine.leader.chain.host.resident_blocks > 0  # nobody touches it but the engine's thread
+        assert engine.leader.chain.host.resident_blocks == 0
         assert engine.ask("b", PROMPT, 8) == first and engine.promised("b") == [0]
         engine.forget_device()
         assert engine.ask("c", PROMPT, 8) == first and engine.external_tokens("c") > 0

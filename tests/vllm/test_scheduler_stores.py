@@ -1,5 +1,5 @@
-"""A store by key that only tests have, below host and disk under vLLM's own scheduler: every byte is
-checked.
+"""Stores by key that only tests have, one of an installed package (that of docs/extending.md), and a tier of
+a third kind, below host and disk under vLLM's own scheduler: every byte is checked.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from typing import Any
 import pytest
 
 from kvbm_core.testing import toy_store
+from tests import third_kind
 from tests.engines.silent_server import silent_server
+from tests.outside import sqlite_store
 from tests.vllm.kvbm_engine import KvbmEngine, specs_to_try
 from tests.vllm.test_scheduler_disk import ALL, FROM_DISK, ask_anew, keys_of, push_out
 
@@ -25,6 +27,7 @@ TO_STORE = "kvbm_offload_blocks_d2o"
 STORE = "toy://blocks?seed=1"
 EXTENTS = "toys://blocks?seed=1"
 every_store = pytest.mark.parametrize("store", [STORE, EXTENTS], ids=["blocks", "extents"])
+of_others = pytest.mark.parametrize("store", ["installed", "shelf"], indirect=True)
 TIGHT: dict[str, Any] = {"host_blocks": 30, "disk_blocks": 40}
 """Host and disk lose what other prompts push out; the store does not."""
 FAULTS = {
@@ -44,6 +47,20 @@ def _empty_stores() -> Iterator[None]:
     toy_store.forget_all()
     yield
     toy_store.forget_all()
+    third_kind.SHELVES.clear()
+
+
+@pytest.fixture(name="store")
+def store_fixture(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    """The URL of a new one."""
+    third_kind.register()
+    with sqlite_store(tmp_path / "site"):
+        yield {
+            "blocks": STORE,
+            "extents": EXTENTS,
+            "installed": f"sqlite://{tmp_path}/objects.db",
+            "shelf": "shelf://blocks",
+        }[request.param]
 
 
 def stored_by_an_engine(folder: Path, store: str, **spec: Any) -> tuple[list[int], float]:
@@ -54,7 +71,7 @@ def stored_by_an_engine(folder: Path, store: str, **spec: Any) -> tuple[list[int
         return answer, engine.metric(TO_STORE)
 
 
-@every_store
+@pytest.mark.parametrize("store", ["blocks", "extents", "installed", "shelf"], indirect=True)
 @every_kind
 def test_what_host_and_disk_have_lost_comes_back_from_the_store(
     spec: dict[str, Any], store: str, tmp_path: Path
@@ -95,6 +112,26 @@ def test_another_engine_finds_what_the_first_one_stored(
         assert engine.metric("kvbm_object_cache_hit_rate") == engine.metric("kvbm_host_cache_hit_rate") == 0.5
         engine.settle()
         assert engine.metric(FROM_STORE) + engine.metric(TO_STORE) <= stored, "what came back is stored again"
+        engine.assert_clean()
+
+
+@of_others
+def test_another_engine_finds_what_the_first_one_stored_elsewhere(store: str, tmp_path: Path) -> None:
+    first, _ = stored_by_an_engine(tmp_path, store)
+    with KvbmEngine(tmp_path, host_blocks=60, disk_blocks=40, store=store) as engine:
+        assert engine.ask("b", ALL, 8) == first
+        assert engine.external_tokens("b") == 48
+        engine.settle()
+        rates = [engine.metric(f"kvbm_{tier}_cache_hit_rate") for tier in ("host", "disk", "object")]
+        assert rates == [0.0, 0.0, 1.0]
+        engine.assert_clean()
+
+
+@of_others
+def test_of_two_ranks_each_has_its_own_part(store: str, tmp_path: Path) -> None:
+    with KvbmEngine(tmp_path, **TIGHT, store=store, ranks=2) as engine:
+        ask_anew(engine)
+        assert engine.metric(FROM_STORE) > 0
         engine.assert_clean()
 
 

@@ -299,7 +299,7 @@ def test_a_failed_load_is_computed_and_stored_anew(
         engine.executors[-1].fail_next(Direction.ONBOARD, Outcome.IO_ERROR)
         engine.add("b", range(50), 8)
         engine.run(until=lambda: bool(engine.record.allocs) and engine.external_tokens("b") > 0)
-        while "b" in engine.hooks._receiving:  # what is in the blocks now is of nobody
+        while engine.hooks._requests["b"].is_loading:  # what is in the blocks now is of nobody
             assert not seen
             engine.step()
         engine.run()
@@ -632,12 +632,9 @@ def test_states_by_their_places_in_a_table_are_wrong(
 
         def by_place(output: SchedulerOutput) -> None:
             for name, count in output.num_scheduled_tokens.items():
-                request, state, tables = (
-                    hooks._requests[name],
-                    engine.leader.request(name),
-                    hooks._tables.of(name),
-                )
-                assert state is not None and tables is not None
+                followed = hooks._requests[name]
+                request, state, tables = followed.request, followed.state, followed.tables
+                assert state is not None
                 end = min(request.num_computed_tokens + count, request.num_tokens)
                 full = [
                     StateOnDevice(0, block, (place + 1) * size)

@@ -13,6 +13,7 @@ from kvbm_core.cli.console import fail, progress_bar, table_console
 from kvbm_core.cli.doctor.check import Check, Level, Subject, warning
 from kvbm_core.cli.doctor.report import ERROR_EXIT, as_json, exit_code, show_findings, summary
 from kvbm_core.cli.doctor.run import Looked, of_config_error, run_checks
+from kvbm_core.cli.options import Json
 from kvbm_core.config import KvbmSettings
 from kvbm_core.errors import ConfigError
 
@@ -35,7 +36,7 @@ def doctor(
         ),
     ] = "",
     problems: Annotated[bool, typer.Option("--problems", help="Only warnings and errors.")] = False,
-    as_json_text: Annotated[bool, typer.Option("--json", help="As JSON, for programs.")] = False,
+    as_json_text: Json = False,
 ) -> None:
     """What works on this machine, for this model and for the settings of this shell, and what to do if not.
 

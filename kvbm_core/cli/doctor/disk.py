@@ -22,6 +22,7 @@ import numpy as np
 
 from kvbm_core.cli.doctor.check import Check, Finding, Subject, error, note, ok, warning
 from kvbm_core.config import KvbmSettings
+from kvbm_core.identity.digest import file_system_of
 from kvbm_core.storage.disk.allocate import FileOptions, OpenFile, open_file, remedy_for, reserve
 from kvbm_core.storage.disk.choose import SETTING, chosen_file_io
 from kvbm_core.storage.disk.inspect import find_files
@@ -216,12 +217,7 @@ def _file_system(subject: Subject, path: Path) -> str:
         device = os.stat(path).st_dev
     except OSError:
         return ""
-    wanted = f"{os.major(device)}:{os.minor(device)}"
-    for line in subject.told("proc/self/mountinfo").splitlines():
-        before, _, after = line.partition(" - ")
-        if before.split()[2:3] == [wanted]:
-            return after.split()[0]
-    return ""
+    return file_system_of(device, subject.told("proc/self/mountinfo"))
 
 
 def _speeds(opened: OpenFile) -> tuple[float, float]:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from kvbm_core.clock import Clock, SystemClock
 from kvbm_core.errors import Outcome
-from kvbm_core.storage.base import Memory, check_blocks, check_targets
+from kvbm_core.storage.base import Memory, ReadsAlone, check_blocks, check_targets
 from kvbm_core.storage.disk.allocate import FileOptions
 from kvbm_core.storage.disk.block_file import BlockFileView, Geometry
 from kvbm_core.storage.disk.block_io import BlockIo
@@ -23,7 +23,7 @@ SCAN_DEADLINE_S = 10.0
 _NOT_WHAT_IT_WAS = (Outcome.MISS, Outcome.CORRUPT, Outcome.INCOMPATIBLE)
 
 
-class DiskReader:
+class DiskReader(ReadsAlone):
     """Reads what a DiskStore of another process that ``shares`` has in the same file. Safe to call from any
     thread.
 
@@ -73,12 +73,6 @@ class DiskReader:
                 return [Outcome.REJECTED] * len(keys)
             return [Outcome.MISS if self._places.of(key) is None else Outcome.OK for key in keys]
 
-    def put_many(
-        self, keys: Sequence[BlockKey], payloads: Sequence[Memory], *, deadline_s: float
-    ) -> list[Outcome]:
-        """REJECTED: only the writer puts."""
-        return [Outcome.REJECTED] * len(keys)
-
     def get_many(
         self, keys: Sequence[BlockKey], targets: Sequence[Memory], *, deadline_s: float
     ) -> list[Outcome]:
@@ -112,10 +106,6 @@ class DiskReader:
             return outcomes
         finally:
             self._reading.release()
-
-    def remove_many(self, keys: Sequence[BlockKey], *, deadline_s: float) -> list[Outcome]:
-        """REJECTED: only the writer removes."""
-        return [Outcome.REJECTED] * len(keys)
 
     def scan(self) -> Iterator[BlockKey]:
         """See BlockStore."""

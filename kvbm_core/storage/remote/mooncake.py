@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from kvbm_core.clock import Clock, SystemClock
+from kvbm_core.config.addresses import own_address
 from kvbm_core.config.readers import shown
 from kvbm_core.config.server_url import ServerUrl
 from kvbm_core.errors import ConfigError, Outcome
@@ -27,7 +28,7 @@ from kvbm_core.storage.call_pool import CallPool
 from kvbm_core.storage.late import LATE
 from kvbm_core.storage.names import ObjectInfo
 from kvbm_core.storage.remote.engine import EngineTraits, GetItem, Got, PutItem
-from kvbm_core.storage.remote.mooncake_setup import MooncakeSetup, own_address, read_setup, set_timeouts
+from kvbm_core.storage.remote.mooncake_setup import MooncakeSetup, read_setup, set_timeouts
 
 THREADS = 4
 BATCH_ITEMS = 64
@@ -529,7 +530,7 @@ class _Membership:
     def _arguments(self, segment_bytes: int) -> list[object]:
         setup = self._setup
         return [
-            setup.local_hostname or own_address(self.master),
+            setup.local_hostname or own_address(self.master.host, self.master.port),
             setup.metadata_server,
             segment_bytes,
             setup.buffer_bytes,

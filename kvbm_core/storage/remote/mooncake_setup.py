@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -92,17 +91,6 @@ def set_timeouts() -> None:
     """
     for name, text in TIMEOUTS.items():
         os.environ.setdefault(name, text)
-
-
-def own_address(master: ServerUrl) -> str:
-    """This machine's address on the way to the master, at which other machines reach it."""
-    try:
-        family, kind, _, _, address = socket.getaddrinfo(master.host, master.port, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.connect(address)  # sends nothing
-            return str(probe.getsockname()[0])
-    except OSError:
-        return socket.gethostname()
 
 
 def _file(path: str) -> Mapping[str, object]:

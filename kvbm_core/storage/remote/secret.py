@@ -15,15 +15,19 @@ MAX_BYTES = 4096
 _REMEDY = "name a file that holds it, on all machines the same, made by: openssl rand -base64 32"
 
 
-def read_private(setting: str, path: str, remedy: str) -> bytes:
+def read_private(setting: str, path: str, remedy: str, *, is_hidden: bool = False) -> bytes:
     """What is in a small file, but for white space around it; of more than MAX_BYTES the beginning.
-    ConfigError; a pipe is refused, as nobody may ever write into it.
+    ConfigError; a pipe is refused, as nobody may ever write into it. ``is_hidden``: so is what others may
+    read.
     """
     try:
         fd = os.open(Path(path).expanduser(), os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         with os.fdopen(fd, "rb") as file:
-            if not stat.S_ISREG(os.fstat(fd).st_mode):
+            mode = os.fstat(fd).st_mode
+            if not stat.S_ISREG(mode):
                 raise ConfigError(setting, path, f"is not a file; {remedy}")
+            if is_hidden and mode & 0o077:
+                raise ConfigError(setting, path, f"others may read it; run: chmod 600 {path}")
             return file.read(MAX_BYTES + 1).strip()
     except OSError as error:
         raise ConfigError(setting, path, f"cannot be read: {error.strerror}; {remedy}") from None

@@ -16,7 +16,7 @@ from kvbm_core.transfer.compare import is_other
 from kvbm_core.transfer.digests import SlotDigests, gather
 from kvbm_core.transfer.executor import DeviceMemory, StreamMark, detail_of, refusal_of
 from kvbm_core.transfer.jobs import Job, JobBoard, OnDone
-from kvbm_core.transfer.plan import JobResult, TransferPlan
+from kvbm_core.transfer.plan import TransferPlan
 from kvbm_core.types import Direction
 
 Content = tuple[int, int, npt.NDArray[np.uint8]]
@@ -35,7 +35,7 @@ class BoardExecutor(ABC):
         device: DeviceMemory,
         host: HostSlab,
         *,
-        on_done: OnDone | None,
+        on_done: OnDone,
         digests: SlotDigests | None,
         clock: Clock | None,
     ) -> None:
@@ -72,10 +72,6 @@ class BoardExecutor(ABC):
             self._board.add(plan, deadline_s, after, on_done)
         else:
             self._board.refuse(plan, *refusal, on_done)
-
-    def poll(self) -> list[JobResult]:
-        """See Executor."""
-        return self._board.poll()
 
     def cancel(self, job_id: int) -> bool:
         """See Executor."""

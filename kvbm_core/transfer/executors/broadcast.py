@@ -137,10 +137,6 @@ class BroadcastExecutor:
                 self._queue.append(load)
                 self._changed.notify_all()
 
-    def poll(self) -> list[JobResult]:
-        """Always empty: results go to the listener."""
-        return []
-
     def cancel(self, job_id: int) -> bool:
         """See Executor."""
         with self._changed:

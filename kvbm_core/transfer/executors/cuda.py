@@ -63,7 +63,7 @@ class CudaExecutor(BoardExecutor):
         api: CudaRuntime,
         *,
         limits: CopyLimits = USUAL_LIMITS,
-        on_done: OnDone | None = None,
+        on_done: OnDone,
         digests: SlotDigests | None = None,
         clock: Clock | None = None,
     ) -> None:

@@ -77,7 +77,7 @@ class MemcpyExecutor(BoardExecutor):
         host: HostSlab,
         *,
         max_batch_blocks: int = 16,
-        on_done: OnDone | None = None,
+        on_done: OnDone,
         digests: SlotDigests | None = None,
         clock: Clock | None = None,
     ) -> None:

@@ -65,8 +65,8 @@ class DiskMover:
             if isinstance(io, TakesMemory):
                 io.register(host.address, host.num_slots * host.slot_bytes, host.slot_bytes)
         self._record_ios = [RecordIo(file, io, first_sequence=first_sequence, clock=clock) for io in ios]
-        self._reads: JobBoard[TierOrder] = JobBoard(clock, None)
-        self._writes: JobBoard[TierOrder] = JobBoard(clock, None)
+        self._reads: JobBoard[TierOrder] = JobBoard(clock)
+        self._writes: JobBoard[TierOrder] = JobBoard(clock)
         self._new_life = threading.Event()
         self._num_resets = 0
         self._threads = [

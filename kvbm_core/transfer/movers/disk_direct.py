@@ -86,7 +86,7 @@ class DirectReader:
         self._make_io = make_io or self._by_nixl
         self._lock = threading.Lock()
         self._loads: dict[int, DirectLoad] = {}
-        self._board: JobBoard[TierOrder] = JobBoard(self._clock, None)
+        self._board: JobBoard[TierOrder] = JobBoard(self._clock)
         self._record_io: RecordIo | None = None
         self._stage: DeviceStage | None = None
         self._failures = 0

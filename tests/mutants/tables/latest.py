@@ -100,6 +100,13 @@ MUTANTS = (
         "            raise\n",
         "tests/unit/test_policies.py::test_where_a_policy_raises_there_is_no_room",
     ),
+    Mutant(
+        "a block that a reader held was overwritten, as somebody else's eviction policy had chosen it",
+        "kvbm_core/blocks/slot_tier.py",
+        " or self._may_go(victims, count_blocks, spare):\n",
+        " or True:\n",
+        "tests/unit/test_policies.py::test_a_policy_that_chooses_what_must_stay_is_not_asked_any_more",
+    ),
     # ------------------------------------------------------------ NATS
     Mutant(
         "events: a server without TLS was told the password though TLS was wanted",

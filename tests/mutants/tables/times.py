@@ -208,9 +208,16 @@ MUTANTS = (
     Mutant(
         "what workers said while the loop slept was taken in by nobody",
         "kvbm_trtllm/assembly.py",
-        "        self._process.channel.poll_with(self._poll_if_quiet)\n",
+        "        self._process.poll_with(self._poll_if_quiet)\n",
         "",
         f"{SCENARIO}[the_last_turn_while_the_loop_sleeps-released-v1-overlap-1]",
+    ),
+    Mutant(
+        "what workers said while vLLM was idle was taken in by nobody",
+        "kvbm_vllm/assembly.py",
+        "    process.poll_with(hooks.poll_if_quiet)\n",
+        "",
+        "tests/vllm/test_idle.py::test_what_went_to_the_disk_is_known_before_the_next_step",
     ),
     Mutant(
         "py_multimodal_data without hashes was cached as text",

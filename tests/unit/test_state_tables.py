@@ -1,4 +1,4 @@
-"""What a request of TensorRT-LLM can be: the tables, what they promise, and the page that shows them."""
+"""What a request of vLLM or TensorRT-LLM can be: the tables, what they promise, the pages that show them."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ from typing import Any
 import pytest
 
 from kvbm_core.errors import IntegrityError
+from kvbm_core.runtime.request import after
 from kvbm_trtllm.requests import Followed, Requests
-from kvbm_trtllm.states import LOAD_TABLE, REQUEST_TABLE, LoadStatus, RequestEvent, RequestStatus, after
+from kvbm_trtllm.states import LOAD_TABLE, REQUEST_TABLE, LoadStatus, RequestEvent, RequestStatus
+from kvbm_vllm.requests import TABLE, Event, Status
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "trtllm-inside.md"
+DOCS = Path(__file__).resolve().parents[2] / "docs"
 BROKEN = {RequestStatus.BROKEN, RequestStatus.REFUSED}
-TABLES = [(REQUEST_TABLE, RequestStatus.WAITING), (LOAD_TABLE, LoadStatus.NONE)]
+TABLES = [(REQUEST_TABLE, RequestStatus.WAITING), (LOAD_TABLE, LoadStatus.NONE), (TABLE, Status.NEW)]
 
 
 def as_text(table: Mapping[Any, Mapping[Any, Any]]) -> str:
@@ -30,8 +32,9 @@ def as_text(table: Mapping[Any, Mapping[Any, Any]]) -> str:
 
 
 @pytest.mark.parametrize("table", [table for table, _ in TABLES])
-def test_the_page_shows_the_table(table: Mapping[Any, Mapping[Any, Any]]) -> None:
-    assert as_text(table) in PAGE.read_text(encoding="utf-8"), f"{PAGE.name} lacks\n{as_text(table)}"
+def test_a_page_shows_the_table(table: Mapping[Any, Mapping[Any, Any]]) -> None:
+    page = DOCS / ("architecture.md" if table is TABLE else "trtllm-inside.md")
+    assert as_text(table) in page.read_text(encoding="utf-8"), f"{page.name} lacks\n{as_text(table)}"
 
 
 @pytest.mark.parametrize(("table", "start"), TABLES)
@@ -42,7 +45,8 @@ def test_every_state_can_be_reached_and_left(table: Mapping[Any, Mapping[Any, An
         new = {to for status in new for to in table[status].values()} - reached
         reached |= new
     assert reached == set(table)
-    assert all(set(row.values()) - {status} for status, row in table.items()), "a state with no way out"
+    stays = {status for status, row in table.items() if not set(row.values()) - {status}}
+    assert stays <= {Status.UNCACHED}, "a state with no way out but the end"
 
 
 @pytest.mark.parametrize(("table", "start"), TABLES)
@@ -53,6 +57,13 @@ def test_what_is_not_in_the_table_is_a_bug(table: Mapping[Any, Mapping[Any, Any]
     for status, event in impossible:
         with pytest.raises(IntegrityError, match=event.value):
             after(table, status, event)
+
+
+def test_a_request_of_two_weights_is_matched_only_if_it_is_asked_for_anew() -> None:
+    for status in set(Status) - {Status.UNCACHED}:
+        assert after(TABLE, status, Event.CHANGED) in {Status.MIXED, Status.LOADING_MIXED}
+    assert set(TABLE[Status.LOADING_MIXED].values()) <= {Status.MIXED, Status.LOADING_MIXED}
+    assert {event for event, to in TABLE[Status.MIXED].items() if to is not Status.MIXED} == {Event.ANEW}
 
 
 def test_a_request_whose_blocks_are_wrong_runs_only_if_it_is_asked_for_anew() -> None:
@@ -70,7 +81,7 @@ def test_who_is_broken_is_known_at_every_moment(rng: random.Random) -> None:
         if followed is None or rng.random() < 0.1:
             requests.add(Followed(number, None, [], 0))  # asked for, or asked for anew
         elif rng.random() < 0.1:
-            requests.pop(number)
+            requests.forget(number)
         else:
             before, event = followed.status, rng.choice(list(RequestEvent))
             if event in REQUEST_TABLE[before]:
