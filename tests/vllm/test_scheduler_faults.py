@@ -244,7 +244,8 @@ def test_a_bug_in_the_leader_is_a_miss(
         engine.assert_idle()
         assert engine.leader.chain.host.live_leases == 0
         assert engine.leader.chain.host.pending_blocks == 0
-        engine.leader.check_integrity()
+        with engine.leader.lock:
+            engine.leader.check_integrity()
 
 
 @pytest.mark.parametrize("spec", [{}, {"windows": (None, 8)}, {"ranks": 2}], ids=str)
