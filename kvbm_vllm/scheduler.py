@@ -284,7 +284,8 @@ class SchedulerSide(LeaderSide):
     # ---------------------------------------------------------------- requests
 
     def _followed(self, request: Request) -> Followed:
-        return self._requests.setdefault(request.request_id, Followed(request))
+        known = self._requests.get(request.request_id)
+        return known or self._requests.setdefault(request.request_id, Followed(request))
 
     def _state_from_start(self, followed: Followed, device_tokens: int) -> RequestState | None:
         """Of a request that has nothing on the device but ``device_tokens`` of vLLM's own cache."""

@@ -20,7 +20,6 @@ from kvbm_core.storage.disk.io import FileIo, ThreadIo, Transfer
 from kvbm_core.storage.disk.nixl_io import NixlIo
 from kvbm_core.storage.disk.record import whole_sectors
 from kvbm_core.storage.host_slab import HUGE_PAGE_BYTES, HostSlab
-from kvbm_core.storage.late import LateMemory
 from kvbm_core.testing.cuda_double import CudaDouble, DoubleEvent
 from kvbm_core.testing.executor_bench import LONG_S, NUM_SLOTS, Bench, Listener, plan, two_group_memory
 from kvbm_core.testing.executor_contract import ExecutorContract, OnDone, Setup, forbid_writes
@@ -341,7 +340,7 @@ class TestDirectExecutor(TestStagedExecutor):
         file = BlockFile(self.path, geometry, replace(BUFFERED, to_device="nixl-posix"))
         self.is_reading, self.is_on = threading.Event(), threading.Event()
         self.disk = DiskMover(file, setup.host, clock=setup.clock)
-        self.reader = DirectReader("disk", file, setup.device, self, late=LateMemory(), make_io=self.make_io)
+        self.reader = DirectReader("disk", file, setup.device, self, make_io=self.make_io)
         self.disk.stop_others = self.reader.close
         assert self.is_on.wait(LONG_S)
         return self.over_disk(setup, {"disk": self.reader})

@@ -20,7 +20,6 @@ from kvbm_core.storage.disk.allocate import FileOptions
 from kvbm_core.storage.disk.block_file import BlockFile, Geometry
 from kvbm_core.storage.disk.record import SECTOR_BYTES, slot_offset_bytes
 from kvbm_core.storage.host_slab import HostSlab
-from kvbm_core.storage.late import LateMemory
 from kvbm_core.testing.executor_bench import LONG_S, NUM_DEVICE_BLOCKS, Listener, two_group_memory
 from kvbm_core.testing.store_contract import key_of
 from kvbm_core.transfer import staged as module
@@ -60,7 +59,6 @@ class Bench:
         assert self.host.wait_ready(LONG_S)
         self.file = BlockFile(path, GEOMETRY, options)
         self.listener = Listener()
-        self.late = LateMemory()
         self.next_job = 1
         digests = SlotDigests() if verify else None
 
@@ -72,7 +70,7 @@ class Bench:
             return device
 
         self.readers: dict[str, DirectReader] = {}
-        self.disk = DiskMover(self.file, self.host, late=self.late, io_deadline_s=io_deadline_s)
+        self.disk = DiskMover(self.file, self.host, io_deadline_s=io_deadline_s)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(module, "CHUNK_BYTES", chunk_blocks * SLOT_BYTES)
             movers = {"disk": self.disk}

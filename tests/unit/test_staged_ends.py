@@ -23,6 +23,7 @@ from kvbm_core.transfer.movers.base import OnBlocks, OnResult
 from kvbm_core.transfer.plan import GroupMove, JobResult, OrderKind, TierOrder, TransferPlan, rejected
 from kvbm_core.transfer.staged import OnDone, StagedExecutor
 from kvbm_core.types import Direction
+from tests.unit.disk_mover_bench import late_slots
 from tests.unit.test_staged import (
     LOAD,
     SLOT_BYTES,
@@ -558,7 +559,7 @@ def test_a_late_load_holds_its_slots_until_the_disk_is_done(tmp_path: Path, rng:
         load = simple_load(bench, rng)
         late = bench.finish(load)
         assert (late.outcome, late.is_late) == (Outcome.TIMED_OUT, True)
-        assert dict(late.failed)[2] is Outcome.TIMED_OUT and len(bench.late._requests)
+        assert dict(late.failed)[2] is Outcome.TIMED_OUT and late_slots(bench.host) == [2]
         assert bench.executor.wait(None, LONG_S)  # the device has nothing to do with it any more
         other = load_of(LOAD + 1, [GroupMove(0, (1,), (9,))], [(9, 13)])
         assert bench.finish(other).outcome is Outcome.OK and bench.listener.ids().count(LOAD) == 1
@@ -567,7 +568,7 @@ def test_a_late_load_holds_its_slots_until_the_disk_is_done(tmp_path: Path, rng:
         assert [result for result in bench.listener.results if result.job_id == LOAD][1] == changed(
             late, is_late=False
         )
-        assert len(bench.late._requests) == 0
+        assert late_slots(bench.host) == []
         assert bench.finish(simple_load_again(LOAD + 2)).outcome is Outcome.OK
 
 
