@@ -82,7 +82,7 @@ def test_no_answer_is_of_weights_or_adapters_that_are_no_more(
     steps += [{"copy": [str(first), str(live)]}, {"add_lora": lora, "inplace": True}]
     ask_all("rolled back", lora=lora)
     llm = {"block_size": BLOCK, "max_model_len": 1024, "num_gpu_blocks_override": 200}
-    llm |= {"enable_lora": True, "max_lora_rank": 8, "max_loras": 2}
+    llm |= {"enable_lora": True, "max_lora_rank": 8, "max_loras": 2, "dtype": "float32"}
     job = {"model": str(tiny_model), "llm": llm, "connector": True, "steps": steps}
     answers = run_engine(tmp_path / "engine", job, "tests.e2e.changing_engine")["answers"]
     rounds = [answers[start : start + 3] for start in range(0, len(answers), 3)]
