@@ -16,7 +16,6 @@ from kvbm_core.identity.weights import WEIGHTS_WAIT_S, WeightsIdentity
 from kvbm_core.observe.labels import FailureKind
 from kvbm_core.observe.metrics import Metrics
 from kvbm_core.runtime.assembly import LowerTiers, evicting, lower_makers, rank_options
-from kvbm_core.runtime.following import FollowingTiers
 from kvbm_core.runtime.local import LocalOptions, LocalTiers
 from kvbm_core.runtime.messages import PROTOCOL_VERSION, Hello, Joined
 from kvbm_core.runtime.replicas import NOT_ALIKE, ReplicaRank, Role, meet
@@ -25,6 +24,7 @@ from kvbm_core.transfer.plan import TierPlace
 from kvbm_core.transfer.rank import slot_bytes_of
 from kvbm_sglang.device_pool import DevicePages
 from kvbm_sglang.events import EventFeed
+from kvbm_sglang.following import FollowingTiers
 from kvbm_sglang.identity import TP_RANKS, device_namespace_of
 from kvbm_sglang.linker_tiers import LinkerTiers, PageRoots
 from kvbm_sglang.load_counter import LoadCounter

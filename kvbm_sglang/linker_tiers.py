@@ -22,7 +22,6 @@ from kvbm_core.identity.weights import WeightsIdentity
 from kvbm_core.observe.labels import DropReason, FailureKind, MissReason
 from kvbm_core.observe.metrics import Metrics
 from kvbm_core.observe.why import Account
-from kvbm_core.runtime.following import FollowingTiers
 from kvbm_core.runtime.local import Claim, LocalTiers
 from kvbm_core.runtime.sharing import turn_of
 from kvbm_core.runtime.why import Why
@@ -30,6 +29,7 @@ from kvbm_core.tokens.namespace import KeyNamespace
 from kvbm_core.types import BlockKey, SequenceHash, Tier, block_key
 from kvbm_sglang.device_pool import DevicePages
 from kvbm_sglang.events import EventFeed
+from kvbm_sglang.following import FollowingTiers
 from kvbm_sglang.identity import page_keys
 from kvbm_sglang.load_counter import LoadCounter
 

@@ -15,7 +15,6 @@ from kvbm_core.runtime.leader import Leader
 from kvbm_core.tiers.groups import alignment_tokens
 from kvbm_trtllm.block_size import BlockSizeCheck
 from kvbm_trtllm.contract import new_tables, priorities_of
-from kvbm_trtllm.events import EventFeed
 from kvbm_trtllm.requests import Followed, Given, Requests
 
 MAX_STRIDE = 64
@@ -33,11 +32,8 @@ class Follower:
         block_size: BlockSizeCheck,
         decode_run_tokens: int,
         min_priority: int,
-        *,
-        events: EventFeed | None = None,
     ) -> None:
         self._leader = leader
-        self._events = events or EventFeed()
         self._requests = requests
         self._block_size = block_size
         self._min_priority = min_priority
@@ -54,7 +50,7 @@ class Follower:
         group.
         """
         if len(data.new_tokens) >= len(followed.tokens):
-            followed.tokens = list(data.new_tokens)
+            followed.tokens[:] = data.new_tokens
         self._tokens[followed.number] = followed.tokens
         tables = new_tables(data)
         known = followed.tables or [[] for _ in tables]
@@ -98,9 +94,7 @@ class Follower:
             return None
         if followed.kept_tokens is not None:
             stored = min(stored, followed.kept_tokens)
-        job_id = self._leader.offload(followed.state, tokens, computed, stored, tables)
-        self._events.note(job_id, followed)
-        return job_id
+        return self._leader.offload(followed.state, tokens, computed, stored, tables)
 
     def forget(self, number: int) -> None:
         """The request is over."""

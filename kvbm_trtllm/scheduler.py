@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from kvbm_core.clock import Clock
@@ -77,7 +78,7 @@ class SchedulerSide(LeaderSide):
         super().__init__(leader, guard_state)
         self._events = events or EventFeed()
         self._roots = roots
-        roots.on_change = self._forget_names
+        roots.on_change = partial(self._events.renamed, leader)
         self._clock = clock
         self._send = send
         self._options = options
@@ -96,7 +97,6 @@ class SchedulerSide(LeaderSide):
             self._block_size,
             options.decode_run_tokens,
             options.min_priority,
-            events=self._events,
         )
         self._plans = StepPlans()
         # Blocks that were given to somebody in this iteration, by group.
@@ -144,7 +144,7 @@ class SchedulerSide(LeaderSide):
         matched = (
             self.leader.match(state, followed.tokens, num_computed_tokens, len(followed.tokens) - 1) or 0
         )
-        self._events.on_match(followed, state)
+        self._events.on_match(state)
         followed.matched_tokens = matched
         followed.is_async = bool(matched) and not self._is_quick(followed)
         return matched, followed.is_async
@@ -271,11 +271,8 @@ class SchedulerSide(LeaderSide):
         followed.heard_at_s = self._clock.now_s()
         followed.is_private = identity.salt is not None or bool(identity.adapter)
         self._requests.add(followed)
+        self._events.follow(followed)
         return followed
-
-    def _forget_names(self) -> None:
-        states = (followed.state for followed in self._requests.values())
-        self._events.renamed(state for state in states if state is not None)
 
     def _begin_again(self, former: Followed | None, data: Any) -> Followed:
         """A request that was not queried: one that TensorRT-LLM made up, or the replay of one that has been
@@ -290,8 +287,9 @@ class SchedulerSide(LeaderSide):
             state.restart_offload()
         self._requests.add(followed)
         if former is not None:  # what is refused stays so
-            followed.status = former.status
+            followed.status, followed.is_private = former.status, former.is_private
             self._move(followed, RequestEvent.AGAIN)
+            self._events.follow(followed)
         self._take_over([(number, self._split(followed)[1])])
         return followed
 

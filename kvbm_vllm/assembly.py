@@ -10,7 +10,6 @@ from kvbm_core.config import Adapter, KvbmSettings
 from kvbm_core.control.desk import About
 from kvbm_core.events.log import EventLog
 from kvbm_core.events.service import EventService, media_of
-from kvbm_core.identity.adapters import AdapterIdentities
 from kvbm_core.identity.fields import NOT_ON_DISK, Description
 from kvbm_core.identity.roots import Roots
 from kvbm_core.observe.guard import GuardState
@@ -31,6 +30,7 @@ from kvbm_core.storage.host_slab import available_memory_bytes
 from kvbm_core.tiers.groups import GroupSpec, base_block_tokens
 from kvbm_core.tiers.lower import PEERS
 from kvbm_vllm import engine_calls
+from kvbm_vllm.adapters import AdapterIdentities
 from kvbm_vllm.changes import EngineChanges
 from kvbm_vllm.config import (
     check_supported,

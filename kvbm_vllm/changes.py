@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from kvbm_core.identity.adapters import AdapterIdentities
 from kvbm_core.identity.roots import NO_ADAPTER, Stamp
 from kvbm_core.identity.weights import WeightsIdentity
+from kvbm_vllm.adapters import AdapterIdentities
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest

@@ -13,15 +13,17 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kvbm_core.events.log import Attention, Change, Cleared, EventLog, Names, removals
 from kvbm_core.events.wire import BlockHash, BlockStored
 from kvbm_core.observe.log import RateLimitedLogger
+from kvbm_core.runtime.block_names import BlockNames
+from kvbm_core.runtime.leader import Leader
 from kvbm_core.runtime.request import RequestState
-from kvbm_core.runtime.transfer_jobs import JobPart
 from kvbm_core.tokens.runs import BlockRun
-from kvbm_core.types import SEQUENCE_HASH_BYTES, BlockKey, SequenceHash
+from kvbm_core.types import SEQUENCE_HASH_BYTES, BlockKey
 from kvbm_vllm.versions import Capabilities, known_fields
 
 if TYPE_CHECKING:
@@ -34,10 +36,8 @@ log = logging.getLogger("kvbm")
 MAX_WAITING_EVENTS = 65536
 
 
-class EventFeed:
-    """Names blocks in ``event_log``, on the scheduler's thread; None: nobody wants events, and nothing is
-    done. ``outlet``: takes them for vLLM's own publisher, if that is wanted.
-    """
+class EventFeed(BlockNames):
+    """``outlet``: takes events for vLLM's own publisher, if that is wanted."""
 
     def __init__(
         self,
@@ -46,61 +46,24 @@ class EventFeed:
         hash_block_tokens: int,
         outlet: EngineOutlet | None = None,
     ) -> None:
-        self.log = event_log
+        super().__init__(event_log)
         self._hash_block_tokens = hash_block_tokens
         self._outlet = outlet
-        self._request_of: dict[tuple[int, str], Request] = {}
-        self._old_roots: frozenset[SequenceHash] = frozenset()
         self._named_adapters: set[int] = set()
 
-    def note(self, job_id: int, request: Request) -> None:
-        """Remembers a request whose blocks a job writes, until its part ends."""
+    def follow(self, request: Request, state: RequestState) -> None:
+        """What it stores from now on is called as vLLM calls it."""
         if self.log is not None:
-            self._request_of[job_id, request.request_id] = request
+            state.names_of = partial(self._names, request)
+            if request.lora_request is not None:
+                self._named_adapters.add(request.lora_request.adapter_id)
 
-    def on_end(self, part: JobPart, committed: bool) -> None:
-        """A part of an offload is over; blocks that became matchable get their names."""
-        if self.log is None:
-            return
-        state = part.state
-        request = self._request_of.pop((part.job_id, state.request_id), None)
-        if request is not None and committed:
-            self._name(request, state, part.runs)
-
-    def on_match(self, request: Request, state: RequestState) -> None:
-        """What was matched, and is to be loaded: of what was found on disk at the start, or was brought from
-        a store, nobody has known what it is called.
-        """
-        if self.log is not None and state.match is not None and self.log.lacks_names(state.match.held.keys):
-            self._name(request, state, state.runs(state.match.blocks))
-
-    def renamed(self, states: Iterable[RequestState]) -> None:
-        """The weights are others, or known now: vLLM's hashes are the same, and mean other blocks. Those of
-        requests that are open (``states``), and what is still written, are of before.
-        """
-        if self.log is not None:
-            self._request_of.clear()
-            self._old_roots = frozenset(state.chain.root for state in states)
-            self.log.renamed()
-
-    def adapters_changed(self, numbers: Collection[int]) -> None:
-        """The same, of what was computed with these adapters; their requests are retired."""
-        if self.log is None:
-            return
-        for part, request in list(self._request_of.items()):
-            if request.lora_request is not None and request.lora_request.adapter_id in numbers:
-                del self._request_of[part]
-        if not self._named_adapters.isdisjoint(numbers):
+    def adapters_changed(self, leader: Leader, numbers: Collection[int]) -> None:
+        """As ``renamed``, of what was computed with these adapters; their open requests are retired."""
+        if self.log is not None and not self._named_adapters.isdisjoint(numbers):
             self._named_adapters.difference_update(numbers)
+            leader.forget_names(of_open=False)  # of others that have ended too: a match names theirs
             self.log.renamed(numbers)
-
-    def _name(self, request: Request, state: RequestState, runs: Iterable[BlockRun]) -> None:
-        if self.log is None or state.is_retired or state.chain.root in self._old_roots:
-            return
-        if request.lora_request is not None:
-            self._named_adapters.add(request.lora_request.adapter_id)
-        for run in runs:
-            self.log.name(self._names(request, run))
 
     def _names(self, request: Request, run: BlockRun) -> Names:
         first, end, size = run.first, run.end, run.block_tokens

@@ -86,7 +86,7 @@ def holds_foreign_blocks(request: Request, root: str) -> bool:
 
 def hinted_peer(request: Request) -> str:
     """The instance that a router has named for this request's blocks, as tcp://HOST:PORT; empty: none."""
-    from kvbm_core.peers.hints import is_understood, source_of  # only where there are peers
+    from kvbm_vllm.hints import is_understood, source_of  # only where there are peers
 
     envelope = getattr(request, "kv_hints", None)
     is_ours = is_understood(getattr(envelope, "protocol_version", None))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kvbm_core.identity.roots import Roots
@@ -92,7 +93,7 @@ class SchedulerSide(LeaderSide):
         self.leaves_remote_prefills = False
         """Another connector beside this one brings prompts that another worker has computed, whole."""
         self._roots = roots
-        roots.on_change = self._forget_names
+        roots.on_change = partial(events.renamed, leader)
         self._changes = changes
         self._generation = changes.weights.generation
         self._device_cache = DeviceCache()
@@ -174,7 +175,7 @@ class SchedulerSide(LeaderSide):
         targets = self._tables.targets(tables, first_token, num_external_tokens)
         step.announced[request.request_id] = targets
         if state is not None:
-            self._events.on_match(request, state)
+            self._events.on_match(state)
         plan = self.leader.onboard(state, num_external_tokens, tables) if state is not None else None
         if plan is None:
             step.plans.failed_loads[request.request_id] = targets
@@ -283,7 +284,8 @@ class SchedulerSide(LeaderSide):
     # ---------------------------------------------------------------- requests
 
     def _followed(self, request: Request) -> Followed:
-        return self._requests.setdefault(request.request_id, Followed(request))
+        known = self._requests.get(request.request_id)
+        return known or self._requests.setdefault(request.request_id, Followed(request))
 
     def _state_from_start(self, followed: Followed, device_tokens: int) -> RequestState | None:
         """Of a request that has nothing on the device but ``device_tokens`` of vLLM's own cache."""
@@ -365,6 +367,7 @@ class SchedulerSide(LeaderSide):
         followed.move(Event.OPENED)
         state.trace_headers = request.trace_headers
         state.limits = token_limits(request, self._log)
+        self._events.follow(request, state)
         if self._heeds_hints:
             state.seeker.source = hinted_peer(request)
 
@@ -387,18 +390,14 @@ class SchedulerSide(LeaderSide):
                     self._step.plans.revoked += (load,)
                 followed.move(Event.CHANGED)
             self.leader.new_generation()
-            self._forget_names()
+            self._events.renamed(self.leader)
         changed = self._changes.take_adapters()
         if changed:
-            self._events.adapters_changed(changed)
+            self._events.adapters_changed(self.leader, changed)
         for followed in self._requests.values() if changed else ():
             lora = followed.request.lora_request
             if lora is not None and lora.lora_int_id in changed:
                 self._mix(followed)
-
-    def _forget_names(self) -> None:
-        states = (followed.state for followed in self._requests.values())
-        self._events.renamed(state for state in states if state is not None)
 
     def _mix(self, followed: Followed) -> None:
         followed.move(Event.CHANGED)
@@ -453,7 +452,7 @@ class SchedulerSide(LeaderSide):
             num_scheduled=num_scheduled,
             num_prompt_tokens=request.num_prompt_tokens,
         )
-        self._note(job_id, request)
+        self._note(job_id)
 
     def _plan_states(self, scheduler_output: SchedulerOutput) -> None:
         """The states that this step completes: where they are is said in it, and not in any table."""
@@ -476,7 +475,7 @@ class SchedulerSide(LeaderSide):
             job_id = self.leader.offload_states(
                 state, request.all_token_ids, known, request.num_prompt_tokens
             )
-            self._note(job_id, request)
+            self._note(job_id)
 
     def _is_passed_by(self, request: Request, state: StateOnDevice, num_scheduled: int) -> bool:
         """Whether this step begins in the middle of the block and goes beyond its end: the block keeps the
@@ -489,12 +488,11 @@ class SchedulerSide(LeaderSide):
 
     def _offload_rest(self, state: RequestState, request: Request, tables: Tables) -> None:
         computed = min(request.num_computed_tokens, request.num_tokens - 1)
-        self._note(self.leader.offload(state, request.all_token_ids, computed, computed, tables), request)
+        self._note(self.leader.offload(state, request.all_token_ids, computed, computed, tables))
 
-    def _note(self, job_id: int | None, request: Request) -> None:
+    def _note(self, job_id: int | None) -> None:
         if job_id is not None:
             self._step.jobs.add(job_id)
-            self._events.note(job_id, request)
 
     # ---------------------------------------------------------------- when something broke
 

@@ -153,7 +153,7 @@ class WorkerSide:
     def _let_copies_run(self) -> None:
         # A step without tokens has nothing to be late for. Spinning through it would keep the interpreter
         # from the thread that copies; waiting hands it over.
-        self.worker.drain(IDLE_WAIT_S)
+        self.worker.wait(None, IDLE_WAIT_S)
 
     def _end_load(self, request_id: str, failed: Sequence[int]) -> None:
         """``failed``: the device blocks that were not filled. vLLM computes from the first of them on."""

@@ -14,7 +14,6 @@ from benchmarks.suite import Options, expect
 from benchmarks.timing import timed
 from kvbm_core.config import KvbmSettings
 from kvbm_core.errors import Outcome
-from kvbm_core.identity.adapters import AdapterIdentities
 from kvbm_core.identity.roots import Roots
 from kvbm_core.identity.weights import WeightsIdentity
 from kvbm_core.observe.guard import GuardState
@@ -23,6 +22,7 @@ from kvbm_core.testing.leader_bench import LeaderBench
 from kvbm_core.tiers.groups import GroupSpec
 from kvbm_core.tokens.namespace import KeyNamespace
 from kvbm_core.transfer.plan import JobResult
+from kvbm_vllm.adapters import AdapterIdentities
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request

@@ -27,6 +27,7 @@ from kvbm_core.fleet.keys import new_keys
 from kvbm_core.peers.client import PeerStore
 from kvbm_core.storage.directory.calls import FileCalls
 from kvbm_core.storage.directory.store import DirectoryStore
+from kvbm_core.storage.late import LATE, ranges_of
 from kvbm_core.storage.remote.engine import GetItem, ObjectEngine, PutItem
 from kvbm_core.storage.remote.mooncake import THREADS
 from kvbm_core.storage.remote.s3 import S3Engine
@@ -107,7 +108,7 @@ def _mooncake(folder: Path) -> Iterator[Hanging]:
 
         def rest() -> None:
             pool.nodes[0].thaw()
-            _until(lambda: not engine.holds(target))
+            _until(lambda: not LATE.holds(ranges_of(target)))
             pool.nodes[0].freeze()
 
         pool.nodes[0].freeze()

@@ -7,10 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from kvbm_core.cli.instances import Reading
-from kvbm_core.cli.status import TROUBLE, Samples, label_text
-
-TIERS = ("host", "disk", "remote")
-HIT_RATES = {"host": "host", "disk": "disk", "remote": "object"}
+from kvbm_core.cli.status import EVICTED, HIT_RATES, TIERS, Sample, moved, total, troubles
 
 
 @dataclass(frozen=True)
@@ -32,12 +29,12 @@ class Change:
 
     def now(self, name: str, **labels: str) -> float:
         """The sum of the series that have these labels."""
-        return sum(value for found, value in self._series(name) if labels.items() <= found.items())
+        return total(self.after.samples, name, **labels)
 
     def more(self, name: str, **labels: str) -> float:
         """By how much those have grown. A counter that is smaller than before has begun anew."""
         grown = 0.0
-        for found, value in self._series(name) if self._old else ():
+        for found, value in self.after.samples.get(name, ()) if self._old else ():
             if labels.items() <= found.items():
                 old = self._old.get((name, frozenset(found.items())), 0.0)
                 grown += value - old if value >= old else value
@@ -47,15 +44,15 @@ class Change:
         """Per second."""
         return self.more(name, **labels) / self.seconds if self.seconds > 0 else 0.0
 
-    def labels_of(self, name: str) -> Iterator[tuple[dict[str, str], float]]:
+    def labels_of(self, name: str) -> Iterator[Sample]:
         """The series that are not 0."""
-        return ((labels, value) for labels, value in self._series(name) if value)
+        return moved(self.after.samples, name)
 
     def median(self, name: str, **labels: str) -> float | None:
         """Of a histogram: the bucket's bound below which half of what was new is; of all if nothing was."""
         for count in (self.more, self.now):
             total = count(f"{name}_count", **labels)
-            bounds = {found["le"] for found, _ in self._series(f"{name}_bucket")}
+            bounds = {found["le"] for found, _ in self.after.samples.get(f"{name}_bucket", ())}
             for le in sorted(bounds, key=float):
                 if total and 2 * count(f"{name}_bucket", le=le, **labels) >= total:
                     return float(le)
@@ -63,16 +60,7 @@ class Change:
 
     def troubles(self) -> Iterator[tuple[str, str, float]]:
         """(section, what, how much in all), of what was not 0."""
-        for section, names in TROUBLE:
-            if section == "evicted":
-                continue
-            for name in names:
-                for labels, value in self.labels_of(name):
-                    yield section, label_text(name, labels), value
-
-    def _series(self, name: str) -> list[tuple[dict[str, str], float]]:
-        samples: Samples = self.after.samples
-        return samples.get(name, [])
+        return (found for found in troubles(self.after.samples) if found[0] != EVICTED)
 
     def as_json(self) -> dict[str, object]:
         """For programs."""
@@ -82,7 +70,7 @@ class Change:
             "about": self.after.about,
             "trouble": self.after.trouble,
             "seconds": round(self.seconds, 3),
-            "hit_rates": {tier: self.now(f"kvbm_{of}_cache_hit_rate") for tier, of in HIT_RATES.items()},
+            "hit_rates": {tier: self.now(name) for tier, name in HIT_RATES.items()},
             "hit_tokens_per_s": {tier: self.rate("kvbm_hit_tokens_total", tier=tier) for tier in TIERS},
             "ttft_saved_s": self.now("kvbm_ttft_saved_seconds_total"),
             "ttft_lost_s": self.now("kvbm_ttft_lost_seconds_total"),

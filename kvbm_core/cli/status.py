@@ -7,14 +7,16 @@ from collections.abc import Iterator
 
 from kvbm_core.errors import KvbmError
 
-Samples = dict[str, list[tuple[dict[str, str], float]]]
+Sample = tuple[dict[str, str], float]
+Samples = dict[str, list[Sample]]
 Row = tuple[str, str, str]
 
 _SAMPLE = re.compile(r"([a-zA-Z_:][\w:]*)(?:\{(.*)\})? (\S+)(?: \d+)?", re.ASCII)
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 _ESCAPED = re.compile(r"\\(.)")
 HOST, DISK, REMOTE = "host", "disk", "remote"
-_HIT_RATES = {
+TIERS = (HOST, DISK, REMOTE)
+HIT_RATES = {
     HOST: "kvbm_host_cache_hit_rate",
     DISK: "kvbm_disk_cache_hit_rate",
     REMOTE: "kvbm_object_cache_hit_rate",
@@ -32,13 +34,14 @@ _UNLABELLED = {
     "kvbm_object_read_failures": "blocks not fetched from remote",
     "kvbm_object_write_failures": "blocks not stored in remote",
 }
-TROUBLE = (
-    ("evicted", ("kvbm_evicted_blocks_total",)),
-    ("not kept", ("kvbm_dropped_blocks_total",)),
-    ("failures", ("kvbm_failures_total", *_UNLABELLED)),
-    ("guarded errors", ("kvbm_guarded_errors_total",)),
-    ("served uncached", ("kvbm_uncached_requests_total",)),
-)
+EVICTED = "evicted"
+_TROUBLE = {
+    EVICTED: ("kvbm_evicted_blocks_total",),
+    "not kept": ("kvbm_dropped_blocks_total",),
+    "failures": ("kvbm_failures_total", *_UNLABELLED),
+    "guarded errors": ("kvbm_guarded_errors_total",),
+    "served uncached": ("kvbm_uncached_requests_total",),
+}
 
 
 class StatusError(KvbmError):
@@ -76,65 +79,59 @@ def status_rows(samples: Samples) -> Iterator[Row]:
     yield from _hit_rows(samples, tiers)
     for section, what, tier, names in _WAYS:
         if tier in tiers:
-            yield section, what, _blocks(sum(_total(samples, name) for name in names))
+            yield section, what, _blocks(sum(total(samples, name) for name in names))
     for labels, value in samples.get("kvbm_bytes_total", ()):
         direction = labels.get("direction", "")
         mean = _mean_ms(samples, direction)
         yield f"{direction}ed", "bytes", f"{format_bytes(value)}{mean}"
-    for labels, value in samples.get("kvbm_tier_transfer_bytes_total", ()):
-        if value:
-            rate = _mean_rate(samples, labels, value)
-            yield "moved", f"{labels.get('from')} to {labels.get('to')}", f"{format_bytes(value)}{rate}"
+    for labels, value in moved(samples, "kvbm_tier_transfer_bytes_total"):
+        seconds = total(samples, "kvbm_tier_transfer_seconds_sum", **labels)
+        rate = f" at {format_bytes(value / seconds)}/s on average" if seconds else ""
+        yield "moved", f"{labels.get('from')} to {labels.get('to')}", f"{format_bytes(value)}{rate}"
     yield from _tier_rows(samples)
     yield from _flight_rows(samples)
-    for labels, value in samples.get("kvbm_audited_blocks_total", ()):
-        if value:
-            yield "audited", labels.get("result", "").replace("_", " "), _blocks(value)
+    for labels, value in moved(samples, "kvbm_audited_blocks_total"):
+        yield "audited", labels.get("result", "").replace("_", " "), _blocks(value)
     yield from _trouble_rows(samples)
 
 
 def _hit_rows(samples: Samples, tiers: set[str]) -> Iterator[Row]:
-    for tier, name in _HIT_RATES.items():
+    for tier, name in HIT_RATES.items():
         if tier in tiers:
-            yield "hits", f"{tier} hit rate (recent requests)", f"{100 * _total(samples, name):.1f} %"
-    yield "hits", "tokens matched", _count(_total(samples, "kvbm_matched_tokens"))
-    for labels, value in samples.get("kvbm_hit_tokens_total", ()):
-        if value:
-            yield "hits", f"tokens from {labels.get('tier')}", _count(value)
+            yield "hits", f"{tier} hit rate (recent requests)", f"{100 * total(samples, name):.1f} %"
+    yield "hits", "tokens matched", _count(total(samples, "kvbm_matched_tokens"))
+    for labels, value in moved(samples, "kvbm_hit_tokens_total"):
+        yield "hits", f"tokens from {labels.get('tier')}", _count(value)
     for name, what in (("saved", "time to first token saved"), ("lost", "time to first token lost")):
-        seconds = _total(samples, f"kvbm_ttft_{name}_seconds_total")
+        seconds = total(samples, f"kvbm_ttft_{name}_seconds_total")
         if seconds:
             yield "hits", f"{what} (estimate)", f"{seconds:,.1f} s"
 
 
 def _flight_rows(samples: Samples) -> Iterator[Row]:
-    yield "in flight", "transfers", _count(_total(samples, "kvbm_pending_jobs"))
-    for labels, value in samples.get("kvbm_waiting_blocks", ()):
-        if value:
-            yield "in flight", f"waiting for {labels.get('tier')}", _blocks(value)
-    yield "in flight", "leases", _count(_total(samples, "kvbm_live_leases"))
-    silent_ranks = _total(samples, "kvbm_silent_ranks")
+    yield "in flight", "transfers", _count(total(samples, "kvbm_pending_jobs"))
+    for labels, value in moved(samples, "kvbm_waiting_blocks"):
+        yield "in flight", f"waiting for {labels.get('tier')}", _blocks(value)
+    yield "in flight", "leases", _count(total(samples, "kvbm_live_leases"))
+    silent_ranks = total(samples, "kvbm_silent_ranks")
     if silent_ranks:
         yield "in flight", "ranks that do not answer", _count(silent_ranks)
 
 
 def _trouble_rows(samples: Samples) -> Iterator[Row]:
-    for section, names in TROUBLE:
-        moved = [
-            (label_text(name, labels), value)
-            for name in names
-            for labels, value in samples.get(name, ())
-            if value
-        ]
-        for what, value in moved:
-            yield section, what, _count(value)
-        if not moved:
-            yield section, "none", "0"
+    found = list(troubles(samples))
+    for section in _TROUBLE:
+        counts = [(what, _count(value)) for of, what, value in found if of == section]
+        for what, count in counts or [("none", "0")]:
+            yield section, what, count
 
 
-def label_text(name: str, labels: dict[str, str]) -> str:
-    """What a series of TROUBLE counts, in words."""
-    return " ".join(labels.values()) or _UNLABELLED.get(name, name)
+def troubles(samples: Samples) -> Iterator[tuple[str, str, float]]:
+    """(section, what, how much in all) of what was evicted, or went wrong."""
+    for section, names in _TROUBLE.items():
+        for name in names:
+            for labels, value in moved(samples, name):
+                yield section, " ".join(labels.values()) or _UNLABELLED.get(name, name), value
 
 
 def _tiers_there(samples: Samples) -> set[str]:
@@ -143,15 +140,15 @@ def _tiers_there(samples: Samples) -> set[str]:
     """
     there = {
         labels.get("tier", "")
-        for labels, value in samples.get("kvbm_tier_blocks", ())
-        if value and labels.get("state") == "capacity"
+        for labels, _ in moved(samples, "kvbm_tier_blocks")
+        if labels.get("state") == "capacity"
     }
     used = [
-        *_HIT_RATES.items(),
+        *HIT_RATES.items(),
         *((tier, name) for _, _, tier, names in _WAYS for name in names),
         *((REMOTE, name) for name in _UNLABELLED),
     ]
-    there |= {tier for tier, name in used if _total(samples, name)}
+    there |= {tier for tier, name in used if total(samples, name)}
     return there or {HOST}
 
 
@@ -163,35 +160,28 @@ def _tier_rows(samples: Samples) -> Iterator[Row]:
         used, capacity = numbers.get("used", 0.0), numbers.get("capacity", 0.0)
         if capacity:
             share = f"{100 * used / capacity:.0f} %"
-            states = _states_in(samples, tier)
+            found = total(samples, "kvbm_state_blocks", tier=tier)
+            states = f", {_count(found)} of them states" if found else ""  # of a hybrid model
             yield "tiers", tier, f"{_count(used)} of {_count(capacity)} blocks ({share}){states}"
 
 
-def _states_in(samples: Samples, tier: str) -> str:
-    """Of a hybrid model, how many of a tier's blocks are states."""
-    found = sum(value for labels, value in samples.get("kvbm_state_blocks", ()) if labels.get("tier") == tier)
-    return f", {_count(found)} of them states" if found else ""
-
-
-def _mean_rate(samples: Samples, labels: dict[str, str], num_bytes: float) -> str:
-    seconds = sum(value for of, value in samples.get("kvbm_tier_transfer_seconds_sum", ()) if of == labels)
-    return f" at {format_bytes(num_bytes / seconds)}/s on average" if seconds else ""
-
-
 def _mean_ms(samples: Samples, direction: str) -> str:
-    def of(name: str) -> float:
-        found = samples.get(f"kvbm_transfer_seconds_{name}", ())
-        return sum(value for labels, value in found if labels.get("direction") == direction)
-
-    count = of("count")
+    count = total(samples, "kvbm_transfer_seconds_count", direction=direction)
     if not count:
         return ""
+    mean_ms = 1000 * total(samples, "kvbm_transfer_seconds_sum", direction=direction) / count
     plural = "s" if count > 1 else ""
-    return f" in {_count(count)} transfer{plural} of {1000 * of('sum') / count:.1f} ms on average"
+    return f" in {_count(count)} transfer{plural} of {mean_ms:.1f} ms on average"
 
 
-def _total(samples: Samples, name: str) -> float:
-    return sum(value for _, value in samples.get(name, ()))
+def total(samples: Samples, name: str, **labels: str) -> float:
+    """The sum of the series that have these labels."""
+    return sum(value for found, value in samples.get(name, ()) if labels.items() <= found.items())
+
+
+def moved(samples: Samples, name: str) -> Iterator[Sample]:
+    """The series that are not 0."""
+    return ((labels, value) for labels, value in samples.get(name, ()) if value)
 
 
 def _count(value: float) -> str:

@@ -13,13 +13,13 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from kvbm_core.cli.changes import HIT_RATES, TIERS, Change, age_words
+from kvbm_core.cli.changes import Change, age_words
 from kvbm_core.cli.console import table_console
 from kvbm_core.cli.instances import Reading
 from kvbm_core.cli.live import MIN_INTERVAL_S, Timeout, Urls, read_or_fail, show_again, sought
 from kvbm_core.cli.options import Instance, Key
 from kvbm_core.cli.report import finite, shown
-from kvbm_core.cli.status import StatusError, format_bytes
+from kvbm_core.cli.status import HIT_RATES, TIERS, StatusError, format_bytes
 
 WIDE = 150
 """From so many columns on, tables stand side by side; below MEDIUM, the first one has fewer columns."""
@@ -138,8 +138,8 @@ def _cells(change: Change) -> dict[str, str]:
 
 
 def _hits(change: Change) -> Iterator[str]:
-    for tier, of in HIT_RATES.items():
-        rate = change.now(f"kvbm_{of}_cache_hit_rate")
+    for tier, name in HIT_RATES.items():
+        rate = change.now(name)
         if rate or tier == "host":
             yield f"{tier} {100 * rate:.0f} %"
 

@@ -116,22 +116,17 @@ def _read_word(value: object) -> str:
     return value.strip()
 
 
-def _read_event_ways(value: object) -> str:
-    words = [word.strip() for word in value.split(",")] if isinstance(value, str) else []
-    is_known = words == ["off"] or (set(words) <= {"zmq", "nats"} and len(set(words)) == len(words))
-    if not words or not is_known:
-        raise ValueError("write zmq, nats, zmq,nats or off")
-    return ",".join(words)
+def _ways_reader(remedy: str, *ways: str) -> Callable[[object], str]:
+    """A reader of some of ``ways``, each once and with commas between them, or of off."""
 
+    def read(value: object) -> str:
+        words = [word.strip() for word in value.split(",")] if isinstance(value, str) else []
+        are_known = set(words) <= set(ways) and len(set(words)) == len(words)
+        if not words or not (words == ["off"] or are_known):
+            raise ValueError(remedy)
+        return ",".join(words)
 
-def _read_control_ways(value: object) -> str:
-    words = [word.strip() for word in value.split(",")] if isinstance(value, str) else []
-    is_known = words == ["off"] or (
-        set(words) <= {"socket", "http", "nats"} and len(set(words)) == len(words)
-    )
-    if not words or not is_known:
-        raise ValueError("write socket, http, nats, some of them with commas, or off")
-    return ",".join(words)
+    return read
 
 
 def _read_host(value: object) -> str:
@@ -236,8 +231,13 @@ OptionalFlag = Annotated[bool | None, PlainValidator(_read_flag)]
 Presence = Annotated[bool, PlainValidator(_read_presence)]
 """KVBM turns some switches on by their mere presence; here an outspoken "false" keeps them off."""
 Word = Annotated[str, PlainValidator(_read_word)]
-EventWays = Annotated[str, PlainValidator(_read_event_ways)]
-ControlWays = Annotated[str, PlainValidator(_read_control_ways)]
+EventWays = Annotated[str, PlainValidator(_ways_reader("write zmq, nats, zmq,nats or off", "zmq", "nats"))]
+ControlWays = Annotated[
+    str,
+    PlainValidator(
+        _ways_reader("write socket, http, nats, some of them with commas, or off", "socket", "http", "nats")
+    ),
+]
 Host = Annotated[str, PlainValidator(_read_host)]
 Text = Annotated[str, PlainValidator(_read_text)]
 LogLevel = Annotated[str, PlainValidator(_read_log_level)]

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -188,17 +188,6 @@ async def _wait(closing: asyncio.Event, seconds: float) -> None:
 # ---------------------------------------------------------------- the operator's side
 
 
-async def _connect(client: Client, login: NatsLogin, failed: Callable[[Exception], Awaitable[None]]) -> None:
-    await client.connect(
-        **login.options(),
-        name="kvbm fleet",
-        error_cb=failed,
-        allow_reconnect=False,
-        max_reconnect_attempts=1,
-        connect_timeout=CONNECT_TIMEOUT_S,
-    )
-
-
 async def ask_nats(
     login: NatsLogin,
     key: OperatorKey,
@@ -226,7 +215,15 @@ async def ask_nats(
                 is_over.set()
 
     try:
-        await asyncio.wait_for(_connect(client, login, failed), ASK_CONNECT_S)
+        connecting = client.connect(
+            **login.options(),
+            name="kvbm fleet",
+            error_cb=failed,
+            allow_reconnect=False,
+            max_reconnect_attempts=1,
+            connect_timeout=CONNECT_TIMEOUT_S,
+        )
+        await asyncio.wait_for(connecting, ASK_CONNECT_S)
         inbox = client.new_inbox()
         await client.subscribe(inbox, cb=heard)
         subject = subject_of(order.fleet, order.instance)

@@ -1,4 +1,4 @@
-/* Reads and writes of one file by Linux AIO; class Aio in kvbm_core/native/__init__.py says what the methods promise.
+/* Reads and writes of one file by Linux AIO; class Aio in kvbm_core/native/_kvbm.pyi says what the methods promise.
  *
  * A request waits here, is the kernel's once it is started, and lies here again when it has ended, until it is
  * collected. What the kernel does not give back is never freed, nor is its context destroyed: io_destroy would wait

@@ -1,4 +1,4 @@
-/* The index of one tier's blocks, by key and by slot; class Index in kvbm_core/native/__init__.py says what the
+/* The index of one tier's blocks, by key and by slot; class Index in kvbm_core/native/_kvbm.pyi says what the
  * methods promise.
  *
  * The GIL is held throughout, and nothing here runs Python code while records are being changed.

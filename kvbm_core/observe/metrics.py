@@ -7,6 +7,7 @@ import threading
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -55,6 +56,7 @@ FEW = 8
 """Numbers that are put into a histogram one by one, as an array would take longer."""
 _TIERS = tuple(tier.name.lower() for tier in Tier)
 _HIT_TIERS = ("host", "disk", "remote")
+_LOWER, _SLOTTED = ("disk", "remote"), ("host", "disk")
 _DIRECTIONS = tuple(str(direction) for direction in Direction)
 # Which way bytes go. They pass host memory, also where there is no host tier; but for what is read straight
 # into the device's memory.
@@ -93,10 +95,13 @@ class _Spec(NamedTuple):
     series: tuple[tuple[str, ...], ...] = ((),)
 
 
-def _counter(name: str, doc: str, label: str = "", values: Iterable[str] = ()) -> _Spec:
+def _spec(kind: str, name: str, doc: str, label: str = "", values: Iterable[str] = ()) -> _Spec:
     if not label:
-        return _Spec(name, "counter", doc)
-    return _Spec(name, "counter", doc, (label,), tuple((str(value),) for value in values))
+        return _Spec(name, kind, doc)
+    return _Spec(name, kind, doc, (label,), tuple((str(value),) for value in values))
+
+
+_counter, _gauge = partial(_spec, "counter"), partial(_spec, "gauge")
 
 
 _EVICTED = {
@@ -155,27 +160,15 @@ _SPECS = (
     _counter("kvbm_audited_blocks_total", "Blocks computed again to be compared", "result", _AUDITS),
     _counter("kvbm_events_total", "KV events published, in blocks", "event", _EVENTS),
     _counter("kvbm_event_batches_dropped_total", "Batches of KV events that the NATS server did not take"),
-    _Spec("kvbm_pending_jobs", "gauge", "Transfers submitted and not yet acknowledged by every worker"),
-    _Spec(
-        "kvbm_waiting_blocks",
-        "gauge",
-        "Blocks on their way to a lower tier, or waiting for that",
-        ("tier",),
-        (("disk",), ("remote",)),
-    ),
-    _Spec(
-        "kvbm_state_blocks",
-        "gauge",
-        "Blocks in use that are states of a hybrid model, not KV",
-        ("tier",),
-        (("host",), ("disk",)),
-    ),
-    _Spec("kvbm_live_leases", "gauge", "Leases that pin blocks"),
-    _Spec("kvbm_pins", "gauge", "Prompts that operators have pinned"),
-    _Spec("kvbm_pinned_blocks", "gauge", "Blocks in host memory that stay as long as these pins do"),
-    _Spec("kvbm_quotas", "gauge", "Quotas that operators have set"),
-    _Spec("kvbm_silent_ranks", "gauge", "Ranks that do not answer; nothing is loaded or stored meanwhile"),
-    _Spec("kvbm_held_blocks", "gauge", "Blocks whose slots are not used again before silent ranks answer"),
+    _gauge("kvbm_pending_jobs", "Transfers submitted and not yet acknowledged by every worker"),
+    _gauge("kvbm_waiting_blocks", "Blocks on their way to a lower tier, or waiting for that", "tier", _LOWER),
+    _gauge("kvbm_state_blocks", "Blocks in use that are states of a hybrid model, not KV", "tier", _SLOTTED),
+    _gauge("kvbm_live_leases", "Leases that pin blocks"),
+    _gauge("kvbm_pins", "Prompts that operators have pinned"),
+    _gauge("kvbm_pinned_blocks", "Blocks in host memory that stay as long as these pins do"),
+    _gauge("kvbm_quotas", "Quotas that operators have set"),
+    _gauge("kvbm_silent_ranks", "Ranks that do not answer; nothing is loaded or stored meanwhile"),
+    _gauge("kvbm_held_blocks", "Blocks whose slots are not used again before silent ranks answer"),
 )
 
 # The library writes "_total" after the name of every counter; KVBM's counters have none.
@@ -344,6 +337,11 @@ class Metrics(Collector):
                 values = self._values[name]
                 values[labels if labels in values else (*labels[:-1], _OTHER)] += amount
 
+    def _set(self, *labels: str, **gauges: float) -> None:
+        with self._lock:
+            for name, value in gauges.items():
+                self._values[name][labels] = value
+
     def describe(self, *, engine: str, model: str, name: str, rank: int, version: str) -> None:
         """Whose numbers these are; ``name``: that of the instance."""
         about = {"engine": engine, "model": model, "name": name, "rank": str(rank), "version": version}
@@ -446,8 +444,7 @@ class Metrics(Collector):
     def state_blocks(self, tier: Tier, n_blocks: int) -> None:
         """How many blocks of a tier are states now."""
         if self._has_blocks(tier):
-            with self._lock:
-                self._values["kvbm_state_blocks"][tier.name.lower(),] = n_blocks
+            self._set(tier.name.lower(), kvbm_state_blocks=n_blocks)
 
     def tiers(self) -> dict[str, tuple[int, int]]:
         """Blocks in use, and in all, by tier."""
@@ -456,8 +453,7 @@ class Metrics(Collector):
 
     def waiting_blocks(self, tier: Tier, n_blocks: int) -> None:
         """Blocks on their way to a lower tier, or waiting for that."""
-        with self._lock:
-            self._values["kvbm_waiting_blocks"][tier.name.lower(),] = n_blocks
+        self._set(tier.name.lower(), kvbm_waiting_blocks=n_blocks)
 
     def evicted(
         self,
@@ -535,8 +531,7 @@ class Metrics(Collector):
 
     def set_pending_jobs(self, n: int) -> None:
         """Transfers submitted and not yet acknowledged."""
-        with self._lock:
-            self._values["kvbm_pending_jobs"][()] = n
+        self._set(kvbm_pending_jobs=n)
 
     def pending_jobs(self) -> int:
         """See ``set_pending_jobs``."""
@@ -546,21 +541,15 @@ class Metrics(Collector):
 
     def set_live_leases(self, n: int) -> None:
         """Leases that pin blocks now."""
-        with self._lock:
-            self._values["kvbm_live_leases"][()] = n
+        self._set(kvbm_live_leases=n)
 
     def set_ordered(self, n_pins: int, n_pinned_blocks: int, n_quotas: int) -> None:
         """What operators have ordered that holds now."""
-        with self._lock:
-            self._values["kvbm_pins"][()] = n_pins
-            self._values["kvbm_pinned_blocks"][()] = n_pinned_blocks
-            self._values["kvbm_quotas"][()] = n_quotas
+        self._set(kvbm_pins=n_pins, kvbm_pinned_blocks=n_pinned_blocks, kvbm_quotas=n_quotas)
 
     def set_silent_ranks(self, n_ranks: int, n_held_blocks: int) -> None:
         """Ranks that do not answer, and blocks of the transfers that they have not answered."""
-        with self._lock:
-            self._values["kvbm_silent_ranks"][()] = n_ranks
-            self._values["kvbm_held_blocks"][()] = n_held_blocks
+        self._set(kvbm_silent_ranks=n_ranks, kvbm_held_blocks=n_held_blocks)
 
     def collect(self) -> list[Metric]:
         """All numbers as of one moment, as prometheus_client has them."""

@@ -21,8 +21,8 @@ import numpy as np
 
 from kvbm_core.clock import Clock, SystemClock
 from kvbm_core.observe.log import RateLimitedLogger
-from kvbm_core.peers.copies import Bytes
 from kvbm_core.peers.ucx import Agent
+from kvbm_core.storage.late import LATE
 from kvbm_core.storage.numa import leave_bound_core
 
 PAUSE_S = 60.0
@@ -37,7 +37,6 @@ pauses.
 log = logging.getLogger("kvbm")
 
 _NUMBERS = itertools.count()
-_KEPT: list[Bytes] = []
 
 
 @dataclass(eq=False)
@@ -72,7 +71,7 @@ class LandingZone:
     ) -> None:
         self._clock = clock or SystemClock()
         self._memory = np.zeros((num_calls, call_blocks, block_bytes), np.uint8)
-        _KEPT.append(self._memory)
+        LATE.add((), self._memory)
         self._free = list(range(num_calls))
         self._current: _Generation | None = None
         self._all: list[_Generation] = []

@@ -99,7 +99,5 @@ def join_peers(
         zone.wait(AGENT_TIMEOUT_S)
         server.wait_for_writer(AGENT_TIMEOUT_S)
     store = PeerStore(terms, options.keys, zone=zone)
-    memory.join(
-        PEERS, StoreMover(PEERS, store, memory.slab, late=memory.late, io_deadline_s=options.deadline_s)
-    )
+    memory.join(PEERS, StoreMover(PEERS, store, memory.slab, io_deadline_s=options.deadline_s))
     return server

@@ -8,6 +8,7 @@ message and counts it.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeVar
 
 import msgspec
 import numpy as np
@@ -129,10 +130,11 @@ class Done(msgspec.Struct, tag="done", frozen=True, forbid_unknown_fields=True):
 Question = Hello | Find | Fetch
 Answer = Welcome | Refused | Found | Blocks | Written | Done
 
+T = TypeVar("T")
+
 _ENCODER = msgspec.msgpack.Encoder()
 _QUESTIONS: msgspec.msgpack.Decoder[Question] = msgspec.msgpack.Decoder(Question)
 _ANSWERS: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
-_UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 def encode(message: Question | Answer) -> bytes:
@@ -142,21 +144,20 @@ def encode(message: Question | Answer) -> bytes:
 
 def decode_question(frame: bytes | memoryview) -> Question | None:
     """What an asker says; None if it is too long or none of ours."""
-    if len(frame) > MAX_MESSAGE_BYTES:
-        return None
-    try:
-        return _QUESTIONS.decode(frame)
-    except _UNREADABLE:
-        return None
+    return _decode(_QUESTIONS, frame)
 
 
 def decode_answer(frame: bytes | memoryview) -> Answer | None:
     """What an owner says; None if it is too long or none of ours."""
+    return _decode(_ANSWERS, frame)
+
+
+def _decode(decoder: msgspec.msgpack.Decoder[T], frame: bytes | memoryview) -> T | None:
     if len(frame) > MAX_MESSAGE_BYTES:
         return None
     try:
-        return _ANSWERS.decode(frame)
-    except _UNREADABLE:
+        return decoder.decode(frame)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
 
 

@@ -505,6 +505,15 @@ class Leader:
         self._offloading.forget_gathered()
         self.chain.host.reset()
 
+    def forget_names(self, *, of_open: bool = True) -> None:
+        """What requests have computed so far, and what is on its way, is not what its names say any more: no
+        event tells of it. ``of_open``: of requests that have not ended too.
+        """
+        parts = (part.state for job in self._jobs.jobs(TransferJob) for part in job.parts)
+        for state in (*self._requests.values(), *parts):
+            if of_open or state.is_finished:
+                state.names_of = None
+
     def reset(self, tiers: Container[Tier] = frozenset(Tier)) -> None:
         """Forgets every block of these tiers; what is on its way there will not be committed."""
         self._let_all_go()

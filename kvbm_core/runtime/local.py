@@ -114,8 +114,8 @@ class LocalTiers:
 
     A block is there once its transfer has ended well, not before; a failed one leaves nothing registered.
     What a load stumbled over is forgotten, so that it fails once. Constructor: see RankMemory. ``group``: of
-    ranks that have the same KV; this one stores it, and the others are FollowingTiers. The group in a key is
-    the number of the view of ``memory`` that its block is in.
+    ranks that have the same KV; this one stores it for the others. The group in a key is the number of the
+    view of ``memory`` that its block is in.
     """
 
     def __init__(
@@ -396,11 +396,6 @@ class LocalTiers:
                 job.is_spoiled = True
 
     # ---------------------------------------------------------------- state and end
-
-    @property
-    def ready_slots(self) -> int:
-        """Slots of the host tier that can be used."""
-        return self._chain.host.capacity_blocks
 
     @property
     def is_asked(self) -> bool:

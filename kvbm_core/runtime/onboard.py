@@ -179,14 +179,10 @@ class Onboarding:
         job.is_shared = True
         state.onboard_job = job.job_id
         state.deferred_since_s = state.fetch_wanted_since_s = None
-        fetched_tokens, brought_tokens = _tokens_from_below(num_tokens, held)
-        host_tokens = num_tokens - fetched_tokens - brought_tokens
+        tokens = _tokens_by_tier(num_tokens, held)
         if state.account is not None:
-            account = state.account
-            account.host_tokens, account.disk_tokens = host_tokens, fetched_tokens
-            account.remote_tokens = brought_tokens
-        hit_blocks = (tokens // self._align for tokens in (host_tokens, fetched_tokens, brought_tokens))
-        host, disk, stores = map(max, state.hit_blocks, hit_blocks)
+            state.account.host_tokens, state.account.disk_tokens, state.account.remote_tokens = tokens
+        host, disk, stores = map(max, state.hit_blocks, (found // self._align for found in tokens))
         state.hit_blocks = host, disk, stores
         return job.plan()
 
@@ -296,7 +292,7 @@ class Onboarding:
     def _count(self, job: TransferJob, part: JobPart, slots: Sequence[int]) -> None:
         """``slots``: those whose blocks are on the device."""
         if job.outcome is Outcome.OK and part.held is not None:
-            disk_tokens, remote_tokens = _tokens_from_below(part.num_tokens, part.held)
+            _, disk_tokens, remote_tokens = _tokens_by_tier(part.num_tokens, part.held)
             self._metrics.matched_tokens(
                 part.num_tokens, disk_tokens=disk_tokens, remote_tokens=remote_tokens
             )
@@ -369,8 +365,9 @@ class Onboarding:
         return now_s - state.deferred_since_s < self._share_wait_s
 
 
-def _tokens_from_below(num_tokens: int, held: Held) -> tuple[int, int]:
-    """Of a hit of ``num_tokens``, those from the disk, and those from remote tiers."""
+def _tokens_by_tier(num_tokens: int, held: Held) -> tuple[int, int, int]:
+    """Of a hit of ``num_tokens``, those from the host, from the disk and from remote tiers."""
     num_blocks = max(1, len(held.keys))
-    on_disk, elsewhere = held.num_from_disk, held.num_from_elsewhere
-    return num_tokens * on_disk // num_blocks, num_tokens * elsewhere // num_blocks
+    disk = num_tokens * held.num_from_disk // num_blocks
+    remote = num_tokens * held.num_from_elsewhere // num_blocks
+    return num_tokens - disk - remote, disk, remote

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, NamedTuple, TypeVar, cast
@@ -21,6 +21,8 @@ from kvbm_core.types import BlockKey, SequenceHash, block_key
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Span
+
+    from kvbm_core.events.log import Names
 
 BlockTable = Sequence[int]
 """Device block ids of one request in one group, by block index; the null block where the engine keeps
@@ -137,6 +139,7 @@ class RequestState:
     root. ``beginning``, ``before``: a name of its first tokens, and who began so under this root before.
     ``account``: what it got, once that is known. ``trace_headers``: the W3C trace context that it came with;
     ``span``: its own, where spans are asked for. ``marks``: of its states. ``limits``: what it allows itself.
+    ``names_of``: what its blocks are called in KV events; None: nobody is told of them.
     """
 
     request_id: str
@@ -168,6 +171,7 @@ class RequestState:
     span: Span | None = None
     marks: StateMarks = field(default_factory=StateMarks)
     limits: TokenLimits = NO_LIMITS
+    names_of: Callable[[BlockRun], Names] | None = None
     _keys: list[list[BlockKey]] = field(default_factory=list)
     _steps: list[int] = field(default_factory=list)
     _own: set[BlockKey] = field(default_factory=set)

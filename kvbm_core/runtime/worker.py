@@ -424,7 +424,7 @@ class Worker:
         with self._lock:
             loads = [job_id for job_id, way in self._in_flight.items() if way is Direction.ONBOARD]
         self.fence(loads)
-        if not self.drain(FENCE_TIMEOUT_S):
+        if not self.wait(None, FENCE_TIMEOUT_S):
             with self._lock:
                 stuck = list(self._in_flight)
             raise self._stuck(stuck)
@@ -478,13 +478,9 @@ class Worker:
         """Waits until the leader has said something that was not taken yet; False if time ran out."""
         return self._is_noted.wait(timeout_s)
 
-    def wait(self, job_ids: Collection[int], timeout_s: float) -> bool:
-        """Waits until these jobs have ended; False if time ran out."""
+    def wait(self, job_ids: Collection[int] | None, timeout_s: float) -> bool:
+        """Waits until these jobs (None = all) have ended; False if time ran out."""
         return self._executor is None or self._executor.wait(job_ids, timeout_s)
-
-    def drain(self, timeout_s: float) -> bool:
-        """Waits until nothing is under way; False if time ran out."""
-        return self._executor is None or self._executor.drain(timeout_s)
 
     def _move(self, order: TierOrder) -> None:
         memory, is_answered = self._memory, order.kind.is_answered

@@ -130,7 +130,6 @@ class Adviser:
         self._model = model
         self._hardware = hardware
         self._limits = limits
-        self._kv = kv
         self.block_bytes = kv.stored_bytes * self._trace.block_tokens
         self.device_gb = hardware.device_gb(model.weights_bytes)
         self.device_blocks = int(self.device_gb * 1e9 / (kv.device_bytes * self._trace.block_tokens))

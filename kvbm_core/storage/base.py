@@ -50,7 +50,8 @@ class BlockStore(Protocol):
     Every ``*_many`` call answers with one Outcome per key, in order, within ``deadline_s`` seconds, and
     raises only for misuse. A store may forget a block at any time (MISS) but never answers OK with other
     bytes than were put: what does not verify is CORRUPT. Why it fails it logs itself, once, and once that it
-    works again; but that it does not answer is said by whoever asks.
+    works again; but that it does not answer is said by whoever asks. Memory that it may still touch when a
+    call has returned is in ``late.LATE`` before, and until then.
     """
 
     def contains_many(self, keys: Sequence[BlockKey], *, deadline_s: float) -> list[Outcome]:
@@ -103,11 +104,3 @@ class HasSources(Protocol):
 
     def at(self, source: str) -> BlockStore:
         """The one at this address. Never waits: what cannot be reached says so when it is asked."""
-
-
-@runtime_checkable
-class HoldsLate(Protocol):
-    """A store that may still read or write the caller's memory when a call has returned."""
-
-    def holds(self, target: Memory) -> bool:
-        """Whether it may."""

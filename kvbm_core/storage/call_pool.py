@@ -1,8 +1,7 @@
-"""A bounded number of threads for calls that may hang in the kernel, and the memory that these calls keep."""
+"""A bounded number of threads for calls that may hang in the kernel."""
 
 from __future__ import annotations
 
-import ctypes
 import queue
 import threading
 from collections.abc import Callable, Sequence
@@ -10,7 +9,8 @@ from collections.abc import Callable, Sequence
 from kvbm_core.clock import Clock
 from kvbm_core.errors import Outcome
 from kvbm_core.observe.log import RateLimitedLogger
-from kvbm_core.storage.base import Memory, parts_of
+from kvbm_core.storage.base import Memory
+from kvbm_core.storage.late import LATE, ranges_of
 
 ITEMS_PER_THREAD = 8
 """Of small tasks: fewer are not worth one more thread."""
@@ -36,7 +36,9 @@ class CallPool:
         self._lock = threading.Lock()
         self._queue: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
-        self._calls: set[_Call] = set()  # under way, or given up with something that still runs
+        self._calls: set[_Call] = set()  # under way
+        self.stuck_threads = 0
+        """Threads whose task was given up and has not ended."""
         self._num_asked = 0  # threads that have something to do, or are about to
         self._is_closed = False
 
@@ -52,8 +54,8 @@ class CallPool:
         """Calls ``task(i, is_given_up)`` for each of ``count`` items, in any order. The outcomes, in order of
         the items.
 
-        ``targets``: the memory that each item may write to. ``is_small``: a task takes microseconds, as a
-        rule.
+        ``targets``: the memory that each item may touch; late (see ``LATE``) if it is given up. ``is_small``:
+        a task takes microseconds, as a rule.
         """
         call = _Call(self, task, count, targets)
         ends_at_s = self._clock.now_s() + deadline_s
@@ -61,7 +63,7 @@ class CallPool:
         with self._lock:
             if self._is_closed:
                 return [Outcome.REJECTED] * count
-            if count and self._num_stuck() >= self._num_threads:
+            if count and self.stuck_threads >= self._num_threads:
                 return [Outcome.BUSY] * count
             if deadline_s <= 0:
                 return call.outcomes
@@ -69,19 +71,6 @@ class CallPool:
             self._start(call, min(num_threads, self._num_threads))
         call.wait(ends_at_s, self._clock)
         return call.outcomes
-
-    def holds(self, target: Memory) -> bool:
-        """Whether a task that was given up may still write into any of it."""
-        wanted = ranges_of(target)
-        with self._lock:
-            held = [span for call in self._calls for span in call.late_ranges()]
-        return any(start < end_of and begin < end for start, end in held for begin, end_of in wanted)
-
-    @property
-    def stuck_threads(self) -> int:
-        """Threads whose task was given up and has not ended."""
-        with self._lock:
-            return self._num_stuck()
 
     def close(self, timeout_s: float) -> bool:
         """Ends what is under way, by giving it up after ``timeout_s``. False if a thread hangs: it stays.
@@ -103,9 +92,6 @@ class CallPool:
         return not self._threads
 
     # ---------------------------------------------------------------- inside
-
-    def _num_stuck(self) -> int:
-        return sum(call.num_late for call in self._calls)
 
     def _start(self, call: _Call, num_threads: int) -> None:
         self._num_asked += num_threads
@@ -135,7 +121,7 @@ class _Call:
         self._count = count
         self._targets = targets
         self._next = 0
-        self._running: set[int] = set()
+        self._running: dict[int, int | None] = {}  # with their tokens in LATE, once it is given up
         self._num_ended = 0
         self._is_given_up = False
         self._has_ended = not count
@@ -144,22 +130,15 @@ class _Call:
             self._end_signal.acquire()
         self.outcomes = [Outcome.TIMED_OUT] * count
 
-    @property
-    def num_late(self) -> int:
-        """Items that run though the call was given up."""
-        return len(self._running) if self._is_given_up else 0
-
-    def late_ranges(self) -> list[tuple[int, int]]:
-        """(start, end) of memory that they may write to."""
-        if not self._is_given_up or self._targets is None:
-            return []
-        return [span for index in self._running for span in ranges_of(self._targets[index])]
-
     def give_up(self) -> None:
-        """What has not ended is TIMED_OUT."""
-        self._is_given_up = True
-        if not self._running:
+        """What has not ended is TIMED_OUT, and its memory late."""
+        if not self._is_given_up:
+            self._is_given_up = True
             self._pool._calls.discard(self)
+            self._pool.stuck_threads += len(self._running)
+            for index in self._running:
+                memory = () if self._targets is None else self._targets[index]
+                self._running[index] = LATE.add(ranges_of(memory), memory)
         self._signal()
 
     def _signal(self) -> None:
@@ -188,26 +167,18 @@ class _Call:
             if self._is_given_up or self._next == self._count:
                 return None
             index, self._next = self._next, self._next + 1
-            self._running.add(index)
+            self._running[index] = None
             return index
 
     def _end(self, index: int, outcome: Outcome) -> None:
         with self._lock:
-            self._running.discard(index)
-            self._num_ended += 1
-            if not self._is_given_up:
+            token = self._running.pop(index)
+            if token is not None:
+                self._pool.stuck_threads -= 1
+            else:
+                self._num_ended += 1
                 self.outcomes[index] = outcome
                 if self._num_ended == self._count:
                     self._signal()
-            elif not self._running:
-                self._pool._calls.discard(self)
-
-
-def ranges_of(memory: Memory) -> list[tuple[int, int]]:
-    """(start, end) addresses of its pieces; memory that cannot be written to has none."""
-    spans = []
-    for part in parts_of(memory):
-        if part.nbytes and not part.readonly:
-            start = ctypes.addressof(ctypes.c_char.from_buffer(part))
-            spans.append((start, start + part.nbytes))
-    return spans
+        if token is not None:  # without the lock, and last: who hears of it may want this pool
+            LATE.end(token)

@@ -176,7 +176,7 @@ class ExecutorContract:
         listener = Listener()
         with self.bench(on_done=listener) as bench:
             bench.executor.submit(plan(1, Direction.OFFLOAD, [1], [1]))
-            assert bench.executor.drain(LONG_S)
+            assert bench.executor.wait(None, LONG_S)
             assert listener.ids() == [1] and bench.poll() == []
 
     @contextmanager
@@ -198,7 +198,7 @@ class ExecutorContract:
             with self.held(bench, listener):
                 for job_id, direction in enumerate(("offload", "onboard", "offload", "onboard")):
                     bench.executor.submit(plan(job_id, Direction(direction), [job_id], [job_id + 1]))
-            assert bench.executor.drain(LONG_S)
+            assert bench.executor.wait(None, LONG_S)
             return listener.ids()
 
     def test_onboards_go_first_and_each_kind_in_order(self) -> None:
@@ -213,7 +213,7 @@ class ExecutorContract:
                 bench.executor.submit(plan(2, Direction.OFFLOAD, [1], [3]), deadline_s=3.0)
                 bench.executor.submit(plan(3, Direction.OFFLOAD, [1], [4]))
                 clock.advance(2.0)
-            assert bench.executor.drain(LONG_S)
+            assert bench.executor.wait(None, LONG_S)
             assert listener.outcomes() == {
                 HELD_JOB: Outcome.OK,
                 1: Outcome.TIMED_OUT,
@@ -234,7 +234,7 @@ class ExecutorContract:
                 assert not bench.executor.cancel(1)
                 assert not bench.executor.cancel(HELD_JOB)
                 assert not bench.executor.cancel(77)
-            assert bench.executor.drain(LONG_S)
+            assert bench.executor.wait(None, LONG_S)
             assert (bench.slot(2) == 7).all()
 
     @contextmanager
@@ -258,7 +258,7 @@ class ExecutorContract:
                     storage[:] = 9
             last = plan(3, Direction.ONBOARD, [6], [6])
             bench.executor.submit(last)  # behind all that was under way
-            assert bench.executor.drain(LONG_S) and listener.outcomes()[3] is Outcome.OK
+            assert bench.executor.wait(None, LONG_S) and listener.outcomes()[3] is Outcome.OK
             assert set(bench.content(0, 6)) == {7}
             assert {byte for block in (3, 4) for byte in bench.content(0, block)} == {9}
             first = next(result for result in listener.results if result.job_id == 1)
@@ -271,9 +271,9 @@ class ExecutorContract:
             with self.held(bench, listener):
                 bench.executor.submit(plan(1, Direction.OFFLOAD, [1], [2]))
                 assert not bench.executor.wait([1], 0.0)
-                assert not bench.executor.drain(0.0)
+                assert not bench.executor.wait(None, 0.0)
                 assert bench.executor.wait([5, 6], 0.0)
-            assert bench.executor.wait([1], LONG_S) and bench.executor.drain(LONG_S)
+            assert bench.executor.wait([1], LONG_S) and bench.executor.wait(None, LONG_S)
             assert 1 in listener.ids()
 
     def test_a_failing_copy_is_an_outcome_and_the_executor_goes_on(self) -> None:
@@ -336,11 +336,11 @@ class ExecutorContract:
         with self.bench(on_done=listener) as bench:
             with self.held(bench, listener):
                 self.overfill(bench, num_queued=1)
-            assert bench.executor.drain(LONG_S)
+            assert bench.executor.wait(None, LONG_S)
             outcomes = [result.outcome for result in listener.results]
             assert (outcomes.count(Outcome.OK), outcomes.count(Outcome.BUSY)) == (FEW_JOBS, 10)
             bench.executor.submit(plan(1, Direction.OFFLOAD, [1], [1]))
-            assert bench.executor.drain(LONG_S) and listener.outcomes()[1] is Outcome.OK
+            assert bench.executor.wait(None, LONG_S) and listener.outcomes()[1] is Outcome.OK
 
     def test_a_failing_listener_harms_nobody(self) -> None:
         def fail(result: JobResult) -> None:

@@ -99,20 +99,13 @@ class Gate:
         self._report(job_id, Outcome.REJECTED)
         return True
 
-    def wait(self, job_ids: Collection[int], timeout_s: float) -> bool:
+    def wait(self, job_ids: Collection[int] | None, timeout_s: float) -> bool:
         """See Executor. A held job ends when someone waits for it in earnest."""
-        held = [job_id for job_id in job_ids if job_id in self._held]
+        held = [job_id for job_id in self._held if job_ids is None or job_id in job_ids]
         if held and (self.hangs or timeout_s < BLOCKING_WAIT_S):
             return False
         self._start(held)
         return self._inner.wait(job_ids, timeout_s)
-
-    def drain(self, timeout_s: float) -> bool:
-        """See Executor."""
-        if self._held and (self.hangs or timeout_s < BLOCKING_WAIT_S):
-            return False
-        self._start(list(self._held))
-        return self._inner.drain(timeout_s)
 
     def close(self) -> None:
         """See Executor."""

@@ -16,8 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 from urllib.parse import parse_qsl, urlsplit
 
 from kvbm_core.errors import ConfigError, Outcome
-from kvbm_core.storage.base import Memory
-from kvbm_core.storage.call_pool import ranges_of
+from kvbm_core.storage.late import LATE, ranges_of
 from kvbm_core.storage.names import ObjectInfo
 from kvbm_core.storage.remote.engine import EngineTraits, GetItem, Got, PutItem
 from kvbm_core.storage.stores import StoreOptions, register_engine
@@ -114,11 +113,10 @@ class MemoryEngine:
         self.objects = objects or MemoryObjects()
         self.calls: list[tuple[str, tuple[str, ...]]] = []
         """Name and objects of all that was asked."""
-        writes_late = self.faults.is_late > 0
-        self._traits = traits or EngineTraits(8, 16, writes_late, self.objects.max_bytes is not None)
+        self._traits = traits or EngineTraits(8, 16, self.objects.max_bytes is not None)
         self._random = Random(self.faults.seed)  # noqa: S311 (a test's randomness)
         self._lock = threading.Lock()
-        self._late: list[tuple[int, list[memoryview], bytes]] = []
+        self._late: list[tuple[int, list[memoryview], bytes, int]] = []
         self._is_closed = threading.Event()
 
     @property
@@ -128,23 +126,17 @@ class MemoryEngine:
 
     # ---------------------------------------------------------------- late writes
 
-    def holds(self, target: Memory) -> bool:
-        """Whether a late write may still come into this memory."""
-        wanted = ranges_of(target)
-        with self._lock:
-            held = [span for _, pieces, _ in self._late for span in ranges_of(pieces)]
-        return any(start < end_of and begin < end for start, end in held for begin, end_of in wanted)
-
     def land(self) -> None:
         """All late writes land now."""
-        with self._lock:
-            self._land(None)
+        self._land(None)
 
     def _land(self, number: int | None) -> None:
-        due = [late for late in self._late if number is None or late[0] <= number]
-        self._late = [late for late in self._late if late not in due]
-        for _, pieces, content in due:
+        with self._lock:
+            due = [late for late in self._late if number is None or late[0] <= number]
+            self._late = [late for late in self._late if late not in due]
+        for _, pieces, content, token in due:
             _fill(pieces, content)
+            LATE.end(token)
 
     # ---------------------------------------------------------------- ObjectEngine
 
@@ -203,9 +195,10 @@ class MemoryEngine:
         """``act`` for each item, or ``bad`` with what went wrong."""
         with self._lock:
             self.calls.append((name, tuple(names)))
-            self._land(len(self.calls))
+            number = len(self.calls)
             latency_s = self._random.uniform(0.0, 2e-3 * self.faults.latency_ms)
             hangs = self._is_drawn(self.faults.hangs)
+        self._land(number)
         is_late = hangs or latency_s > deadline_s or deadline_s <= 0
         if is_late or latency_s:
             self._is_closed.wait(max(0.0, deadline_s if is_late else latency_s))
@@ -242,7 +235,8 @@ class MemoryEngine:
         if not item.offset_bytes and len(content) > room_bytes:
             return Got(Outcome.CORRUPT)
         if self._is_drawn(self.faults.is_late):
-            self._late.append((len(self.calls) + LATE_WRITE_CALLS, list(item.pieces), wanted))
+            token = LATE.add(ranges_of(item.pieces), item.pieces)
+            self._late.append((len(self.calls) + LATE_WRITE_CALLS, list(item.pieces), wanted, token))
             return Got(Outcome.TIMED_OUT)
         _fill(item.pieces, wanted)
         return Got(Outcome.OK, len(wanted))

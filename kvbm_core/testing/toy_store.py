@@ -17,11 +17,10 @@ from random import Random
 from typing import Any, NamedTuple
 from urllib.parse import parse_qsl, urlsplit
 
-import numpy as np
-
 from kvbm_core.errors import ConfigError, Outcome
 from kvbm_core.storage.base import Memory, parts_of
 from kvbm_core.storage.extents import EXTENT_BYTES, Extent
+from kvbm_core.storage.late import LATE, ranges_of
 from kvbm_core.storage.stores import StoreSpec, register_store
 from kvbm_core.types import BlockKey
 
@@ -91,7 +90,7 @@ class ToyStore:
         self._shut: list[threading.Event] = []
         self._num_hanging = 0
         self._is_closed = threading.Event()
-        self._late: list[tuple[int, Memory, bytes]] = []
+        self._late: list[tuple[int, Memory, bytes, int]] = []
 
     # ---------------------------------------------------------------- for tests
 
@@ -120,18 +119,21 @@ class ToyStore:
 
     def land(self) -> None:
         """All late writes land now."""
+        self._land(None)
+
+    def _land(self, number: int | None) -> None:
         with self._changed:
-            late, self._late = self._late, []
-            for _, target, content in late:
-                _fill(target, content)
+            due = [late for late in self._late if number is None or late[0] <= number]
+            self._late = [late for late in self._late if late not in due]
+        for _, target, content, token in due:
+            _fill(target, content)
+            LATE.end(token)
+
+    def _write_late(self, target: Memory, content: bytes) -> None:
+        token = LATE.add(ranges_of(target), target)
+        self._late.append((len(self.calls) + LATE_WRITE_CALLS, target, content, token))
 
     # ---------------------------------------------------------------- BlockStore
-
-    def holds(self, target: Memory) -> bool:
-        """Whether a late write may still come into this memory."""
-        addresses = {_address(part) for part in parts_of(target)}
-        with self._changed:
-            return any(_address(part) in addresses for _, own, _ in self._late for part in parts_of(own))
 
     def contains_many(self, keys: Sequence[BlockKey], *, deadline_s: float) -> list[Outcome]:
         """See BlockStore."""
@@ -176,12 +178,10 @@ class ToyStore:
     ) -> list[Outcome]:
         with self._changed:
             self.calls.append((name, tuple(keys)))
-            due, number = [late for late in self._late if late[0] <= len(self.calls)], len(self.calls)
-            self._late = [late for late in self._late if late[0] > number]
-            for _, target, content in due:
-                _fill(target, content)
+            number = len(self.calls)
             latency_s = self._random.uniform(0.0, 2e-3 * self.faults.latency_ms)
             is_raised = self._is_drawn(self.faults.raises)
+        self._land(number)
         self._hang(name)
         if is_raised:
             raise OSError(f"toy store: {name} failed")
@@ -253,7 +253,7 @@ class ToyStore:
                 _fill(target, self._random.randbytes(len(content)))
                 return Outcome.CORRUPT
             if self._is_drawn(self.faults.is_late):
-                self._late.append((len(self.calls) + LATE_WRITE_CALLS, target, content))
+                self._write_late(target, content)
                 return Outcome.TIMED_OUT
         _fill(target, content)
         return Outcome.OK
@@ -332,8 +332,8 @@ class ToyExtentStore(ToyStore):
             if self._is_drawn(self.faults.spoils):
                 num_bad = self._random.randint(1, len(targets))
             elif self._is_drawn(self.faults.is_late):
-                due = len(self.calls) + LATE_WRITE_CALLS
-                self._late += [(due, *pair) for pair in zip(targets, pieces, strict=True)]
+                for target, piece in zip(targets, pieces, strict=True):
+                    self._write_late(target, piece)
                 return [Outcome.TIMED_OUT] * len(targets)
         num_good = len(targets) - num_bad
         for i, (target, piece) in enumerate(zip(targets, pieces, strict=True)):
@@ -362,10 +362,6 @@ def _fill(target: Memory, content: bytes) -> None:
     for part in parts_of(target):
         part.cast("B")[:] = content[at : at + part.nbytes]
         at += part.nbytes
-
-
-def _address(part: memoryview) -> int:
-    return int(np.frombuffer(part, np.uint8).ctypes.data)
 
 
 # ---------------------------------------------------------------- by URL

@@ -93,10 +93,6 @@ class JobTable:
         self._jobs[job.job_id] = job
         return job
 
-    def get(self, job_id: int) -> Job | None:
-        """A job in flight."""
-        return self._jobs.get(job_id)
-
     def cancel(self, job: Job) -> None:
         """Takes back a job that has nothing to do."""
         del self._jobs[job.job_id]

@@ -81,11 +81,8 @@ class Executor(Protocol):
         tier may still write into is reported with ``is_late``.
         """
 
-    def wait(self, job_ids: Collection[int], timeout_s: float) -> bool:
-        """Waits until the jobs have ended, in whatever way; False after ``timeout_s``."""
-
-    def drain(self, timeout_s: float) -> bool:
-        """Waits until no job is left; False after ``timeout_s``."""
+    def wait(self, job_ids: Collection[int] | None, timeout_s: float) -> bool:
+        """Waits until these jobs (None = all) have ended, in whatever way; False after ``timeout_s``."""
 
     def close(self) -> None:
         """Rejects what waits, lets what runs end, ends all threads; idempotent. Later plans are REJECTED."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Set
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -21,6 +21,11 @@ logger = logging.getLogger(__name__)
 
 OnDone = Callable[[JobResult], None]
 PlanT = TypeVar("PlanT", bound=TransferPlan | TierOrder)
+
+
+def have_ended(live: Set[int], job_ids: Collection[int] | None) -> bool:
+    """Whether none of these jobs (None = all) is ``live``."""
+    return not live if job_ids is None else live.isdisjoint(job_ids)
 
 
 @dataclass
@@ -140,9 +145,7 @@ class JobBoard(Generic[PlanT]):
     def wait(self, job_ids: Collection[int] | None, timeout_s: float) -> bool:
         """True once these jobs (None = all) have ended; jobs never seen count as ended."""
         with self._changed:
-            return self._changed.wait_for(
-                lambda: not self._live if job_ids is None else self._live.isdisjoint(job_ids), timeout_s
-            )
+            return self._changed.wait_for(lambda: have_ended(self._live, job_ids), timeout_s)
 
     def pause(self, timeout_s: float) -> None:
         """Waits for a new job or for ``timeout_s``."""

@@ -15,7 +15,6 @@ from kvbm_core.errors import ConfigError
 from kvbm_core.storage.disk.allocate import FileOptions
 from kvbm_core.storage.disk.record import whole_sectors
 from kvbm_core.storage.host_slab import HostSlab, available_memory_bytes
-from kvbm_core.storage.late import LateMemory
 from kvbm_core.storage.stores import StoreOptions
 from kvbm_core.transfer.digests import SlotDigests
 from kvbm_core.transfer.executor import Copier, DeviceMemory, Executor
@@ -73,7 +72,6 @@ class RankMemory:
     ) -> None:
         self._memory = memory
         self._options = options
-        self.late = LateMemory()
         self._movers: dict[str, Mover] = {}
         self._readers: dict[str, DirectReader] = {}
         self._forgotten: set[str] = set()
@@ -91,9 +89,7 @@ class RankMemory:
             on_ready=on_ready,
             cpus=slab_cpus(memory) if options.near_memory else (),
         )
-        self._site = Site(
-            memory, self.slab, self.late, shard, listener, options.disk, options.store, self.join
-        )
+        self._site = Site(memory, self.slab, shard, listener, options.disk, options.store, self.join)
         self._places = places
 
     def make_executor(self, on_done: OnDone) -> Executor:

@@ -17,6 +17,7 @@ from kvbm_core.clock import Clock, SystemClock
 from kvbm_core.errors import Outcome
 from kvbm_core.transfer.digests import SlotDigests
 from kvbm_core.transfer.executor import Copier, StreamMark
+from kvbm_core.transfer.jobs import have_ended
 from kvbm_core.transfer.movers.base import Mover
 from kvbm_core.transfer.movers.disk_direct import DirectLoad, DirectReader
 from kvbm_core.transfer.plan import (
@@ -191,21 +192,14 @@ class StagedExecutor:
         with self._changed:
             return not load.copying
 
-    def wait(self, job_ids: Collection[int], timeout_s: float) -> bool:
-        """See Executor."""
-        with self._changed:
-            if not self._changed.wait_for(lambda: self._open_loads().isdisjoint(job_ids), timeout_s):
-                return False
-        return self._copier.wait(job_ids, timeout_s)
-
-    def drain(self, timeout_s: float) -> bool:
+    def wait(self, job_ids: Collection[int] | None, timeout_s: float) -> bool:
         """See Executor. What goes down to lower tiers is not waited for: it has nothing to do with device
         memory.
         """
         with self._changed:
-            if not self._changed.wait_for(lambda: not self._open_loads(), timeout_s):
+            if not self._changed.wait_for(lambda: have_ended(self._open_loads(), job_ids), timeout_s):
                 return False
-        return self._copier.drain(timeout_s)
+        return self._copier.wait(job_ids, timeout_s)
 
     def close(self) -> None:
         """See Executor. The movers are closed by whoever made them, before this."""

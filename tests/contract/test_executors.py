@@ -20,7 +20,6 @@ from kvbm_core.storage.disk.io import FileIo, ThreadIo, Transfer
 from kvbm_core.storage.disk.nixl_io import NixlIo
 from kvbm_core.storage.disk.record import whole_sectors
 from kvbm_core.storage.host_slab import HUGE_PAGE_BYTES, HostSlab
-from kvbm_core.storage.late import LateMemory
 from kvbm_core.testing.cuda_double import CudaDouble, DoubleEvent
 from kvbm_core.testing.executor_bench import LONG_S, NUM_SLOTS, Bench, Listener, plan, two_group_memory
 from kvbm_core.testing.executor_contract import ExecutorContract, OnDone, Setup, forbid_writes
@@ -80,7 +79,7 @@ class TestMemcpyExecutor(ExecutorContract):
             bench.executor.submit(plan(2, Direction.OFFLOAD, [6], [6]))
             bench.executor.submit(plan(3, Direction.ONBOARD, [8], [0]))
             go_on.set()
-            assert bench.executor.drain(LONG_S)
+            assert bench.executor.wait(None, LONG_S)
             assert listener.ids() == [3, 1, 2]
 
 
@@ -143,7 +142,7 @@ class TestCudaExecutor(ExecutorContract):
             assert bench.executor.wait([2], LONG_S)
             assert not bench.executor.wait([1], 0.0)
             self.cuda.hold(offload_stream, False)
-            assert bench.executor.drain(LONG_S)
+            assert bench.executor.wait(None, LONG_S)
 
     @pytest.mark.shows("DYN_KVBM_MAX_CONCURRENT_TRANSFERS")
     def test_no_more_than_the_allowed_jobs_are_in_flight(self) -> None:
@@ -155,7 +154,7 @@ class TestCudaExecutor(ExecutorContract):
             assert not self.cuda.wait_batches(2, 0.05)
             assert bench.executor.cancel(3)
             self.cuda.hold(self.cuda.compute, False)
-            assert bench.executor.drain(LONG_S)
+            assert bench.executor.wait(None, LONG_S)
 
     def test_a_failure_of_the_gpu_is_an_outcome(self) -> None:
         with self.bench() as bench:
@@ -176,7 +175,7 @@ class TestCudaExecutor(ExecutorContract):
             bench.executor.submit(plan(2, Direction.OFFLOAD, [2], [2]))
             assert not self.cuda.wait_batches(2, 0.05)
             self.cuda.hold(stream, False)
-            assert bench.executor.drain(LONG_S)
+            assert bench.executor.wait(None, LONG_S)
             first, second = bench.poll()
             assert first.job_id == 1 and first.outcome is Outcome.IO_ERROR and "error 2" in first.detail
             assert second.outcome is Outcome.IO_ERROR
@@ -341,7 +340,7 @@ class TestDirectExecutor(TestStagedExecutor):
         file = BlockFile(self.path, geometry, replace(BUFFERED, to_device="nixl-posix"))
         self.is_reading, self.is_on = threading.Event(), threading.Event()
         self.disk = DiskMover(file, setup.host, clock=setup.clock)
-        self.reader = DirectReader("disk", file, setup.device, self, late=LateMemory(), make_io=self.make_io)
+        self.reader = DirectReader("disk", file, setup.device, self, make_io=self.make_io)
         self.disk.stop_others = self.reader.close
         assert self.is_on.wait(LONG_S)
         return self.over_disk(setup, {"disk": self.reader})
@@ -378,7 +377,7 @@ class TestDirectExecutor(TestStagedExecutor):
             with self.stalled(bench, listener, plan(1, Direction.ONBOARD, [3], [2])):
                 bench.executor.submit(straight(plan(2, Direction.ONBOARD, [4], [2])))
                 assert bench.executor.cancel(2) and bench.executor.cancel(1)
-                assert bench.executor.drain(0.0)
+                assert bench.executor.wait(None, 0.0)
             assert listener.outcomes()[1] is listener.outcomes()[2] is Outcome.REJECTED
 
     def test_a_load_that_comes_straight_brings_the_bytes_that_were_stored(self) -> None:
@@ -499,7 +498,7 @@ def test_slots_across_chunks_come_back_exactly() -> None:
     cuda = CudaDouble()
     executor = CudaExecutor(device, host, cuda, on_done=Listener())
     executor.submit(plan(1, Direction.OFFLOAD, range(6), range(6)))
-    assert executor.drain(LONG_S) and (host.array == content).all()
+    assert executor.wait(None, LONG_S) and (host.array == content).all()
     assert len(cuda.batches[0][0]) == 3
     executor.close()
     cuda.close()

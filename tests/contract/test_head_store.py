@@ -15,6 +15,7 @@ from kvbm_core.layout.tensors import TensorInfo
 from kvbm_core.storage.base import BlockStore
 from kvbm_core.storage.directory.store import DirectoryStore
 from kvbm_core.storage.disk.record import record_bytes
+from kvbm_core.storage.late import ranges_of
 from kvbm_core.storage.remote.head_store import WORST_FIRST, HeadRecords, HeadStore
 from kvbm_core.storage.remote.records import trailer_bytes
 from kvbm_core.storage.stores import StoreOptions, StoreSpec, open_store, record_store
@@ -226,8 +227,11 @@ def test_memory_of_a_late_read_is_not_lent_again() -> None:
     assert store.put_many([key], memory, deadline_s=LONG_S) == [Outcome.OK]
     target = buffers(1, payload_bytes)
     assert store.get_many([key], target, deadline_s=LONG_S) == [Outcome.TIMED_OUT]
-    places = sorted((lent.start, lent.start + len(lent.memory)) for lent in store._scratch._late)
+    places = sorted(span for _, pieces, *_ in engine._late for span in ranges_of(pieces))
     assert places and all(end <= start for (_, end), (start, _) in pairwise(places))
+    assert sum(map(len, store._scratch._free)) < store._scratch.num_bytes
+    engine.land()
+    assert sum(map(len, store._scratch._free)) == store._scratch.num_bytes
     store.close()
 
 

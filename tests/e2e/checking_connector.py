@@ -182,11 +182,8 @@ class CheckingExecutor:
     def cancel(self, job_id: int) -> bool:
         return self._inner.cancel(job_id)
 
-    def wait(self, job_ids: Collection[int], timeout_s: float) -> bool:
+    def wait(self, job_ids: Collection[int] | None, timeout_s: float) -> bool:
         return self._inner.wait(job_ids, timeout_s)
-
-    def drain(self, timeout_s: float) -> bool:
-        return self._inner.drain(timeout_s)
 
     def close(self) -> None:
         self._ledger.write()

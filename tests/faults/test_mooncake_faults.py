@@ -13,6 +13,7 @@ import pytest
 
 from kvbm_core.config.server_url import server_url
 from kvbm_core.errors import Outcome
+from kvbm_core.storage.late import LATE, ranges_of
 from kvbm_core.storage.remote import mooncake
 from kvbm_core.storage.remote.engine import GetItem, Got, PutItem
 from kvbm_core.storage.remote.mooncake import THREADS, MooncakeEngine
@@ -126,12 +127,12 @@ def test_a_frozen_machine_costs_the_deadline_and_its_calls_keep_their_memory(
             got = engine.get([GetItem("ab"[number % 2], [target])], deadline_s=0.3)
             assert got == [Got(Outcome.TIMED_OUT)]
             assert time.monotonic() - started_s < 0.3 + GRACE_S and max(waits_s) <= 0.3
-            assert engine.holds(target) and not engine.holds(room(SIZE)[0])
+            assert LATE.holds(ranges_of(target)) and not LATE.holds(ranges_of(room(SIZE)[0]))
         source = memoryview(bytearray(content_of("c", SIZE)))
         put_late = engine.put([PutItem("c", [source])], deadline_s=0.3)
         assert put_late == [Outcome.BUSY], "each of its threads has a call that does not end"
         assert within(0.3, lambda: engine.exists(["a"], deadline_s=0.3)) == {Outcome.BUSY}
-        until(lambda: not any(engine.holds(target) for (target,) in targets))
+        until(lambda: not any(LATE.holds(ranges_of(target)) for (target,) in targets))
         for (target,) in targets:
             target[:] = PATTERN * SIZE
         pool.nodes[0].thaw()
@@ -146,8 +147,8 @@ def test_memory_of_a_put_that_was_given_up_is_held_too(tmp_path: Path) -> None:
         pool.nodes[0].freeze()
         source = memoryview(bytearray(content_of("c", 8 << 20)))
         assert engine.put([PutItem("c", [source])], deadline_s=0.3) == [Outcome.TIMED_OUT]
-        assert engine.holds(source)
-        until(lambda: not engine.holds(source))
+        assert LATE.holds(ranges_of(source))
+        until(lambda: not LATE.holds(ranges_of(source)))
         source[:] = PATTERN * source.nbytes
         pool.nodes[0].thaw()
         until(lambda: put(engine, ["d"]) == get(engine, ["d"]) == [Outcome.OK])

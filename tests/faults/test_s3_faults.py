@@ -16,6 +16,7 @@ from pydantic import SecretStr
 from kvbm_core.clock import ManualClock
 from kvbm_core.config.remote_url import remote_bucket
 from kvbm_core.errors import Outcome
+from kvbm_core.storage.late import LATE, ranges_of
 from kvbm_core.storage.remote.engine import GetItem, Got, PutItem
 from kvbm_core.storage.remote.s3 import CHUNK_BYTES, NUM_THREADS, OFF_S, S3Engine
 from kvbm_core.storage.remote.s3_client import S3Options, store_maker
@@ -290,9 +291,9 @@ def test_memory_of_a_put_that_was_given_up_is_held_until_nobody_reads_it() -> No
     with faulty_store() as store, engine_of(store) as engine:
         store.fault = Fault.HANG
         assert engine.put([PutItem("a", [memory[:9], memory[9:]])], deadline_s=0.1) == [TIMED_OUT]
-        assert engine.holds(memory) and engine.holds([memory[50:60]])
-        assert not engine.holds(memoryview(bytearray(10)))
-        _until(lambda: not engine.holds(memory))
+        assert LATE.holds(ranges_of(memory)) and LATE.holds(ranges_of([memory[50:60]]))
+        assert not LATE.holds(ranges_of(memoryview(bytearray(10))))
+        _until(lambda: not LATE.holds(ranges_of(memory)))
 
 
 def test_nothing_is_written_to_memory_of_a_get_that_has_returned() -> None:
@@ -301,7 +302,7 @@ def test_nothing_is_written_to_memory_of_a_get_that_has_returned() -> None:
         assert put(engine) is OK
         store.fault = Fault.HANG_IN_BODY
         (got,) = engine.get([GetItem("a/name", [target])], deadline_s=0.3)
-        assert got == Got(TIMED_OUT) and not engine.holds(target)
+        assert got == Got(TIMED_OUT) and not LATE.holds(ranges_of(target))
         target[:] = bytes(len(CONTENT))
         store.is_over.set()  # the rest is sent now
         _until(lambda: engine._readers.stuck_threads == 0)

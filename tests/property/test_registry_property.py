@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from kvbm_core.blocks.registry import NativeBlockRegistry, PyBlockRegistry
+from kvbm_core.blocks.registry import BlockRegistry, PyIndex
 from kvbm_core.native import native
 from kvbm_core.policy.recency import as_slots
 from kvbm_core.types import BlockKey, SequenceHash, block_key
@@ -31,6 +31,12 @@ DIFFERENT_KEYS = st.lists(st.sampled_from(KEYS), max_size=40, unique=True)
 SOME_SLOTS = st.lists(st.integers(-1, MAX_SLOTS + 1), max_size=40)
 
 
+def registry_in_c(seed: int) -> BlockRegistry:
+    """Its table is made with this seed."""
+    assert native is not None
+    return BlockRegistry(native.Index(seed))
+
+
 def plain(answer: object) -> object:
     """Arrays as lists, which can be compared."""
     return answer.tolist() if hasattr(answer, "tolist") else answer
@@ -41,7 +47,8 @@ class RegistryAndItsTwin(RuleBasedStateMachine):
 
     @initialize(seed=st.integers(0, 2**64 - 1), capacity_slots=st.integers(0, 20))
     def begin(self, seed: int, capacity_slots: int) -> None:
-        self.registry, self.twin = NativeBlockRegistry(seed), PyBlockRegistry()
+        self.index = PyIndex()
+        self.registry, self.twin = registry_in_c(seed), BlockRegistry(self.index)
         self.both("grow", capacity_slots)
 
     def both(self, name: str, *args: object) -> object:
@@ -58,7 +65,7 @@ class RegistryAndItsTwin(RuleBasedStateMachine):
     @property
     def free(self) -> list[int]:
         """Slots that are not taken, the highest first."""
-        return [slot for slot in reversed(range(len(self.twin._key_at))) if not self.twin._is_taken[slot]]
+        return [slot for slot in reversed(range(len(self.index._key_at))) if not self.index._is_taken[slot]]
 
     @rule(capacity_slots=st.integers(0, MAX_SLOTS))
     def grow(self, capacity_slots: int) -> None:
@@ -127,7 +134,7 @@ class RegistryAndItsTwin(RuleBasedStateMachine):
 
 @given(st.integers(0, 2**64 - 1))
 def test_all_keys_fit_and_leave(seed: int) -> None:
-    registry = NativeBlockRegistry(seed)
+    registry = registry_in_c(seed)
     registry.grow(len(KEYS))
     registry.reserve(KEYS, as_slots(range(len(KEYS))))
     registry.commit(KEYS)

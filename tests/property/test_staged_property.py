@@ -107,10 +107,7 @@ class CopierByHand:
         on_done(rejected(job_id, "cancelled"))
         return True
 
-    def wait(self, job_ids: Collection[int], timeout_s: float) -> bool:
-        return True
-
-    def drain(self, timeout_s: float) -> bool:
+    def wait(self, job_ids: Collection[int] | None, timeout_s: float) -> bool:
         return True
 
     def begin(self, job_id: int) -> None:
@@ -325,7 +322,7 @@ class World:
             assert [result.is_late for result in load.told] in (
                 ([False], [True, False]) if is_over else ([True],) if is_told else ([],)
             )
-        assert self.executor.drain(0.0) is all(load.told for load in self.loads.values())
+        assert self.executor.wait(None, 0.0) is all(load.told for load in self.loads.values())
 
 
 @settings(max_examples=tries(75, nightly=300))

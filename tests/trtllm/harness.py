@@ -409,7 +409,8 @@ class Serving:
 
     def _left_in_leader(self) -> dict[str, int]:
         leader, follower = self.leader, self.side._follower
-        leader.check_integrity()
+        with leader.lock:  # the channel's thread may be taking in the last answer
+            leader.check_integrity()
         return {
             "open requests": leader.open_requests,
             "jobs": leader.pending_jobs,

@@ -21,7 +21,8 @@ pytest.importorskip("torch", reason="NOT RUN: TensorRT-LLM's connector against i
 from tests.engines.ports import free_port
 from tests.trtllm.double import NEWEST, RELEASED, World
 from tests.trtllm.double.failure import PATIENCE_S
-from tests.trtllm.harness import Kind, Serving, serve
+from tests.trtllm.harness import KeepingExecutor, Kind, Serving, serve
+from tests.trtllm.scenarios import EACH_BLOCK
 from tests.unit.test_consolidator import Engine, Listener
 
 PROMPT = list(range(40))
@@ -112,6 +113,38 @@ def test_tokens_are_told_unless_there_is_a_salt(salt: str | None, tmp_path: Path
             for event in _stored(listener):
                 size = event.block_size * len(event.block_hashes)
                 assert len(event.token_ids) == (size if salt is None else 0)
+        finally:
+            listener.close()
+
+
+def test_of_a_replay_with_a_salt_no_tokens_are_told(tmp_path: Path) -> None:
+    """Of one that was loaded while it was parked, of which nobody is asked again."""
+    env = {**EACH_BLOCK, "KVBM_EVENTS": "zmq", "KVBM_EVENTS_ENDPOINT": f"ipc://{tmp_path}/a"}
+    env["KVBM_EVENTS_REPLAY_ENDPOINT"] = f"ipc://{tmp_path}/b"
+    with World(NEWEST), serve(0, KINDS[1], executor_class=KeepingExecutor, env=env) as serving:
+        listener = Listener(env["KVBM_EVENTS_ENDPOINT"])
+        try:
+            wait_for(lambda: bool(listener.hear() or listener.batches))
+            serving.ask(PROMPT, cache_salt="salt of mine")
+            serving.forget_device()
+            request = serving.submit(PROMPT, 30, cache_salt="salt of mine")
+            serving.run_to(request, "generation")
+            serving.executor.step()
+            serving.settle_without_steps()  # else it would reach its last token
+            serving.executor.drop_device_cache()
+            serving.executor.preempt(request)
+            serving.executor.run_until_idle()
+            assert serving.reason(request) == "length"
+            assert len(serving.executor.calls.named("get_num_new_matched_tokens")) == 2
+            serving.settle()
+            hashes = host_hashes(serving)
+
+            def hears_all() -> bool:
+                listener.hear()
+                return {one for event in _stored(listener) for one in event.block_hashes} >= hashes
+
+            wait_for(hears_all)
+            assert not any(event.token_ids for event in _stored(listener))
         finally:
             listener.close()
 

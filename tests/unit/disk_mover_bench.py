@@ -18,7 +18,7 @@ from kvbm_core.storage.disk.io import FileIo
 from kvbm_core.storage.disk.record import SECTOR_BYTES, slot_offset_bytes
 from kvbm_core.storage.disk.recovery import Found, Recovery
 from kvbm_core.storage.host_slab import HostSlab
-from kvbm_core.storage.late import LateMemory
+from kvbm_core.storage.late import LATE
 from kvbm_core.testing.executor_bench import HELD_JOB, LONG_S, Listener
 from kvbm_core.testing.store_contract import key_of
 from kvbm_core.transfer.movers import disk as disk_module
@@ -70,6 +70,12 @@ class GatedIo(HeldIo):
         return super().close(timeout_s)
 
 
+def late_slots(host: HostSlab) -> list[int]:
+    """Those that a request which was given up may still touch."""
+    starts = range(host.address, host.address + host.num_slots * host.slot_bytes, host.slot_bytes)
+    return [slot for slot, start in enumerate(starts) if LATE.holds([(start, start + host.slot_bytes)])]
+
+
 class Bench:
     """A DiskMover between a slab and a file."""
 
@@ -83,9 +89,8 @@ class Bench:
         self.host = HostSlab(NUM_SLOTS, SLOT_BYTES)
         assert self.host.wait_ready(LONG_S)
         self.listener = Listener()
-        self.late = LateMemory()
         self.file = BlockFile(path, GEOMETRY, options)
-        self.mover = DiskMover(self.file, self.host, late=self.late, io_deadline_s=io_deadline_s, clock=clock)
+        self.mover = DiskMover(self.file, self.host, io_deadline_s=io_deadline_s, clock=clock)
 
     def submit(
         self, submitted: TierOrder, *, deadline_s: float | None = None, on_blocks: OnBlocks | None = None

@@ -8,13 +8,7 @@ import pytest
 
 from kvbm_core.blocks.lease import Lease, LeaseBook
 from kvbm_core.blocks.pool import SlotPool
-from kvbm_core.blocks.registry import (
-    LOOKED_UP_AT_ONCE,
-    AnyBlockRegistry,
-    BlockRegistry,
-    NativeBlockRegistry,
-    PyBlockRegistry,
-)
+from kvbm_core.blocks.registry import LOOKED_UP_AT_ONCE, BlockRegistry, PyIndex, new_index
 from kvbm_core.clock import ManualClock
 from kvbm_core.errors import IntegrityError
 from kvbm_core.native import native
@@ -118,23 +112,23 @@ needs_native = pytest.mark.skipif(
 )
 
 
-@pytest.fixture(params=[PyBlockRegistry, pytest.param(NativeBlockRegistry, marks=needs_native)])
-def registry(request: pytest.FixtureRequest) -> AnyBlockRegistry:
+@pytest.fixture(params=[PyIndex, pytest.param(new_index, marks=needs_native)])
+def registry(request: pytest.FixtureRequest) -> BlockRegistry:
     """One of ten slots."""
-    made: AnyBlockRegistry = request.param()
+    made = BlockRegistry(request.param())
     made.grow(10)
     return made
 
 
-def found(registry: AnyBlockRegistry, keys: Sequence[BlockKey]) -> list[int]:
+def found(registry: BlockRegistry, keys: Sequence[BlockKey]) -> list[int]:
     return registry.find(keys).tolist()
 
 
 def test_the_registry_in_c_is_used_where_there_is_one() -> None:
-    assert isinstance(BlockRegistry(), PyBlockRegistry if native is None else NativeBlockRegistry)
+    assert isinstance(BlockRegistry()._index, PyIndex) is (native is None)
 
 
-def test_a_block_can_be_found_from_commit_on(registry: AnyBlockRegistry) -> None:
+def test_a_block_can_be_found_from_commit_on(registry: BlockRegistry) -> None:
     registry.reserve([A, B], slots(7, 3))
     assert (A in registry, registry.is_pending(A), found(registry, [A])) == (False, True, [])
     assert (found(registry, [A, B]), len(registry), registry.pending_blocks) == ([], 0, 2)
@@ -145,7 +139,7 @@ def test_a_block_can_be_found_from_commit_on(registry: AnyBlockRegistry) -> None
     registry.check_integrity()
 
 
-def test_cancel_takes_what_is_on_its_way_and_drop_what_is_there(registry: AnyBlockRegistry) -> None:
+def test_cancel_takes_what_is_on_its_way_and_drop_what_is_there(registry: BlockRegistry) -> None:
     registry.reserve([A, B, C], slots(5, 6, 7))
     registry.commit([B, C])
     assert registry.cancel([A]).tolist() == [5]
@@ -155,7 +149,7 @@ def test_cancel_takes_what_is_on_its_way_and_drop_what_is_there(registry: AnyBlo
     registry.check_integrity()
 
 
-def test_find_stops_at_the_first_gap(registry: AnyBlockRegistry) -> None:
+def test_find_stops_at_the_first_gap(registry: BlockRegistry) -> None:
     registry.reserve([A, B, D], slots(0, 1, 2))
     registry.commit([A, B, D])
     assert found(registry, [A, B, C, D]) == [0, 1]
@@ -165,7 +159,7 @@ def test_find_stops_at_the_first_gap(registry: AnyBlockRegistry) -> None:
     assert registry.slots_of([C, D, A]).tolist() == [2, 0]
 
 
-def test_find_never_remembers_what_has_changed(registry: AnyBlockRegistry) -> None:
+def test_find_never_remembers_what_has_changed(registry: BlockRegistry) -> None:
     registry.reserve([A, B, C], slots(0, 1, 2))
     assert found(registry, [A, B]) == []
     registry.commit([A])
@@ -179,14 +173,14 @@ def test_find_never_remembers_what_has_changed(registry: AnyBlockRegistry) -> No
     assert found(registry, [A, B, C]) == [0]
 
 
-def test_only_what_is_neither_there_nor_on_its_way_is_new(registry: AnyBlockRegistry) -> None:
+def test_only_what_is_neither_there_nor_on_its_way_is_new(registry: BlockRegistry) -> None:
     registry.reserve([A, B], slots(0, 1))
     registry.commit([A])
     assert registry.new_of([A, C, B, D, C]) == (C, D)
     assert registry.new_of([D, C, D]) == (D, C)
 
 
-def test_find_sees_beyond_what_it_looks_up_at_once(registry: AnyBlockRegistry) -> None:
+def test_find_sees_beyond_what_it_looks_up_at_once(registry: BlockRegistry) -> None:
     keys = sample_keys(0, 3 * LOOKED_UP_AT_ONCE)
     registry.grow(len(keys))
     registry.reserve(keys, slots(*range(len(keys))))
@@ -221,7 +215,7 @@ def test_find_sees_beyond_what_it_looks_up_at_once(registry: AnyBlockRegistry) -
     ],
 )
 def test_misuse_of_the_registry_changes_nothing(
-    registry: AnyBlockRegistry, error: type[Exception], call: Callable[[AnyBlockRegistry], object]
+    registry: BlockRegistry, error: type[Exception], call: Callable[[BlockRegistry], object]
 ) -> None:
     registry.reserve([A, B], slots(0, 1))
     registry.commit([A])
@@ -234,7 +228,7 @@ def test_misuse_of_the_registry_changes_nothing(
     registry.reserve([C, D], slots(8, 9))
 
 
-def test_blocks_of_other_groups_are_other_blocks(registry: AnyBlockRegistry) -> None:
+def test_blocks_of_other_groups_are_other_blocks(registry: BlockRegistry) -> None:
     keys = [block_key(SequenceHash(A), group) for group in (0, 1, 255)]
     registry.reserve(keys, slots(3, 4, 5))
     registry.commit(keys[::2])
@@ -245,29 +239,29 @@ def test_blocks_of_other_groups_are_other_blocks(registry: AnyBlockRegistry) -> 
 
 
 def test_the_registry_check_sees_a_slot_with_two_blocks() -> None:
-    registry = PyBlockRegistry()
+    registry = BlockRegistry(index := PyIndex())
     registry.grow(10)
     registry.reserve([A, B], slots(1, 2))
-    registry._pending[B] = 1
+    index._pending[B] = 1
     with pytest.raises(IntegrityError, match="share a slot"):
         registry.check_integrity()
 
 
 def test_the_registry_check_sees_a_slot_that_is_not_marked_as_taken() -> None:
-    registry = PyBlockRegistry()
+    registry = BlockRegistry(index := PyIndex())
     registry.grow(10)
     registry.reserve([A, B], slots(1, 2))
-    registry._is_taken[1] = False
+    index._is_taken[1] = False
     with pytest.raises(IntegrityError, match="taken"):
         registry.check_integrity()
 
 
 def test_the_registry_check_sees_a_slot_that_does_not_know_its_block() -> None:
-    registry = PyBlockRegistry()
+    registry = BlockRegistry(index := PyIndex())
     registry.grow(10)
     registry.reserve([A], slots(1))
     registry.commit([A])
-    registry._key_at[1] = None
+    index._key_at[1] = None
     with pytest.raises(IntegrityError, match="point to each other"):
         registry.check_integrity()
 

@@ -115,16 +115,10 @@ class ManualLoader:
     def end(self, job_id: int, outcome: Outcome, *, is_late: bool = False) -> None:
         self.on_done(JobResult(job_id, outcome, 0, 0.0, 0.0, is_late=is_late))
 
-    def poll(self) -> list[JobResult]:
-        return []
-
     def cancel(self, job_id: int) -> bool:
         return False
 
-    def wait(self, job_ids: Collection[int], timeout_s: float) -> bool:
-        return True
-
-    def drain(self, timeout_s: float) -> bool:
+    def wait(self, job_ids: Collection[int] | None, timeout_s: float) -> bool:
         return True
 
     def close(self) -> None:
@@ -185,7 +179,7 @@ def test_a_failed_load_ends_at_once_on_rank_0_and_in_turn_elsewhere(pair: Pair) 
     assert pair.listeners[0].outcomes() == {2: Outcome.TIMED_OUT} and pair.listeners[0].results[0].is_late
     assert pair.listeners[1].ids() == []
     pair.loader.end(1, Outcome.OK)
-    assert pair.second.drain(LONG_S) and pair.first.drain(LONG_S)
+    assert pair.second.wait(None, LONG_S) and pair.first.wait(None, LONG_S)
     assert pair.listeners[1].ids() == [1, 2]
     assert pair.listeners[1].outcomes() == {1: Outcome.OK, 2: Outcome.TIMED_OUT}
     assert not pair.listeners[1].results[1].is_late  # there are no slots there
@@ -194,7 +188,7 @@ def test_a_failed_load_ends_at_once_on_rank_0_and_in_turn_elsewhere(pair: Pair) 
 def test_a_load_that_cannot_be_submitted_fails_everywhere(pair: Pair) -> None:
     pair.loader.refuses = True
     pair.submit(onboard(1))
-    assert pair.second.drain(LONG_S)
+    assert pair.second.wait(None, LONG_S)
     for listener in pair.listeners:
         assert listener.outcomes() == {1: Outcome.IO_ERROR}
     assert "no memory" in pair.listeners[0].results[0].detail
@@ -203,7 +197,7 @@ def test_a_load_that_cannot_be_submitted_fails_everywhere(pair: Pair) -> None:
 def test_what_is_still_loaded_when_the_group_breaks_ends_when_that_is_over(pair: Pair) -> None:
     pair.submit(onboard(1))
     pair.loader.end(1, Outcome.OK)
-    assert pair.first.drain(LONG_S) and pair.second.drain(LONG_S)
+    assert pair.first.wait(None, LONG_S) and pair.second.wait(None, LONG_S)
     pair.first.submit(onboard(2))
     pair.second.submit(onboard(77))
     pair.first.submit(onboard(3))
@@ -221,7 +215,7 @@ def test_a_job_id_in_flight_is_not_taken_again(pair: Pair) -> None:
         with pytest.raises(ValueError, match="already in flight"):
             executor.submit(onboard(1))
     pair.loader.end(1, Outcome.OK)
-    assert pair.second.drain(LONG_S)
+    assert pair.second.wait(None, LONG_S)
 
 
 # ---------------------------------------------------------------- a broken group
@@ -425,8 +419,8 @@ def test_a_rank_that_is_killed_is_noticed() -> None:
         assert child.stdout is not None
         assert any(line.strip() == "ok" for line in child.stdout)
         child.send_signal(signal.SIGKILL)
-    assert first.drain(LONG_S) and listener.outcomes() == {1: Outcome.OK} and broken == []
+    assert first.wait(None, LONG_S) and listener.outcomes() == {1: Outcome.OK} and broken == []
     first.submit(onboard(2))
     pair.loader.end(2, Outcome.OK)
-    assert first.drain(LONG_S) and listener.outcomes()[2] is Outcome.IO_ERROR and len(broken) == 1
+    assert first.wait(None, LONG_S) and listener.outcomes()[2] is Outcome.IO_ERROR and len(broken) == 1
     first.close()

@@ -204,10 +204,10 @@ def test_many_loads_end_in_the_order_of_their_submission(ranks: Ranks) -> None:
     ranks.loader.gate.clear()
     for job_id in range(10, 40):
         ranks.submit(plan(job_id, Direction.ONBOARD, [job_id % NUM_DEVICE_BLOCKS], [job_id % NUM_SLOTS]))
-    assert not any(rank.executor.wait([39], 0.0) or rank.executor.drain(0.0) for rank in ranks.ranks)
+    assert not any(rank.executor.wait([39], 0.0) or rank.executor.wait(None, 0.0) for rank in ranks.ranks)
     ranks.loader.gate.set()
     for rank in ranks.ranks:
-        assert rank.executor.drain(LONG_S)
+        assert rank.executor.wait(None, LONG_S)
         assert rank.listener.ids() == [1, *range(10, 40)]
         assert set(rank.listener.outcomes().values()) == {Outcome.OK}
 

@@ -13,8 +13,8 @@ from typer.testing import CliRunner, Result
 from kvbm_core.cli.main import app
 from kvbm_core.config import KvbmSettings
 from kvbm_core.errors import Outcome
-from kvbm_core.storage.call_pool import ranges_of
 from kvbm_core.storage.extents import Extent
+from kvbm_core.storage.late import LATE, ranges_of
 from kvbm_core.storage.names import Meaning
 from kvbm_core.storage.remote.engine import GetItem, Got
 from kvbm_core.storage.remote.inspect import RecordInspection
@@ -204,13 +204,8 @@ class Announced(MemoryEngine):
         """See ObjectEngine."""
         for start, stop in ranges_of([piece for item in items for piece in item.pieces]):
             assert any(start in known and stop - 1 in known for known in self.known)
-            assert not self.holds_any(start, stop)
+            assert not LATE.holds([(start, stop)])
         return super().get(items, deadline_s=deadline_s)
-
-    def holds_any(self, start: int, stop: int) -> bool:
-        """Whether a late read may still come there."""
-        spans = [span for _, pieces, _ in self._late for span in ranges_of(pieces)]
-        return any(first < stop and start < end for first, end in spans)
 
 
 def test_what_cannot_be_read_is_no_damage(objects: MemoryObjects, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,6 +23,7 @@ from kvbm_core.storage.directory.names import file_name, key_in
 from kvbm_core.storage.directory.record_files import CHECK_EVERY_S
 from kvbm_core.storage.directory.store import DirectoryOptions, DirectoryStore
 from kvbm_core.storage.disk.record import FORMAT_VERSION
+from kvbm_core.storage.late import LATE, ranges_of
 from kvbm_core.storage.names import FINGERPRINT_BYTES, Meaning
 from kvbm_core.storage.stores import StoreSpec, open_store
 from kvbm_core.testing.store_contract import LONG_S, buffers, key_of
@@ -105,8 +106,8 @@ def test_a_read_that_hangs_is_given_up_and_holds_its_memory(tmp_path: Path, call
         targets = buffers(3, PAYLOAD_BYTES)
         with over_when(lambda: calls.hanging == 2):
             assert store.get_many(KEYS[:2], targets[:2], deadline_s=LONG_S) == GIVEN_UP
-        assert [store.holds(target) for target in targets] == [True, True, False]
-        assert store.holds([targets[2], targets[1][4096:]]), "any part of it counts"
+        assert [LATE.holds(ranges_of(target)) for target in targets] == [True, True, False]
+        assert LATE.holds(ranges_of([targets[2], targets[1][4096:]])), "any part of it counts"
         assert store.stuck_threads == 2
         # All threads hang: at once, though there is time enough to wait in vain.
         assert get(store, KEYS) == [Outcome.BUSY] * 6
@@ -114,8 +115,8 @@ def test_a_read_that_hangs_is_given_up_and_holds_its_memory(tmp_path: Path, call
         assert not calls.gate.is_set()
         calls.hangs = set()
         calls.gate.set()
-        until(lambda: store.stuck_threads == 0)
-        assert not any(map(store.holds, targets))
+        until(lambda: not LATE.holds(ranges_of(targets)))
+        assert store.stuck_threads == 0
         assert get(store, KEYS) == [OK] * 6
         assert not store._readers._calls, "nothing is kept of what is over"
 
@@ -139,7 +140,7 @@ def test_what_waits_behind_a_hanging_read_is_never_begun(tmp_path: Path) -> None
         targets = buffers(6, PAYLOAD_BYTES)
         with over_when(lambda: calls.hanging == 1):
             assert store.get_many(KEYS, targets, deadline_s=LONG_S) == [Outcome.TIMED_OUT] * 6
-        assert [store.holds(target) for target in targets] == [True] + [False] * 5
+        assert [LATE.holds(ranges_of(target)) for target in targets] == [True] + [False] * 5
         calls.gate.set()
         until(lambda: store.stuck_threads == 0)
         assert not any(any(target) for target in targets[1:])

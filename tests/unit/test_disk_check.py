@@ -27,7 +27,6 @@ from kvbm_core.storage.disk.record import SECTOR_BYTES, record_bytes, slot_offse
 from kvbm_core.storage.disk.recovery import Found, Recovery
 from kvbm_core.storage.disk.verify import verify
 from kvbm_core.storage.host_slab import HostSlab
-from kvbm_core.storage.late import LateMemory
 from kvbm_core.testing.file_io_contract import why_no_nixl
 from kvbm_core.testing.store_contract import LONG_S
 from kvbm_core.transfer.movers.disk_file import RankFile
@@ -350,7 +349,7 @@ def test_a_worker_offers_what_its_options_say(tmp_path: Path, checks: bool) -> N
     flip(path, geometry, 2, 5000)
     disk = RankFile("disk", options, ends)
     assert disk.open(path, 8, SECTOR_BYTES, "layout")
-    mover = disk.start(host, LateMemory())
+    mover = disk.start(host)
     disk.look()
     end, found = ends.wait_found()
     disk.close()

@@ -23,6 +23,7 @@ from kvbm_core.storage.disk.allocate import OFF, FileOptions
 from kvbm_core.storage.disk.io import FileIo, ThreadIo, Transfer
 from kvbm_core.storage.disk.nixl_io import NixlIo
 from kvbm_core.storage.disk.record import SECTOR_BYTES, slot_offset_bytes
+from kvbm_core.storage.late import LATE
 from kvbm_core.testing.executor_bench import LONG_S, two_group_memory
 from kvbm_core.testing.file_io_contract import why_no_nixl
 from kvbm_core.testing.store_contract import key_of
@@ -85,9 +86,7 @@ class DirectBench(Bench):
         self.rng = random.Random(seed)
         self.news = Listener()
         if options.to_device != OFF:
-            self.reader = DirectReader(
-                "disk", self.file, self.memory, self.news, late=self.late, make_io=make_io
-            )
+            self.reader = DirectReader("disk", self.file, self.memory, self.news, make_io=make_io)
             self.readers["disk"] = self.reader
             self.disk.stop_others = self.reader.close
 
@@ -100,11 +99,13 @@ class DirectBench(Bench):
     def size_of(self, group: int) -> int:
         return self.memory.views[group].block_bytes
 
-    def late_places(self) -> range:
-        """All that may be late, as addresses."""
+    def num_late(self) -> int:
+        """Places that a request which was given up may still write to."""
         stage = self.reader._stage
         assert stage is not None
-        return range(stage.address, stage.address + stage.num_places * stage.place_bytes, stage.place_bytes)
+        size = stage.place_bytes
+        places = range(stage.address, stage.address + stage.num_places * size, size)
+        return sum(LATE.holds([(place, place + size)]) for place in places)
 
     def wait_until(self, condition: Callable[[], bool]) -> None:
         ends_at_s = time.monotonic() + LONG_S
@@ -402,11 +403,11 @@ def test_a_read_that_is_given_up_writes_to_no_device_block_and_its_place_stays_t
         assert (result.outcome, result.is_late) == (Outcome.TIMED_OUT, False), (
             "its blocks can be used at once"
         )
-        held = [place for place in bench.late_places() if bench.late.holds(place)]
-        assert len(held) == 3 and stage.num_free == num_free - 3
+        assert bench.num_late() == 3 and stage.num_free == num_free - 3
         reads.go_on.set()
         bench.wait_until(lambda: stage.num_free == num_free)
-        assert not any(map(bench.late.holds, held)) and bench.all_on_device() == before
+        bench.wait_until(lambda: not bench.num_late())
+        assert bench.all_on_device() == before
         assert bench.finish(direct(range(3), job_id=LOAD + 1)).outcome is Outcome.OK
 
 
@@ -487,8 +488,6 @@ def test_at_the_end_a_read_that_goes_on_keeps_file_and_memory(
     monkeypatch.setattr(module, "STOP_TIMEOUT_S", 0.1)
     monkeypatch.setattr(module, "CLOSE_TIMEOUT_S", 0.1)
     monkeypatch.setattr(disk_module, "STOP_TIMEOUT_S", 0.1)
-    monkeypatch.setattr(module, "_KEPT", [])
-    monkeypatch.setattr(disk_module, "_KEPT", [])
     reads = HeldReads()
     bench = DirectBench(tmp_path / "x.blocks", reads)
     bench.news.wait(True)
@@ -502,12 +501,13 @@ def test_at_the_end_a_read_that_goes_on_keeps_file_and_memory(
         Outcome.REJECTED,
         Outcome.TIMED_OUT,
     }
-    assert [bench.reader] == module._KEPT and [bench.disk] == disk_module._KEPT
+    (token,) = [token for token, (_, kept) in LATE._requests.items() if kept is bench.reader]
     assert bench.reader._stage is not None and bench.file.fd >= 0
     assert bench.all_on_device() == before
     reads.go_on.set()
     record_io = bench.reader._record_io
     assert record_io is not None and record_io.close(LONG_S)
+    LATE.end(token)  # for this test alone: nobody else would
     assert bench.all_on_device() == before
     bench.file.close()
 

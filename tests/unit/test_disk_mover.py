@@ -33,6 +33,7 @@ from tests.unit.disk_mover_bench import (
     bench_fixture,  # noqa: F401
     bench_on,
     found_in,
+    late_slots,
     order,
     path_fixture,  # noqa: F401
     touches,
@@ -55,7 +56,7 @@ def test_bytes_come_back_exactly(path: Path, options: FileOptions, rng: random.R
         assert (up.outcome, up.num_bytes, up.detail) == (Outcome.OK, 5 * SLOT_BYTES, "")
         assert [bench.slot(slot) for slot in targets] == [contents[i] for i in numbers]
         assert not any(any(bench.slot(slot)) for slot in set(range(NUM_SLOTS)) - set(targets))
-        assert len(bench.late._requests) == 0
+        assert late_slots(bench.host) == []
     finally:
         bench.close()
 
@@ -175,7 +176,7 @@ def test_a_failing_disk_is_an_outcome_and_the_mover_goes_on(
         assert [bench.slot(3), bench.slot(6)] == [bench.slot(0), bench.slot(2)]
         assert bench.run(order(3, DOWN, [0], [6])).outcome is Outcome.OK
         assert bench.run(order(4, UP, [7], [6])).outcome is Outcome.OK
-        assert len(bench.listener.ids()) == 4 and len(bench.late._requests) == 0
+        assert len(bench.listener.ids()) == 4 and late_slots(bench.host) == []
 
 
 def test_a_failing_listener_of_blocks_fails_its_job_alone(bench: Bench) -> None:
@@ -250,7 +251,7 @@ def test_a_listener_that_fails_while_the_disk_still_reads_leaves_its_memory_late
         bench.submit(order(2, UP, [5, 6], [4, 9]), on_blocks=fail)
         failed = bench.result(2)
         assert (failed.outcome, failed.is_late) == (Outcome.IO_ERROR, True)
-        assert bench.late.holds(bench.host.address + 6 * SLOT_BYTES)
+        assert late_slots(bench.host) == [6]
         gate.set()
         assert bench.last_result(2).outcome is Outcome.IO_ERROR
 
@@ -271,13 +272,12 @@ def test_a_late_read_keeps_its_slots_until_it_ends(path: Path, rng: random.Rando
             assert bench.slot(7) == content
         assert bench.run(order(5, DOWN, [7], [10])).outcome is Outcome.OK
         assert len(bench.results(2)) == 1 and not any(bench.slot(6))
-        address = bench.host.address
-        assert [bench.late.holds(address + slot * SLOT_BYTES) for slot in (5, 6)] == [False, True]
+        assert late_slots(bench.host) == [6]
         gate.set()
         assert bench.last_result(2).outcome is Outcome.TIMED_OUT
         assert bench.slot(6) == contents[1]  # what the disk wrote there, long after
         assert bench.run(order(6, UP, [5, 6], [4, 6])).outcome is Outcome.OK
-        assert len(bench.results(2)) == 2 and len(bench.late._requests) == 0
+        assert len(bench.results(2)) == 2 and late_slots(bench.host) == []
 
 
 def test_a_late_write_keeps_its_slots_until_it_ends(path: Path) -> None:
@@ -287,9 +287,9 @@ def test_a_late_write_keeps_its_slots_until_it_ends(path: Path) -> None:
         assert (late.outcome, late.is_late) == (Outcome.TIMED_OUT, True)
         assert bench.run(order(2, DOWN, [2], [7])).outcome is Outcome.OK
         assert bench.run(order(3, UP, [3], [6])).outcome in NOT_THERE
-        assert len(bench.results(1)) == 1 and len(bench.late._requests) == 1
+        assert len(bench.results(1)) == 1 and late_slots(bench.host) == [1]
         gate.set()
         assert bench.last_result(1).outcome is Outcome.TIMED_OUT
         assert bench.run(order(4, DOWN, [2], [8])).outcome is Outcome.OK
-        assert len(bench.results(1)) == 2 and len(bench.late._requests) == 0
+        assert len(bench.results(1)) == 2 and late_slots(bench.host) == []
     assert found_in(path) == {key_of(n) for n in (4, 6, 7, 8)}

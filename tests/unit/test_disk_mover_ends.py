@@ -31,6 +31,7 @@ from tests.unit.disk_mover_bench import (
     bench_fixture,  # noqa: F401
     bench_on,
     found_in,
+    late_slots,
     order,
     path_fixture,  # noqa: F401
     touches,
@@ -198,7 +199,6 @@ def test_close_with_a_late_read_leaves_file_and_memory_to_it(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(disk_module, "CLOSE_TIMEOUT_S", 0.01)
-    monkeypatch.setattr(disk_module, "_KEPT", [])
     gate, clock = threading.Event(), ManualClock()
     with bench_on(path, lambda fd: GatedIo(fd, touches(6, is_write=False), clock, gate), clock) as bench:
         assert bench.run(order(1, DOWN, [0], [6])).outcome is Outcome.OK
@@ -207,7 +207,11 @@ def test_close_with_a_late_read_leaves_file_and_memory_to_it(
         for _ in range(2):
             bench.mover.close()
             bench.host.close()
-            assert bench.file.fd >= 0 and is_mapped(address)
+            gc.collect()
+            assert bench.file.fd >= 0 and is_mapped(address) and late_slots(bench.host) == [5]
+        bench.mover._memory = None  # as if nobody had the mover any more
+        gc.collect()
+        assert is_mapped(address)
         gate.set()
         monkeypatch.setattr(disk_module, "CLOSE_TIMEOUT_S", LONG_S)
         bench.mover.close()

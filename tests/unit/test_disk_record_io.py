@@ -5,6 +5,8 @@ of a block.
 from __future__ import annotations
 
 import ctypes
+import gc
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,6 +17,7 @@ from kvbm_core.errors import Outcome
 from kvbm_core.storage.disk.allocate import FileOptions
 from kvbm_core.storage.disk.block_file import BlockFile, Geometry
 from kvbm_core.storage.disk.block_io import BlockIo
+from kvbm_core.storage.disk.bounce import BounceBuffers, BouncedBlocks
 from kvbm_core.storage.disk.io import Transfer
 from kvbm_core.storage.disk.record import FREE, SECTOR_BYTES, UNREADABLE, record_bytes, slot_offset_bytes
 from kvbm_core.storage.disk.record_io import (
@@ -27,6 +30,7 @@ from kvbm_core.storage.disk.record_io import (
     Record,
     RecordIo,
 )
+from kvbm_core.storage.late import LATE, ranges_of
 from kvbm_core.testing.store_contract import LONG_S, buffers, content_of, key_of
 from kvbm_core.testing.torn_disk import TornDisk, TornIo
 from kvbm_core.types import BlockKey
@@ -89,6 +93,10 @@ class Bench:
     def address(self, slot: int) -> int:
         """Where the slot's memory is."""
         return ctypes.addressof(ctypes.c_char.from_buffer(self.memory[slot]))
+
+    def is_late(self, slot: int) -> bool:
+        """Whether a request that was given up may still touch the slot's memory."""
+        return LATE.holds(ranges_of(self.memory[slot]))
 
     def write(self, slots: Sequence[int]) -> None:
         """All of it is taken."""
@@ -241,14 +249,41 @@ def test_late_requests_keep_their_cells_and_addresses_until_they_end(tmp_path: P
     assert outcomes == [Outcome.TIMED_OUT] * 3 and bench.clock.now_s() == 3.0
     assert sorted(told) == [(i, Outcome.TIMED_OUT) for i in range(3)]
     assert bench.record_io.late_requests == 2 and len(bench.record_io._free_cells) == MAX_RECORDS - 3
-    assert [bench.record_io.holds(bench.address(slot)) for slot in (1, 2, 10, 3)] == [True, True, True, False]
+    assert [bench.is_late(slot) for slot in (1, 2, 10, 0, 3, 9, 11)] == [True] * 3 + [False] * 4
     assert bench.record_io.read(bench.records([3]), deadline_s=0) == [Outcome.TIMED_OUT]
     assert bench.record_io.close(0) is False
     bench.io.is_stuck = False
     bench.check_read([4, 5])
     assert bench.record_io.late_requests == 0
-    assert not any(bench.record_io.holds(bench.address(slot)) for slot in range(20))
+    assert not any(bench.is_late(slot) for slot in range(20))
     close(bench)
+
+
+class Thing:
+    """Something that can be missed."""
+
+
+def test_what_a_late_request_touches_stays_though_all_else_is_closed_and_gone(tmp_path: Path) -> None:
+    bench = bench_of(tmp_path, 4, 100)
+    bench.write(range(4))
+    bench.io.is_stuck = True
+    bounce, keep, record_io = BounceBuffers(100), Thing(), bench.record_io
+    records = [Record(key_of(slot), slot, 0) for slot in (1, 3)]
+    bounced = BouncedBlocks(bounce, buffers(2, 100), is_write=False)
+    outcomes = record_io.read(records, deadline_s=1.0, bounced=bounced, keep=keep)
+    assert outcomes == [Outcome.TIMED_OUT] * 2 and record_io.late_requests == 2
+    assert record_io.close(0) is False
+    kept = [weakref.ref(one) for one in (record_io, bounce, keep)]
+    del bench.record_io, record_io, bounce, bounced, keep
+    gc.collect()
+    record_io = kept[0]()
+    assert isinstance(record_io, RecordIo) and all(one() is not None for one in kept)
+    bench.io.is_stuck = False
+    assert record_io.close(LONG_S)
+    del record_io
+    gc.collect()
+    assert [one() for one in kept] == [None] * 3
+    bench.file.close()
 
 
 def test_a_lane_without_free_cells_waits_for_late_requests(tmp_path: Path) -> None:

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from kvbm_core.identity.adapters import AdapterIdentities
 from kvbm_core.identity.digest import DigestMemory
 from kvbm_core.identity.roots import Stamp
 from kvbm_core.identity.weights import CLOCK_TICK_NS
+from kvbm_vllm.adapters import AdapterIdentities
 from tests.threads import threads_since
 
 PATIENCE_S = 20.0

@@ -2,33 +2,52 @@
 
 from __future__ import annotations
 
+import gc
+import mmap
 import random
 import sys
 import threading
+import weakref
 from collections.abc import Iterator
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvbm_core.storage.late import LateMemory
+from kvbm_core.storage.late import LateMemory, Span, ranges_of
+from kvbm_core.testing.executor_bench import is_mapped
 
 LONG_S = 120.0
-A, B, C, D = 4096, 8192, 12288, 16384
+A, B, C, D = [[(at, at + 4096)] for at in range(4096, 5 * 4096, 4096)]
+
+
+def is_empty(late: LateMemory) -> bool:
+    """Nothing of what is over is left."""
+    return not (late._requests or late._waiters or late._starts or late._ends)
 
 
 def test_memory_is_held_until_the_request_ends() -> None:
     late = LateMemory()
-    assert not late.holds(A) and len(late._requests) == 0
-    token = late.add([A, B])
-    assert late.holds(A) and late.holds(B) and not late.holds(C) and len(late._requests) == 1
+    assert not late.holds(A) and is_empty(late)
+    token = late.add(A + C)
+    assert late.holds(A) and late.holds(C) and late.holds(B + C)
+    assert not late.holds(B) and not late.holds(B + D) and not late.holds([])
     late.end(token)
-    assert not late.holds(A) and not late.holds(B) and len(late._requests) == 0
+    assert not late.holds(A + B + C + D) and is_empty(late)
+
+
+def test_any_part_of_it_counts_and_its_neighbor_does_not() -> None:
+    late = LateMemory()
+    late.add([(100, 200)])
+    for start, end in ((100, 200), (0, 101), (199, 300), (0, 1000), (150, 151)):
+        assert late.holds([(start, end)])
+    for start, end in ((0, 100), (200, 300)):
+        assert not late.holds([(start, end)])
 
 
 def test_an_address_of_two_requests_is_held_until_both_have_ended() -> None:
     late = LateMemory()
-    first, second = late.add([A, B]), late.add([B])
+    first, second = late.add(A + B), late.add(B)
     assert first != second
     late.end(first)
     assert not late.holds(A) and late.holds(B)
@@ -38,26 +57,52 @@ def test_an_address_of_two_requests_is_held_until_both_have_ended() -> None:
 
 def test_a_request_ends_once() -> None:
     late = LateMemory()
-    token = late.add([A])
+    token = late.add(A)
     late.end(token)
     with pytest.raises(KeyError):
         late.end(token)
 
 
+def test_memory_is_neither_freed_nor_unmapped_until_its_request_ends() -> None:
+    late = LateMemory()
+    memory = memoryview(mmap.mmap(-1, 1 << 20))
+    ((start, _),) = spans = ranges_of(memory)
+    first, second = late.add(spans, memory), late.add(ranges_of(memory[4096:]), memory[4096:])
+    del memory
+    for token in (first, second):
+        gc.collect()
+        assert is_mapped(start)
+        late.end(token)
+    gc.collect()
+    assert not is_mapped(start)
+
+
+def test_what_never_ends_is_kept_for_good() -> None:
+    class Thing:
+        pass
+
+    late, thing = LateMemory(), Thing()
+    kept = weakref.ref(thing)
+    late.add((), thing)
+    del thing
+    gc.collect()
+    assert kept() is not None and not late.holds(A + B + C + D)
+
+
 def test_what_is_free_is_not_waited_for() -> None:
     late, calls = LateMemory(), list[str]()
-    late.add([A])
-    assert not late.when_free([B, C], lambda: calls.append("b"))
+    late.add(A)
+    assert not late.when_free(B + C, lambda: calls.append("b"))
     assert not late.when_free([], lambda: calls.append("none"))
     assert calls == []
 
 
 def test_whoever_waits_for_several_requests_is_called_once_after_the_last() -> None:
     late, calls = LateMemory(), list[str]()
-    one, two, other = late.add([A, B]), late.add([B, C]), late.add([D])
-    assert late.when_free([A, C], lambda: calls.append("both"))
-    assert late.when_free([B], lambda: calls.append("b"))
-    assert late.when_free([A], lambda: calls.append("a"))
+    one, two, other = late.add(A + B), late.add(B + C), late.add(D)
+    assert late.when_free(A + C, lambda: calls.append("both"))
+    assert late.when_free(B, lambda: calls.append("b"))
+    assert late.when_free(A, lambda: calls.append("a"))
     late.end(one)
     assert calls == ["a"]
     late.end(other)
@@ -66,61 +111,83 @@ def test_whoever_waits_for_several_requests_is_called_once_after_the_last() -> N
     assert calls == ["a", "both", "b"]  # in the order in which they asked
 
 
-def test_what_comes_after_the_question_is_not_waited_for() -> None:
+def test_a_request_that_is_handed_on_is_waited_for_too() -> None:
+    """A call comes back after all, and has left its memory to the library below."""
     late, calls = LateMemory(), list[str]()
-    token = late.add([A])
-    assert late.when_free([A], lambda: calls.append("a"))
-    later = late.add([A])
+    token = late.add(A)
+    assert late.when_free(A, lambda: calls.append("a"))
+    later = late.add(A)
     late.end(token)
-    assert calls == ["a"] and late.holds(A)
+    assert calls == [] and late.holds(A)
     late.end(later)
     assert calls == ["a"]
 
 
 def test_memory_is_free_when_its_waiters_are_called_and_they_may_ask_again() -> None:
     late, heard = LateMemory(), list[bool]()
-    token = late.add([A])
+    token = late.add(A)
 
     def on_free() -> None:
         heard.append(late.holds(A))
-        again = late.add([A])
-        assert late.when_free([A], lambda: heard.append(late.holds(A)))
+        again = late.add(A)
+        assert late.when_free(A, lambda: heard.append(late.holds(A)))
         late.end(again)
 
-    assert late.when_free([A], on_free)
+    assert late.when_free(A, on_free)
     late.end(token)
-    assert heard == [False, False] and len(late._requests) == 0
+    assert heard == [False, False] and is_empty(late)
+
+
+def test_what_is_late_is_told_twice_and_what_is_not_once() -> None:
+    late, told = LateMemory(), list[tuple[str, bool]]()
+    token = late.add(A)
+    late.tell_when_free(iter(A + B), lambda *, is_late: told.append(("late", is_late)))
+    late.tell_when_free(iter(B), lambda *, is_late: told.append(("free", is_late)))
+    assert told == [("late", True), ("free", False)]
+    late.end(token)
+    assert told[2:] == [("late", False)] and is_empty(late)
+
+
+SPANS = st.lists(st.tuples(st.integers(0, 40), st.integers(1, 8)).map(lambda s: (s[0], sum(s))), max_size=4)
 
 
 @settings(max_examples=150)
 @given(
-    st.lists(st.tuples(st.sampled_from(["add", "end", "wait"]), st.sets(st.integers(0, 5))), max_size=40),
+    st.lists(st.tuples(st.sampled_from(["add", "end", "wait"]), SPANS), max_size=40),
     st.integers(0, 2**32),
 )
-def test_any_history_is_that_of_a_naive_table(steps: list[tuple[str, set[int]]], seed: int) -> None:
+def test_any_history_is_that_of_a_naive_table(steps: list[tuple[str, list[Span]]], seed: int) -> None:
     rng, late = random.Random(seed), LateMemory()
-    open_requests: dict[int, set[int]] = {}
-    waiting: dict[int, set[int]] = {}
+    open_requests: dict[int, list[Span]] = {}
+    waiting: dict[int, list[Span]] = {}
     called: list[int] = []
-    for number, (what, addresses) in enumerate(steps):
+
+    def is_late(spans: list[Span]) -> bool:
+        touched = {at for own in open_requests.values() for start, end in own for at in range(start, end)}
+        return any(not touched.isdisjoint(range(start, end)) for start, end in spans)
+
+    for number, (what, spans) in enumerate(steps):
         if what == "add":
-            open_requests[late.add(addresses)] = addresses
+            open_requests[late.add(spans)] = spans
         elif what == "end" and open_requests:
             token = rng.choice(sorted(open_requests))
-            del open_requests[token]
-            expected = [waiter for waiter, tokens in waiting.items() if tokens == {token}]
-            waiting = {w: tokens - {token} for w, tokens in waiting.items() if w not in expected}
             before = len(called)
+            del open_requests[token]
             late.end(token)
-            assert called[before:] == expected
+            # What is free of a wait stays so: nobody uses it before all of it is.
+            waiting = {waiter: [one for one in own if is_late([one])] for waiter, own in waiting.items()}
+            assert called[before:] == [waiter for waiter, own in waiting.items() if not own]
+            waiting = {waiter: own for waiter, own in waiting.items() if own}
         elif what == "wait":
-            tokens = {token for token, own in open_requests.items() if own & addresses}
-            assert late.when_free(addresses, lambda number=number: called.append(number)) is bool(tokens)  # type: ignore[misc]
-            if tokens:
-                waiting[number] = tokens
-        for address in range(6):
-            assert late.holds(address) is any(address in own for own in open_requests.values())
-        assert len(late._requests) == len(open_requests)
+            assert late.when_free(spans, lambda number=number: called.append(number)) is is_late(spans)  # type: ignore[misc]
+            if is_late(spans):
+                waiting[number] = [one for one in spans if is_late([one])]
+        for address in range(50):
+            assert late.holds([(address, address + 1)]) is is_late([(address, address + 1)])
+        assert late.holds(spans) is is_late(spans) and len(late._requests) == len(open_requests)
+    for token in open_requests:
+        late.end(token)
+    assert is_empty(late)
 
 
 @pytest.fixture
@@ -137,30 +204,31 @@ def test_threads_that_end_and_ask_at_once_lose_no_call() -> None:
     late, num_threads, rounds = LateMemory(), 4, 200
     over: set[tuple[int, int]] = set()
     failures: list[BaseException] = []
-    calls = [0]
-    asked = [0]
+    calls, asked = [0], [0]
     lock = threading.Lock()
 
     def work(number: int) -> None:
         rng = random.Random(number)
+        mine = [(number, number + 1)]
         try:
             for turn in range(rounds):
-                token = late.add([A, number])
+                token = late.add(A + mine)
                 own = (number, turn)
 
                 def on_free(own: tuple[int, int] = own) -> None:
                     with lock:
                         calls[0] += 1
-                        assert own in over
+                        if own not in over:
+                            failures.append(AssertionError("called while its own request was open"))
 
-                if late.when_free([A] if rng.random() < 0.5 else [number], on_free):
+                if late.when_free(A if rng.random() < 0.5 else mine, on_free):
                     with lock:
                         asked[0] += 1
-                assert late.holds(number)
+                assert late.holds(mine)
                 with lock:
                     over.add(own)
                 late.end(token)
-                assert not late.holds(number)
+                assert not late.holds(mine)
         except BaseException as error:
             failures.append(error)
 
@@ -170,4 +238,4 @@ def test_threads_that_end_and_ask_at_once_lose_no_call() -> None:
     for thread in threads:
         thread.join(LONG_S)
         assert not thread.is_alive()
-    assert failures == [] and calls == asked == [num_threads * rounds] and len(late._requests) == 0
+    assert failures == [] and calls == asked == [num_threads * rounds] and is_empty(late)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvbm_core.blocks.registry import NativeBlockRegistry
+from kvbm_core.blocks.registry import BlockRegistry
 from kvbm_core.native import native
 from kvbm_core.policy.recency import as_slots
 from kvbm_core.testing.policy_contract import sample_keys
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(
     [(ValueError, b""), (ValueError, b"k" * 31), (ValueError, A + b"\0"), (TypeError, "k" * 32)],
 )
 def test_the_registry_in_c_takes_nothing_but_block_keys(error: type[Exception], key: BlockKey) -> None:
-    registry = NativeBlockRegistry()
+    registry = BlockRegistry()
     registry.grow(10)
     for call in (registry.find, registry.slots_of, registry.new_of, registry.commit, registry.cancel):
         with pytest.raises(error):
@@ -39,7 +39,7 @@ def test_the_registry_in_c_takes_nothing_but_block_keys(error: type[Exception], 
 
 
 def test_the_registry_in_c_takes_nothing_but_int32_slots() -> None:
-    registry = NativeBlockRegistry()
+    registry = BlockRegistry()
     registry.grow(10)
     for wrong in (np.zeros(1, np.int64), np.zeros((1, 1), np.int32), np.zeros(1, np.uint32)):
         with pytest.raises(ValueError, match="int32"):

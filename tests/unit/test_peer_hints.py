@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kvbm_core.peers.address import address_of_rank, host_of, parse_address
-from kvbm_core.peers.hints import MAX_ACTIONS, source_of
+from kvbm_vllm.hints import MAX_ACTIONS, source_of
 
 HERE = "tcp://10.0.0.7:56100"
 PAYLOAD = {"source_control_endpoint": HERE, "block_hashes": [1, 2, 2**64 - 1]}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import sys
@@ -14,8 +15,8 @@ import pytest
 from kvbm_core.clock import ManualClock
 from kvbm_core.errors import ConfigError, Outcome
 from kvbm_core.storage.base import Memory
-from kvbm_core.storage.call_pool import ranges_of
 from kvbm_core.storage.extents import Extent
+from kvbm_core.storage.late import LATE, ranges_of
 from kvbm_core.storage.remote import renewals
 from kvbm_core.storage.remote.encoding import Encoding
 from kvbm_core.storage.remote.engine import EngineTraits
@@ -28,10 +29,11 @@ from kvbm_core.storage.remote.records import (
     trailer_bytes,
     unpack_trailer,
 )
-from kvbm_core.storage.remote.scratch import _KEPT, Scratch
+from kvbm_core.storage.remote.scratch import Scratch
 from kvbm_core.storage.remote.secret import Secret
 from kvbm_core.storage.stores import StoreOptions, StoreSpec, open_store
 from kvbm_core.testing import memory_engine
+from kvbm_core.testing.executor_bench import is_mapped
 from kvbm_core.testing.extent_contract import extent_of, last_of
 from kvbm_core.testing.memory_engine import GET, PUT, RENEW, EngineFaults, MemoryEngine
 from kvbm_core.testing.store_contract import LONG_S, buffers, content_of, fill, key_of
@@ -364,8 +366,8 @@ def test_memory_of_late_reads_is_not_used_again_before_it_is_free(monkeypatch: p
     room = store._scratch
     while max(map(len, room._free)) > room.num_bytes // 2:
         assert get(store, extent) == [Outcome.TIMED_OUT] * 8
-    held = [pieces for _, pieces, _ in engine._late]
-    assert len(held) > 50 and all(map(store.holds, held))
+    held = [pieces for _, pieces, *_ in engine._late]
+    assert len(held) > 50 and all(LATE.holds(ranges_of(pieces)) for pieces in held)
     engine.faults = EngineFaults()
     for _ in range(3):
         assert get(store, extent) == [Outcome.OK] * 8, "from memory that nobody holds"
@@ -380,7 +382,7 @@ def test_memory_of_late_reads_is_not_used_again_before_it_is_free(monkeypatch: p
     assert sum(map(len, room._free)) < 16 * 4096, "all of it was used"
     engine.land()
     engine.faults = EngineFaults()
-    assert not any(map(store.holds, held))
+    assert not any(LATE.holds(ranges_of(pieces)) for pieces in held)
     assert get(store, extent) == [Outcome.OK] * 8, "what has landed is free"
 
 
@@ -391,12 +393,17 @@ def test_targets_of_late_reads_are_held() -> None:
     store = kind.open(engine)
     targets = buffers(2, PAYLOAD_BYTES)
     assert store.get_extents([extent], [targets], deadline_s=LONG_S) == [[Outcome.TIMED_OUT] * 2]
-    assert all(map(store.holds, targets)) and not store.holds(buffers(1, PAYLOAD_BYTES)[0])
+    assert all(LATE.holds(ranges_of(target)) for target in targets)
+    assert not LATE.holds(ranges_of(buffers(1, PAYLOAD_BYTES)[0]))
+    own, _ = store._scratch.place
+    engine._late = [(number, [], b"", token) for number, _, _, token in engine._late]  # as if by addresses
     store.close()
-    kept = len(_KEPT)
-    assert kept, "what may still be written to is not given back"
+    del store
+    gc.collect()
+    assert is_mapped(own), "what may still be written to is not given back"
     engine.land()
-    assert not any(map(store.holds, targets))
+    gc.collect()
+    assert not LATE.holds(ranges_of(targets)) and not is_mapped(own)
 
 
 def test_an_engine_that_wants_to_know_memory_is_told_of_all() -> None:
@@ -428,7 +435,7 @@ def test_an_engine_that_wants_to_know_memory_is_told_of_all() -> None:
 
 
 def test_scratch_memory_is_bounded_waited_for_and_in_one_piece_again() -> None:
-    scratch = Scratch(16 * 4096, lambda memory: False, ManualClock())
+    scratch = Scratch(16 * 4096, ManualClock())
     assert scratch.take(17 * 4096, LONG_S) is None, "it never fits, so it is not waited for"
     lent = [scratch.take(4096, 0.0) for _ in range(16)]
     assert scratch.take(1, 0.0) is None

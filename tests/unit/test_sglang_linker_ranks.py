@@ -18,7 +18,6 @@ torch = pytest.importorskip("torch", reason="NOT RUN: SGLang's linker; torch is 
 from kvbm_core.config import KvbmSettings  # noqa: E402
 from kvbm_core.observe.metrics import Metrics  # noqa: E402
 from kvbm_core.runtime.assembly import metrics_of  # noqa: E402
-from kvbm_core.runtime.following import FollowingTiers  # noqa: E402
 from kvbm_core.runtime.local import LocalTiers  # noqa: E402
 from kvbm_core.runtime.sharing import turn_of  # noqa: E402
 from kvbm_core.testing.executor_bench import LONG_S  # noqa: E402
@@ -26,6 +25,7 @@ from kvbm_core.testing.file_io_contract import why_no_nixl  # noqa: E402
 from kvbm_core.tiers.slotted import SlottedTier  # noqa: E402
 from kvbm_core.transfer.executors.broadcast_group import Group, GroupError  # noqa: E402
 from kvbm_sglang.device_pool import DevicePages  # noqa: E402
+from kvbm_sglang.following import FollowingTiers  # noqa: E402
 from kvbm_sglang.linker_assembly import Alike, Ranks, assemble  # noqa: E402
 from kvbm_sglang.linker_tiers import LinkerTiers  # noqa: E402
 from tests.unit.sglang_pools import (  # noqa: E402

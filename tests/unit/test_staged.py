@@ -20,7 +20,6 @@ from kvbm_core.storage.disk.allocate import FileOptions
 from kvbm_core.storage.disk.block_file import BlockFile, Geometry
 from kvbm_core.storage.disk.record import SECTOR_BYTES, slot_offset_bytes
 from kvbm_core.storage.host_slab import HostSlab
-from kvbm_core.storage.late import LateMemory
 from kvbm_core.testing.executor_bench import LONG_S, NUM_DEVICE_BLOCKS, Listener, two_group_memory
 from kvbm_core.testing.store_contract import key_of
 from kvbm_core.transfer import staged as module
@@ -60,7 +59,6 @@ class Bench:
         assert self.host.wait_ready(LONG_S)
         self.file = BlockFile(path, GEOMETRY, options)
         self.listener = Listener()
-        self.late = LateMemory()
         self.next_job = 1
         digests = SlotDigests() if verify else None
 
@@ -72,7 +70,7 @@ class Bench:
             return device
 
         self.readers: dict[str, DirectReader] = {}
-        self.disk = DiskMover(self.file, self.host, late=self.late, io_deadline_s=io_deadline_s)
+        self.disk = DiskMover(self.file, self.host, io_deadline_s=io_deadline_s)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(module, "CHUNK_BYTES", chunk_blocks * SLOT_BYTES)
             movers = {"disk": self.disk}
@@ -199,7 +197,7 @@ def test_any_mixture_of_places_ends_with_the_right_bytes(
                 assert bench.on_device(*place) == expected
             for slot in read.slots:  # they are in the host tier now
                 assert bench.slot(slot) == content[slot]
-            assert bench.executor.drain(LONG_S) and bench.listener.ids().count(LOAD) == 1
+            assert bench.executor.wait(None, LONG_S) and bench.listener.ids().count(LOAD) == 1
         finally:
             bench.close()
 
@@ -285,7 +283,7 @@ def test_a_lost_block_in_any_place_costs_no_other(
         for block in set(range(9)) - {bad}:
             assert bench.on_device(0, block) == bytes(bench.slot(block)[:size])
         assert [(fetched.tier, fetched.num_bytes) for fetched in failed.fetched] == [("disk", 5 * SLOT_BYTES)]
-        assert bench.executor.drain(LONG_S)
+        assert bench.executor.wait(None, LONG_S)
         again = simple_load(bench, rng, job_id=LOAD + 1)
         assert bench.finish(again).outcome is Outcome.OK
         assert bench.on_device(0, bad) == bytes(bench.slot(bad)[: len(bench.on_device(0, bad))])
@@ -307,7 +305,7 @@ def test_a_failing_copy_is_the_outcome_of_all(bench: Bench, rng: random.Random, 
     assert failed.failures(range(num_reads + 3)) == dict.fromkeys(range(num_reads + 3), Outcome.IO_ERROR)
     for piece in pieces:
         piece.device.flags.writeable = True
-    assert bench.executor.drain(LONG_S)
+    assert bench.executor.wait(None, LONG_S)
     assert bench.finish(simple_load(bench, rng, num_reads, LOAD + 1)).outcome is Outcome.OK
     assert bench.listener.ids().count(LOAD) == 1
 
@@ -331,7 +329,7 @@ def test_an_unusable_load_is_rejected(
     bench.store({1: rng.randbytes(SLOT_BYTES), 2: rng.randbytes(SLOT_BYTES)})
     result = bench.finish(load_of(LOAD, moves, reads))
     assert result.outcome is Outcome.REJECTED and result.detail
-    assert bench.executor.drain(LONG_S)
+    assert bench.executor.wait(None, LONG_S)
     assert bench.finish(simple_load(bench, rng, job_id=LOAD + 1)).outcome is Outcome.OK
 
 

@@ -23,6 +23,7 @@ from kvbm_core.transfer.movers.base import OnBlocks, OnResult
 from kvbm_core.transfer.plan import GroupMove, JobResult, OrderKind, TierOrder, TransferPlan, rejected
 from kvbm_core.transfer.staged import OnDone, StagedExecutor
 from kvbm_core.types import Direction
+from tests.unit.disk_mover_bench import late_slots
 from tests.unit.test_staged import (
     LOAD,
     SLOT_BYTES,
@@ -42,7 +43,7 @@ def test_wait_and_drain_know_of_loads(tmp_path: Path, rng: random.Random) -> Non
     gate = threading.Event()
     with held_reads(tmp_path / "x.blocks", gate, only=12) as bench:
         bench.executor.submit(simple_load(bench, rng))
-        assert not bench.executor.wait([LOAD], 0.0) and not bench.executor.drain(0.0)
+        assert not bench.executor.wait([LOAD], 0.0) and not bench.executor.wait(None, 0.0)
         assert bench.executor.wait([1, 999], 0.0)
         assert not bench.executor.cancel(999)
         with pytest.raises(ValueError, match="in flight"):
@@ -51,7 +52,7 @@ def test_wait_and_drain_know_of_loads(tmp_path: Path, rng: random.Random) -> Non
         assert bench.finish(copy).outcome is Outcome.OK  # passes by
         assert LOAD not in bench.listener.ids()
         gate.set()
-        assert bench.executor.drain(LONG_S) and bench.executor.wait([LOAD], 0.0)
+        assert bench.executor.wait(None, LONG_S) and bench.executor.wait([LOAD], 0.0)
         assert bench.listener.outcomes()[LOAD] is Outcome.OK
 
 
@@ -60,9 +61,9 @@ def test_wait_ends_after_the_listener_has_heard(tmp_path: Path, rng: random.Rand
     try:
         bench.executor.submit(simple_load(bench, rng, job_id=HELD_JOB))
         assert bench.listener.wait_for(HELD_JOB)
-        assert not bench.executor.wait([HELD_JOB], 0.0) and not bench.executor.drain(0.0)
+        assert not bench.executor.wait([HELD_JOB], 0.0) and not bench.executor.wait(None, 0.0)
         bench.listener.gate.set()
-        assert bench.executor.drain(LONG_S)
+        assert bench.executor.wait(None, LONG_S)
     finally:
         bench.close()
 
@@ -99,7 +100,7 @@ def test_close_ends_a_load_that_is_read_once_and_leaves_no_thread(tmp_path: Path
         assert LOAD in outcomes
         ids = bench.listener.ids()
         assert all(ids.count(job_id) == 1 for job_id in (LOAD, LOAD + 1, LOAD + 2))
-        assert bench.executor.drain(0.0)
+        assert bench.executor.wait(None, 0.0)
         bench.executor.close()
     assert set(threading.enumerate()) <= threads
 
@@ -193,10 +194,7 @@ class ByHand:
         self.on_done[known.index(job_id)](rejected(job_id, "cancelled"))
         return True
 
-    def wait(self, job_ids: Collection[int], timeout_s: float) -> bool:
-        return True
-
-    def drain(self, timeout_s: float) -> bool:
+    def wait(self, job_ids: Collection[int] | None, timeout_s: float) -> bool:
         return True
 
     def load(self) -> None:
@@ -561,8 +559,8 @@ def test_a_late_load_holds_its_slots_until_the_disk_is_done(tmp_path: Path, rng:
         load = simple_load(bench, rng)
         late = bench.finish(load)
         assert (late.outcome, late.is_late) == (Outcome.TIMED_OUT, True)
-        assert dict(late.failed)[2] is Outcome.TIMED_OUT and len(bench.late._requests)
-        assert bench.executor.drain(LONG_S)  # the device has nothing to do with it any more
+        assert dict(late.failed)[2] is Outcome.TIMED_OUT and late_slots(bench.host) == [2]
+        assert bench.executor.wait(None, LONG_S)  # the device has nothing to do with it any more
         other = load_of(LOAD + 1, [GroupMove(0, (1,), (9,))], [(9, 13)])
         assert bench.finish(other).outcome is Outcome.OK and bench.listener.ids().count(LOAD) == 1
         gate.set()
@@ -570,7 +568,7 @@ def test_a_late_load_holds_its_slots_until_the_disk_is_done(tmp_path: Path, rng:
         assert [result for result in bench.listener.results if result.job_id == LOAD][1] == changed(
             late, is_late=False
         )
-        assert len(bench.late._requests) == 0
+        assert late_slots(bench.host) == []
         assert bench.finish(simple_load_again(LOAD + 2)).outcome is Outcome.OK
 
 

@@ -6,7 +6,7 @@ import gc
 import logging
 import random
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from kvbm_core.clock import ManualClock
 from kvbm_core.errors import ConfigError, Outcome
 from kvbm_core.storage.base import Memory
 from kvbm_core.storage.host_slab import HostSlab
-from kvbm_core.storage.late import LateMemory
+from kvbm_core.storage.late import LATE, Span
 from kvbm_core.storage.stores import StoreOptions, StoreSpec, open_store
 from kvbm_core.testing import toy_store
 from kvbm_core.testing.executor_bench import LONG_S, Listener, is_mapped
@@ -27,6 +27,7 @@ from kvbm_core.transfer.movers.base import OnBlocks
 from kvbm_core.transfer.movers.store import BATCH_BLOCKS, FIND_BLOCKS, GRACE_S, StoreMover
 from kvbm_core.transfer.plan import JobResult, OrderKind, TierOrder
 from kvbm_core.types import BlockKey
+from tests.unit.disk_mover_bench import late_slots
 
 NUM_SLOTS = 32
 SLOT_BYTES = 4096
@@ -49,13 +50,11 @@ class Bench:
         self.clock = ManualClock()
         self.host = HostSlab(NUM_SLOTS, SLOT_BYTES)
         assert self.host.wait_ready(LONG_S)
-        self.late = LateMemory()
         self.listener = Listener()
         self.mover = StoreMover(
             "remote",
             store,
             self.host,
-            late=self.late,
             io_deadline_s=DEADLINE_S,
             num_threads=num_threads,
             clock=self.clock,
@@ -94,9 +93,6 @@ class Bench:
 
     def slot(self, slot: int) -> memoryview:
         return self.host.array[slot * SLOT_BYTES : (slot + 1) * SLOT_BYTES].data
-
-    def address(self, slot: int) -> int:
-        return self.host.address + slot * SLOT_BYTES
 
     def put(self, *numbers: int) -> None:
         """Blocks with their ``content_of``, past the mover."""
@@ -301,11 +297,11 @@ def test_a_call_that_hangs_is_given_up_and_its_slots_are_held_until_it_returns(
     first = bench.result(1)
     assert (first.outcome, first.is_late) == (Outcome.TIMED_OUT, True)
     assert first.failures([4]) == {4: Outcome.TIMED_OUT} and first.seconds > DEADLINE_S
-    assert bench.late.holds(bench.address(4)) and not bench.late.holds(bench.address(5))
+    assert late_slots(bench.host) == [4]
     assert bench.result(2).outcome is Outcome.TIMED_OUT  # the only thread is missing
     bench.store.let_go()
     assert bench.last_result(1).outcome is Outcome.TIMED_OUT  # whatever it said in the end
-    assert len(bench.late._requests) == 0
+    assert late_slots(bench.host) == []
     assert bench.run(order(3, FETCH, [1], [5])).outcome is Outcome.OK  # and is back
 
 
@@ -342,17 +338,22 @@ def test_a_part_that_hangs_costs_no_other_part(monkeypatch: pytest.MonkeyPatch) 
             stuck = next(call for call in bench.mover._running if call.numbers.start == 0)
             for call in bench.mover._running - {stuck}:
                 call.given_up_at_s = LONG_S
-        given_up, add = threading.Event(), bench.late.add
+        given_up, add = threading.Event(), LATE.add
 
-        def notice(addresses: Collection[int]) -> int:
+        def notice(spans: Iterable[Span], keep: object) -> int:
             given_up.set()
-            return add(addresses)
+            return add(spans, keep)
 
-        monkeypatch.setattr(bench.late, "add", notice)
+        monkeypatch.setattr(LATE, "add", notice)
         bench.advance(DEADLINE_S + GRACE_S + 0.1)
         assert given_up.wait(LONG_S) and bench.listener.ids() == []
         bench.store.let_go()
-        assert bench.last_result(1).failures(slots) == dict.fromkeys(range(BATCH_BLOCKS), Outcome.TIMED_OUT)
+        assert bench.listener.wait_for(1)
+        last = bench.results(1)[0]
+        if last.is_late:  # the other part was over first
+            last = bench.last_result(1)
+        assert last.failures(slots) == dict.fromkeys(range(BATCH_BLOCKS), Outcome.TIMED_OUT)
+        assert late_slots(bench.host) == []
         assert bytes(bench.slot(BATCH_BLOCKS)) == content_of(key_of(BATCH_BLOCKS), SLOT_BYTES)
 
 
@@ -365,12 +366,12 @@ def test_a_store_that_writes_late_keeps_the_slots_until_it_has() -> None:
             4: Outcome.MISS,
             5: Outcome.TIMED_OUT,
         }
-        assert [bench.late.holds(bench.address(slot)) for slot in (3, 4, 5)] == [True, False, True]
+        assert late_slots(bench.host) == [3, 5]
         assert not any(bench.slot(3))
         bench.store.land()
         assert bench.last_result(1).failed == first.failed
         assert bytes(bench.slot(3)) == content_of(key_of(1), SLOT_BYTES)
-        assert len(bench.late._requests) == 0
+        assert late_slots(bench.host) == []
 
 
 def test_a_call_that_comes_back_and_still_writes_late_keeps_its_slots() -> None:
@@ -382,9 +383,9 @@ def test_a_call_that_comes_back_and_still_writes_late_keeps_its_slots() -> None:
         assert bench.result(1).is_late
         bench.store.let_go()
         assert bench.run(order(2, FIND, [1])).outcome is Outcome.OK  # by the thread that has come back
-        assert len(bench.results(1)) == 1 and bench.late.holds(bench.address(3))
+        assert len(bench.results(1)) == 1 and late_slots(bench.host) == [3]
         bench.store.land()
-        assert bench.last_result(1).outcome is Outcome.TIMED_OUT and len(bench.late._requests) == 0
+        assert bench.last_result(1).outcome is Outcome.TIMED_OUT and late_slots(bench.host) == []
 
 
 # ---------------------------------------------------------------- cancel
@@ -444,8 +445,6 @@ def test_close_of_a_store_that_hangs_takes_bounded_time_and_keeps_its_memory(
     monkeypatch: pytest.MonkeyPatch, hangs: tuple[str, ...]
 ) -> None:
     monkeypatch.setattr(module, "CLOSE_TIMEOUT_S", 0.1)
-    kept: list[object] = []
-    monkeypatch.setattr(module, "_KEPT", kept)
     threads = set(threading.enumerate())
     bench = Bench(ToyStore(SLOT_BYTES), num_threads=3)
     address = bench.host.address
@@ -463,29 +462,30 @@ def test_close_of_a_store_that_hangs_takes_bounded_time_and_keeps_its_memory(
         assert (first.outcome, first.is_late) == (Outcome.TIMED_OUT, True)
     assert len(gets) == 3
     if hangs != (GET,):
-        assert kept and is_mapped(address)
+        gc.collect()
+        assert late_slots(bench.host) == [1, 2, 3] and is_mapped(address)
         bench.store.let_go()
     for job_id in (1, 2, 3):
         assert bench.last_result(job_id).outcome is Outcome.TIMED_OUT
     for thread in set(threading.enumerate()) - threads:
         thread.join(LONG_S)
-    kept.clear()
     gc.collect()
     assert not is_mapped(address)
 
 
-def test_close_keeps_the_memory_that_a_store_may_still_write(monkeypatch: pytest.MonkeyPatch) -> None:
-    kept: list[object] = []
-    monkeypatch.setattr(module, "_KEPT", kept)
+def test_close_keeps_the_memory_that_a_store_may_still_write() -> None:
     bench = Bench(ToyStore(SLOT_BYTES, ToyFaults(is_late=1.0)))
     address = bench.host.address
     bench.put(1)
     assert bench.run(order(1, FETCH, [1], [3])).is_late
     bench.mover.close()
     bench.host.close()
-    assert kept and is_mapped(address) and bench.late.holds(address + 3 * SLOT_BYTES)
+    gc.collect()
+    assert is_mapped(address) and late_slots(bench.host) == [3] and len(bench.results(1)) == 1
     bench.store.land()  # harms nobody
-    assert len(bench.results(1)) == 1
+    assert bench.last_result(1).outcome is Outcome.TIMED_OUT
+    gc.collect()
+    assert not is_mapped(address)
 
 
 def test_close_hears_of_a_store_that_has_written_by_then() -> None:
@@ -494,7 +494,7 @@ def test_close_hears_of_a_store_that_has_written_by_then() -> None:
     assert bench.run(order(1, FETCH, [1], [3])).is_late
     bench.store.land()
     bench.mover.close()
-    assert bench.last_result(1).outcome is Outcome.TIMED_OUT and len(bench.late._requests) == 0
+    assert bench.last_result(1).outcome is Outcome.TIMED_OUT and late_slots(bench.host) == []
     bench.close()
 
 
@@ -576,7 +576,7 @@ def test_any_history_tells_each_order_once_and_never_a_wrong_byte(rng: random.Ra
         history.bench.close()
     lates = [[result.is_late for result in results] for results in history.told.values()]
     assert history.wrong == [] and all(late in ([False], [True, False]) for late in lates)
-    assert len(history.bench.late._requests) == 0
+    assert late_slots(history.bench.host) == []
 
 
 # ---------------------------------------------------------------- by URL

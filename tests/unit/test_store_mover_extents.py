@@ -12,8 +12,9 @@ import pytest
 
 from kvbm_core.errors import Outcome
 from kvbm_core.runtime.messages import Move, decode, encode
-from kvbm_core.storage.base import Memory
+from kvbm_core.storage.base import Memory, parts_of
 from kvbm_core.storage.extents import MAX_EXTENT_BLOCKS, Extent
+from kvbm_core.storage.late import LATE, ranges_of
 from kvbm_core.testing.executor_bench import LONG_S
 from kvbm_core.testing.store_contract import content_of, key_of
 from kvbm_core.testing.toy_store import CONTAINS, GET, PUT, ToyExtentStore, ToyFaults, ToyStore
@@ -126,11 +127,8 @@ def test_memory_that_nobody_needs_is_kept_while_a_library_may_still_write_it() -
     """A library in C knows an address and keeps no reference."""
 
     class InC(ToyExtentStore):
-        is_over = False
+        token = 0
         written: weakref.ref[object] | None = None
-
-        def holds(self, target: Memory) -> bool:
-            return not self.is_over
 
         def get_extents(
             self, extents: Sequence[Extent], targets: Sequence[Sequence[Memory]], *, deadline_s: float
@@ -138,6 +136,8 @@ def test_memory_that_nobody_needs_is_kept_while_a_library_may_still_write_it() -
             (needless, _), *_ = targets
             assert isinstance(needless, memoryview)
             self.written = weakref.ref(needless.obj)
+            pieces = [piece for own in targets for target in own for piece in parts_of(target)]
+            self.token = LATE.add(ranges_of(pieces), pieces)
             return [[Outcome.TIMED_OUT] * len(own) for own in targets]
 
     store = InC(SLOT_BYTES)
@@ -146,8 +146,10 @@ def test_memory_that_nobody_needs_is_kept_while_a_library_may_still_write_it() -
         assert bench.listener.wait_for(1) and bench.results(1)[0].is_late
         gc.collect()
         assert store.written is not None and store.written() is not None
-        store.is_over = True
+        LATE.end(store.token)
         assert set(dict(bench.last_result(1).failed)) == {5}
+        gc.collect()
+        assert store.written() is None
 
 
 @pytest.mark.parametrize(

@@ -75,11 +75,9 @@ class Gate:
         self._worker._finished(JobResult(job_id, Outcome.REJECTED, 0, 0.0, 0.0))
         return True
 
-    def wait(self, job_ids: Collection[int], timeout_s: float) -> bool:
-        return not set(job_ids) & set(self.held) and self.inner.wait(job_ids, timeout_s)
-
-    def drain(self, timeout_s: float) -> bool:
-        return not self.held and self.inner.drain(timeout_s)
+    def wait(self, job_ids: Collection[int] | None, timeout_s: float) -> bool:
+        held = self.held if job_ids is None else set(job_ids) & set(self.held)
+        return not held and self.inner.wait(job_ids, timeout_s)
 
     def close(self) -> None:
         self.inner.close()
@@ -250,7 +248,7 @@ def test_the_leader_may_come_after_the_workers_and_until_then_nothing_is_ready(t
         worker.submit(offload_of(1))
         assert [result.outcome for result in worker.take()] == [Outcome.REJECTED]
         worker.fence([900])
-        assert not worker.is_ready and worker.drain(0)
+        assert not worker.is_ready and worker.wait(None, 0)
         handshake = Handshake(1, lambda block_bytes: 5)
         channel = LeaderChannel(endpoint, handshake.on_message)
         try:

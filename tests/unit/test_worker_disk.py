@@ -18,7 +18,6 @@ from kvbm_core.storage.disk.block_file import BlockFile, Geometry
 from kvbm_core.storage.disk.record import SECTOR_BYTES
 from kvbm_core.storage.disk.recovery import Found
 from kvbm_core.storage.host_slab import HostSlab
-from kvbm_core.storage.late import LateMemory
 from kvbm_core.testing.leader_bench import ROOT
 from kvbm_core.transfer import rank as rank_module
 from kvbm_core.transfer.movers import disk as disk_module
@@ -28,7 +27,7 @@ from kvbm_core.transfer.plan import JobResult, OrderKind, TierOrder, TransferPla
 from kvbm_core.types import BlockKey, Direction
 from tests.faults.doubles import BUFFERED
 from tests.threads import threads_since
-from tests.unit.disk_mover_bench import GatedIo
+from tests.unit.disk_mover_bench import GatedIo, late_slots
 from tests.unit.test_worker import LONG_S, NUM_SLOTS, PROMPT
 from tests.unit.worker_disk_engine import DISK_SLOTS, ELSEWHERE, FORGET, NUM_TOKENS, STRAY, DiskEngine
 
@@ -205,11 +204,11 @@ class OneFile:
     def __init__(
         self, folder: Path, options: FileOptions, slot_bytes: int = SECTOR_BYTES, meaning: str = "layout"
     ) -> None:
-        self.ends, self.host, self.late = Ends(), HostSlab(2, slot_bytes), LateMemory()
+        self.ends, self.host = Ends(), HostSlab(2, slot_bytes)
         assert self.host.wait_ready(LONG_S)
         self.file = RankFile("disk", options, self.ends)
         assert self.file.open(folder / "rank.blocks", 4, slot_bytes, meaning)
-        self.mover = self.file.start(self.host, self.late)
+        self.mover = self.file.start(self.host)
         self.file.look()
 
     def store(self, disk_slot: int) -> None:
@@ -274,7 +273,7 @@ def test_nothing_works_before_its_turn(tmp_path: Path) -> None:
     disk = RankFile("disk", BUFFERED, Ends())
     host = HostSlab(1, SECTOR_BYTES)
     with pytest.raises(ValueError, match="not open"):
-        disk.start(host, LateMemory())
+        disk.start(host)
     with pytest.raises(ValueError, match="not open"):
         disk.look()
     disk.close()
@@ -387,11 +386,11 @@ def test_a_late_store_is_answered_at_once_and_again_when_its_slots_are_free(
         one.store(3)
         (first,) = one.ends.wait_results()
         assert (first.outcome, first.is_late) == (Outcome.TIMED_OUT, True)
-        assert one.late.holds(one.host.address)
+        assert late_slots(one.host) == [0]
         gate.set()
         _, second = one.ends.wait_results(2)
         assert (second.job_id, second.outcome, second.is_late) == (5, Outcome.TIMED_OUT, False)
-        assert not one.late.holds(one.host.address)
+        assert late_slots(one.host) == []
     finally:
         gate.set()
         one.close()

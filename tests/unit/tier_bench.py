@@ -64,7 +64,7 @@ class TierBench(Generic[TierT]):
         """``ranks`` (default: all that are waited for) say how the order ended: ``outcome`` for all of it; or
         ``failed``, by the key's place in the order.
         """
-        job = self.jobs.get(order.job_id)
+        job = self.jobs._jobs.get(order.job_id)
         assert job is not None, "nobody waits for an answer to this order"
         places = order.slots or range(len(order.keys))
         bad = tuple((places[i], how) for i, how in (failed or {}).items())

@@ -21,10 +21,10 @@ from vllm.lora.request import LoRARequest
 from vllm.model_executor.layers.quantization.fp8 import Fp8Config
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-from kvbm_core.identity.adapters import AdapterIdentities
 from kvbm_core.identity.roots import NO_ADAPTER, Root, Roots, Stamp
 from kvbm_core.identity.weights import WeightsIdentity
 from kvbm_vllm import engine_calls
+from kvbm_vllm.adapters import AdapterIdentities
 from kvbm_vllm.changes import EngineChanges
 from kvbm_vllm.identity import describe_engine, namespace_of
 from kvbm_vllm.weights import weights_identity

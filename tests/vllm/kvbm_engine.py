@@ -168,7 +168,8 @@ class KvbmEngine(Engine):
         self.settle()
         self.assert_idle()
         leader, tier = self.leader, self.leader.chain.host
-        leader.check_integrity()
+        with leader.lock:  # the channel's thread may be taking in the last answer
+            leader.check_integrity()
         left = {
             "open requests": leader.open_requests,
             "jobs": leader.pending_jobs,
@@ -180,7 +181,6 @@ class KvbmEngine(Engine):
             "requests in the calendar": len(self.hooks._due),
             "planned jobs": len(self.hooks._step.jobs),
             "promised loads": len(self.hooks._step.announced),
-            "requests whose blocks are to be named": len(self.hooks._events._request_of),
             "held copies": sum(executor.held for executor in self.executors),
         }
         for name, value in vars(self.hooks).items():

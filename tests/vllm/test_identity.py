@@ -27,10 +27,10 @@ from vllm.platforms import current_platform
 from vllm.platforms.interface import DeviceCapability
 
 from kvbm_core.identity import environment
-from kvbm_core.identity.adapters import AdapterIdentities
 from kvbm_core.identity.fields import Irrelevant
 from kvbm_core.identity.weights import WeightsIdentity
 from kvbm_vllm import config_tables, engine_calls, identity
+from kvbm_vllm.adapters import AdapterIdentities
 from kvbm_vllm.changes import EngineChanges
 from kvbm_vllm.identity import describe_engine, describe_environment
 from kvbm_vllm.keys import has_lasting_names

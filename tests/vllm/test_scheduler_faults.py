@@ -244,7 +244,8 @@ def test_a_bug_in_the_leader_is_a_miss(
         engine.assert_idle()
         assert engine.leader.chain.host.live_leases == 0
         assert engine.leader.chain.host.pending_blocks == 0
-        engine.leader.check_integrity()
+        with engine.leader.lock:
+            engine.leader.check_integrity()
 
 
 @pytest.mark.parametrize("spec", [{}, {"windows": (None, 8)}, {"ranks": 2}], ids=str)
@@ -287,7 +288,7 @@ def test_a_request_is_never_left_waiting_for_a_load(tmp_path: Path) -> None:
         engine.add("b", PROMPT, 8)
         engine.step()
         assert engine.status("b") == RequestStatus.WAITING_FOR_REMOTE_KVS
-        engine.executors[0].drain(10.0)
+        engine.executors[0].wait(None, 10.0)
         engine.run()
         assert engine.record.outputs["b"] == first
         engine.assert_clean()

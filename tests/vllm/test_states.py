@@ -644,8 +644,7 @@ def test_states_by_their_places_in_a_table_are_wrong(
                 hooks._note(
                     engine.leader.offload_states(
                         state, request.all_token_ids, full, request.num_prompt_tokens
-                    ),
-                    request,
+                    )
                 )
 
         monkeypatch.setattr(hooks, "_plan_states", by_place)

@@ -47,49 +47,75 @@ class DirectoryInspection:
     def __init__(self, directory: Path) -> None:
         self.where = str(directory)
         self._directory = directory
+        self._top = directory / TOP
 
     def models(self) -> list[str]:
         """See StoreInspection."""
-        return sorted({namespace for namespace, _ in shards_in(self._directory)})
+        return sorted({namespace for namespace, _ in self._shards()})
 
     def count(self, now_ns: int, on_count: OnCount) -> Counted:
         """See StoreInspection."""
-        there, shards = list(shards_in(self._directory)), list[Shard]()
+        there, shards = list(self._shards()), list[Shard]()
         for number, (namespace, shard) in enumerate(there):
             folders = count(number * FANS)
 
             def on_folders(_: int, folders: Iterator[int] = folders) -> None:
                 on_count(next(folders), len(there) * FANS)
 
-            shards.append(count_shard(self._directory, namespace, shard, now_ns, on_folders))
-        models = {namespace: look_at(self._directory, namespace) for namespace, _ in there}
+            shards.append(self._counted(namespace, shard, now_ns, on_folders))
+        models = {namespace: _look_at(self._top / namespace) for namespace, _ in there}
         return Counted(shards, models)
+
+    def _counted(self, namespace: str, shard: str, now_ns: int, on_folders: OnProgress) -> Shard:
+        """Looks at all files of a rank's folder; ``on_folders(1)`` after each of up to FANS folders in it."""
+        seen = Shard(namespace, shard)
+        for folder in _folders_in(self._top / namespace / shard, seen):
+            for name in _readable_names_in(folder, seen):
+                _count_file(folder / name, seen, now_ns)
+            on_folders(1)
+        return seen
 
     def verify(self, models: Sequence[str] = (), *, removes_damaged: bool = False) -> Iterator[Checked]:
         """See StoreInspection. Many at a time."""
         with ThreadPoolExecutor(VERIFY_THREADS, thread_name_prefix="kvbm-directory-verify") as pool:
-            for namespace, shard in shards_in(self._directory):
-                paths = files_in(self._directory, namespace, shard) if _is_of(namespace, models) else iter(())
-                while some := list(islice(paths, VERIFIED_TOGETHER)):
-                    for checked in pool.map(_check, some):
-                        yield checked
-                        if removes_damaged and checked.what and not checked.is_unreadable:
-                            (self._directory / checked.name).unlink(missing_ok=True)
+            paths = self._files(models)
+            while some := list(islice(paths, VERIFIED_TOGETHER)):
+                for checked in pool.map(_check, some):
+                    yield checked
+                    if removes_damaged and checked.what and not checked.is_unreadable:
+                        (self._directory / checked.name).unlink(missing_ok=True)
 
     def remove_model(self, namespace: str, on_records: OnProgress) -> Removed:
-        """See StoreInspection. The folders that are empty then, too."""
-        return remove_namespace(self._directory, namespace, on_records)
+        """See StoreInspection. What is half written, and the folders that are empty then, too."""
+        top = self._top / namespace
+        removed, removed_bytes, strange = 0, 0, 0
+        for shard in filter(is_shard, os.listdir(top)):
+            for fan in filter(is_fan, os.listdir(top / shard)):
+                for name in os.listdir(top / shard / fan):
+                    is_block = key_in(name) is not None
+                    size = _remove(top / shard / fan / name, is_ours=is_block)
+                    if is_block and size is not None:
+                        removed, removed_bytes = removed + 1, removed_bytes + size
+                        on_records(1)
+                    strange += size is None
+                _rmdir(top / shard / fan)
+            for name in os.listdir(top / shard):
+                strange += not is_fan(name) and _remove(top / shard / name) is None
+            _rmdir(top / shard)
+        for name in os.listdir(top):
+            strange += not is_shard(name) and _remove(top / name, is_ours=name == LOCK) is None
+        _rmdir(top)
+        return Removed(removed, removed_bytes, strange)
 
     def objects(self, models: Sequence[str] = ()) -> Iterator[ObjectInfo]:
         """See StoreInspection."""
-        for namespace, shard in shards_in(self._directory):
-            for path in files_in(self._directory, namespace, shard) if _is_of(namespace, models) else ():
-                try:
-                    status = os.lstat(path)
-                except OSError:  # removed meanwhile
-                    continue
-                if stat.S_ISREG(status.st_mode):
-                    yield ObjectInfo(_relative(path), status.st_size, status.st_mtime)
+        for path in self._files(models):
+            try:
+                status = os.lstat(path)
+            except OSError:  # removed meanwhile
+                continue
+            if stat.S_ISREG(status.st_mode):
+                yield ObjectInfo(_relative(path), status.st_size, status.st_mtime)
 
     def remove(self, names: Sequence[str]) -> list[Outcome]:
         """See StoreInspection."""
@@ -97,6 +123,24 @@ class DirectoryInspection:
 
     def close(self) -> None:
         """See StoreInspection."""
+
+    def _shards(self) -> Iterator[tuple[str, str]]:
+        """(namespace, shard) of each rank's folder, in order. OSError if the directory, or a folder above
+        those of ranks, cannot be read.
+        """
+        os.scandir(self._directory).close()
+        for namespace in filter(is_namespace, _names_in(self._top)):
+            for shard in filter(is_shard, _names_in(self._top / namespace)):
+                yield namespace, shard
+
+    def _files(self, models: Sequence[str]) -> Iterator[Path]:
+        """The files that have the name of a block, in folders that can be read: ``count`` tells of others."""
+        for namespace, shard in self._shards():
+            if not models or namespace in models:
+                seen = Shard(namespace, shard)
+                for folder in _folders_in(self._top / namespace / shard, seen):
+                    names = _readable_names_in(folder, seen)
+                    yield from (folder / name for name in names if key_in(name) is not None)
 
     @staticmethod
     def _unlink(path: Path) -> Outcome:
@@ -107,71 +151,16 @@ class DirectoryInspection:
         return Outcome.OK
 
 
-def shards_in(directory: Path) -> Iterator[tuple[str, str]]:
-    """(namespace, shard) of each rank's folder, in order. OSError if ``directory``, or a folder above those
-    of ranks, cannot be read.
-    """
-    os.scandir(directory).close()
-    for namespace in filter(is_namespace, _names_in(directory / TOP)):
-        for shard in filter(is_shard, _names_in(directory / TOP / namespace)):
-            yield namespace, shard
-
-
-def look_at(directory: Path, namespace: str) -> Model:
-    """What is in a model's folder beside those of its ranks. OSError if it cannot be read."""
-    names = _names_in(directory / TOP / namespace)
-    strange = sum(not (is_shard(name) or name == LOCK or is_temporary(name)) for name in names)
-    return Model(_evictor_of(directory / TOP / namespace), strange)
-
-
-def count_shard(directory: Path, namespace: str, shard: str, now_ns: int, on_folders: OnProgress) -> Shard:
-    """Looks at all files of a rank's folder; ``on_folders(1)`` after each of up to 4096 folders in it."""
-    seen = Shard(namespace, shard)
-    for folder in _folders_in(directory / TOP / namespace / shard, seen):
-        for name in _readable_names_in(folder, seen):
-            _count_file(folder / name, seen, now_ns)
-        on_folders(1)
-    return seen
-
-
-def files_in(directory: Path, namespace: str, shard: str) -> Iterator[Path]:
-    """The files that have the name of a block, in folders that can be read: see ``count`` for the others."""
-    seen = Shard(namespace, shard)
-    for folder in _folders_in(directory / TOP / namespace / shard, seen):
-        yield from (folder / name for name in _readable_names_in(folder, seen) if key_in(name) is not None)
-
-
-def remove_namespace(directory: Path, namespace: str, on_files: OnProgress) -> Removed:
-    """Removes its blocks, what is half written, and the folders that are empty then.
-
-    OSError for a folder that cannot be read or a file that cannot be removed.
-    """
-    top = directory / TOP / namespace
-    removed, removed_bytes, strange = 0, 0, 0
-    for shard in filter(is_shard, os.listdir(top)):
-        for fan in filter(is_fan, os.listdir(top / shard)):
-            for name in os.listdir(top / shard / fan):
-                is_block = key_in(name) is not None
-                size = _remove(top / shard / fan / name, is_ours=is_block)
-                if is_block and size is not None:
-                    removed, removed_bytes = removed + 1, removed_bytes + size
-                    on_files(1)
-                strange += size is None
-            _rmdir(top / shard / fan)
-        for name in os.listdir(top / shard):
-            strange += not is_fan(name) and _remove(top / shard / name) is None
-        _rmdir(top / shard)
-    for name in os.listdir(top):
-        strange += not is_shard(name) and _remove(top / name, is_ours=name == LOCK) is None
-    _rmdir(top)
-    return Removed(removed, removed_bytes, strange)
-
-
 # -------------------------------------------------------------------- inside
 
 
-def _is_of(namespace: str, models: Sequence[str]) -> bool:
-    return not models or namespace in models
+def _look_at(folder: Path) -> Model:
+    """What is in a model's folder beside those of its ranks. OSError if it cannot be read."""
+    names = _names_in(folder)
+    return Model(
+        _evictor_of(folder),
+        sum(not (is_shard(name) or name == LOCK or is_temporary(name)) for name in names),
+    )
 
 
 def _relative(path: Path) -> str:

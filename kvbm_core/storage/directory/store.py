@@ -45,7 +45,7 @@ class DirectoryStore:
     Safe to call from any thread. Nothing is locked: a block is named by its content, so writing it twice is
     harmless, and a reader believes a record's own header and checksum alone. Every call ends by its deadline
     also when the file system hangs, as a hard NFS mount does; a read that is TIMED_OUT may then still be
-    written into the caller's memory later: ``holds`` says so. With all threads hanging, calls are BUSY.
+    written into the caller's memory later: ``LATE`` says so. With all threads hanging, calls are BUSY.
 
     Making one does not touch the file system. ``path`` has to be there when a block is first put or got
     (IO_ERROR until then); it is not made. ValueError for a fingerprint that is not 16 bytes.
@@ -76,10 +76,6 @@ class DirectoryStore:
         self._readers = CallPool("directory-read", options.num_threads, clock)
         self._writers = CallPool("directory-write", options.num_threads, clock)
         self.evictor = Evictor(self._folder.namespace, options.max_bytes, clock, self._calls)
-
-    def holds(self, target: Memory) -> bool:
-        """Whether a late read may still write into it."""
-        return self._readers.holds(target)
 
     @property
     def stuck_threads(self) -> int:

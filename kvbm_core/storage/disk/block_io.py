@@ -66,7 +66,7 @@ class BlockIo:
             for i, own in enumerate(pieces)
             if own
         }
-        self._move(straight, outcomes, deadline_at_s)
+        self._move(straight, outcomes, deadline_at_s, keep=buffers)
         by_bounce = {i: Record(*blocks[i], 0) for i, own in enumerate(pieces) if not own}
         self.record_io.reap()
         if self._bounce.num_free:
@@ -88,10 +88,7 @@ class BlockIo:
 
     def close(self, timeout_s: float) -> bool:
         """See RecordIo.close."""
-        ended = self.record_io.close(timeout_s)
-        if not ended:
-            self._bounce.keep()
-        return ended
+        return self.record_io.close(timeout_s)
 
     def _move(
         self,
@@ -99,10 +96,11 @@ class BlockIo:
         outcomes: list[Outcome],
         deadline_at_s: float,
         bounced: BouncedBlocks | None = None,
+        keep: object = None,
     ) -> None:
         if records:
             left_s = deadline_at_s - self._clock.now_s()
             move = self.record_io.write if self._is_write else self.record_io.read
-            moved = move(list(records.values()), deadline_s=left_s, bounced=bounced)
+            moved = move(list(records.values()), deadline_s=left_s, bounced=bounced, keep=keep)
             for i, outcome in zip(records, moved, strict=True):
                 outcomes[i] = outcome

@@ -71,11 +71,6 @@ class BounceBuffers:
         assert self._free is not None, "no place was taken"  # noqa: S101
         self._free.append(place)
 
-    def keep(self) -> None:
-        """Its memory stays for ever: something may still be written into it."""
-        if self._memory is not None:
-            _KEPT.append(self._memory)
-
 
 class BouncedBlocks:
     """The blocks of one call that pass through ``bounce``: written from ``buffers``, or read into them."""
@@ -117,6 +112,3 @@ class BouncedBlocks:
 
 def _as_bytes(part: memoryview) -> memoryview:
     return part if part.format == "B" and part.ndim == 1 else part.cast("B")
-
-
-_KEPT: list[mmap.mmap] = []

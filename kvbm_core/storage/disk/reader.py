@@ -16,6 +16,7 @@ from kvbm_core.storage.disk.block_file import BlockFileView, Geometry
 from kvbm_core.storage.disk.block_io import BlockIo
 from kvbm_core.storage.disk.slot_log import LogFollower, LogHeader
 from kvbm_core.storage.disk.store import CLOSE_TIMEOUT_S, STOP_TIMEOUT_S
+from kvbm_core.storage.late import LATE, ranges_of
 from kvbm_core.types import BlockKey
 
 SCAN_DEADLINE_S = 10.0
@@ -60,9 +61,9 @@ class DiskReader(ReadsAlone):
     def holds(self, target: Memory) -> bool:
         """Whether a late read may still write into it."""
         with self._reading:
-            files = self._files()
-            pieces = files[0].block_io.pieces_of(target) if files else ()
-            return bool(pieces) and any(file.block_io.record_io.holds(pieces[0][0]) for file in files)
+            for file in self._files():
+                file.block_io.record_io.reap()
+        return LATE.holds(ranges_of(target))
 
     def contains_many(self, keys: Sequence[BlockKey], *, deadline_s: float) -> list[Outcome]:
         """See BlockStore; no I/O but for what the writer has appended to its log."""

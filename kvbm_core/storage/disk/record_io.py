@@ -37,7 +37,7 @@ from kvbm_core.storage.disk.record import (
     slot_offset_bytes,
     unpack_record,
 )
-from kvbm_core.storage.late import LateMemory
+from kvbm_core.storage.late import LATE
 from kvbm_core.types import BlockKey
 
 REQUEST_BYTES = 1 << 20
@@ -133,19 +133,24 @@ class DeviceBlocks(PlacedBlocks, Protocol):
 
 
 class _Run(NamedTuple):
-    """Records (numbers of the call) in neighbouring slots, and the cells of their headers."""
+    """Records (numbers of the call) in neighbouring slots, and the cells of their headers. ``pieces``: see
+    Transfer.
+    """
 
     indices: Sequence[int]
     cells: Sequence[int]
+    pieces: Sequence[tuple[int, int]] = ()
 
 
 class _Late(NamedTuple):
-    """A request that was given up and is still in flight; ``token``: see LateMemory."""
+    """A request that was given up and is still in flight; ``token``: see LateMemory. ``addresses``: places of
+    ``bounced``.
+    """
 
     run: _Run
     token: int
     bounced: PlacedBlocks | None
-    addresses: frozenset[int]
+    addresses: Sequence[int]
 
 
 class RecordIo:
@@ -154,9 +159,8 @@ class RecordIo:
     Memory at ``Record.address``: whole sectors from a sector's boundary on, ``record_bytes - SECTOR_BYTES``
     of them; so is each of several pieces, which together have as many bytes. Or the records' addresses are 0,
     and places come from ``bounced`` when their turn comes. A request that has not ended by its deadline is
-    TIMED_OUT and still in flight: memory that it reads into must not be used for anything else while
-    ``late`` says so. What a disk that does not answer is not even asked for is TIMED_OUT too, and not in
-    flight.
+    TIMED_OUT and still in flight: its memory is in ``LATE``. ``keep``: what must stay until then, beside
+    this. What a disk that does not answer is not even asked for is TIMED_OUT too, and not in flight.
     """
 
     def __init__(
@@ -166,7 +170,6 @@ class RecordIo:
         *,
         first_sequence: int = 0,
         clock: Clock | None = None,
-        late: LateMemory | None = None,
     ) -> None:
         self._file = file
         self._io = io
@@ -187,7 +190,6 @@ class RecordIo:
         self._free_cells = list(range(MAX_RECORDS))
         self._next_tag = 0
         self._late: dict[int, _Late] = {}
-        self._late_memory = late or LateMemory()
         self._stops_at_s = float("inf")
         self._pause_s = FIRST_PAUSE_S
         self._quiet_until_s = float("-inf")
@@ -199,6 +201,7 @@ class RecordIo:
         *,
         deadline_s: float,
         bounced: BouncedBlocks | None = None,
+        keep: object = None,
     ) -> list[Outcome]:
         """OK: the disk has taken the record (a crash may still lose it).
 
@@ -207,7 +210,7 @@ class RecordIo:
         if wrong := [len(record.key) for record in records if not 0 < len(record.key) <= MAX_KEY_BYTES]:
             raise ValueError(f"a key of {wrong[0]} bytes does not go into a record")
         self._next_sequence += 1
-        return _Move(self, records, deadline_s, None, bounced, is_write=True).run()
+        return _Move(self, records, deadline_s, None, bounced, is_write=True, keep=keep).run()
 
     def read(
         self,
@@ -216,6 +219,7 @@ class RecordIo:
         deadline_s: float,
         on_ended: OnEnded | None = None,
         bounced: BouncedBlocks | None = None,
+        keep: object = None,
     ) -> list[Outcome]:
         """OK: the memory holds what was written under this key; else it holds garbage.
 
@@ -226,9 +230,10 @@ class RecordIo:
 
         def moves(indices: Sequence[int] | None, left_s: float, told: OnEnded | None) -> _Move:
             if indices is None:
-                return _Move(self, records, left_s, told, bounced, is_write=False)
+                return _Move(self, records, left_s, told, bounced, is_write=False, keep=keep)
             part = None if bounced is None else bounced.part(indices)
-            return _Move(self, [records[i] for i in indices], left_s, told, part, is_write=False)
+            own = [records[i] for i in indices]
+            return _Move(self, own, left_s, told, part, is_write=False, keep=keep)
 
         return self._read_twice(len(records), moves, deadline_s, on_ended)
 
@@ -282,11 +287,6 @@ class RecordIo:
         move.run()
         return move.found
 
-    def holds(self, address: int) -> bool:
-        """Whether a late request may still read from, or write to, this address of a record."""
-        self.reap()
-        return self._late_memory.holds(address)
-
     def reap(self) -> None:
         """Notes which of the requests that were given up have ended."""
         if self._late and self._io.in_flight:
@@ -325,9 +325,8 @@ class RecordIo:
         self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
 
     def close(self, timeout_s: float) -> bool:
-        """False if a request is still in flight: its memory, here and the caller's, then has to stay."""
+        """False if a request is still in flight: then the file has to stay open."""
         if not self._io.close(timeout_s):
-            _KEPT.append(self._cells)
             return False
         for tag in list(self._late):
             self._forget_late(tag)
@@ -339,10 +338,7 @@ class RecordIo:
         if bounced is not None:
             for address in addresses:
                 bounced.bounce.give(address)
-        self._late_memory.end(token)
-
-
-_KEPT: list[mmap.mmap] = []  # cells that the kernel may still write into
+        LATE.end(token)
 
 
 class _Move:
@@ -359,10 +355,12 @@ class _Move:
         bounced: PlacedBlocks | None = None,
         *,
         is_write: bool,
+        keep: object = None,
     ) -> None:
         self._owner = owner
         self._records = list(records)
         self._bounced = bounced
+        self._keep = keep
         self._deadline_at_s = owner._clock.now_s() + deadline_s
         self._on_ended = on_ended
         self._is_write = is_write
@@ -498,7 +496,7 @@ class _Move:
             run = _Run(indices, cells)
             pieces = self._pieces(run)
             offset_bytes = slot_offset_bytes(self._records[indices[0]].slot, owner._payload_bytes)
-            self._in_flight[owner._next_tag] = run
+            self._in_flight[owner._next_tag] = run._replace(pieces=pieces)
             transfers.append(Transfer(owner._next_tag, offset_bytes, pieces))
             owner._next_tag += 1
             num_bytes += len(indices) * self._bytes_each
@@ -559,8 +557,9 @@ class _Move:
                 owner._leave_alone()
             owner._is_suspect = True
         for tag, run in self._in_flight.items():
-            addresses = frozenset(self._records[index].address for index in run.indices)
-            token = owner._late_memory.add(addresses)
+            spans = ((address, address + num_bytes) for address, num_bytes in run.pieces)
+            token = LATE.add(spans, (owner, self._bounced, self._keep))
+            addresses = [self._records[index].address for index in run.indices]
             owner._late[tag] = _Late(run, token, self._bounced, addresses)
         self._in_flight.clear()
         self._in_flight_records = 0

@@ -68,7 +68,4 @@ class RecordScan:
 
     def close(self, timeout_s: float) -> bool:
         """False if something may still be read by the file's number: the file has to stay open."""
-        ended = self._record_io.close(timeout_s)
-        if not ended and self._bounce is not None:
-            self._bounce.keep()
-        return ended
+        return self._record_io.close(timeout_s)

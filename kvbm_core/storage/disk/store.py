@@ -21,6 +21,7 @@ from kvbm_core.storage.disk.block_file import BlockFile, Geometry
 from kvbm_core.storage.disk.block_io import BlockIo
 from kvbm_core.storage.disk.recovery import Found, Recovery, batches_of
 from kvbm_core.storage.disk.slot_log import SlotLog, withdraw_log
+from kvbm_core.storage.late import LATE, ranges_of
 from kvbm_core.types import BlockKey, Tier
 
 STOP_TIMEOUT_S = 2.0
@@ -35,10 +36,10 @@ class DiskStore:
     What an earlier process left in the file is found again in the background (``wait_recovered``). Memory
     that is whole sectors on a sector's boundary, in each of its pieces, is read and written without a copy. A
     read that is TIMED_OUT may still be written into the caller's memory of that kind later: ``holds`` says
-    so. For callers who cannot wait for that, ``reads_straight`` False lets all reads pass through memory of
-    the store's own. ``shares``: other processes on this machine may read along, each with a DiskReader on the
-    same path. ``books``, without a block, are those of its slots; who listens to them hears what can be got,
-    from any thread.
+    so, and the memory is kept until then. For callers who cannot wait for that, ``reads_straight`` False lets
+    all reads pass through memory of the store's own. ``shares``: other processes on this machine may read
+    along, each with a DiskReader on the same path. ``books``, without a block, are those of its slots; who
+    listens to them hears what can be got, from any thread.
 
     DiskError, one line, if the file cannot be had, or the way of I/O that ``options`` names.
     """
@@ -82,9 +83,9 @@ class DiskStore:
 
     def holds(self, target: Memory) -> bool:
         """Whether a late read may still write into it."""
-        pieces = self._reader.pieces_of(target)
         with self._reader.lock:
-            return bool(pieces) and self._reader.record_io.holds(pieces[0][0])
+            self._reader.record_io.reap()
+        return LATE.holds(ranges_of(target))
 
     def contains_many(self, keys: Sequence[BlockKey], *, deadline_s: float) -> list[Outcome]:
         """See BlockStore; no I/O."""

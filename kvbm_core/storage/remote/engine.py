@@ -15,14 +15,12 @@ class EngineTraits(NamedTuple):
     """What an engine can do, and how it is used best.
 
     ``concurrency``: so many calls at once are fastest. ``batch_items``: so many items in one call are
-    fastest. ``writes_late``: its library may read or write the memory of a call after that call was given up;
-    the engine is then ``HoldsLate``. ``has_capacity``: the store bounds itself and evicts.
-    ``max_object_bytes``: larger objects are refused.
+    fastest. ``has_capacity``: the store bounds itself and evicts. ``max_object_bytes``: larger objects are
+    refused.
     """
 
     concurrency: int
     batch_items: int
-    writes_late: bool = False
     has_capacity: bool = False
     max_object_bytes: int | None = None
 
@@ -57,7 +55,8 @@ class ObjectEngine(Protocol):
     order, within ``deadline_s`` seconds and a grace of 0.2 s, and raises only for misuse. When calls begin to
     fail, the engine logs why, once, and again when they work (``TroubleLog``); time-outs are logged by the
     caller. No part of a credential is ever in a log line, an exception or a ``repr``. After ``close`` every
-    call is REJECTED.
+    call is REJECTED. Memory of a call that its library may still read or write when the call has returned is
+    in ``late.LATE`` before, and until then.
 
     Readers see an object whole or not at all. Beside a client that overwrites or removes the object that is
     read, Mooncake alone does not promise this: the read may fail, or be OK with bytes of two objects. Records

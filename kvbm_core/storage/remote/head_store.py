@@ -10,7 +10,7 @@ from kvbm_core.clock import Clock, SystemClock
 from kvbm_core.errors import Outcome
 from kvbm_core.layout.heads import HeadShards
 from kvbm_core.observe.log import RateLimitedLogger
-from kvbm_core.storage.base import BlockStore, HoldsLate, Memory, check_blocks, check_targets
+from kvbm_core.storage.base import BlockStore, Memory, check_blocks, check_targets
 from kvbm_core.storage.call_pool import CallPool, IsGivenUp
 from kvbm_core.storage.extents import Extent, extent_blocks
 from kvbm_core.storage.remote.head_copies import copies_of
@@ -75,7 +75,7 @@ class HeadStore:
         self._clock = clock or SystemClock()
         self._calls = CallPool("head-shards", calls_at_once * len(stores), self._clock)
         largest_bytes = extent_blocks(heads.shard_bytes) * self._room_bytes
-        self._scratch = Scratch(max(ROOM_BYTES, CALLS_AT_ONCE * largest_bytes), self._is_late, self._clock)
+        self._scratch = Scratch(max(ROOM_BYTES, CALLS_AT_ONCE * largest_bytes), self._clock)
 
     @property
     def place(self) -> tuple[int, int]:
@@ -136,7 +136,6 @@ class HeadStore:
         for store in self._stores:
             store.close()
         self._calls.close(CLOSE_TIMEOUT_S)
-        self._scratch.close()
 
     # ---------------------------------------------------------------- blocks and shards
 
@@ -282,11 +281,6 @@ class HeadStore:
             [min(of_block, key=WORST_FIRST.index) for of_block in zip(*of_item, strict=True)]
             for of_item in zip(*whole, strict=True)
         ]
-
-    def _is_late(self, memory: Memory) -> bool:
-        return self._calls.holds(memory) or any(
-            isinstance(store, HoldsLate) and store.holds(memory) for store in self._stores
-        )
 
 
 class HeadRecords(HeadStore):

@@ -7,7 +7,6 @@ from operator import attrgetter
 
 from kvbm_core.clock import SystemClock
 from kvbm_core.errors import Outcome
-from kvbm_core.storage.base import HoldsLate, Memory
 from kvbm_core.storage.disk.inspect import OnProgress
 from kvbm_core.storage.extents import MAX_EXTENT_BLOCKS
 from kvbm_core.storage.inspection import Checked, Counted, Model, OnCount, Removed, Shard
@@ -63,7 +62,6 @@ class RecordInspection:
         self._engine = engine
         self._secret = secret
         self._scratch: Scratch | None = None
-        self._taken: list[Scratch] = []
 
     def models(self) -> list[str]:
         """See StoreInspection."""
@@ -133,8 +131,6 @@ class RecordInspection:
     def close(self) -> None:
         """See StoreInspection."""
         self._engine.close()
-        for scratch in self._taken:
-            scratch.close()
 
     # ---------------------------------------------------------------- inside
 
@@ -145,10 +141,9 @@ class RecordInspection:
         return self._scratch
 
     def _new_memory(self, num_bytes: int) -> Scratch:
-        made = Scratch(num_bytes, self._holds, SystemClock())
+        made = Scratch(num_bytes, SystemClock())
         if isinstance(self._engine, TakesMemory):
             self._engine.register(*made.place)
-        self._taken.append(made)
         return made
 
     def _codecs_of(self, infos: Sequence[ObjectInfo]) -> list[str]:
@@ -167,9 +162,6 @@ class RecordInspection:
             codecs += [_codec_in(item.pieces[0], got) for item, got in zip(items, gots, strict=True)]
             memory.give_back(lent)
         return codecs + [""] * (len(infos) - len(codecs))
-
-    def _holds(self, memory: Memory) -> bool:
-        return isinstance(self._engine, HoldsLate) and self._engine.holds(memory)
 
     def _scan(self, models: Sequence[str]) -> Iterator[ObjectInfo]:
         prefixes = [f"{TOP}/{model}/" for model in models if is_namespace(model)] if models else [f"{TOP}/"]

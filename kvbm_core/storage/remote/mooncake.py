@@ -24,8 +24,8 @@ from kvbm_core.config.readers import shown
 from kvbm_core.config.server_url import ServerUrl
 from kvbm_core.errors import ConfigError, Outcome
 from kvbm_core.observe.log import TroubleLog, get_logger
-from kvbm_core.storage.base import Memory
 from kvbm_core.storage.call_pool import CallPool
+from kvbm_core.storage.late import LATE
 from kvbm_core.storage.names import ObjectInfo
 from kvbm_core.storage.remote.engine import EngineTraits, GetItem, Got, PutItem
 from kvbm_core.storage.remote.mooncake_setup import MooncakeSetup, read_setup, set_timeouts
@@ -97,7 +97,7 @@ class _Pieces(NamedTuple):
 
 
 class MooncakeEngine:
-    """An ObjectEngine that HoldsLate and TakesMemory. It joins in the background, and tries until that
+    """An ObjectEngine that TakesMemory. It joins in the background, and tries until that
     succeeds. ConfigError if Mooncake is not installed, or its own configuration cannot be used.
 
     A call of Mooncake's client cannot be stopped. One that has passed its deadline keeps its thread and its
@@ -107,7 +107,6 @@ class MooncakeEngine:
     traits = EngineTraits(
         concurrency=THREADS,
         batch_items=BATCH_ITEMS,
-        writes_late=True,
         has_capacity=True,
         max_object_bytes=MAX_OBJECT_BYTES,
     )
@@ -124,10 +123,6 @@ class MooncakeEngine:
     def register(self, address: int, num_bytes: int) -> None:
         """See TakesMemory."""
         self._membership.register(address, num_bytes)
-
-    def holds(self, target: Memory) -> bool:
-        """See HoldsLate."""
-        return self._pool.holds(target)
 
     # ---------------------------------------------------------------- objects
 
@@ -558,7 +553,7 @@ class _Membership:
         if is_idle:
             client.close()
         else:
-            _KEPT.append(client)
+            LATE.add((), client)  # with a call that has not ended it must not be destroyed
 
 
 def _rehearse(arguments: Sequence[object], more: Mapping[str, str]) -> tuple[int, str]:
@@ -594,9 +589,6 @@ from mooncake.store import MooncakeDistributedStore
 arguments, more = json.loads(sys.argv[1])
 os._exit(MooncakeDistributedStore().setup(*arguments, **more) & 255)
 """
-
-_KEPT: list[object] = []
-"""Clients with a call that has not ended: they must not be destroyed."""
 
 
 def _load() -> Any:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from kvbm_core.clock import Clock, SystemClock
 from kvbm_core.errors import Outcome
 from kvbm_core.observe.log import RateLimitedLogger
-from kvbm_core.storage.base import HoldsLate, Memory, check_blocks, check_targets, plain_parts
+from kvbm_core.storage.base import Memory, check_blocks, check_targets, plain_parts
 from kvbm_core.storage.disk.record import whole_sectors
 from kvbm_core.storage.extents import MAX_EXTENT_BLOCKS, Extent, extent_blocks
 from kvbm_core.storage.remote.encoding import Encoding
@@ -113,7 +113,7 @@ class RecordStore:
         room_bytes = TRAILERS_BYTES
         if not self._encoding.is_plain:
             room_bytes = max(ENCODED_BYTES, CALLS_AT_ONCE * self._room_bytes(extent_blocks(payload_bytes)))
-        self._scratch = Scratch(room_bytes, self.holds, self._clock)
+        self._scratch = Scratch(room_bytes, self._clock)
         self._renewals = None if engine.traits.has_capacity else Renewals(engine, self._clock)
         self.register(*self._scratch.place)
 
@@ -121,10 +121,6 @@ class RecordStore:
         """See TakesMemory; for engines that want to know."""
         if isinstance(self._engine, TakesMemory):
             self._engine.register(address, num_bytes)
-
-    def holds(self, target: Memory) -> bool:
-        """Whether a call that has returned may still read or write any of it."""
-        return isinstance(self._engine, HoldsLate) and self._engine.holds(target)
 
     # ---------------------------------------------------------------- ExtentStore
 
@@ -205,7 +201,6 @@ class RecordStore:
         self._engine.close()
         if self._renewals is not None:
             self._renewals.close()
-        self._scratch.close()
 
     # ---------------------------------------------------------------- both ways
 

@@ -78,11 +78,7 @@ class S3Engine:
     @property
     def traits(self) -> EngineTraits:
         """See ObjectEngine."""
-        return EngineTraits(concurrency=NUM_THREADS, batch_items=NUM_THREADS, writes_late=True)
-
-    def holds(self, target: Memory) -> bool:
-        """Whether a put that was given up may still read any of it."""
-        return self._writers.holds(target)
+        return EngineTraits(concurrency=NUM_THREADS, batch_items=NUM_THREADS)
 
     # ---------------------------------------------------------------- ObjectEngine
 

@@ -77,13 +77,9 @@ class BoardExecutor(ABC):
         """See Executor."""
         return self._board.cancel(job_id)
 
-    def wait(self, job_ids: Collection[int], timeout_s: float) -> bool:
+    def wait(self, job_ids: Collection[int] | None, timeout_s: float) -> bool:
         """See Executor."""
         return self._board.wait(job_ids, timeout_s)
-
-    def drain(self, timeout_s: float) -> bool:
-        """See Executor."""
-        return self._board.wait(None, timeout_s)
 
     def close(self) -> None:
         """See Executor."""

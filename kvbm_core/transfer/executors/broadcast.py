@@ -19,7 +19,7 @@ from kvbm_core.errors import Outcome
 from kvbm_core.transfer.executor import DeviceMemory, Executor
 from kvbm_core.transfer.executors.broadcast_group import Group, GroupError, Header
 from kvbm_core.transfer.executors.device_rows import CHUNK_BYTES, DeviceRows
-from kvbm_core.transfer.jobs import MAX_QUEUED_JOBS
+from kvbm_core.transfer.jobs import MAX_QUEUED_JOBS, have_ended
 from kvbm_core.transfer.plan import JobResult, TransferPlan
 from kvbm_core.types import Direction
 
@@ -153,21 +153,13 @@ class BroadcastExecutor:
             return True
         return self._loader is not None and self._loader.cancel(job_id)
 
-    def wait(self, job_ids: Collection[int], timeout_s: float) -> bool:
+    def wait(self, job_ids: Collection[int] | None, timeout_s: float) -> bool:
         """See Executor."""
         ends_at_s = self._clock.now_s() + timeout_s
         with self._changed:
-            if not self._changed.wait_for(lambda: self._loads.keys().isdisjoint(job_ids), timeout_s):
+            if not self._changed.wait_for(lambda: have_ended(self._loads.keys(), job_ids), timeout_s):
                 return False
         return self._loader is None or self._loader.wait(job_ids, max(0.0, ends_at_s - self._clock.now_s()))
-
-    def drain(self, timeout_s: float) -> bool:
-        """See Executor."""
-        ends_at_s = self._clock.now_s() + timeout_s
-        with self._changed:
-            if not self._changed.wait_for(lambda: not self._loads, timeout_s):
-                return False
-        return self._loader is None or self._loader.drain(max(0.0, ends_at_s - self._clock.now_s()))
 
     def close(self) -> None:
         """See Executor."""

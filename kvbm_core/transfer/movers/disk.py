@@ -15,7 +15,7 @@ from kvbm_core.storage.disk.block_file import BlockFile
 from kvbm_core.storage.disk.io import FileIo, TakesMemory
 from kvbm_core.storage.disk.record_io import Record, RecordIo
 from kvbm_core.storage.host_slab import HostSlab
-from kvbm_core.storage.late import LateMemory
+from kvbm_core.storage.late import LATE, Tell
 from kvbm_core.storage.numa import leave_bound_core
 from kvbm_core.transfer.jobs import Job, JobBoard
 from kvbm_core.transfer.movers.base import OnBlocks, OnResult
@@ -29,8 +29,6 @@ CLOSE_TIMEOUT_S = 1.0
 """What each direction has after that; then its requests are left to the kernel."""
 
 log = logging.getLogger("kvbm")
-
-_KEPT: list[DiskMover] = []  # those with a request that never ended
 
 
 class DiskMover:
@@ -47,7 +45,6 @@ class DiskMover:
         file: BlockFile,
         host: HostSlab,
         *,
-        late: LateMemory | None = None,
         io_deadline_s: float = 10.0,
         first_sequence: int = 0,
         clock: Clock | None = None,
@@ -59,7 +56,6 @@ class DiskMover:
         self._file = file
         self._host = host
         self._memory: object = host.array  # a slab keeps its memory as long as somebody has an array of it
-        self._late = late or LateMemory()
         self.stop_others: Callable[[], bool] = lambda: True
         """Ends whatever else uses the file, before it is closed; False if something of that goes on."""
         self._io_deadline_s = io_deadline_s
@@ -68,9 +64,7 @@ class DiskMover:
         for io in ios:
             if isinstance(io, TakesMemory):
                 io.register(host.address, host.num_slots * host.slot_bytes, host.slot_bytes)
-        self._record_ios = [
-            RecordIo(file, io, first_sequence=first_sequence, clock=clock, late=self._late) for io in ios
-        ]
+        self._record_ios = [RecordIo(file, io, first_sequence=first_sequence, clock=clock) for io in ios]
         self._reads: JobBoard[TierOrder] = JobBoard(clock)
         self._writes: JobBoard[TierOrder] = JobBoard(clock)
         self._new_life = threading.Event()
@@ -132,7 +126,7 @@ class DiskMover:
         return self._reads.wait(job_ids, timeout_s) and self._writes.wait(job_ids, timeout_s)
 
     def close(self) -> None:
-        """See Mover. What the disk does not end keeps the file and the slab's memory for good."""
+        """See Mover. What the disk does not end keeps the file open and the slab's memory."""
         for board in (self._reads, self._writes):
             board.close()
         for record_io in self._record_ios:
@@ -142,13 +136,11 @@ class DiskMover:
         for thread in self._threads:
             thread.join(max(0.0, ends_at_s - time.monotonic()))
         if any(thread.is_alive() for thread in self._threads):  # in the kernel, for a reset
-            _KEPT.append(self)
             return
         self._record_ios = [
             record_io for record_io in self._record_ios if not record_io.close(CLOSE_TIMEOUT_S)
         ]
-        if self._record_ios or not is_over:  # neither file nor memory may become somebody else's
-            _KEPT.append(self)
+        if self._record_ios or not is_over:  # the file may not become somebody else's
             return
         self._file.close()
         self._memory = None
@@ -191,9 +183,11 @@ class DiskMover:
         ]
         try:
             if order.kind is OrderKind.FETCH:
-                outcomes = record_io.read(records, deadline_s=self._io_deadline_s, on_ended=job.token)
+                outcomes = record_io.read(
+                    records, deadline_s=self._io_deadline_s, on_ended=job.token, keep=self._memory
+                )
             else:
-                outcomes = record_io.write(records, deadline_s=self._io_deadline_s)
+                outcomes = record_io.write(records, deadline_s=self._io_deadline_s, keep=self._memory)
         except Exception as error:  # whatever happens to a job is its outcome, and the thread goes on
             log.exception("kvbm: disk job %d", order.job_id)
             end = partial(board.end, job, Outcome.IO_ERROR, f"{type(error).__name__}: {error}")
@@ -208,13 +202,7 @@ class DiskMover:
         end = partial(board.end, job, bad[0][1], detail, num_bytes=num_bytes, failed=tuple(bad))
         self._end_when_free(end, records, record_io)
 
-    def _end_when_free(
-        self, end: Callable[..., None], records: Sequence[Record], record_io: RecordIo
-    ) -> None:
-        late = [record.address for record in records if record_io.holds(record.address)]
-        if not late:
-            end()
-            return
-        end(is_late=True)
-        if not self._late.when_free(late, end):
-            end()
+    def _end_when_free(self, end: Tell, records: Sequence[Record], record_io: RecordIo) -> None:
+        record_io.reap()
+        size = self._host.slot_bytes
+        LATE.tell_when_free([(record.address, record.address + size) for record in records], end)

@@ -16,7 +16,7 @@ from kvbm_core.storage.disk.io import FileIo, TakesMemory, Transfer
 from kvbm_core.storage.disk.nixl_io import NixlIo
 from kvbm_core.storage.disk.record import SECTOR_BYTES, pack_file
 from kvbm_core.storage.disk.record_io import Record, RecordIo
-from kvbm_core.storage.late import LateMemory
+from kvbm_core.storage.late import LATE
 from kvbm_core.transfer.executor import DeviceMemory, StreamMark
 from kvbm_core.transfer.jobs import Job, JobBoard, OnDone
 from kvbm_core.transfer.movers.base import TierListener
@@ -35,8 +35,6 @@ FAILURES_IN_A_ROW = 2
 """Loads of which no block could be read; then it is the way that fails, and host memory is the other one."""
 
 log = logging.getLogger("kvbm")
-
-_KEPT: list[DirectReader] = []  # those with a request that never ended
 
 Target = tuple[int, int]
 """A KV cache group, and a block of it on the device."""
@@ -77,7 +75,6 @@ class DirectReader:
         device: DeviceMemory,
         listener: TierListener,
         *,
-        late: LateMemory,
         clock: Clock | None = None,
         make_io: MakeIo | None = None,
     ) -> None:
@@ -85,7 +82,6 @@ class DirectReader:
         self._file = file
         self._device = device
         self._listener = listener
-        self._late = late
         self._clock = clock or SystemClock()
         self._make_io = make_io or self._by_nixl
         self._lock = threading.Lock()
@@ -147,10 +143,7 @@ class DirectReader:
         if self._record_io is not None:
             self._record_io.stop(STOP_TIMEOUT_S)
         self._thread.join(2 * STOP_TIMEOUT_S + CLOSE_TIMEOUT_S)
-        if self._thread.is_alive() or self._is_left_behind:
-            _KEPT.append(self)
-            return False
-        return True
+        return not (self._thread.is_alive() or self._is_left_behind)
 
     def _refusal_of(self, order: TierOrder, load: DirectLoad) -> str | None:
         try:
@@ -197,7 +190,7 @@ class DirectReader:
         if isinstance(io, TakesMemory):
             io.register(stage.address, stage.num_places * stage.place_bytes, stage.place_bytes)
         # From here on it is closed with what reads by it.
-        self._record_io = RecordIo(self._file, io, clock=self._clock, late=self._late)
+        self._record_io = RecordIo(self._file, io, clock=self._clock)
         if not self._probe(stage, io):
             return
         self._listener.direct(self._name, True)
@@ -246,7 +239,9 @@ class DirectReader:
             self._finish(load, Outcome.IO_ERROR, "the device failed")
         if self._record_io is not None:
             self._is_left_behind = not self._record_io.close(CLOSE_TIMEOUT_S)
-        if not self._is_left_behind:  # else something may still be written there
+        if self._is_left_behind:  # something may still be written there
+            LATE.add((), self)
+        else:
             self._stage = None
 
     def _execute(self, job: Job[TierOrder], stage: DeviceStage, record_io: RecordIo) -> None:

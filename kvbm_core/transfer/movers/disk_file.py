@@ -15,7 +15,6 @@ from kvbm_core.storage.disk.choose import chosen_file_io
 from kvbm_core.storage.disk.io import FileIo
 from kvbm_core.storage.disk.recovery import Found, Recovery
 from kvbm_core.storage.host_slab import HostSlab
-from kvbm_core.storage.late import LateMemory
 from kvbm_core.transfer.movers.base import TierListener
 from kvbm_core.transfer.movers.disk import DiskMover
 from kvbm_core.types import Direction
@@ -134,12 +133,11 @@ class RankFile:
             raise
         return ios
 
-    def start(self, slab: HostSlab, late: LateMemory) -> DiskMover:
+    def start(self, slab: HostSlab) -> DiskMover:
         """The mover of the open file. It closes the file."""
         mover = DiskMover(
             self.opened,
             slab,
-            late=late,
             io_deadline_s=self._options.io_deadline_s,
             first_sequence=time.time_ns(),
             ios=self._ios,

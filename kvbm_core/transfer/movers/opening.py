@@ -12,7 +12,6 @@ from kvbm_core.storage.disk.allocate import OFF, FileOptions
 from kvbm_core.storage.disk.block_file import SUFFIX
 from kvbm_core.storage.disk.folder import DiskFolder, has_claim
 from kvbm_core.storage.host_slab import HostSlab
-from kvbm_core.storage.late import LateMemory
 from kvbm_core.storage.remote.engine import TakesMemory
 from kvbm_core.storage.stores import StoreOptions, StoreSpec, open_store
 from kvbm_core.transfer.executor import DeviceMemory
@@ -44,7 +43,6 @@ class Site:
 
     device: DeviceMemory
     slab: HostSlab
-    late: LateMemory
     shard: Shard
     listener: TierListener
     disk: FileOptions
@@ -83,9 +81,9 @@ def _folder_of(site: Site, place: TierPlace) -> Path:
 
 
 def _join(site: Site, name: str, file: RankFile) -> None:
-    mover, reader = file.start(site.slab, site.late), None
+    mover, reader = file.start(site.slab), None
     if site.disk.to_device != OFF:
-        reader = DirectReader(name, file.opened, site.device, site.listener, late=site.late)
+        reader = DirectReader(name, file.opened, site.device, site.listener)
         file.stop_first(reader.close)
     site.join(name, mover, reader)
     file.look()
@@ -106,7 +104,7 @@ def open_store_mover(site: Site, place: TierPlace) -> None:
     store = open_store(spec)
     if isinstance(store, TakesMemory):
         store.register(slab.address, slab.num_slots * slab.slot_bytes)
-    mover = StoreMover(place.name, store, slab, late=site.late, io_deadline_s=site.store.deadline_s)
+    mover = StoreMover(place.name, store, slab, io_deadline_s=site.store.deadline_s)
     site.join(place.name, mover, None)
 
 

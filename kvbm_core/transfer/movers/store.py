@@ -16,10 +16,10 @@ import numpy.typing as npt
 
 from kvbm_core.clock import Clock, SystemClock
 from kvbm_core.errors import Outcome
-from kvbm_core.storage.base import BlockStore, HasSources, HoldsLate
+from kvbm_core.storage.base import BlockStore, HasSources
 from kvbm_core.storage.extents import Extent, ExtentStore
 from kvbm_core.storage.host_slab import HostSlab
-from kvbm_core.storage.late import LateMemory
+from kvbm_core.storage.late import LATE, Span
 from kvbm_core.storage.numa import leave_bound_core
 from kvbm_core.transfer.movers.base import OnBlocks, OnResult
 from kvbm_core.transfer.plan import NO_SLOT, ExtentPart, JobResult, OrderKind, TierOrder, rejected
@@ -39,8 +39,6 @@ CLOSE_TIMEOUT_S = 3.0
 
 log = logging.getLogger("kvbm")
 
-_KEPT: list[object] = []  # slab memory that a call which never ended may still touch
-
 
 @runtime_checkable
 class WantsCalls(Protocol):
@@ -58,9 +56,7 @@ class WantsBatches(Protocol):
 
 @dataclass(eq=False)
 class _Order:
-    """``open_calls``: calls that have neither ended nor been given up. ``late``: addresses that calls which
-    were given up, or their store, may still touch.
-    """
+    """``open_calls``: calls that have neither ended nor been given up."""
 
     order: TierOrder
     on_result: OnResult
@@ -70,7 +66,6 @@ class _Order:
     started_s: float | None = None
     open_calls: int = 0
     failed: dict[int, Outcome] = field(default_factory=dict)
-    late: list[int] = field(default_factory=list)
     is_cancelled: bool = False
 
 
@@ -106,7 +101,6 @@ class StoreMover:
         store: BlockStore,
         host: HostSlab,
         *,
-        late: LateMemory | None = None,
         io_deadline_s: float = 10.0,
         num_threads: int | None = None,
         clock: Clock | None = None,
@@ -117,7 +111,6 @@ class StoreMover:
         # A slab keeps its memory as long as somebody has an array of it.
         self._memory: npt.NDArray[np.uint8] | None = host.array
         self._base = host.address
-        self._late = late or LateMemory()
         self._batch_blocks = store.batch_blocks if isinstance(store, WantsBatches) else BATCH_BLOCKS
         self._io_deadline_s = io_deadline_s
         self._clock = clock or SystemClock()
@@ -126,8 +119,6 @@ class StoreMover:
             kind: deque() for kind in (OrderKind.FETCH, OrderKind.FIND, OrderKind.STORE)
         }
         self._running: set[_Call] = set()
-        self._lingering: list[tuple[list[memoryview], int]] = []
-        """Slots that the store itself may still touch, and their tokens."""
         self._is_closed = False
         if num_threads is None:
             num_threads = store.concurrency if isinstance(store, WantsCalls) else NUM_THREADS
@@ -230,9 +221,6 @@ class StoreMover:
         closer = threading.Thread(target=self._store.close, name="kvbm-store-close", daemon=True)
         closer.start()
         closer.join(CLOSE_TIMEOUT_S)
-        self._look_at_lingering()
-        if self._running or self._lingering:
-            _KEPT.append(self._memory)
         self._memory = None
 
     def _drop(self, is_meant: Callable[[_Call], bool]) -> list[_Call]:
@@ -290,33 +278,10 @@ class StoreMover:
                 return self._extent_store.contains_extents(extents, deadline_s=deadline_s)
             return store.contains_many(keys, deadline_s=deadline_s)
         memory = [self._slot(order.slots[i]) for i in call.numbers]
-        outcomes: list[Outcome] = []
-        try:
-            if self._extent_store is not None and call.extents:
-                outcomes = _move_extents(self._extent_store, call, keys, memory, deadline_s)
-            else:
-                ask = store.put_many if order.kind is OrderKind.STORE else store.get_many
-                outcomes = ask(keys, memory, deadline_s=deadline_s)
-        finally:
-            if not outcomes or any(outcome is not Outcome.OK for outcome in outcomes):
-                self._keep_what_lingers(call, memory)
-        return outcomes
-
-    def _keep_what_lingers(self, call: _Call, memory: Sequence[memoryview]) -> None:
-        if not isinstance(self._store, HoldsLate):
-            return
-        slots, late = call.owner.order.slots, list[memoryview]()
-        addresses: list[int] = []
-        for i, target in zip(call.numbers, memory, strict=True):
-            if self._store.holds(target):
-                late.append(target)  # what is nobody's slot stays in memory until then, too
-                if slots[i] != NO_SLOT:
-                    addresses.append(self._address(slots[i]))
-        if late:
-            with self._changed:
-                call.owner.late += addresses
-                self._lingering.append((late, self._late.add(addresses)))
-                self._changed.notify_all()
+        if self._extent_store is not None and call.extents:
+            return _move_extents(self._extent_store, call, keys, memory, deadline_s)
+        ask = store.put_many if order.kind is OrderKind.STORE else store.get_many
+        return ask(keys, memory, deadline_s=deadline_s)
 
     def _slot(self, slot: int) -> memoryview:
         if self._memory is None:
@@ -326,8 +291,10 @@ class StoreMover:
             return np.empty(size, np.uint8).data
         return self._memory[slot * size : (slot + 1) * size].data
 
-    def _address(self, slot: int) -> int:
-        return self._base + slot * self._host.slot_bytes
+    def _spans(self, slots: Iterable[int]) -> list[Span]:
+        size = self._host.slot_bytes
+        starts = (self._base + slot * size for slot in slots if slot != NO_SLOT)
+        return [(start, start + size) for start in starts]
 
     def _watch(self) -> None:
         """Gives up what does not return, and what has waited too long."""
@@ -342,18 +309,13 @@ class StoreMover:
                 is_over = self._is_closed and all(call.token is not None for call in self._running)
             for call in (*stuck, *overdue):
                 self._end(call, [Outcome.TIMED_OUT] * len(call.numbers))
-            self._look_at_lingering()
 
     def _give_up(self, running: Iterable[_Call]) -> list[_Call]:
         """Those of them that were not given up before; their memory is late from now on. Under the lock."""
         stuck = [call for call in running if call.token is None]
         for call in stuck:
-            slots = call.owner.order.slots
-            addresses = (
-                [self._address(slots[i]) for i in call.numbers if slots[i] != NO_SLOT] if slots else []
-            )
-            call.token = self._late.add(addresses)
-            call.owner.late += addresses
+            slots = call.owner.order.slots[call.numbers.start : call.numbers.stop]
+            call.token = LATE.add(self._spans(slots), self._memory)
         return stuck
 
     def _pause_s(self) -> float | None:
@@ -362,19 +324,7 @@ class StoreMover:
         times = [call.given_up_at_s for call in self._running if call.token is None]
         times += [call.owner.starts_by_s for queue in self._queues.values() for call in queue]
         left = [at_s - now_s for at_s in times if at_s is not None]
-        if self._lingering:
-            left.append(LOOK_S)
         return max(LOOK_S, min(left)) if left else None
-
-    def _look_at_lingering(self) -> None:
-        if not isinstance(self._store, HoldsLate):
-            return
-        for entry in list(self._lingering):
-            memory, token = entry
-            if not any(map(self._store.holds, memory)):
-                with self._changed:
-                    self._lingering.remove(entry)
-                self._late.end(token)
 
     # ---------------------------------------------------------------- ends
 
@@ -386,7 +336,7 @@ class StoreMover:
         if token is None:
             self._end(call, outcomes)
         else:
-            self._late.end(token)
+            LATE.end(token)
 
     def _end(self, call: _Call, outcomes: Sequence[Outcome]) -> None:
         owner = call.owner
@@ -414,14 +364,7 @@ class StoreMover:
         num_bad, num_all = len(owner.failed), _num_wanted(owner.order)
         detail = f"{num_bad} of {num_all} blocks: {outcome} in tier {owner.order.tier}" if num_bad else ""
         tell = partial(self._tell, owner, outcome, detail)
-        if owner.late:
-            tell(is_late=True)
-        self._tell_when_free(owner, tell)
-
-    def _tell_when_free(self, owner: _Order, tell: Callable[..., None]) -> None:
-        # Again each time: a call that comes back after all may leave its memory to the store.
-        if not self._late.when_free(owner.late, partial(self._tell_when_free, owner, tell)):
-            tell(is_late=False)
+        LATE.tell_when_free(self._spans(owner.order.slots if num_bad else ()), tell)
 
     def _tell(self, owner: _Order, outcome: Outcome, detail: str, *, is_late: bool) -> None:
         try:

@@ -101,6 +101,13 @@ MUTANTS = (
         "tests/unit/test_policies.py::test_a_policy_that_raises_is_not_asked_any_more",
     ),
     Mutant(
+        "TensorRT-LLM: tokens of a request with a salt were told to routers once it was replayed",
+        "kvbm_trtllm/scheduler.py",
+        "            followed.status, followed.is_private = former.status, former.is_private\n",
+        "            followed.status = former.status\n",
+        "tests/trtllm/test_kv_events.py::test_of_a_replay_with_a_salt_no_tokens_are_told",
+    ),
+    Mutant(
         "a block that a reader held was overwritten, as somebody else's eviction policy had chosen it",
         "kvbm_core/policy/guarded.py",
         "                super().remove(slots)\n",

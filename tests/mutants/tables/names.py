@@ -159,7 +159,7 @@ MUTANTS = (
     # ------------------------------------------------------------ adapters
     Mutant(
         "a LoRA was overwritten on disk between its load and its first request",
-        "kvbm_core/identity/adapters.py",
+        "kvbm_vllm/adapters.py",
         "        elif files != adapter.files:\n",
         "        elif False:\n",
         f"{ADAPTERS}::test_overwritten_after_it_was_known_nobody_can_tell_what_a_later_load_has"
@@ -167,14 +167,14 @@ MUTANTS = (
     ),
     Mutant(
         "a LoRA was changed while the engine read it, and named by what lies there now",
-        "kvbm_core/identity/adapters.py",
+        "kvbm_vllm/adapters.py",
         "                and content.changed_ns < adapter.seen_ns - CLOCK_TICK_NS\n",
         "",
         f"{ADAPTERS}::test_a_change_while_it_is_loaded_leaves_it_to_this_process",
     ),
     Mutant(
         "a LoRA was loaded in place, then rolled back: the stamp of its first load answered",
-        "kvbm_core/identity/adapters.py",
+        "kvbm_vllm/adapters.py",
         "        self._known.pop(number, None)\n        if path is not None:\n"
         "            self._first_seen(number, path)\n",
         "        if path is not None and number not in self._known:\n"
@@ -197,7 +197,7 @@ MUTANTS = (
     ),
     Mutant(
         "an adapter was cached by a vLLM that does not say when it loads adapters",
-        "kvbm_core/identity/adapters.py",
+        "kvbm_vllm/adapters.py",
         "        if not self._sees_loads:\n            return None\n",
         "",
         f"{ADAPTERS}::test_without_notice_of_loads_nothing_is_known",

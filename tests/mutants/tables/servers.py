@@ -256,7 +256,7 @@ MUTANTS = (
     ),
     Mutant(
         "a first request with a LoRA cost the scheduler's thread 50 to 580 ms: it read the adapter",
-        "kvbm_core/identity/adapters.py",
+        "kvbm_vllm/adapters.py",
         "            self._to_digest.put(adapter)\n",
         "            self._digester.content(Path(path))\n            self._to_digest.put(adapter)\n",
         "tests/unit/test_identity_adapters.py::test_the_scheduler_does_not_wait_for_a_digest",

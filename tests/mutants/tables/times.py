@@ -320,9 +320,17 @@ MUTANTS = (
     Mutant(
         "a late write's slot was free at once (a rank's answer)",
         "kvbm_core/transfer/movers/disk.py",
-        "        end(is_late=True)\n        if not self._late.when_free(late, end):\n            end()\n",
-        "        end()\n",
+        "        LATE.tell_when_free([(record.address, record.address + size) for record in records], end)\n",
+        "        end(is_late=False)\n",
         "tests/unit/test_disk_mover.py::test_a_late_write_keeps_its_slots_until_it_ends",
+    ),
+    Mutant(
+        "memory of a request that was given up was freed before its end",
+        "kvbm_core/storage/late.py",
+        "            own, _ = self._requests[self._last_token] = tuple(spans), keep\n",
+        "            own, _ = self._requests[self._last_token] = tuple(spans), None\n",
+        "tests/unit/test_late.py::test_memory_is_neither_freed_nor_unmapped_until_its_request_ends"
+        " tests/unit/test_disk_mover_ends.py::test_close_with_a_late_read_leaves_file_and_memory_to_it",
     ),
     Mutant(
         "a late write's slot was free at once (the leader)",
