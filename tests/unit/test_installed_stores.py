@@ -18,11 +18,10 @@ from kvbm_core.config.installed import STORES
 from kvbm_core.errors import ConfigError, Outcome
 from kvbm_core.observe.log import RateLimitedLogger
 from kvbm_core.runtime.assembly import lower_makers, store_options
-from kvbm_core.storage.base import HoldsLate
 from kvbm_core.storage.extents import EXTENT_BYTES
 from kvbm_core.storage.names import ObjectInfo
 from kvbm_core.storage.remote import guarded
-from kvbm_core.storage.remote.engine import EngineTraits, GetItem, Got, PutItem
+from kvbm_core.storage.remote.engine import GetItem, Got, PutItem
 from kvbm_core.storage.remote.guarded import GuardedEngine
 from kvbm_core.storage.stores import StoreOptions, extent_bytes, open_engine
 from kvbm_core.testing.memory_engine import MemoryEngine
@@ -56,7 +55,7 @@ class Bad(MemoryEngine):
     """Each call goes wrong in a way of its own."""
 
     def __init__(self, url: str, options: StoreOptions) -> None:
-        super().__init__(traits=EngineTraits(1, 4, writes_late="late" in url))
+        super().__init__()
 
     def put(self, items: Sequence[PutItem], *, deadline_s: float) -> list[Outcome]:
         raise RuntimeError("boom in\na call")
@@ -79,9 +78,6 @@ class Bad(MemoryEngine):
 
     def close(self) -> None:
         raise RuntimeError("not yet")
-
-    def holds(self, target: object) -> bool:
-        raise RuntimeError("who knows")
 
 
 def fail(url: str, options: StoreOptions) -> MemoryEngine:
@@ -165,21 +161,21 @@ def _unsaid(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("_unsaid")
 def test_a_call_that_goes_wrong_costs_its_items_and_one_line(caplog: pytest.LogCaptureFixture) -> None:
-    engine = open_engine("bad://late", StoreOptions())
-    assert isinstance(engine, HoldsLate) and engine.holds(bytearray(1)), "who cannot say may"
+    engine = open_engine("bad://x", StoreOptions())
+    assert engine.remove(["a"], deadline_s=1) == [Outcome.IO_ERROR]
     for _ in range(3):
         assert engine.put([PutItem("a", [])] * 2, deadline_s=1) == [Outcome.IO_ERROR] * 2
         assert engine.get([GetItem("a", [])], deadline_s=1) == [Got(Outcome.IO_ERROR)]
         for call in (engine.exists, engine.remove, engine.renew):
             assert call(["a", "b"], deadline_s=1) == [Outcome.IO_ERROR] * 2
-    said = "bad://late: the package mine-package fails in "
+    said = "bad://x: the package mine-package fails in "
     remedy = "; run kvbm_core.testing.engine_contract on it"
     with pytest.raises(OSError, match=f"^{said}scan: KeyError: 'kvbm'{remedy}$"):
         list(engine.scan("kvbm", deadline_s=1))
     engine.close()
     assert caplog.messages == [
-        f"kvbm: {said}holds: RuntimeError: who knows{remedy}",
-        f"kvbm: {said}get: TypeError: it answered ['fine'] where 1 of Got were expected{remedy}",
+        f"kvbm: {said}remove: TypeError: it answered None where 1 of Outcome were expected{remedy}",
+        f"kvbm: {said}put: RuntimeError: boom in a call{remedy}",
         f"kvbm: {said}renew: SystemExit: 3{remedy}",
     ]
 

@@ -10,7 +10,6 @@ from typing import Any
 from kvbm_core.config.installed import BROKEN, said_by
 from kvbm_core.errors import Outcome
 from kvbm_core.observe.log import RateLimitedLogger, get_logger
-from kvbm_core.storage.base import HoldsLate
 from kvbm_core.storage.names import ObjectInfo
 from kvbm_core.storage.remote.engine import Got, ObjectEngine, TakesMemory
 
@@ -20,11 +19,12 @@ limited_log = RateLimitedLogger()
 def _each(call: str, bad: object = Outcome.IO_ERROR) -> Callable[..., Any]:
     def ask(self: GuardedEngine, items: Sequence[object], *, deadline_s: float) -> Any:
         def answers() -> list[Any]:
-            found = list(getattr(self._engine, call)(items, deadline_s=deadline_s))
-            if len(found) != len(items) or not all(isinstance(one, type(bad)) for one in found):
+            found = getattr(self._engine, call)(items, deadline_s=deadline_s)
+            is_one_each = isinstance(found, list) and len(found) == len(items)
+            if not is_one_each or not all(isinstance(one, type(bad)) for one in found):
                 wanted = f"{len(items)} of {type(bad).__name__}"
                 raise TypeError(f"it answered {shortened(found)} where {wanted} were expected")
-            return found
+            return list(found)
 
         return self._guarded(call, answers, [bad] * len(items))
 
@@ -32,9 +32,9 @@ def _each(call: str, bad: object = Outcome.IO_ERROR) -> Callable[..., Any]:
 
 
 class GuardedEngine:
-    """ObjectEngine: somebody else's, and HoldsLate and TakesMemory if it is. Where a call raises, or does not
-    answer for each item, these are IO_ERROR. ``whose``: what the line calls it that says so, once a minute
-    for all calls that fail alike.
+    """ObjectEngine: somebody else's; TakesMemory if it is. Where a call raises, or does not answer for each
+    item, these are IO_ERROR. ``whose``: what the line calls it that says so, once a minute for all calls that
+    fail alike.
     """
 
     def __init__(self, engine: ObjectEngine, whose: str) -> None:
@@ -42,8 +42,6 @@ class GuardedEngine:
         self._engine = engine
         self._whose = whose
         self.close = partial(self._guarded, "close", engine.close, None)
-        if isinstance(engine, HoldsLate) and self.traits.writes_late:
-            self.holds = lambda target: self._guarded("holds", partial(engine.holds, target), True)
         if isinstance(engine, TakesMemory):
             self.register = engine.register
 
