@@ -70,11 +70,6 @@ class PeerTier(LowerTier):
         """See LowerTier."""
         return sum(source.brought(keys) for source in self._sources.values())
 
-    def forget(self, keys: Sequence[BlockKey]) -> None:
-        """See LowerTier."""
-        for source in self._sources.values():
-            source.forget(keys)
-
     def reset(self) -> None:
         """See LowerTier. Peers keep their blocks."""
         for source in self._sources.values():

@@ -623,12 +623,6 @@ class KeyedTier(StoringTier):
 
     # ---------------------------------------------------------------- ends
 
-    def forget(self, keys: Sequence[BlockKey]) -> None:
-        """See LowerTier. For a while all extents that end with these blocks count as absent."""
-        sizes = [1 << n for n in range(self.full_blocks.bit_length())]
-        self._known.learn({(key, size): Outcome.MISS for key in keys for size in sizes})
-        self._num_news += 1
-
     def reset(self) -> None:
         """See LowerTier. Blocks stay in the store, which other engines share."""
         super().reset()

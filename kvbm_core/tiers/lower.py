@@ -168,9 +168,6 @@ class LowerTier:
     def mind(self) -> None:
         """Time has passed. A host slot is not reused while a worker may still read it."""
 
-    def forget(self, keys: Sequence[BlockKey]) -> None:
-        """Makes ``keys`` a miss here. What others share is not removed."""
-
     def reset(self) -> None:
         """Forgets every block; what waits is not stored, what is on its way will not be found."""
 

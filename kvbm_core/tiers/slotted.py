@@ -165,10 +165,6 @@ class SlottedTier(StoringTier):
             troubles = [outcome for _, outcome in outcomes if outcome not in ANSWERS]
             self.judge(troubles[0] if len(troubles) == len(outcomes) else Outcome.OK)
 
-    def forget(self, keys: Sequence[BlockKey]) -> None:
-        """See LowerTier."""
-        self.slots.forget(keys)
-
     def turn_off(self, reason: str) -> None:
         """See LowerTier. What it has is forgotten: nobody can be told of it any more."""
         super().turn_off(reason)

@@ -594,14 +594,6 @@ def test_a_reset_while_looking_for_blocks_and_what_waits_is_not_stored() -> None
     bench.assert_idle()
 
 
-def test_what_is_forgotten_is_not_looked_for_for_a_while() -> None:
-    bench = Bench()
-    bench.find(KEYS[:3])
-    bench.tier.forget(KEYS[1:2])
-    fetch = bench.fetch(KEYS[:3])
-    assert fetch.keys == tuple(KEYS[:1])
-
-
 def test_integrity_notices_what_is_fetched_or_stored_by_no_order() -> None:
     bench = Bench()
     bench.tier._storing.add((KEYS[0], 1))

@@ -138,11 +138,10 @@ def test_of_many_that_are_hinted_at_so_many_are_known() -> None:
     assert len(bench.take_sent()) == MAX_SOURCES
 
 
-def test_a_reset_and_what_is_forgotten() -> None:
+def test_after_a_reset_a_peer_is_asked_anew() -> None:
     bench = Bench()
     bench.wanted(KEYS[:1])
-    bench.answer(bench.only())
-    bench.tier.forget(KEYS[:1])
+    bench.answer(bench.only(), Outcome.MISS)
     assert bench.wanted(KEYS[:1]) is Sought.NOWHERE and not bench.sent
     bench.tier.reset()
     assert bench.wanted(KEYS[:1]) is Sought.COMING and bench.only().kind is OrderKind.FIND

@@ -107,7 +107,7 @@ def test_a_tier_without_slots_holds_blocks_where_they_lie() -> None:
     assert stored.keys == tuple(KEYS[:6]) and not stored.places
     bench.answer(stored)
     chain.forget(KEYS[:6])
-    bench.disk.forget(KEYS[1:4])
+    bench.disk.slots.forget(KEYS[1:4])
     assert chain.residents.match_prefix(KEYS) == 6
     held = chain.hold("r", KEYS[:6])
     assert isinstance(held, Held) and held.num_fetched == 6 and shelf.num_held == 1

@@ -237,7 +237,7 @@ def test_a_promise_is_good_until_a_lease_ends_or_a_block_is_forgotten_in_any_tie
     if spoils == "host":
         bench.host.forget(KEYS[:1])
     elif spoils == "slow":
-        bench.tier("slow").forget(KEYS[2:3])
+        bench.tier("slow").slots.forget(KEYS[2:3])
     else:
         bench.clock.advance(TTL_S)
         assert bench.chain.mind([]) == 2
