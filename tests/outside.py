@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
-from kvbm_core.config.remote_url import STORES
+from kvbm_core.config.installed import STORES
 
 ROOT = Path(__file__).resolve().parents[1]
 ENTRY_POINT = re.compile(rf'"{re.escape(STORES)}"\]\n(\w+) = "(\w+)\.(\w+):(\w+)"')

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from contextlib import AbstractContextManager
 from pathlib import Path
 
+from kvbm_core.config.installed import POLICIES
 from kvbm_core.policy.base import Spare
 from kvbm_core.policy.lru import LruPolicy
-from kvbm_core.policy.named import POLICIES
 from kvbm_core.policy.recency import Slots
 from kvbm_core.tokens.runs import BlockRun
 from tests import outside
@@ -24,11 +25,29 @@ class Listening(LruPolicy):
         self.told.append((run, slots.tolist()))
 
 
-class Undecided(LruPolicy):
-    """Raises whenever it is to choose."""
+class Failing(LruPolicy):
+    """Raises, or answers so, where it is asked by this name."""
 
-    def evict(self, count_blocks: int, spare: Spare | None = None) -> Slots | None:
-        raise RuntimeError("which one")
+    def __init__(self, name: str, answer: object = None) -> None:
+        super().__init__()
+        self._name, self._answer = name, answer
+
+    def __getattribute__(self, name: str) -> object:
+        if name.startswith("_") or name != self._name:
+            return super().__getattribute__(name)
+        if self._answer is None:
+            raise RuntimeError("no,\nnot today")
+        return self._answer
+
+    def tell(self, run: BlockRun, slots: Slots) -> None:
+        """TakesRuns."""
+
+
+class Full(LruPolicy):
+    """Raises as soon as a block comes."""
+
+    def insert(self, slots: Slots) -> None:
+        raise RuntimeError("no more")
 
 
 class Careless(LruPolicy):
@@ -45,15 +64,13 @@ def broken() -> LruPolicy:
     raise RuntimeError("out of order,\nin two lines")
 
 
+def leave() -> LruPolicy:
+    """As a program does that cannot go on."""
+    sys.exit(3)
+
+
 def nothing() -> None:
     """A maker that forgot to return what it made."""
-
-
-class Deaf(LruPolicy):
-    """TakesRuns: raises whenever it is told."""
-
-    def tell(self, run: BlockRun, slots: Slots) -> None:
-        raise RuntimeError("not heard,\ntwice")
 
 
 def installed(folder: Path, **policies: str) -> AbstractContextManager[None]:

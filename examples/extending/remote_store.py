@@ -10,7 +10,7 @@ from itertools import accumulate
 from typing import TypeVar
 from urllib.parse import urlsplit
 
-from kvbm_core.errors import Outcome
+from kvbm_core.errors import ConfigError, Outcome
 from kvbm_core.observe.log import TroubleLog
 from kvbm_core.storage.names import ObjectInfo
 from kvbm_core.storage.remote.engine import EngineTraits, GetItem, Got, PutItem
@@ -20,8 +20,8 @@ Answer = TypeVar("Answer")
 TABLE = "CREATE TABLE IF NOT EXISTS objects (name TEXT PRIMARY KEY, content BLOB, changed_s REAL)"
 PUT = "INSERT OR REPLACE INTO objects VALUES (?, ?, ?)"
 GET = "SELECT length(content), substr(content, ?, ?) FROM objects WHERE name = ?"
-RENEW = "UPDATE objects SET changed_s = (julianday('now') - 2440587.5) * 86400.0 WHERE name = ?"
-SCAN = "SELECT name, length(content), changed_s FROM objects WHERE substr(name, 1, ?) = ?"
+RENEW = "UPDATE objects SET changed_s = strftime('%s', 'now') + 0.0 WHERE name = ?"  # seconds since 1970
+SCAN = "SELECT name, length(content), changed_s FROM objects WHERE name >= ? AND name < ?"
 
 
 class SqliteEngine:
@@ -63,7 +63,8 @@ class SqliteEngine:
 
     def scan(self, prefix: str, *, deadline_s: float) -> Iterator[ObjectInfo]:
         def scan(database: sqlite3.Connection) -> list[ObjectInfo]:
-            return [ObjectInfo(*row) for row in database.execute(SCAN, (len(prefix), prefix))]
+            # "{" comes next to "z", the last of the characters that a name may have.
+            return [ObjectInfo(*row) for row in database.execute(SCAN, (prefix, prefix + "{"))]
 
         def fail(bad: Outcome) -> list[ObjectInfo]:
             raise OSError(f"{self._path} cannot be listed: {bad}")
@@ -124,4 +125,8 @@ def _get(database: sqlite3.Connection, item: GetItem) -> Got:
 
 def open_sqlite(url: str, options: StoreOptions) -> SqliteEngine:
     """The engine of ``sqlite:///PATH``."""
-    return SqliteEngine(urlsplit(url).path)
+    place = urlsplit(url)
+    if place.netloc or len(place.path) < 2:
+        remedy = "write three slashes and the whole path of a file, such as sqlite:///tmp/blocks.db"
+        raise ConfigError("KVBM_REMOTE_URL", url, remedy)
+    return SqliteEngine(place.path)

@@ -76,11 +76,6 @@ class LeaseBook:
         """Leases that have not ended."""
         return len(self._live)
 
-    @property
-    def slots(self) -> list[int]:
-        """What they hold, once for each of them."""
-        return [slot for lease in self._live.values() for slot in lease.slots]
-
     def check_integrity(self) -> None:
         """Raises IntegrityError if a live lease could never expire. Cost grows with the leases."""
         queued = set(self._by_expiry)

@@ -6,7 +6,6 @@ No bytes here. A block exists in the tier from ``commit`` on, never before; betw
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from collections.abc import Set as AbstractSet
@@ -23,19 +22,14 @@ from kvbm_core.blocks.tenants import NOBODY, Quota, TenantBooks, Tenants, tenant
 from kvbm_core.clock import Clock
 from kvbm_core.errors import IntegrityError
 from kvbm_core.observe.labels import DropReason, EvictReason
-from kvbm_core.observe.log import RateLimitedLogger
 from kvbm_core.observe.metrics import Metrics
-from kvbm_core.policy.base import NOT_HERE, EvictionPolicy, Spare, TakesRuns
-from kvbm_core.policy.lru import LruPolicy
+from kvbm_core.policy.base import NOT_HERE, EvictionPolicy, TakesRuns
 from kvbm_core.policy.recency import Slots, as_slots
 from kvbm_core.tokens.runs import BlockRun
 from kvbm_core.types import BlockKey, Tier, group_of
 
 Protected = Callable[[Sequence[BlockKey]], AbstractSet[BlockKey]]
 """What has to stay where it is when room is made for these keys."""
-
-log = logging.getLogger("kvbm")
-limited_log = RateLimitedLogger(log)
 
 
 def protect_nothing(new_keys: Sequence[BlockKey]) -> AbstractSet[BlockKey]:
@@ -309,10 +303,7 @@ class BlockTier:
             keys = run.keys[run.first : run.end]
             here = self.resident_of(keys)
             slot_of = dict(zip(here, self._registry.slots_of(here).tolist(), strict=True))
-            try:
-                policy.tell(run, as_slots([slot_of.get(key, NOT_HERE) for key in keys]))
-            except Exception as error:  # whatever somebody else's policy raises: what follows it matters more
-                self._complain("tell", error)
+            policy.tell(run, as_slots([slot_of.get(key, NOT_HERE) for key in keys]))
 
     def demote(self, keys: Sequence[BlockKey]) -> None:
         """``keys`` go before all others, until they are used again."""
@@ -639,59 +630,13 @@ class BlockTier:
                 map(protected.__contains__, self._registry.keys_in(slots)), np.bool_, len(slots)
             )
 
-        victims = self._victims(count_blocks, spare if protected else None)
+        victims = self._policy.evict(count_blocks, spare if protected else None)
         if victims is None and partly:
             num_spared = len(self._free_of(self._registry.resident_of(list(protected))))
             possible = min(count_blocks, self._policy.evictable_blocks - num_spared)
-            victims = self._victims(possible, spare) if possible > 0 else None
+            victims = self._policy.evict(possible, spare) if possible > 0 else None
         if victims is not None and len(victims):
             self._evicted(victims)
-
-    def _victims(self, count_blocks: int, spare: Spare | None) -> Slots | None:
-        """What the policy chooses; nothing if it raises, as jobs and requests wait for what follows. Somebody
-        else's that chooses what must stay is not asked any more: the least recently used go.
-        """
-        victims = None
-        try:
-            victims = self._policy.evict(count_blocks, spare)
-        except IntegrityError:
-            raise
-        except Exception as error:  # whatever somebody else's policy raises
-            self._complain("evict", error)
-        if victims is None or type(self._policy) is LruPolicy or self._may_go(victims, count_blocks, spare):
-            return victims
-        self._replace_policy()
-        return self._policy.evict(count_blocks, spare)
-
-    def _may_go(self, victims: Slots, count_blocks: int, spare: Spare | None) -> bool:
-        """Whether these are what a policy is asked for: so many blocks that nobody holds, and none spared."""
-        try:
-            keys = [key for key in self._registry.keys_in(victims) if key is not None]
-            is_held = np.isin(victims, self._held_slots()) | (spare is not None and spare(victims))
-            are_blocks = np.array_equal(self._registry.slots_of(keys), victims)
-            return len(set(keys)) == count_blocks and are_blocks and not is_held.any()
-        except Exception:  # nor are they slots
-            return False
-
-    def _replace_policy(self) -> None:
-        policy, tier = type(self._policy).__name__, self.tier.name.lower()
-        line = "kvbm: the eviction policy %s of the %s tier chose what must stay, such as a pinned block; %s"
-        log.error(line, policy, tier, "it is not asked any more, and the least recently used go")
-        self._policy = LruPolicy()
-        self._policy.grow(len(self._used_at_s))
-        slots = self._registry.slots_of(list(self._registry.keys()))
-        self._policy.insert(slots[np.argsort(-self._used_at_s[slots], kind="stable")])
-        self._policy.pin(self._held_slots())
-
-    def _held_slots(self) -> Slots:
-        """Once for each lease, and for what operators keep."""
-        kept = self._registry.slots_of(self.resident_of(list(self._kept)))
-        return np.concatenate([as_slots(self._leases.slots), kept])
-
-    def _complain(self, method: str, error: Exception) -> None:
-        policy, said = type(self._policy).__name__, " ".join(f"{type(error).__name__}: {error}".split())
-        line = "kvbm: the eviction policy %s of the %s tier raises in %s: %s"
-        limited_log.warning((policy, method), line, policy, self.tier.name.lower(), method, said)
 
     def _idle_s(self, slots: Slots) -> npt.NDArray[np.float32]:
         return self._clock.now_s() - self._began_at_s - self._used_at_s[slots]

@@ -89,11 +89,11 @@ def replay_trace(
             shape = read_model(model)
             shape.check_predictable()
             block_bytes = shape.kv(tp, kv_dtype).stored_bytes * loaded.block_tokens
-        make_policy(eviction)
+        make_policy(eviction, "--eviction")
         policies = [one._replace(evicting=partial(make_policy, eviction)) for one in _policies(policy)]
         cases = cases_of(loaded, policies, sizes, block_bytes=block_bytes)
     except (ValueError, ConfigError, SizingError) as error:
-        fail(f"kvbm replay: {error}", BAD_USAGE_EXIT)
+        fail(f"kvbm replay: {str(error).removeprefix('kvbm: ')}", BAD_USAGE_EXIT)
     found = run_cases(loaded, cases, processes)
     if as_json:
         typer.echo(json.dumps(as_plain(found), indent=1))

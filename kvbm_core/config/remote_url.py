@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import unquote, urlsplit
 
+from kvbm_core.config.installed import STORES, package_of
 from kvbm_core.config.server_url import MOONCAKE_SCHEME, SERVER_SCHEMES, server_url
 
 SCHEMES = {"file", "s3", "gs", "az", *SERVER_SCHEMES}
 """Those for which there is a store; see kvbm_core.storage.stores. Installed packages may have more."""
-STORES = "kvbm.stores"
-"""The group of entry points: each is called as a scheme, and names an EngineMaker."""
 BUCKET_SCHEMES = ("s3", "gs", "az")
 """Those of object stores."""
 
@@ -88,6 +87,9 @@ def read_remote_url(value: object) -> str:
         if "@" in text:
             raise ValueError(_SECRETS)
     elif scheme in ("", "file"):
+        lone = text.partition(":")[0].lower()
+        if not scheme and lone != "file" and lone in {*SCHEMES, *entry_points(group=STORES).names}:
+            raise ValueError(f"write {lone}:// and what follows, with two slashes or three")
         remote_directory(text)
     elif scheme in SERVER_SCHEMES:
         server_url(text)
@@ -101,7 +103,7 @@ def installed_store(scheme: str) -> EntryPoint:
     remedy.
     """
     installed = entry_points(group=STORES)
-    found = [entry for entry in installed if entry.name == scheme]
+    found = [entry for entry in installed if entry.name.lower() == scheme]
     if len(found) == 1:
         return found[0]
     if found:
@@ -109,11 +111,6 @@ def installed_store(scheme: str) -> EntryPoint:
     known = ", ".join(f"{name}://" for name in sorted(SCHEMES))
     more = _told(installed) or "none"
     raise ValueError(f"no store has such a URL; there are {known}; of installed packages: {more}")
-
-
-def package_of(entry: EntryPoint) -> str:
-    """The name of the package that has it."""
-    return entry.dist.name if entry.dist else entry.value
 
 
 def _told(entries: Iterable[EntryPoint]) -> str:

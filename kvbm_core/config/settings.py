@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
+from importlib.metadata import entry_points
 from typing import Any, NamedTuple
 
 from pydantic import PrivateAttr, ValidationError
 from pydantic.fields import FieldInfo
 
 from kvbm_core.config.fields import Adapter, SettingFields
+from kvbm_core.config.installed import POLICIES, STORES, package_of
 from kvbm_core.config.names import overrides_by_env, unknown_variable_warnings
 from kvbm_core.config.readers import shown, without_password
 from kvbm_core.config.remote_url import BUCKET_SCHEMES, SCHEMES, remote_bucket, scheme_of, split_urls
@@ -92,6 +94,7 @@ class KvbmSettings(SettingFields):
             *settings._small_disk_warnings(),
             *settings._lone_remote_warnings(),
             *settings._lone_peer_warnings(),
+            *settings._own_name_warnings(),
             *unknown_variable_warnings(environ, cls.env_names().values()),
         )
         return settings
@@ -254,6 +257,15 @@ class KvbmSettings(SettingFields):
             if self.is_set(name):
                 remedy = f"has no effect without {names['peers']}; set that to zmq or nixl"
                 yield f"kvbm: {names[name]}={shown(getattr(self, name))}: {remedy}"
+
+    def _own_name_warnings(self) -> Iterator[str]:
+        """One line for what an installed package has under a name that is set, and is kvbm's own."""
+        own = {"eviction_policy": (POLICIES, {"lru"}), "remote_url": (STORES, self._schemes & SCHEMES)}
+        for name, (group, ours) in own.items():
+            for entry in entry_points(group=group) if self.is_set(name) else ():
+                if entry.name.lower() in ours:
+                    why = f"is kvbm's own; that of {package_of(entry)} is not used: it needs another name"
+                    yield f"kvbm: {self.env_names()[name]}={shown(getattr(self, name))}: {entry.name} {why}"
 
     def _lone_disk_warnings(self) -> Iterator[str]:
         """One line if the disk cannot be read straight into the device's memory, as the settings are."""

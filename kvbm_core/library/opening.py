@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from contextlib import ExitStack
 from itertools import count
@@ -35,6 +36,7 @@ ARGUMENTS = {
     "KVBM_REMOTE_CACHE_GB": "remote_bytes",
 }
 """What a setting of engines is called here."""
+_SETTING = re.compile(r"^kvbm: (KVBM_REMOTE_URL=.*?: )?")
 
 
 def open_cache(
@@ -90,7 +92,8 @@ def open_cache(
             opened.callback(tiers.close)
             tiers.wait_ready(1, *(place.num_slots for place in places), timeout_s=settings.start_wait_s)
             for name, reason in tiers.off_tiers.items():
-                raise ConfigError(DISK if name == DISK else REMOTE, disk if name == DISK else remote, reason)
+                why = _SETTING.sub("", reason)
+                raise ConfigError(DISK if name == DISK else REMOTE, disk if name == DISK else remote, why)
         except ConfigError as error:
             name = ARGUMENTS.get(error.setting, error.setting)
             raise ConfigError(name, error.value, error.remedy) from None

@@ -20,8 +20,11 @@ class EvictionPolicy(Protocol):
 
     Slots are given as arrays (int32), head first, in prefix order: of the slots of one call the tail is
     evicted before the head, as a tail without its head is of no use. A sequence that arrives in several calls
-    is touched as a whole after each. One thread only. A call that raises has changed nothing.
-    ``kvbm_core.testing.policy_contract`` is the test that every policy must pass.
+    is touched as a whole after each, and then the tail goes first, however often each slot was used before.
+    One load is a pin, an unpin and one touch or more: who counts uses counts what ``tell`` says, or one of
+    these. Steps must not grow with the slots: a queue is an OrderedDict, as a dict from which the first were
+    deleted is slow to find its next. The arrays are not to be changed. One thread only. A call that raises
+    has changed nothing. ``kvbm_core.testing.policy_contract`` is the test that every policy must pass.
     """
 
     def grow(self, capacity_slots: int) -> None:
@@ -37,8 +40,8 @@ class EvictionPolicy(Protocol):
 
     def demote(self, slots: Slots) -> None:
         """``slots`` go before all that are not demoted, until they are touched; of those that are demoted the
-        first ones first, of one call the tail. Unknown ones are ignored; pinned ones are demoted with their
-        last unpin.
+        first ones first, of one call the tail; one that is demoted already stays where it is. Unknown ones
+        are ignored; pinned ones are demoted with their last unpin, the tail of that first.
         """
 
     def pin(self, slots: Slots) -> None:

@@ -8,12 +8,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from kvbm_core.config.installed import made_by, package_of
 from kvbm_core.config.readers import shown
 from kvbm_core.config.remote_url import (
     BUCKET_SCHEMES,
     SCHEMES,
     installed_store,
-    package_of,
     remote_bucket,
     remote_directory,
     scheme_of,
@@ -255,22 +255,14 @@ def open_engine(url: str, options: StoreOptions) -> ObjectEngine:
 def _installed_engine(url: str, options: StoreOptions) -> ObjectEngine:
     """The engine that an installed package makes."""
     from kvbm_core.storage.remote.engine import ObjectEngine
+    from kvbm_core.storage.remote.guarded import GuardedEngine
 
     try:
         entry = installed_store(scheme_of(url))
     except ValueError as error:
         raise ConfigError("KVBM_REMOTE_URL", shown(url), str(error)) from None
-    try:
-        engine: object = entry.load()(url, options)
-        if not isinstance(engine, ObjectEngine):
-            raise TypeError(f"it makes no ObjectEngine, but a {type(engine).__name__}")
-    except ConfigError:
-        raise
-    except Exception as error:  # whatever somebody else's package raises
-        why = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        remedy = f"{entry.value} of the package {package_of(entry)} cannot be used: {why}"
-        raise ConfigError("KVBM_REMOTE_URL", shown(url), remedy) from error
-    return engine
+    engine = made_by(entry, "KVBM_REMOTE_URL", shown(url), ObjectEngine, url, options)
+    return GuardedEngine(engine, f"{shown(url)}: the package {package_of(entry)}")
 
 
 def inspect_store(url: str, options: StoreOptions) -> StoreInspection:

@@ -261,7 +261,7 @@ class EngineContract(ABC):
             assert len(list(engine.scan("", deadline_s=LONG_S))) == 1
 
     def test_a_scan_finds_what_begins_with_the_prefix(self) -> None:
-        names = ["a/b1/c", "a/b1/d", "a/b2/c", "a/c", "b/b1/c"]
+        names = ["a/b1/c", "a/b1/d", "a/b2/c", "a/bzz", "a/c", "b/b1/c"]
         with self.opened() as engine:
             for number, name in enumerate(names):
                 self.put(engine, **{name: content_of(name, 100 + number)})
@@ -291,6 +291,8 @@ class EngineContract(ABC):
             self.put(engine, one=content_of("one", 500))
             renewed = engine.renew(["one", "absent"], deadline_s=LONG_S)
             assert renewed[0] is Outcome.OK and renewed[1] in (Outcome.OK, Outcome.MISS)
+            (info,) = engine.scan("one", deadline_s=LONG_S)
+            assert self._is_true(info, 500), "it was used just now"
             assert self.get(engine, "one", 500) == (Got(Outcome.OK, 500), content_of("one", 500))
             assert engine.exists(["one", "absent"], deadline_s=LONG_S) == [Outcome.OK, Outcome.MISS]
 

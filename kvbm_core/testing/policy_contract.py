@@ -155,6 +155,30 @@ class EvictionPolicyContract(ABC):
         released.unpin(keys)
         _expect(self.all_evictable(released) == keys[::-1], "after unpin the tail goes first")
 
+    def test_what_was_used_more_often_goes_before_its_head_too(self) -> None:
+        keys = _slots(0, 8)
+        policy = self.filled(keys)
+        for _ in range(20):
+            policy.touch(keys[4:])
+        policy.touch(keys)
+        _expect(self.all_evictable(policy) == keys[::-1], "a tail that was used more often goes first")
+
+    def test_demoted_keys_go_tail_first_after_their_last_unpin(self) -> None:
+        keys = _slots(0, 4)
+        policy = self.filled(keys)
+        policy.pin(keys)
+        policy.demote(keys)
+        policy.insert([9])
+        policy.unpin(keys)
+        _expect(policy.evict(4) == keys[::-1], "demoted keys go first, the tail before the head")
+
+    def test_a_key_that_is_demoted_again_stays_where_it_is(self) -> None:
+        keys = _slots(0, 4)
+        policy = self.filled(keys)
+        for some in (keys[:1], keys[1:2], keys[:1]):
+            policy.demote(some)
+        _expect(policy.evict(2) == keys[:2], "what was demoted first goes first")
+
     def test_pinned_keys_stay_until_the_last_unpin(self) -> None:
         keys = _slots(0, 5)
         policy = self.filled(keys)

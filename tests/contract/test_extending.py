@@ -5,10 +5,11 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -17,13 +18,16 @@ from typing import cast
 import pytest
 
 from kvbm_core.config import KvbmSettings
+from kvbm_core.errors import ConfigError, Outcome
 from kvbm_core.policy.base import NOT_HERE, EvictionPolicy
 from kvbm_core.policy.recency import as_slots
+from kvbm_core.storage.names import ObjectInfo
 from kvbm_core.storage.remote.engine import ObjectEngine
 from kvbm_core.storage.remote.record_store import RecordStore
 from kvbm_core.storage.stores import StoreOptions, StoreSpec, open_engine, open_store
 from kvbm_core.testing.engine_contract import EngineContract
 from kvbm_core.testing.extent_contract import ExtentStoreContract
+from kvbm_core.testing.memory_engine import MemoryEngine, MemoryObjects
 from kvbm_core.testing.policy_contract import EvictionPolicyContract, ListPolicy, sample_keys
 from kvbm_core.testing.store_contract import BlockStoreContract
 from kvbm_core.tokens.runs import BlockRun, run_of
@@ -45,16 +49,8 @@ def load(name: str) -> ModuleType:
 
 
 POLICY = load("eviction_policy")
-USE = """
-import sys, numpy, kvbm
-spec = kvbm.BlockSpec("my-model", shape=(2, 16, 64), dtype="float16", tokens=16)
-blocks = numpy.full((4, *spec.shape), 7, spec.dtype)
-for _ in range(2):
-    with kvbm.open_cache(spec, host_bytes=1 << 24, remote=sys.argv[1]) as cache:
-        out = numpy.zeros_like(blocks)
-        print(cache.get(list(range(64)), out), bool((out == 7).all()), cache.put(list(range(64)), blocks))
-"""
-"""Two caches, one after the other."""
+USE = re.compile(r"```python\n(import numpy.*?open_cache.*?)```", re.DOTALL)
+"""As the page uses the store: two caches, one after the other."""
 
 
 class TestDeepFirst(EvictionPolicyContract):
@@ -136,6 +132,50 @@ class TestExtentsInSqlite(Installed, ExtentStoreContract):
     pass
 
 
+@pytest.mark.parametrize("url", ["sqlite://", "sqlite:///", "sqlite://tmp/blocks.db"])
+def test_the_store_says_how_its_url_is_written(url: str, tmp_path: Path) -> None:
+    with sqlite_store(tmp_path), pytest.raises(ConfigError, match="write three slashes") as caught:
+        open_engine(url, StoreOptions())
+    assert str(caught.value).startswith(f"kvbm: KVBM_REMOTE_URL={url}: ")
+
+
+class MarksNothing(MemoryEngine):
+    """Its renew takes an object for as old as can be."""
+
+    def renew(self, names: Sequence[str], *, deadline_s: float) -> list[Outcome]:
+        found = super().renew(names, deadline_s=deadline_s)
+        for name in names:
+            if name in self.objects.objects:
+                self.objects.objects[name] = self.objects.objects[name]._replace(changed_s=0.0)
+        return found
+
+
+class EndsAtZ(MemoryEngine):
+    """Its scan ends too early."""
+
+    def scan(self, prefix: str, *, deadline_s: float) -> Iterator[ObjectInfo]:
+        found = super().scan(prefix, deadline_s=deadline_s)
+        return (info for info in found if info.name < f"{prefix}z")
+
+
+@pytest.mark.parametrize(
+    ("broken", "test"),
+    [
+        (MarksNothing, "test_what_is_renewed_is_as_it_was"),
+        (EndsAtZ, "test_a_scan_finds_what_begins_with_the_prefix"),
+    ],
+)
+def test_the_contract_catches_a_broken_engine(broken: type[MemoryEngine], test: str) -> None:
+    class Suite(EngineContract):
+        @contextmanager
+        def store(self) -> Iterator[Callable[[], ObjectEngine]]:
+            objects = MemoryObjects()
+            yield lambda: broken(objects=objects)
+
+    with pytest.raises(AssertionError):
+        getattr(Suite(), test)()
+
+
 def test_everything_knows_the_store_of_an_installed_package(tmp_path: Path) -> None:
     """The commands and the library, each in a process of its own, and the doctor."""
     url = f"sqlite://{tmp_path}/objects.db"
@@ -150,7 +190,8 @@ def test_everything_knows_the_store_of_an_installed_package(tmp_path: Path) -> N
         return result.stdout
 
     with sqlite_store(tmp_path / "site"):
-        assert run("-c", USE, url) == "0 False 4\n4 True 4\n"
+        (program,) = USE.findall((ROOT / "docs" / "extending.md").read_text(encoding="utf-8"))
+        assert run("-c", program.replace("sqlite:///tmp/blocks.db", url)) == "0 4\n4 4\n"
         (finding,) = look("stores", cpu_cache_gb=1, remote_url=url)
         assert finding.seen == f"{url} takes, gives and removes objects"
         listed = json.loads(run("-m", "kvbm_core", "remote", "ls", url, "--json"))

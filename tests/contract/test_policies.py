@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import numpy as np
 import pytest
 
 from kvbm_core.policy.base import EvictionPolicy
+from kvbm_core.policy.guarded import GuardedPolicy
 from kvbm_core.policy.lru import LruPolicy
-from kvbm_core.policy.recency import Slots
+from kvbm_core.policy.recency import Slots, as_slots
 from kvbm_core.testing.naive import NaiveLru
 from kvbm_core.testing.policy_contract import EvictionPolicyContract, ListPolicy
 
@@ -22,6 +25,13 @@ class TestNaiveLru(EvictionPolicyContract):
         return NaiveLru()
 
     test_no_step_grows_with_the_resident_blocks = None  # the twin is slow on purpose
+
+
+class TestGuarded(EvictionPolicyContract):
+    """One of a package, which is asked to the end."""
+
+    def make_policy(self) -> EvictionPolicy:
+        return GuardedPolicy(LruPolicy(), "a good policy")
 
 
 class EvictsOneTooMany(LruPolicy):
@@ -40,9 +50,36 @@ class HeadFirst(LruPolicy):
         super().insert(slots[::-1])
 
 
+class CountsTouches(LruPolicy):
+    """What was touched more often goes later, whatever is behind it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._uses: Counter[int] = Counter()
+
+    def touch(self, slots: Slots) -> None:
+        self._uses.update(slots.tolist())
+        super().touch(as_slots(sorted(slots.tolist(), key=lambda slot: -self._uses[slot])))
+
+
+class UnpinsHeadFirst(LruPolicy):
+    def unpin(self, slots: Slots) -> None:
+        for slot in slots:
+            super().unpin(as_slots([slot]))
+
+
+class DemotesAgain(LruPolicy):
+    def demote(self, slots: Slots) -> None:
+        self.touch(slots)
+        super().demote(slots)
+
+
 @pytest.mark.parametrize(
     ("broken", "test"),
     [
+        (CountsTouches, "test_what_was_used_more_often_goes_before_its_head_too"),
+        (UnpinsHeadFirst, "test_demoted_keys_go_tail_first_after_their_last_unpin"),
+        (DemotesAgain, "test_a_key_that_is_demoted_again_stays_where_it_is"),
         (EvictsOneTooMany, "test_evict_takes_exactly_n"),
         (EvictsOneTooMany, "test_a_random_walk_keeps_the_books"),
         (LooksAtEverything, "test_no_step_grows_with_the_resident_blocks"),

@@ -235,7 +235,7 @@ def test_the_eviction_policy(tmp_path: Path) -> None:
     assert is_well(look("eviction"))
     found(look("eviction", eviction_policy="other"), ERROR, "KVBM_EVICTION_POLICY=other", "there are: ")
     with installed(tmp_path, listening="tests.policies:Listening", broken="tests.policies:broken"):
-        found(look("eviction", eviction_policy="broken"), ERROR, "cannot be made: RuntimeError")
+        found(look("eviction", eviction_policy="broken"), ERROR, "cannot be used: RuntimeError")
         assert is_well(look("eviction", eviction_policy="listening"))
 
 

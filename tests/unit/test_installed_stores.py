@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
+from typer.testing import CliRunner
 
+import kvbm
+from kvbm_core.cli.main import app
 from kvbm_core.clock import ManualClock
 from kvbm_core.config import KvbmSettings
-from kvbm_core.config.remote_url import STORES
-from kvbm_core.errors import ConfigError
+from kvbm_core.config.installed import STORES
+from kvbm_core.errors import ConfigError, Outcome
+from kvbm_core.observe.log import RateLimitedLogger
 from kvbm_core.runtime.assembly import lower_makers, store_options
 from kvbm_core.storage.extents import EXTENT_BYTES
+from kvbm_core.storage.names import ObjectInfo
+from kvbm_core.storage.remote import guarded
+from kvbm_core.storage.remote.engine import GetItem, Got, PutItem
+from kvbm_core.storage.remote.guarded import GuardedEngine
 from kvbm_core.storage.stores import StoreOptions, extent_bytes, open_engine
 from kvbm_core.testing.memory_engine import MemoryEngine
 from tests.outside import installed
@@ -26,6 +35,9 @@ POINTS = {
     "shut": f"{__name__}:refuse",
     "text": f"{__name__}:STORES",
     "gone": "no_such_module:make",
+    "leave": f"{__name__}:leave",
+    "LARGE": f"{__name__}:Mine",
+    "bad": f"{__name__}:Bad",
 }
 SETTING = "kvbm: KVBM_REMOTE_URL="
 URL = "mine://A/b?c=1"
@@ -39,9 +51,43 @@ class Mine(MemoryEngine):
         self.made_for = url, options
 
 
+class Bad(MemoryEngine):
+    """Each call goes wrong in a way of its own."""
+
+    def __init__(self, url: str, options: StoreOptions) -> None:
+        super().__init__()
+
+    def put(self, items: Sequence[PutItem], *, deadline_s: float) -> list[Outcome]:
+        raise RuntimeError("boom in\na call")
+
+    def get(self, items: Sequence[GetItem], *, deadline_s: float) -> list[Got]:
+        return ["fine"] * len(items)  # type: ignore[list-item]
+
+    def exists(self, names: Sequence[str], *, deadline_s: float) -> list[Outcome]:
+        return [Outcome.OK] * (len(names) + 1)
+
+    def remove(self, names: Sequence[str], *, deadline_s: float) -> list[Outcome]:
+        return None  # type: ignore[return-value]
+
+    def renew(self, names: Sequence[str], *, deadline_s: float) -> list[Outcome]:
+        sys.exit(3)
+
+    def scan(self, prefix: str, *, deadline_s: float) -> Iterator[ObjectInfo]:
+        yield from super().scan(prefix, deadline_s=deadline_s)
+        raise KeyError(prefix)
+
+    def close(self) -> None:
+        raise RuntimeError("not yet")
+
+
 def fail(url: str, options: StoreOptions) -> MemoryEngine:
     """As a driver may."""
     raise RuntimeError("out of\norder")
+
+
+def leave(url: str, options: StoreOptions) -> MemoryEngine:
+    """As a program does that cannot go on."""
+    sys.exit(3)
 
 
 def forget(url: str, options: StoreOptions) -> None:
@@ -72,7 +118,8 @@ def test_a_package_makes_the_engine_of_its_url_with_the_options() -> None:
     assert settings.store_urls == (URL,) and settings.warnings == (), "it needs no size"
     options = store_options(settings)
     engine = open_engine(URL, options)
-    assert isinstance(engine, Mine) and engine.made_for == (URL, options) and options.deadline_s == 3
+    assert isinstance(engine, GuardedEngine) and isinstance(engine._engine, Mine)
+    assert engine._engine.made_for == (URL, options) and options.deadline_s == 3
 
 
 def test_the_leader_needs_the_name_alone() -> None:
@@ -94,13 +141,83 @@ def test_a_size_is_said_to_be_in_vain() -> None:
         ("nothing", "TypeError: it makes no ObjectEngine, but a NoneType"),
         ("text", "TypeError: 'str' object is not callable"),
         ("gone", "ModuleNotFoundError: No module named 'no_such_module'"),
+        ("leave", "SystemExit: 3"),
     ],
 )
 def test_what_cannot_be_used_is_told_with_its_package(scheme: str, why: str) -> None:
-    said = f"{POINTS[scheme]} of the package mine-package cannot be used: {why}"
+    said = (
+        f"{POINTS[scheme]} of the package mine-package cannot be used: {why}; mend or reinstall that package"
+    )
     assert refused(f"{scheme}://x") == f"{SETTING}{scheme}://x: {said}"
     (finding,) = look("stores", cpu_cache_gb=1, remote_url=f"{scheme}://x")
     assert (finding.seen, finding.remedy) == (f"KVBM_REMOTE_URL={scheme}://x", said)
+
+
+@pytest.fixture
+def _unsaid(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No line was logged so far."""
+    monkeypatch.setattr(guarded, "limited_log", RateLimitedLogger())
+
+
+@pytest.mark.usefixtures("_unsaid")
+def test_a_call_that_goes_wrong_costs_its_items_and_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    engine = open_engine("bad://x", StoreOptions())
+    assert engine.remove(["a"], deadline_s=1) == [Outcome.IO_ERROR]
+    for _ in range(3):
+        assert engine.put([PutItem("a", [])] * 2, deadline_s=1) == [Outcome.IO_ERROR] * 2
+        assert engine.get([GetItem("a", [])], deadline_s=1) == [Got(Outcome.IO_ERROR)]
+        for call in (engine.exists, engine.remove, engine.renew):
+            assert call(["a", "b"], deadline_s=1) == [Outcome.IO_ERROR] * 2
+    said = "bad://x: the package mine-package fails in "
+    remedy = "; run kvbm_core.testing.engine_contract on it"
+    with pytest.raises(OSError, match=f"^{said}scan: KeyError: 'kvbm'{remedy}$"):
+        list(engine.scan("kvbm", deadline_s=1))
+    engine.close()
+    assert caplog.messages == [
+        f"kvbm: {said}remove: TypeError: it answered None where 1 of Outcome were expected{remedy}",
+        f"kvbm: {said}put: RuntimeError: boom in a call{remedy}",
+        f"kvbm: {said}renew: SystemExit: 3{remedy}",
+    ]
+
+
+@pytest.mark.usefixtures("_unsaid")
+def test_the_commands_name_the_package_of_a_bad_store() -> None:
+    (finding,) = look("stores", cpu_cache_gb=1, remote_url="bad://x")
+    said = "the package mine-package fails in "
+    assert finding.seen == f"bad://x: cannot write: {said}put: RuntimeError: boom in a call"
+    assert finding.remedy == "run kvbm_core.testing.engine_contract on it"
+    result = CliRunner().invoke(app, ["remote", "ls", "bad://x"])
+    assert result.exit_code == 2
+    assert result.stderr.startswith(f"kvbm remote ls: bad://x: {said}scan: KeyError: 'kvbm")
+    assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.usefixtures("_unsaid")
+def test_the_library_goes_on_without_a_bad_store(caplog: pytest.LogCaptureFixture) -> None:
+    spec = kvbm.BlockSpec("stores", shape=(2, 16, 64), dtype="float16", tokens=16)
+    blocks = np.ones((4, *spec.shape), spec.dtype)
+    with kvbm.open_cache(spec, host_bytes=1 << 24, remote="bad://x") as cache:
+        assert cache.put(list(range(64)), blocks) == cache.get(list(range(64)), blocks) == 4
+        assert cache.flush()
+    assert all("Traceback" not in line for line in caplog.messages)
+    assert not [record for record in caplog.records if record.exc_info]
+
+
+def test_the_library_says_once_what_a_store_wants() -> None:
+    spec = kvbm.BlockSpec("stores", shape=(2, 16, 64), dtype="float16", tokens=16)
+    with pytest.raises(ConfigError) as caught:
+        kvbm.open_cache(spec, host_bytes=1 << 24, remote="broken://x")
+    what = f"{POINTS['broken']} of the package mine-package cannot be used: RuntimeError: out of order"
+    assert str(caught.value) == f"kvbm: remote=broken://x: {what}; mend or reinstall that package"
+
+
+def test_a_name_in_large_letters_is_found_too() -> None:
+    assert isinstance(open_engine("LARGE://x", StoreOptions()), GuardedEngine)
+
+
+def test_a_slash_too_few_is_told_with_the_scheme() -> None:
+    with pytest.raises(ConfigError, match=r"KVBM_REMOTE_URL=mine:/tmp/x: write mine:// and what follows"):
+        KvbmSettings.from_env({"cpu_cache_gb": 1, "remote_url": "mine:/tmp/x"})
 
 
 def test_what_a_package_says_itself_is_said_as_it_is() -> None:

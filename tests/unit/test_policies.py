@@ -6,16 +6,21 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
 import kvbm
 from kvbm_core.blocks.slot_tier import BlockTier
+from kvbm_core.cli.main import app
 from kvbm_core.clock import ManualClock
 from kvbm_core.config import KvbmSettings
+from kvbm_core.config.installed import POLICIES, STORES
 from kvbm_core.errors import ConfigError, Outcome
 from kvbm_core.observe.metrics import Metrics
 from kvbm_core.policy.admission import AdmitAll
+from kvbm_core.policy.base import EvictionPolicy
+from kvbm_core.policy.guarded import GuardedPolicy
 from kvbm_core.policy.lru import LruPolicy
-from kvbm_core.policy.named import POLICIES, make_policy
+from kvbm_core.policy.named import make_policy
 from kvbm_core.policy.recency import as_slots
 from kvbm_core.runtime.assembly import evicting, lower_makers
 from kvbm_core.testing import leader_bench
@@ -26,15 +31,20 @@ from kvbm_core.tiers.slotted import SlottedTier, slotted_tier
 from kvbm_core.tokens.runs import BlockRun
 from kvbm_core.types import Tier
 from tests import outside
-from tests.policies import Careless, Deaf, Listening, Undecided, installed
+from tests.policies import Careless, Failing, Listening, installed
 from tests.unit.test_tier_chain import KEYS
 from tests.unit.tier_bench import TierBench
+
+
+def theirs(policy: EvictionPolicy) -> EvictionPolicy | None:
+    """What a package made; else ours."""
+    return policy.policy if isinstance(policy, GuardedPolicy) else policy
 
 
 def test_the_least_recently_used_goes_unless_a_name_says_otherwise(tmp_path: Path) -> None:
     assert isinstance(make_policy(), LruPolicy) and isinstance(make_policy("lru"), LruPolicy)
     with installed(tmp_path, listening="tests.policies:Listening"):
-        assert isinstance(make_policy("listening"), Listening)
+        assert isinstance(theirs(make_policy("listening")), Listening)
 
 
 def test_a_policy_that_cannot_be_had_is_told_with_those_that_can(tmp_path: Path) -> None:
@@ -43,16 +53,23 @@ def test_a_policy_that_cannot_be_had_is_told_with_those_that_can(tmp_path: Path)
         "broken": "tests.policies:broken",
         "gone": "no.such:thing",
         "nothing": "tests.policies:nothing",
+        "leave": "tests.policies:leave",
     }
     with installed(tmp_path, **names):
-        for name, why in (
-            ("other", "no such policy is installed; there are: broken, gone, listening, lru, nothing"),
-            ("broken", "cannot be made: RuntimeError: out of order, in two lines"),
-            ("nothing", "makes no EvictionPolicy, but a NoneType"),
-            ("gone", "cannot be made: ModuleNotFoundError: No module named 'no'"),
+        for name, said in (
+            ("other", "no such policy is installed; there are: broken, gone, leave, listening, lru, nothing"),
+            ("broken", "RuntimeError: out of order, in two lines"),
+            ("nothing", "TypeError: it makes no EvictionPolicy, but a NoneType"),
+            ("gone", "ModuleNotFoundError: No module named 'no'"),
+            ("leave", "SystemExit: 3"),
         ):
-            with pytest.raises(ConfigError, match=f"^kvbm: KVBM_EVICTION_POLICY={name}: {why}$"):
+            what = f"{names.get(name)} of the package of_somebody"
+            why = (
+                said if name == "other" else f"{what} cannot be used: {said}; mend or reinstall that package"
+            )
+            with pytest.raises(ConfigError) as caught:
                 make_policy(name)
+            assert str(caught.value) == f"kvbm: KVBM_EVICTION_POLICY={name}: {why}"
 
 
 @pytest.mark.shows("KVBM_EVICTION_POLICY")
@@ -62,7 +79,7 @@ def test_a_setting_says_which_one_host_and_disk_have(name: str, kind: type, tmp_
         settings = KvbmSettings.from_env({"disk_cache_gb": 1, "cpu_cache_gb": 1, "eviction_policy": name})
         disk = TierBench(lower_makers(settings, ManualClock())["disk"]).tier
         assert isinstance(disk, SlottedTier)
-        assert type(evicting(settings)()) is type(disk.slots._policy) is kind
+        assert type(theirs(evicting(settings)())) is type(theirs(disk.slots._policy)) is kind
 
 
 def test_a_policy_that_wants_to_know_is_told_of_prompts() -> None:
@@ -113,36 +130,73 @@ def test_the_library_has_the_policy_too(tmp_path: Path, monkeypatch: pytest.Monk
         kvbm.open_cache(spec, **sizes, disk=tmp_path / "disk") as cache,
     ):
         assert cache.put(list(range(64)), np.zeros((4, *spec.shape), spec.dtype)) == 4
-        host, disk = (slots._policy for slots in cache._tiers._chain.books)
+        host, disk = (theirs(slots._policy) for slots in cache._tiers._chain.books)
         assert isinstance(host, Listening) and isinstance(disk, Listening)
         assert [len(slots) for _, slots in host.told] == [4]
 
 
-def test_what_a_policy_raises_when_it_is_told_does_not_keep_a_disowned_block(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(leader_bench, "make_policy", Deaf)
-    bench = LeaderBench()
-    state = bench.open()
-    plan = bench.offload(state, list(range(13)))
-    bench.leader.disown(state)
-    bench.answer(plan)
-    assert bench.tier.resident_blocks == 0
-    assert "policy Deaf of the host tier raises in tell: RuntimeError: not heard, twice" in caplog.text
+def lived(policy: EvictionPolicy) -> list[object]:
+    """What a tier with this policy answers to all that may be asked."""
+    tier, found = BlockTier(Tier.HOST, policy, ManualClock()), list[object]()
+    tier.grow(6)
+    for batch in (KEYS[:3], KEYS[3:6]):
+        assert tier.commit(tier.reserve(batch, lambda new: frozenset()))
+    tier.touch(KEYS[:2])
+    lease = tier.lease("reader", KEYS[:1], 60.0)
+    assert lease is not None
+    tier.demote(KEYS[3:4])
+    tier.tell([BlockRun(KEYS[:6], 0, 6)])
+    tier.check_integrity()
+    found.append(tier.reserve(KEYS[6:9], lambda new: frozenset(KEYS[5:6])).slots)
+    tier.release(lease)
+    tier.forget(KEYS[5:6])
+    found.append(tier.reserve(KEYS[9:14], lambda new: frozenset()).slots)
+    tier.check_integrity()
+    return found
 
 
-def test_where_a_policy_raises_there_is_no_room(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+ASKED = {name for name in vars(EvictionPolicy) if not name.startswith("_")} - {"is_pinned"} | {"tell"}
+
+
+@pytest.mark.parametrize("name", sorted(ASKED))
+def test_a_policy_that_raises_is_not_asked_any_more(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    assert lived(GuardedPolicy(Failing(name), "my policy")) == lived(LruPolicy())
+    (line,) = caplog.messages
+    assert line == (
+        f"kvbm: my policy: {name} raised RuntimeError: no, not today; it is not asked any more, and the "
+        "least recently used go; run kvbm_core.testing.policy_contract on it"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "answer", "said"),
+    [
+        ("evict", lambda *ignored: None, "answered None where 3 slots that are there and not pinned were"),
+        ("evict", lambda *ignored: "abc", "answered 'abc' where 3 slots that are there and not pinned were"),
+        ("evictable_blocks", -7, "answered -7 where 5 was"),
+    ],
+)
+def test_a_policy_that_answers_nonsense_is_not_asked_any_more(
+    name: str, answer: object, said: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(leader_bench, "make_policy", Undecided)
-    bench = LeaderBench(num_slots=3)
-    first, second = list(range(9)), list(range(100, 117))
-    bench.store(first, "first")
-    bench.store(second, "second")
-    assert (bench.resident_blocks(first), bench.resident_blocks(second)) == (2, 1)
-    bench.store(list(range(200, 217)), "third")
-    bench.assert_idle()
-    assert "policy Undecided of the host tier raises in evict: RuntimeError: which one" in caplog.text
+    assert lived(GuardedPolicy(Failing(name, answer), "my policy")) == lived(LruPolicy())
+    (line,) = caplog.messages
+    assert line.startswith(f"kvbm: my policy: {name} {said} expected; it is not asked any more")
+
+
+def test_a_policy_that_raises_leaves_nobody_waiting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("KVBM_EVICTION_POLICY", "mine")
+    spec = kvbm.BlockSpec("policies", shape=(2, 16, 64), dtype="float16", tokens=16)
+    blocks = np.ones((4, *spec.shape), spec.dtype)
+    with (
+        installed(tmp_path, mine="tests.policies:Full"),
+        kvbm.open_cache(spec, host_bytes=1 << 24) as cache,
+    ):
+        assert cache.put(list(range(64)), blocks) == cache.get(list(range(64)), blocks) == 4
+    (line,) = [line for line in caplog.messages if "policy" in line]
+    assert line.startswith("kvbm: the eviction policy mine of the package of_somebody: insert raised Runtime")
 
 
 @pytest.mark.parametrize(
@@ -163,7 +217,7 @@ def test_a_policy_that_chooses_what_must_stay_is_not_asked_any_more(
     chosen: object, caplog: pytest.LogCaptureFixture
 ) -> None:
     policy, clock = Careless(), ManualClock()
-    tier = BlockTier(Tier.HOST, policy, clock)
+    tier = BlockTier(Tier.HOST, GuardedPolicy(policy, "my policy"), clock)
     tier.grow(7)
     for key in KEYS[:6]:
         assert tier.commit(tier.reserve([key], lambda new: frozenset()))
@@ -183,7 +237,8 @@ def test_a_policy_that_chooses_what_must_stay_is_not_asked_any_more(
     tier.unkeep(KEYS[1:2])
     tier.check_integrity()
     (line,) = caplog.messages
-    assert line.startswith("kvbm: the eviction policy Careless of the host tier chose what must stay")
+    assert line.startswith("kvbm: my policy: evict answered ")
+    assert "where 2 slots that are there and not pinned were expected" in line
 
 
 def test_of_two_packages_with_one_policy_neither_is_taken(tmp_path: Path) -> None:
@@ -196,6 +251,27 @@ def test_of_two_packages_with_one_policy_neither_is_taken(tmp_path: Path) -> Non
         make_policy("listening")
     line = "kvbm: KVBM_EVICTION_POLICY=listening: is a policy of mine and yours; uninstall all but one"
     assert str(caught.value) == line
+
+
+@pytest.mark.parametrize(
+    ("group", "name", "given"),
+    [(POLICIES, "lru", {"eviction_policy": "lru"}), (STORES, "s3", {"remote_url": "S3://bucket"})],
+)
+def test_what_a_package_has_under_a_name_of_ours_is_said_to_be_unused(
+    group: str, name: str, given: dict[str, str], tmp_path: Path
+) -> None:
+    with outside.installed(tmp_path, group, {name: "no.such:thing", "other": "no.such:thing"}, "mine"):
+        (line,) = KvbmSettings.from_env({"cpu_cache_gb": 1, **given}).warnings
+    why = f"{name} is kvbm's own; that of mine is not used: it needs another name"
+    assert line.startswith("kvbm: KVBM_") and line.endswith(f": {why}")
+
+
+def test_the_replay_names_its_option(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text('{"timestamp": 0, "input_length": 512, "output_length": 1, "hash_ids": [1]}\n')
+    result = CliRunner().invoke(app, ["replay", str(trace), "--eviction", "nobody"])
+    line = "kvbm replay: --eviction=nobody: no such policy is installed; there are: lru\n"
+    assert (result.exit_code, result.stderr) == (2, line)
 
 
 def test_who_does_not_want_to_know_costs_nothing() -> None:

@@ -93,7 +93,9 @@ def _look_at_engine(settings: KvbmSettings, url: str) -> Iterator[Finding]:
         ]
         reason = said.partition(" fail: ")[2] or said.partition(" refuses: ")[2]
         reason = reason or said.rpartition(f"{_place(url)}: ")[2] or _REASONS.get(outcome, str(outcome))
-        yield error(f"{url}: {step}: {reason}", _remedy(f"{reason} {outcome}", step))
+        reason, _, own = reason.partition("; run ")  # the line of a package's store says what to do
+        remedy = f"run {own}" if own else _remedy(f"{reason} {outcome}", step)
+        yield error(f"{url}: {step}: {reason}", remedy)
         return
     yield ok(f"{url} takes, gives and removes objects")
     if scheme_of(url) in VALKEY_SCHEMES:

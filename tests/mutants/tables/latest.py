@@ -95,10 +95,10 @@ MUTANTS = (
     ),
     Mutant(
         "an eviction policy that raised left jobs behind that nobody ended",
-        "kvbm_core/blocks/slot_tier.py",
-        '            self._complain("evict", error)\n',
-        "            raise\n",
-        "tests/unit/test_policies.py::test_where_a_policy_raises_there_is_no_room",
+        "kvbm_core/policy/guarded.py",
+        "        except BROKEN as error:\n",
+        "        except ZeroDivisionError as error:\n",
+        "tests/unit/test_policies.py::test_a_policy_that_raises_is_not_asked_any_more",
     ),
     Mutant(
         "TensorRT-LLM: tokens of a request with a salt were told to routers once it was replayed",
@@ -109,9 +109,9 @@ MUTANTS = (
     ),
     Mutant(
         "a block that a reader held was overwritten, as somebody else's eviction policy had chosen it",
-        "kvbm_core/blocks/slot_tier.py",
-        " or self._may_go(victims, count_blocks, spare):\n",
-        " or True:\n",
+        "kvbm_core/policy/guarded.py",
+        "                super().remove(slots)\n",
+        "",
         "tests/unit/test_policies.py::test_a_policy_that_chooses_what_must_stay_is_not_asked_any_more",
     ),
     # ------------------------------------------------------------ NATS
