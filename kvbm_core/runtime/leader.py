@@ -204,8 +204,9 @@ class Leader:
 
     @property
     def pending_jobs(self) -> int:
-        """Transfers that were sent, and that some rank has not answered yet."""
-        return len(self._jobs.jobs(TransferJob)) - self._offloading.has_gathered
+        """Transfers that were sent, and that some rank has not answered yet. Any thread."""
+        with self.lock:
+            return len(self._jobs.jobs(TransferJob)) - self._offloading.has_gathered
 
     def is_pending(self, job_id: int) -> bool:
         """Whether some rank has not answered this transfer yet."""
