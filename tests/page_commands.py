@@ -155,8 +155,13 @@ TABLE: dict[str, list[tuple[str, How]]] = {
         ("from __future__", HOME),
         ("from contextlib", seen_by("tests/contract/test_extending.py")),
         ("from __future__", HOME),
-        ("KVBM_REMOTE_URL=sqlite", seen_by("tests/contract/test_extending.py")),
+        (
+            "export DYN_KVBM_CPU_CACHE_GB=1 KVBM_REMOTE_URL=sqlite",
+            seen_by("tests/contract/test_extending.py"),
+        ),
+        ("kvbm doctor", seen_by("tests/contract/test_extending.py")),
         ("kvbm remote ls sqlite", seen_by("tests/contract/test_extending.py")),
+        ("import numpy", seen_by("tests/contract/test_extending.py")),
         ("from __future__", HOME),
     ],
     "docs/fleet.md": [

@@ -154,7 +154,7 @@ class Uses:
 
     def _named(self, annotation: ast.expr) -> str | None:
         words = {node.id for node in ast.walk(annotation) if isinstance(node, ast.Name)}
-        found = words & self.classes
+        found = words & (self.classes | {owner for owner, _ in self.types})
         if len(found) != 1:
             return None
         is_one = isinstance(annotation, ast.Name | ast.BinOp)

@@ -139,6 +139,7 @@ PROBED_IN = {"AttentionSpec": "UniformTypeKVCacheSpecs"}
 """Where a probed attribute comes from if not from the class itself: what else may stand in its place."""
 
 TYPE_OF = {
+    ("Followed", "request"): "Request",  # the adapter's own record of a request
     ("Request", "lora_request"): "LoRARequest",
     ("Request", "mm_features"): "*MultiModalFeatureSpec",
     ("MultiModalFeatureSpec", "mm_position"): "PlaceholderRange",
