@@ -448,6 +448,7 @@ class Metrics(Collector):
 
     def tiers(self) -> dict[str, tuple[int, int]]:
         """Blocks in use, and in all, by tier."""
+        self.on_look()
         with self._lock:
             return dict(self._tiers)
 

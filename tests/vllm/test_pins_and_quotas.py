@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvbm_core.control.messages import Answer, Order, Result, Verb
+from kvbm_core.control.messages import MAX_WAIT_S, Answer, Order, Result, Verb
 from kvbm_core.types import Direction
 from tests.unit.control_bench import here
 from tests.vllm.kvbm_engine import KvbmEngine
@@ -115,9 +115,12 @@ def test_what_was_cleared_is_not_found_after_a_restart(by: str, here: Path, tmp_
     with KvbmEngine(tmp_path, extra=CONTROL, disk_blocks=64) as engine:
         for salt in (one, two):
             engine.ask(f"first of {salt}", SYSTEM, 4, salt=salt)
+        engine.settle()
         engine.forget_device()
-        give(Order(verb=Verb.RESET, wait_s=0.0, **what))
+        assert give(Order(verb=Verb.RESET, wait_s=MAX_WAIT_S, **what)).result is Result.DONE
         assert hits(engine, "two", SYSTEM, two) > 0
+        engine.ask("later", range(1000, 1040), 4)
+        engine.settle()  # what is stored later is written after the headers were erased
     with KvbmEngine(tmp_path, extra=CONTROL, disk_blocks=64) as engine:
         engine.wait_for(lambda: engine.disk.slots.resident_blocks > 0)
         assert hits(engine, "two", SYSTEM, two) > 0 and hits(engine, "one", SYSTEM, one) == 0

@@ -18,6 +18,7 @@ from kvbm_core.transfer.executors.broadcast_group import Group
 from kvbm_core.transfer.executors.memcpy import MemcpyExecutor
 from kvbm_core.transfer.movers import store as store_mover
 from tests.policies import Listening, installed
+from tests.unit.test_policies import theirs
 from tests.vllm.kvbm_engine import KvbmEngine
 from tests.vllm.test_scheduler_disk import FROM_DISK, TO_DISK, push_out
 from tests.vllm.test_scheduler_peers import PeerEngine
@@ -131,7 +132,7 @@ def test_an_installed_policy_says_which_blocks_go_and_is_told_of_prompts(tmp_pat
         push_out(engine)
         assert engine.ask("b", PROMPT, 1) == answer
         engine.settle()
-        host, disk = (slots._policy for slots in engine.leader.chain.books)
+        host, disk = (theirs(slots._policy) for slots in engine.leader.chain.books)
         assert isinstance(host, Listening) and isinstance(disk, Listening)
         assert all(slot >= 0 for slot in host.told[0][1])
         assert BLOCKS in [sum(slot >= 0 for slot in slots) for _, slots in disk.told]
