@@ -13,6 +13,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
@@ -99,7 +100,9 @@ class SecondTry:
         command = [sys.executable, "-m", "pytest", "-n0", "-q", f"{self._config.rootpath}/{test}"]
         folder = self._config.invocation_params.dir
         ours = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
-        found = subprocess.run(command, cwd=folder, env=ours, stdin=subprocess.DEVNULL, check=False)
+        with tempfile.TemporaryDirectory() as base:  # else pytest's own stays in TMPDIR, as left behind
+            command.append(f"--basetemp={base}/alone")
+            found = subprocess.run(command, cwd=folder, env=ours, stdin=subprocess.DEVNULL, check=False)
         return found.returncode == 0
 
     @pytest.hookimpl(tryfirst=True)

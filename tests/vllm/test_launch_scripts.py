@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -117,7 +118,9 @@ def test_all_end_together(how: str, tmp_path: Path, capfd: pytest.CaptureFixture
     said, status = ENDS[how]
     env = {"LEAVES_A_CHILD": "1"}
     with started_by("disagg_kvbm.sh", *EXTRA, count=3, folder=tmp_path, env=env) as (script, started):
-        assert len(session_of(script.pid)) == 1 + 2 * 3
+        end_s = time.monotonic() + PATIENCE_S
+        while len(session_of(script.pid)) != 1 + 2 * 3:  # a shell may be making one more for a moment
+            assert time.monotonic() < end_s, "not all have started, or more than these"
         if said is None:
             first = served(started)[0].pid
             os.kill(first, signal.SIGTERM)
