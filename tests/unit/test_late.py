@@ -9,6 +9,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 from hypothesis import given, settings
@@ -179,7 +180,7 @@ def test_any_history_is_that_of_a_naive_table(steps: list[tuple[str, list[Span]]
             assert called[before:] == [waiter for waiter, own in waiting.items() if not own]
             waiting = {waiter: own for waiter, own in waiting.items() if own}
         elif what == "wait":
-            assert late.when_free(spans, lambda number=number: called.append(number)) is is_late(spans)  # type: ignore[misc]
+            assert late.when_free(spans, partial(called.append, number)) is is_late(spans)
             if is_late(spans):
                 waiting[number] = [one for one in spans if is_late([one])]
         for address in range(50):
