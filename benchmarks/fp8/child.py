@@ -91,10 +91,13 @@ def _forget(llm: Any) -> None:
     """All but the store, once everything is there."""
     leader = llm.llm_engine.engine_core.engine_core.scheduler.connector.scheduler_side.hooks.leader
     deadline_s = time.monotonic() + SETTLE_S
-    while leader.pending_jobs or leader.open_requests or leader.chain.storing_blocks:
+    while True:
+        with leader.lock:  # its other thread may be between an end and what follows from it
+            leader.poll()
+            if not (leader.pending_jobs or leader.open_requests or leader.chain.storing_blocks):
+                break
         if time.monotonic() > deadline_s:
             raise AssertionError("the store does not take all blocks")
-        leader.poll()
         llm.llm_engine.step()
     if not llm.reset_prefix_cache(reset_connector=True):
         raise AssertionError("the engine does not forget")

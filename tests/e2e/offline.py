@@ -188,9 +188,10 @@ def settle(llm: Any) -> Any:
     leader = llm.llm_engine.engine_core.engine_core.scheduler.connector.scheduler_side.hooks.leader
     deadline_s = time.monotonic() + SETTLE_S
     while time.monotonic() < deadline_s:
-        leader.poll()
-        is_storing = leader.chain.storing_blocks
-        if not leader.pending_jobs and not leader.open_requests and not is_storing:
+        with leader.lock:  # its other thread may be between an end and what follows from it
+            leader.poll()
+            is_moving = leader.pending_jobs or leader.chain.storing_blocks
+        if not leader.open_requests and not is_moving:
             break  # a last request's last blocks are sent with the next step, which a server makes itself
         llm.llm_engine.step()
     return leader

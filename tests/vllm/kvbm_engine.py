@@ -123,8 +123,13 @@ class KvbmEngine(Engine):
 
     def wait_for(self, condition: Any) -> None:
         """Until acknowledgements have arrived that make ``condition`` true; the engine does not step."""
+
+        def holds() -> bool:
+            with self.leader.lock:  # its other thread may be between an end and what follows from it
+                return bool(condition())
+
         deadline_s = time.monotonic() + PATIENCE_S
-        while not condition():
+        while not holds():
             assert time.monotonic() < deadline_s, "what was waited for did not come"
             self.leader.poll()
             for rank in self.ranks:  # carried by hand, as no step does

@@ -18,5 +18,6 @@ def test_what_went_to_the_disk_is_known_before_the_next_step(tmp_path: Path) -> 
         assert host.resident_blocks > 0
         while engine.disk.slots.resident_blocks < host.resident_blocks:
             assert time.monotonic() < deadline_s, "an idle engine has not heard what was written"
-        assert not engine.leader.chain.storing_blocks
+        with engine.leader.lock:
+            assert not engine.leader.chain.storing_blocks
         engine.assert_clean()

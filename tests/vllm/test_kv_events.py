@@ -314,7 +314,7 @@ def test_what_was_stored_where_machines_share_it_is_told_once(tmp_path: Path) ->
     with KvbmEngine(tmp_path, kv_events=True, store="memory://events") as engine:
         engine.ask("a", PROMPT, 2)
         engine.settle()
-        wait_for(lambda: engine.leader.poll() is None and not engine.leader.chain.storing_blocks)
+        engine.wait_for(lambda: not engine.leader.chain.storing_blocks)
         engine.ask("b", range(200, 202), 1)
         shared = hashes(stored(engine), "REMOTE")
         assert sorted(shared) == sorted(hashes(stored(engine))) and len(shared) == 12

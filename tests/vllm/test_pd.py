@@ -65,8 +65,12 @@ class PdEngine(Engine):
 
     def forget_device(self) -> None:
         """Leaves what kvbm has, once all of it is stored."""
-        self._wait_for(lambda: self.leader.pending_jobs == 0 == self.leader.chain.storing_blocks)
+        self._wait_for(self._is_settled)
         assert self.reset_device()
+
+    def _is_settled(self) -> bool:
+        with self.leader.lock:  # its other thread may be between an end and what follows from it
+            return self.leader.pending_jobs == 0 == self.leader.chain.storing_blocks
 
     def _wait_for(self, condition: Callable[[], bool]) -> None:
         deadline_s = time.monotonic() + PATIENCE_S
