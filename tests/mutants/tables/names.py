@@ -132,9 +132,23 @@ MUTANTS = (
     Mutant(
         "sleep at level 2 and a reload were not heard of",
         "kvbm_vllm/engine_calls.py",
-        "elif method != SLEEP or _level(args, kwargs or {}) != 1:",
-        "elif method != SLEEP:",
+        'return _first(args, kwargs, "level", 1) == 1',
+        "return True",
         f"{CHANGES}::test_orders_that_may_change_weights_do_and_others_do_not",
+    ),
+    Mutant(
+        "the memory of weights was given back without keeping them, and that was not heard of",
+        "kvbm_vllm/engine_calls.py",
+        ' and "weights" not in tags',
+        "",
+        f"{CHANGES}::test_orders_that_may_change_weights_do_and_others_do_not",
+    ),
+    Mutant(
+        "SGLang's check of its weights overwrote them, and nobody heard of it",
+        "kvbm_sglang/weights.py",
+        "name in {_RELEASE, _CHECK}",
+        "name == _RELEASE",
+        "tests/unit/test_sglang_settings.py::test_orders_that_change_weights_make_a_generation",
     ),
     Mutant(
         "a load of old weights' blocks was under way when the weights changed, and was taken for new KV",
@@ -153,8 +167,8 @@ MUTANTS = (
     Mutant(
         "SGLang: update_weights was not heard of",
         "kvbm_sglang/weights.py",
-        '                weights.changed(f"SGLang is about to {method.__name__}")\n',
-        "                pass\n",
+        '            weights.changed(f"SGLang is about to {name}")\n',
+        "            pass\n",
         "tests/unit/test_sglang_settings.py::test_orders_that_change_weights_make_a_generation",
     ),
     # ------------------------------------------------------------ adapters
