@@ -63,7 +63,7 @@ class Engine:
                 earlier = spec["after"]
                 told = zip(asked[earlier], answers[earlier], spec["prompts"], strict=True)
                 asked[-1] = [prompt + answer["tokens"] + question for prompt, answer, question in told]
-            answers.append(_serve(self.llm, {**spec, "prompts": asked[-1]}))
+            answers.append(_serve(self.llm, {**spec, "prompts": asked[-1]}, settles=self._shows_leader))
             if spec.get("audited"):
                 metrics = _leader_state(self.llm)["metrics"]
                 audited.append({name: value for name, value in metrics.items() if "audited" in name})
@@ -138,7 +138,10 @@ def make_engine(job: dict[str, Any]) -> Any:
     return LLM(job["model"], disable_log_stats=False, enforce_eager=True, seed=0, **arguments)
 
 
-def _serve(llm: Any, spec: dict[str, Any]) -> list[dict[str, Any]]:
+def _serve(llm: Any, spec: dict[str, Any], *, settles: bool) -> list[dict[str, Any]]:
+    """The answers to a round. ``settles``: what a prompt has left to store is stored before the next asks,
+    as a small host tier has no room for a hit while its slots are being read.
+    """
     from vllm import SamplingParams
 
     logprobs = 2 if spec.get("margins") else None
@@ -149,7 +152,11 @@ def _serve(llm: Any, spec: dict[str, Any]) -> list[dict[str, Any]]:
     if spec.get("together"):
         outputs = llm.generate(prompts, sampling, use_tqdm=False)
     else:
-        outputs = [llm.generate(prompt, sampling, use_tqdm=False)[0] for prompt in prompts]
+        outputs = []
+        for prompt in prompts:
+            outputs += llm.generate(prompt, sampling, use_tqdm=False)
+            if settles:
+                settle(llm)
     return [
         {
             "tokens": list(output.outputs[0].token_ids),
