@@ -42,8 +42,9 @@ limited_log = RateLimitedLogger()
 
 @dataclass(frozen=True, slots=True)
 class StoreOptions:
-    """``max_bytes``: of a store that bounds itself, of each model; None: no limit. ``trust``: whose blocks
-    are read, see docs/remote.md. ``deadline_s``: of one call. ``login``: at a server that asks for one.
+    """``max_bytes``: of a store that bounds itself, of each model; None: no limit, or, with ``shares_size``,
+    the one that all engines of a shared directory have agreed on. ``trust``: whose blocks are read, see
+    docs/remote.md. ``deadline_s``: of one call. ``login``: at a server that asks for one.
     ``s3``: at an object store.
 
     Of records: ``secret_file`` holds the secret that names are made with, empty: none; ``encrypts`` blocks
@@ -58,6 +59,7 @@ class StoreOptions:
     codec: str = "none"
     login: ServerLogin = field(default_factory=ServerLogin)
     s3: S3Options = field(default_factory=S3Options)
+    shares_size: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,14 +136,19 @@ def _meaning_of(spec: StoreSpec, encoding: str = "") -> Meaning:
 
 
 def _open_directory(spec: StoreSpec) -> BlockStore:
+    from kvbm_core.storage.directory.size import size_text
     from kvbm_core.storage.directory.store import DirectoryOptions, DirectoryStore
     from kvbm_core.storage.remote.head_store import HeadStore
 
     path = remote_directory(spec.url)
     _refuse_what_records_need(spec.options)
-    options = DirectoryOptions(spec.options.max_bytes, trusts_group=spec.options.trust == "group")
+    options = DirectoryOptions(
+        spec.options.max_bytes,
+        trusts_group=spec.options.trust == "group",
+        shares_size=spec.options.shares_size,
+    )
     stores = [DirectoryStore(path, _meaning_of(own), own.payload_bytes, options) for own in spec.by_shard()]
-    size = "no limit of size" if options.max_bytes is None else f"{options.max_bytes / 1e9:g} GB"
+    size = "the size in its folder" if options.shares_size else size_text(options.max_bytes)
     line = "kvbm: shared directory: %s, %s for each model, blocks of this %s are read"
     limited_log.log(logging.INFO, path, line, path, size, spec.options.trust)
     return stores[0] if spec.heads is None else HeadStore(spec.heads, stores, spec.payload_bytes)
