@@ -5,10 +5,12 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
-from kvbm_core.config.installed import made_by, package_of
+from kvbm_core.config.installed import BROKEN, made, made_by, package_of
 from kvbm_core.config.readers import shown
 from kvbm_core.config.remote_url import (
     BUCKET_SCHEMES,
@@ -224,14 +226,16 @@ def register_store(scheme: str, make: StoreMaker, *, extent_bytes: int = 0) -> N
     had. ``extent_bytes``: what it makes is an ExtentStore, and is given extents of about this size on each
     rank; 0: it is given each block alone.
     """
-    _MAKERS[scheme] = make
+    _MAKERS[scheme] = partial(_registered_store, make)
     SCHEMES.add(scheme)
     _EXTENT_BYTES[scheme] = extent_bytes
 
 
 def register_engine(scheme: str, make: EngineMaker) -> None:
-    """Makes URLs of this scheme usable in this process: records on the engine that ``make`` makes."""
-    _ENGINES[scheme] = make
+    """Makes URLs of this scheme usable in this process: records on the engine that ``make`` makes, guarded as
+    those of packages are.
+    """
+    _ENGINES[scheme] = partial(_registered_engine, make)
     SCHEMES.add(scheme)
 
 
@@ -259,17 +263,50 @@ def open_engine(url: str, options: StoreOptions) -> ObjectEngine:
     return make(url, options)
 
 
+def _registered_store(make: StoreMaker, spec: StoreSpec) -> BlockStore:
+    store = make(spec)
+    _refuse_holds(store, spec.url)
+    return store
+
+
+def _registered_engine(make: EngineMaker, url: str, options: StoreOptions) -> ObjectEngine:
+    from kvbm_core.storage.remote.engine import ObjectEngine
+
+    given, what = ("KVBM_REMOTE_URL", shown(url)), f"what is registered for {scheme_of(url)}://"
+    engine = made(lambda: make(url, options), ObjectEngine, given, what, "mend it")
+    return _guarded(engine, url, f"the registered {type(engine).__name__}")
+
+
 def _installed_engine(url: str, options: StoreOptions) -> ObjectEngine:
     """The engine that an installed package makes."""
     from kvbm_core.storage.remote.engine import ObjectEngine
-    from kvbm_core.storage.remote.guarded import GuardedEngine
 
     try:
         entry = installed_store(scheme_of(url))
     except ValueError as error:
         raise ConfigError("KVBM_REMOTE_URL", shown(url), str(error)) from None
     engine = made_by(entry, "KVBM_REMOTE_URL", shown(url), ObjectEngine, url, options)
-    return GuardedEngine(engine, f"{shown(url)}: the package {package_of(entry)}")
+    return _guarded(engine, url, f"the package {package_of(entry)}")
+
+
+def _guarded(engine: ObjectEngine, url: str, whose: str) -> ObjectEngine:
+    from kvbm_core.storage.remote.guarded import GuardedEngine
+
+    _refuse_holds(engine, url)
+    return GuardedEngine(engine, f"{shown(url)}: {whose}")
+
+
+def _refuse_holds(store: BlockStore | ObjectEngine, url: str) -> None:
+    """A store of others that waits to be asked what memory it still touches is a ConfigError: nobody asks."""
+    if hasattr(store, "holds"):
+        with suppress(*BROKEN):
+            store.close()
+        remedy = (
+            f"{type(store).__name__} has a method holds, which nobody calls: let it enter memory of requests "
+            "that it has given up in kvbm_core.storage.late.LATE, and take the method away "
+            "(docs/extending.md)"
+        )
+        raise ConfigError("KVBM_REMOTE_URL", shown(url), remedy)
 
 
 def inspect_store(url: str, options: StoreOptions) -> StoreInspection:
