@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import multiprocessing
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from kvbm_core.config import Adapter, KvbmSettings
@@ -208,8 +210,14 @@ def _changes(vllm_config: VllmConfig, *, has_disk: bool) -> EngineChanges:
             "are not cached; after a change of weights reset the cache (reset_connector=true)"
         )
     adapters = AdapterIdentities(sees_loads=sees_orders, digests=has_disk)
-    changes = EngineChanges(weights_identity(vllm_config, *engine_calls.loading_began(vllm_config)), adapters)
+    changes = EngineChanges(
+        weights_identity(vllm_config, *engine_calls.loading_began(vllm_config)),
+        adapters,
+        partial(engine_calls.ask, vllm_config),
+        heeds_resets=not multiprocessing.current_process().name.startswith("EngineCore"),
+    )
     engine_calls.follow(vllm_config, changes)
+    changes.look()
     return changes
 
 

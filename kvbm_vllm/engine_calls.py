@@ -11,7 +11,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from kvbm_core.identity.weights import Beginning, files_of_sources, process_began_ns
 from kvbm_vllm.weights import weight_sources
@@ -68,6 +68,7 @@ ADAPTER_ORDERS = frozenset(("add_lora", "remove_lora"))
 SLEEP = "sleep"
 DISCARD = "discard"
 _MARK = "_kvbm_watched"
+_T = TypeVar("_T")
 
 
 class Follower(Protocol):
@@ -79,9 +80,18 @@ class Follower(Protocol):
     def adapter_changes(self, number: int, path: str | None) -> None:
         """The adapter of this number is loaded from ``path`` now; None: it is removed."""
 
+    def model_loads(self) -> None:
+        """Weights go to the model object itself, in this process; perhaps one tensor after the other."""
+
+    def memory_goes(self) -> None:
+        """Weights' memory is about to be unmapped."""
+
 
 _followers: dict[str, weakref.WeakSet[Any]] = {}
 _began: dict[str, tuple[int, Beginning | None]] = {}
+_executors: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
+_questions: set[Callable[..., Any]] = set()
+"""Orders of kvbm's own, which change nothing."""
 
 
 def watch() -> bool:
@@ -109,6 +119,33 @@ def watch() -> bool:
 def follow(vllm_config: VllmConfig, follower: Follower) -> None:
     """``follower`` hears of this engine's orders for as long as it lives."""
     _followers.setdefault(_engine_of(vllm_config), weakref.WeakSet()).add(follower)
+
+
+def model_loads(vllm_config: VllmConfig) -> None:
+    """The model object of this engine is given weights, in this process."""
+    for follower in list(_followers.get(_engine_of(vllm_config), ())):
+        follower.model_loads()
+
+
+def executes(executor: object, vllm_config: VllmConfig) -> None:
+    """``executor`` is whom this engine gives its orders to, for as long as it lives."""
+    _executors[_engine_of(vllm_config)] = executor
+
+
+def ask(vllm_config: VllmConfig, question: Callable[..., _T], *args: object) -> list[_T]:
+    """What ``question(worker, *args)``, a function of a module, answers on each rank of this engine; in the
+    order in which steps run, so that it waits for the one that is under way. Empty if nobody can be asked.
+    """
+    executor = _executors.get(_engine_of(vllm_config))
+    if executor is None:
+        return []
+    _questions.add(question)
+    try:
+        answers: list[_T] = executor.collective_rpc(question, args=args)
+    except Exception:
+        log.debug("kvbm: the workers do not answer %s", _name_of(question), exc_info=True)
+        return []
+    return answers
 
 
 def loading_began(vllm_config: VllmConfig) -> tuple[int, Beginning | None]:
@@ -149,6 +186,7 @@ def _note_begin(executor: object, *args: Any, **kwargs: Any) -> None:
     config = args[0] if args else kwargs.get("vllm_config")
     if config is not None:
         begin(config)
+        executes(executor, config)
 
 
 def _note_order(
@@ -159,10 +197,12 @@ def _note_order(
     kwargs: Mapping[str, Any] | None = None,
     **_: Any,
 ) -> None:
-    if method in HARMLESS:
+    if method in _questions:
         return
     followers = list(_followers.get(_engine_of(getattr(executor, "vllm_config", None)), ()))
-    for follower in followers:
+    for follower in followers if method in {SLEEP, DISCARD} else ():
+        follower.memory_goes()
+    for follower in followers if method not in HARMLESS else ():
         if method in ADAPTER_ORDERS:
             _tell_of_adapter(follower, method, args, kwargs or {})
         elif not _leaves_weights(method, args, kwargs or {}):

@@ -190,7 +190,7 @@ class SchedulerSide(LeaderSide):
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> DynamoConnectorMetadata:
         """Everything the workers do in this step."""
         self._poll()
-        self._mind_changes()
+        self._mind_changes(is_awake=scheduler_output.total_num_scheduled_tokens > 0)
         # With no job in flight nobody can be reading what is overwritten.
         overwritten = self._tables.follow(scheduler_output, note_grown=self.leader.pending_jobs > 0)
         fences = tuple(sorted(self.leader.readers_of(overwritten))) if overwritten else ()
@@ -270,9 +270,10 @@ class SchedulerSide(LeaderSide):
     @exclusive
     @guarded("reset_cache", lambda self: False)
     def reset_cache(self) -> bool:
-        """Forgets all blocks; True."""
+        """Forgets all blocks; True. Who orders it may have changed the weights."""
         self._has_polled = False
         self._poll()
+        self._changes.weights.doubt()
         self.leader.reset()
         return True
 
@@ -290,7 +291,7 @@ class SchedulerSide(LeaderSide):
 
     def _state_from_start(self, followed: Followed, device_tokens: int) -> RequestState | None:
         """Of a request that has nothing on the device but ``device_tokens`` of vLLM's own cache."""
-        self._mind_changes()
+        self._mind_changes(is_awake=True)
         if followed.status is Status.MIXED:
             followed.move(Event.ANEW)
             if followed.state is not None:
@@ -379,26 +380,39 @@ class SchedulerSide(LeaderSide):
 
     # ---------------------------------------------------------------- weights and adapters
 
-    def _mind_changes(self) -> None:
-        """Before anything is matched or stored: what the engine has ordered since the last hook."""
-        generation = self._changes.weights.generation
-        if generation != self._generation:
-            self._generation = generation
-            self._device_cache.weights_changed()
-            for followed in self._requests.values():
-                load = followed.state.onboard_job if followed.state is not None else None
-                if followed.is_loading and load is not None:
-                    self._step.plans.revoked += (load,)
-                followed.move(Event.CHANGED)
-            self.leader.new_generation()
-            self._events.renamed(self.leader)
-        changed = self._changes.take_adapters()
+    def _mind_changes(self, *, is_awake: bool = False) -> None:
+        """Before anything is matched or stored: what has changed, or may have, since the last hook.
+        ``is_awake``: the model is about to run, so its weights can be looked at.
+        """
+        changes, was_reset = self._changes, self._device_cache.was_reset()
+        if was_reset and changes.heeds_resets:
+            changes.weights.doubt()
+        changes.take_model_loads()
+        if is_awake:
+            changes.look()
+        if changes.weights.generation != self._generation:
+            self._begin_generation(was_reset=was_reset)
+        changed = changes.take_adapters()
         if changed:
             self._events.adapters_changed(self.leader, changed)
         for followed in self._requests.values() if changed else ():
             lora = followed.request.lora_request
             if lora is not None and lora.lora_int_id in changed:
                 self._mix(followed)
+
+    def _begin_generation(self, *, was_reset: bool) -> None:
+        weights, before = self._changes.weights, self._generation
+        self._generation = weights.generation
+        if self._generation > before:  # else a doubt is over, and the generation before it goes on
+            if not was_reset:
+                self._device_cache.weights_changed()
+            for followed in self._requests.values():
+                load = followed.state.onboard_job if followed.state is not None else None
+                if followed.is_loading and load is not None:
+                    self._step.plans.revoked += (load,)
+                followed.move(Event.CHANGED)
+            self.leader.new_generation(keeps_host=weights.doubted_generation is not None)
+        self._events.renamed(self.leader)
 
     def _mix(self, followed: Followed) -> None:
         followed.move(Event.CHANGED)

@@ -66,6 +66,7 @@ class WeightsIdentity:
     """The stamp of the model's weights now. Any thread may ask and tell.
 
     Until their content is known, and after any change in place, the stamp means nothing in another process.
+    Nor does it while nobody knows whether they have changed.
     ``loaded_after_ns``: the engine began to load no sooner than that (Unix time); files that changed later
     may not be what is in memory. ``beginning``: ``files_of_sources`` at that time; without it, what
     lies there now.
@@ -86,8 +87,9 @@ class WeightsIdentity:
         self._progress_s = progress_s
         self._lock = threading.Lock()
         self._id = secrets.token_hex(16)
-        self._generation = 0
+        self._generation = self._last_generation = 0
         self._stamp = self._stamp_of_generation()
+        self._before_doubt: tuple[int, Stamp] | None = None
         self._is_closed = threading.Event()
         self._is_over = threading.Event()
         self._digester = Digester(memory or default_memory(), self._is_stopped)
@@ -95,8 +97,15 @@ class WeightsIdentity:
 
     @property
     def generation(self) -> int:
-        """How often the weights have changed in place."""
+        """The number of the weights that the stamp is of: a new one with each change in place, and with each
+        doubt, which may turn out to be the one before it.
+        """
         return self._generation
+
+    @property
+    def doubted_generation(self) -> int | None:
+        """That of which nobody knows whether it goes on; None: there is no doubt."""
+        return None if self._before_doubt is None else self._before_doubt[0]
 
     @property
     def read_bytes(self) -> int:
@@ -124,11 +133,31 @@ class WeightsIdentity:
         what is computed now stays in this process: nobody knows which weights these are.
         """
         with self._lock:
-            self._generation += 1
-            self._stamp = self._stamp_of_generation()
-            first = self._generation == 1
+            was_lasting = self._is_first
+            self._begin_generation()
+            self._before_doubt = None
         line = "kvbm: %s: cached blocks of the weights before are not used any more%s"
-        log.info(line, why, "; from now on no block goes to a disk or a shared directory" if first else "")
+        first = "; from now on no block goes to a disk or a shared directory" if was_lasting else ""
+        log.info(line, why, first)
+
+    def doubt(self) -> None:
+        """The weights may be others from now on: what was stored is not found, and what is stored now stays
+        in this process, until it is known (``end_doubt``) or they have ``changed``.
+        """
+        with self._lock:
+            self._before_doubt = self._before_doubt or (self._generation, self._stamp)
+            self._begin_generation()
+
+    def end_doubt(self, *, are_same: bool) -> None:
+        """They are those of the doubted generation, which goes on; or they are not, or nobody can tell."""
+        with self._lock:
+            before = self._before_doubt
+            if before is not None and are_same:
+                self._generation, self._stamp = before
+            self._before_doubt = None
+        if before is not None and not are_same:
+            line = "kvbm: caches were reset, and the weights are not known to be the same: %s"
+            log.info(line, "no block goes to a disk or a shared directory")
 
     def close(self) -> None:
         """Ends the thread. May be called twice."""
@@ -139,7 +168,12 @@ class WeightsIdentity:
     # ---------------------------------------------------------------- its thread
 
     def _is_stopped(self) -> bool:
-        return self._is_closed.is_set() or self._generation > 0
+        return self._is_closed.is_set() or not self._is_first
+
+    @property
+    def _is_first(self) -> bool:
+        """Whether the weights may be those that were loaded."""
+        return not (self._generation if self._before_doubt is None else self._before_doubt[0])
 
     def _run(self) -> None:
         began_s = time.monotonic()
@@ -148,7 +182,9 @@ class WeightsIdentity:
         try:
             stamp = self._find_out()
             with self._lock:
-                if not self._generation:
+                if self._before_doubt is not None and self._is_first:
+                    self._before_doubt = 0, stamp
+                elif self._is_first:
                     self._stamp = stamp
             seconds, read_gb = time.monotonic() - began_s, self._digester.read_bytes / 1e9
             line = "kvbm: the weights are %s (%.1f GB read, %.1f s): blocks can be named by them from now on"
@@ -190,6 +226,11 @@ class WeightsIdentity:
                 "directory before it is done"
             )
             log.info(line, 100 * done // max(1, total), total / 1e9, rate)
+
+    def _begin_generation(self) -> None:
+        self._last_generation += 1
+        self._generation = self._last_generation
+        self._stamp = self._stamp_of_generation()
 
     def _stamp_of_generation(self) -> Stamp:
         return process_stamp(f"weights {self._id} generation {self._generation}")

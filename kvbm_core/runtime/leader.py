@@ -497,14 +497,16 @@ class Leader:
         state.worth = Worth.DISOWNED
         self.chain.forget(state.chain_keys())
 
-    def new_generation(self) -> None:
+    def new_generation(self, *, keeps_host: bool) -> None:
         """The weights are others from now on: all open requests are retired, and the host tier, whose blocks
         nobody will ask for, is free. Lower tiers keep theirs: they are right for who has those weights.
+        ``keeps_host``: the weights may also be the same, and its blocks are found again then.
         """
         for state in self._requests.values():
             self.retire(state)
         self._offloading.forget_gathered()
-        self.chain.host.reset()
+        if not keeps_host:
+            self.chain.host.reset()
 
     def forget_names(self, *, of_open: bool = True) -> None:
         """What requests have computed so far, and what is on its way, is not what its names say any more: no

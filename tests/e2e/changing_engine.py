@@ -3,9 +3,12 @@ python -m tests.e2e.changing_engine JOB.json RESULT.json
 
 JOB: {"model", "llm": keyword arguments of vllm.LLM, "connector": bool, "steps": [...]}. A step is one of
 {"generate": [[token, ...], ...], "lora": [name, number, path] or null, "salt": text or null};
-{"reset_device": true} empties vLLM's own prefix cache; {"reload": folder} reads the weights in place;
+{"reset_device": true} empties vLLM's own prefix cache, {"reset_all": true} kvbm's too; {"reload": folder}
+reads the weights in place; {"load": folder} gives its norms to the model object, as TRL does with all weights
+(its matrices vLLM keeps elsewhere, on a CPU); {"write": number} adds it to the model's tensors;
 {"add_lora": [name, number, path], "inplace": bool}; {"copy": [from, to]} overwrites a folder's files. RESULT:
-{"answers": of each generate, the tokens and cached tokens of each prompt}.
+{"answers": of each generate, the tokens and cached tokens of each prompt, "to_disk": after each generate, how
+many blocks have gone there}.
 """
 
 from __future__ import annotations
@@ -13,6 +16,8 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 from typing import Any
+
+from safetensors.torch import load_file
 
 from tests.e2e.offline import main, make_engine, settle
 
@@ -25,6 +30,7 @@ class Job:
     def __init__(self, job: dict[str, Any]) -> None:
         self._llm = make_engine(job)
         self.answers: list[list[dict[str, Any]]] = []
+        self.to_disk: list[float] = []
 
     def do(self, step: dict[str, Any]) -> None:
         """One of the steps above."""
@@ -32,6 +38,14 @@ class Job:
             self.answers.append(self._generate(step))
         elif "reset_device" in step:
             assert self._llm.reset_prefix_cache()
+        elif "reset_all" in step:
+            assert self._llm.reset_prefix_cache(reset_connector=True)
+        elif "load" in step:
+            tensors = load_file(Path(step["load"]) / "model.safetensors").items()
+            _model(self._llm).load_weights((name, tensor) for name, tensor in tensors if "norm" in name)
+        elif "write" in step:
+            for parameter in _model(self._llm).parameters():
+                parameter.data += step["write"]
         elif "reload" in step:
             self._llm.collective_rpc("reload_weights", kwargs={"weights_path": step["reload"]})
         elif "add_lora" in step:
@@ -56,10 +70,16 @@ class Job:
         ]
         leader = settle(self._llm)
         assert not leader.pending_jobs and not leader.open_requests and not leader.chain.storing_blocks
+        self.to_disk.append(leader.metrics.snapshot()["kvbm_offload_blocks_h2d"])
         return [
             {"tokens": list(output.outputs[0].token_ids), "cached_tokens": output.num_cached_tokens}
             for (output,) in outputs
         ]
+
+
+def _model(llm: Any) -> Any:
+    """Where a trainer finds it."""
+    return llm.llm_engine.model_executor.driver_worker.model_runner.model
 
 
 def _lora(names: list[Any], *, inplace: bool = False) -> Any:
@@ -74,7 +94,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     engine = Job(job)
     for step in job["steps"]:
         engine.do(step)
-    return {"answers": engine.answers}
+    return {"answers": engine.answers, "to_disk": engine.to_disk}
 
 
 if __name__ == "__main__":

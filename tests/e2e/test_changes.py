@@ -23,16 +23,16 @@ FOUND = PROMPT_TOKENS // BLOCK * BLOCK
 pytestmark = pytest.mark.timeout(600)
 
 
-def further_trained(model: Path, to: Path, seed: int) -> Path:
-    """The same model, but for seven of its tensors."""
+def further_trained(model: Path, to: Path, seed: int, *, norms: bool = False) -> Path:
+    """The same model, but for seven of its tensors, which are matrices or ``norms``."""
     shutil.copytree(model, to)
     path = to / "model.safetensors"
     tensors, generator = load_file(path), torch.Generator().manual_seed(seed)
-    matrices = sorted(name for name, tensor in tensors.items() if "layers" in name and tensor.ndim == 2)
-    for name in matrices[::3][:7]:
+    of_layers = sorted(name for name, tensor in tensors.items() if "layers" in name)
+    for name in [name for name in of_layers if (tensors[name].ndim == 1) is norms][::3][:7]:
         old = tensors[name].float()
         noise = torch.randn(old.shape, generator=generator)
-        tensors[name] = (old + old.std() * noise).to(tensors[name].dtype)
+        tensors[name] = (old + (1.0 if norms else old.std()) * noise).to(tensors[name].dtype)
     save_file(tensors, path, metadata={"format": "pt"})
     return to
 
@@ -96,3 +96,57 @@ def test_no_answer_is_of_weights_or_adapters_that_are_no_more(
     start, after, with_lora, overwritten, in_place, rolled_back = rights
     assert start != after != with_lora != in_place != rolled_back
     assert overwritten == with_lora == rolled_back, "what is on the disk is not what is in memory"
+
+
+def test_after_a_restart_no_answer_is_of_weights_that_a_trainer_gave_to_the_model_object(
+    tiny_model: Path, tmp_path: Path, rng: random.Random
+) -> None:
+    def some() -> list[list[int]]:
+        return [[rng.randrange(3, 500) for _ in range(PROMPT_TOKENS)] for _ in range(2)]
+
+    def ask(prompts: list[list[int]], salt: str | None = None) -> list[dict[str, Any]]:
+        return [{"reset_device": True}, {"generate": prompts, "salt": salt}]
+
+    def run(name: str, steps: list[dict[str, Any]]) -> dict[str, Any]:
+        llm = {"block_size": BLOCK, "max_model_len": 1024, "num_gpu_blocks_override": 200, "dtype": "float32"}
+        job = {"model": str(tiny_model), "llm": llm, "connector": True, "steps": steps}
+        disk = {"DYN_KVBM_DISK_CACHE_GB": "0.5", "DYN_KVBM_DISK_CACHE_DIR": str(tmp_path / "disk")}
+        disk |= {
+            "DYN_KVBM_DISABLE_DISK_OFFLOAD_FILTER": "1",
+            "KVBM_TEST_DISK_LEDGER": str(tmp_path / "ledger"),
+        }
+        return run_engine(tmp_path / name, job, "tests.e2e.changing_engine", **disk)
+
+    def tokens(answers: list[dict[str, Any]]) -> list[list[int]]:
+        return [answer["tokens"] for answer in answers]
+
+    early, late, later = some(), some(), some()
+    trained = further_trained(tiny_model, tmp_path / "trained", rng.randrange(1 << 30), norms=True)
+    result = run(
+        "first",
+        [*ask(early), *ask(early), {"load": str(trained)}, *ask(late, "salt"), *ask(late), *ask(late)],
+    )
+    cold, warm, right, found, again = result["answers"]
+    assert tokens(cold) == tokens(warm) and tokens(right) == tokens(found) == tokens(again)
+    cached = [[answer["cached_tokens"] for answer in answers] for answers in result["answers"]]
+    assert cached == [[0, 0], [FOUND] * 2, [0, 0], [0, 0], [FOUND] * 2]
+    lasting = result["to_disk"][0]
+    assert lasting and set(result["to_disk"]) == {lasting}, "blocks of the new weights have gone to the disk"
+
+    reset = {"reset_all": True}
+    steps = [
+        *ask(early),
+        *ask(late),
+        *ask(late, "salt"),
+        {"write": 0.05},
+        reset,
+        *ask(later, "salt"),
+        *ask(later),
+    ]
+    result = run("second", [*steps, reset, *ask(later)])
+    restarted, found, right, *changed = result["answers"]
+    assert tokens(restarted) == tokens(cold) and [each["cached_tokens"] for each in restarted] == [FOUND] * 2
+    assert tokens(found) == tokens(right) != tokens(again)
+    assert tokens(changed[0]) == tokens(changed[1]) == tokens(changed[2])
+    assert not any(answer["cached_tokens"] for answers in (found, *changed) for answer in answers)
+    assert len(set(result["to_disk"][2:])) == 1, "blocks of the new weights have gone to the disk"

@@ -173,6 +173,7 @@ class FakeRank:
         self._groups = kv_cache_config.kv_cache_groups
         self._requests: dict[str, RunnerRequest] = {}
         self.weights = ""
+        self.tensor = torch.zeros(32, dtype=torch.uint8)
         self.adapters: dict[int, bytes] = {}
         self.rounded_positions = 0
         layout = KVCacheLayout[spec.layout]
@@ -189,9 +190,12 @@ class FakeRank:
         with set_current_vllm_config(config):
             self.connector.register_kv_caches(self.kv_caches)
 
-    def change_weights(self, weights: str) -> None:
-        """In place: what has been computed stays as it is."""
+    def change_weights(self, weights: str, *, shows: bool = True) -> None:
+        """In place: what has been computed stays as it is. ``shows``: in the model's tensors."""
         self.weights = weights
+        if shows:
+            digest = hashlib.sha256(weights.encode()).digest() if weights else bytes(32)
+            self.tensor.numpy()[:] = np.frombuffer(digest, np.uint8)
         for runner in self._requests.values():
             runner.sequence.change_weights(weights, runner.num_computed_tokens)
 
@@ -427,3 +431,18 @@ def _are_far(seen: Bytes, right: Bytes) -> npt.NDArray[np.bool_]:
     one, other = (np.ascontiguousarray(each).view(np.float32) for each in (seen, right))
     is_near: npt.NDArray[np.bool_] = np.abs(one - other) <= ROUNDING * np.abs(other)
     return ~is_near.all(axis=(1, 2))
+
+
+class FakeModel(torch.nn.Module):
+    """The model object: a tensor for each rank."""
+
+    def __init__(self, ranks: Tokens[FakeRank]) -> None:
+        super().__init__()
+        self._ranks = ranks
+        for rank in ranks:
+            self.register_buffer(f"rank{rank.rank}", rank.tensor)
+
+    def load_weights(self, weights: str) -> None:
+        """What trainers call that have the model in their process."""
+        for rank in self._ranks:
+            rank.change_weights(weights)

@@ -28,9 +28,10 @@ from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from kvbm_core.testing.verdicts import judges
+from kvbm_vllm import engine_calls
 from tests.engines import PATIENCE_S
 from tests.vllm.engine_config import EngineSpec, make_kv_cache_configs, make_scheduler, make_vllm_config
-from tests.vllm.fake_model import FakeRank, load_adapter
+from tests.vllm.fake_model import FakeModel, FakeRank, load_adapter
 
 
 @dataclass(frozen=True)
@@ -75,8 +76,14 @@ def adapter(name: str, number: int) -> LoRARequest:
 class Workers:
     """What vLLM's executor calls in a worker, of all ranks at once."""
 
-    def __init__(self, ranks: Sequence[FakeRank]) -> None:
+    def __init__(self, ranks: Sequence[FakeRank], vllm_config: VllmConfig) -> None:
         self._ranks = ranks
+        self.vllm_config = vllm_config
+        self._model = FakeModel(ranks)
+
+    def get_model(self) -> FakeModel:
+        """As vLLM's workers have it, and who serves in the engine's process."""
+        return self._model
 
     def update_weights(self, update_info: str) -> None:
         """New weights, of that name."""
@@ -121,14 +128,15 @@ class Engine:
             FakeRank(i, spec, self._config_of(i), each, self.prepare_worker)
             for i, each in enumerate(rank_configs)
         ]
+        # vLLM's own, without what it starts: every order to the workers goes through it.
+        self.executor = UniProcExecutor.__new__(UniProcExecutor)
+        self.executor.vllm_config = self.config
+        self.executor.driver_worker = Workers(self.ranks, self.config)  # type: ignore[assignment]
+        engine_calls.executes(self.executor, self.config)  # as vLLM's executor does
         # As in vLLM, the workers have registered their KV caches when the scheduler is made.
         self.scheduler, self._block_hasher = make_scheduler(self.config, scheduler_config)
         assert self.scheduler.connector is not None
         self.connector = self.scheduler.connector
-        # vLLM's own, without what it starts: every order to the workers goes through it.
-        self.executor = UniProcExecutor.__new__(UniProcExecutor)
-        self.executor.vllm_config = self.config
-        self.executor.driver_worker = Workers(self.ranks)  # type: ignore[assignment]
         self._aggregator = KVOutputAggregator.from_connector(self.connector, spec.ranks)
         self._in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
         self._fresh_blocks: list[int] = []

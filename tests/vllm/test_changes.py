@@ -4,7 +4,9 @@ model checks of every byte, and none that is of both is kept.
 
 from __future__ import annotations
 
+import multiprocessing
 import random
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,8 @@ import pytest
 from vllm.lora.request import LoRARequest
 
 from kvbm_core.types import Direction
-from kvbm_vllm import engine_calls
+from kvbm_vllm import changes, engine_calls, tensors
+from tests.engines import PATIENCE_S
 from tests.vllm.engine_config import write_weights
 from tests.vllm.kvbm_engine import KvbmEngine
 
@@ -183,6 +186,212 @@ def test_old_blocks_stay_on_disk_for_who_has_those_weights_and_new_ones_do_not_g
         engine.assert_clean()
 
 
+# ---------------------------------------------------------------- weights, with no order
+
+
+def change_unseen(engine: KvbmEngine, weights: str = "new") -> None:
+    """What a trainer does that writes to the model's tensors."""
+    for rank in engine.ranks:
+        rank.change_weights(weights)
+
+
+def load(engine: KvbmEngine, weights: str = "new") -> None:
+    """What a trainer does that has the model object."""
+    engine.executor.driver_worker.get_model().load_weights(weights)  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("with_connector", [False, True])
+@pytest.mark.parametrize("how", [change_unseen, load])
+def test_new_weights_after_a_reset_bear_a_name_of_their_own(
+    tmp_path: Path, how: Callable[[KvbmEngine], None], with_connector: bool
+) -> None:
+    with KvbmEngine(tmp_path, **DISK) as engine:
+        first = engine.ask("a", PROMPT, 8)
+        engine.settle()
+        stored = engine.metric(TO_DISK)
+        how(engine)
+        assert engine.reset_device(with_connector=with_connector)
+        second = engine.ask("b", PROMPT, 8)
+        assert second != first and not engine.external_tokens("b")
+        assert fresh(engine, "c") == 48 and engine.record.outputs["c"] == second
+        assert engine.metric(TO_DISK) == stored
+        change_unseen(engine, "")  # rolled back
+        assert engine.reset_device(with_connector=with_connector)
+        assert engine.ask("d", PROMPT, 8) == first and not engine.external_tokens("d")
+        engine.settle()
+        assert engine.metric(TO_DISK) == stored
+        engine.assert_clean()
+    with KvbmEngine(tmp_path, **DISK) as engine:
+        assert fresh(engine, "e") == (0 if with_connector else 48)
+        assert engine.record.outputs["e"] == first
+        engine.assert_clean()
+
+
+def test_what_the_model_object_loads_is_noticed_without_a_reset(tmp_path: Path) -> None:
+    with KvbmEngine(tmp_path) as engine:
+        engine.add("a", PROMPT, 30)
+        engine.run(until=lambda: len(engine.record.outputs["a"]) >= 10)
+        load(engine)
+        engine.run()
+        engine.settle()
+        assert not engine.leader.chain.host.resident_blocks
+        assert not fresh(engine, "b") and fresh(engine, "c") == 48
+        engine.assert_clean()
+
+
+@pytest.mark.parametrize("with_connector", [False, True])
+def test_the_same_weights_after_a_reset_keep_their_name(tmp_path: Path, with_connector: bool) -> None:
+    with KvbmEngine(tmp_path, **DISK) as engine:
+        engine.ask("a", PROMPT, 8)
+        engine.settle()
+        stored = engine.metric(TO_DISK)
+        assert engine.reset_device(with_connector=with_connector)
+        engine.ask("b", PROMPT, 8)
+        assert engine.external_tokens("b") == (0 if with_connector else 48)
+        engine.ask("c", range(100, 150), 8)
+        engine.settle()
+        assert engine.metric(TO_DISK) > stored
+        engine.assert_clean()
+    with KvbmEngine(tmp_path, **DISK) as engine:
+        assert fresh(engine, "d") == 48
+        engine.assert_clean()
+
+
+def test_a_request_that_runs_across_a_reset_of_kvbm_is_stored_if_the_weights_are_the_same(
+    tmp_path: Path,
+) -> None:
+    for name, is_same in (("same", True), ("others", False)):
+        (tmp_path / name).mkdir()
+        with KvbmEngine(tmp_path / name) as engine:
+            engine.add("a", PROMPT, 30)
+            engine.run(until=lambda engine=engine: len(engine.record.outputs["a"]) >= 10)
+            if not is_same:
+                change_unseen(engine)
+            assert not engine.reset_device(with_connector=True), "the device's blocks are in use"
+            engine.run()
+            engine.settle()
+            assert bool(engine.leader.chain.host.resident_blocks) is is_same
+            assert not fresh(engine, "b") and fresh(engine, "c") == 48
+            engine.assert_clean()
+
+
+def test_a_reset_in_a_server_is_no_doubt_unless_it_reaches_kvbm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(multiprocessing.current_process(), "name", "EngineCore_DP0")
+    with KvbmEngine(tmp_path) as engine:
+        monkeypatch.undo()
+        engine.ask("a", PROMPT, 8)
+        engine.executor.driver_worker.get_model = None  # type: ignore[method-assign, assignment]
+        assert fresh(engine, "b") == 48
+        assert engine.reset_device(with_connector=True)
+        assert not fresh(engine, "c") and engine.hooks._changes.weights.generation
+        engine.assert_clean()
+
+
+def test_without_anybody_to_ask_a_reset_is_a_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_calls, "ask", lambda *_: [])
+    with KvbmEngine(tmp_path, **DISK) as engine:
+        engine.ask("a", PROMPT, 8)
+        engine.settle()
+        stored = engine.metric(TO_DISK)
+        assert stored and not fresh(engine, "b")
+        engine.settle()
+        assert engine.metric(TO_DISK) == stored
+        engine.assert_clean()
+
+
+class SlowLooks:
+    """A model so large that it is looked at in a thread; ``go_on`` lets it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.go_on = threading.Event()
+        self.go_on.set()
+        self._digest_of = tensors.digest_of
+        monkeypatch.setattr(tensors, "digest_of", self._slow)
+        monkeypatch.setattr(tensors, "AT_ONCE_BYTES", 0)
+        monkeypatch.setattr(changes, "ASK_AGAIN_S", 0.0)
+
+    def _slow(self, of: Any, is_stopped: Callable[[], bool]) -> str:
+        of = [(name, tensor.clone()) for name, tensor in of]
+        while not self.go_on.wait(0.01):
+            if is_stopped():
+                raise tensors._StoppedError
+        return self._digest_of(of, is_stopped)
+
+    def wait(self, engine: KvbmEngine) -> None:
+        """Until the model of this engine has been looked at."""
+        watched = tensors._watched[engine.executor.driver_worker.get_model()]
+        assert watched._now.is_over.wait(PATIENCE_S)
+
+
+@pytest.mark.parametrize("is_same", [True, False])
+def test_while_a_large_model_is_looked_at_nothing_of_before_is_served_and_nothing_lasts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_same: bool
+) -> None:
+    looks = SlowLooks(monkeypatch)
+    with KvbmEngine(tmp_path, **DISK) as engine:
+        looks.wait(engine)
+        first = engine.ask("a", PROMPT, 8)
+        engine.ask("a2", range(400, 450), 8)
+        engine.settle()
+        stored = engine.metric(TO_DISK)
+        looks.go_on.clear()
+        if not is_same:
+            change_unseen(engine)
+        assert not fresh(engine, "b") and (engine.record.outputs["b"] == first) is is_same
+        assert fresh(engine, "b2") == 0, "each reset is a doubt of its own"
+        engine.add("c", range(200, 250), 30)
+        engine.run(until=lambda: len(engine.record.outputs["c"]) >= 10)
+        assert engine.metric(TO_DISK) == stored
+        looks.go_on.set()
+        looks.wait(engine)
+        engine.run()
+        engine.ask("d", range(300, 350), 8)
+        engine.settle()
+        assert (engine.metric(TO_DISK) > stored) is is_same
+        engine.ask("e", range(400, 450), 8)
+        assert engine.external_tokens("e") == (48 if is_same else 0)
+        engine.assert_clean()
+
+
+def test_a_reset_before_the_first_look_is_over_is_a_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks = SlowLooks(monkeypatch)
+    looks.go_on.clear()
+    with KvbmEngine(tmp_path, **DISK) as engine:
+        engine.ask("a", PROMPT, 8)
+        engine.settle()
+        assert not fresh(engine, "b") and not engine.hooks._changes.weights.stamp().is_lasting
+        looks.go_on.set()
+        assert not fresh(engine, "c"), "who changes weights once does it again"
+        assert not engine.hooks._changes.weights.stamp().is_lasting
+        engine.assert_clean()
+
+
+def test_no_thread_looks_at_weights_that_sleep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = SlowLooks(monkeypatch)
+    with KvbmEngine(tmp_path, **DISK) as engine:
+        looks.wait(engine)
+        engine.ask("a", PROMPT, 8)
+        looks.go_on.clear()
+        assert not fresh(engine, "b")
+        watched = tensors._watched[engine.executor.driver_worker.get_model()]
+        assert not watched._now.is_over.is_set()
+        engine.executor.collective_rpc("sleep", kwargs={"level": 1})
+        assert watched._now.is_over.is_set()
+        looks.go_on.set()
+        engine.ask("c", range(300, 350), 8)  # begins another look
+        looks.wait(engine)
+        engine.ask("d", range(400, 450), 8)
+        assert engine.hooks._changes.weights.stamp().is_lasting
+        engine.assert_clean()
+
+
+# ---------------------------------------------------------------- weights, others at the next start
+
+
 def test_other_weights_in_the_next_start_find_nothing(tmp_path: Path, rng: random.Random) -> None:
     old = rng.randbytes(5000)
     new = old[:2500] + bytes(byte ^ 1 for byte in old[2500:3300]) + old[3300:]
@@ -261,14 +470,14 @@ def fresh_with(engine: KvbmEngine, name: str, lora: LoRARequest) -> int:
     return engine.external_tokens(name)
 
 
-def load(engine: KvbmEngine, lora: LoRARequest) -> None:
+def load_adapter(engine: KvbmEngine, lora: LoRARequest) -> None:
     """What the server does when it is told to load an adapter."""
     engine.executor.collective_rpc("add_lora", args=(lora,))
 
 
 def test_an_adapter_overwritten_between_load_and_first_request_is_not_cached(tmp_path: Path) -> None:
     with KvbmEngine(tmp_path, lora=True, **DISK) as engine:
-        load(engine, adapter(tmp_path, "one"))
+        load_adapter(engine, adapter(tmp_path, "one"))
         lora = adapter(tmp_path, "two")
         assert not fresh_with(engine, "a", lora) and not fresh_with(engine, "b", lora)
         engine.settle()
@@ -284,7 +493,7 @@ def test_loaded_in_place_and_rolled_back_each_answers_for_itself(tmp_path: Path)
         answers = []
         for turn, content in enumerate(("one", "two", "one")):
             lora = adapter(tmp_path, content, inplace=True)
-            load(engine, lora)
+            load_adapter(engine, lora)
             assert not fresh_with(engine, f"a{turn}", lora)
             assert fresh_with(engine, f"b{turn}", lora) == 48
             answers.append(engine.record.outputs[f"b{turn}"])
@@ -295,13 +504,13 @@ def test_loaded_in_place_and_rolled_back_each_answers_for_itself(tmp_path: Path)
 def test_a_request_that_runs_while_its_adapter_is_loaded_anew_leaves_nothing(tmp_path: Path) -> None:
     with KvbmEngine(tmp_path, lora=True) as engine:
         lora = adapter(tmp_path, "one")
-        load(engine, lora)
+        load_adapter(engine, lora)
         engine.add("a", PROMPT, 30, lora=lora)
         engine.add("plain", range(100, 150), 30)
         engine.run(until=lambda: len(engine.record.outputs["a"]) >= 3)
         engine.settle()
         before = engine.leader.chain.host.resident_blocks
-        load(engine, adapter(tmp_path, "two", inplace=True))
+        load_adapter(engine, adapter(tmp_path, "two", inplace=True))
         engine.run()
         engine.settle()
         plain = engine.leader.chain.host.resident_blocks - before
@@ -324,7 +533,7 @@ def test_changed_on_disk_and_loaded_again_unseen_it_answers_nobody(tmp_path: Pat
 def test_an_adapter_that_changes_while_its_request_runs_leaves_nothing(tmp_path: Path) -> None:
     with KvbmEngine(tmp_path, lora=True, **DISK) as engine:
         lora = adapter(tmp_path, "one")
-        load(engine, lora)
+        load_adapter(engine, lora)
         wait_known(engine, lora)
         engine.add("a", PROMPT, 20, lora=lora)
         engine.run(until=lambda: len(engine.record.outputs["a"]) >= 3)
@@ -338,7 +547,7 @@ def test_an_adapter_that_changes_while_its_request_runs_leaves_nothing(tmp_path:
 def test_an_adapters_blocks_are_found_on_disk_by_the_next_engine_under_another_name(tmp_path: Path) -> None:
     with KvbmEngine(tmp_path, lora=True, **DISK) as engine:
         lora = adapter(tmp_path, "one")
-        load(engine, lora)
+        load_adapter(engine, lora)
         wait_known(engine, lora)
         fresh_with(engine, "a", lora)
         engine.settle()
@@ -347,7 +556,7 @@ def test_an_adapters_blocks_are_found_on_disk_by_the_next_engine_under_another_n
     with KvbmEngine(tmp_path, lora=True, **DISK) as engine:
         others = adapter(tmp_path, "two", 1), adapter(tmp_path, "one", 7)
         for lora in others:
-            load(engine, lora)
+            load_adapter(engine, lora)
             wait_known(engine, lora)
         assert not fresh_with(engine, "b", others[0])
         assert fresh_with(engine, "c", others[1]) == 48 and engine.record.outputs["c"] == first
@@ -372,7 +581,7 @@ def test_a_request_that_loads_another_path_in_place_takes_the_number_from_all_ot
         (tmp_path / name).mkdir()
     with KvbmEngine(tmp_path, lora=True) as engine:
         lora = adapter(tmp_path / "one", "one")
-        load(engine, lora)
+        load_adapter(engine, lora)
         engine.add("a", PROMPT, 30, lora=lora)
         engine.run(until=lambda: len(engine.record.outputs["a"]) >= 3)
         engine.settle()

@@ -57,12 +57,12 @@ def test_another_next_token_is_no_wrong_block(kind: dict[str, Any], tmp_path: Pa
 
 @every_kind
 def test_a_wrong_block_of_the_model_is_found(kind: dict[str, Any], tmp_path: Path) -> None:
-    """The weights change, and nobody says so."""
+    """What the model computes changes, and nobody can see it."""
     with KvbmEngine(tmp_path, extra=AUDITED, **HEAD, **kind) as engine:
         engine.ask("a", PROMPT)
         engine.forget_device()
         for rank in engine.ranks:
-            rank.change_weights("others")
+            rank.change_weights("others", shows=False)
         engine.ask("b", other_end(engine))
         assert counted(engine)["wrong"] > 0
         assert not engine.leader.chain.host.resident_blocks
