@@ -166,7 +166,6 @@ class Replay:
         if plan is None:
             raise IntegrityError("blocks were promised and could not be loaded")
         self._answer(plan.job_id)
-        self.tally.written_blocks += self._write_to_disk()  # what has become worth it with this hit
         on_disk = sum(len(order.keys) for order in plan.reads)
         return found - on_disk, on_disk
 
