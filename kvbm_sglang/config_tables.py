@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvbm_core.identity.effective import effective_config, file_digest
-from kvbm_core.identity.environment import WORDS_OF_LIBRARIES
+from kvbm_core.identity.environment import WORDS_OF_LIBRARIES, code_of_package, content_of_file
 from kvbm_core.identity.fields import ConfigTable, InKey, Irrelevant, Rule, ThisProcessOnly
 
 FOLDER_FORMATS = frozenset((
@@ -386,13 +386,16 @@ TABLES = (SERVER_ARGS, MODEL, HICACHE)
 
 ENVIRONMENT = re.compile(
     r"SGLANG_\w+|SGL_\w+|USE_TRITON_W8A8_FP8_KERNEL|USE_ROCM_AITER_ROPE_BACKEND"
-    r"|DEEP_NORMAL_MODE_USE_INT8_QUANT"
+    r"|DEEP_NORMAL_MODE_USE_INT8_QUANT|CK_MOE|ASCEND_USE_FIA|MINIMAX_NPU_PREFILL_BSQ"
 )
 """Variables that may change what SGLang computes."""
 
 ENVIRONMENT_WORDS = (
     "Every variable that is set and begins with `SGLANG_` or `SGL_` is in the name with its text, and so\n"
-    "are `USE_TRITON_W8A8_FP8_KERNEL`, `USE_ROCM_AITER_ROPE_BACKEND` and `DEEP_NORMAL_MODE_USE_INT8_QUANT`.\n"
+    "are `USE_TRITON_W8A8_FP8_KERNEL`, `USE_ROCM_AITER_ROPE_BACKEND`, `DEEP_NORMAL_MODE_USE_INT8_QUANT`,\n"
+    "`CK_MOE`, `ASCEND_USE_FIA` and `MINIMAX_NPU_PREFILL_BSQ`. So is the content of a file that\n"
+    "`SGLANG_HUMMING_ONLINE_QUANT_CONFIG` or `SGLANG_HUMMING_INPUT_QUANT_CONFIG` names, and of the package\n"
+    "that `SGLANG_EXTERNAL_MODEL_PACKAGE` names; if it cannot be read, blocks are of this process only.\n"
     f"{WORDS_OF_LIBRARIES}\n"
     "Not those that Kubernetes sets for a Service (`SGLANG_..._SERVICE_HOST`, `SGLANG_..._PORT_8000_TCP`),\n"
     "and not these (`*` stands for any end):"
@@ -428,6 +431,13 @@ IRRELEVANT_ENVIRONMENT: dict[str, str] = {
     **_variables(INPUT, "BATCH_TOKENIZER_OUTPUTS PARALLEL_PROMPT_ENCODE* PATCH_TOKENIZER"),
 }
 """Those of them that do not -> why. Any other that is set is in the key with its text."""
+
+CONTENTS = {
+    "SGLANG_EXTERNAL_MODEL_PACKAGE": code_of_package,
+    "SGLANG_HUMMING_INPUT_QUANT_CONFIG": content_of_file,
+    "SGLANG_HUMMING_ONLINE_QUANT_CONFIG": content_of_file,
+}
+"""What names a package, or may name a file -> what counts of it."""
 
 PROCESS_ONLY_ENVIRONMENT = {
     "SGLANG_SIMULATE_UNIFORM_EXPERTS": "experts are chosen at random",

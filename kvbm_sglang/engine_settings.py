@@ -18,6 +18,7 @@ from kvbm_core.identity import environment
 from kvbm_core.identity.fields import Description, describe, field_names
 from kvbm_core.identity.weights import code_repositories
 from kvbm_sglang.config_tables import (
+    CONTENTS,
     ENVIRONMENT,
     HICACHE,
     IRRELEVANT_ENVIRONMENT,
@@ -152,7 +153,7 @@ def _describe_model(server_args: Any) -> Description:
 def describe_environment(environ: Mapping[str, str]) -> Description:
     """Variables of SGLang and its libraries that are set and not known to be irrelevant."""
     return environment.describe_environment(
-        environ, ENVIRONMENT, IRRELEVANT_ENVIRONMENT, PROCESS_ONLY_ENVIRONMENT
+        environ, ENVIRONMENT, IRRELEVANT_ENVIRONMENT, PROCESS_ONLY_ENVIRONMENT, CONTENTS
     )
 
 
@@ -175,7 +176,7 @@ def _platform() -> str:
     # Of the same "fp8", AMD's older devices store other numbers (e4m3fnuz) than all others. A device's
     # capability chooses kernels, some of which compute in other formats.
     if not torch.cuda.is_available():
-        return f"no GPU {environment.vector_units()}"
+        return f"no GPU {environment.processor()}"
     if torch.version.hip is not None:
         return f"hip {torch.cuda.get_device_properties(0).gcnArchName}"
     return f"cuda {torch.cuda.get_device_capability()}"

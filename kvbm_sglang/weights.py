@@ -15,8 +15,10 @@ from kvbm_sglang.config_tables import FOLDER_FORMATS, load_format_of, names_weig
 
 # In the process that computes, at some depth: the scheduler's part, the worker's, the model runner's.
 _PLACES = ("sglang.srt.managers.", "sglang.srt.model_executor.", "sglang.srt.speculative.")
-_UPDATES = "update_weights_from_"
+_UPDATES = ("update_weights_from_", "begin_weight_update", "end_weight_update")
 _RELEASE = "release_memory_occupation"
+_CHECK = "check_weights"
+_HARMLESS_CHECKS = ("checksum", "compare", "snapshot")  # "reset_tensors" overwrites them
 _MARK = "_kvbm_watched"
 
 _watching: weakref.WeakSet[WeightsIdentity] = weakref.WeakSet()
@@ -77,7 +79,7 @@ def _watch() -> None:
 
 def _wrap(kind: type) -> None:
     for name, method in list(vars(kind).items()):
-        is_update = name.startswith(_UPDATES) or name == _RELEASE
+        is_update = name.startswith(_UPDATES) or name in {_RELEASE, _CHECK}
         if not is_update or not inspect.isfunction(method) or inspect.iscoroutinefunction(method):
             continue
         if not hasattr(method, _MARK):
@@ -85,11 +87,19 @@ def _wrap(kind: type) -> None:
 
 
 def _watched(method: Any) -> Any:
+    name = method.__name__
+
     @wraps(method)
     def watched(*args: Any, **kwargs: Any) -> Any:
-        if method.__name__ != _RELEASE or _releases_weights(args[1] if len(args) > 1 else None):
-            for weights in list(_watching):
-                weights.changed(f"SGLang is about to {method.__name__}")
+        request = args[1] if len(args) > 1 else None
+        if name == _RELEASE:
+            changes = _releases_weights(request)
+        elif name == _CHECK:
+            changes = (kwargs.get("action") or getattr(request, "action", request)) not in _HARMLESS_CHECKS
+        else:
+            changes = True
+        for weights in list(_watching) if changes else ():
+            weights.changed(f"SGLang is about to {name}")
         return method(*args, **kwargs)
 
     setattr(watched, _MARK, True)

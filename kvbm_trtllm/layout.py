@@ -11,9 +11,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvbm_core.errors import LayoutError
-from kvbm_core.layout.fingerprint import LayoutIdentity
+from kvbm_core.layout.fingerprint import LayerIdentity, LayoutIdentity
 from kvbm_core.layout.tensors import memory_order, view_of_tensors
-from kvbm_core.layout.view import BlockView
 from kvbm_core.tiers.groups import GroupSpec
 from kvbm_core.transfer.executor import DeviceMemory
 from kvbm_core.transfer.torch_memory import describe_tensors
@@ -67,12 +66,11 @@ def pool_memory(pool: torch.Tensor, block_tokens: int, ranks: Ranks) -> KvMemory
     view = view_of_tensors(infos, shape[0])
     is_latent = shape[2] == 1
     held = WHOLE if is_latent else ranks
+    order = f"TensorRT-LLM pool {shape[2]} {memory_order(infos[0])}"
+    layer = LayerIdentity(infos[0].dtype, shape[2] * shape[3] * infos[0].itemsize, order)
     identity = LayoutIdentity(
-        dtype=infos[0].dtype,
+        layers=(layer,) * shape[1],
         block_size_tokens=block_tokens,
-        num_layers=shape[1],
-        layer_page_bytes=(shape[2] * shape[3] * infos[0].itemsize,),
-        order=f"TensorRT-LLM pool {shape[2]} {memory_order(infos[0])}",
         kv_heads_local=0,
         head_size=0,
         rank=held.rank,
@@ -108,13 +106,14 @@ def layout_memory(layout: Any, ranks: Ranks) -> KvMemory:
     infos, storages = describe_tensors(tensors, list(tensors))
     info_of = dict(zip(tensors, infos, strict=True))
     views, specs, identities = [], [], []
+    dtype = str(getattr(layout, "dtype", "bytes"))
     for g, (group, found) in enumerate(zip(groups, regions, strict=True)):
         slots = int(found[0].num_slots)
         view = view_of_tensors([info_of[f"{g} {i}"] for i in range(len(found))], slots)
         views.append(view)
         window = getattr(group, "window_size", None)
         specs.append(GroupSpec(g, block_tokens, None if window is None else int(window)))
-        identities.append(_group_identity(group, found, view, block_tokens, held).fingerprint())
+        identities.append(_group_identity(group, found, dtype, block_tokens, held).fingerprint())
     memory = DeviceMemory(tuple(views), storages)
     return KvMemory(memory, tuple(specs), "+".join(identities), is_latent, is_told=True)
 
@@ -133,18 +132,15 @@ def _regions_of(group: Any) -> list[Any]:
 
 
 def _group_identity(
-    group: Any, regions: Sequence[Any], view: BlockView, block_tokens: int, ranks: Ranks
+    group: Any, regions: Sequence[Any], dtype: str, block_tokens: int, ranks: Ranks
 ) -> LayoutIdentity:
     buffers = [f"{buffer.layer_id}:{buffer.role}" for region in regions for buffer in region.buffers]
     return LayoutIdentity(
-        dtype="bytes",
+        layers=tuple(LayerIdentity(dtype, int(region.size), "TensorRT-LLM region") for region in regions),
         block_size_tokens=block_tokens,
-        num_layers=len(group.layer_ids),
-        layer_page_bytes=tuple(int(region.size) for region in regions),
-        order="TensorRT-LLM regions",
         kv_heads_local=0,
         head_size=0,
         rank=ranks.rank,
         world_size=ranks.world_size,
-        extra=(("buffers", " ".join(buffers)), ("block", str(view.block_bytes))),
+        extra=(("layers", str(group.layer_ids)), ("buffers", " ".join(buffers))),
     )

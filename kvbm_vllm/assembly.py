@@ -42,6 +42,7 @@ from kvbm_vllm.config import (
     rank_of,
     read_settings,
     shard_of,
+    tell_sleep,
     tell_states,
     world_size_of,
 )
@@ -91,6 +92,7 @@ def build_scheduler_side(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
     announce(settings, Adapter.VLLM)
     groups = group_specs(vllm_config, kv_cache_config, probe())
     world_size = world_size_of(vllm_config)
+    tell_sleep(vllm_config, probe())
     tell_states(vllm_config, kv_cache_config)
     description = _describe(vllm_config, kv_cache_config, settings)
     if settings.has_lower_tier:

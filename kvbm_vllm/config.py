@@ -199,6 +199,15 @@ def _check_states(specs: list[KVCacheSpec], capabilities: Capabilities) -> None:
         )
 
 
+def tell_sleep(vllm_config: VllmConfig, capabilities: Capabilities) -> None:
+    """A line if vLLM may unmap memory that kvbm still copies."""
+    if vllm_config.model_config.enable_sleep_mode and not capabilities.tells_of_sleep:
+        log.warning(
+            "kvbm: sleep mode is on, and this vLLM does not say when it gives KV memory back (0.33 does): "
+            "a copy that is under way then may end the engine; let it be idle for some seconds first"
+        )
+
+
 def tell_states(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
     """A line on what a state costs and when there is one, if the model has any."""
     state_bytes, token_bytes, block_tokens = 0, 0.0, 0

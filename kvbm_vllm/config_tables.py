@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvbm_core.identity.effective import effective_config, file_digest
-from kvbm_core.identity.environment import WORDS_OF_LIBRARIES
+from kvbm_core.identity.environment import WORDS_OF_LIBRARIES, content_of_file
 from kvbm_core.identity.fields import (
     MAX_DEPTH,
     ConfigTable,
@@ -581,12 +581,14 @@ TABLES = (
 
 # ---------------------------------------------------------------- the environment
 
-ENVIRONMENT = re.compile(r"VLLM_\w+|[QKV]_SCALE_CONSTANT")
+ENVIRONMENT = re.compile(r"VLLM_\w+|[QKV]_SCALE_CONSTANT|USE_FLAGOS")
 """Variables that may change what vLLM computes."""
 
 ENVIRONMENT_WORDS = (
     "Every variable that is set and begins with `VLLM_` is in the name with its text, and so are\n"
-    "`Q_SCALE_CONSTANT`, `K_SCALE_CONSTANT` and `V_SCALE_CONSTANT`.\n"
+    "`Q_SCALE_CONSTANT`, `K_SCALE_CONSTANT`, `V_SCALE_CONSTANT` and `USE_FLAGOS`. So is the content of a\n"
+    "file that `VLLM_HUMMING_ONLINE_QUANT_CONFIG` or `VLLM_HUMMING_INPUT_QUANT_CONFIG` names; if it cannot\n"
+    "be read, blocks are of this process only.\n"
     f"{WORDS_OF_LIBRARIES}\n"
     "Not those that Kubernetes sets for a Service (`VLLM_..._SERVICE_HOST`, `VLLM_..._PORT_8000_TCP`), and\n"
     "not these:"
@@ -670,6 +672,11 @@ IRRELEVANT_ENVIRONMENT: dict[str, str] = {
     ),
 }
 """Those of them that do not -> why. Any other that is set is in the key with its text."""
+
+CONTENTS = dict.fromkeys(
+    ("VLLM_HUMMING_ONLINE_QUANT_CONFIG", "VLLM_HUMMING_INPUT_QUANT_CONFIG"), content_of_file
+)
+"""What may name a file -> what counts of it."""
 
 PROCESS_ONLY_ENVIRONMENT = {
     "VLLM_MOE_ROUTING_SIMULATION_STRATEGY": "experts are chosen at random",

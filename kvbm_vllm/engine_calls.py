@@ -31,7 +31,6 @@ HARMLESS = frozenset(
         "compile_or_warm_up_model",
         "compute_weight_checksums",
         "determine_available_memory",
-        "discard",
         "execute_dummy_batch",
         "execute_model",
         "get_encoder_timing_stats",
@@ -67,6 +66,7 @@ HARMLESS = frozenset(
 )
 ADAPTER_ORDERS = frozenset(("add_lora", "remove_lora"))
 SLEEP = "sleep"
+DISCARD = "discard"
 _MARK = "_kvbm_watched"
 
 
@@ -165,8 +165,15 @@ def _note_order(
     for follower in followers:
         if method in ADAPTER_ORDERS:
             _tell_of_adapter(follower, method, args, kwargs or {})
-        elif method != SLEEP or _level(args, kwargs or {}) != 1:  # level 1 brings the same weights back
+        elif not _leaves_weights(method, args, kwargs or {}):
             follower.weights_change(f"vLLM's workers were told to {_name_of(method)}")
+
+
+def _leaves_weights(method: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    if method == SLEEP:  # level 1 brings the same weights back
+        return _first(args, kwargs, "level", 1) == 1
+    tags = _first(args, kwargs, "tags", None)
+    return method == DISCARD and isinstance(tags, tuple | list) and "weights" not in tags
 
 
 def _tell_of_adapter(follower: Follower, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -179,8 +186,8 @@ def _tell_of_adapter(follower: Follower, method: str, args: Sequence[Any], kwarg
     follower.adapter_changes(number, path)
 
 
-def _level(args: Sequence[Any], kwargs: Mapping[str, Any]) -> object:
-    return kwargs.get("level", args[0] if args else 1)
+def _first(args: Sequence[Any], kwargs: Mapping[str, Any], name: str, default: object) -> object:
+    return kwargs.get(name, args[0] if args else default)
 
 
 def _name_of(method: object) -> str:

@@ -18,6 +18,7 @@ from kvbm_core.identity.effective import file_digest
 from kvbm_core.identity.fields import Description, describe
 from kvbm_core.tokens.namespace import KeyNamespace
 from kvbm_vllm.config_tables import (
+    CONTENTS,
     ENVIRONMENT,
     ENVIRONMENT_WORDS,
     IRRELEVANT_ENVIRONMENT,
@@ -66,7 +67,7 @@ def describe_engine(vllm_config: VllmConfig, environ: Mapping[str, str] = os.env
 def describe_environment(environ: Mapping[str, str]) -> Description:
     """Variables of vLLM and its libraries that are set and not known to be irrelevant."""
     return environment.describe_environment(
-        environ, ENVIRONMENT, IRRELEVANT_ENVIRONMENT, PROCESS_ONLY_ENVIRONMENT
+        environ, ENVIRONMENT, IRRELEVANT_ENVIRONMENT, PROCESS_ONLY_ENVIRONMENT, CONTENTS
     )
 
 
@@ -157,7 +158,7 @@ def _platform() -> str:
     capability = current_platform.get_device_capability()
     parts = [current_platform.device_name, current_platform.fp8_dtype(), capability and tuple(capability)]
     if current_platform.is_cpu():
-        parts.append(environment.vector_units())
+        parts.append(environment.processor())
     return " ".join(map(str, parts))
 
 

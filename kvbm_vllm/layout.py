@@ -13,8 +13,14 @@ from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvbm_core.errors import LayoutError
-from kvbm_core.layout.fingerprint import LayoutIdentity
-from kvbm_core.layout.tensors import TensorInfo, view_of_tensors, without_shared
+from kvbm_core.layout.fingerprint import LayerIdentity, LayoutIdentity
+from kvbm_core.layout.tensors import (
+    TensorInfo,
+    block_axis,
+    content_strides_bytes,
+    view_of_tensors,
+    without_shared,
+)
 from kvbm_core.layout.view import BlockView
 from kvbm_core.transfer.executor import DeviceMemory
 from kvbm_core.transfer.torch_memory import describe_tensors
@@ -88,8 +94,10 @@ def device_memory(
         layers = [info_of[name] for name in group.layer_names if name in info_of]
         view = view_of_tensors(layers, int(kv_cache_config.num_blocks))
         views.append(view)
-        identities.append(_identity(group.kv_cache_spec, layers, view, rank, world_size).fingerprint())
         dtypes.append(_dtype_of(group.kv_cache_spec, layers, audited.cache_dtype))
+        each = tuple(_layer_identity(layer, view.num_blocks) for layer in layers)
+        identity = _identity(group.kv_cache_spec, each, dtypes[-1], rank, world_size)
+        identities.append(identity.fingerprint())
         parts.append(None if own is None else _parts_of(layers, own, view.num_blocks))
     return DeviceMemory(tuple(views), storages, tuple(dtypes), tuple(parts)), "+".join(identities)
 
@@ -99,13 +107,17 @@ def _parts_of(layers: list[TensorInfo], own: frozenset[str], num_blocks: int) ->
     parts: list[slice] = []
     at_bytes = 0
     for layer in without_shared(layers):
-        start, at_bytes = at_bytes, at_bytes + prod(layer.shape) * layer.itemsize // num_blocks
+        start, at_bytes = at_bytes, at_bytes + _page_bytes(layer, num_blocks)
         if layer.name not in own:
             continue
         if parts and parts[-1].stop == start:
             start = parts.pop().start
         parts.append(slice(start, at_bytes))
     return tuple(parts)
+
+
+def _page_bytes(layer: TensorInfo, num_blocks: int) -> int:
+    return prod(layer.shape) * layer.itemsize // num_blocks
 
 
 def _without_shared_layers(names: list[str], kv_caches: dict[str, torch.Tensor]) -> list[str]:
@@ -177,21 +189,25 @@ def conv_layout() -> str:
 
 
 def _identity(
-    spec: Any, layers: list[TensorInfo], view: BlockView, rank: int, world_size: int
+    spec: Any, layers: tuple[LayerIdentity, ...], numbers: str, rank: int, world_size: int
 ) -> LayoutIdentity:
-    first = layers[0]
-    order = sorted(range(1, len(first.shape)), key=lambda axis: -first.strides[axis])
+    """``numbers``: what the bytes of all layers are, where the tensors' dtype does not say it."""
     inner = next(iter(getattr(spec, "kv_cache_specs", {}).values()), spec)
-    state = _state_of(spec)
     return LayoutIdentity(
-        dtype=first.dtype,
+        layers=layers,
         block_size_tokens=int(spec.block_size),
-        num_layers=len(layers),
-        layer_page_bytes=tuple(sum(s.nbytes for s in view.segments) // len(layers) for _ in layers[:1]),
-        order="x".join(f"{axis}:{first.shape[axis]}" for axis in order),
         kv_heads_local=int(getattr(inner, "num_kv_heads", 1)),
         head_size=int(getattr(inner, "head_size", 0)),
-        extra=(("state", state),) if state else (),
+        extra=(("state", _state_of(spec)), ("numbers", numbers)),
         rank=rank,
         world_size=world_size,
     )
+
+
+def _layer_identity(layer: TensorInfo, num_blocks: int) -> LayerIdentity:
+    """The order: of each axis within a block how many there are, and how many bytes are between neighbors."""
+    sizes = list(layer.shape)
+    sizes[block_axis(layer, num_blocks)] //= num_blocks
+    strides = content_strides_bytes(layer, num_blocks)
+    axes = (str(n) if n == 1 else f"{n}:{stride}" for n, stride in zip(sizes, strides, strict=True))
+    return LayerIdentity(layer.dtype, _page_bytes(layer, num_blocks), "x".join(axes))

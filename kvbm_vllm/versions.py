@@ -107,6 +107,8 @@ class Capabilities:
     removed_event_fields: frozenset[str]
     hands_off_states: bool
     """The scheduler says in which block the state at the end of a block is (boundary_state_offloads)."""
+    tells_of_sleep: bool
+    """A worker is told before the device's KV memory is unmapped (unregister_kv_caches)."""
 
     @property
     def hybrid_load_failures(self) -> bool:
@@ -135,6 +137,7 @@ def probe() -> Capabilities:
         removed_event_fields=field_names(BlockRemoved),
         hands_off_states=KVConnectorBlockState is not None
         and "boundary_state_offloads" in field_names(KVConnectorBlockState),
+        tells_of_sleep=hasattr(KVConnectorBase_V1, "unregister_kv_caches"),
     )
 
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os.path
+import platform
 import re
+import sys
 from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
 from functools import cache
@@ -12,12 +15,14 @@ from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
+from kvbm_core.identity.effective import file_digest
 from kvbm_core.identity.fields import Description
 
 OF_LIBRARIES = re.compile(
     r"NVIDIA_TF32_OVERRIDE|TORCH_ALLOW_TF32_CUBLAS_OVERRIDE|HIPBLASLT_ALLOW_TF32|TRITON_F32_DEFAULT"
     r"|(ONEDNN|DNNL)_DEFAULT_FPMATH_MODE|CUBLAS_EMULAT\w+|ROCM_QUICK_REDUCE_\w+"
     r"|(FLASHINFER|TRTLLM)_DISABLE_FP4_QUANT_FAST_MATH|FLASHINFER_NVFP4_\w+|FLA_\w+|AITER_\w+"
+    r"|TORCHINDUCTOR_(EMULATE_PRECISION_CASTS|USE_FAST_MATH)|PYTORCH_TUNABLEOP_ENABLED"
 )
 """Variables of cuBLAS, PyTorch, oneDNN, Triton and kernel libraries that choose in which format of numbers is
 computed.
@@ -27,7 +32,8 @@ WORDS_OF_LIBRARIES = (
     "So are those of libraries: `NVIDIA_TF32_OVERRIDE`, `TORCH_ALLOW_TF32_CUBLAS_OVERRIDE`,\n"
     "`HIPBLASLT_ALLOW_TF32`, `TRITON_F32_DEFAULT`, `ONEDNN_DEFAULT_FPMATH_MODE`,\n"
     "`DNNL_DEFAULT_FPMATH_MODE`, `FLASHINFER_DISABLE_FP4_QUANT_FAST_MATH`,\n"
-    "`TRTLLM_DISABLE_FP4_QUANT_FAST_MATH`, and all that begin with `CUBLAS_EMULAT`,\n"
+    "`TRTLLM_DISABLE_FP4_QUANT_FAST_MATH`, `TORCHINDUCTOR_EMULATE_PRECISION_CASTS`,\n"
+    "`TORCHINDUCTOR_USE_FAST_MATH`, `PYTORCH_TUNABLEOP_ENABLED`, and all that begin with `CUBLAS_EMULAT`,\n"
     "`ROCM_QUICK_REDUCE_`, `FLASHINFER_NVFP4_`, `FLA_` or `AITER_`, but for `AITER_JIT_DIR`, `AITER_LOG_*`,\n"
     "`FLA_CACHE_RESULTS` and `FLA_CI_ENV`, which shape nothing."
 )
@@ -45,14 +51,14 @@ def _names(text: str) -> frozenset[str]:
 
 
 PACKAGES_THAT_COMPUTE = _names(
-    "aiter amd-aiter amd-mori amd-quark apex auto-round b12x bitsandbytes causal-conv1d compressed-tensors"
-    " conch-triton-kernels deep-ep deep-gemm fbgemm-gpu fast-hadamard-transform flash-attn flash-attn-3"
-    " flash-attn-4 flash-linear-attention flash-mla fla-core flashinfer-cubin flashinfer-jit-cache"
-    " flashinfer-python gptqmodel helion hpc-ops humming-kernels intel-extension-for-pytorch kernels"
-    " mamba-ssm mori mslk nvidia-cutlass-dsl nvidia-modelopt petit-kernel pytorch-triton"
-    " pytorch-triton-rocm quack-kernels sgl-deep-ep sgl-deep-gemm sgl-flash-mla sgl-kernel sgl-kernel-npu"
-    " sglang-kernel tilelang torch torch-npu torchao transformer-engine triton triton-kernels"
-    " vllm-xpu-kernels xformers zentorch"
+    "aiter amd-aiter amd-mori amd-quark apex auto-round b12x bitsandbytes causal-conv1d"
+    " compressed-tensors conch-triton-kernels deep-ep deep-gemm fbgemm-gpu fast-hadamard-transform"
+    " flag-gems flash-attn flash-attn-3 flash-attn-4 flash-linear-attention flash-mla fla-core"
+    " flashinfer-cubin flashinfer-jit-cache flashinfer-python gptqmodel helion hpc-ops humming-kernels"
+    " intel-extension-for-pytorch kernels mamba-ssm mori mslk nvidia-cutlass-dsl nvidia-modelopt"
+    " petit-kernel pytorch-triton pytorch-triton-rocm quack-kernels sgl-deep-ep sgl-deep-gemm"
+    " sgl-flash-mla sgl-kernel sgl-kernel-npu sglang-kernel tilelang torch torch-npu torchao"
+    " transformer-engine triton triton-kernels vllm-xpu-kernels xformers zentorch"
 )
 MODULES_THAT_COMPUTE = _names(
     "aiter b12x conch cutlass deep_ep deep_gemm fbgemm_gpu flash_attn flashinfer flashinfer_cubin fmha_sm100"
@@ -62,6 +68,8 @@ MODULES_THAT_COMPUTE = _names(
 """Engines choose kernels, and with them formats of numbers, by which of these are there. They ask for
 modules, whatever the package is called that has them.
 """
+# Its local part names a kind of device alone: torch's builds for others are of the same code.
+_RELEASE = re.compile(r"(\d+\.\d+)(\.\d+)*(\.post\d+)?(\+(cpu|xpu|cu\d+|rocm[\d.]+))?")
 _VECTORS = re.compile(r"(amx|avx|fma|f16c|vnni|asimd|bf16|i8mm|sve|sme(?!p)|fphp)\w*")
 
 _OFF = frozenset(("", "0", "0.0", "false"))
@@ -72,10 +80,12 @@ def describe_environment(
     of_engine: re.Pattern[str],
     irrelevant: Mapping[str, str],
     process_only: Mapping[str, str],
+    contents: Mapping[str, Callable[[str], str]] = {},
 ) -> Description:
     """Variables that are set and may change what is computed. ``of_engine``: names of the engine's own.
-    ``irrelevant``, ``process_only``: patterns (``*`` stands for any end) -> why. Pairs hold digests of the
-    texts: they are logged, and what an unknown variable holds may be a secret.
+    ``irrelevant``, ``process_only``: patterns (``*`` stands for any end) -> why. ``contents``: names of those
+    that name a file or a package -> what makes of their text a digest of what is in it. Pairs hold digests of
+    the texts: they are logged, and what an unknown variable holds may be a secret.
     """
     names = [
         name
@@ -85,12 +95,23 @@ def describe_environment(
         and _reason(name, irrelevant) is None
         and _reason(name, IRRELEVANT_OF_LIBRARIES) is None
     ]
-    only_here = tuple(
+    pairs = [(name, _digest(environ[name])) for name in names]
+    only_here = [
         f"{name}: {reason}"
         for name in names
         if (reason := _reason(name, process_only)) is not None and environ[name].lower() not in _OFF
-    )
-    return Description(tuple((name, _digest(environ[name])) for name in names), (), only_here)
+    ]
+    for name in (name for name in names if name in contents and environ[name]):
+        try:
+            pairs.append((f"content of {name}", contents[name](environ[name])))
+        except Exception:  # whatever the import of a package's parents raises
+            only_here.append(f"{name}: what it names cannot be read")
+    return Description(tuple(pairs), (), tuple(only_here))
+
+
+def content_of_file(text: str) -> str:
+    """sha256 of the file that ``text`` names; "" if it names none. OSError if it cannot be read."""
+    return (file_digest(text) or "") if os.path.exists(text) else ""
 
 
 def describe_software(version: tuple[str, str], **read: Callable[[], str]) -> Description:
@@ -119,7 +140,8 @@ def plugins(*groups: str) -> str:
 @cache
 def packages() -> str:
     """Those of PACKAGES_THAT_COMPUTE that are installed, with their versions, and which of
-    MODULES_THAT_COMPUTE are there.
+    MODULES_THAT_COMPUTE are there. Of a release, major and minor count; an engine's own kernels, and what is
+    no release, may change with every build.
     """
     found = [f"{name}=={version}" for name in sorted(PACKAGES_THAT_COMPUTE) if (version := _version(name))]
     return " ".join([*found, *(name for name in sorted(MODULES_THAT_COMPUTE) if _has_module(name))])
@@ -134,9 +156,19 @@ def _has_module(name: str) -> bool:
 
 def _version(name: str) -> str:
     try:
-        return metadata.version(name)
+        version = metadata.version(name)
     except metadata.PackageNotFoundError:
         return ""
+    release = None if name.startswith(("sgl", "vllm")) else _RELEASE.fullmatch(version)
+    return version if release is None else release[1]
+
+
+def processor() -> str:
+    """What a CPU is and can compute with. vLLM orders K and V in a block by whether torch finds AMX's tiles.
+    LookupError if the kernel does not say.
+    """
+    has_tiles = getattr(getattr(sys.modules.get("torch"), "cpu", None), "_is_amx_tile_supported", None)
+    return f"{platform.machine()} {vector_units()} AMX: {has_tiles and has_tiles()}"
 
 
 @cache
@@ -159,7 +191,7 @@ def code_of_editable(*names: str) -> str:
     from where it was not installed, the sha256 of its Python files, and which libraries it has. LookupError
     if they cannot be found.
     """
-    return " ".join(f"{name}={_code_of_package(name)}" for name in names if not _is_as_installed(name))
+    return " ".join(f"{name}={code_of_package(name)}" for name in names if not _is_as_installed(name))
 
 
 def _is_as_installed(name: str) -> bool:
@@ -185,7 +217,8 @@ def is_editable(direct_url: str | None) -> bool:
     return bool(json.loads(direct_url or "{}").get("dir_info", {}).get("editable"))
 
 
-def _code_of_package(name: str) -> str:
+def code_of_package(name: str) -> str:
+    """sha256 of its Python files, and of which libraries it has. LookupError if it has no folder."""
     spec = find_spec(name)
     if spec is None or not spec.submodule_search_locations:
         raise LookupError(f"{name} has no folder")
@@ -193,15 +226,11 @@ def _code_of_package(name: str) -> str:
     for folder in spec.submodule_search_locations:
         for path in sorted(Path(folder).rglob("*")):
             if path.suffix == ".py":
-                code.update(f"{path.relative_to(folder)} {_file_digest(path)}\n".encode())
+                code.update(f"{path.relative_to(folder)} {file_digest(path)}\n".encode())
             elif path.suffix == ".so":
                 found = path.stat()
                 code.update(f"{path.relative_to(folder)} {found.st_size} {found.st_mtime_ns}\n".encode())
     return code.hexdigest()
-
-
-def _file_digest(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def _reason(name: str, reasons: Mapping[str, str]) -> str | None:

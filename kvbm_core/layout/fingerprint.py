@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvbm_core.tokens.hashing import encode_fields
 
-FINGERPRINT_VERSION = 1
+FINGERPRINT_VERSION = 2
+
+
+class LayerIdentity(NamedTuple):
+    """What the bytes of one layer mean. ``order``: how they lie within its page."""
+
+    dtype: str
+    page_bytes: int
+    order: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayoutIdentity:
-    """What the bytes of a block mean. ``order``: how they lie within a layer ("NHD", memory_order, ...)."""
+    """What the bytes of a block mean."""
 
-    dtype: str
+    layers: tuple[LayerIdentity, ...]
     block_size_tokens: int
-    num_layers: int
-    layer_page_bytes: tuple[int, ...]
-    order: str
     kv_heads_local: int
     head_size: int
     rank: int = 0
@@ -30,12 +36,9 @@ class LayoutIdentity:
         encoded = encode_fields(
             "kvbm-layout",
             FINGERPRINT_VERSION,
-            self.dtype,
             self.block_size_tokens,
-            self.num_layers,
-            len(self.layer_page_bytes),
-            *self.layer_page_bytes,
-            self.order,
+            len(self.layers),
+            *(field for layer in self.layers for field in layer),
             self.kv_heads_local,
             self.head_size,
             self.rank,

@@ -69,7 +69,7 @@ def without_shared(tensors: Sequence[TensorInfo]) -> list[TensorInfo]:
 
 
 def memory_order(tensor: TensorInfo) -> str:
-    """Axis numbers from the largest to the smallest stride, for a LayoutIdentity's ``order``: ``0213``."""
+    """Axis numbers from the largest to the smallest stride, for a LayerIdentity's ``order``: ``0213``."""
     return "".join(str(a) for a in sorted(range(len(tensor.shape)), key=lambda a: (-tensor.strides[a], a)))
 
 

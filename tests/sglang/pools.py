@@ -705,13 +705,18 @@ def odd_calls(folder: str, seed: int) -> dict[str, float]:
 
 def weights_updated(folder: str, seed: int) -> list[int]:
     """How many pages are found before and after SGLang updates its weights, or gives their memory back."""
-    from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
+    from sglang.srt.managers.io_struct import CheckWeightsReqInput, ReleaseMemoryOccupationReqInput
     from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
     from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
 
     tags = {tag: ReleaseMemoryOccupationReqInput(tags=[tag]) for tag in ("kv_cache", "weights")}
+    checks = {action: CheckWeightsReqInput(action=action) for action in ("checksum", "reset_tensors")}
     calls: tuple[tuple[type, str, Any], ...] = (
         (SchedulerWeightUpdaterManager, "release_memory_occupation", tags["kv_cache"]),
+        (SchedulerWeightUpdaterManager, "check_weights", checks["checksum"]),
+        (SchedulerWeightUpdaterManager, "check_weights", checks["reset_tensors"]),
+        (SchedulerWeightUpdaterManager, "begin_weight_update", None),
+        (SchedulerWeightUpdaterManager, "end_weight_update", None),
         (SchedulerWeightUpdaterManager, "release_memory_occupation", tags["weights"]),
         (SchedulerWeightUpdaterManager, "update_weights_from_disk", None),
         (WeightUpdater, "update_weights_from_disk", "a path"),

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import importlib
 import json
+import platform
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -22,7 +25,7 @@ NVIDIA_TF32_OVERRIDE TORCH_ALLOW_TF32_CUBLAS_OVERRIDE HIPBLASLT_ALLOW_TF32 ONEDN
 DNNL_DEFAULT_FPMATH_MODE TRITON_F32_DEFAULT CUBLAS_EMULATE_SINGLE_PRECISION CUBLAS_EMULATION_STRATEGY
 ROCM_QUICK_REDUCE_QUANTIZATION ROCM_QUICK_REDUCE_CAST_BF16_TO_FP16 FLASHINFER_DISABLE_FP4_QUANT_FAST_MATH
 TRTLLM_DISABLE_FP4_QUANT_FAST_MATH FLASHINFER_NVFP4_4OVER6 FLA_TRIL_PRECISION FLA_USE_FAST_OPS
-AITER_FORCE_A8W4
+AITER_FORCE_A8W4 TORCHINDUCTOR_EMULATE_PRECISION_CASTS TORCHINDUCTOR_USE_FAST_MATH PYTORCH_TUNABLEOP_ENABLED
 """
 SILENT = """
 PATH HOME PYTHONHASHSEED OMP_NUM_THREADS CUDA_VISIBLE_DEVICES NCCL_ALGO AITER_LOG_LEVEL AITER_JIT_DIR
@@ -33,7 +36,8 @@ FLA_CACHE_RESULTS TRITON_CACHE_DIR VLLM_7_SERVICE_HOST SGLANG_ROUTER_PORT_8000_T
 def described(engine: object, **environ: str) -> Description:
     parts = ("ENVIRONMENT", "IRRELEVANT_ENVIRONMENT", "PROCESS_ONLY_ENVIRONMENT")
     of_engine, irrelevant, process_only = (getattr(engine, name) for name in parts)
-    return describe_environment(environ, of_engine, irrelevant, process_only)
+    contents = getattr(engine, "CONTENTS", {})
+    return describe_environment(environ, of_engine, irrelevant, process_only, contents)
 
 
 @pytest.mark.parametrize("engine", ENGINES, ids=lambda engine: engine.__name__)
@@ -53,17 +57,63 @@ def test_variables_that_shape_nothing_change_no_key(engine: object) -> None:
 
 
 @pytest.mark.parametrize(
-    "name",
+    ("engine", "name"),
     [
-        "OVERRIDE_QUANT_ALGO",
-        "FORCE_LOW_PRECISION_ALL_REDUCE_STRATEGY",
-        "ENABLE_CONFIGURABLE_MOE",
-        "TRTLLM_MOE_USE_LOW_PRECISION_COMBINE",
+        (of_trtllm, "OVERRIDE_QUANT_ALGO"),
+        (of_trtllm, "FORCE_LOW_PRECISION_ALL_REDUCE_STRATEGY"),
+        (of_trtllm, "ENABLE_CONFIGURABLE_MOE"),
+        (of_trtllm, "TRTLLM_MOE_USE_LOW_PRECISION_COMBINE"),
+        (of_vllm, "USE_FLAGOS"),
+        (of_sglang, "CK_MOE"),
+        (of_sglang, "ASCEND_USE_FIA"),
+        (of_sglang, "MINIMAX_NPU_PREFILL_BSQ"),
     ],
 )
-def test_variables_of_tensorrt_llm_without_its_name(name: str) -> None:
-    assert described(of_trtllm, **{name: "1"}).pairs != described(of_trtllm, **{name: "2"}).pairs
-    assert described(of_trtllm, **{name: "1"}).is_lasting
+def test_variables_of_an_engine_without_its_name(engine: object, name: str) -> None:
+    assert described(engine, **{name: "1"}).pairs != described(engine, **{name: "2"}).pairs
+    assert described(engine, **{name: "1"}).is_lasting
+    assert f"`{name}`" in engine.ENVIRONMENT_WORDS or name.startswith("TRTLLM_")  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("engine", "name"),
+    [
+        (engine, f"{prefix}_HUMMING_{kind}_QUANT_CONFIG")
+        for engine, prefix in ((of_vllm, "VLLM"), (of_sglang, "SGLANG"))
+        for kind in ("ONLINE", "INPUT")
+    ],
+)
+def test_of_a_file_that_a_variable_may_name_the_content_counts(
+    engine: object, name: str, tmp_path: Path
+) -> None:
+    assert f"`{name}`" in engine.ENVIRONMENT_WORDS  # type: ignore[attr-defined]
+    named, found = tmp_path / "quantization.json", set()
+    for text in ('{"bits": 4}', '{"bits": 8}'):
+        named.write_text(text)
+        for value in (text, str(named)):
+            description = described(engine, **{name: value})
+            assert description.is_lasting
+            found.add(description.pairs)
+    assert len(found) == 4
+    unreadable = described(engine, **{name: str(tmp_path)})
+    assert unreadable.process_only == (f"{name}: what it names cannot be read",)
+
+
+def test_of_a_package_that_a_variable_names_the_code_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    variable, module = "SGLANG_EXTERNAL_MODEL_PACKAGE", tmp_path / "my_models" / "mine.py"
+    assert described(of_sglang, **{variable: "my_models"}).process_only, "there is none yet"
+    assert described(of_sglang, **{variable: ""}).is_lasting
+    module.parent.mkdir()
+    (module.parent / "__init__.py").write_text("raise SystemExit")
+    found = set()
+    for text in ("x = 1", "x = 2"):
+        module.write_text(text)
+        importlib.invalidate_caches()
+        found.add(described(of_sglang, **{variable: "my_models"}))
+    assert len(found) == 2 and all(description.is_lasting for description in found)
 
 
 def test_experts_that_the_model_does_not_choose_mean_nothing_in_another_process() -> None:
@@ -117,14 +167,28 @@ def develop(checkout: Path, name: str, version: str) -> None:
     (info / "PKG-INFO").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
 
 
+@pytest.mark.parametrize(
+    ("name", "version", "counted"),
+    [
+        ("deep-gemm", "2.1", "2.1"),
+        ("torch", "2.13.0+cpu", "2.13"),
+        ("torch", "2.13.1+cu130", "2.13"),
+        ("torch", "2.13.1.post2+rocm7.1", "2.13"),
+        ("torch", "2.14.0.dev20261101+cu130", "2.14.0.dev20261101+cu130"),
+        ("torch", "2.14.0a0+9f1c2de", "2.14.0a0+9f1c2de"),
+        ("deep-gemm", "2.1.1+9f1c2de", "2.1.1+9f1c2de"),
+        ("sgl-kernel", "0.3.20", "0.3.20"),
+        ("vllm-xpu-kernels", "0.1.4", "0.1.4"),
+    ],
+)
 def test_packages_by_which_engines_choose_kernels_count_with_their_versions(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, version: str, counted: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(tmp_path)
-    install(tmp_path, "deep-gemm", "2.1")
+    install(tmp_path, name, version)
     install(tmp_path, "of-no-account", "1.0")
     found = environment.packages().split()
-    assert "deep-gemm==2.1" in found and not any(one.startswith("of-no-account") for one in found)
+    assert f"{name}=={counted}" in found and not any(one.startswith("of-no-account") for one in found)
 
 
 @pytest.mark.parametrize("module", ["deep_gemm", "hpc"])
@@ -163,6 +227,18 @@ def test_the_code_of_an_engine_counts_that_is_not_as_it_was_installed(
         environment.code_of_editable.cache_clear()
         found.add(environment.code_of_editable("my_engine", "not_there"))
     assert found == {""} if way == "a wheel" else len(found) == 5
+
+
+def test_of_a_cpu_its_kind_and_what_torch_says_of_amx_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment, "vector_units", lambda: "avx2")
+    found = set[str]()
+    for has_tiles in (None, lambda: False, lambda: True):
+        torch = SimpleNamespace(cpu=SimpleNamespace(_is_amx_tile_supported=has_tiles))
+        monkeypatch.setitem(sys.modules, "torch", torch)  # type: ignore[arg-type]
+        for kind in ("x86_64", "aarch64"):
+            monkeypatch.setattr(platform, "machine", lambda kind=kind: kind)
+            found.add(environment.processor())
+    assert len(found) == 6
 
 
 def test_what_a_cpu_can_compute_with_is_read_from_the_kernel(tmp_path: Path) -> None:

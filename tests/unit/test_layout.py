@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvbm_core.errors import LayoutError
-from kvbm_core.layout.fingerprint import LayoutIdentity
+from kvbm_core.layout.fingerprint import LayerIdentity, LayoutIdentity
 from kvbm_core.layout.tensors import MAX_SEGMENTS_PER_TENSOR, TensorInfo, memory_order, view_of_tensors
 from kvbm_core.layout.view import BlockView, Segment, pair_segments
 
@@ -166,11 +166,8 @@ def test_pairs_are_cut_at_the_boundaries_of_both_sides() -> None:
 
 
 IDENTITY = LayoutIdentity(
-    dtype="float16",
+    layers=(LayerIdentity("float16", 64, "NHD"),) * 3,
     block_size_tokens=16,
-    num_layers=2,
-    layer_page_bytes=(64, 64),
-    order="NHD",
     kv_heads_local=2,
     head_size=8,
     extra=(("a", "b"),),
@@ -180,9 +177,17 @@ IDENTITY = LayoutIdentity(
 @pytest.mark.parametrize("name", [field.name for field in fields(LayoutIdentity)])
 def test_every_field_changes_the_fingerprint(name: str) -> None:
     value = getattr(IDENTITY, name)
-    others: dict[type, Any] = {str: "other", int: 7, tuple: value[:1] if name == "layer_page_bytes" else ()}
+    others: dict[type, Any] = {int: 7, tuple: value[:2] if name == "layers" else ()}
     changed = replace(IDENTITY, **{name: others[type(value)]})
     assert changed.fingerprint() != IDENTITY.fingerprint()
+
+
+@pytest.mark.parametrize("number", range(3))
+@pytest.mark.parametrize("change", [{"dtype": "bfloat16"}, {"page_bytes": 65}, {"order": "HND"}])
+def test_every_layer_changes_the_fingerprint(number: int, change: dict[str, Any]) -> None:
+    layers = list(IDENTITY.layers)
+    layers[number] = layers[number]._replace(**change)
+    assert replace(IDENTITY, layers=tuple(layers)).fingerprint() != IDENTITY.fingerprint()
 
 
 def test_the_fingerprint_is_stable_and_does_not_run_fields_together() -> None:

@@ -102,6 +102,9 @@ def test_how_fast_weights_are_read_does_not_count() -> None:
         assert weight_sources(SimpleNamespace(model_loader_extra_config=text), "m")["model"].unknown
 
 
+HARMLESS = ("checksum", "compare", "snapshot")
+
+
 def test_orders_that_change_weights_make_a_generation(monkeypatch: pytest.MonkeyPatch) -> None:
     """A class with the form of SGLang's (tests/sglang watches the real ones)."""
 
@@ -115,6 +118,15 @@ def test_orders_that_change_weights_make_a_generation(monkeypatch: pytest.Monkey
         def resume_memory_occupation(self, request: object) -> str:
             return "resumed"
 
+        def begin_weight_update(self, request: object) -> str:
+            return "restored"
+
+        def end_weight_update(self, *, run_post_load: bool = False) -> str:
+            return "finalized"
+
+        def check_weights(self, request: object = None, *, action: str | None = None) -> str:
+            return "checked"
+
     module = ModuleType("sglang.srt.managers.of_a_test")
     Updater.__module__ = module.__name__
     module.Updater = Updater  # type: ignore[attr-defined]
@@ -126,6 +138,12 @@ def test_orders_that_change_weights_make_a_generation(monkeypatch: pytest.Monkey
         (engine.release_memory_occupation, SimpleNamespace(tags=["weights"]), 1),
         (engine.release_memory_occupation, SimpleNamespace(tags=None), 1),
         (engine.resume_memory_occupation, SimpleNamespace(tags=["weights"]), 0),
+        (engine.begin_weight_update, SimpleNamespace(selector="all"), 1),
+        (lambda request: engine.end_weight_update(run_post_load=True), None, 1),
+        *((engine.check_weights, SimpleNamespace(action=action), 0) for action in HARMLESS),
+        *((lambda action: engine.check_weights(action=action), action, 0) for action in HARMLESS),
+        (engine.check_weights, SimpleNamespace(action="reset_tensors"), 1),
+        (lambda action: engine.check_weights(action=action), "reset_tensors", 1),
     ]
     for order, request, more in orders:
         before, stamp = weights.generation, weights.stamp()

@@ -235,6 +235,7 @@ class Layout:
 
     groups: tuple[Any, ...]
     tokens_per_block: int = BLOCK_TOKENS
+    dtype: str = "float16"
 
 
 def region(
@@ -406,6 +407,7 @@ def test_fingerprints_of_layouts_differ_where_their_bytes_do(rng: random.Random)
         Layout((Group(0, (0, 1), None, (region(rng, *reversed(buffers(0, 1))),)),)), ALONE
     ).fingerprint
     made["other tokens"] = layout_memory(Layout(one_group(rng).groups, 2 * BLOCK_TOKENS), ALONE).fingerprint
+    made["other numbers"] = layout_memory(Layout(one_group(rng).groups, dtype="bfloat16"), ALONE).fingerprint
     made["rank 0 of 2"] = layout_memory(one_group(rng), Ranks(0, 2)).fingerprint
     made["rank 1 of 2"] = layout_memory(one_group(rng), Ranks(1, 2)).fingerprint
     assert len(set(made.values())) == len(made)

@@ -99,6 +99,11 @@ class Workers:
         if level > 1:
             self.update_weights("none")
 
+    def discard(self, tags: tuple[str, ...] | str = ()) -> None:
+        """Gives memory back without keeping what is in it."""
+        if "weights" in tags:
+            self.update_weights("none")
+
     def get_model_inspection(self) -> str:
         """An order that changes nothing."""
         return "a fake one"

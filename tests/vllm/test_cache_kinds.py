@@ -190,3 +190,27 @@ def test_layers_that_share_a_cache_are_stored_once() -> None:
     )
     assert both.views == alone.views and name_both == name_alone
     assert both.views[0].block_bytes == 2 * 4 * 16 * 4
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_each_layer_shapes_the_name_of_the_layout(number: int) -> None:
+    """One of another dtype, size, number of heads or order of memory."""
+    num_blocks, spec = 8, FullAttentionSpec(**SHAPE)
+
+    def name_of(layer: torch.Tensor) -> str:
+        caches = {
+            f"layers.{i}.attn": torch.zeros(num_blocks, 2, 4, 16, dtype=torch.float16) for i in range(3)
+        }
+        caches[f"layers.{number}.attn"] = layer
+        config = KVCacheConfig(num_blocks, [], [KVCacheGroupSpec(list(caches), spec)])
+        return device_memory(caches, config, Audited("auto"), 0, 1)[1]
+
+    plain = torch.zeros(num_blocks, 2, 4, 16, dtype=torch.float16)
+    others = [
+        plain.bfloat16(),
+        torch.zeros(num_blocks, 2, 4, 32, dtype=torch.float16),
+        torch.zeros(num_blocks, 4, 2, 16, dtype=torch.float16),
+        torch.zeros(num_blocks, 4, 2, 16, dtype=torch.float16).transpose(1, 2),
+    ]
+    assert len({name_of(layer) for layer in (plain, *others)}) == 5
+    assert name_of(plain.clone()) == name_of(plain)

@@ -16,8 +16,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from compressed_tensors.quantization import QuantizationArgs
 from PIL import Image
+from vllm._custom_ops import cpu_attn_reshape_and_cache
 from vllm.config.weight_transfer import WeightTransferConfig
 from vllm.model_executor.models import ModelRegistry
 from vllm.model_executor.models.registry import _RegisteredModel
@@ -25,6 +27,7 @@ from vllm.multimodal.parse import MultiModalDataParser
 from vllm.multimodal.processing.inputs import ProcessorInputs
 from vllm.platforms import current_platform
 from vllm.platforms.interface import DeviceCapability
+from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
 from kvbm_core.identity import environment
 from kvbm_core.identity.fields import Irrelevant
@@ -375,7 +378,29 @@ def test_what_a_cpu_can_compute_with_counts(engines: Engines, monkeypatch: pytes
     found = set()
     for units in ("avx2", "amx_fp8 avx2"):
         monkeypatch.setattr(environment, "vector_units", lambda units=units: units)
-        found.add(describe_engine(config).pairs)
+        for has_tiles in (False, True):
+            monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda has_tiles=has_tiles: has_tiles)
+            found.add(describe_engine(config).pairs)
+    assert len(found) == 4
+
+
+@pytest.mark.skipif(
+    not torch.cpu._is_amx_tile_supported(), reason="NOT RUN: vLLM's order of K and V: this CPU has no AMX"
+)
+def test_vllm_orders_k_and_v_by_what_torch_says_of_amx(
+    monkeypatch: pytest.MonkeyPatch, rng: random.Random
+) -> None:
+    """The same numbers in a cache of the same shape, by vLLM's own kernels."""
+    shape, slots = (32, 1, 64), torch.arange(32)
+    key, value = (torch.tensor(rng.sample(range(256 * 16), 2048)).view(shape).bfloat16() for _ in "kv")
+    found = set()
+    for has_tiles in (False, True):
+        monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda has_tiles=has_tiles: has_tiles)
+        cache = torch.zeros(1, 1, 64, 64, dtype=torch.bfloat16)
+        keys, values = cache.chunk(2, dim=2)
+        isa = _get_attn_isa(torch.bfloat16, 32, 64)
+        cpu_attn_reshape_and_cache(key, value, keys, values, slots, isa)
+        found.add(cache.view(torch.uint8).numpy().tobytes())
     assert len(found) == 2
 
 

@@ -212,6 +212,19 @@ def test_sleep_waits_for_copies_and_serves_again_afterwards(tmp_path: Path) -> N
         engine.assert_clean()
 
 
+def test_a_vllm_that_does_not_tell_of_sleep(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with KvbmEngine(tmp_path) as engine:
+        assert not [message for message in caplog.messages if "sleep" in message]
+        vllm_config = engine.config
+    silent, telling = (replace(versions.probe(), tells_of_sleep=tells) for tells in (False, True))
+    vllm_config.model_config.enable_sleep_mode = True
+    config.tell_sleep(vllm_config, telling)
+    assert not [message for message in caplog.messages if "sleep" in message]
+    config.tell_sleep(vllm_config, silent)
+    (line,) = [message for message in caplog.messages if "sleep" in message]
+    assert "sleep mode is on" in line and "idle" in line
+
+
 @pytest.mark.parametrize("direction", list(Direction))
 def test_no_sleep_while_a_copy_hangs(direction: Direction, tmp_path: Path) -> None:
     """vLLM would unmap memory, and map other memory there, that a GPU still reads or writes."""

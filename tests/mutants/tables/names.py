@@ -8,6 +8,7 @@ DIGEST = "tests/unit/test_identity_digest.py"
 WEIGHTS = "tests/unit/test_identity_weights.py"
 ADAPTERS = "tests/unit/test_identity_adapters.py"
 FIELDS = "tests/unit/test_identity_fields.py"
+ENVIRONMENT = "tests/unit/test_identity_environment.py"
 VLLM = "tests/vllm/test_identity.py"
 CHANGES = "tests/vllm/test_changes.py"
 AUDIT = "tests/unit/test_audit.py"
@@ -131,9 +132,23 @@ MUTANTS = (
     Mutant(
         "sleep at level 2 and a reload were not heard of",
         "kvbm_vllm/engine_calls.py",
-        "elif method != SLEEP or _level(args, kwargs or {}) != 1:",
-        "elif method != SLEEP:",
+        'return _first(args, kwargs, "level", 1) == 1',
+        "return True",
         f"{CHANGES}::test_orders_that_may_change_weights_do_and_others_do_not",
+    ),
+    Mutant(
+        "the memory of weights was given back without keeping them, and that was not heard of",
+        "kvbm_vllm/engine_calls.py",
+        ' and "weights" not in tags',
+        "",
+        f"{CHANGES}::test_orders_that_may_change_weights_do_and_others_do_not",
+    ),
+    Mutant(
+        "SGLang's check of its weights overwrote them, and nobody heard of it",
+        "kvbm_sglang/weights.py",
+        "name in {_RELEASE, _CHECK}",
+        "name == _RELEASE",
+        "tests/unit/test_sglang_settings.py::test_orders_that_change_weights_make_a_generation",
     ),
     Mutant(
         "a load of old weights' blocks was under way when the weights changed, and was taken for new KV",
@@ -152,8 +167,8 @@ MUTANTS = (
     Mutant(
         "SGLang: update_weights was not heard of",
         "kvbm_sglang/weights.py",
-        '                weights.changed(f"SGLang is about to {method.__name__}")\n',
-        "                pass\n",
+        '            weights.changed(f"SGLang is about to {name}")\n',
+        "            pass\n",
         "tests/unit/test_sglang_settings.py::test_orders_that_change_weights_make_a_generation",
     ),
     # ------------------------------------------------------------ adapters
@@ -288,6 +303,30 @@ MUTANTS = (
         "        describe_environment(environ),\n",
         "",
         f"{VLLM}::test_all_values_of_all_things_have_keys_of_their_own",
+    ),
+    Mutant(
+        "a CPU with AMX, for which vLLM orders K and V otherwise, shared keys with others",
+        "kvbm_core/identity/environment.py",
+        "AMX: {has_tiles and has_tiles()}",
+        "AMX: ",
+        f"{ENVIRONMENT}::test_of_a_cpu_its_kind_and_what_torch_says_of_amx_count"
+        f" {VLLM}::test_what_a_cpu_can_compute_with_counts",
+    ),
+    Mutant(
+        "the layout's fingerprint was of the first layer alone",
+        "kvbm_core/layout/fingerprint.py",
+        "for layer in self.layers for field",
+        "for layer in self.layers[:1] for field",
+        "tests/unit/test_layout.py::test_every_layer_changes_the_fingerprint"
+        " tests/vllm/test_cache_kinds.py::test_each_layer_shapes_the_name_of_the_layout",
+    ),
+    Mutant(
+        "a file that a variable names was known by its path",
+        "kvbm_core/identity/environment.py",
+        "for name in names if name in contents and environ[name]):",
+        "for name in ()):",
+        f"{ENVIRONMENT}::test_of_a_file_that_a_variable_may_name_the_content_counts"
+        f" {ENVIRONMENT}::test_of_a_package_that_a_variable_names_the_code_counts",
     ),
     Mutant(
         "a field that nobody has classified went to the disk",
