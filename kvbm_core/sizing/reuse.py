@@ -144,7 +144,7 @@ class _HostAndDisk:
         for block in reversed(used):
             if block in self._disk:
                 self._disk.move_to_end(block)
-        self._admission.hit(_keys(used))
+        self._admission.hit(_keys([block for block in used if block not in self._disk]))
         # What is written to disk is held meanwhile, and counts as used when it has been.
         for first_to_go in (*self._store(used, ids), *self._store(new, ids)):
             host.move_to_end(first_to_go)

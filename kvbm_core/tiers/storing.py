@@ -143,7 +143,7 @@ class StoringTier(LowerTier, ABC):
 
     def hit(self, runs: Sequence[BlockRun]) -> None:
         """See LowerTier."""
-        self._admission.hit(blocks_of(runs))
+        self._admission.hit(self._new_of(blocks_of(runs)))
         self.offer(runs)
 
     def offer(self, runs: Sequence[BlockRun]) -> None:

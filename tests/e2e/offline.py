@@ -5,10 +5,10 @@ arguments of vllm.LLM, "connector": bool, "plugins": ["module:function", ...], c
 made, "rounds": [{"prompts": [[token, ...], ...], "max_tokens", "together": bool, "margins": bool}]}. A round
 "after" an earlier one (its number) is the next turn: its prompts come behind what was asked and answered
 there. "resets": the device's cache is emptied first; "loses_states": states come back as zeros; "swaps":
-blocks of the host tier get each other's bytes; "audited": the audit's counters are wanted. RESULT: for each
-round the answers, cached tokens and TTFT of each prompt, and by how many nats each token beat the second
-best if "margins" are asked for; the leader's counters and what is still open when all is done. With "dies"
-the process then kills itself, as SIGKILL would.
+blocks of the host tier get each other's bytes; "audited": the audit's counters are wanted; "settles": each
+prompt waits until nothing is under way. RESULT: for each round the answers, cached tokens and TTFT of each
+prompt, and by how many nats each token beat the second best if "margins" are asked for; the leader's counters
+and what is still open when all is done. With "dies" the process then kills itself, as SIGKILL would.
 
 The second in a process of tests.engines.worker: ``start`` a job without rounds, then ``serve``.
 """
@@ -151,7 +151,11 @@ def _serve(llm: Any, spec: dict[str, Any]) -> list[dict[str, Any]]:
     if spec.get("together"):
         outputs = llm.generate(prompts, sampling, use_tqdm=False)
     else:
-        outputs = [llm.generate(prompt, sampling, use_tqdm=False)[0] for prompt in prompts]
+        outputs = []
+        for prompt in prompts:
+            if spec.get("settles"):
+                settle(llm)
+            outputs += llm.generate(prompt, sampling, use_tqdm=False)
     return [
         {
             "tokens": list(output.outputs[0].token_ids),
