@@ -166,7 +166,7 @@ def _describe_software() -> Description:
         plugins=_plugins,
         transformers=_transformers,
         packages=environment.packages,
-        editable=lambda: environment.code_of_editable("sglang", "transformers"),
+        code=lambda: environment.changed_code("sglang", "transformers"),
     )
 
 

@@ -8,10 +8,10 @@ nothing: what is open is closed with the object, or at the end of the process.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from kvbm_core.ending import close_with
 from kvbm_trtllm.assembly import LeaderPart, build_worker_side
 from kvbm_trtllm.contract import OneByOne, connector_module, frees_one_save
 
@@ -36,7 +36,7 @@ class DynamoKVBMConnectorLeader(_Scheduler):
         """
         super().__init__(llm_args)
         self.part = LeaderPart(llm_args, has_attention_dp=hasattr(_Scheduler, "supports_attention_dp"))
-        self._close = weakref.finalize(self, self.part.close)
+        self._close = close_with(self, self.part.close)
 
     def wait_for_initialization(self) -> None:
         """Called last at start: waits for the first slots, so that the first request is cached too."""
@@ -82,7 +82,7 @@ class DynamoKVBMConnectorWorker(_Worker):
         can_wait_later = hasattr(_Scheduler, "wait_for_initialization")
         self.side = build_worker_side(llm_args, waits_at_register=not can_wait_later)
         self._saves = OneByOne() if frees_one_save(_interface) else None
-        self._close = weakref.finalize(self, self.side.shutdown)
+        self._close = close_with(self, self.side.shutdown)
 
     def register_forward_pass_callable(self) -> Callable[[], None]:
         """At the end of each forward pass, in its stream: offloads start behind it, with CUDA graphs too."""

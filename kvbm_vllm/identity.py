@@ -81,7 +81,7 @@ def _describe_software() -> Description:
         plugins=_plugins,
         transformers=_transformers,
         packages=environment.packages,
-        editable=lambda: environment.code_of_editable("vllm", "transformers"),
+        code=lambda: environment.changed_code("vllm", "transformers"),
     )
     editable = tuple(f"plugin {name}: it is installed editable" for name in _editable_plugins())
     return found._replace(process_only=editable)
@@ -133,8 +133,8 @@ def _named_classes(vllm_config: VllmConfig) -> list[tuple[str, str]]:
 
 
 def _code_of(module: str) -> str:
-    """sha256 of the module's file; "" for vLLM and transformers, whose versions count, and their code if they
-    are installed editable. LookupError if it has none.
+    """sha256 of the module's file; "" for vLLM and transformers, whose versions count, and their code if it
+    is not that of the version. LookupError if it has none.
     """
     if module.partition(".")[0] in {"vllm", "transformers"}:
         return ""

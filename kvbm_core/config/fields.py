@@ -147,7 +147,8 @@ class SettingFields(BaseSettings):
         "KVBM_REMOTE_CACHE_GB",
         None,
         "Size of each model's folder in a shared directory, in gigabytes (1e9 bytes), over all machines; "
-        "0 = no limit. To be set with the URL of a directory.",
+        "0 = no limit; unset: what is written in that folder, which the first engine does: half of what is "
+        "free.",
     )
     remote_filter: r.RemoteFilter = _setting(
         "KVBM_REMOTE_FILTER",

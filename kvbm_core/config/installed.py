@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib.metadata import EntryPoint
 from typing import Any
 
@@ -29,14 +30,21 @@ def made_by(entry: EntryPoint, setting: str, value: str, kind: type, *arguments:
     """What the entry point makes, which is of this ``kind``. ConfigError, one line that names the package, if
     it cannot be had.
     """
+    what = f"{entry.value} of the package {package_of(entry)}"
+    remedy = "mend or reinstall that package"
+    return made(lambda: entry.load()(*arguments), kind, (setting, value), what, remedy)
+
+
+def made(make: Callable[[], object], kind: type, given: tuple[str, str], what: str, remedy: str) -> Any:
+    """What ``make`` makes, which is of this ``kind``. ConfigError, one line of what was ``given`` (a setting
+    and its value), if it cannot be had: ``what`` it is made by, and the ``remedy``.
+    """
     try:
-        made = entry.load()(*arguments)
-        if not isinstance(made, kind):
-            raise TypeError(f"it makes no {kind.__name__}, but a {type(made).__name__}")
+        found = make()
+        if not isinstance(found, kind):
+            raise TypeError(f"it makes no {kind.__name__}, but a {type(found).__name__}")
     except ConfigError:
         raise
     except BROKEN as error:
-        what = f"{entry.value} of the package {package_of(entry)}"
-        remedy = f"{what} cannot be used: {said_by(error)}; mend or reinstall that package"
-        raise ConfigError(setting, value, remedy) from error
-    return made
+        raise ConfigError(*given, f"{what} cannot be used: {said_by(error)}; {remedy}") from error
+    return found

@@ -23,7 +23,6 @@ _CPU_GB = "DYN_KVBM_CPU_CACHE_GB"
 _CPU_BLOCKS = "DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS"
 _DISK_GB = "DYN_KVBM_DISK_CACHE_GB"
 _REMOTE_URL = "KVBM_REMOTE_URL"
-_REMOTE_GB = "KVBM_REMOTE_CACHE_GB"
 _OBJECT_BUCKET = "DYN_KVBM_OBJECT_BUCKET"
 _OF_TLS = ("remote_ca_file", "remote_cert_file")
 _OF_VALKEY = ("remote_username", "remote_password_file", *_OF_TLS)
@@ -154,9 +153,6 @@ class KvbmSettings(SettingFields):
 
     def _check_remote(self) -> None:
         self._check_object_store()
-        if self._has_directories and self.remote_cache_gb is None:
-            remedy = "KVBM_REMOTE_URL needs a size; set it to gigabytes, such as 500, or to 0 for no limit"
-            raise ConfigError(_REMOTE_GB, "(unset)", remedy)
         if self.remote_encrypt and not self.remote_secret_file:
             names = self.env_names()
             remedy = f"needs a secret; set {names['remote_secret_file']} to a file that holds one"
@@ -455,7 +451,7 @@ class KvbmSettings(SettingFields):
 
     @property
     def remote_max_bytes(self) -> int | None:
-        """Of each model there, all ranks and machines together; None: no limit."""
+        """Of each model there, all ranks and machines together; None: no limit, or none is set."""
         return round((self.remote_cache_gb or 0.0) * _BYTES_PER_GB) or None
 
     def disk_tier_slots(self, bytes_per_block_all_ranks: int) -> int:

@@ -321,6 +321,10 @@ class Digester:
         except (OSError, ValueError) as error:
             raise UnreadableError(f"{path} cannot be read: {error}") from error
 
+    def file(self, path: Path) -> str:
+        """sha256 of one file. OSError, or UnreadableError if it changes meanwhile."""
+        return self._file(path).sha256
+
     def _content(self, path: Path, *, is_code: bool, any_file: bool) -> Content:
         files = files_of(path, any_file=any_file)
         if not is_code and not any(_suffix(name) in WEIGHT_SUFFIXES for name in files):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import base64
+import csv
 import hashlib
 import json
-import os.path
+import os
 import platform
 import re
 import sys
@@ -15,6 +17,7 @@ from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
+from kvbm_core.identity.digest import Digester, default_memory
 from kvbm_core.identity.effective import file_digest
 from kvbm_core.identity.fields import Description
 
@@ -155,10 +158,7 @@ def _has_module(name: str) -> bool:
 
 
 def _version(name: str) -> str:
-    try:
-        version = metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return ""
+    version = next((found.version for found in metadata.distributions(name=name)), "")
     release = None if name.startswith(("sgl", "vllm")) else _RELEASE.fullmatch(version)
     return version if release is None else release[1]
 
@@ -186,23 +186,46 @@ def vector_units(path: str = "/proc/cpuinfo") -> str:
 
 
 @cache
-def code_of_editable(*names: str) -> str:
+def changed_code(*names: str) -> str:
     """ "" for packages whose version says which code they have; of one that is installed editable, or is used
-    from where it was not installed, the sha256 of its Python files, and which libraries it has. LookupError
-    if they cannot be found.
+    from where it was not installed, the sha256 of its Python files, and which libraries it has; of any other,
+    which of these are not as they were installed. LookupError if they cannot be found.
     """
-    return " ".join(f"{name}={code_of_package(name)}" for name in names if not _is_as_installed(name))
+    found = {name: _patches(name) if _is_where_installed(name) else code_of_package(name) for name in names}
+    return " ".join(f"{name}={code}" for name, code in found.items() if code)
 
 
-def _is_as_installed(name: str) -> bool:
-    """Whether the package's version says which code it has: it is not installed editable, and its code is
-    beside what its installer wrote of it. It is not with a checkout on the path, nor after ``setup.py
-    develop``.
+def _patches(name: str) -> str:
+    """Files that are not as the installer noted (PEP 376), with their digests."""
+    installed = next(iter(metadata.distributions(name=name)), None)
+    notes = installed and installed.read_text("RECORD")
+    if not installed or not notes:
+        return ""
+    root, rows = f"{installed.locate_file('')}/", list(filter(None, csv.reader(notes.splitlines())))
+    notes_ns = os.stat(root + next(row[0] for row in rows if row[0].endswith("info/RECORD"))).st_mtime_ns
+    files = (row for row in rows if row[0].endswith((".py", ".so")) and row[1].startswith("sha256="))
+    found = ((text, _patched(root + text, noted, size, notes_ns)) for text, noted, size in files)
+    return " ".join(f"{text}={digest}" for text, digest in found if digest)
+
+
+def _patched(path: str, noted: str, size: str, notes_ns: int) -> str:
+    """The digest of what is not as noted. Only what has another size, or is younger, is read."""
+    if not os.path.exists(path):
+        return "none"
+    found = os.stat(path)
+    if str(found.st_size) == size and found.st_mtime_ns <= notes_ns:
+        return ""
+    digest = Digester(default_memory()).file(Path(path))
+    return "" if bytes.fromhex(digest) == base64.urlsafe_b64decode(f"{noted[7:]}=") else digest
+
+
+def _is_where_installed(name: str) -> bool:
+    """Whether the package is not installed editable, and its code is beside what its installer wrote of it.
+    It is not with a checkout on the path, nor after ``setup.py develop``.
     """
     spec = find_spec(name)
-    try:
-        installed = metadata.distribution(name)
-    except metadata.PackageNotFoundError:  # made by a program, if nothing of it is in a file
+    installed = next(iter(metadata.distributions(name=name)), None)
+    if installed is None:  # made by a program, if nothing of it is in a file
         return spec is None or not (spec.origin or spec.submodule_search_locations)
     if is_editable(installed.read_text("direct_url.json")):
         return False

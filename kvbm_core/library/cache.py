@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import count
 from types import TracebackType
 
+from kvbm_core.ending import close_with
 from kvbm_core.errors import Outcome
 from kvbm_core.library.arrays import Blocks, as_blocks
 from kvbm_core.library.spec import BlockSpec, Names
@@ -50,7 +51,7 @@ class BlockCache:
         self._num_calls = 0
         self._is_closed = False
         # Also at the end of a process that forgot.
-        self._end = weakref.finalize(self, _close_at_home, self._pid, on_close)
+        self._end = close_with(self, partial(_close_at_home, self._pid, on_close))
 
     # ---------------------------------------------------------------- blocks
 

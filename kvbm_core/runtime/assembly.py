@@ -491,6 +491,7 @@ def store_options(settings: KvbmSettings) -> StoreOptions:
         settings.remote_codec,
         login,
         s3,
+        shares_size=settings.remote_cache_gb is None,
     )
 
 

@@ -8,13 +8,15 @@ really ended. Whoever wants to use the memory again asks ``LATE`` first.
 from __future__ import annotations
 
 import ctypes
-import os
-import threading
-from bisect import bisect_left, bisect_right, insort
+import logging
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable
-from typing import Protocol
+from itertools import count
+from typing import NamedTuple, Protocol
 
 from kvbm_core.storage.base import Memory, parts_of
+
+log = logging.getLogger("kvbm")
 
 Span = tuple[int, int]
 """The addresses from the first on up to, and without, the second, which is larger."""
@@ -27,61 +29,58 @@ class Tell(Protocol):
         """Called from any thread."""
 
 
+class _Waiter(NamedTuple):
+    number: int
+    spans: list[Span]
+    on_free: Callable[[], None]
+
+
 class LateMemory:
-    """A table of requests that were given up. Safe to call from any thread."""
+    """A table of requests that were given up. Safe to call from any thread, and amid another call of the same
+    thread, as a finalizer may: nothing is locked, and each step that changes a dict is whole by itself.
+    """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._last_token = 0
+        self._numbers = count(1)
         self._requests: dict[int, tuple[tuple[Span, ...], object]] = {}
-        self._waiters: list[tuple[list[Span], Callable[[], None]]] = []
-        self._starts: list[int] = []  # of all spans, in order; and their ends, in order
-        self._ends: list[int] = []
+        self._waiters: dict[int, _Waiter] = {}
 
     def add(self, spans: Iterable[Span], keep: object = None) -> int:
         """A request that touches ``spans`` was given up; its token, for ``end``. Until then ``keep`` is
         referred to from here, so that what it refers to is neither freed nor unmapped.
         """
-        with self._lock:
-            self._last_token += 1
-            own, _ = self._requests[self._last_token] = tuple(spans), keep
-            for start, end in own:
-                insort(self._starts, start)
-                insort(self._ends, end)
-            return self._last_token
+        token = next(self._numbers)
+        self._requests[token] = tuple(spans), keep
+        return token
 
     def end(self, token: int) -> None:
         """The request touches nothing any more. Calls those who waited for that, in this thread; so no lock
-        may be held that they want.
+        may be held that they want. One that fails keeps no other from being called.
         """
-        ready: list[Callable[[], None]] = []
-        with self._lock:
-            request = self._requests.pop(token)
-            for start, end in request[0]:
-                del self._starts[bisect_left(self._starts, start)]
-                del self._ends[bisect_left(self._ends, end)]
-            waiters, self._waiters = self._waiters, []
-            for spans, on_free in waiters:
-                if late := self._late_of(spans):
-                    self._waiters.append((late, on_free))
-                else:
-                    ready.append(on_free)
-        for on_free in ready:
-            on_free()
+        del self._requests[token]
+        waiters = list(self._waiters.values())
+        if not waiters:
+            return
+        touched = self._touched()  # not before: who asks after this sees himself what is late
+        ready = [one for one in waiters if not _meet(one.spans, touched)]
+        for waiter in ready:
+            if self._waiters.pop(waiter.number, None) is not None:  # else another end has called it
+                try:
+                    waiter.on_free()
+                except Exception:  # a bug of the listener must not cost others their memory
+                    log.exception("kvbm: listener failed on memory that is free")
 
     def holds(self, spans: Iterable[Span]) -> bool:
         """Whether a request that was given up may still touch any of it."""
-        with self._lock:
-            return bool(self._late_of(spans))
+        return bool(self._requests) and _meet(spans, self._touched())
 
     def when_free(self, spans: Iterable[Span], on_free: Callable[[], None]) -> bool:
         """Calls ``on_free`` once, when no request that was given up touches any of it. False if that is so
         already: then it is not called.
         """
-        with self._lock:
-            if late := self._late_of(spans):
-                self._waiters.append((late, on_free))
-            return bool(late)
+        waiter = _Waiter(next(self._numbers), list(spans), on_free)
+        self._waiters[waiter.number] = waiter  # first: whatever ends from now on finds it
+        return self.holds(waiter.spans) or self._waiters.pop(waiter.number, None) is None
 
     def tell_when_free(self, spans: Iterable[Span], tell: Tell) -> None:
         """Calls ``tell(is_late=False)`` when no request that was given up touches any of it; if that is not
@@ -92,18 +91,22 @@ class LateMemory:
         if not self.when_free(spans, lambda: tell(is_late=False)):
             tell(is_late=False)
 
-    def _late_of(self, spans: Iterable[Span]) -> list[Span]:
-        """Those that some request touches: more of the requests' spans begin before the end of such a one
-        than end before its start.
-        """
-        starts, ends = self._starts, self._ends
-        return [span for span in spans if bisect_left(starts, span[1]) > bisect_right(ends, span[0])]
+    def _touched(self) -> tuple[list[int], list[int]]:
+        """Where the spans of all requests begin, and where they end; both in order."""
+        spans = [span for own, _ in list(self._requests.values()) for span in own]
+        return sorted(start for start, _ in spans), sorted(end for _, end in spans)
+
+
+def _meet(spans: Iterable[Span], touched: tuple[list[int], list[int]]) -> bool:
+    """Whether a request touches one of ``spans``: more of the requests' begin before its end than end before
+    its start.
+    """
+    starts, ends = touched
+    return any(bisect_left(starts, end) > bisect_right(ends, start) for start, end in spans)
 
 
 LATE = LateMemory()
 """The one of this process: what it keeps is kept whoever else lets go of it."""
-_lock = LATE._lock  # no fork amid a call: the child would have a lock that nobody opens
-os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)
 
 
 def ranges_of(memory: Memory) -> list[Span]:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
-from kvbm_core.config.installed import made_by, package_of
+from kvbm_core.config.installed import BROKEN, made, made_by, package_of
 from kvbm_core.config.readers import shown
 from kvbm_core.config.remote_url import (
     BUCKET_SCHEMES,
@@ -40,8 +42,9 @@ limited_log = RateLimitedLogger()
 
 @dataclass(frozen=True, slots=True)
 class StoreOptions:
-    """``max_bytes``: of a store that bounds itself, of each model; None: no limit. ``trust``: whose blocks
-    are read, see docs/remote.md. ``deadline_s``: of one call. ``login``: at a server that asks for one.
+    """``max_bytes``: of a store that bounds itself, of each model; None: no limit, or, with ``shares_size``,
+    the one that all engines of a shared directory have agreed on. ``trust``: whose blocks are read, see
+    docs/remote.md. ``deadline_s``: of one call. ``login``: at a server that asks for one.
     ``s3``: at an object store.
 
     Of records: ``secret_file`` holds the secret that names are made with, empty: none; ``encrypts`` blocks
@@ -56,6 +59,7 @@ class StoreOptions:
     codec: str = "none"
     login: ServerLogin = field(default_factory=ServerLogin)
     s3: S3Options = field(default_factory=S3Options)
+    shares_size: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,14 +136,19 @@ def _meaning_of(spec: StoreSpec, encoding: str = "") -> Meaning:
 
 
 def _open_directory(spec: StoreSpec) -> BlockStore:
+    from kvbm_core.storage.directory.size import size_text
     from kvbm_core.storage.directory.store import DirectoryOptions, DirectoryStore
     from kvbm_core.storage.remote.head_store import HeadStore
 
     path = remote_directory(spec.url)
     _refuse_what_records_need(spec.options)
-    options = DirectoryOptions(spec.options.max_bytes, trusts_group=spec.options.trust == "group")
+    options = DirectoryOptions(
+        spec.options.max_bytes,
+        trusts_group=spec.options.trust == "group",
+        shares_size=spec.options.shares_size,
+    )
     stores = [DirectoryStore(path, _meaning_of(own), own.payload_bytes, options) for own in spec.by_shard()]
-    size = "no limit of size" if options.max_bytes is None else f"{options.max_bytes / 1e9:g} GB"
+    size = "the size in its folder" if options.shares_size else size_text(options.max_bytes)
     line = "kvbm: shared directory: %s, %s for each model, blocks of this %s are read"
     limited_log.log(logging.INFO, path, line, path, size, spec.options.trust)
     return stores[0] if spec.heads is None else HeadStore(spec.heads, stores, spec.payload_bytes)
@@ -217,14 +226,16 @@ def register_store(scheme: str, make: StoreMaker, *, extent_bytes: int = 0) -> N
     had. ``extent_bytes``: what it makes is an ExtentStore, and is given extents of about this size on each
     rank; 0: it is given each block alone.
     """
-    _MAKERS[scheme] = make
+    _MAKERS[scheme] = partial(_registered_store, make)
     SCHEMES.add(scheme)
     _EXTENT_BYTES[scheme] = extent_bytes
 
 
 def register_engine(scheme: str, make: EngineMaker) -> None:
-    """Makes URLs of this scheme usable in this process: records on the engine that ``make`` makes."""
-    _ENGINES[scheme] = make
+    """Makes URLs of this scheme usable in this process: records on the engine that ``make`` makes, guarded as
+    those of packages are.
+    """
+    _ENGINES[scheme] = partial(_registered_engine, make)
     SCHEMES.add(scheme)
 
 
@@ -252,17 +263,50 @@ def open_engine(url: str, options: StoreOptions) -> ObjectEngine:
     return make(url, options)
 
 
+def _registered_store(make: StoreMaker, spec: StoreSpec) -> BlockStore:
+    store = make(spec)
+    _refuse_holds(store, spec.url)
+    return store
+
+
+def _registered_engine(make: EngineMaker, url: str, options: StoreOptions) -> ObjectEngine:
+    from kvbm_core.storage.remote.engine import ObjectEngine
+
+    given, what = ("KVBM_REMOTE_URL", shown(url)), f"what is registered for {scheme_of(url)}://"
+    engine = made(lambda: make(url, options), ObjectEngine, given, what, "mend it")
+    return _guarded(engine, url, f"the registered {type(engine).__name__}")
+
+
 def _installed_engine(url: str, options: StoreOptions) -> ObjectEngine:
     """The engine that an installed package makes."""
     from kvbm_core.storage.remote.engine import ObjectEngine
-    from kvbm_core.storage.remote.guarded import GuardedEngine
 
     try:
         entry = installed_store(scheme_of(url))
     except ValueError as error:
         raise ConfigError("KVBM_REMOTE_URL", shown(url), str(error)) from None
     engine = made_by(entry, "KVBM_REMOTE_URL", shown(url), ObjectEngine, url, options)
-    return GuardedEngine(engine, f"{shown(url)}: the package {package_of(entry)}")
+    return _guarded(engine, url, f"the package {package_of(entry)}")
+
+
+def _guarded(engine: ObjectEngine, url: str, whose: str) -> ObjectEngine:
+    from kvbm_core.storage.remote.guarded import GuardedEngine
+
+    _refuse_holds(engine, url)
+    return GuardedEngine(engine, f"{shown(url)}: {whose}")
+
+
+def _refuse_holds(store: BlockStore | ObjectEngine, url: str) -> None:
+    """A store of others that waits to be asked what memory it still touches is a ConfigError: nobody asks."""
+    if hasattr(store, "holds"):
+        with suppress(*BROKEN):
+            store.close()
+        remedy = (
+            f"{type(store).__name__} has a method holds, which nobody calls: let it enter memory of requests "
+            "that it has given up in kvbm_core.storage.late.LATE, and take the method away "
+            "(docs/extending.md)"
+        )
+        raise ConfigError("KVBM_REMOTE_URL", shown(url), remedy)
 
 
 def inspect_store(url: str, options: StoreOptions) -> StoreInspection:

@@ -5,10 +5,10 @@ arguments of vllm.LLM, "connector": bool, "plugins": ["module:function", ...], c
 made, "rounds": [{"prompts": [[token, ...], ...], "max_tokens", "together": bool, "margins": bool}]}. A round
 "after" an earlier one (its number) is the next turn: its prompts come behind what was asked and answered
 there. "resets": the device's cache is emptied first; "loses_states": states come back as zeros; "swaps":
-blocks of the host tier get each other's bytes; "audited": the audit's counters are wanted; "settles": each
-prompt waits until nothing is under way. RESULT: for each round the answers, cached tokens and TTFT of each
-prompt, and by how many nats each token beat the second best if "margins" are asked for; the leader's counters
-and what is still open when all is done. With "dies" the process then kills itself, as SIGKILL would.
+blocks of the host tier get each other's bytes; "audited": the audit's counters are wanted. RESULT: for each
+round the answers, cached tokens and TTFT of each prompt, and by how many nats each token beat the second
+best if "margins" are asked for; the leader's counters and what is still open when all is done. With "dies"
+the process then kills itself, as SIGKILL would.
 
 The second in a process of tests.engines.worker: ``start`` a job without rounds, then ``serve``.
 """
@@ -63,7 +63,7 @@ class Engine:
                 earlier = spec["after"]
                 told = zip(asked[earlier], answers[earlier], spec["prompts"], strict=True)
                 asked[-1] = [prompt + answer["tokens"] + question for prompt, answer, question in told]
-            answers.append(_serve(self.llm, {**spec, "prompts": asked[-1]}))
+            answers.append(_serve(self.llm, {**spec, "prompts": asked[-1]}, settles=self._shows_leader))
             if spec.get("audited"):
                 metrics = _leader_state(self.llm)["metrics"]
                 audited.append({name: value for name, value in metrics.items() if "audited" in name})
@@ -84,7 +84,7 @@ class Engine:
         while not self.llm.reset_prefix_cache(reset_connector=with_connector):
             assert time.monotonic() < deadline_s, "blocks are still in use"
             if self._shows_leader:
-                self.llm.llm_engine.step()  # that tells vLLM that a last copy is over
+                self.llm.llm_engine.step()  # it tells vLLM that a last copy is over
             time.sleep(POLL_S)  # copies on other ranks
 
     def _prepare(self, spec: dict[str, Any]) -> None:
@@ -140,7 +140,10 @@ def make_engine(job: dict[str, Any]) -> Any:
     return LLM(job["model"], disable_log_stats=False, enforce_eager=True, seed=0, **arguments)
 
 
-def _serve(llm: Any, spec: dict[str, Any]) -> list[dict[str, Any]]:
+def _serve(llm: Any, spec: dict[str, Any], *, settles: bool) -> list[dict[str, Any]]:
+    """The answers to a round. ``settles``: what a prompt has left to store is stored before the next asks,
+    as a small host tier has no room for a hit while its slots are being read.
+    """
     from vllm import SamplingParams
 
     logprobs = 2 if spec.get("margins") else None
@@ -153,9 +156,9 @@ def _serve(llm: Any, spec: dict[str, Any]) -> list[dict[str, Any]]:
     else:
         outputs = []
         for prompt in prompts:
-            if spec.get("settles"):
-                settle(llm)
             outputs += llm.generate(prompt, sampling, use_tqdm=False)
+            if settles:
+                settle(llm)
     return [
         {
             "tokens": list(output.outputs[0].token_ids),

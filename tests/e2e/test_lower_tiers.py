@@ -69,11 +69,9 @@ class Life(NamedTuple):
         return {**job, "rounds": rounds_of(*rounds), **more}
 
 
-def rounds_of(*rounds: Prompts, settles: bool = False) -> list[dict[str, Any]]:
-    """Eight tokens are answered to each. ``settles``: what is on its way down does not keep the host's slots
-    from the next one.
-    """
-    return [{"prompts": prompts, "max_tokens": 8, "settles": settles} for prompts in rounds]
+def rounds_of(*rounds: Prompts) -> list[dict[str, Any]]:
+    """Eight tokens are answered to each."""
+    return [{"prompts": prompts, "max_tokens": 8} for prompts in rounds]
 
 
 @pytest.fixture(scope="module")
@@ -101,8 +99,7 @@ def life(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory, seed: int) 
 @pytest.fixture(scope="module")
 def first(life: Life) -> dict[str, Any]:
     """The result of the engine that computes, is asked three times, and is killed."""
-    rounds = rounds_of(*[life.of_users] * 3, *[life.of_one] * 3, settles=True)
-    job = life.job(rounds=rounds, dies=True)
+    job = life.job(*[life.of_users] * 3, *[life.of_one] * 3, dies=True)
     return run_engine(life.folder / "first", job, **life.settings, **life.disk)
 
 

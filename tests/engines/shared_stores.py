@@ -18,7 +18,7 @@ def directory(folder: Path) -> Iterator[dict[str, str]]:
     """It is gone afterwards, and engines find nothing."""
     share = folder / "share"
     share.mkdir()
-    yield {URL: f"file://{share}", "KVBM_REMOTE_CACHE_GB": "5"}
+    yield {URL: f"file://{share}"}
     share.rename(folder / "gone")
 
 

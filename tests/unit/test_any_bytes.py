@@ -40,7 +40,7 @@ from kvbm_core.storage.remote.records import (
 )
 from kvbm_core.storage.stores import StoreOptions, open_engine
 from kvbm_core.testing import memory_engine
-from kvbm_core.testing.memory_engine import MemoryEngine, MemoryObjects
+from kvbm_core.testing.memory_engine import MemoryObjects
 from kvbm_core.testing.store_contract import key_of
 from kvbm_core.types import BlockKey
 from tests.unit.directory_stores import MEANING
@@ -164,8 +164,8 @@ def objects(monkeypatch: pytest.MonkeyPatch) -> Iterator[MemoryObjects]:
     for variable in KvbmSettings.env_names().values():
         monkeypatch.delenv(variable, raising=False)
     memory_engine.register()
-    engine = open_engine(URL, StoreOptions())
-    assert isinstance(engine, MemoryEngine)
+    open_engine(URL, StoreOptions())
+    (engine,) = memory_engine.OPENED
     yield engine.objects
     memory_engine.forget_all()
 

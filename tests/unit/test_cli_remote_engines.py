@@ -45,8 +45,8 @@ def objects(monkeypatch: pytest.MonkeyPatch) -> Iterator[MemoryObjects]:
     for variable in KvbmSettings.env_names().values():
         monkeypatch.delenv(variable, raising=False)
     memory_engine.register()
-    engine = open_engine(URL, StoreOptions())
-    assert isinstance(engine, MemoryEngine)
+    open_engine(URL, StoreOptions())
+    (engine,) = memory_engine.OPENED
     found = engine.objects
     ours(found).put(RUN, ALONE)
     theirs(found).put(OTHERS)

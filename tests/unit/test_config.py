@@ -370,13 +370,15 @@ def test_the_disks_settings_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
     assert settings.warnings == () and settings.has_disk_tier and not settings.has_host_tier
 
 
-def test_a_shared_directory_has_a_url_and_a_size(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_shared_directory_has_a_url_and_a_size_or_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("KVBM_REMOTE_URL", " file:///mnt/a%20share ")
-    error = error_of()
-    assert error.setting == "KVBM_REMOTE_CACHE_GB" and "0 for no limit" in str(error)
-    for text, limit_bytes in (("1.5", 1_500_000_000), ("0", None)):
-        monkeypatch.setenv("KVBM_REMOTE_CACHE_GB", text)
+    for text, limit_bytes in ((None, None), ("1.5", 1_500_000_000), ("0", None)):
+        if text is not None:
+            monkeypatch.setenv("KVBM_REMOTE_CACHE_GB", text)
         settings = KvbmSettings.from_env()
+        assert assembly.store_options(settings).shares_size is (text is None)
         assert settings.has_remote_tier and settings.remote_max_bytes == limit_bytes
         assert settings.remote_url is not None
         assert remote_directory(settings.remote_url) == Path("/mnt/a share")
@@ -386,7 +388,6 @@ def test_a_shared_directory_has_a_url_and_a_size(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.shows("KVBM_REMOTE_URL")
 def test_several_stores_are_named_in_the_order_of_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVBM_REMOTE_URL", " mooncake://m:50051\ts3://kv/team, file:///mnt/a share, kept ")
-    assert error_of().setting == "KVBM_REMOTE_CACHE_GB", "one of them is a directory"
     monkeypatch.setenv("KVBM_REMOTE_CACHE_GB", "500")
     settings = KvbmSettings.from_env()
     assert settings.store_urls == ("mooncake://m:50051", "s3://kv/team", "file:///mnt/a share, kept")

@@ -341,9 +341,10 @@ def test_a_lock_that_fails_leaves_no_file(tmp_path: Path) -> None:
 def test_an_engine_that_finds_no_space_from_its_start_on_evicts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(evictor_module, "BEAT_S", 0.001)
+    monkeypatch.setattr(evictor_module, "BEAT_S", 10 * LONG_S)  # else its lock would be in the other's way
     with opened(tmp_path) as before:
         put(before, KEYS)
+    monkeypatch.setattr(evictor_module, "BEAT_S", 0.001)
     faulty = FaultyCalls()
     with opened(tmp_path, limit(10), calls=faulty) as store:
         faulty.fails = {"pwritev": errno.ENOSPC}

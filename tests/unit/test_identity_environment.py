@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import importlib
 import json
+import os
 import platform
 import sys
 from collections.abc import Iterator
@@ -144,7 +147,7 @@ def test_texts_are_not_told_they_may_be_secrets() -> None:
 
 @pytest.fixture(autouse=True)
 def fresh() -> Iterator[None]:
-    cached = (environment.packages, environment.vector_units, environment.code_of_editable)
+    cached = (environment.packages, environment.vector_units, environment.changed_code)
     for read in cached:
         read.cache_clear()
     yield
@@ -224,9 +227,61 @@ def test_the_code_of_an_engine_counts_that_is_not_as_it_was_installed(
     for number, changed in enumerate((*files, *files[1:])):
         changed.write_text(f"x = {number}")
         importlib.invalidate_caches()
-        environment.code_of_editable.cache_clear()
-        found.add(environment.code_of_editable("my_engine", "not_there"))
+        environment.changed_code.cache_clear()
+        found.add(environment.changed_code("my_engine", "not_there"))
     assert found == {""} if way == "a wheel" else len(found) == 5
+
+
+def record(site: Path, files: list[Path]) -> Path:
+    """What an installer notes of the package, when all files are there."""
+    notes = site / "my_engine-1.0.dist-info" / "RECORD"
+    rows = [f"{notes.relative_to(site)},,"]
+    for file in files:
+        digest = base64.urlsafe_b64encode(hashlib.sha256(file.read_bytes()).digest()).decode().rstrip("=")
+        rows.append(f"{file.relative_to(site)},sha256={digest},{file.stat().st_size}")
+    notes.write_text("\n".join(rows))
+    newest_ns = max(file.stat().st_mtime_ns for file in files)
+    os.utime(notes, ns=(newest_ns, newest_ns))
+    return notes
+
+
+@pytest.mark.parametrize("number", range(3))
+@pytest.mark.parametrize("way", ["another size", "the same size", "gone", "as before"])
+def test_the_code_of_a_wheel_counts_that_somebody_has_changed(
+    way: str, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    site = tmp_path / "site"
+    install(site, "my-engine", "1.0")
+    monkeypatch.syspath_prepend(site)
+    folder = site / "my_engine" / "models"
+    folder.mkdir(parents=True)
+    files = [folder.parent / "__init__.py", folder / "mine.py", folder / "kernel.so"]
+    for file in files:
+        file.write_text("x = 1")
+    notes = record(site, files)
+    importlib.invalidate_caches()
+    assert environment.changed_code("my_engine") == ""
+    files[number].unlink()
+    if way != "gone":
+        texts = {"another size": "x = 12", "the same size": "x = 2"}
+        files[number].write_text(texts.get(way, "x = 1"))
+        later_ns = notes.stat().st_mtime_ns + 1
+        os.utime(files[number], ns=(later_ns, later_ns))
+    environment.changed_code.cache_clear()
+    assert (environment.changed_code("my_engine") == "") is (way == "as before")
+
+
+def test_a_wheel_as_it_was_installed_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(tmp_path, "my-engine", "1.0")
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "my_engine").mkdir()
+    file = tmp_path / "my_engine" / "__init__.py"
+    file.write_text("x = 1")
+    record(tmp_path, [file])
+    importlib.invalidate_caches()
+    monkeypatch.setattr(environment, "Digester", lambda _: pytest.fail("it was read"))
+    assert environment.changed_code("my_engine") == ""
 
 
 def test_of_a_cpu_its_kind_and_what_torch_says_of_amx_count(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,12 +18,21 @@ from kvbm_core.config.installed import STORES
 from kvbm_core.errors import ConfigError, Outcome
 from kvbm_core.observe.log import RateLimitedLogger
 from kvbm_core.runtime.assembly import lower_makers, store_options
+from kvbm_core.storage import stores
 from kvbm_core.storage.extents import EXTENT_BYTES
 from kvbm_core.storage.names import ObjectInfo
 from kvbm_core.storage.remote import guarded
 from kvbm_core.storage.remote.engine import GetItem, Got, PutItem
 from kvbm_core.storage.remote.guarded import GuardedEngine
-from kvbm_core.storage.stores import StoreOptions, extent_bytes, open_engine
+from kvbm_core.storage.stores import (
+    StoreOptions,
+    StoreSpec,
+    extent_bytes,
+    open_engine,
+    open_store,
+    register_engine,
+    register_store,
+)
 from kvbm_core.testing.memory_engine import MemoryEngine
 from tests.outside import installed
 from tests.unit.doctor_bench import look
@@ -38,6 +47,7 @@ POINTS = {
     "leave": f"{__name__}:leave",
     "LARGE": f"{__name__}:Mine",
     "bad": f"{__name__}:Bad",
+    "old": f"{__name__}:Old",
 }
 SETTING = "kvbm: KVBM_REMOTE_URL="
 URL = "mine://A/b?c=1"
@@ -78,6 +88,17 @@ class Bad(MemoryEngine):
 
     def close(self) -> None:
         raise RuntimeError("not yet")
+
+
+class Old(Mine):
+    """Waits to be asked what memory it still touches."""
+
+    def holds(self, target: object) -> bool:
+        raise AssertionError("nobody asks")
+
+    def close(self) -> None:
+        super().close()
+        sys.exit(3)
 
 
 def fail(url: str, options: StoreOptions) -> MemoryEngine:
@@ -209,6 +230,48 @@ def test_the_library_says_once_what_a_store_wants() -> None:
         kvbm.open_cache(spec, host_bytes=1 << 24, remote="broken://x")
     what = f"{POINTS['broken']} of the package mine-package cannot be used: RuntimeError: out of order"
     assert str(caught.value) == f"kvbm: remote=broken://x: {what}; mend or reinstall that package"
+
+
+@pytest.fixture
+def _registers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is registered is forgotten."""
+    for table in ("_ENGINES", "_MAKERS", "_EXTENT_BYTES", "SCHEMES"):
+        monkeypatch.setattr(stores, table, getattr(stores, table).copy())
+
+
+@pytest.mark.usefixtures("_unsaid", "_registers")
+def test_what_a_program_registers_is_guarded_as_a_package_is(caplog: pytest.LogCaptureFixture) -> None:
+    register_engine("own", Bad)
+    engine = open_engine("own://x", StoreOptions())
+    assert engine.put([PutItem("a", [])] * 2, deadline_s=1) == [Outcome.IO_ERROR] * 2
+    assert engine.remove(["a"], deadline_s=1) == [Outcome.IO_ERROR]
+    engine.close()
+    remedy = "; run kvbm_core.testing.engine_contract on it"
+    said = "kvbm: own://x: the registered Bad fails in "
+    assert caplog.messages == [
+        f"{said}put: RuntimeError: boom in a call{remedy}",
+        f"{said}remove: TypeError: it answered None where 1 of Outcome were expected{remedy}",
+    ]
+    register_engine("own", fail)
+    why = "what is registered for own:// cannot be used: RuntimeError: out of order; mend it"
+    assert refused("own://x") == f"{SETTING}own://x: {why}"
+    register_engine("own", refuse)
+    assert refused("own://x") == "kvbm: MINE_KEY=(unset): set it"
+
+
+@pytest.mark.usefixtures("_registers")
+def test_one_that_waits_to_be_asked_for_late_memory_is_refused() -> None:
+    register_engine("own", Old)
+    register_store("whole", lambda spec: Old(spec.url, spec.options))  # type: ignore[arg-type, return-value]
+    why = (
+        "Old has a method holds, which nobody calls: let it enter memory of requests that it has given up in "
+        "kvbm_core.storage.late.LATE, and take the method away (docs/extending.md)"
+    )
+    for url in ("old://x", "own://x"):
+        assert refused(url) == f"{SETTING}{url}: {why}"
+    with pytest.raises(ConfigError) as caught:
+        open_store(StoreSpec("whole://x", 4096, "", "0of1"))
+    assert str(caught.value) == f"{SETTING}whole://x: {why}"
 
 
 def test_a_name_in_large_letters_is_found_too() -> None:

@@ -8,23 +8,27 @@ import random
 import sys
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
+from types import FrameType
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import kvbm_core.storage.late as late_module
 from kvbm_core.storage.late import LateMemory, Span, ranges_of
 from kvbm_core.testing.executor_bench import is_mapped
 
 LONG_S = 120.0
+TraceFunction = Callable[[FrameType, str, Any], Any]
 A, B, C, D = [[(at, at + 4096)] for at in range(4096, 5 * 4096, 4096)]
 
 
 def is_empty(late: LateMemory) -> bool:
     """Nothing of what is over is left."""
-    return not (late._requests or late._waiters or late._starts or late._ends)
+    return not (late._requests or late._waiters)
 
 
 def test_memory_is_held_until_the_request_ends() -> None:
@@ -139,6 +143,105 @@ def test_memory_is_free_when_its_waiters_are_called_and_they_may_ask_again() -> 
     assert heard == [False, False] and is_empty(late)
 
 
+def test_one_that_fails_when_it_is_called_keeps_nobody_waiting(caplog: pytest.LogCaptureFixture) -> None:
+    late, calls = LateMemory(), list[str]()
+    token = late.add(A)
+
+    def fail() -> None:
+        raise RuntimeError("a bug")
+
+    for on_free in (fail, lambda: calls.append("next")):
+        assert late.when_free(A, on_free)
+    late.end(token)
+    assert calls == ["next"] and is_empty(late)
+    assert caplog.messages == ["kvbm: listener failed on memory that is free"]
+
+
+class Asker:
+    """Gives up, ends and asks; notes who was called, and ``wrong``: who was called twice, or too soon."""
+
+    def __init__(self) -> None:
+        self.late = LateMemory()
+        self.tokens = {self.late.add(A): A, self.late.add(B): B}
+        self.asked, self.called, self.wrong = list[str](), list[str](), list[str]()
+
+    def ask(self, name: str, spans: list[Span]) -> None:
+        self.asked.append(name)
+        if not self.late.when_free(spans, lambda: self.hear(name, spans)):
+            self.hear(name, spans)
+
+    def hear(self, name: str, spans: list[Span]) -> None:
+        if name in self.called or self.late.holds(spans):
+            self.wrong.append(name)
+        self.called.append(name)
+
+    def end(self, spans: list[Span]) -> None:
+        (token,) = [token for token, own in self.tokens.items() if own is spans]
+        del self.tokens[token]
+        self.late.end(token)
+
+    def amid(self) -> None:
+        """What a finalizer may do: it ends a request, gives one up, and asks."""
+        self.end(B)
+        self.tokens[self.late.add(C)] = C
+        self.ask("amid", C)
+
+
+CALLS: dict[str, Callable[[Asker], object]] = {
+    "add": lambda asker: asker.tokens.setdefault(asker.late.add(D), D),
+    "end": lambda asker: asker.end(A),
+    "ask": lambda asker: asker.ask("outer", B + A),
+    "ask what is free": lambda asker: asker.ask("outer", D),
+    "look": lambda asker: asker.late.holds(A),
+}
+
+
+def with_a_call_at(line: int, call: Callable[[], object], amid: Callable[[], None]) -> bool:
+    """Makes ``call``, and ``amid`` of it, in the same thread, before the table's line of this number. False
+    if it has not so many.
+    """
+    left = line
+
+    def trace(frame: FrameType, event: str, _: object) -> TraceFunction | None:
+        nonlocal left
+        if frame.f_code.co_filename != late_module.__file__:
+            return None
+        if event == "line":
+            left -= 1
+            if left == -1:
+                amid()
+        return trace
+
+    def run() -> None:
+        sys.settrace(trace)
+        try:
+            call()
+        finally:
+            sys.settrace(None)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(LONG_S)
+    assert not thread.is_alive(), "it waits for itself"
+    return left < 0
+
+
+@pytest.mark.parametrize("outer", CALLS)
+def test_a_call_amid_another_one_of_the_same_thread_loses_nothing(outer: str) -> None:
+    """A finalizer may come between any two lines."""
+    line, is_there = 0, True
+    while is_there:
+        asker = Asker()
+        for name, spans in (("a", A), ("b", B), ("ab", A + B)):
+            asker.ask(name, spans)
+        is_there = with_a_call_at(line, partial(CALLS[outer], asker), asker.amid)
+        for token in asker.tokens:
+            asker.late.end(token)
+        assert not asker.wrong and sorted(asker.called) == sorted(asker.asked) and is_empty(asker.late)
+        line += 1
+    assert line > 2, "a call came between two lines"
+
+
 def test_what_is_late_is_told_twice_and_what_is_not_once() -> None:
     late, told = LateMemory(), list[tuple[str, bool]]()
     token = late.add(A)
@@ -175,14 +278,12 @@ def test_any_history_is_that_of_a_naive_table(steps: list[tuple[str, list[Span]]
             before = len(called)
             del open_requests[token]
             late.end(token)
-            # What is free of a wait stays so: nobody uses it before all of it is.
-            waiting = {waiter: [one for one in own if is_late([one])] for waiter, own in waiting.items()}
-            assert called[before:] == [waiter for waiter, own in waiting.items() if not own]
-            waiting = {waiter: own for waiter, own in waiting.items() if own}
+            assert called[before:] == [waiter for waiter, own in waiting.items() if not is_late(own)]
+            waiting = {waiter: own for waiter, own in waiting.items() if is_late(own)}
         elif what == "wait":
             assert late.when_free(spans, partial(called.append, number)) is is_late(spans)
             if is_late(spans):
-                waiting[number] = [one for one in spans if is_late([one])]
+                waiting[number] = spans
         for address in range(50):
             assert late.holds([(address, address + 1)]) is is_late([(address, address + 1)])
         assert late.holds(spans) is is_late(spans) and len(late._requests) == len(open_requests)

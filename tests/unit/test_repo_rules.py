@@ -58,7 +58,7 @@ NAMES_ENGINES = {
 
 # Left to right as data flows; a module imports from its own place or further left.
 CORE_ORDER = (
-    ("types", "errors", "config", "clock", "native"),
+    ("types", "errors", "config", "clock", "ending", "native"),
     ("tokens",),
     ("identity",),
     ("layout",),

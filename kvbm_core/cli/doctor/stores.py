@@ -10,6 +10,7 @@ import stat
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from kvbm_core.cli.doctor.check import Check, Finding, Subject, error, ok, warning
 from kvbm_core.config import KvbmSettings
@@ -17,6 +18,9 @@ from kvbm_core.config.remote_url import remote_directory, scheme_of
 from kvbm_core.config.server_url import MOONCAKE_SCHEME, VALKEY_SCHEMES, server_url
 from kvbm_core.errors import Outcome
 from kvbm_core.runtime.assembly import store_options
+from kvbm_core.storage.directory.calls import FileCalls
+from kvbm_core.storage.directory.names import TOP
+from kvbm_core.storage.directory.size import SHARE, SIZE, read_size, size_text
 from kvbm_core.storage.remote.engine import GetItem, ObjectEngine, PutItem
 from kvbm_core.storage.stores import open_engine
 
@@ -63,10 +67,26 @@ def _look_at_directory(settings: KvbmSettings, url: str) -> Iterator[Finding]:
         yield error(f"{path}: {problem.strerror}", remedy)
     else:
         yield ok(f"{path} can be written")
+        yield from _look_at_sizes(settings, path)
         others = stat.S_IWOTH if settings.remote_trust == "group" else stat.S_IWGRP | stat.S_IWOTH
         if status.st_mode & others and not status.st_mode & stat.S_ISVTX:
             seen = f"others can write to {path} (mode {stat.S_IMODE(status.st_mode):o})"
             yield warning(seen, f"chmod go-w {path}, or share it with a group (docs/remote.md)")
+
+
+def _look_at_sizes(settings: KvbmSettings, path: Path) -> Iterator[Finding]:
+    """How large each model's folder may grow."""
+    if settings.remote_cache_gb is not None:
+        yield ok(f"each model may have {size_text(settings.remote_max_bytes)} there (KVBM_REMOTE_CACHE_GB)")
+        return
+    for file in sorted((path / TOP).glob(f"*/{SIZE}")):
+        try:
+            read_size(file, FileCalls())
+        except ValueError as problem:
+            yield warning(str(problem), "remove it: an engine makes another; or set KVBM_REMOTE_CACHE_GB")
+    status = os.statvfs(path)
+    free = size_text(int(status.f_bavail * status.f_frsize * SHARE))
+    yield ok(f"a new model may have half of what is free: {free} now")
 
 
 def _look_at_master(url: str) -> Finding:

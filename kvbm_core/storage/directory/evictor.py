@@ -19,6 +19,7 @@ from kvbm_core.observe.log import RateLimitedLogger
 from kvbm_core.storage.directory.calls import FileCalls
 from kvbm_core.storage.directory.names import is_temporary, key_in, temporary_name
 from kvbm_core.storage.directory.record_files import FULL
+from kvbm_core.storage.directory.size import SharedSize
 from kvbm_core.storage.names import is_fan, is_shard
 
 LOCK = "evictor"
@@ -71,9 +72,17 @@ class Evictor:
     misses it, does not care. What has no name of ours is left alone, as are links, pipes and folders.
     """
 
-    def __init__(self, namespace: Path, max_bytes: int | None, clock: Clock, calls: FileCalls) -> None:
+    def __init__(
+        self,
+        namespace: Path,
+        max_bytes: int | None,
+        clock: Clock,
+        calls: FileCalls,
+        size: SharedSize | None = None,
+    ) -> None:
         self._namespace = namespace
         self._max_bytes = max_bytes
+        self._size = size  # says what ``max_bytes`` is, if it is there
         self._clock = clock
         self._calls = calls
         self._mine: tuple[int, int] | None = None
@@ -115,9 +124,10 @@ class Evictor:
 
     def tick(self) -> EvictionPass | None:
         """One turn: evicts if that is this instance's to do, and due. OSError."""
-        if not self._has_lock() or not self._is_due():
+        if not self._has_lock():
             return None
-        return self.evict(share=SHARE)
+        self._learn_size()
+        return self.evict(share=SHARE) if self._is_due() else None
 
     def evict(self, *, share: float = 1.0) -> EvictionPass:
         """All of it now, whoever else does; ``share``: of this thread's time, at most. OSError."""
@@ -131,6 +141,11 @@ class Evictor:
             self._note(seen)
         return seen
 
+    def _learn_size(self) -> None:
+        num_bytes = self._size.look() if self._size is not None else None
+        if num_bytes is not None:
+            self._max_bytes = num_bytes or None
+
     def _note(self, seen: EvictionPass) -> None:
         now_s = self._clock.now_s()
         if self._last is not None and now_s > self._last[0]:
@@ -143,6 +158,7 @@ class Evictor:
     # ---------------------------------------------------------------- when, and who
 
     def _work(self) -> None:
+        self._learn_size()
         pause_s = random.uniform(0.1, 1.0) * BEAT_S  # noqa: S311 - not all that start together look at once
         while not self._stopping.wait(pause_s):
             pause_s = BEAT_S

@@ -19,6 +19,7 @@ from kvbm_core.errors import Outcome
 from kvbm_core.storage.directory.evictor import LOCK
 from kvbm_core.storage.directory.names import TOP, is_temporary, key_in
 from kvbm_core.storage.directory.record_files import NOT_THERE
+from kvbm_core.storage.directory.size import SIZE
 from kvbm_core.storage.disk.inspect import OnProgress, reading
 from kvbm_core.storage.disk.record import SECTOR_BYTES, FileHeader, judge_record, record_bytes, unpack_record
 from kvbm_core.storage.inspection import Checked, Counted, Model, OnCount, Removed, Shard
@@ -31,6 +32,8 @@ FANS = 4096
 """Folders in a rank's folder, at most."""
 READ_BYTES = 4 << 20
 MAX_LOCK_BYTES = 256
+OURS = (LOCK, SIZE)
+"""In a model's folder, beside those of its ranks."""
 FLAWS = {
     Outcome.CORRUPT: "the header does not verify",
     Outcome.INCOMPATIBLE: "its blocks mean something else",
@@ -103,7 +106,7 @@ class DirectoryInspection:
                 strange += not is_fan(name) and _remove(top / shard / name) is None
             _rmdir(top / shard)
         for name in os.listdir(top):
-            strange += not is_shard(name) and _remove(top / name, is_ours=name == LOCK) is None
+            strange += not is_shard(name) and _remove(top / name, is_ours=name in OURS) is None
         _rmdir(top)
         return Removed(removed, removed_bytes, strange)
 
@@ -159,7 +162,7 @@ def _look_at(folder: Path) -> Model:
     names = _names_in(folder)
     return Model(
         _evictor_of(folder),
-        sum(not (is_shard(name) or name == LOCK or is_temporary(name)) for name in names),
+        sum(not (is_shard(name) or name in OURS or is_temporary(name)) for name in names),
     )
 
 

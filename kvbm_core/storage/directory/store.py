@@ -15,6 +15,7 @@ from kvbm_core.storage.directory.evictor import Evictor
 from kvbm_core.storage.directory.folder import Folder
 from kvbm_core.storage.directory.names import key_in
 from kvbm_core.storage.directory.record_files import RecordFiles
+from kvbm_core.storage.directory.size import SharedSize
 from kvbm_core.storage.names import FINGERPRINT_BYTES, Meaning, is_fan
 from kvbm_core.types import BlockKey
 
@@ -26,7 +27,8 @@ LIST_DEADLINE_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class DirectoryOptions:
-    """``max_bytes``: of the model's folder, all ranks and machines together; None: no limit.
+    """``max_bytes``: of the model's folder, all ranks and machines together; None: no limit, or, with
+    ``shares_size``, what is written in that folder, which the first engine does.
     ``trusts_group``: blocks of all members of the folder's group are read, not this user's alone.
 
     ``num_threads``: as many for reads and as many for writes. ``is_direct``: past the page cache where that
@@ -37,6 +39,7 @@ class DirectoryOptions:
     trusts_group: bool = False
     is_direct: bool = True
     num_threads: int = 16
+    shares_size: bool = False
 
 
 class DirectoryStore:
@@ -75,7 +78,8 @@ class DirectoryStore:
         )
         self._readers = CallPool("directory-read", options.num_threads, clock)
         self._writers = CallPool("directory-write", options.num_threads, clock)
-        self.evictor = Evictor(self._folder.namespace, options.max_bytes, clock, self._calls)
+        size = SharedSize(self._folder) if options.shares_size else None
+        self.evictor = Evictor(self._folder.namespace, options.max_bytes, clock, self._calls, size)
 
     @property
     def stuck_threads(self) -> int:

@@ -321,6 +321,13 @@ MUTANTS = (
         " tests/vllm/test_cache_kinds.py::test_each_layer_shapes_the_name_of_the_layout",
     ),
     Mutant(
+        "an installed engine whose code somebody had changed shared keys with the released one",
+        "kvbm_core/identity/environment.py",
+        '    return " ".join(f"{text}={digest}" for text, digest in found if digest)\n',
+        '    return ""\n',
+        f"{ENVIRONMENT}::test_the_code_of_a_wheel_counts_that_somebody_has_changed",
+    ),
+    Mutant(
         "a file that a variable names was known by its path",
         "kvbm_core/identity/environment.py",
         "for name in names if name in contents and environ[name]):",

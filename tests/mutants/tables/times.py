@@ -327,10 +327,34 @@ MUTANTS = (
     Mutant(
         "memory of a request that was given up was freed before its end",
         "kvbm_core/storage/late.py",
-        "            own, _ = self._requests[self._last_token] = tuple(spans), keep\n",
-        "            own, _ = self._requests[self._last_token] = tuple(spans), None\n",
+        "        self._requests[token] = tuple(spans), keep\n",
+        "        self._requests[token] = tuple(spans), None\n",
         "tests/unit/test_late.py::test_memory_is_neither_freed_nor_unmapped_until_its_request_ends"
         " tests/unit/test_disk_mover_ends.py::test_close_with_a_late_read_leaves_file_and_memory_to_it",
+    ),
+    Mutant(
+        "whoever waited behind one that failed never had the memory back",
+        "kvbm_core/storage/late.py",
+        "                except Exception:  # a bug of the listener must not cost others their memory\n",
+        "                except ZeroDivisionError:\n",
+        "tests/unit/test_late.py::test_one_that_fails_when_it_is_called_keeps_nobody_waiting",
+    ),
+    Mutant(
+        "who asked while a request ended was called for memory that was late again",
+        "kvbm_core/storage/late.py",
+        "        waiters = list(self._waiters.values())\n"
+        "        if not waiters:\n"
+        "            return\n"
+        "        touched = self._touched()  # not before: who asks after this sees himself what is late\n",
+        "        touched = self._touched()\n        waiters = list(self._waiters.values())\n",
+        "tests/unit/test_late.py::test_a_call_amid_another_one_of_the_same_thread_loses_nothing[end]",
+    ),
+    Mutant(
+        "a forgotten cache whose garbage its own thread collected waited for that thread",
+        "kvbm_core/ending.py",
+        "    if threading.current_thread().name.startswith(OWN_THREADS):\n",
+        "    if False:\n",
+        "tests/unit/test_ending.py::test_a_cache_ends_that_one_of_its_threads_finds_forgotten",
     ),
     Mutant(
         "a late write's slot was free at once (the leader)",
