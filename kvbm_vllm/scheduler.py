@@ -8,7 +8,7 @@ be.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -23,6 +23,7 @@ from kvbm_core.runtime.request import RequestState, StateOnDevice
 from kvbm_core.runtime.side import LeaderSide, exclusive
 from kvbm_core.runtime.tenants import Tenant
 from kvbm_core.tiers.lower import PEERS
+from kvbm_core.transfer.plan import JobResult
 from kvbm_vllm.changes import DeviceCache, EngineChanges
 from kvbm_vllm.events import EventFeed
 from kvbm_vllm.keys import has_lasting_names, multimodal_extras, uncacheable_reason
@@ -257,7 +258,7 @@ class SchedulerSide(LeaderSide):
         said = output.kv_connector_worker_meta
         if isinstance(said, DynamoWorkerMetadata):
             for rank, acks in said.acks.items():
-                self.leader.acknowledge(rank, acks)
+                self._acknowledge(rank, acks)
         self._poll()
 
     @exclusive
@@ -409,6 +410,11 @@ class SchedulerSide(LeaderSide):
     @guarded("leader_thread", lambda self: None)
     def _take_in(self) -> None:
         self.leader.poll()
+
+    @guarded("update_connector_output", lambda self, rank, acks: None)
+    def _acknowledge(self, rank: int, acks: Sequence[JobResult]) -> None:
+        """For itself: a bug that one rank's answer meets is not to cost those of the others."""
+        self.leader.acknowledge(rank, acks)
 
     def _poll(self) -> None:
         # Once per step is enough, and again when a request comes: the engine may have been idle since.

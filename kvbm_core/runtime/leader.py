@@ -558,10 +558,12 @@ class Leader:
     # ---------------------------------------------------------------- what workers said
 
     def acknowledge(self, rank: int, results: Iterable[JobResult]) -> None:
-        """What rank ``rank`` said, when the engine carries it here; else it comes with ``poll``."""
+        """What rank ``rank`` said, when the engine carries it here; else it comes with ``poll``. What stands
+        behind an answer that a bug meets is taken in with ``poll`` too.
+        """
         self._ranks.heard(rank)
-        for result in results:
-            self._jobs.acknowledge(rank, result)
+        self._handshake.inbox.extend(RankAnswer(rank, result) for result in results)
+        self._take_in_inbox()
 
     @property
     def has_news(self) -> bool:
@@ -586,6 +588,10 @@ class Leader:
             self.pins.mind()
 
     def _take_in_news(self) -> None:
+        self._take_in_inbox()
+        self._take_in_found(TAKE_IN_BLOCKS)
+
+    def _take_in_inbox(self) -> None:
         inbox = self._handshake.inbox
         while inbox:
             event = inbox.popleft()
@@ -602,7 +608,6 @@ class Leader:
                 self.chain.direct(event.tier, event.is_direct)
             else:
                 self._on_tier_off(event)
-        self._take_in_found(TAKE_IN_BLOCKS)
 
     def _on_tier_off(self, event: TierOff) -> None:
         tier = self.chain.named(event.tier)

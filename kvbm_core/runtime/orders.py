@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Container
+from functools import partial
 from typing import NamedTuple
 
 from kvbm_core.control.desk import PROMPT_VERBS, Desk, Report, Task
@@ -85,7 +86,7 @@ class LeaderOrders:
         while (task := self._desk.take()) is not None:
             verb = task.order.verb
             if verb in PROMPT_VERBS:
-                self._answer(task)
+                _end(task, partial(self._answer, task.order))
             elif verb is not Verb.RESET:
                 self._desk.is_draining = verb is Verb.DRAIN
                 log.warning("kvbm: an operator's order: %s", verb)
@@ -97,7 +98,7 @@ class LeaderOrders:
         if self._resets and not self._acts.has_loads():
             resets, self._resets = self._resets, []
             for task in resets:
-                self._reset(task)
+                _end(task, partial(self._reset, task.order))
         if self._clearing:
             self._clear_what_is_free()
 
@@ -107,16 +108,15 @@ class LeaderOrders:
             here.add(Tier.HOST)
         return here
 
-    def _reset(self, task: Task) -> None:
+    def _reset(self, order: Order) -> Report:
         here = self._tiers_here()
-        tiers = tiers_of(task.order, here)
+        tiers = tiers_of(order, here)
         if not tiers:
-            task.ended(Result.REFUSED, refusal(task.order))
-            return
+            return Report(Result.REFUSED, refusal(order))
         # Without a host tier its slots are what the disk is read and written through.
         self._acts.reset(tiers if Tier.HOST in here else {*tiers, Tier.HOST})
         log.warning("kvbm: an operator's order: reset; %s", told(tiers))
-        task.ended(Result.DONE, told(tiers))
+        return Report(Result.DONE, told(tiers))
 
     # ---------------------------------------------------------------- of a salt, an adapter, a prompt
 
@@ -133,46 +133,40 @@ class LeaderOrders:
             if self._acts.has_loads_of(clearing.tenants):
                 self._clearing.append(clearing)
             else:
-                self._clear(clearing)
+                _end(clearing.task, partial(self._clear, clearing.task.order, clearing.tenants))
 
-    def _clear(self, clearing: _Clearing) -> None:
-        task = clearing.task
+    def _clear(self, order: Order, tenants: Collection[int]) -> Report:
         here = self._tiers_here()
-        tiers = tiers_of(task.order, here)
+        tiers = tiers_of(order, here)
         if not tiers:
-            task.ended(Result.REFUSED, refusal(task.order))
-            return
+            return Report(Result.REFUSED, refusal(order))
         meant = tiers if Tier.HOST in here else frozenset({*tiers, Tier.HOST})
-        if task.order.tokens:
-            root = self._tenants.root_of(_tenant(task.order))
-            keys = [] if root is None else prompt_of(self._groups, root, task.order.tokens).chain_keys()
+        if order.tokens:
+            root = self._tenants.root_of(_tenant(order))
+            keys = [] if root is None else prompt_of(self._groups, root, order.tokens).chain_keys()
             num_gone = self._chain.forget_prompt(keys, meant)
         else:
-            num_gone = self._chain.forget_of(clearing.tenants, meant)
+            num_gone = self._chain.forget_of(tenants, meant)
         names = ", ".join(tier.name.lower() for tier in sorted(tiers) if tier is not Tier.REMOTE)
         line = f"forgotten: {num_gone:,} blocks ({names}); what machines share stays"
-        if not clearing.tenants:
+        if not tenants:
             line = f"{UNKNOWN}; what it has left on disk before is not known (docs/fleet.md)"
         log.warning("kvbm: an operator's order: reset of a salt, an adapter or a prompt; %s", line)
-        task.ended(Result.DONE, line)
+        return Report(Result.DONE, line)
 
     # ---------------------------------------------------------------- what no load has to end for
 
-    def _answer(self, task: Task) -> None:
+    def _answer(self, order: Order) -> Report:
         act: dict[Verb, Callable[[Order], Report]] = {
             Verb.LOOKUP: self._look_up,
             Verb.PIN: self._pin,
             Verb.UNPIN: self._unpin,
             Verb.QUOTA: self._quota,
         }
-        try:
-            report = act[task.order.verb](task.order)
-        except Exception as error:  # the operator is to hear of it; the engine serves on
-            log.exception("kvbm: an operator's order could not be carried out")
-            report = Report(Result.REFUSED, f"it failed: {type(error).__name__}: {error}")
-        if task.order.verb is not Verb.LOOKUP:
-            log.warning("kvbm: an operator's order: %s; %s; %s", task.order.verb, report.result, report.text)
-        task.ended(*report)
+        report = act[order.verb](order)
+        if order.verb is not Verb.LOOKUP:
+            log.warning("kvbm: an operator's order: %s; %s; %s", order.verb, report.result, report.text)
+        return report
 
     def _look_up(self, order: Order) -> Report:
         root = self._tenants.root_of(_tenant(order))
@@ -245,6 +239,15 @@ class LeaderOrders:
         line = ", ".join(f"{limit:,} blocks {where}" for limit, where in limits if limit is not None)
         used = self._tenants.used_blocks(chosen)
         return Report(Result.DONE, f"at most {line}; {used:,} are in the host now")
+
+
+def _end(task: Task, act: Callable[[], Report]) -> None:
+    try:
+        report = act()
+    except Exception as error:  # the operator is to hear of it; the engine serves on, and so do other orders
+        log.exception("kvbm: an operator's order could not be carried out")
+        report = Report(Result.REFUSED, f"it failed: {type(error).__name__}: {error}")
+    task.ended(*report)
 
 
 def _is_of_somebody(order: Order) -> bool:

@@ -87,6 +87,7 @@ FIELDS: dict[str, set[str]] = {
         "trust_remote_code",
         "get_total_num_hidden_layers",
         "get_total_num_kv_heads",
+        "enable_sleep_mode",
     },
     "MultiModalConfig": {"mm_encoder_attn_dtype", "mm_encoder_fp8_scale_path"},
     "LoadConfig": {"download_dir", "load_format", "model_loader_extra_config"},

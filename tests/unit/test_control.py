@@ -244,6 +244,25 @@ def test_a_reset_waits_for_loads_and_holds_new_ones_back() -> None:
     bench.assert_idle()
 
 
+@pytest.mark.parametrize("salt", [None, "tenant"])
+def test_a_reset_that_a_bug_meets_is_answered_and_the_next_one_is_carried_out(
+    salt: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> int:
+        raise RuntimeError("a bug")
+
+    bench = LeaderBench()
+    bench.store(PROMPT)
+    with monkeypatch.context() as patch:
+        patch.setattr(bench.leader.chain, "reset" if salt is None else "forget_of", fail)
+        ends = [bench.desk.submit(order) for order in (Order(verb=Verb.RESET, salt=salt), reset("disk"))]
+        bench.leader.poll()
+    failed, refused = (end.result(0) for end in ends)
+    assert failed[:2] == (Became.REFUSED, "it failed: RuntimeError: a bug")
+    assert refused[:2] == (Became.REFUSED, "there is no disk tier here")
+    assert bench.tier.resident_blocks == 5
+
+
 def test_a_promise_that_nobody_comes_back_for_does_not_hold_a_reset_up() -> None:
     bench = LeaderBench(options=LeaderOptions(lease_ttl_s=5.0))
     bench.store(PROMPT)

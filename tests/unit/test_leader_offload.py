@@ -9,7 +9,7 @@ from kvbm_core.runtime.request import RequestState
 from kvbm_core.runtime.transfer_jobs import JobPart
 from kvbm_core.testing.leader_bench import LeaderBench
 from kvbm_core.tiers.groups import GroupSpec
-from kvbm_core.transfer.plan import GroupMove, TransferPlan
+from kvbm_core.transfer.plan import GroupMove, JobResult, TransferPlan
 from kvbm_core.types import Direction
 
 PROMPT = list(range(100, 120))  # five blocks
@@ -37,6 +37,20 @@ def test_full_blocks_are_copied_once_in_order_as_they_fill() -> None:
     assert bench.offload_step(state, PROMPT, 10, 11, table) is None
     second = bench.offload_step(state, PROMPT, 11, 20, table)
     assert second is not None and second.moves[0].device_blocks == (13, 14, 15)
+
+
+def test_a_bug_that_one_answer_meets_costs_no_other_one() -> None:
+    def fail(part: JobPart, is_committed: bool) -> None:
+        if part.state.request_id == "one":
+            raise RuntimeError("a bug")
+
+    bench = LeaderBench(on_offload_end=fail)
+    plans = [offload(bench, bench.open("one"), PROMPT), offload(bench, bench.open("two"), OTHER, 11)]
+    answers = [JobResult(plan.job_id, Outcome.OK, 100, 0.5, 0.25) for plan in plans]
+    with pytest.raises(RuntimeError, match="a bug"):
+        bench.leader.acknowledge(0, answers)
+    bench.leader.poll()
+    assert bench.resident_blocks(OTHER) == 5 and not bench.leader.pending_jobs
 
 
 def test_blocks_made_by_decode_are_copied_too() -> None:

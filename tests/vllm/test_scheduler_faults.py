@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
 
 from kvbm_core.errors import Outcome, StuckCopyError
 from kvbm_core.types import Direction
+from kvbm_vllm.metadata import DynamoWorkerMetadata
 from tests.vllm.kvbm_engine import KvbmEngine, specs_to_try
 
 PROMPT = range(50)
@@ -246,6 +248,24 @@ def test_a_bug_in_the_leader_is_a_miss(
         assert engine.leader.chain.host.pending_blocks == 0
         with engine.leader.lock:
             engine.leader.check_integrity()
+
+
+def test_a_bug_that_one_ranks_answer_meets_costs_no_other_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with KvbmEngine(tmp_path, ranks=2) as engine:
+        heard: list[int] = []
+
+        def hear(rank: int, _: object) -> None:
+            if not rank:
+                raise RuntimeError("injected")
+            heard.append(rank)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(engine.leader, "acknowledge", hear)
+            said = DynamoWorkerMetadata({0: [], 1: []})
+            engine.hooks.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=said))
+        assert heard == [1] and engine.errors == 1
 
 
 @pytest.mark.parametrize("spec", [{}, {"windows": (None, 8)}, {"ranks": 2}], ids=str)
