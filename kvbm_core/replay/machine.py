@@ -175,7 +175,6 @@ class Replay:
         if plan is None:
             raise IntegrityError("blocks were promised and could not be loaded")
         self._answer(plan.job_id)
-        self._answer_orders()  # what has become worth it with this hit
         on_disk = sum(len(order.keys) for order in plan.reads)
         return found - on_disk, on_disk
 

@@ -14,7 +14,7 @@ from benchmarks.trace import sharing
 from benchmarks.trace.__main__ import main
 from benchmarks.trace.policies import CANDIDATES, COMPARED, RejectFirst
 from benchmarks.trace.sharing import Row, joined, restarted
-from kvbm_core.replay.machine import EVERYTHING, Policy, Sizes, replay
+from kvbm_core.replay.machine import EVERYTHING, FILTER, Policy, Sizes, replay
 from kvbm_core.replay.trace import Trace, write_trace
 from kvbm_core.sizing.load import Load
 from kvbm_core.types import BlockKey
@@ -64,7 +64,7 @@ def found_later(case: str, rule: Policy, asked: int, hit: int, lower: int) -> Ro
     return Row(case, rule.name, asked * (2 * TOKENS + 1), hit * TOKENS, lower * TOKENS, lower)
 
 
-@pytest.mark.parametrize("rule", [EVERYTHING])
+@pytest.mark.parametrize("rule", [EVERYTHING, FILTER])
 def test_who_joins_or_starts_again_finds_what_was_served_from_the_device(rule: Policy) -> None:
     assert joined(AGAIN, ROOMY._replace(disk_blocks=0), rule) == found_later("joined", rule, 2, 4, 2)
     assert restarted(AGAIN, ROOMY, rule) == found_later("restarted", rule, 4, 8, 2)
