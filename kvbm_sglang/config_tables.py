@@ -32,6 +32,7 @@ ELASTIC = "with elastic experts nothing is kept on disk"
 CAPACITY = "how much is computed or kept at a time"
 SCHEDULING = "when a request runs, and with which others"
 OUTPUT = "what is made of the model's output"
+ROWS = "what is made of every token; nothing is cached then"
 OBSERVED = "what is logged, measured or traced"
 MOVED = "where weights lie and how they get there"
 OF_FORMAT = "read by load formats that keep nothing on disk"
@@ -218,6 +219,7 @@ SERVER_ARGS = ConfigTable(
             "min_free_slots_delay prefill_decode_interval prefill_decode_interval_min_bs "
             "load_balance_method optimistic_prefill_retries",
         ),
+        **_irrelevant(ROWS, "enable_return_routed_experts enable_return_indexer_topk"),
         **_irrelevant(
             OUTPUT,
             "stream_interval stream_response_default_include_usage incremental_streaming_output "
@@ -227,8 +229,8 @@ SERVER_ARGS = ConfigTable(
             "preferred_sampling_params disable_tokenizer_batch_decode detokenizer_worker_num "
             "batch_notify_size enable_strict_thinking enable_response_store return_input_ids "
             "return_output_ids sampling_backend grammar_backend disable_outlines_disk_cache "
-            "enable_custom_logit_processor enable_return_hidden_states enable_return_routed_experts "
-            "enable_return_indexer_topk return_hidden_states_mode enable_return_aux_hidden_states "
+            "enable_custom_logit_processor enable_return_hidden_states "
+            "return_hidden_states_mode enable_return_aux_hidden_states "
             "aux_hidden_state_capture return_aux_hidden_state_layer_ids enable_fp32_lm_head "
             "enable_watermark watermark_config watermark_key watermark_key_b watermark_context_window "
             "watermark_mixing_probability watermark_max_probability watermark_default_enabled "

@@ -26,7 +26,7 @@ from kvbm_sglang.engine_settings import code_of, describe_engine, effective
 from kvbm_sglang.identity import KV
 from kvbm_sglang.linker_assembly import Alike, Ranks, assemble, why_late
 from kvbm_sglang.linker_tiers import WaitReady
-from kvbm_sglang.side_pools import STATES
+from kvbm_sglang.side_pools import STATES, flag_of_rows
 from kvbm_sglang.weights import weights_identity
 
 if TYPE_CHECKING:
@@ -270,6 +270,7 @@ def _unknown(pool: Any, server_args: Any, params: Any, components: set[Any], *, 
         (int(params.pp_size) > 1, "pipeline parallelism (--pp-size)"),
         # It gives memory back before it says so, while pages of it may still be read.
         (getattr(server_args, "enable_memory_saver", False), "--enable-memory-saver"),
+        (bool(flag_of_rows(server_args)), flag_of_rows(server_args)),
         (getattr(server_args, "disaggregation_mode", "null") != "null", "--disaggregation-mode"),
     )
     return next((f"{what} is not supported by the linker" for is_found, what in checks if is_found), "")

@@ -45,6 +45,8 @@ def why_not_kept(name: str, pool: Any, arguments: Any, *, is_mla_model: bool, tp
     if name not in KEPT:
         what = REFUSED.get(name, "this SGLang is newer than this kvbm, or a plugin made it")
         return f"pool {name} is not supported ({what})"
+    if flag := flag_of_rows(arguments):
+        return f"what {flag} returns is not known of pages that come back; leave it out"
     if name == STATES:
         return next(
             (reason for field, reason in _SPOILS_STATES.items() if getattr(arguments, field, False)), ""
@@ -55,6 +57,15 @@ def why_not_kept(name: str, pool: Any, arguments: Any, *, is_mla_model: bool, tp
     return ""
 
 
+def flag_of_rows(arguments: Any) -> str:
+    """The flag by which SGLang returns something of each token that it keeps for device memory alone: of a
+    page that comes back it would return what others left there. "" if there is none.
+    """
+    given = (name for name in _RETURNING_ROWS if getattr(arguments, name, False))
+    return next((f"--{name.replace('_', '-')}" for name in given), "")
+
+
+_RETURNING_ROWS = ("enable_return_routed_experts", "enable_return_indexer_topk")
 # By argument.
 _SPOILS_STATES: Mapping[str, str] = {
     # In some versions a batch that mixes prefill and decoding writes no state into a slot that the tree gets

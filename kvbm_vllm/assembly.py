@@ -87,7 +87,7 @@ class SchedulerAssembly:
 
 def build_scheduler_side(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> SchedulerAssembly:
     """The scheduler's role. ConfigError or UnsupportedError, one line, when it cannot serve as configured."""
-    check_supported(vllm_config)
+    check_supported(vllm_config, probe())
     settings = read_settings(vllm_config)
     announce(settings, Adapter.VLLM)
     groups = group_specs(vllm_config, kv_cache_config, probe())

@@ -89,13 +89,27 @@ def rank_of(vllm_config: VllmConfig) -> int:
     return int(vllm_config.parallel_config.rank) % world_size_of(vllm_config)
 
 
-def check_supported(vllm_config: VllmConfig) -> None:
-    """Refuses parallel shapes whose blocks kvbm does not know how to cut. UnsupportedError, one line."""
+def check_supported(vllm_config: VllmConfig, capabilities: Capabilities) -> None:
+    """Refuses parallel shapes whose blocks kvbm does not know how to cut, and what needs more of a hit than
+    KV. UnsupportedError, one line.
+    """
     parallel = vllm_config.parallel_config
     for name in _BY_TOKENS:
         size = getattr(parallel, name, 1)
         if size > 1:
             raise UnsupportedError(f"kvbm: {name}={size} is not supported: set it to 1 or run without kvbm")
+    model = vllm_config.model_config
+    outputs = getattr(vllm_config, "aux_output_config", model)  # vLLM < 0.31 has it in the model's
+    if outputs.enable_return_routed_experts and not capabilities.limits_hits_to_rows:
+        raise UnsupportedError(
+            "kvbm: --enable-return-routed-experts: this vLLM keeps what it returns for device blocks alone; "
+            "blocks that come back have none of it: use vLLM 0.33 or newer, or run without kvbm"
+        )
+    if model.pooler_config is not None and not model.is_prefix_caching_supported:
+        raise UnsupportedError(
+            "kvbm: this model's pooling needs the hidden states of every token, and blocks that come back "
+            "have none: run it without kvbm"
+        )
 
 
 def group_specs(

@@ -87,6 +87,7 @@ ELSEWHERE = "where the engine runs and listens"
 ROUNDING = "changes at most the order of the same additions"
 CAPACITY = "how much is computed or kept at a time"
 OUTPUT = "what is made of the model's output"
+ROWS = "what is made of every token; kvbm does not start, or vLLM takes no hit, where a hit would lack it"
 OBSERVED = "what is logged, measured or traced"
 MOVED = "where weights lie and how they get there"
 FROM_OTHERS = "derived from fields that are in the key"
@@ -295,9 +296,10 @@ MODEL = ConfigTable(
         ),
         **_irrelevant(
             OUTPUT,
-            "enable_return_routed_experts enable_trace_replay logits_processors logprobs_mode max_logprobs"
-            " pooler_config return_sampling_mask use_fp64_gumbel",
+            "enable_trace_replay logits_processors logprobs_mode max_logprobs return_sampling_mask"
+            " use_fp64_gumbel",
         ),
+        **_irrelevant(ROWS, "enable_return_routed_experts pooler_config"),
         **_irrelevant("of sampling; made-up weights and stochastic rounding are marked themselves", "seed"),
         **_irrelevant(ROUNDING, "disable_cascade_attn enforce_eager"),
         **_irrelevant(
@@ -551,9 +553,8 @@ VLLM = ConfigTable(
             "a trainer sends the weights", applies=lambda value: value is not None
         ),
         **_irrelevant(MOVED, "engram_config offload_config"),
-        **_irrelevant(
-            OUTPUT, "aux_output_config reasoning_config structured_outputs_config watermark_config"
-        ),
+        **_irrelevant(OUTPUT, "reasoning_config structured_outputs_config watermark_config"),
+        **_irrelevant(ROWS, "aux_output_config"),
         **_irrelevant(OBSERVED, "logging_config observability_config profiler_config watchdog_config"),
         **_irrelevant(REMOTE, "ec_transfer_config kv_events_config kv_transfer_config"),
         **_irrelevant(ELSEWHERE, "instance_id shutdown_timeout"),

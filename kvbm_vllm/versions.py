@@ -107,6 +107,8 @@ class Capabilities:
     removed_event_fields: frozenset[str]
     hands_off_states: bool
     """The scheduler says in which block the state at the end of a block is (boundary_state_offloads)."""
+    limits_hits_to_rows: bool
+    """With --enable-return-routed-experts vLLM takes no hit of whose tokens it lacks the routed experts."""
     tells_of_sleep: bool
     """A worker is told before the device's KV memory is unmapped (unregister_kv_caches)."""
 
@@ -129,6 +131,10 @@ def probe() -> Capabilities:
         from vllm.v1.core.sched.output import KVConnectorBlockState
     except ImportError:  # vLLM < 0.29
         KVConnectorBlockState = None
+    try:
+        from vllm.distributed.aux_output_connector.connector import AuxOutputSchedulerConnector
+    except ImportError:  # vLLM < 0.31
+        AuxOutputSchedulerConnector = None
     step = inspect.signature(KVConnectorModelRunnerMixin._get_kv_connector_output)
     return Capabilities(
         transfer_results=hasattr(KVConnectorBase_V1, "get_transfer_results"),
@@ -137,6 +143,7 @@ def probe() -> Capabilities:
         removed_event_fields=field_names(BlockRemoved),
         hands_off_states=KVConnectorBlockState is not None
         and "boundary_state_offloads" in field_names(KVConnectorBlockState),
+        limits_hits_to_rows=hasattr(AuxOutputSchedulerConnector, "cap_external_hit"),
         tells_of_sleep=hasattr(KVConnectorBase_V1, "unregister_kv_caches"),
     )
 

@@ -399,6 +399,7 @@ NEWEST = Capabilities(
     stored_event_fields=frozenset(),
     removed_event_fields=frozenset(),
     hands_off_states=True,
+    limits_hits_to_rows=True,
     tells_of_sleep=True,
 )
 

@@ -214,6 +214,18 @@ def test_where_saves_are_not_waited_for_it_can_be_seen(vllm: Path) -> None:
     assert ("wait_for_save" in positional(step)) == ("wait_for_save=False" in without_forward)
 
 
+@each_version
+def test_a_vllm_that_can_limit_hits_to_the_rows_it_has_does(vllm: Path) -> None:
+    # versions.probe asks for this method: without it --enable-return-routed-experts is refused.
+    rows = vllm / "distributed/aux_output_connector/connector.py"
+    can = rows.is_file() and "cap_external_hit" in methods(class_of(rows, "AuxOutputSchedulerConnector"))
+    scheduler = class_of(vllm / "v1/core/sched/scheduler.py", "Scheduler")
+    does = "num_external_computed_tokens = self.aux_output_connector.cap_external_hit(" in ast.unparse(
+        methods(scheduler)["schedule"]
+    )
+    assert can == does
+
+
 # ---------------------------------------------------------------- what changes weights and adapters
 
 CHANGING = {

@@ -88,6 +88,8 @@ FIELDS: dict[str, set[str]] = {
         "get_total_num_hidden_layers",
         "get_total_num_kv_heads",
         "enable_sleep_mode",
+        "is_prefix_caching_supported",
+        "pooler_config",
     },
     "MultiModalConfig": {"mm_encoder_attn_dtype", "mm_encoder_fp8_scale_path"},
     "LoadConfig": {"download_dir", "load_format", "model_loader_extra_config"},
@@ -121,6 +123,7 @@ FIELDS: dict[str, set[str]] = {
 }
 
 PROBED: dict[str, set[str]] = {
+    "VllmConfig": {"aux_output_config"},
     "Request": {"kv_hints"},
     "SchedulerOutput": {"kv_connector_block_state"},
     "KVCacheConfig": {"hash_block_size"},

@@ -10,7 +10,7 @@ import logging
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -653,6 +653,10 @@ def divided_disk(folder: str, seed: int) -> list[int]:
         return [store.batch_exists_v2(keys, [state]).kv_hit_pages // pages for keys in prompts]
 
 
+RETURNING_ROWS = ("enable_return_routed_experts", "enable_return_indexer_topk")
+"""Their answers have something of each token that is kept for device memory alone."""
+
+
 def side_pools_not_known(folder: str, seed: int) -> dict[str, list[str]]:
     """Engines with a pool of which nothing can be kept -> what is said; of the KV nothing is kept either."""
     keys, pages = keys_of(4), list(range(4))
@@ -665,6 +669,7 @@ def side_pools_not_known(folder: str, seed: int) -> dict[str, list[str]]:
         "state beside states": ({"mamba": beside}, {}),
         "mixed chunks": ({"mamba": states}, {"arguments": {"enable_mixed_chunk": True}}),
         "8 bits": ({"mamba": states}, {"arguments": {"enable_int8_mamba_checkpoint": True}}),
+        **{flag: ({}, {"arguments": {flag: True}}) for flag in RETURNING_ROWS},
         "a draft's heads": ({"kv": make_pool("mla", "page_first", seed), "draft": kv}, latents),
         "none": ({"mamba": states, "swa": kv, "draft": kv, "indexer": kv}, {"arguments": {}}),
     }
@@ -897,9 +902,11 @@ def linker_params(has_latents: bool = False, **more: Any) -> SimpleNamespace:
     return SimpleNamespace(token_to_kv_pool_allocator=SimpleNamespace(get_kvcache=lambda: pool), **params)
 
 
-def not_cached_by_linker(folder: str, components: Sequence[str] = ("FULL",), **more: Any) -> list[str]:
-    """What the linker says of an engine that it must not cache for."""
-    arguments = arguments_of(write_weights(Path(folder) / "some-model"))
+def not_cached_by_linker(
+    folder: str, components: Sequence[str] = ("FULL",), given: Mapping[str, Any] | None = None, **more: Any
+) -> list[str]:
+    """What the linker says of an engine that it must not cache for. ``given``: arguments of its server."""
+    arguments = arguments_of(write_weights(Path(folder) / "some-model"), **(given or {}))
     parallel = {"attn_tp_rank": 0, "attn_tp_size": 1, "tp_rank": 0, "tp_size": 1, "attn_dp_size": 1}
     size = {"DYN_KVBM_CPU_CACHE_GB": "0.01"}
     with (

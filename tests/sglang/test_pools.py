@@ -121,6 +121,8 @@ def test_with_a_pool_that_is_not_known_nothing_is_cached_and_said(
         "state beside states": "slot side states",
         "mixed chunks": "--enable-mixed-chunk",  # sglang issue 39342
         "8 bits": "--enable-int8-mamba-checkpoint",
+        "enable_return_routed_experts": "--enable-return-routed-experts",
+        "enable_return_indexer_topk": "--enable-return-indexer-topk",
         "a draft's heads": "pool draft is divided by heads, and SGLang stores it for one of 2 ranks alone",
     }
     assert {what: len(lines) for what, lines in said.items()} == dict.fromkeys(words, 1)
@@ -207,6 +209,10 @@ def test_each_setting_is_read_by_hicache_or_its_user_is_told(
         ({}, ""),
         ({"pp_size": 2}, "pipeline parallelism (--pp-size) is not supported by the linker"),
         ({"is_eagle": True}, "KV of a draft model is not supported by the linker"),
+        (
+            {"given": {"enable_return_routed_experts": True}},
+            "--enable-return-routed-experts is not supported by the linker",
+        ),
         (
             {"components": ["FULL", "MAMBA", "SWA"]},
             "a model with FULL, MAMBA, SWA components is not supported by the linker; nothing is cached",

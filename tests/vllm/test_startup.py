@@ -8,11 +8,13 @@ import http.client
 import logging
 import pickle
 import socket
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm.config import PoolerConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
 
 from kvbm_core.errors import ConfigError, StuckCopyError, UnsupportedError
@@ -146,8 +148,32 @@ def test_context_parallel_is_refused(tmp_path: Path) -> None:
     vllm_config = make_vllm_config(EngineSpec(), tmp_path)
     vllm_config.parallel_config.decode_context_parallel_size = 2
     with pytest.raises(UnsupportedError) as error:
-        config.check_supported(vllm_config)
+        config.check_supported(vllm_config, versions.probe())
     _one_line(error, "decode_context_parallel_size=2", "set it to 1")
+
+
+def test_routed_experts_are_returned_where_vllm_takes_no_hit_without_them(tmp_path: Path) -> None:
+    vllm_config = make_vllm_config(EngineSpec(), tmp_path)
+    limits, takes_all = (
+        replace(versions.probe(), limits_hits_to_rows=limits_hits) for limits_hits in (True, False)
+    )
+    config.check_supported(vllm_config, takes_all)
+    outputs = getattr(vllm_config, "aux_output_config", vllm_config.model_config)
+    outputs.enable_return_routed_experts = True
+    config.check_supported(vllm_config, limits)
+    with pytest.raises(UnsupportedError) as error:
+        config.check_supported(vllm_config, takes_all)
+    _one_line(error, "--enable-return-routed-experts", "use vLLM 0.33 or newer")
+
+
+@pytest.mark.parametrize(("pooling", "is_refused"), [("LAST", False), ("MEAN", True), ("CLS", True)])
+def test_pooling_of_every_token_is_refused(pooling: Any, is_refused: bool, tmp_path: Path) -> None:
+    vllm_config = make_vllm_config(EngineSpec(), tmp_path)
+    vllm_config.model_config.pooler_config = PoolerConfig(seq_pooling_type=pooling)
+    with pytest.raises(UnsupportedError) if is_refused else nullcontext() as error:
+        config.check_supported(vllm_config, versions.probe())
+    if error is not None:
+        _one_line(error, "pooling", "run it without kvbm")
 
 
 def test_a_layout_in_doubt_is_not_cached_and_the_engine_serves(
