@@ -2,7 +2,7 @@
 
 One engine serves half of the trace. Then a second, cold one that shares a store with it joins, and each
 serves every other request; or the first is killed, and one that starts on its disk serves the rest. Under
-the product's rules and the one before them: hits of the engine that came, and what was written.
+each rule of `python -m benchmarks.trace`: hits of the engine that came, and what was written.
 """
 
 from __future__ import annotations
@@ -12,21 +12,19 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import typer
 from rich.table import Table
 
 from benchmarks.console import report_console
+from benchmarks.trace.policies import COMPARED
 from kvbm_core.cli.replay import load_trace
-from kvbm_core.clock import Clock
 from kvbm_core.errors import Outcome
-from kvbm_core.policy.frequency import FrequencyFilter
-from kvbm_core.replay.machine import DISK, EVERYTHING, FILTER, Policy, Replay, Sizes
+from kvbm_core.replay.machine import DISK, Policy, Replay, Sizes
 from kvbm_core.replay.study import Size
-from kvbm_core.replay.trace import Request, Trace
+from kvbm_core.replay.trace import Trace
 from kvbm_core.runtime.leader_options import LeaderOptions
-from kvbm_core.runtime.request import RequestState
 from kvbm_core.storage.disk.recovery import Found
 from kvbm_core.tiers.keyed import KeyedOptions, keyed_tier
 from kvbm_core.tiers.lower import LowerTierMaker
@@ -34,23 +32,6 @@ from kvbm_core.transfer.plan import OrderKind, TierOrder
 from kvbm_core.types import BlockKey, Tier
 
 STORE = "store"
-
-
-class LoadsAlone(FrequencyFilter):
-    """AdmissionPolicy: as FrequencyFilter, but what the device still had and served is no use of it."""
-
-    on_device: frozenset[BlockKey] = frozenset()
-
-    def admit(self, keys: Sequence[BlockKey]) -> list[BlockKey]:
-        """Those that kvbm has loaded, or that were computed before."""
-        return super().admit([key for key in keys if key not in self.on_device])
-
-    def hit(self, keys: Sequence[BlockKey]) -> None:
-        """See AdmissionPolicy."""
-        super().hit([key for key in keys if key not in self.on_device])
-
-
-RULES = (EVERYTHING, FILTER, Policy("loads alone", LoadsAlone, is_candidate=True))
 
 
 class Engine(Replay):
@@ -70,26 +51,14 @@ class Engine(Replay):
         found: Sequence[Found] = (),
     ) -> None:
         self._shared = shared
-        self._rule: LoadsAlone | None = None
         self.on_disk = {record.slot: record for record in found}
         super().__init__(sizes, rule, trace.block_tokens, found=found)
 
     def _lower_tiers(self, sizes: Sizes, policy: Policy) -> tuple[LowerTierMaker, ...]:
-        def made(clock: Clock) -> Any:
-            made = policy.make(clock)
-            self._rule = made if isinstance(made, LoadsAlone) else None
-            return made
-
-        watched = policy._replace(make=made)
         if self._shared is None:
-            return super()._lower_tiers(sizes, watched)
+            return super()._lower_tiers(sizes, policy)
         options = KeyedOptions(always_loads=True)
-        return (keyed_tier(STORE, Tier.REMOTE, watched.make(self._clock), options),)
-
-    def _bring_up(self, state: RequestState, request: Request, on_device: int) -> tuple[int, int]:
-        if self._rule is not None:
-            self._rule.on_device = frozenset(state.keys(0)[:on_device])
-        return super()._bring_up(state, request, on_device)
+        return (keyed_tier(STORE, Tier.REMOTE, policy.make(self._clock), options),)
 
     def _do(self, order: TierOrder) -> Mapping[int, Outcome]:
         if order.tier == DISK:
@@ -165,7 +134,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows = [
         case(trace, Sizes(device, host, blocks), rule)
         for case, blocks in ((joined, 0), (restarted, disk))
-        for rule in RULES
+        for rule in COMPARED
     ]
     table = Table("engine", "rule", "hit %", "from below %", "blocks written", "hits per block written")
     for row in rows:

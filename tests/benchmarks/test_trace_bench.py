@@ -70,18 +70,12 @@ def test_who_joins_or_starts_again_finds_what_was_served_from_the_device(rule: P
     assert restarted(AGAIN, ROOMY, rule) == found_later("restarted", rule, 4, 8, 2)
 
 
-def test_a_rule_that_counts_loads_alone_keeps_nothing_of_it() -> None:
-    rule = sharing.RULES[-1]
-    assert joined(AGAIN, ROOMY._replace(disk_blocks=0), rule) == found_later("joined", rule, 2, 2, 0)
-    assert restarted(AGAIN, ROOMY, rule) == found_later("restarted", rule, 4, 6, 0)
-
-
 def test_a_report_of_both(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_trace(tmp_path / "t.jsonl", AGAIN)
     assert sharing.main([str(tmp_path / "t.jsonl"), "--output", str(tmp_path), "--device", "4"]) == 0
     report = json.loads((tmp_path / "sharing.json").read_text())
-    assert [row["case"] for row in report["rows"]] == 3 * ["joined"] + 3 * ["restarted"]
-    assert "loads alone" in capsys.readouterr().out
+    assert [row["case"] for row in report["rows"]] == 4 * ["joined"] + 4 * ["restarted"]
+    assert "reject first" in capsys.readouterr().out
     assert sharing.main([str(tmp_path / "none.jsonl")]) == 2
 
 
