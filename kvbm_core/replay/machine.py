@@ -8,7 +8,7 @@ for tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -24,14 +24,16 @@ from kvbm_core.runtime.handshake import Handshake, RankAnswer, SlotsFound, Slots
 from kvbm_core.runtime.leader import Leader, LeaderParts
 from kvbm_core.runtime.leader_options import LeaderOptions
 from kvbm_core.runtime.request import RequestState
+from kvbm_core.storage.disk.recovery import Found
 from kvbm_core.tiers.groups import GroupSpec
+from kvbm_core.tiers.lower import LowerTierMaker
 from kvbm_core.tiers.slotted import slotted_tier
 from kvbm_core.tokens.namespace import KeyNamespace
-from kvbm_core.transfer.plan import JobResult, TierOrder
+from kvbm_core.transfer.plan import JobResult, OrderKind, TierOrder
 from kvbm_core.types import Tier
 
 _ONE_TOKEN_BLOCKS = (GroupSpec(0, 1),)
-_DISK = "disk"
+DISK = "disk"
 _RANK = 0
 
 
@@ -100,34 +102,40 @@ class Replay:
     it.
     """
 
-    def __init__(self, sizes: Sizes, policy: Policy, block_tokens: int, seed: int = 1) -> None:
+    _options = LeaderOptions()
+
+    def __init__(
+        self, sizes: Sizes, policy: Policy, block_tokens: int, seed: int = 1, found: Sequence[Found] = ()
+    ) -> None:
         self.tally = Tally()
         self._block_tokens = block_tokens
         self._root = KeyNamespace(f"trace {seed}").root()
         self._clock = ManualClock()
         self._sent: list[TierOrder] = []
         self._handshake = Handshake(1, lambda block_bytes: sizes.host_blocks, clock=self._clock)
-        has_disk = sizes.disk_blocks > 0
-        lower = (
-            (slotted_tier(_DISK, Tier.DISK, policy.make(self._clock), policy.evicting),) if has_disk else ()
-        )
+        lower = self._lower_tiers(sizes, policy)
         self._leader = Leader(
             _ONE_TOKEN_BLOCKS,
             BlockTier(Tier.HOST, policy.evicting(), self._clock),
             self._handshake,
             clock=self._clock,
             metrics=Metrics(has_host_tier=True),
-            options=LeaderOptions(),
+            options=self._options,
             parts=LeaderParts(lower, self._sent.append),
         )
         host_blocks = sizes.host_blocks
         self._handshake.inbox.append(SlotsReady(host_blocks, host_blocks, 1, 1, "replay"))
-        if has_disk:
-            self._handshake.found.append(SlotsFound(_DISK, _RANK, sizes.disk_blocks, []))
+        if sizes.disk_blocks > 0:
+            self._handshake.found.append(SlotsFound(DISK, _RANK, sizes.disk_blocks, list(found)))
         self._leader.poll()
         self._leader.catch_up()
         self._device = BlockTier(Tier.DEVICE, make_policy(), self._clock)
         self._device.grow(sizes.device_blocks)
+
+    def _lower_tiers(self, sizes: Sizes, policy: Policy) -> tuple[LowerTierMaker, ...]:
+        if not sizes.disk_blocks:
+            return ()
+        return (slotted_tier(DISK, Tier.DISK, policy.make(self._clock), policy.evicting),)
 
     def serve(self, request: Request) -> None:
         """The request comes at its time, takes what the tiers have, computes the rest and leaves it
@@ -147,7 +155,7 @@ class Replay:
         if job is not None:
             self._answer(job.job_id)
         leader.finish(state)
-        tally.written_blocks += self._write_to_disk()
+        self._answer_orders()
         self._keep_on_device(state)
         tally.input_tokens += request.prompt_tokens
         tally.device_tokens += on_device * tokens
@@ -159,30 +167,35 @@ class Replay:
     def _bring_up(self, state: RequestState, request: Request, on_device: int) -> tuple[int, int]:
         """What lies below the device is loaded. Blocks that the host had, and that the disk had."""
         leader, ids = self._leader, request.ids
-        found = leader.match(state, ids, on_device, request.reusable_blocks)
+        while (found := leader.match(state, ids, on_device, request.reusable_blocks)) is None:
+            self._answer_orders()  # a store that others share is asked
         if not found:
             return 0, 0
         plan = leader.onboard(state, found, [_table(ids)])
         if plan is None:
             raise IntegrityError("blocks were promised and could not be loaded")
         self._answer(plan.job_id)
-        self.tally.written_blocks += self._write_to_disk()  # what has become worth it with this hit
         on_disk = sum(len(order.keys) for order in plan.reads)
         return found - on_disk, on_disk
 
-    def _answer(self, job_id: int) -> None:
-        self._handshake.inbox.append(RankAnswer(_RANK, JobResult(job_id, Outcome.OK, 1, 0.0, 0.0)))
+    def _answer(self, job_id: int, failed: Mapping[int, Outcome] = {}) -> None:
+        outcome = next(iter(failed.values()), Outcome.OK)
+        result = JobResult(job_id, outcome, 1, 0.0, 0.0, failed=tuple(failed.items()))
+        self._handshake.inbox.append(RankAnswer(_RANK, result))
         self._leader.poll()
 
-    def _write_to_disk(self) -> int:
-        """What has been ordered since; how many blocks those were."""
-        num_blocks = 0
+    def _answer_orders(self) -> None:
+        """Does what has been ordered since."""
         while self._sent:
             orders, self._sent[:] = list(self._sent), []
             for order in orders:
-                self._answer(order.job_id)
-                num_blocks += len(order.keys)
-        return num_blocks
+                self._answer(order.job_id, self._do(order))
+                if order.kind is OrderKind.STORE:
+                    self.tally.written_blocks += len(order.keys)
+
+    def _do(self, order: TierOrder) -> Mapping[int, Outcome]:
+        """What of it failed, as a JobResult says it."""
+        return {}
 
     def _keep_on_device(self, state: RequestState) -> None:
         """As engines do: the whole prompt is most recent, and its tail goes before its head."""

@@ -48,7 +48,7 @@ from kvbm_core.runtime.transfer_jobs import JobPart, TransferJob, readers_of, wr
 from kvbm_core.runtime.why import Asked, MissFinder, Why
 from kvbm_core.storage.disk.recovery import REPORT_SLOTS
 from kvbm_core.tiers.chain import TierChain
-from kvbm_core.tiers.groups import GroupSpec, base_block_tokens
+from kvbm_core.tiers.groups import GroupSpec, base_block_tokens, needed_blocks
 from kvbm_core.tiers.jobs import Job, JobTable, count_transfer
 from kvbm_core.tiers.lower import LowerTierMaker
 from kvbm_core.tiers.pace import ComputePace
@@ -279,7 +279,10 @@ class Leader:
 
         None: another request is loading this prefix right now, ask again. May be called any number of times.
         """
+        if state.next_full_tokens:  # it has run, and was preempted
+            self._count_use(state)
         state.restart_offload()
+        state.hit_tokens = computed_tokens
         if self._recorder is not None and not state.prompt_tokens:
             state.prompt_tokens = limit_tokens + 1
         if state.span is None and self.metrics.traces is not None:
@@ -487,9 +490,19 @@ class Leader:
 
     def confirm(self, state: RequestState) -> None:
         """Of a request that was opened as not lasting: its keys mean the same in other processes too."""
-        state.worth = Worth.LASTING
+        state.worth, hit_tokens = Worth.LASTING, state.hit_tokens
+        self._count_use(state)
         states = self._keeper.runs_at(state, self._keeper.lasting_ends(state))
-        (self.chain.used if any(state.hit_blocks) else self.chain.offer)([*state.whole_runs(), *states])
+        self.chain.offer([*state.runs_from(hit_tokens), *states])
+
+    def _count_use(self, state: RequestState) -> None:
+        """What it began with was used, wherever that lay: on the device, in the host or below. Before what it
+        has computed is offered, as that is of no use alone.
+        """
+        hit_tokens = state.hit_tokens
+        if hit_tokens and state.worth is Worth.LASTING and self.chain.lower:
+            state.hit_tokens = 0
+            self.chain.used(state.runs(needed_blocks(group, 0, hit_tokens) for group in self.groups))
 
     def disown(self, state: RequestState) -> None:
         """The opposite: nobody knows what its keys mean. Those that were stored are forgotten."""
@@ -719,6 +732,8 @@ class Leader:
             if is_done:
                 self.chain.tell(part.runs)
             if is_offload and is_done and part.state.worth is Worth.LASTING:
+                if part.state.next_full_tokens:  # else it waits to run again
+                    self._count_use(part.state)
                 self.chain.offer(self._keeper.offered(part.state, part.runs))
             self._drop_if_idle(part.state)
 
@@ -737,6 +752,9 @@ class Leader:
         self._onboarding.end_audit(job)
         if job.outcome is Outcome.OK:
             self.metrics.audited_blocks("equal", job.num_blocks)
+            self._count_use(part.state)
+            if part.state.worth is Worth.LASTING:
+                self.chain.used(part.runs)
         elif job.found_wrong:
             self.metrics.audited_blocks("wrong", job.num_blocks)
             self._distrust(part.state.chain.root)
@@ -782,6 +800,7 @@ class Leader:
             del self._requests[state.request_id]
             if state.worth is not Worth.LASTING:
                 return
+            self._count_use(state)
             if state.marks.spare_tokens and self.chain.lower:
                 self.chain.offer(self._keeper.rest(state))
             if self.chain.keeps_extents:

@@ -592,7 +592,7 @@ class LocalTiers:
         if result.outcome is Outcome.OK:
             self._chain.tell([run_of(keys)])
             if job.is_lasting:
-                self._chain.used([run_of(keys)])
+                self._chain.used([run_of(keys, has_head=False)])
         self._chain.host.touch(keys)
         self._tell_load(job, result.outcome)
 
@@ -606,7 +606,7 @@ class LocalTiers:
             self._chain.host.touch(job.keys)
             self._chain.tell([run_of(job.keys)])
             if job.is_lasting:
-                self._chain.offer([run_of(reservation.keys)])
+                self._chain.offer([run_of(reservation.keys, has_head=False)])
         if outcome is Outcome.OK:
             outcome = self._kept(job.keys)
         else:

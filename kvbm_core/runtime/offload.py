@@ -72,8 +72,7 @@ class _Wanted(NamedTuple):
     def runs(self, state: RequestState) -> list[BlockRun]:
         """Where in the chains of ``state`` they lie."""
         if isinstance(self.blocks, range):  # most models, as a rule: no loop
-            tokens = state.groups[0].block_size_tokens
-            return [BlockRun(state.keys(0), self.blocks.start, self.blocks.stop, tokens)]
+            return [state.run(0, self.blocks.start, self.blocks.stop)]
         per_group: dict[int, list[int]] = {}
         for block, position in zip(self.blocks, self.positions or [0] * len(self.blocks), strict=True):
             per_group.setdefault(position, []).append(block)

@@ -237,8 +237,6 @@ class Onboarding:
             return
         if job.outcome is Outcome.OK:
             self._chain.loaded(part.held, {})
-            if part.state.worth is Worth.LASTING:
-                self._chain.used(part.runs)
         else:  # whoever audits forgets what is wrong; of anything else only what the lower tiers failed at
             self._chain.gave_up(part.held, {} if job.found_wrong else job.failures(part.held.slots))
 
@@ -264,8 +262,8 @@ class Onboarding:
             state.hit_blocks = 0, 0, 0
         if held is not None:
             self._chain.loaded(held, failed)
-        if not failed and state.worth is Worth.LASTING:
-            self._chain.used(part.runs)
+        if not failed:
+            state.hit_tokens = part.end_tokens
         state.onboard_job = None
         # Its end has just been used; the part before that, which the device had, must not be evicted first.
         self._chain.host.touch(self._keeper.used_keys(state, part.end_tokens))

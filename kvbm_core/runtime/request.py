@@ -133,7 +133,8 @@ class RequestState:
     ``next_full_tokens`` the length at which the next of them is full (0: not known, look).
     ``foreign_tokens``: what the engine found on the device, and nobody here has seen computed; it is never
     offloaded. ``audited``: what was found and is computed again, to be compared. ``hit_blocks``: those that
-    it was given from the host, the disk and stores. ``came_s``, ``prompt_tokens``: for who records requests.
+    it was given from the host, the disk and stores. ``hit_tokens``: with what it began to run, wherever that
+    lay; 0 once that counts as used. ``came_s``, ``prompt_tokens``: for who records requests.
     ``tenant``: whose it is, see TenantTable. ``waits_for``: what has to change before a search tells whoever
     waits for lower tiers anything new. ``seeker``: what was learned of lower tiers by key. ``facts``: of its
     root. ``beginning``, ``before``: a name of its first tokens, and who began so under this root before.
@@ -157,6 +158,7 @@ class RequestState:
     waits_for: object = None
     queried_blocks: int = 0
     hit_blocks: tuple[int, int, int] = (0, 0, 0)
+    hit_tokens: int = 0
     is_finished: bool = False
     tenant: int = NOBODY
     audited: AuditedPrefix | None = None
@@ -208,17 +210,18 @@ class RequestState:
     def run(self, position: int, first: int, end: int) -> BlockRun:
         """Blocks ``first`` to ``end`` - 1 of ``groups[position]``, of those that are known so far."""
         keys, group = self.keys(position), self.groups[position]
-        return BlockRun(keys, first, min(end, len(keys)), group.block_size_tokens, group.is_state)
+        has_window = group.window_tokens is not None
+        return BlockRun(keys, first, min(end, len(keys)), group.block_size_tokens, group.is_state, has_window)
 
     def runs(self, spans: Iterable[range]) -> list[BlockRun]:
         """``spans`` of blocks, one of each group; without those that are empty."""
         runs = (self.run(position, span.start, span.stop) for position, span in enumerate(spans))
         return [run for run in runs if run.first < run.end]
 
-    def whole_runs(self) -> list[BlockRun]:
-        """The chains of all groups but those of states, as far as they are known."""
+    def runs_from(self, first_tokens: int) -> list[BlockRun]:
+        """The chains of all groups but those of states from there on, as far as they are known."""
         return self.runs(
-            range(0 if group.is_state else len(self.keys(position)))
+            range(first_tokens // group.block_size_tokens, 0 if group.is_state else len(self.keys(position)))
             for position, group in enumerate(self.groups)
         )
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import cast
 
 import numpy as np
@@ -133,18 +134,19 @@ class _HostAndDisk:
         brought = self._brought(ids, on_device, request.reusable_blocks, self._host_slots - len(own))
         self._take_in(brought)
         found = self._prefix(ids, on_device, request.reusable_blocks)
-        if found:
-            loaded = ids[on_device : on_device + found]
-            self._admission.hit(_keys(loaded))
-            self._store(loaded)
         room = self._host_slots - len(own) - len(brought)
         new = [block for block in ids if block not in host][:room]
         self._take_in(new)
         for block in reversed(ids):
             if block in host:
                 host.move_to_end(block)
+        used = ids[: on_device + found]
+        for block in reversed(used):
+            if block in self._disk:
+                self._disk.move_to_end(block)
+        self._admission.hit(_keys([block for block in used if block not in self._disk]))
         # What is written to disk is held meanwhile, and counts as used when it has been.
-        for first_to_go in self._store(new):
+        for first_to_go in (*self._store(used, ids), *self._store(new, ids)):
             host.move_to_end(first_to_go)
         return found - len(brought), len(brought)
 
@@ -173,11 +175,15 @@ class _HostAndDisk:
             self._host.popitem(last=False)
         self._host.update(dict.fromkeys(blocks))
 
-    def _store(self, blocks: Sequence[int]) -> list[int]:
-        """They are in the host: what the disk lacks and admits is stored. It, in the order of use."""
+    def _store(self, blocks: Sequence[int], ids: Sequence[int]) -> list[int]:
+        """Of ``blocks`` of the prompt ``ids`` what the disk lacks and admits is stored, if it is in the host
+        and the disk has what comes before it. It, in the order of use.
+        """
         disk = self._disk
         offered = [block for block in blocks if block not in disk]
-        admitted = cast("list[int]", self._admission.admit(_keys(offered)))[: self._disk_slots]
+        wanted = set(cast("list[int]", self._admission.admit(_keys(offered))))
+        head = takewhile(lambda block: block in disk or (block in wanted and block in self._host), ids)
+        admitted = [block for block in head if block in wanted][: self._disk_slots]
         self.written_blocks += len(admitted)
         for _ in range(len(disk) + len(admitted) - self._disk_slots):
             disk.popitem(last=False)

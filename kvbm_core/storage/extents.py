@@ -64,6 +64,15 @@ def extent_at(position: int, full_blocks: int) -> range:
     return range(start, start + size)
 
 
+def extent_before(start: int, full_blocks: int) -> range:
+    """The extent that ends where one begins: at block ``start``, which is not the first."""
+    whole = extent_at(start - 1, full_blocks)
+    if whole.stop == start:
+        return whole
+    behind = start - whole.start  # its chain has ended: the smaller ones there get smaller and smaller
+    return range(start - (behind & -behind), start)
+
+
 def extents_within(first: int, end: int, full_blocks: int) -> Iterator[range]:
     """The extents that have a block in ``first`` to ``end`` - 1 and do not reach beyond it."""
     position = first

@@ -317,7 +317,9 @@ class TierChain:
             below.tier.judge(outcome)
 
     def used(self, runs: Sequence[BlockRun]) -> None:
-        """``runs``, whose keys mean the same in other processes, were loaded, or found and audited."""
+        """``runs``, whose keys mean the same in other processes, were used, wherever they lay, or found and
+        audited.
+        """
         for tier in self.lower:
             tier.hit(runs)
 

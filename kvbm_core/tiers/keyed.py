@@ -22,7 +22,14 @@ from kvbm_core.errors import IntegrityError, Outcome
 from kvbm_core.observe.labels import DropReason
 from kvbm_core.observe.log import RateLimitedLogger
 from kvbm_core.policy.admission import AdmissionPolicy
-from kvbm_core.storage.extents import Extent, extent_at, extent_blocks, extents_within, tail_extents
+from kvbm_core.storage.extents import (
+    Extent,
+    extent_at,
+    extent_before,
+    extent_blocks,
+    extents_within,
+    tail_extents,
+)
 from kvbm_core.tiers.extent_search import Belief, ExtentSearch, Step
 from kvbm_core.tiers.jobs import Job
 from kvbm_core.tiers.known import Known, KnownOptions
@@ -80,6 +87,14 @@ class _Sight(NamedTuple):
     is_open: bool = False
 
 
+class _Complete(NamedTuple):
+    """An extent that is in the host as a whole, and where in its chain it begins."""
+
+    extent: Extent
+    run: BlockRun
+    start: int
+
+
 class _FindJob(Job):
     """``stand_for``: by names that stand for all that was stored of a run, that run."""
 
@@ -125,7 +140,8 @@ class KeyedTier(StoringTier):
         self._fetching: dict[BlockKey, FetchJob] = {}
         self._fetching_extents: dict[Name, FetchJob] = {}
         self._storing: set[Name] = set()
-        self._waiting_extents: deque[Extent] = deque()
+        # Each with the name of the extent before it, without which it is of no use.
+        self._waiting_extents: deque[tuple[Extent, Name | None]] = deque()
         self._num_waiting = 0
         self._unused: set[BlockKey] = set()
         """Blocks that were brought into the host and that no request has loaded yet."""
@@ -490,7 +506,7 @@ class KeyedTier(StoringTier):
         if self.full_blocks == 1:
             super().hit(runs)
         else:
-            self._admission.hit([extent.keys[-1] for extent in self._in_host(runs)])
+            self._admission.hit([found.extent.keys[-1] for found in self._in_host(runs)])
             self.offer(runs)
         if self.is_usable:
             self._look_again(runs)
@@ -524,11 +540,11 @@ class KeyedTier(StoringTier):
     def ended(self, runs: Sequence[BlockRun]) -> None:
         """See LowerTier. Blocks behind their last full extent go into smaller ones."""
         if self.full_blocks > 1 and self.is_usable:
-            left = [(run.keys, span) for run in runs for span in tail_extents(run.end, self.full_blocks)]
+            left = [(run, span) for run in runs for span in tail_extents(run.end, self.full_blocks)]
             self._offer_extents(self._complete(left))
 
-    def _in_host(self, runs: Sequence[BlockRun]) -> list[Extent]:
-        return self._complete((run.keys, span) for run in runs for span in self._spans_of(run))
+    def _in_host(self, runs: Sequence[BlockRun]) -> list[_Complete]:
+        return self._complete((run, span) for run in runs for span in self._spans_of(run))
 
     def _spans_of(self, run: BlockRun) -> Iterator[range]:
         """The extents that have a block of ``run``, as far as its keys are known. A state is alone in one."""
@@ -540,19 +556,26 @@ class KeyedTier(StoringTier):
         """The end of the last extent that has a block of the run, as far as keys are known."""
         return min(len(run.keys), extent_at(max(0, run.end - 1), self.full_blocks).stop)
 
-    def _complete(self, spans: Iterable[tuple[Sequence[BlockKey], range]]) -> list[Extent]:
+    def _complete(self, spans: Iterable[tuple[BlockRun, range]]) -> list[_Complete]:
         host = self._around.host
-        pieces = (tuple(keys[span.start : span.stop]) for keys, span in spans)
-        return [Extent(len(keys), keys) for keys in pieces if host.match_prefix(keys) == len(keys)]
+        pieces = ((tuple(run.keys[span.start : span.stop]), run, span.start) for run, span in spans)
+        return [
+            _Complete(Extent(len(keys), keys), run, start)
+            for keys, run, start in pieces
+            if host.match_prefix(keys) == len(keys)
+        ]
 
-    def _offer_extents(self, extents: Sequence[Extent]) -> None:
-        new = {extent.keys[-1]: extent for extent in extents if not self._is_there(_name_of(extent))}
+    def _offer_extents(self, complete: Sequence[_Complete]) -> None:
+        new = {one.extent.keys[-1]: one for one in complete if not self._is_there(_name_of(one.extent))}
         for key in self._admission.admit(list(new)):
-            extent = new[key]
+            extent, run, start = new[key]
             if self._num_waiting + extent.num_blocks > self._options.max_waiting_blocks:
                 self._around.metrics.dropped(DropReason.QUEUE_FULL, extent.num_blocks)
                 continue
-            self._waiting_extents.append(extent)
+            before = None
+            if start and run.needs_head:
+                before = run.keys[start - 1], len(extent_before(start, self.full_blocks))
+            self._waiting_extents.append((extent, before))
             self._num_waiting += extent.num_blocks
         self._send_waiting()
 
@@ -564,24 +587,25 @@ class KeyedTier(StoringTier):
             self._store(keys, tuple(ExtentPart(extent.num_blocks) for extent in batch))
 
     def _next_batch(self) -> list[Extent]:
-        """Extents for one order to store, from those that wait and are still in the host. Empty if as much as
-        may be is under way.
+        """Extents for one order to store, from those that wait: still in the host, and behind one that is in
+        the store or on its way. Empty if as much as may be is under way.
         """
         most = max(self._options.max_storing_blocks, MOVING_EXTENTS * self.full_blocks)
         room, waiting = most - self.ordered_blocks, self._waiting_extents
-        batch, keys = list[Extent](), set[BlockKey]()
+        batch, keys = dict[Name, Extent](), set[BlockKey]()
         while waiting and len(keys) < max(STORE_BLOCKS, self.full_blocks):
-            extent = waiting[0]
+            extent, before = waiting[0]
             # Those of chains of other lengths may have blocks in common: one order has each block once.
             if len(keys) + extent.num_blocks > room or not keys.isdisjoint(extent.keys):
                 break
             waiting.popleft()
             self._num_waiting -= extent.num_blocks
             is_here = self._around.host.match_prefix(extent.keys) == extent.num_blocks
-            if is_here and not self._is_there(_name_of(extent)):
-                batch.append(extent)
+            has_head = before is None or before in batch or self._is_there(before)
+            if is_here and has_head and not self._is_there(_name_of(extent)):
+                batch[_name_of(extent)] = extent
                 keys.update(extent.keys)
-        return batch
+        return list(batch.values())
 
     def _drop_waiting(self) -> None:
         super()._drop_waiting()
@@ -639,7 +663,7 @@ class KeyedTier(StoringTier):
             raise IntegrityError(f"the {self.name} tier fetches extents without blocks, or blocks of none")
         if sum(job.num_blocks for job in jobs) != len(self._fetching):
             raise IntegrityError(f"the {self.name} tier fetches blocks in no order in flight")
-        if sum(extent.num_blocks for extent in self._waiting_extents) != self._num_waiting:
+        if sum(extent.num_blocks for extent, _ in self._waiting_extents) != self._num_waiting:
             raise IntegrityError(f"blocks that wait for the {self.name} tier are counted wrong")
 
 

@@ -231,7 +231,7 @@ class LowerTier:
         """
 
     def hit(self, runs: Sequence[BlockRun]) -> None:
-        """They were loaded: they may have become worth a place here."""
+        """They were used, wherever they lay: they may have become worth a place here."""
 
     def ended(self, runs: Sequence[BlockRun]) -> None:
         """The chains of ``runs`` will not go on."""

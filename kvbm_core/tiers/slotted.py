@@ -15,6 +15,7 @@ from kvbm_core.policy.named import PolicyMaker, make_policy
 from kvbm_core.storage.disk.recovery import Found, batches_of
 from kvbm_core.tiers.lower import LowerTierMaker, Surroundings
 from kvbm_core.tiers.storing import USELESS, StoringOptions, StoringTier
+from kvbm_core.tokens.runs import BlockRun, blocks_of
 from kvbm_core.transfer.plan import ANSWERS, ExtentPart, OrderKind, TierOrder
 from kvbm_core.types import BlockKey, Tier
 
@@ -128,6 +129,11 @@ class SlottedTier(StoringTier):
         self.slots.restore(end, batches_of(common))
 
     # ---------------------------------------------------------------- the way down
+
+    def hit(self, runs: Sequence[BlockRun]) -> None:
+        """See LowerTier. What is here counts as used, wherever it was loaded from."""
+        self.slots.touch(blocks_of(runs))
+        super().hit(runs)
 
     def _new_of(self, keys: Sequence[BlockKey]) -> Sequence[BlockKey]:
         return self.slots.new_of(keys) if self.slots.capacity_blocks else ()

@@ -7,7 +7,7 @@ tier's filter says so. A tier that fails again and again is left alone for a whi
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -61,7 +61,8 @@ class StoringTier(LowerTier, ABC):
         self._options = options
         self._breaker = Breaker(around.clock)
         self._trouble = TroubleLog(clock=around.clock)
-        self._waiting: deque[BlockKey] = deque()
+        # Each with the block before it, without which it is of no use.
+        self._waiting: OrderedDict[BlockKey, BlockKey | None] = OrderedDict()
         self._jobs: set[_StoreJob] = set()
         self.ordered_blocks = 0
         """Blocks in orders to store that some rank has not answered."""
@@ -142,7 +143,7 @@ class StoringTier(LowerTier, ABC):
 
     def hit(self, runs: Sequence[BlockRun]) -> None:
         """See LowerTier."""
-        self._admission.hit(blocks_of(runs))
+        self._admission.hit(self._new_of(blocks_of(runs)))
         self.offer(runs)
 
     def offer(self, runs: Sequence[BlockRun]) -> None:
@@ -151,19 +152,28 @@ class StoringTier(LowerTier, ABC):
             return
         admitted = self._admission.admit(self._new_of(blocks_of(runs)))
         room = max(0, self._options.max_waiting_blocks - len(self._waiting))
-        self._waiting.extend(admitted[:room])
+        befores = _befores(runs) if admitted else {}
+        self._waiting.update((key, befores.get(key)) for key in admitted[:room])
         self._around.metrics.dropped(DropReason.QUEUE_FULL, len(admitted) - room)
         self._send_waiting()
 
     def _send_waiting(self) -> None:
-        """Sends as many orders as may be under way; what has left the host meanwhile is left out."""
+        """Sends as many orders as may be under way. Left out are what has left the host meanwhile and what
+        lacks the block before it, here and on its way.
+        """
         while self._waiting and self.is_usable:
             room = self._options.max_storing_blocks - self.ordered_blocks
             if room <= 0:
                 return
-            batch = [self._waiting.popleft() for _ in range(min(STORE_BLOCKS, room, len(self._waiting)))]
-            if resident := self._around.host.resident_of(list(dict.fromkeys(batch))):
-                self._store(resident)
+            most = min(STORE_BLOCKS, room, len(self._waiting))
+            befores = dict(self._waiting.popitem(last=False) for _ in range(most))
+            batch: dict[BlockKey, None] = {}
+            for key in self._around.host.resident_of(list(befores)):
+                before = befores[key]
+                if before is None or before in batch or not self._new_of([before]):
+                    batch[key] = None
+            if batch:
+                self._store(list(batch))
 
     def _store(self, keys: Sequence[BlockKey], extents: tuple[ExtentPart, ...] = ()) -> None:
         """``keys``, which are in the host; in a tier that keeps extents, in whole ones."""
@@ -208,6 +218,16 @@ class StoringTier(LowerTier, ABC):
             metrics.failure(f"{Direction.OFFLOAD}_{job.outcome}")
             metrics.dropped(DropReason.TRANSFER_FAILED, len(outcomes) - num_ok)
         self._send_waiting()
+
+
+def _befores(runs: Sequence[BlockRun]) -> dict[BlockKey, BlockKey]:
+    """By blocks of ``runs`` those before them that they need."""
+    befores: dict[BlockKey, BlockKey] = {}
+    for run in runs:
+        if run.needs_head:
+            keys = run.keys[max(0, run.first - 1) : run.end]
+            befores.update(zip(keys[1:], keys, strict=False))
+    return befores
 
 
 class _StoreJob(Job):

@@ -10,13 +10,15 @@ import pytest
 from benchmarks.plan import __main__ as plan_main
 from benchmarks.plan.comparison import Pair, compare, six_sizes
 from benchmarks.plan.loads import agents, documents
+from benchmarks.trace import sharing
 from benchmarks.trace.__main__ import main
 from benchmarks.trace.policies import CANDIDATES, COMPARED, RejectFirst
-from kvbm_core.replay.machine import EVERYTHING, Policy, Sizes, replay
+from benchmarks.trace.sharing import Row, joined, restarted
+from kvbm_core.replay.machine import EVERYTHING, FILTER, Policy, Sizes, replay
 from kvbm_core.replay.trace import Trace, write_trace
 from kvbm_core.sizing.load import Load
 from kvbm_core.types import BlockKey
-from tests.unit.test_replay import PROMPTS, SMALL, tally_of, trace_of
+from tests.unit.test_replay import PROMPTS, SMALL, TOKENS, tally_of, trace_of
 
 pytest.importorskip("matplotlib")
 
@@ -49,6 +51,32 @@ def test_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert (tmp_path / "out" / "trace.png").stat().st_size
     assert "hits alone*" in capsys.readouterr().out
     assert main([str(tmp_path / "none.jsonl")]) == 2
+
+
+# ---------------------------------------------------------------- an engine that comes later
+
+AGAIN = trace_of([(second, (1, 2)) for second in range(8)])
+ROOMY = Sizes(4, 4, 4)
+
+
+def found_later(case: str, rule: Policy, asked: int, hit: int, lower: int) -> Row:
+    """``asked``: requests; ``hit`` and ``lower`` in blocks, as is what was written: 2, or nothing."""
+    return Row(case, rule.name, asked * (2 * TOKENS + 1), hit * TOKENS, lower * TOKENS, lower)
+
+
+@pytest.mark.parametrize("rule", [EVERYTHING, FILTER])
+def test_who_joins_or_starts_again_finds_what_was_served_from_the_device(rule: Policy) -> None:
+    assert joined(AGAIN, ROOMY._replace(disk_blocks=0), rule) == found_later("joined", rule, 2, 4, 2)
+    assert restarted(AGAIN, ROOMY, rule) == found_later("restarted", rule, 4, 8, 2)
+
+
+def test_a_report_of_both(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_trace(tmp_path / "t.jsonl", AGAIN)
+    assert sharing.main([str(tmp_path / "t.jsonl"), "--output", str(tmp_path), "--device", "4"]) == 0
+    report = json.loads((tmp_path / "sharing.json").read_text())
+    assert [row["case"] for row in report["rows"]] == 4 * ["joined"] + 4 * ["restarted"]
+    assert "reject first" in capsys.readouterr().out
+    assert sharing.main([str(tmp_path / "none.jsonl")]) == 2
 
 
 # ---------------------------------------------------------------- predicted and reached

@@ -83,6 +83,8 @@ class Engine:
         deadline_s = time.monotonic() + SETTLE_S
         while not self.llm.reset_prefix_cache(reset_connector=with_connector):
             assert time.monotonic() < deadline_s, "blocks are still in use"
+            if self._shows_leader:
+                self.llm.llm_engine.step()  # it tells vLLM that a last copy is over
             time.sleep(POLL_S)  # copies on other ranks
 
     def _prepare(self, spec: dict[str, Any]) -> None:

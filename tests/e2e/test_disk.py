@@ -56,7 +56,7 @@ def prompts(rng: random.Random) -> list[list[int]]:
 def test_both_ranks_find_their_shards_after_sigkill(
     tiny_model: Path, tmp_path: Path, prompts: list[list[int]]
 ) -> None:
-    env = environment(tmp_path, DYN_KVBM_DISABLE_DISK_OFFLOAD_FILTER="1")
+    env = environment(tmp_path)
     llm = {"tensor_parallel_size": 2}
     first = run_engine(tmp_path / "first", job(tiny_model, prompts[:5], 2, llm=llm, dies=True), **env)
     again = run_engine(tmp_path / "again", job(tiny_model, prompts[:5], 1, llm=llm), **env)

@@ -83,7 +83,6 @@ def environment(tmp_path: Path) -> dict[str, str]:
         "DYN_KVBM_CPU_CACHE_GB": "0.1",
         "DYN_KVBM_DISK_CACHE_GB": "0.5",
         "DYN_KVBM_DISK_CACHE_DIR": str(tmp_path / "cache"),
-        "DYN_KVBM_DISABLE_DISK_OFFLOAD_FILTER": "1",
         "KVBM_TEST_DISK_LEDGER": str(tmp_path / "ledger"),
         "KVBM_TEST_STAND_INS": str(tmp_path / "stand-ins"),
     }

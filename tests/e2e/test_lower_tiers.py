@@ -3,6 +3,10 @@
 The first has one rank, a disk and a bucket, and is killed. The second has two ranks and the same bucket. The
 third has what the first had. Each finds what those before it have computed, byte for byte; in float32, so
 that an answer behind a hit is the one that was computed (test_main_job.py compares with vLLM without kvbm).
+
+Disk and bucket have the filters that they have by default: what was used again goes there. Of prompts that
+come in turns, and that leave device and host in between, that is what is computed a second time; of users
+with one system prompt, what the device had of it.
 """
 
 from __future__ import annotations
@@ -32,6 +36,9 @@ BLOCKS = TOKENS // BLOCK
 HIT_TOKENS = TOKENS - BLOCK
 IN_HOST = 3
 DEVICE_FOR_TWO = 2 * (BLOCKS + 2) + 1
+USERS = 8
+SYSTEM_TOKENS, USER_TOKENS = 20 * BLOCK, 10 * BLOCK
+"""The device has the system prompt, and not what all users have behind it; the host has all of that."""
 Prompts = list[list[int]]
 
 pytestmark = pytest.mark.timeout(900)
@@ -51,6 +58,8 @@ class Life(NamedTuple):
     """What the first engine computes: more than its host tier has room for."""
     of_two: Prompts
     """What the engine of two ranks computes."""
+    of_users: Prompts
+    """That begin with one system prompt, and are asked of the first engine before all others."""
 
     def job(self, *rounds: Prompts, **more: Any) -> dict[str, Any]:
         """Each of the rounds, prompt by prompt."""
@@ -69,10 +78,11 @@ def rounds_of(*rounds: Prompts) -> list[dict[str, Any]]:
 def life(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory, seed: int) -> Iterator[Life]:
     folder, draw = tmp_path_factory.mktemp("tiers"), random.Random(seed)
     prompts = [[draw.randrange(3, 500) for _ in range(TOKENS)] for _ in range(IN_HOST + 3)]
+    system = [draw.randrange(3, 500) for _ in range(SYSTEM_TOKENS)]
+    of_users = [system + [draw.randrange(3, 500) for _ in range(USER_TOKENS + 1)] for _ in range(USERS)]
     disk = {
         "DYN_KVBM_DISK_CACHE_GB": "1.5",
         "DYN_KVBM_DISK_CACHE_DIR": str(folder / "cache"),
-        "DYN_KVBM_DISABLE_DISK_OFFLOAD_FILTER": "1",
         "KVBM_TEST_DISK_LEDGER": str(folder / "ledger"),
     }
     settings = {
@@ -83,13 +93,13 @@ def life(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory, seed: int) 
         "KVBM_REMOTE_HEAD_SHARDS": "2",
     }
     with bucket(folder) as store:
-        yield Life(tiny_model, folder, {**settings, **store}, disk, prompts[:-1], prompts[-1:])
+        yield Life(tiny_model, folder, {**settings, **store}, disk, prompts[:-1], prompts[-1:], of_users)
 
 
 @pytest.fixture(scope="module")
 def first(life: Life) -> dict[str, Any]:
-    """The result of the engine that computes, asks again, and is killed."""
-    job = life.job(life.of_one, life.of_one, dies=True)
+    """The result of the engine that computes, is asked three times, and is killed."""
+    job = life.job(*[life.of_users] * 3, *[life.of_one] * 3, dies=True)
     return run_engine(life.folder / "first", job, **life.settings, **life.disk)
 
 
@@ -112,14 +122,14 @@ def third(life: Life, first: dict[str, Any]) -> Iterator[Engine]:
 @pytest.fixture(scope="module")
 def restarted(life: Life, third: Engine) -> dict[str, Any]:
     """What it finds before it has forgotten anything."""
-    return third.serve(rounds_of(life.of_one), forgets=False)
+    return third.serve(rounds_of(life.of_users, life.of_one), forgets=False)
 
 
 def test_what_the_host_has_no_room_for_comes_back_from_the_disk(life: Life, first: dict[str, Any]) -> None:
-    """The first engine's two rounds."""
+    """The first engine's last three rounds."""
     prompts = len(life.of_one)
-    assert max(cached(first, 0)) == 0 and min(cached(first, 1)) >= HIT_TOKENS
-    assert answers(first, 1) == answers(first, 0)
+    assert max(cached(first, 3)) == 0 and min(cached(first, 5)) >= HIT_TOKENS
+    assert answers(first, 5) == answers(first, 4) == answers(first, 3)
     assert_bytes_equal(first, ranks=1, at_least=prompts * (BLOCKS - 1))
     # LRU has never the one that is wanted of those that come in turns.
     assert first["metrics"]["kvbm_onboard_blocks_d2d"] >= (prompts - IN_HOST) * (BLOCKS - 1)
@@ -131,10 +141,15 @@ def test_what_the_host_has_no_room_for_comes_back_from_the_disk(life: Life, firs
 def test_after_sigkill_the_next_engine_finds_it_on_the_disk(
     life: Life, first: dict[str, Any], restarted: dict[str, Any]
 ) -> None:
-    """The first engine's disk, and the third one's first requests."""
+    """The first engine's disk, and the third one's first requests: users' first, of which the first engine
+    never loaded what they have in common.
+    """
     at_least = len(life.of_one) * (BLOCKS - 1)
-    assert min(cached(restarted, 0)) >= HIT_TOKENS, "not even the first request hit the disk"
-    assert answers(restarted, 0) == answers(first, 0)
+    assert answers(first, 0) == answers(first, 1) == answers(first, 2)
+    assert min(cached(first, 2)) >= SYSTEM_TOKENS + USER_TOKENS
+    assert min(cached(restarted, 0)) >= SYSTEM_TOKENS + USER_TOKENS, "not even the first request hit the disk"
+    assert min(cached(restarted, 1)) >= HIT_TOKENS
+    assert answers(restarted, 0) == answers(first, 0) and answers(restarted, 1) == answers(first, 3)
     assert_bytes_equal(restarted, ranks=1, at_least=at_least)
     assert restarted["metrics"]["kvbm_onboard_blocks_d2d"] >= at_least
     assert restarted["metrics"]["kvbm_onboard_blocks_o2d"] == 0
@@ -150,7 +165,7 @@ def test_an_engine_of_another_tensor_parallel_size_finds_it_in_the_bucket(
     """
     assert first["metrics"]["kvbm_offload_blocks_d2o"] >= len(life.of_one) * BLOCKS
     assert min(cached(two_ranks, 0)) >= HIT_TOKENS and max(cached(two_ranks, 1)) == 0
-    assert answers(two_ranks, 0) == answers(two_ranks, 2) == answers(first, 0)[:2]
+    assert answers(two_ranks, 0) == answers(two_ranks, 2) == answers(first, 3)[:2]
     assert min(cached(two_ranks, 3)) >= HIT_TOKENS and answers(two_ranks, 3) == answers(two_ranks, 1)
     assert len(two_ranks["bytes"]) == 2
     for counts in two_ranks["bytes"]:  # what it has not seen, another engine had stored
@@ -160,9 +175,14 @@ def test_an_engine_of_another_tensor_parallel_size_finds_it_in_the_bucket(
 def test_without_disk_and_host_the_bucket_has_what_another_engine_computed(
     life: Life, first: dict[str, Any], restarted: dict[str, Any], third: Engine
 ) -> None:
-    """The third engine, when it has forgotten all that is its own."""
+    """The third engine, when it has forgotten all that is its own: as a second one would."""
+    found = third.serve(rounds_of(life.of_users))
+    assert min(cached(found, 0)) >= SYSTEM_TOKENS + USER_TOKENS, "not even the first request hit the bucket"
+    assert answers(found, 0) == answers(first, 0)
+    blocks = (SYSTEM_TOKENS + USERS * USER_TOKENS) // BLOCK
+    assert found["metrics"]["kvbm_onboard_blocks_o2d"] >= blocks
     found = third.serve(rounds_of(life.of_one))
-    assert_found(found, first, life.of_one, answers(first, 0))
+    assert_found(found, first, life.of_one, answers(first, 3))
 
 
 @in_full

@@ -44,7 +44,6 @@ def test_latents_are_stored_once_and_come_back_to_both_ranks(
         "DYN_KVBM_CPU_CACHE_GB": "0.05",
         "DYN_KVBM_DISK_CACHE_GB": "0.2",
         "DYN_KVBM_DISK_CACHE_DIR": str(tmp_path / "cache"),
-        "DYN_KVBM_DISABLE_DISK_OFFLOAD_FILTER": "1",
         "KVBM_TEST_DISK_LEDGER": str(tmp_path / "ledger"),
     }
     plain = run_engine(tmp_path / "plain", job(model, prompts, 1, 2) | {"connector": False})

@@ -71,11 +71,11 @@ def test_an_engine_with_the_wrong_key_of_a_bucket_computes(
     assert not any(SECRET_KEY in engine["log"] for engine in (first, third))
 
 
-def whole_job(model: Path, prompts: list[list[int]]) -> dict[str, Any]:
-    """All prompts once, with room for them on the device."""
+def whole_job(model: Path, prompts: list[list[int]], rounds: int = 1) -> dict[str, Any]:
+    """All prompts, with room for them on the device."""
     # In bfloat16 vLLM without a connector may answer a hit otherwise than a miss, where two logits are close.
     whole = {"num_gpu_blocks_override": DEVICE_FOR_ALL, "dtype": "float32"}
-    return job(model, prompts, 1, llm=whole)
+    return job(model, prompts, rounds, llm=whole)
 
 
 def assert_computes(
@@ -91,8 +91,8 @@ def assert_computes(
 def compute_and_find(
     model: Path, folder: Path, prompts: list[list[int]], settings: dict[str, str]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The results of an engine that computes and of another one that finds all of it."""
-    first = run_engine(folder / "first", whole_job(model, prompts), **settings)
+    """The results of an engine that computes, and is asked again, and of another one that finds all of it."""
+    first = run_engine(folder / "first", whole_job(model, prompts, rounds=2), **settings)
     assert max(cached(first, 0)) == 0
     assert first["metrics"]["kvbm_offload_blocks_d2o"] >= NUM_PROMPTS * PROMPT_BLOCKS
     assert_nothing_left(first)

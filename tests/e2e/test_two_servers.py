@@ -37,6 +37,7 @@ def both(tiny_model: Path, tmp_path: Path) -> Iterator[Peers]:
         "KVBM_REMOTE_LOAD": "always",  # models this small are computed sooner
         "KVBM_REMOTE_WAIT_S": f"{WAIT_S:.0f}",
         "KVBM_REMOTE_DEADLINE_S": "20",
+        "KVBM_REMOTE_FILTER": "all",  # what is written while it is killed was asked once
         **ONE_THREAD,
     }
     with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor() as pool, bucket(tmp_path) as of_store:

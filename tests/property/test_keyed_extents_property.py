@@ -8,7 +8,7 @@ from random import Random
 import pytest
 
 from kvbm_core.errors import Outcome
-from kvbm_core.storage.extents import extent_at
+from kvbm_core.storage.extents import extent_at, extent_before
 from kvbm_core.tiers.lower import Name, Seeker, Sought
 from kvbm_core.tokens.runs import BlockRun
 from kvbm_core.transfer.plan import NO_SLOT, OrderKind, TierOrder
@@ -70,7 +70,7 @@ class Life:
     def compute(self) -> None:
         """Some blocks of a chain come from the device."""
         keys = self.random.choice(self.chains)
-        first = self.random.randrange(len(keys))
+        first = self.random.choice([0, 0, self.random.randrange(len(keys))])
         end = self.random.randint(first + 1, len(keys))
         host = self.bench.host
         reservation = host.reserve(keys[first:end], frozenset)
@@ -117,10 +117,23 @@ class Life:
             assert len(set(names)) == len(names)
             asked = [name for other in self.orders if other.kind is order.kind for name in names_of(other)]
             assert not set(asked).intersection(names), f"{order.kind} of what is on its way"
+            if order.kind is OrderKind.STORE:
+                self.check_heads(names)
             if order.kind is OrderKind.FETCH:
                 self.num_fetched += 1
                 self.content |= {slot: None for slot in order.slots if slot != NO_SLOT}
             self.orders.append(order)
+
+    def check_heads(self, names: list[Name]) -> None:
+        """Nothing is stored of which the one before is neither in the store, as far as is known, nor on its
+        way.
+        """
+        for key, size in names:
+            chain = next(keys for keys in self.chains if key in keys)
+            start = chain.index(key) + 1 - size
+            if start:
+                before = chain[start - 1], len(extent_before(start, self.bench.tier.full_blocks))
+                assert self.bench.tier._is_there(before), "a tail without its head"
 
     def _end(self, order: TierOrder, *, is_well: bool = False) -> None:
         is_faulty = self.has_faults and not is_well and self.random.random() < 0.2

@@ -193,11 +193,13 @@ def test_extents_are_stored_when_all_of_their_blocks_are_in_the_host() -> None:
     bench.tier.offer([BlockRun(keys, 0, 5)])
     assert bench.stored(bench.reply()) == [(keys[0], 1), (keys[1], 1), (keys[3], 2)]
     bench.in_host(keys[8:20])
-    bench.tier.offer([BlockRun(keys, 8, 20)])  # block 5 to 7 came never
-    assert bench.stored(bench.reply()) == [(keys[15], 8)]
+    bench.tier.offer([BlockRun(keys, 8, 20)])
+    assert not bench.sent, "blocks 5 to 7 came never, and without them nobody can use the others"
     bench.in_host(keys[5:8])
     bench.tier.offer([BlockRun(keys, 5, 8)])
     assert bench.stored(bench.reply()) == [(keys[7], 4)]
+    bench.tier.offer([BlockRun(keys, 8, 20)])
+    assert bench.stored(bench.reply()) == [(keys[15], 8)]
     for run in (BlockRun(keys, 0, 20), BlockRun(keys, 3, 4)):
         bench.tier.offer([run])
         bench.tier.hit([run])
@@ -253,12 +255,36 @@ def test_the_filter_goes_by_an_extents_last_block() -> None:
     assert not bench.sent
     bench.tier.hit([BlockRun(keys, 0, 8)])
     assert bench.stored(bench.reply()) == [(keys[0], 1), (keys[1], 1), (keys[3], 2), (keys[7], 4)]
+    bench.tier.hit([BlockRun(keys, 0, 9)])
+    assert bench.stored(bench.reply()) == [(keys[15], 8)], "a part of it was used"
+
+
+def test_of_a_window_and_of_who_does_not_know_its_head_the_last_extents_are_stored_alone() -> None:
+    bench, keys = ExtentBench(full_blocks=8), chain(32)
+    bench.in_host(keys[16:])
+    bench.tier.offer([BlockRun(keys, 16, 32)])
+    assert not bench.sent
+    bench.tier.offer([BlockRun(keys, 16, 32, has_window=True)])
+    assert bench.stored(bench.reply()) == [(keys[23], 8), (keys[31], 8)]
+
+
+def test_the_end_of_a_chain_is_not_stored_without_what_comes_before_it() -> None:
+    bench, keys = ExtentBench(full_blocks=8), chain(23)
+    bench.in_host(keys)
+    bench.tier.ended([BlockRun(keys, 0, 23)])
+    assert not bench.sent
+    bench.tier.offer([BlockRun(keys, 0, 23)])
+    bench.host.forget(keys[20:22])
+    bench.tier.ended([BlockRun(keys, 0, 23)])
+    assert bench.stored(bench.reply())[-1] == (keys[19], 4)
 
 
 def test_blocks_that_two_extents_share_are_stored_by_two_orders_and_each_extent_once() -> None:
     storing = StoringOptions(max_storing_blocks=8)
     bench, keys, others = ExtentBench(full_blocks=8, storing=storing), chain(32), chain(64, salt=1)
     bench.in_host([*others, *keys])
+    bench.tier.offer([BlockRun(keys, 0, 8)])
+    bench.reply()
     bench.tier.offer([BlockRun(others, 0, 64)])  # the way is full
     full = bench.take_sent()
     for _ in range(2):
@@ -320,7 +346,7 @@ def test_what_has_left_the_host_is_not_stored() -> None:
         bench.answer(order)
     while orders := bench.reply():
         stored += bench.stored(orders)
-    assert (keys[207], 8) not in stored and (keys[215], 8) in stored
+    assert stored[-1] == (keys[199], 8), "what is behind it is of no use"
     bench.assert_idle()
 
 

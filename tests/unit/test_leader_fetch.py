@@ -511,11 +511,11 @@ def test_what_was_fetched_and_used_is_offered_to_the_disk_and_not_to_where_it_ca
     while bench.match(state, PROMPT) is None:
         bench.reply()
     bench.answer(bench.leader.onboard(state, 16, TABLE))
+    bench.leader.finish(state)
     orders = bench.take_sent()
     assert [(order.tier, order.kind, len(order.keys)) for order in orders] == [("disk", OrderKind.STORE, 4)]
     bench.say(orders[0].job_id)
     bench.leader.poll()
-    bench.leader.finish(state)
     bench.assert_idle()
 
 

@@ -89,6 +89,79 @@ def test_the_filter_lets_through_what_has_been_used_again() -> None:
     bench.assert_idle()
 
 
+def test_what_the_device_has_served_was_used_once_the_request_ends_or_is_preempted() -> None:
+    bench = bench_of(disk=FILTERED)
+    bench.store(PROMPT)
+    state = bench.open()
+    for _ in range(3):  # it waits, and is asked for again
+        assert bench.match(state, PROMPT, 12) == 4
+        bench.leader.decline(state)
+    assert bench.stores() == []
+    assert bench.offload(state, PROMPT) is None, "the host has it"
+    assert bench.match(state, PROMPT, 16) == 0 and bench.write_to_disk() == 3
+    assert bench.offload(state, PROMPT) is None
+    bench.leader.finish(state)
+    assert bench.write_to_disk() == 1
+    assert on_disk(bench, PROMPT) == 4
+    bench.assert_idle()
+
+
+def test_a_use_is_counted_before_what_was_computed_behind_it_is_offered() -> None:
+    bench = bench_of(disk=FILTERED)
+    bench.store(PROMPT)
+    bench.tier.forget(bench.keys(PROMPT)[2:])  # as the device has, and not the head
+    state = bench.open()
+    assert bench.match(state, PROMPT, 8) == 0
+    bench.answer(bench.offload_step(state, PROMPT, 8, 20, [range(1, 6)]))
+    assert bench.write_to_disk() == 5 and on_disk(bench, PROMPT) == 5
+    bench.leader.finish(state)
+    assert bench.stores() == []
+    bench.assert_idle()
+
+
+def test_a_head_that_the_host_has_lost_is_offloaded_again_while_the_device_has_it() -> None:
+    bench = bench_of(disk=FILTERED)
+    bench.store(PROMPT)
+    bench.tier.forget(bench.keys(PROMPT)[:2])
+    state = bench.open()
+    assert bench.match(state, PROMPT, 16) == 0
+    plan = bench.offload_step(state, PROMPT, 16, 20, [range(1, 6)])
+    assert plan is not None and plan.num_blocks == 2
+    bench.answer(plan)
+    bench.leader.finish(state)
+    assert bench.write_to_disk() == 4 and on_disk(bench, PROMPT) == 4
+    bench.assert_idle()
+
+
+def test_a_tail_is_not_stored_without_its_head() -> None:
+    bench = bench_of()
+    bench.store(OTHER)
+    bench.write_to_disk()
+    leave_host(bench, [])
+    keys = bench.keys(PROMPT)
+    state = bench.open()
+    assert bench.match(state, PROMPT, 8) == 0  # nobody has seen the device compute its head
+    state.foreign_tokens = 8
+    state.restart_offload()
+    plan = bench.offload_step(state, PROMPT, 8, 20, [range(1, 6)])
+    assert plan is not None and plan.num_blocks == 3
+    bench.answer(plan)
+    bench.leader.finish(state)
+    assert bench.tier.match_prefix(keys[2:]) == 3 and bench.stores() == []
+    bench.assert_idle()
+
+
+def test_what_the_host_serves_stays_on_the_disk_too() -> None:
+    bench = bench_of(disk=BenchDisk(8))
+    bench.store(PROMPT)
+    bench.store(OTHER[:12], "other")
+    bench.write_to_disk()
+    load(bench)
+    bench.store(list(range(500, 508)), "third")
+    assert bench.write_to_disk() == 2
+    assert on_disk(bench, PROMPT) == 4 and on_disk(bench, OTHER[:12]) == 2
+
+
 def test_a_block_is_on_the_disk_when_every_rank_has_said_so() -> None:
     bench = bench_of(world_size=2)
     bench.store(PROMPT)
@@ -185,14 +258,14 @@ def test_a_slot_that_is_being_stored_is_not_given_away_however_long_it_takes() -
     assert on_disk(bench, PROMPT) == 5 and bench.tier.live_leases == 0
 
 
-def test_what_has_left_the_host_by_now_is_not_stored_and_the_rest_is() -> None:
+def test_what_has_left_the_host_by_now_is_not_stored_nor_what_is_behind_it() -> None:
     bench = bench_of(disk=FILTERED)
     bench.store(PROMPT)
-    leave_host(bench, [1])
+    leave_host(bench, [2])
     keys = bench.keys(PROMPT)
     bench.disk.hit([run_of(keys)])
     (order,) = bench.stores()
-    assert [BlockKey(key) for key in order.keys] == [keys[0], *keys[2:]]
+    assert [BlockKey(key) for key in order.keys] == keys[:2]
     bench.say(order.job_id)
     bench.leader.poll()
     bench.assert_idle()

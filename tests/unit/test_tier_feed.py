@@ -29,21 +29,22 @@ def test_long_prompts_go_in_several_orders_and_what_is_too_much_waits_or_is_drop
     assert [len(order.keys) for order in bench.sent] == [STORE_BLOCKS, 5]
     assert bench.metrics.snapshot()['kvbm_dropped_blocks_total{reason="queue_full"}'] == 50
     assert bench.tier.storing_blocks == 150
-    bench.host.forget(keys[100:110])  # what has left the host meanwhile is left out
+    bench.host.forget(keys[100:110])  # what has left the host meanwhile is left out, and what is behind it
     answered = 0
     while answered < len(bench.sent):
         assert bench.tier.slots.pending_blocks <= STORE_BLOCKS + 5
         bench.answer(bench.sent[answered])
         answered += 1
-    assert [key for order in bench.sent for key in order.keys] == [*keys[:100], *keys[110:150]]
+    assert [key for order in bench.sent for key in order.keys] == keys[:100]
     assert bench.tier.storing_blocks == 0
     bench.assert_idle()
 
 
 def test_a_tier_that_fails_is_not_waited_for() -> None:
     keys = [BlockKey(bytes([number]) * 32) for number in range(20)]
-    bench = Bench(keys, StoringOptions(max_storing_blocks=2))
-    bench.offer(keys)
+    bench = Bench(keys, StoringOptions(max_storing_blocks=1))
+    for key in keys:
+        bench.offer([key])
     for number in range(3):
         bench.answer(bench.sent[number], Outcome.IO_ERROR)
     assert bench.tier.storing_blocks == 0 and len(bench.sent) == 3

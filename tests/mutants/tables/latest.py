@@ -10,6 +10,8 @@ EVICTOR = "tests/unit/test_directory_evictor.py"
 FETCH = "tests/unit/test_leader_fetch.py"
 STATES = "tests/unit/test_leader_states.py"
 NUMBERS = "tests/vllm/test_kv_numbers.py"
+SLOTTED = "tests/unit/test_slotted_tier.py"
+EXTENTS = "tests/unit/test_keyed_extents.py"
 
 MUTANTS = (
     Mutant(
@@ -238,5 +240,26 @@ MUTANTS = (
         "                self._chain.offer(self.runs_at(state, {newest}))\n",
         "                pass\n",
         f"{STATES}::test_states_whose_kv_is_kept_back_go_down_as_others_do",
+    ),
+    Mutant(
+        "what the device had served never counted as used: heads stayed away from disk and bucket",
+        "kvbm_core/runtime/leader.py",
+        "        state.hit_tokens = computed_tokens\n",
+        "",
+        f"{SLOTTED}::test_what_the_device_has_served_was_used_once_the_request_ends_or_is_preempted",
+    ),
+    Mutant(
+        "blocks went to a disk that lacked what comes before them",
+        "kvbm_core/tiers/storing.py",
+        "                if before is None or before in batch or not self._new_of([before]):\n",
+        "                if True:\n",
+        f"{SLOTTED}::test_a_tail_is_not_stored_without_its_head",
+    ),
+    Mutant(
+        "extents went to a store that lacked what comes before them",
+        "kvbm_core/tiers/keyed.py",
+        "            has_head = before is None or before in batch or self._is_there(before)\n",
+        "            has_head = True\n",
+        f"{EXTENTS}::test_extents_are_stored_when_all_of_their_blocks_are_in_the_host",
     ),
 )
