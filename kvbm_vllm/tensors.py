@@ -221,8 +221,10 @@ def _chunks(tensor: torch.Tensor) -> Iterator[Any]:
     if device == "cpu":
         yield from (part.numpy() for part in flat.split(CHUNK_BYTES))
         return
-    staging = torch.empty(min(CHUNK_BYTES, len(flat)), dtype=torch.uint8, pin_memory=device == "cuda")
-    beside = torch.cuda.stream(torch.cuda.Stream(flat.device)) if device == "cuda" else nullcontext()
+    is_cuda = device == "cuda"  # and perhaps not the device of this thread, which is the first
+    with torch.cuda.device(flat.device) if is_cuda else nullcontext():
+        staging = torch.empty(min(CHUNK_BYTES, len(flat)), dtype=torch.uint8, pin_memory=is_cuda)
+        beside = torch.cuda.stream(torch.cuda.Stream()) if is_cuda else nullcontext()
     for part in flat.split(CHUNK_BYTES):
         here = staging[: len(part)]
         with beside:
