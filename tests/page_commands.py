@@ -110,6 +110,7 @@ TABLE: dict[str, list[tuple[str, How]]] = {
         ("make bench-full", LONG),
         ("make bench BENCH_ARGS", LONG),
         ("python -m benchmarks.trace", CHECKOUT),
+        ("python -m benchmarks.trace.sharing", seen_by("tests/benchmarks/test_trace_bench.py")),
         ("python -m benchmarks.plan", seen_by("tests/benchmarks/test_trace_bench.py")),
         ("python -m benchmarks.fleet", seen_by("tests/benchmarks/test_fleet_bench.py")),
         ("git clone", HUB),
