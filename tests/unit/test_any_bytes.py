@@ -164,6 +164,7 @@ def objects(monkeypatch: pytest.MonkeyPatch) -> Iterator[MemoryObjects]:
     for variable in KvbmSettings.env_names().values():
         monkeypatch.delenv(variable, raising=False)
     memory_engine.register()
+    memory_engine.forget_all()
     open_engine(URL, StoreOptions())
     (engine,) = memory_engine.OPENED
     yield engine.objects
