@@ -21,7 +21,7 @@ from benchmarks.console import report_console
 from benchmarks.trace.policies import COMPARED
 from kvbm_core.cli.replay import load_trace
 from kvbm_core.errors import Outcome
-from kvbm_core.replay.machine import DISK, Policy, Replay, Sizes
+from kvbm_core.replay.machine import Policy, Replay, Sizes
 from kvbm_core.replay.study import Size
 from kvbm_core.replay.trace import Trace
 from kvbm_core.runtime.leader_options import LeaderOptions
@@ -61,12 +61,11 @@ class Engine(Replay):
         return (keyed_tier(STORE, Tier.REMOTE, policy.make(self._clock), options),)
 
     def _do(self, order: TierOrder) -> Mapping[int, Outcome]:
-        if order.tier == DISK:
+        shared = self._shared
+        if shared is None:
             for key, slot in zip(order.keys, order.places, strict=True):
                 self.on_disk[slot] = Found(slot, key, order.job_id)
             return {}
-        shared = self._shared
-        assert shared is not None  # noqa: S101
         if order.kind is OrderKind.STORE:
             shared.update(order.keys)
         places = range(len(order.keys)) if order.kind is OrderKind.FIND else order.slots

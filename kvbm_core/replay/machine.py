@@ -33,7 +33,7 @@ from kvbm_core.transfer.plan import JobResult, OrderKind, TierOrder
 from kvbm_core.types import Tier
 
 _ONE_TOKEN_BLOCKS = (GroupSpec(0, 1),)
-DISK = "disk"
+_DISK = "disk"
 _RANK = 0
 
 
@@ -126,7 +126,7 @@ class Replay:
         host_blocks = sizes.host_blocks
         self._handshake.inbox.append(SlotsReady(host_blocks, host_blocks, 1, 1, "replay"))
         if sizes.disk_blocks > 0:
-            self._handshake.found.append(SlotsFound(DISK, _RANK, sizes.disk_blocks, list(found)))
+            self._handshake.found.append(SlotsFound(_DISK, _RANK, sizes.disk_blocks, list(found)))
         self._leader.poll()
         self._leader.catch_up()
         self._device = BlockTier(Tier.DEVICE, make_policy(), self._clock)
@@ -135,7 +135,7 @@ class Replay:
     def _lower_tiers(self, sizes: Sizes, policy: Policy) -> tuple[LowerTierMaker, ...]:
         if not sizes.disk_blocks:
             return ()
-        return (slotted_tier(DISK, Tier.DISK, policy.make(self._clock), policy.evicting),)
+        return (slotted_tier(_DISK, Tier.DISK, policy.make(self._clock), policy.evicting),)
 
     def serve(self, request: Request) -> None:
         """The request comes at its time, takes what the tiers have, computes the rest and leaves it

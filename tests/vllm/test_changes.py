@@ -30,6 +30,11 @@ def change(engine: KvbmEngine, weights: str = "new") -> None:
     engine.executor.collective_rpc("update_weights", kwargs={"update_info": weights})
 
 
+def load(engine: KvbmEngine, weights: str = "new") -> None:
+    """What a trainer does that has the model object."""
+    engine.executor.driver_worker.get_model().load_weights(weights)  # type: ignore[operator]
+
+
 def fresh(engine: KvbmEngine, name: str) -> int:
     """How many tokens of the prompt come from kvbm, with nothing on the device."""
     engine.forget_device()
@@ -68,11 +73,14 @@ def test_the_host_tier_is_free_for_the_new_ones(tmp_path: Path) -> None:
         engine.assert_clean()
 
 
-def test_a_request_that_runs_across_the_change_leaves_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", [change, load])
+def test_a_request_that_runs_across_the_change_leaves_nothing(
+    tmp_path: Path, how: Callable[[KvbmEngine], None]
+) -> None:
     with KvbmEngine(tmp_path) as engine:
         engine.add("a", PROMPT, 30)
         engine.run(until=lambda: len(engine.record.outputs["a"]) >= 10)
-        change(engine)
+        how(engine)
         engine.run()
         engine.settle()
         assert not engine.leader.chain.host.resident_blocks
@@ -80,6 +88,7 @@ def test_a_request_that_runs_across_the_change_leaves_nothing(tmp_path: Path) ->
         engine.forget_device()
         engine.ask("b", tokens, 1)
         assert not engine.external_tokens("b")
+        assert fresh(engine, "c") == 48
         engine.assert_clean()
 
 
@@ -195,11 +204,6 @@ def change_unseen(engine: KvbmEngine, weights: str = "new") -> None:
         rank.change_weights(weights)
 
 
-def load(engine: KvbmEngine, weights: str = "new") -> None:
-    """What a trainer does that has the model object."""
-    engine.executor.driver_worker.get_model().load_weights(weights)  # type: ignore[operator]
-
-
 @pytest.mark.parametrize("with_connector", [False, True])
 @pytest.mark.parametrize("how", [change_unseen, load])
 def test_new_weights_after_a_reset_bear_a_name_of_their_own(
@@ -224,18 +228,6 @@ def test_new_weights_after_a_reset_bear_a_name_of_their_own(
     with KvbmEngine(tmp_path, **DISK) as engine:
         assert fresh(engine, "e") == (0 if with_connector else 48)
         assert engine.record.outputs["e"] == first
-        engine.assert_clean()
-
-
-def test_what_the_model_object_loads_is_noticed_without_a_reset(tmp_path: Path) -> None:
-    with KvbmEngine(tmp_path) as engine:
-        engine.add("a", PROMPT, 30)
-        engine.run(until=lambda: len(engine.record.outputs["a"]) >= 10)
-        load(engine)
-        engine.run()
-        engine.settle()
-        assert not engine.leader.chain.host.resident_blocks
-        assert not fresh(engine, "b") and fresh(engine, "c") == 48
         engine.assert_clean()
 
 

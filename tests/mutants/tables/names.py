@@ -183,7 +183,7 @@ MUTANTS = (
         "kvbm_vllm/tensors.py",
         "            engine_calls.model_loads(vllm_config)\n",
         "",
-        f"{CHANGES}::test_what_the_model_object_loads_is_noticed_without_a_reset",
+        f"{CHANGES}::test_a_request_that_runs_across_the_change_leaves_nothing[load]",
     ),
     Mutant(
         "weights were looked at once, and what was seen answered for every later reset",
