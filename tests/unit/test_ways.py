@@ -6,11 +6,11 @@ from tests.ways import rows
 
 MOST_OWN_CALLS = {
     "host to disk": 125,
-    "disk to host to device": 275,
-    "store to host": 1160,
+    "disk to host to device": 260,
+    "store to host": 1150,
     "linker from disk": 300,  # its ends may be taken in by any thread
 }
-"""In the thread of the engine. Answers of workers that come together cost it less than this."""
+"""In the thread of the engine."""
 
 
 def test_no_way_is_longer_than_it_was() -> None:
