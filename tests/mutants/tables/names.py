@@ -378,6 +378,13 @@ MUTANTS = (
         f"{ENVIRONMENT}::test_the_code_of_a_wheel_counts_that_somebody_has_changed",
     ),
     Mutant(
+        "a library of an editable engine was built anew, with its old size and time",
+        "kvbm_core/identity/environment.py",
+        'if path.suffix == ".py" else digester.file(path)\n',
+        'if path.suffix == ".py" else path.stat().st_size\n',
+        f"{ENVIRONMENT}::test_a_library_counts_by_its_content",
+    ),
+    Mutant(
         "a file that a variable names was known by its path",
         "kvbm_core/identity/environment.py",
         "for name in names if name in contents and environ[name]):",
