@@ -141,7 +141,7 @@ class Pools:
             return [False] * len(keys)
         started_s = time.perf_counter()
         answers = Answers(store.put(keys, host_indices), set())
-        return self._ended(Direction.OFFLOAD, name, answers, started_s)
+        return self._ended(Direction.OFFLOAD, name, keys, answers, started_s)
 
     def get(self, name: str, keys: list[str], host_indices: torch.Tensor) -> list[bool]:
         """Fills these pages; one that is not True holds garbage."""
@@ -149,7 +149,7 @@ class Pools:
         if store is None or not keys:
             return [False] * len(keys)
         started_s = time.perf_counter()
-        return self._ended(Direction.ONBOARD, name, store.get(keys, host_indices), started_s)
+        return self._ended(Direction.ONBOARD, name, keys, store.get(keys, host_indices), started_s)
 
     def _tiers_there(self) -> frozenset[Tier]:
         return frozenset({Tier.DISK}) if self._stores else frozenset()
@@ -196,12 +196,16 @@ class Pools:
         has_all = KV in self._stores and not self._refused and not self._busy
         return self._stores.get(name) if has_all else None
 
-    def _ended(self, direction: Direction, name: str, answers: Answers, started_s: float) -> list[bool]:
+    def _ended(
+        self, direction: Direction, name: str, keys: list[str], answers: Answers, started_s: float
+    ) -> list[bool]:
         seconds = time.perf_counter() - started_s
         outcomes, page_bytes = answers.outcomes, self._pages[name].page_bytes
-        self._stats.moved(direction, outcomes, page_bytes, seconds, len(answers.remote))
+        are_ok = [outcome is Outcome.OK for outcome in outcomes]
+        on_disk = [(name, keys[i]) for i, is_ok in enumerate(are_ok) if is_ok and i not in answers.remote]
+        self._stats.moved(direction, outcomes, page_bytes, seconds, on_disk)
         self._tell_usage()
-        return [outcome is Outcome.OK for outcome in outcomes]
+        return are_ok
 
     def _tell_usage(self) -> None:
         disks = [store.disk for store in list(self._stores.values())]

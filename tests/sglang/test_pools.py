@@ -161,6 +161,7 @@ def test_statistics(sglang: Worker, tmp_path: Path, seed: int) -> None:
     assert numbers['kvbm_bytes_total{direction="offload"}'] == 8 * page_bytes
     assert numbers['kvbm_tier_transfer_bytes_total{from="host",to="disk"}'] == 8 * page_bytes
     assert numbers['kvbm_tier_transfer_bytes_total{from="disk",to="host"}'] == 4 * page_bytes
+    assert numbers['kvbm_read_again_bytes_total{tier="disk"}'] == 4 * page_bytes
     assert numbers["kvbm_disk_cache_hit_rate"] == 0.8
     assert numbers['kvbm_tier_blocks{tier="disk",state="used"}'] == 8
 
