@@ -488,17 +488,11 @@ class KvbmSettings(SettingFields):
             raise ConfigError(_CPU_GB, self.cpu_cache_gb, f"holds no block; one takes {need_gb} GB")
         return slots
 
-    def check_memory(self, needed_bytes: int, available_bytes: int) -> None:
-        """Raises ConfigError if the host tier of this machine needs more memory than is available."""
-        if needed_bytes <= available_bytes:
-            return
+    @property
+    def host_size(self) -> tuple[str, object]:
+        """The setting that says how large the host tier is, and its value."""
         blocks = self.cpu_cache_override_num_blocks
-        raise ConfigError(
-            _CPU_GB if blocks is None else _CPU_BLOCKS,
-            self.cpu_cache_gb if blocks is None else blocks,
-            f"needs {_gb(needed_bytes)} of host memory but {_gb(available_bytes)} is available; "
-            "lower it, or free memory or raise the container's limit",
-        )
+        return (_CPU_GB, self.cpu_cache_gb) if blocks is None else (_CPU_BLOCKS, blocks)
 
 
 def limits_of(no_effect: str, only: Sequence[Adapter]) -> Iterator[str]:
@@ -525,7 +519,3 @@ def _default_text(default: object) -> str:
     if default is None:
         return "none"
     return str(default).lower() if isinstance(default, bool) else str(default)
-
-
-def _gb(nbytes: int) -> str:
-    return f"{nbytes / _BYTES_PER_GB:.2f} GB"
