@@ -259,4 +259,5 @@ def test_bad_host_cache_is_refused_in_one_line(
     reason = str(refused.value).splitlines()[0]
     assert "kvbm: " in reason
     assert all(word in reason for word in words), reason
+    assert server.log_path.read_text().rstrip().splitlines()[-1] == reason
     assert server.processes() == []
