@@ -18,6 +18,7 @@ from kvbm_core.clock import SystemClock
 from kvbm_core.config import KvbmSettings
 from kvbm_core.control.desk import AtOnce
 from kvbm_core.errors import ConfigError, LayoutError, Outcome
+from kvbm_core.identity.roots import Stamp
 from kvbm_core.observe.labels import FailureKind
 from kvbm_core.policy.named import make_policy
 from kvbm_core.runtime.assembly import rank_options, remote_admission
@@ -91,6 +92,7 @@ class Pools:
         self._followed = ""  # the writer's folder is called by its first pool
         self._bytes_per_counted_byte = 0.0
         self._events: EventFeed | None = None  # made with the KV pool
+        self._told_generation = 0
         server_args = find_server_args()
         self._engine = describe_engine(server_args, config)
         self._engine.tell("SGLang", "nothing is cached")
@@ -119,9 +121,9 @@ class Pools:
         another process still has (it was killed, and gives its memory back) is tried again with later calls.
         """
         is_due = self._waiting and time.monotonic() >= self._next_try_s
-        if is_due and self._is_lasting():
+        if is_due and self._engine.is_lasting and (weights := self._weights.stamp()).is_lasting:
             with self._lock:
-                self._open_waiting()
+                self._open_waiting(weights)
 
     def page_tokens(self, name: str) -> int:
         """Tokens of a page; 0 for a pool that is not kept."""
@@ -139,7 +141,7 @@ class Pools:
             return [False] * len(keys)
         started_s = time.perf_counter()
         answers = Answers(store.put(keys, host_indices), set())
-        return self._ended(Direction.OFFLOAD, name, answers, started_s)
+        return self._ended(Direction.OFFLOAD, name, keys, answers, started_s)
 
     def get(self, name: str, keys: list[str], host_indices: torch.Tensor) -> list[bool]:
         """Fills these pages; one that is not True holds garbage."""
@@ -147,7 +149,7 @@ class Pools:
         if store is None or not keys:
             return [False] * len(keys)
         started_s = time.perf_counter()
-        return self._ended(Direction.ONBOARD, name, store.get(keys, host_indices), started_s)
+        return self._ended(Direction.ONBOARD, name, keys, store.get(keys, host_indices), started_s)
 
     def _tiers_there(self) -> frozenset[Tier]:
         return frozenset({Tier.DISK}) if self._stores else frozenset()
@@ -184,8 +186,9 @@ class Pools:
 
     def _store(self, name: str) -> PageStore | None:
         if not self._is_lasting():
-            if self._events is not None and self._weights.generation and not self._events.generation:
-                self._events.renamed()  # once: no page is asked for any more
+            if self._events is not None and self._weights.generation != self._told_generation:
+                self._told_generation = self._weights.generation
+                self._events.renamed()  # no page is asked for, at least for a while
             return None
         if self.control.is_draining:
             return None
@@ -193,19 +196,23 @@ class Pools:
         has_all = KV in self._stores and not self._refused and not self._busy
         return self._stores.get(name) if has_all else None
 
-    def _ended(self, direction: Direction, name: str, answers: Answers, started_s: float) -> list[bool]:
+    def _ended(
+        self, direction: Direction, name: str, keys: list[str], answers: Answers, started_s: float
+    ) -> list[bool]:
         seconds = time.perf_counter() - started_s
         outcomes, page_bytes = answers.outcomes, self._pages[name].page_bytes
-        self._stats.moved(direction, outcomes, page_bytes, seconds, len(answers.remote))
+        are_ok = [outcome is Outcome.OK for outcome in outcomes]
+        on_disk = [(name, keys[i]) for i, is_ok in enumerate(are_ok) if is_ok and i not in answers.remote]
+        self._stats.moved(direction, outcomes, page_bytes, seconds, on_disk)
         self._tell_usage()
-        return [outcome is Outcome.OK for outcome in outcomes]
+        return are_ok
 
     def _tell_usage(self) -> None:
         disks = [store.disk for store in list(self._stores.values())]
         used, capacity = sum(disk.resident_blocks for disk in disks), sum(disk.num_slots for disk in disks)
         self._stats.disk_tier(used, capacity, sum(disk.evicted_blocks_total for disk in disks))
 
-    def _open_waiting(self) -> None:
+    def _open_waiting(self, weights: Stamp) -> None:
         waiting, self._waiting = self._waiting, {}
         known = {
             name: pages for name, pool in waiting.items() if (pages := self._pages_of(name, pool)) is not None
@@ -219,7 +226,7 @@ class Pools:
                 if name == KV and self._events is not None and self._events.log is not None:
                     self._events.log.cleared(Tier.DISK, ())
             try:
-                self._stores[name] = self._open(name, pages, waiting[name], known)
+                self._stores[name] = self._open(name, pages, waiting[name], known, weights)
                 self._pages[name] = pages
                 self._busy.discard(name)
             except DirectoryBusyError as error:
@@ -272,11 +279,10 @@ class Pools:
         log.error("%s; pool %s: nothing is cached", error, name)
         self._stats.metrics.failure(FailureKind.LAYOUT)
 
-    def _open(self, name: str, pages: Pages, pool: Any, known: Mapping[str, Pages]) -> PageStore:
+    def _open(
+        self, name: str, pages: Pages, pool: Any, known: Mapping[str, Pages], weights: Stamp
+    ) -> PageStore:
         settings, config = self._settings, self._config
-        weights = self._weights.stamp()
-        if not weights.is_lasting:
-            raise LayoutError("kvbm: the weights have just changed")
         namespace = namespace_of(
             config, pool, name, pages.piece_bytes, self.model, engine=self._engine, weights=weights
         )

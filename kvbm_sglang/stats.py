@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
 from kvbm_core.errors import Outcome
 from kvbm_core.observe.metrics import Metrics
+from kvbm_core.tiers.written import Unread
 from kvbm_core.types import Direction, Tier
 
 MAX_KEPT = 1024
 """Batches remembered for SGLang; where nobody asks for them the oldest go."""
+MAX_UNREAD = 100_000
+"""Pages remembered that were written and not read."""
 
 
 class Batch(NamedTuple):
@@ -29,6 +32,7 @@ class Stats:
         self._keeps_batches = keeps_batches
         self._lock = threading.Lock()
         self._evicted_seen = 0
+        self._unread = Unread[Hashable](MAX_UNREAD)
         self._batches: dict[Direction, list[Batch]] = {direction: [] for direction in Direction}
 
     def moved(
@@ -37,21 +41,28 @@ class Stats:
         outcomes: Sequence[Outcome],
         page_bytes: int,
         seconds: float,
-        remote_pages: int = 0,
+        names: Sequence[Hashable] = (),
     ) -> None:
-        """A call has ended. ``remote_pages``: come from the remote store, which counts what it moves."""
+        """A call has ended. ``names``: of the pages that went to the disk or came from there; others came
+        from the remote store, which counts what it moves.
+        """
         metrics, pages = self.metrics, outcomes.count(Outcome.OK)
         for outcome in set(outcomes) - {Outcome.OK, Outcome.MISS}:
             metrics.failure(f"{direction}_{outcome}", outcomes.count(outcome))
         if not pages:
             return
-        disk_pages = pages - remote_pages
+        disk_pages = len(names)
         if direction is Direction.OFFLOAD:
             source, target = Tier.HOST, Tier.DISK
             metrics.offloaded_blocks(disk_pages, source, target)
+            with self._lock:
+                self._unread.wrote([(name, page_bytes) for name in names])
         else:
             source, target = Tier.DISK, Tier.HOST
             metrics.onboarded_blocks(disk_pages, Tier.DISK, Tier.DEVICE)
+            with self._lock:
+                read_again = self._unread.read(names)
+            metrics.read_again(Tier.DISK, read_again)
         metrics.bytes_moved(direction, pages * page_bytes)
         metrics.transfer_seconds(direction, seconds)
         metrics.tier_transfer(source, target, disk_pages * page_bytes, seconds * disk_pages / pages)

@@ -22,6 +22,7 @@ from kvbm_core.storage.host_slab import HostSlab
 from kvbm_core.tiers.breaker import Breaker
 from kvbm_core.tiers.known import Known, KnownOptions
 from kvbm_core.tiers.storing import FAILING, WORDS
+from kvbm_core.tiers.written import Unread
 from kvbm_core.transfer.movers.store import StoreMover
 from kvbm_core.transfer.plan import JobResult, OrderKind, TierOrder
 from kvbm_core.types import BlockKey, Direction, Tier
@@ -99,6 +100,7 @@ class StoreChain:
         self._free = list(range(self._slab.ready_slots))
         self._num_late = 0  # buffers of orders that were given up and are not over
         self._known = Known[BlockKey](clock, KNOWN)
+        self._unread = Unread[BlockKey](KNOWN.max_known)
         self._looking: set[BlockKey] = set()
         self._last_id = 0
         self._is_closed = False
@@ -379,6 +381,12 @@ class StoreChain:
         source, target = (Tier.HOST, Tier.REMOTE) if is_write else (Tier.REMOTE, Tier.HOST)
         (metrics.offloaded_blocks if is_write else metrics.onboarded_blocks)(num_ok, source, target)
         metrics.tier_transfer(source, target, result.num_bytes, result.seconds)
+        moved = [key for key, outcome in zip(order.order.keys, outcomes, strict=True) if _is_ok(outcome)]
+        with self._changed:
+            if is_write:
+                self._unread.wrote([(key, self._payload_bytes) for key in moved])
+            else:
+                metrics.read_again(Tier.REMOTE, self._unread.read(moved))
         if num_ok < len(outcomes):
             direction = Direction.OFFLOAD if is_write else Direction.ONBOARD
             metrics.failure(f"{direction}_{result.outcome}")

@@ -8,7 +8,7 @@ blocks in common.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from queue import SimpleQueue
 
@@ -130,13 +130,19 @@ class ShelfTier(StoringTier):
     def _new_of(self, keys: Sequence[BlockKey]) -> Sequence[BlockKey]:
         return [key for key in keys if key not in self._here and key not in self._coming]
 
-    def _begin_store(self, keys: Sequence[BlockKey]) -> tuple[Sequence[BlockKey], Sequence[int]]:
-        new = self._new_of(keys)
+    def _begin_store(
+        self, befores: Mapping[BlockKey, BlockKey | None]
+    ) -> tuple[Sequence[BlockKey], Sequence[int]]:
+        new = self._new_of(list(befores))
         self._coming.update(new)
         return new, ()
 
     def _end_store(
-        self, keys: Sequence[BlockKey], extents: Sequence[ExtentPart], outcomes: Sequence[Outcome]
+        self,
+        keys: Sequence[BlockKey],
+        extents: Sequence[ExtentPart],
+        outcomes: Sequence[Outcome],
+        block_bytes: int,
     ) -> int:
         self._coming.difference_update(keys)
         there = [key for key, outcome in zip(keys, outcomes, strict=True) if outcome is Outcome.OK]

@@ -440,6 +440,16 @@ class BlockTier:
         """Blocks in these slots, of which it was not known whose they are, are this tenant's."""
         self._tenants.found(as_slots(slots), tenant)
 
+    def slots_of(self, keys: Sequence[BlockKey]) -> Slots:
+        """Where those of ``keys`` are that are there."""
+        return self._registry.slots_of(keys)
+
+    @property
+    def used_slots(self) -> Slots:
+        """Slots of blocks that are there or on their way. Cost grows with the slots."""
+        slots = np.arange(self._pool.capacity_slots, dtype=np.int32)
+        return slots[self._pool.are_used(slots)]
+
     def owners(self, keys: Sequence[BlockKey]) -> list[int]:
         """Whose these blocks are, which are all there."""
         return self._tenants.numbers(self._registry.slots_of(keys))
@@ -504,8 +514,7 @@ class BlockTier:
 
     def owners_in_use(self) -> set[int]:
         """Whose blocks are here, or on their way. Cost grows with the slots."""
-        slots = np.arange(self._pool.capacity_slots, dtype=np.int32)
-        return set(self._tenants.numbers(slots[self._pool.are_used(slots)]))
+        return set(self._tenants.numbers(self.used_slots))
 
     def used_by(self, tenant: int) -> int:
         """Blocks that count toward its quota; 0 if it has none."""

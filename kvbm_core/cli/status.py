@@ -88,6 +88,7 @@ def status_rows(samples: Samples) -> Iterator[Row]:
         seconds = total(samples, "kvbm_tier_transfer_seconds_sum", **labels)
         rate = f" at {format_bytes(value / seconds)}/s on average" if seconds else ""
         yield "moved", f"{labels.get('from')} to {labels.get('to')}", f"{format_bytes(value)}{rate}"
+    yield from _written_rows(samples)
     yield from _tier_rows(samples)
     yield from _flight_rows(samples)
     for labels, value in moved(samples, "kvbm_audited_blocks_total"):
@@ -106,6 +107,17 @@ def _hit_rows(samples: Samples, tiers: set[str]) -> Iterator[Row]:
         seconds = total(samples, f"kvbm_ttft_{name}_seconds_total")
         if seconds:
             yield "hits", f"{what} (estimate)", f"{seconds:,.1f} s"
+
+
+def _written_rows(samples: Samples) -> Iterator[Row]:
+    for tier in (DISK, REMOTE):
+        num_bytes = total(samples, "kvbm_tier_transfer_bytes_total", to=tier)
+        again_bytes = total(samples, "kvbm_read_again_bytes_total", tier=tier)
+        if num_bytes:
+            share = f"{format_bytes(again_bytes)} ({100 * again_bytes / num_bytes:.0f} %)"
+            yield "written", f"to {tier}", f"{format_bytes(num_bytes)}, {share} of them read again"
+    for labels, value in samples.get("kvbm_headless_blocks", ()):
+        yield "written", f"{labels.get('tier')} without what comes before", _blocks(value)
 
 
 def _flight_rows(samples: Samples) -> Iterator[Row]:

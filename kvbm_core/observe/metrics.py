@@ -139,6 +139,12 @@ _SPECS = (
         ("from", "to"),
         _HOPS,
     ),
+    _counter(
+        "kvbm_read_again_bytes_total",
+        "Bytes that this process wrote to a tier and read there later, each counted once",
+        "tier",
+        _LOWER,
+    ),
     _counter("kvbm_hit_tokens_total", "Matched tokens, by the tier they came from", "tier", _HIT_TIERS),
     _counter("kvbm_ttft_saved_seconds_total", "Estimate: computing time of what was loaded, less the load's"),
     _counter("kvbm_ttft_lost_seconds_total", "Estimate: what loads took longer than computing would have"),
@@ -162,6 +168,8 @@ _SPECS = (
     _counter("kvbm_event_batches_dropped_total", "Batches of KV events that the NATS server did not take"),
     _gauge("kvbm_pending_jobs", "Transfers submitted and not yet acknowledged by every worker"),
     _gauge("kvbm_waiting_blocks", "Blocks on their way to a lower tier, or waiting for that", "tier", _LOWER),
+    # Where it is known: see headless_blocks.
+    _Spec("kvbm_headless_blocks", "gauge", "Blocks behind one that is not there any more", ("tier",), ()),
     _gauge("kvbm_state_blocks", "Blocks in use that are states of a hybrid model, not KV", "tier", _SLOTTED),
     _gauge("kvbm_live_leases", "Leases that pin blocks"),
     _gauge("kvbm_pins", "Prompts that operators have pinned"),
@@ -301,6 +309,8 @@ class Metrics(Collector):
         """Where spans go, if they are asked for."""
         self.on_look: Callable[[], None] = lambda: None
         """Called before numbers are read, by who reads them: sets those that are of now."""
+        self.on_page: Callable[[], None] = lambda: None
+        """Called before the page is made: sets those that take longer."""
         self._lock = threading.Lock()
         self._values: dict[str, dict[tuple[str, ...], float]] = {
             spec.name: dict.fromkeys(spec.series, 0.0) for spec in _SPECS
@@ -433,6 +443,16 @@ class Metrics(Collector):
                 self._slowest.add(hop, seconds, n_bytes, self._clock.now_s())
             if self.traces is not None:
                 self.traces.transfer(*hop, n_bytes, seconds)
+
+    def read_again(self, tier: Tier, n_bytes: int) -> None:
+        """Bytes, over all ranks, that were written to a lower tier here and have been read for the first
+        time.
+        """
+        self._add("kvbm_read_again_bytes_total", n_bytes, tier.name.lower())
+
+    def headless_blocks(self, tier: Tier, n_blocks: int) -> None:
+        """Blocks of a tier that lie behind one that it does not have. There is no series before."""
+        self._set(tier.name.lower(), kvbm_headless_blocks=n_blocks)
 
     def tier_usage(self, tier: Tier, used_blocks: int, capacity_blocks: int) -> None:
         """How full a tier is now."""
@@ -575,6 +595,7 @@ class Metrics(Collector):
 
     def exposition(self) -> str:
         """The text that Prometheus scrapes: format 0.0.4, with each counter under the name it has here."""
+        self.on_page()
         return _HEADER_OF_BARE.sub(r"\1 ", generate_latest(self).decode())
 
 

@@ -124,7 +124,7 @@ class Leader:
         self.tenants = TenantTable(self.chain, self.pins.on_root)
         self._orders = self._orders_at(parts.desk)
         self.chain.holds_back = lambda: self._orders.hold_back
-        metrics.on_look = self._publish_gauges
+        metrics.on_look, metrics.on_page = self._publish_gauges, self._publish_headless
         self._offloading = Offloading(
             groups,
             self.chain,
@@ -671,6 +671,17 @@ class Leader:
             self.metrics.set_ordered(len(self.pins), self.chain.host.kept_blocks, self.tenants.num_quotas)
         finally:
             self.lock.release()
+
+    def _publish_headless(self) -> None:
+        """What of the disk is of no use. Any thread; the engine waits for copies alone."""
+        if not self.lock.acquire(timeout=GAUGES_WAIT_S):
+            return
+        try:
+            found = self.chain.chains()
+        finally:
+            self.lock.release()
+        for tier, chains in found:
+            self.metrics.headless_blocks(tier, chains.num_headless)
 
     def _on_slots(self, event: SlotsReady) -> None:
         host = self.chain.host

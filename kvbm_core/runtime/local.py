@@ -149,6 +149,7 @@ class LocalTiers:
             metrics=metrics,
             lease_ttl_s=options.lease_ttl_s,
         )
+        metrics.on_page = self._publish_headless
         self._absences = Absences(self._chain, has_host_tier=True)
         for place in options.places:
             self._lower(place.name).expect(place.num_slots, [0])
@@ -529,6 +530,12 @@ class LocalTiers:
         except Exception as error:  # whatever happens to a job is its outcome
             log.exception("kvbm: %s %d could not be submitted", plan.direction, plan.job_id)
             self._answered(rejected(plan.job_id, str(error), Outcome.IO_ERROR))
+
+    def _publish_headless(self) -> None:
+        with self._lock:
+            found = self._chain.chains()
+        for tier, chains in found:
+            self._metrics.headless_blocks(tier, chains.num_headless)
 
     def _answered(self, result: JobResult) -> None:
         self._hear(partial(self._jobs.acknowledge, 0, result))

@@ -23,6 +23,7 @@ from kvbm_core.tiers.groups import Residents
 from kvbm_core.tiers.jobs import JobTable
 from kvbm_core.tiers.lower import LowerTier, LowerTierMaker, Seeker, Sought, Surroundings
 from kvbm_core.tiers.stack import TierStack
+from kvbm_core.tiers.written import Chains
 from kvbm_core.tokens.runs import BlockRun
 from kvbm_core.transfer.plan import FIRST_DIRECT_SLOT, OrderKind, TierOrder
 from kvbm_core.types import BlockKey, Tier
@@ -291,7 +292,8 @@ class TierChain:
         if held.reservation is not None:
             there, gone = held.reservation.split(lost and set(lost).intersection(held.reservation.keys))
             held.reservation = None
-            self.host.abort(gone)
+            if gone.keys:
+                self.host.abort(gone)
             self.host.commit(there)
         if lost and forgets:
             self.host.forget(lost)
@@ -518,6 +520,10 @@ class TierChain:
             self._metrics.state_blocks(slots.tier, slots.resident_states)
         for which, num_blocks in waiting.items():
             self._metrics.waiting_blocks(which, num_blocks)
+
+    def chains(self) -> list[tuple[Tier, Chains]]:
+        """See LowerTier, of those that know. Whoever counts in it need not keep others from changing it."""
+        return [(tier.tier, chains) for tier in self.lower if (chains := tier.chains) is not None]
 
     def check_integrity(self) -> None:
         """Raises IntegrityError unless the books of all tiers agree."""

@@ -36,6 +36,7 @@ from kvbm_core.tiers.known import Known, KnownOptions
 from kvbm_core.tiers.lower import LowerTierMaker, Name, Seeker, Sought, Surroundings
 from kvbm_core.tiers.pace import LoadPace
 from kvbm_core.tiers.storing import STORE_BLOCKS, StoringOptions, StoringTier
+from kvbm_core.tiers.written import Unread
 from kvbm_core.tokens.runs import BlockRun, blocks_of
 from kvbm_core.transfer.plan import NO_SLOT, ExtentPart, OrderKind, TierOrder
 from kvbm_core.types import BlockKey, Direction, Tier
@@ -145,6 +146,7 @@ class KeyedTier(StoringTier):
         self._num_waiting = 0
         self._unused: set[BlockKey] = set()
         """Blocks that were brought into the host and that no request has loaded yet."""
+        self._unread = Unread[Name](options.max_known)
         self._pace = LoadPace(around.clock)
         self._log = RateLimitedLogger(clock=around.clock)
 
@@ -493,6 +495,8 @@ class KeyedTier(StoringTier):
             metrics.remote_failures(len(failed), is_write=False)
         ends = [_first_failure(extent.keys, failed) for extent in job.extents]
         self._known.learn(dict(zip(names, ends, strict=True)))
+        came = [name for name, end in zip(names, ends, strict=True) if end is Outcome.OK]
+        metrics.read_again(self.tier, self._unread.read(came))
         self.judge(job.verdict(slots))
         self.on_news()
 
@@ -584,7 +588,7 @@ class KeyedTier(StoringTier):
         while self.is_usable and (batch := self._next_batch()):
             self._storing.update(map(_name_of, batch))
             keys = tuple(key for extent in batch for key in extent.keys)
-            self._store(keys, tuple(ExtentPart(extent.num_blocks) for extent in batch))
+            self._store(dict.fromkeys(keys), tuple(ExtentPart(extent.num_blocks) for extent in batch))
 
     def _next_batch(self) -> list[Extent]:
         """Extents for one order to store, from those that wait: still in the host, and behind one that is in
@@ -618,15 +622,21 @@ class KeyedTier(StoringTier):
     def _is_there(self, name: Name) -> bool:
         return name in self._storing or self._known.is_kept(name)
 
-    def _begin_store(self, keys: Sequence[BlockKey]) -> tuple[Sequence[BlockKey], Sequence[int]]:
+    def _begin_store(
+        self, befores: Mapping[BlockKey, BlockKey | None]
+    ) -> tuple[Sequence[BlockKey], Sequence[int]]:
         if self.full_blocks > 1:
-            return keys, ()
-        new_keys = self._new_of(keys)
+            return list(befores), ()
+        new_keys = self._new_of(list(befores))
         self._storing.update((key, 1) for key in new_keys)
         return new_keys, ()
 
     def _end_store(
-        self, keys: Sequence[BlockKey], extents: Sequence[ExtentPart], outcomes: Sequence[Outcome]
+        self,
+        keys: Sequence[BlockKey],
+        extents: Sequence[ExtentPart],
+        outcomes: Sequence[Outcome],
+        block_bytes: int,
     ) -> int:
         ends, there, start = dict[Name, Outcome](), list[BlockKey](), 0
         for num_blocks, _ in extents or [ExtentPart(1)] * len(keys):
@@ -643,6 +653,7 @@ class KeyedTier(StoringTier):
         num_stored = sum(num_blocks for _, num_blocks in stored)
         self._around.metrics.remote_failures(len(keys) - num_stored, is_write=True)
         self._known.learn(stored)
+        self._unread.wrote([(name, name[1] * block_bytes) for name in stored])
         return num_stored
 
     # ---------------------------------------------------------------- ends

@@ -20,6 +20,7 @@ from kvbm_core.errors import Outcome
 from kvbm_core.observe.metrics import Metrics
 from kvbm_core.storage.disk.recovery import Found
 from kvbm_core.tiers.jobs import JobTable
+from kvbm_core.tiers.written import Chains
 from kvbm_core.tokens.runs import BlockRun
 from kvbm_core.transfer.plan import OrderKind, TierOrder
 from kvbm_core.types import BlockKey, Tier
@@ -143,6 +144,11 @@ class LowerTier:
     def fetching_blocks(self) -> int:
         """Blocks on their way into host slots that the tier itself has reserved; not those of loads."""
         return 0
+
+    @property
+    def chains(self) -> Chains | None:
+        """What is here, and what it needs before it; None: it cannot know, as others use it too."""
+        return None
 
     def expect(self, num_places: int, ranks: Collection[int], block_bytes: int = 0) -> None:
         """So many places will be found on each of these ranks, which store, of blocks that have

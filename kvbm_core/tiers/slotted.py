@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from kvbm_core.blocks.departures import Leave
 from kvbm_core.blocks.lease import Lease
@@ -15,6 +15,7 @@ from kvbm_core.policy.named import PolicyMaker, make_policy
 from kvbm_core.storage.disk.recovery import Found, batches_of
 from kvbm_core.tiers.lower import LowerTierMaker, Surroundings
 from kvbm_core.tiers.storing import USELESS, StoringOptions, StoringTier
+from kvbm_core.tiers.written import Chains, WrittenSlots
 from kvbm_core.tokens.runs import BlockRun, blocks_of
 from kvbm_core.transfer.plan import ANSWERS, ExtentPart, OrderKind, TierOrder
 from kvbm_core.types import BlockKey, Tier
@@ -51,6 +52,7 @@ class SlottedTier(StoringTier):
         super().__init__(name, tier, admission, around, options or StoringOptions())
         self.slots = BlockTier(tier, policy or make_policy(), around.clock, around.listener, around.metrics)
         self.slots.on_cleared = self._erase
+        self._written = WrittenSlots()
         self._expected_slots = 0
         self._storing: dict[BlockKey, Reservation] = {}
         self._found: dict[int, dict[int, dict[tuple[int, BlockKey], int]]] = {}
@@ -108,12 +110,13 @@ class SlottedTier(StoringTier):
         if num_places > self._expected_slots:
             self._expected_slots = num_places
             self.slots.expect(num_places)
+            self._written.grow(num_places)
 
     def take_in(self, rank: int, end: int, found: Sequence[Found]) -> None:
         """See LowerTier. A block is there if every rank has it in the same slot."""
         kept = [] if self._is_forgotten else found
         if len(self._ranks()) == 1:
-            self.slots.restore(end, batches_of(kept))
+            self._restore(end, kept)
             return
         of_rank = self._found.setdefault(end, {})
         of_rank[rank] = {(record.slot, record.key): record.sequence for record in kept}
@@ -126,7 +129,16 @@ class SlottedTier(StoringTier):
             for (slot, key), sequence in first.items()
             if all((slot, key) in other for other in others)
         ]
-        self.slots.restore(end, batches_of(common))
+        self._restore(end, common)
+
+    def _restore(self, end: int, found: Sequence[Found]) -> None:
+        self._written.begin([record.slot for record in found], [record.key for record in found])
+        self.slots.restore(end, batches_of(found))
+
+    @property
+    def chains(self) -> Chains:
+        """See LowerTier. Of blocks of an earlier process nobody knows what comes before them."""
+        return self._written.chains(self.slots.used_slots)
 
     # ---------------------------------------------------------------- the way down
 
@@ -138,8 +150,10 @@ class SlottedTier(StoringTier):
     def _new_of(self, keys: Sequence[BlockKey]) -> Sequence[BlockKey]:
         return self.slots.new_of(keys) if self.slots.capacity_blocks else ()
 
-    def _begin_store(self, keys: Sequence[BlockKey]) -> tuple[Sequence[BlockKey], Sequence[int]]:
-        new_keys = self.slots.new_of(keys)
+    def _begin_store(
+        self, befores: Mapping[BlockKey, BlockKey | None]
+    ) -> tuple[Sequence[BlockKey], Sequence[int]]:
+        new_keys = self.slots.new_of(list(befores))
         owners = self._around.host.owners(new_keys)
         whose = owners if len(owners) == len(new_keys) else NOBODY
         reservation = self.slots.reserve(new_keys, protect_nothing, tenants=whose)
@@ -147,17 +161,25 @@ class SlottedTier(StoringTier):
             lacking = self.slots.new_of(new_keys)
             self.slots.note_left_out(lacking, reservation.over_quota, self._around.metrics)
         self._storing.update(dict.fromkeys(reservation.keys, reservation))
+        before = [befores[key] for key in reservation.keys]
+        self._written.begin(reservation.slots, reservation.keys, before)
         return reservation.keys, reservation.slots
 
     def _end_store(
-        self, keys: Sequence[BlockKey], extents: Sequence[ExtentPart], outcomes: Sequence[Outcome]
+        self,
+        keys: Sequence[BlockKey],
+        extents: Sequence[ExtentPart],
+        outcomes: Sequence[Outcome],
+        block_bytes: int,
     ) -> int:
         reservation = next(iter([self._storing.pop(key) for key in keys]))
         stored, lost = reservation.split(
             [key for key, outcome in zip(keys, outcomes, strict=True) if outcome is not Outcome.OK]
         )
-        self.slots.abort(lost)
-        self.slots.departures.note(lost.keys, Leave.FAILED)
+        if lost.keys:
+            self.slots.abort(lost)
+            self.slots.departures.note(lost.keys, Leave.FAILED)
+        self._written.wrote(stored.slots, block_bytes)
         return len(stored.keys) if self.slots.commit(stored) else 0
 
     # ---------------------------------------------------------------- the way up, and ends
@@ -165,6 +187,8 @@ class SlottedTier(StoringTier):
     def fetched(self, outcomes: Sequence[tuple[BlockKey, Outcome]]) -> None:
         """See LowerTier. Useless ones are forgotten, a failing tier is left alone."""
         if outcomes:
+            read = self.slots.slots_of([key for key, outcome in outcomes if outcome is Outcome.OK])
+            self._around.metrics.read_again(self.tier, self._written.read(read))
             useless = [key for key, outcome in outcomes if outcome in USELESS]
             if useless:
                 self.slots.forget(useless)

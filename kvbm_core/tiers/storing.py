@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from kvbm_core.blocks.lease import Lease
@@ -75,15 +75,23 @@ class StoringTier(LowerTier, ABC):
         """Those of ``keys`` that are neither here nor on their way."""
 
     @abstractmethod
-    def _begin_store(self, keys: Sequence[BlockKey]) -> tuple[Sequence[BlockKey], Sequence[int]]:
-        """Those of ``keys`` that get a place, and the places; these are empty in a tier without slots."""
+    def _begin_store(
+        self, befores: Mapping[BlockKey, BlockKey | None]
+    ) -> tuple[Sequence[BlockKey], Sequence[int]]:
+        """Those of the blocks that get a place, and the places; these are empty in a tier without slots.
+        ``befores``: by each block the one that it needs before it.
+        """
 
     @abstractmethod
     def _end_store(
-        self, keys: Sequence[BlockKey], extents: Sequence[ExtentPart], outcomes: Sequence[Outcome]
+        self,
+        keys: Sequence[BlockKey],
+        extents: Sequence[ExtentPart],
+        outcomes: Sequence[Outcome],
+        block_bytes: int,
     ) -> int:
-        """How each of ``keys``, in ``extents``, ended, on all ranks together. Answers how many are here
-        now.
+        """How each of ``keys``, in ``extents``, ended, on all ranks together, which have written
+        ``block_bytes`` for each. Answers how many are here now.
         """
 
     # ---------------------------------------------------------------- state
@@ -167,23 +175,25 @@ class StoringTier(LowerTier, ABC):
                 return
             most = min(STORE_BLOCKS, room, len(self._waiting))
             befores = dict(self._waiting.popitem(last=False) for _ in range(most))
-            batch: dict[BlockKey, None] = {}
+            batch: dict[BlockKey, BlockKey | None] = {}
             for key in self._around.host.resident_of(list(befores)):
                 before = befores[key]
                 if before is None or before in batch or not self._new_of([before]):
-                    batch[key] = None
+                    batch[key] = before
             if batch:
-                self._store(list(batch))
+                self._store(batch)
 
-    def _store(self, keys: Sequence[BlockKey], extents: tuple[ExtentPart, ...] = ()) -> None:
-        """``keys``, which are in the host; in a tier that keeps extents, in whole ones."""
+    def _store(
+        self, befores: Mapping[BlockKey, BlockKey | None], extents: tuple[ExtentPart, ...] = ()
+    ) -> None:
+        """Blocks that are in the host, see ``_begin_store``; in a tier that keeps extents, whole ones."""
         around = self._around
-        placed, places = self._begin_store(keys)
+        placed, places = self._begin_store(befores)
         if not placed:
             return
         lease = around.host.lease(self.name, placed, around.lease_ttl_s)
         if lease is None:
-            self._end_store(placed, extents, [Outcome.REJECTED] * len(placed))
+            self._end_store(placed, extents, [Outcome.REJECTED] * len(placed), 0)
             return
         job_id = around.jobs.new_id()
         order = TierOrder(job_id, self.name, OrderKind.STORE, lease.keys, lease.slots, tuple(places), extents)
@@ -207,11 +217,11 @@ class StoringTier(LowerTier, ABC):
         outcomes = [failed.get(slot, Outcome.OK) for slot in order.slots]
         num_ok = outcomes.count(Outcome.OK)
         self.judge(job.verdict(order.slots), order.kind)
+        num_bytes = sum(result.num_bytes for result in job.results) if num_ok else 0
         if num_ok:
-            num_bytes = sum(result.num_bytes for result in job.results)
             seconds = max(result.seconds for result in job.results)
             metrics.tier_transfer(Tier.HOST, self.tier, num_bytes, seconds)
-        num_kept = self._end_store(order.keys, order.extents, outcomes)
+        num_kept = self._end_store(order.keys, order.extents, outcomes, num_bytes // max(1, num_ok))
         metrics.offloaded_blocks(num_kept, Tier.HOST, self.tier)
         metrics.dropped(DropReason.RESET, num_ok - num_kept)
         if num_ok < len(outcomes):

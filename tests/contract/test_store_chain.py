@@ -145,6 +145,7 @@ def test_another_one_gets_what_the_first_one_put_and_has_it_on_its_disk(bench: B
     assert second.find(keys, deadline_s=LONG_S) == ([Outcome.OK] * 12, set())
     assert get(second, keys) == [Outcome.OK] * 12
     assert bench.asked(GET) == calls, "what came from the remote store is not on the disk"
+    assert not bench.metric('kvbm_read_again_bytes_total{tier="remote"}'), "another one wrote it"
     assert second.settle(LONG_S) and bench.asked(PUT) == 0, "what came from there is put there again"
 
 

@@ -145,6 +145,12 @@ def test_weights_that_are_updated_in_place_find_and_keep_nothing(
     assert found == [4, 4, 4, 4, *[4, 0] * 7]
 
 
+def test_a_flush_of_sglangs_cache_keeps_the_names_of_the_same_weights_alone(
+    sglang: Worker, tmp_path: Path, seed: int
+) -> None:
+    assert sglang.run(f"{SCENES}:flushed", folder=str(tmp_path), seed=seed) == [2, 2, 0, 0, 2]
+
+
 def test_statistics(sglang: Worker, tmp_path: Path, seed: int) -> None:
     found = sglang.run(f"{SCENES}:statistics", folder=str(tmp_path), seed=seed)
     assert (found["backup_pgs"], found["prefetch_pgs"]) == ([8], [4])
@@ -155,6 +161,7 @@ def test_statistics(sglang: Worker, tmp_path: Path, seed: int) -> None:
     assert numbers['kvbm_bytes_total{direction="offload"}'] == 8 * page_bytes
     assert numbers['kvbm_tier_transfer_bytes_total{from="host",to="disk"}'] == 8 * page_bytes
     assert numbers['kvbm_tier_transfer_bytes_total{from="disk",to="host"}'] == 4 * page_bytes
+    assert numbers['kvbm_read_again_bytes_total{tier="disk"}'] == 4 * page_bytes
     assert numbers["kvbm_disk_cache_hit_rate"] == 0.8
     assert numbers['kvbm_tier_blocks{tier="disk",state="used"}'] == 8
 

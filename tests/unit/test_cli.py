@@ -181,6 +181,8 @@ def test_status_shows_disk_and_remote_tier_where_there_are_any(metrics_port: int
     metrics.request_hits(0, 2, 4, 1)
     metrics.tier_usage(Tier.DISK, 40, 400)
     metrics.tier_transfer(Tier.HOST, Tier.DISK, 3_000_000, 0.002)
+    metrics.read_again(Tier.DISK, 1_500_000)
+    metrics.headless_blocks(Tier.DISK, 3)
     metrics.offloaded_blocks(50, Tier.HOST, Tier.REMOTE)
     metrics.onboarded_blocks(20, Tier.REMOTE, Tier.HOST)
     metrics.remote_failures(6, is_write=False)
@@ -198,6 +200,8 @@ def test_status_shows_disk_and_remote_tier_where_there_are_any(metrics_port: int
         "disk to device 30 blocks",
         "disk 40 of 400 blocks (10 %)",
         "host to disk 3 MB at 1.5 GB/s on average",
+        "written to disk 3 MB, 1.5 MB (50 %) of them read again",
+        "disk without what comes before 3 blocks",
         "to remote 50 blocks",
         "from remote 20 blocks",
         "blocks not fetched from remote 6",

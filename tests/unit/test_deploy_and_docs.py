@@ -57,6 +57,7 @@ def test_the_dashboard_queries_what_is_served() -> None:
     assert not unknown
     own = {"kvbm_tier_blocks", "kvbm_bytes_total", "kvbm_failures_total", "kvbm_transfer_seconds_bucket"}
     own |= {"kvbm_tier_transfer_bytes_total", "kvbm_tier_transfer_seconds_bucket"}
+    own |= {"kvbm_read_again_bytes_total", "kvbm_headless_blocks"}
     own |= {"kvbm_pins", "kvbm_pinned_blocks", "kvbm_quotas"}
     assert own <= asked
 

@@ -233,6 +233,19 @@ def test_the_code_of_an_engine_counts_that_is_not_as_it_was_installed(
     assert found == {""} if way == "a wheel" else len(found) == 5
 
 
+def test_a_library_counts_by_its_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "linked_engine").mkdir()
+    (tmp_path / "linked_engine" / "__init__.py").touch()
+    library, found = tmp_path / "linked_engine" / "kernel.so", []
+    for content, time_ns in ((b"one", 1), (b"one", 2), (b"two", 2)):
+        library.write_bytes(content)
+        os.utime(library, ns=(time_ns, time_ns))
+        importlib.invalidate_caches()
+        found.append(environment.code_of_package("linked_engine"))
+    assert found[0] == found[1] != found[2]
+
+
 def record(site: Path, files: list[Path]) -> Path:
     """What an installer notes of the package, when all files are there."""
     notes = site / "my_engine-1.0.dist-info" / "RECORD"

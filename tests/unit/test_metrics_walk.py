@@ -48,6 +48,7 @@ ELSEWHERE = {
     "kvbm_remote_too_slow_requests_total": "test_load_or_compute.py",
     "kvbm_offload_blocks_d2d": "test_slotted_tier.py",
     "kvbm_missed_requests_total": "test_why.py",
+    "kvbm_headless_blocks": "test_written.py",
     "kvbm_missed_tokens_total": "test_why.py",
 }
 
@@ -95,9 +96,13 @@ def test_a_block_on_its_way_down_and_up_again() -> None:
     bench.tier.reset()
     rates = {"kvbm_host_cache_hit_rate", "kvbm_disk_cache_hit_rate"}
     slowest = {"kvbm_slowest_transfer_seconds", "kvbm_slowest_transfer_bytes"}  # no slower than before
-    from_disk = {"kvbm_onboard_blocks_d2d", *rates, *HIT, *full, *(COPIED - slowest)}
+    again = {"kvbm_read_again_bytes_total"}
+    from_disk = {"kvbm_onboard_blocks_d2d", *rates, *HIT, *full, *again, *(COPIED - slowest)}
     changes = check(bench, lambda: load(bench), from_disk, kvbm_onboard_blocks_d2d=4, kvbm_matched_tokens=16)
     assert changes['kvbm_hit_tokens_total{tier="disk"}'] == 16
+    assert changes['kvbm_read_again_bytes_total{tier="disk"}'] == 80, "100 bytes were written, of five blocks"
+    bench.tier.reset()
+    assert not again & families(moved(bench, lambda: load(bench))), "a block counts at its first read"
     assert not moved(bench, lambda: bench.match(bench.open("asks"), OTHER)), "a miss is not a hit"
 
 
