@@ -17,6 +17,7 @@ from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
+from kvbm_core.config.names import is_of_kubernetes
 from kvbm_core.identity.digest import Digester, default_memory
 from kvbm_core.identity.effective import file_digest
 from kvbm_core.identity.fields import Description
@@ -262,15 +263,3 @@ def _reason(name: str, reasons: Mapping[str, str]) -> str | None:
 
 def _digest(text: str) -> str:
     return hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()
-
-
-_OF_A_SERVICE = re.compile(
-    r"\w+_(SERVICE_(HOST|PORT(_\w+)?)|PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)"
-)
-
-
-def is_of_kubernetes(variable: str) -> bool:
-    """Whether Kubernetes sets it in every pod for a Service of that name, also one that begins with the
-    engine's: where the Service listens.
-    """
-    return _OF_A_SERVICE.fullmatch(variable) is not None

@@ -18,8 +18,9 @@ import pytest
 import kvbm_sglang.config_tables as of_sglang
 import kvbm_trtllm.config_tables as of_trtllm
 import kvbm_vllm.config_tables as of_vllm
+from kvbm_core.config.names import is_of_kubernetes
 from kvbm_core.identity import environment
-from kvbm_core.identity.environment import describe_environment, is_of_kubernetes
+from kvbm_core.identity.environment import describe_environment
 from kvbm_core.identity.fields import Description
 
 ENGINES = [of_vllm, of_sglang, of_trtllm]

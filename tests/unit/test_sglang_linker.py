@@ -27,10 +27,12 @@ from kvbm_core.observe.metrics import Metrics  # noqa: E402
 from kvbm_core.observe.why import Account  # noqa: E402
 from kvbm_core.runtime.assembly import metrics_of  # noqa: E402
 from kvbm_core.runtime.local import LocalTiers  # noqa: E402
+from kvbm_core.storage import memory_room  # noqa: E402
 from kvbm_core.storage.disk.allocate import FileOptions, open_file  # noqa: E402
 from kvbm_core.storage.disk.folder import TOP  # noqa: E402
 from kvbm_core.storage.disk.io import Transfer  # noqa: E402
 from kvbm_core.storage.disk.recovery import Recovery  # noqa: E402
+from kvbm_core.storage.memory_room import MemoryRoom  # noqa: E402
 from kvbm_core.testing import toy_store  # noqa: E402
 from kvbm_core.testing.executor_bench import LONG_S  # noqa: E402
 from kvbm_core.transfer.executors.memcpy import MemcpyExecutor  # noqa: E402
@@ -666,8 +668,9 @@ def test_the_memory_of_all_ranks_together_has_to_be_there(
     """Eight ranks of 100 GB started on 500 GB, as each of them found room."""
     pages, metrics = DevicePages(MHATokenToKVPool(), PAGE_TOKENS), Metrics()
     each_bytes = 12 * pages.page_bytes
-    monkeypatch.setattr(linker_assembly, "available_memory_bytes", lambda: 3 * each_bytes)
-    monkeypatch.setattr(linker_assembly, "taken_by_siblings_bytes", lambda: 2 * each_bytes)
+    room = MemoryRoom(3 * each_bytes, 3 * each_bytes, "a test")
+    monkeypatch.setattr(linker_assembly, "available_memory", lambda: room)
+    monkeypatch.setattr(memory_room, "taken_by_siblings_bytes", lambda: 2 * each_bytes)
     settings = KvbmSettings.from_env({"DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS": 12})
     ranks = Ranks({"tp_rank": 0, "tp_size": num_here}, num_here, num_here)
     linker = assemble(
