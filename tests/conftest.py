@@ -63,7 +63,7 @@ DEEPER = {
         TESTS / "trtllm" / f"test_{name}.py"
         for name in ("random", "attention_dp", "double_soak", "double_ranks")
     ),
-    *(TESTS / "vllm" / f"test_{name}.py" for name in ("identity", "newest")),
+    *(TESTS / "vllm" / f"test_{name}.py" for name in ("arguments", "newest")),
     TESTS / "e2e" / "test_main_job.py",
     TESTS / "sglang" / "test_identity.py",
 }

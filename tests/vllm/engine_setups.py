@@ -109,18 +109,6 @@ class Setup:
     files: Mapping[str, str] = field(default_factory=dict)
     lora: bytes | None = None
 
-    def over(self, other: Setup) -> Setup:
-        """This one where it says something, ``other`` for the rest."""
-        return Setup(
-            {**other.arguments, **self.arguments},
-            {**other.model, **self.model},
-            {**other.environ, **self.environ},
-            {**other.fields, **self.fields},
-            self.weights if self.weights != Setup().weights else other.weights,
-            {**other.files, **self.files},
-            self.lora if self.lora is not None else other.lora,
-        )
-
 
 class Engines:
     """Makes configurations, each from a new folder."""
