@@ -8,7 +8,7 @@ reads the weights in place; {"load": folder} gives its norms to the model object
 (its matrices vLLM keeps elsewhere, on a CPU); {"write": number} adds it to the model's tensors;
 {"add_lora": [name, number, path], "inplace": bool}; {"copy": [from, to]} overwrites a folder's files. RESULT:
 {"answers": of each generate, the tokens and cached tokens of each prompt, "to_disk": after each generate, how
-many blocks have gone there}.
+many blocks have gone there, "metrics": at the end}.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ class Job:
         self._llm = make_engine(job)
         self.answers: list[list[dict[str, Any]]] = []
         self.to_disk: list[float] = []
+        self.metrics: dict[str, float] = {}
 
     def do(self, step: dict[str, Any]) -> None:
         """One of the steps above."""
@@ -70,7 +71,8 @@ class Job:
         ]
         leader = settle(self._llm)
         assert not leader.pending_jobs and not leader.open_requests and not leader.chain.storing_blocks
-        self.to_disk.append(leader.metrics.snapshot()["kvbm_offload_blocks_h2d"])
+        self.metrics = leader.metrics.snapshot()
+        self.to_disk.append(self.metrics["kvbm_offload_blocks_h2d"])
         return [
             {"tokens": list(output.outputs[0].token_ids), "cached_tokens": output.num_cached_tokens}
             for (output,) in outputs
@@ -94,7 +96,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     engine = Job(job)
     for step in job["steps"]:
         engine.do(step)
-    return {"answers": engine.answers, "to_disk": engine.to_disk}
+    return {"answers": engine.answers, "to_disk": engine.to_disk, "metrics": engine.metrics}
 
 
 if __name__ == "__main__":

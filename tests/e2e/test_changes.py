@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.e2e.engine_child import run_engine
+from tests.engines.shared_stores import directory
 
 BLOCK = 32
 PROMPT_TOKENS = 300
@@ -150,3 +151,59 @@ def test_after_a_restart_no_answer_is_of_weights_that_a_trainer_gave_to_the_mode
     assert tokens(changed[0]) == tokens(changed[1]) == tokens(changed[2])
     assert not any(answer["cached_tokens"] for answers in (found, *changed) for answer in answers)
     assert len(set(result["to_disk"][2:])) == 1, "blocks of the new weights have gone to the disk"
+
+
+NUM_UPDATES = 20
+
+
+@pytest.mark.nightly("twenty updates on two engines; the tests above have one of each kind")
+@pytest.mark.timeout(1200)
+def test_no_answer_is_wrong_after_any_of_twenty_updates(
+    tiny_model: Path, tmp_path: Path, rng: random.Random
+) -> None:
+    """By the model object, an order, a LoRA in place, and a LoRA's files alone, in turn; with host, disk and
+    a store, and a restart in between.
+    """
+    prompts = [[rng.randrange(3, 500) for _ in range(PROMPT_TOKENS)]]
+    live = adapter(tiny_model, tmp_path / "live", rng.randrange(1 << 30))
+    lora = ["poet", 1, str(live)]
+
+    def asked(name: str) -> list[dict[str, Any]]:
+        """Without a cache (nobody else has this salt), with one, and once more; with and without a LoRA."""
+        return [
+            step
+            for more in ({}, {"lora": lora})
+            for salt in (name, None, None)
+            for step in ({"reset_device": True}, {"generate": prompts, "salt": salt, **more})
+        ]
+
+    def update(number: int) -> list[dict[str, Any]]:
+        made, way, seed = tmp_path / f"update {number}", number % 4, rng.randrange(1 << 30)
+        if way < 2:
+            folder = str(further_trained(tiny_model, made, seed, norms=way == 0))
+            return [{"load": folder} if way == 0 else {"reload": folder}]
+        copied = {"copy": [str(adapter(tiny_model, made, seed)), str(live)]}
+        return [copied, {"add_lora": lora, "inplace": True}] if way == 2 else [copied]
+
+    llm = {"block_size": BLOCK, "max_model_len": 1024, "num_gpu_blocks_override": 200, "dtype": "float32"}
+    llm |= {"enable_lora": True, "max_lora_rank": 8, "max_loras": 2}
+    tiers = {"DYN_KVBM_DISK_CACHE_GB": "0.5", "DYN_KVBM_DISK_CACHE_DIR": str(tmp_path / "disk")}
+    tiers |= {"DYN_KVBM_DISABLE_DISK_OFFLOAD_FILTER": "1", "KVBM_TEST_DISK_LEDGER": str(tmp_path / "ledger")}
+    starts = []
+    with directory(tmp_path) as store:
+        for life in range(2):
+            numbers = range(life * NUM_UPDATES // 2, (life + 1) * NUM_UPDATES // 2)
+            steps = [
+                *asked(f"start {life}"),
+                *(step for n in numbers for step in (*update(n), *asked(f"{n}"))),
+            ]
+            job = {"model": str(tiny_model), "llm": llm, "connector": True, "steps": steps}
+            engine = run_engine(tmp_path / f"{life}", job, "tests.e2e.changing_engine", **tiers, **store)
+            answers = [[answer["tokens"] for answer in each] for each in engine["answers"]]
+            cached = [[answer["cached_tokens"] for answer in each] for each in engine["answers"]]
+            for right, cold, warm in zip(answers[::3], answers[1::3], answers[2::3], strict=True):
+                assert right == cold == warm
+            assert len({str(right) for right in answers[::6]}) > 3
+            assert sum(each == [FOUND] for each in cached[2::3]) > NUM_UPDATES // 2
+            starts.append((answers[1], cached[1]))
+    assert starts == [(starts[0][0], [0]), (starts[0][0], [FOUND])]
