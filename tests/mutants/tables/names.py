@@ -221,6 +221,20 @@ MUTANTS = (
         "    if True:\n",
         f"{SGLANG}::test_all_ranks_have_to_find_the_same[True]",
     ),
+    Mutant(
+        "TensorRT-LLM: a trainer's reset of its cache was not heard of",
+        "kvbm_trtllm/weights.py",
+        "            changes.hear(order)\n",
+        "            pass\n",
+        "tests/trtllm/test_weights.py::test_blocks_of_old_weights_answer_nobody[released-v1-overlap-1-write]",
+    ),
+    Mutant(
+        "TensorRT-LLM: a request that ran across a change of weights was stored under the new name",
+        "kvbm_trtllm/scheduler.py",
+        "            self.leader.new_generation(keeps_host=False)\n",
+        "            pass\n",
+        "tests/trtllm/test_weights.py::test_a_request_that_runs_across_the_change_leaves_nothing",
+    ),
     # ------------------------------------------------------------ adapters
     Mutant(
         "a LoRA was overwritten on disk between its load and its first request",
