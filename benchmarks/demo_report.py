@@ -269,7 +269,13 @@ def draw_plot(comparison: Comparison, path: Path) -> Path:
             top = (place, max(each))
             axes.annotate(f"{height:.0f}", top, above, textcoords="offset points", ha="center", fontsize=9)
     axes.annotate(
-        "nothing\nyet", (-0.5 * width, 0), (0, 6), textcoords="offset points", ha="center", fontsize=9, color="gray"
+        "nothing\nyet",
+        (-0.5 * width, 0),
+        (0, 6),
+        textcoords="offset points",
+        ha="center",
+        fontsize=9,
+        color="gray",
     )
     prompts = {row.turn: row.prompt_tokens for row in comparison.rows}
     axes.set_xticks(turns, [f"turn {turn + 1}\n{prompts[turn]:,.0f} prompt tokens" for turn in turns])

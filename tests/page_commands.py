@@ -308,7 +308,7 @@ TABLE: dict[str, list[tuple[str, How]]] = {
     ],
     "docs/trtllm.md": [
         ("pip install .", same_as("README.md")),
-        ('pip install ".[trtllm]"', INDEX),
+        ("pip install --extra-index-url", INDEX),
         *[("export DYN_KVBM_", HOME)] * 4,
         ("export KVBM_DISK_TO_DEVICE", HOME),
         ("cat > /tmp/kvbm_llm_api_config.yaml", TRTLLM),
