@@ -7,10 +7,8 @@ Interface: UnifiedCacheLinker of SGLang 0.5.23. Selected by ``{"linker": "KvbmLi
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinker
@@ -36,9 +34,6 @@ if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
 
 log = logging.getLogger("kvbm")
-
-# SGLang's, on whose behalf it also resets its cache: nobody else is told that the weights are others now.
-_AFTER_NEW_WEIGHTS = "flush_cache_after_weight_update"
 
 
 def _no_pages(*args: Any, **more: Any) -> DevicePages | None:
@@ -186,9 +181,6 @@ class KvbmLinker(UnifiedCacheLinker):
     @guarded("reset_cache", lambda self: None)
     def reset(self) -> None:
         self._parts.quiesce()
-        if _is_called_by(_AFTER_NEW_WEIGHTS):
-            log.warning("kvbm: the weights are others now; what was cached before is not used any more")
-            self._parts.begin_anew()
 
     @guarded("shutdown", lambda self: None)
     def close(self) -> None:
@@ -321,10 +313,3 @@ def _ranks_of(params: Any, server_args: Any, alike: Alike | None) -> Ranks:
     attention_replica = int(parallel.tp_rank) // (shard["attn_cp_size"] * shard["tp_size"])
     num_here = max(1, num_ranks * num_engines // num_nodes)
     return Ranks(shard, num_ranks, num_here, number, replica or attention_replica, alike)
-
-
-def _is_called_by(name: str) -> bool:
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_name != name:
-        frame = frame.f_back
-    return frame is not None

@@ -19,7 +19,7 @@ from kvbm_core.runtime.assembly import LowerTiers, evicting, lower_makers, rank_
 from kvbm_core.runtime.local import LocalOptions, LocalTiers
 from kvbm_core.runtime.messages import PROTOCOL_VERSION, Hello, Joined
 from kvbm_core.runtime.replicas import NOT_ALIKE, ReplicaRank, Role, meet
-from kvbm_core.storage.host_slab import available_memory_bytes, taken_by_siblings_bytes
+from kvbm_core.storage.memory_room import available_memory
 from kvbm_core.transfer.plan import TierPlace
 from kvbm_core.transfer.rank import slot_bytes_of
 from kvbm_sglang.device_pool import DevicePages
@@ -159,8 +159,8 @@ def _tiers_of(
     """None, and a line in the log, if they cannot be had: one rank must not end, or wait for, the others."""
     share_bytes = options.num_slots * slot_bytes_of(pages.memory, has_lower=bool(options.places))
     try:
-        room_bytes = available_memory_bytes() + taken_by_siblings_bytes()
-        settings.check_memory(share_bytes * part.num_here, room_bytes)
+        room = available_memory().with_siblings()
+        room.check(*settings.host_size, share_bytes * part.num_here)
         tiers = LocalTiers(pages.memory, options, metrics, group=part.role.group)
     except (ConfigError, UnsupportedError) as error:
         if part.role.group is not None:

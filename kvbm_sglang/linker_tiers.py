@@ -74,10 +74,6 @@ class PageRoots:
         """For pages that are computed or looked up now."""
         return self._roots.of(NO_ADAPTER, None, self._layout)
 
-    def weights_changed(self) -> None:
-        """What was stored before is not to be found from now on."""
-        self._weights.changed("SGLang has new weights")
-
 
 class _Query(NamedTuple):
     """How many pages were looked up under which root, and in which generation of the weights. ``is_counted``:
@@ -523,15 +519,6 @@ class LinkerTiers:
         self._stores.clear()
         self.counter.reset()
         return is_idle
-
-    def begin_anew(self) -> None:
-        """The weights are others now: nothing that was stored before is found from now on. After
-        ``quiesce``.
-        """
-        if self._roots is not None:
-            self._roots.weights_changed()
-        if self._events is not None:
-            self._events.renamed()
 
     def close(self) -> None:
         """Ends threads and tiers; idempotent. What is on its way to the disk has WRITE_OUT_TIMEOUT_S to get

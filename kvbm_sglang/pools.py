@@ -18,6 +18,7 @@ from kvbm_core.clock import SystemClock
 from kvbm_core.config import KvbmSettings
 from kvbm_core.control.desk import AtOnce
 from kvbm_core.errors import ConfigError, LayoutError, Outcome
+from kvbm_core.identity.roots import Stamp
 from kvbm_core.observe.labels import FailureKind
 from kvbm_core.policy.named import make_policy
 from kvbm_core.runtime.assembly import rank_options, remote_admission
@@ -91,6 +92,7 @@ class Pools:
         self._followed = ""  # the writer's folder is called by its first pool
         self._bytes_per_counted_byte = 0.0
         self._events: EventFeed | None = None  # made with the KV pool
+        self._told_generation = 0
         server_args = find_server_args()
         self._engine = describe_engine(server_args, config)
         self._engine.tell("SGLang", "nothing is cached")
@@ -119,9 +121,9 @@ class Pools:
         another process still has (it was killed, and gives its memory back) is tried again with later calls.
         """
         is_due = self._waiting and time.monotonic() >= self._next_try_s
-        if is_due and self._is_lasting():
+        if is_due and self._engine.is_lasting and (weights := self._weights.stamp()).is_lasting:
             with self._lock:
-                self._open_waiting()
+                self._open_waiting(weights)
 
     def page_tokens(self, name: str) -> int:
         """Tokens of a page; 0 for a pool that is not kept."""
@@ -188,8 +190,9 @@ class Pools:
 
     def _store(self, name: str) -> PageStore | None:
         if not self._is_lasting():
-            if self._events is not None and self._weights.generation and not self._events.generation:
-                self._events.renamed()  # once: no page is asked for any more
+            if self._events is not None and self._weights.generation != self._told_generation:
+                self._told_generation = self._weights.generation
+                self._events.renamed()  # no page is asked for, at least for a while
             return None
         if self.control.is_draining:
             return None
@@ -213,7 +216,7 @@ class Pools:
         used, capacity = sum(disk.resident_blocks for disk in disks), sum(disk.num_slots for disk in disks)
         self._stats.disk_tier(used, capacity, sum(disk.evicted_blocks_total for disk in disks))
 
-    def _open_waiting(self) -> None:
+    def _open_waiting(self, weights: Stamp) -> None:
         waiting, self._waiting = self._waiting, {}
         known = {
             name: pages for name, pool in waiting.items() if (pages := self._pages_of(name, pool)) is not None
@@ -227,7 +230,7 @@ class Pools:
                 if name == KV and self._events is not None and self._events.log is not None:
                     self._events.log.cleared(Tier.DISK, ())
             try:
-                self._stores[name] = self._open(name, pages, waiting[name], known)
+                self._stores[name] = self._open(name, pages, waiting[name], known, weights)
                 self._pages[name] = pages
                 self._busy.discard(name)
             except DirectoryBusyError as error:
@@ -280,11 +283,10 @@ class Pools:
         log.error("%s; pool %s: nothing is cached", error, name)
         self._stats.metrics.failure(FailureKind.LAYOUT)
 
-    def _open(self, name: str, pages: Pages, pool: Any, known: Mapping[str, Pages]) -> PageStore:
+    def _open(
+        self, name: str, pages: Pages, pool: Any, known: Mapping[str, Pages], weights: Stamp
+    ) -> PageStore:
         settings, config = self._settings, self._config
-        weights = self._weights.stamp()
-        if not weights.is_lasting:
-            raise LayoutError("kvbm: the weights have just changed")
         namespace = namespace_of(
             config, pool, name, pages.piece_bytes, self.model, engine=self._engine, weights=weights
         )

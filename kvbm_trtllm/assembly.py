@@ -45,6 +45,7 @@ from kvbm_trtllm.layout import Ranks
 from kvbm_trtllm.meeting import data_parallel_rank_of, meet, name_of_engine, rank_of
 from kvbm_trtllm.notes import encode
 from kvbm_trtllm.scheduler import Options, SchedulerSide
+from kvbm_trtllm.weights import EngineChanges
 from kvbm_trtllm.worker import EngineFacts, WorkerSide
 
 if TYPE_CHECKING:
@@ -74,6 +75,7 @@ class LeaderPart:
             self._description.tell("TensorRT-LLM", NOT_ON_DISK)
         self._settings = settings
         self._weights = weights_identity(llm_args)
+        self._changes = EngineChanges(self._weights)
         self.metrics = metrics_of(settings, SchedulerSide)
         self._process = LeaderProcess(
             settings,
@@ -169,6 +171,7 @@ class LeaderPart:
                 is_told=self._is_told,
                 spare_tokens=spare_tokens_of(self._llm_args),
                 pads_graphs=pads_graphs(self._llm_args),
+                have_changed=self._changes.take,
             ),
             events=self._events,
         )

@@ -47,7 +47,7 @@ class Options:
     ``min_priority``: offload of a request stops at its first block of lower retention priority. ``is_told``:
     TensorRT-LLM has said how many tokens a block holds (KVCacheManagerV2). ``spare_tokens``: room that it
     keeps in a block table beyond a request's tokens. ``pads_graphs``: it fills batches up with a request that
-    it made up.
+    it made up. ``have_changed``: whether the weights are others than when it was last asked.
     """
 
     sync_onboard_bytes: int = 0
@@ -56,6 +56,7 @@ class Options:
     is_told: bool = True
     spare_tokens: int = 0
     pads_graphs: bool = False
+    have_changed: Callable[[], bool] = lambda: False
 
 
 class SchedulerSide(LeaderSide):
@@ -134,6 +135,7 @@ class SchedulerSide(LeaderSide):
         """How many tokens beyond ``num_computed_tokens`` will be brought up, and whether the request waits
         parked.
         """
+        self._take_changes()
         self.leader.poll()
         followed = self._begin(request, num_computed_tokens)
         state = followed.state
@@ -178,6 +180,7 @@ class SchedulerSide(LeaderSide):
     @guarded("build_connector_meta", lambda self, output: self._fallback_metadata(), last_resort=QUIET)
     def build_connector_meta(self, output: Any) -> bytes:
         """Everything the workers do in this iteration."""
+        self._take_changes()
         self.leader.poll()
         for data in output.new_requests:
             self._hear_first(data)
@@ -210,6 +213,7 @@ class SchedulerSide(LeaderSide):
 
         Asked again, it answers by what is true then.
         """
+        self._take_changes()
         self.leader.poll()
         number = int(request.request_id)
         followed = self._forget(number)
@@ -241,6 +245,11 @@ class SchedulerSide(LeaderSide):
             self._send(LoadEnded(name, part.job_id, is_done))
 
     # ---------------------------------------------------------------- requests
+
+    def _take_changes(self) -> None:
+        """Of requests that run across a change of weights nothing is stored from now on."""
+        if self._options.have_changed():
+            self.leader.new_generation(keeps_host=False)
 
     def _begin(self, request: Any, num_computed_tokens: int) -> Followed:
         number = int(request.request_id)

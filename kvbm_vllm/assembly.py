@@ -28,7 +28,7 @@ from kvbm_core.runtime.assembly import (
 from kvbm_core.runtime.leader import Leader
 from kvbm_core.runtime.replicas import NOT_ALIKE
 from kvbm_core.runtime.worker import Worker
-from kvbm_core.storage.host_slab import available_memory_bytes
+from kvbm_core.storage.memory_room import available_memory
 from kvbm_core.tiers.groups import GroupSpec, base_block_tokens
 from kvbm_core.tiers.lower import PEERS
 from kvbm_vllm import engine_calls
@@ -239,7 +239,7 @@ def _check_memory(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, setti
     ]
     block_bytes = max(pages) * _num_shards(vllm_config, kv_cache_config, settings)
     needed_bytes = settings.host_tier_slots(block_bytes) * block_bytes // num_nodes_of(vllm_config)
-    settings.check_memory(needed_bytes, available_memory_bytes())
+    available_memory().check(*settings.host_size, needed_bytes)
 
 
 def _page_bytes(spec: object, layer_name: str) -> int:

@@ -7,9 +7,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from kvbm_core.identity.roots import NO_ADAPTER, Stamp
+from kvbm_core.identity.tensors import Seen
 from kvbm_core.identity.weights import WeightsIdentity
 from kvbm_vllm.adapters import AdapterIdentities
-from kvbm_vllm.tensors import Seen, look, rest
+from kvbm_vllm.tensors import look, rest
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest

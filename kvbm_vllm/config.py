@@ -136,8 +136,6 @@ def _group_specs(kv_cache_config: KVCacheConfig, capabilities: Capabilities) -> 
             "a window or states; "
             "use vLLM 0.31 or newer, or --disable-hybrid-kv-cache-manager"
         )
-    if not groups:
-        raise UnsupportedError("kvbm: it keeps no KV cache: run this model without kvbm")
     if len(groups) > MAX_GROUPS:
         raise UnsupportedError(f"kvbm: {len(groups)} KV cache groups: at most {MAX_GROUPS} are supported")
     return tuple(_group_spec(index, group, capabilities) for index, group in enumerate(groups))

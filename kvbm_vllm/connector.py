@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, cast
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole, SupportsHMA
 
-from kvbm_vllm import engine_calls
+from kvbm_core.errors import KvbmError
+from kvbm_vllm import engine_calls, last_words
 from kvbm_vllm.assembly import (
     SchedulerAssembly,
     build_scheduler_side,
@@ -22,6 +23,7 @@ from kvbm_vllm.assembly import (
     set_failure_policy,
 )
 from kvbm_vllm.metadata import DynamoConnectorMetadata
+from kvbm_vllm.no_cache import NoCache
 from kvbm_vllm.pd import PdConnector
 from kvbm_vllm.stats import KvbmPromMetrics, KvbmStats
 from kvbm_vllm.versions import check_installed
@@ -53,6 +55,7 @@ except ImportError:  # vLLM 0.26 to 0.29 ask get_finished instead
 # vLLM looks this class up when it makes its configuration, in the process that will load the weights: before
 # that, unless the engine core is a process of its own, which began late enough.
 engine_calls.watch()
+last_words.say_at_the_end()
 
 __all__ = ["DynamoConnector", "DynamoConnectorMetadata", "PdConnector"]
 
@@ -75,6 +78,12 @@ class DynamoConnector(KVConnectorBase_V1, SupportsHMA):
 
     _cache_hit_source = _host_hit_source()
 
+    def __new__(cls, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> Any:
+        """NoCache for a model that keeps none."""
+        if kv_cache_config.kv_cache_groups:
+            return super().__new__(cls)
+        return NoCache(vllm_config, role, kv_cache_config)
+
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
@@ -82,10 +91,14 @@ class DynamoConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         self._leader_part: SchedulerAssembly | None = None
         self._worker_part: WorkerSide | None = None
-        if role == KVConnectorRole.SCHEDULER:
-            self._leader_part = build_scheduler_side(vllm_config, kv_cache_config)
-        else:
-            self._worker_part = build_worker_side(vllm_config, kv_cache_config)
+        try:
+            if role == KVConnectorRole.SCHEDULER:
+                self._leader_part = build_scheduler_side(vllm_config, kv_cache_config)
+            else:
+                self._worker_part = build_worker_side(vllm_config, kv_cache_config)
+        except KvbmError as error:
+            last_words.leave(str(error))
+            raise
 
     @property
     def requires_kv_delivery(self) -> bool:

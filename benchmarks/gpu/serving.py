@@ -19,7 +19,7 @@ from typing import Any
 from benchmarks.gpu.chat import Load, Pair, Played, measure, percentile
 from benchmarks.gpu.rows import Cell, Goal, Result, Row
 from benchmarks.gpu.stages import Options, told_by
-from kvbm_core.storage.host_slab import available_memory_bytes
+from kvbm_core.storage.memory_room import available_memory
 from tests.engines.client import EngineClient
 from tests.engines.process import ServerError, exit_on_sigterm
 from tests.engines.tiny_model import ensure_model
@@ -87,7 +87,7 @@ class ServingStage:
         """See Stage. Ours comes first: if time runs out, a peer is missing."""
         exit_on_sigterm()
         install(options)
-        host_bytes = min(10**9 if options.is_dry else MAX_HOST_BYTES, available_memory_bytes() // 2)
+        host_bytes = min(10**9 if options.is_dry else MAX_HOST_BYTES, available_memory().available_bytes // 2)
         load, model = load_of(options, host_bytes), write_model(options)
         found: dict[str, Measured] = {}
         failures: dict[str, str] = {}

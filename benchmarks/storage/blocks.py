@@ -14,7 +14,8 @@ from benchmarks.storage.sides import Rates
 from benchmarks.suite import CannotRun, expect
 from benchmarks.timing import timed
 from kvbm_core.storage.disk.record import SECTOR_BYTES
-from kvbm_core.storage.host_slab import HostSlab, available_memory_bytes
+from kvbm_core.storage.host_slab import HostSlab
+from kvbm_core.storage.memory_room import available_memory
 from kvbm_core.types import SEQUENCE_HASH_BYTES, BlockKey
 
 WAIT_S = 120.0
@@ -36,7 +37,7 @@ class Blocks:
         self.num_blocks = num_blocks
         self.block_bytes = block_bytes
         self.total_bytes = num_blocks * block_bytes
-        if available_memory_bytes() < 2 * self.total_bytes + SPARE_BYTES:
+        if available_memory().available_bytes < 2 * self.total_bytes + SPARE_BYTES:
             raise CannotRun(
                 f"too little memory: {(2 * self.total_bytes + SPARE_BYTES) / 1e9:.1f} GB must be free"
             )

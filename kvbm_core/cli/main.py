@@ -34,6 +34,7 @@ from kvbm_core.cli.why import why
 from kvbm_core.config import KvbmSettings, SettingRow, SettingSource
 from kvbm_core.config.settings import limits_of
 from kvbm_core.errors import ConfigError
+from kvbm_core.runtime.endpoint import endpoint_apart
 
 COMMANDS = "kvbm.commands"
 """Entry points: a command's name, and the function that typer makes it of."""
@@ -111,6 +112,7 @@ def config(
     """
     try:
         settings = KvbmSettings.from_env(None)
+        endpoint_apart(settings, "kvbm config", 0)
     except ConfigError as error:
         fail(str(error), BAD_CONFIG_EXIT)
     rows = [row for row in settings.describe() if not changed or row.source is not SettingSource.DEFAULT]

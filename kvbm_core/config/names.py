@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable, Mapping
 
 from kvbm_core.config.readers import shown
 from kvbm_core.errors import ConfigError
 
+_OF_A_SERVICE = re.compile(
+    r"\w+_(SERVICE_(HOST|PORT(_\w+)?)|PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)"
+)
 _OUR_PREFIXES = ("dyn_kvbm_", "kvbm_")
 _NOT_IN_RELEASE = ("DYN_KVBM_OBJECT_", "DYN_KVBM_NIXL_BACKEND_", "DYN_REGISTRY_")
 _MAX_WARNINGS = 20
@@ -50,11 +54,20 @@ def _refuse_misspelt(key: str, value: object, known: Mapping[str, str]) -> None:
     raise ConfigError(shown(key), "(given)", f"unknown setting, {remedy}")
 
 
+def is_of_kubernetes(variable: str) -> bool:
+    """Whether Kubernetes sets it in every pod for a Service of that name, also one that begins with ours or
+    an engine's: where the Service listens.
+    """
+    return _OF_A_SERVICE.fullmatch(variable) is not None
+
+
 def unknown_variable_warnings(environ: Mapping[str, str], known: Iterable[str]) -> list[str]:
     """One line, without the value, for each set variable that looks like ours and is not; at most 20."""
     known_names = frozenset(known)
     lines: list[str] = []
     for name in sorted(environ.keys() - known_names):
+        if is_of_kubernetes(name):
+            continue
         if name.startswith(_NOT_IN_RELEASE):
             lines.append(f"kvbm: {shown(name)} is set but ignored: not in this release; unset it")
         elif name.lower().startswith(_OUR_PREFIXES):

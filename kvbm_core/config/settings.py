@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
 from importlib.metadata import entry_points
@@ -13,7 +14,7 @@ from pydantic.fields import FieldInfo
 
 from kvbm_core.config.fields import Adapter, SettingFields
 from kvbm_core.config.installed import POLICIES, STORES, package_of
-from kvbm_core.config.names import overrides_by_env, unknown_variable_warnings
+from kvbm_core.config.names import is_of_kubernetes, overrides_by_env, unknown_variable_warnings
 from kvbm_core.config.readers import shown, without_password
 from kvbm_core.config.remote_url import BUCKET_SCHEMES, SCHEMES, remote_bucket, scheme_of, split_urls
 from kvbm_core.config.server_url import SERVER_SCHEMES, TLS_SCHEMES, VALKEY_SCHEMES
@@ -36,6 +37,7 @@ _MIN_STAGED_BLOCKS = 64
 _PORTS = ("leader_zmq_pub_port", "leader_zmq_ack_port", "metrics_port")
 _BYTES_PER_GB = 1e9
 _FIRST_FREE_PORT = 1024
+_OF_A_SERVICE = re.compile("(tcp|udp|sctp)://")
 
 
 class SettingSource(str, Enum):
@@ -86,13 +88,14 @@ class KvbmSettings(SettingFields):
         settings._check_remote()
         settings._check_keys()
         settings._warnings = (
-            *replaced.values(),
+            *filter(None, replaced.values()),
             *settings._low_port_warnings(),
             *settings._later_warnings(),
             *settings._lone_disk_warnings(),
             *settings._small_disk_warnings(),
             *settings._lone_remote_warnings(),
             *settings._lone_peer_warnings(),
+            *settings._idle_server_warnings(),
             *settings._own_name_warnings(),
             *unknown_variable_warnings(environ, cls.env_names().values()),
         )
@@ -105,7 +108,9 @@ class KvbmSettings(SettingFields):
 
     @classmethod
     def _build(cls, given: Mapping[str, object]) -> tuple[KvbmSettings, dict[str, str]]:
-        """The settings, and a warning for each bad value that gave way to the default, as in KVBM."""
+        """The settings, and a warning for each bad value that gave way to the default, as in KVBM. Empty for
+        what Kubernetes has set.
+        """
         values: dict[str, Any] = dict(given)
         try:
             return cls(**values), {}
@@ -121,7 +126,9 @@ class KvbmSettings(SettingFields):
                 raise ConfigError(env, value, remedy)
             default = infos[env].default
             values[env] = default
-            replaced[env] = f"kvbm: {env}={value}: {remedy}; using {_default_text(default)}"
+            is_address = is_of_kubernetes(env) and _OF_A_SERVICE.match(str(problem["input"]))
+            line = f"kvbm: {env}={value}: {remedy}; using {_default_text(default)}"
+            replaced[env] = "" if is_address else line
         return cls(**values), replaced
 
     def _note_sources(
@@ -253,6 +260,18 @@ class KvbmSettings(SettingFields):
             if self.is_set(name):
                 remedy = f"has no effect without {names['peers']}; set that to zmq or nixl"
                 yield f"kvbm: {names[name]}={shown(getattr(self, name))}: {remedy}"
+
+    def _idle_server_warnings(self) -> Iterator[str]:
+        """One line for each server that is named, as Dynamo does for its own processes, and is not used."""
+        names = self.env_names()
+        if self.etcd_endpoints and not self.curve_key_file:
+            remedy = (
+                f"not used without {names['curve_key_file']}: leader and workers meet on this machine alone"
+            )
+            yield f"kvbm: {names['etcd_endpoints']}={shown(self.etcd_endpoints)}: {remedy}"
+        if self.is_set("nats_server") and "nats" not in (*self.event_ways, *self.control_ways):
+            remedy = f"not used without {names['events']}=nats or {names['control']}=nats"
+            yield f"kvbm: {names['nats_server']}={shown(self.nats_server)}: {remedy}"
 
     def _own_name_warnings(self) -> Iterator[str]:
         """One line for what an installed package has under a name that is set, and is kvbm's own."""
@@ -488,17 +507,11 @@ class KvbmSettings(SettingFields):
             raise ConfigError(_CPU_GB, self.cpu_cache_gb, f"holds no block; one takes {need_gb} GB")
         return slots
 
-    def check_memory(self, needed_bytes: int, available_bytes: int) -> None:
-        """Raises ConfigError if the host tier of this machine needs more memory than is available."""
-        if needed_bytes <= available_bytes:
-            return
+    @property
+    def host_size(self) -> tuple[str, object]:
+        """The setting that says how large the host tier is, and its value."""
         blocks = self.cpu_cache_override_num_blocks
-        raise ConfigError(
-            _CPU_GB if blocks is None else _CPU_BLOCKS,
-            self.cpu_cache_gb if blocks is None else blocks,
-            f"needs {_gb(needed_bytes)} of host memory but {_gb(available_bytes)} is available; "
-            "lower it, or free memory or raise the container's limit",
-        )
+        return (_CPU_GB, self.cpu_cache_gb) if blocks is None else (_CPU_BLOCKS, blocks)
 
 
 def limits_of(no_effect: str, only: Sequence[Adapter]) -> Iterator[str]:
@@ -525,7 +538,3 @@ def _default_text(default: object) -> str:
     if default is None:
         return "none"
     return str(default).lower() if isinstance(default, bool) else str(default)
-
-
-def _gb(nbytes: int) -> str:
-    return f"{nbytes / _BYTES_PER_GB:.2f} GB"

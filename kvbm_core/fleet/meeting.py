@@ -22,7 +22,7 @@ from kvbm_core.config import KvbmSettings, addresses
 from kvbm_core.config.addresses import bracketed
 from kvbm_core.errors import ConfigError
 from kvbm_core.fleet.etcd import ENDPOINTS, EtcdOptions
-from kvbm_core.fleet.keys import ALLOWED, KEY_FILE, CurveKeys, is_local, require_keys
+from kvbm_core.fleet.keys import ALLOWED, CurveKeys, is_local, require_keys
 from kvbm_core.fleet.session import EtcdSession
 from kvbm_core.observe.log import RateLimitedLogger
 
@@ -93,9 +93,6 @@ class Apart:
         if host or is_spread:
             require_keys(HOST_SETTING, address if host else "tcp://*", keys)
         if keys is None:
-            if settings.etcd_endpoints:
-                line = "kvbm: %s is set; without %s leader and workers meet on this machine alone"
-                log.info(line, ENDPOINTS, KEY_FILE)
             return None
         etcd = EtcdOptions.from_settings(settings)
         if etcd is None and (not host or is_local(address)):

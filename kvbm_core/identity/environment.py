@@ -17,6 +17,7 @@ from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
+from kvbm_core.config.names import is_of_kubernetes
 from kvbm_core.identity.digest import Digester, default_memory
 from kvbm_core.identity.effective import file_digest
 from kvbm_core.identity.fields import Description
@@ -188,8 +189,8 @@ def vector_units(path: str = "/proc/cpuinfo") -> str:
 @cache
 def changed_code(*names: str) -> str:
     """ "" for packages whose version says which code they have; of one that is installed editable, or is used
-    from where it was not installed, the sha256 of its Python files, and which libraries it has; of any other,
-    which of these are not as they were installed. LookupError if they cannot be found.
+    from where it was not installed, the sha256 of its Python files and libraries; of any other, which of
+    these are not as they were installed. LookupError if they cannot be found.
     """
     found = {name: _patches(name) if _is_where_installed(name) else code_of_package(name) for name in names}
     return " ".join(f"{name}={code}" for name, code in found.items() if code)
@@ -241,18 +242,18 @@ def is_editable(direct_url: str | None) -> bool:
 
 
 def code_of_package(name: str) -> str:
-    """sha256 of its Python files, and of which libraries it has. LookupError if it has no folder."""
+    """sha256 of its Python files and libraries, whose digests are remembered. LookupError if it has no
+    folder.
+    """
     spec = find_spec(name)
     if spec is None or not spec.submodule_search_locations:
         raise LookupError(f"{name} has no folder")
-    code = hashlib.sha256()
+    code, digester = hashlib.sha256(), Digester(default_memory())
     for folder in spec.submodule_search_locations:
         for path in sorted(Path(folder).rglob("*")):
-            if path.suffix == ".py":
-                code.update(f"{path.relative_to(folder)} {file_digest(path)}\n".encode())
-            elif path.suffix == ".so":
-                found = path.stat()
-                code.update(f"{path.relative_to(folder)} {found.st_size} {found.st_mtime_ns}\n".encode())
+            if path.suffix in {".py", ".so"}:
+                digest = file_digest(path) if path.suffix == ".py" else digester.file(path)
+                code.update(f"{path.relative_to(folder)} {digest}\n".encode())
     return code.hexdigest()
 
 
@@ -262,15 +263,3 @@ def _reason(name: str, reasons: Mapping[str, str]) -> str | None:
 
 def _digest(text: str) -> str:
     return hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()
-
-
-_OF_A_SERVICE = re.compile(
-    r"\w+_(SERVICE_(HOST|PORT(_\w+)?)|PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)"
-)
-
-
-def is_of_kubernetes(variable: str) -> bool:
-    """Whether Kubernetes sets it in every pod for a Service of that name, also one that begins with the
-    engine's: where the Service listens.
-    """
-    return _OF_A_SERVICE.fullmatch(variable) is not None

@@ -34,6 +34,7 @@ WEIGHTS_WAIT_S = 2.0
 PROGRESS_S = 10.0
 CLOCK_TICK_NS = 20_000_000
 """File systems stamp changes with a clock that is behind by up to so much."""
+_NOT_SHARED = "until the engine is started again no block goes to a disk or a shared directory"
 
 
 _Files = tuple[tuple[str, Signature], ...]
@@ -105,7 +106,8 @@ class WeightsIdentity:
     @property
     def doubted_generation(self) -> int | None:
         """That of which nobody knows whether it goes on; None: there is no doubt."""
-        return None if self._before_doubt is None else self._before_doubt[0]
+        before = self._before_doubt
+        return None if before is None else before[0]
 
     @property
     def read_bytes(self) -> int:
@@ -137,7 +139,7 @@ class WeightsIdentity:
             self._begin_generation()
             self._before_doubt = None
         line = "kvbm: %s: cached blocks of the weights before are not used any more%s"
-        first = "; from now on no block goes to a disk or a shared directory" if was_lasting else ""
+        first = f"; {_NOT_SHARED}" if was_lasting else ""
         log.info(line, why, first)
 
     def doubt(self) -> None:
@@ -157,7 +159,7 @@ class WeightsIdentity:
             self._before_doubt = None
         if before is not None and not are_same:
             line = "kvbm: caches were reset, and the weights are not known to be the same: %s"
-            log.info(line, "no block goes to a disk or a shared directory")
+            log.info(line, _NOT_SHARED)
 
     def close(self) -> None:
         """Ends the thread. May be called twice."""
@@ -173,7 +175,8 @@ class WeightsIdentity:
     @property
     def _is_first(self) -> bool:
         """Whether the weights may be those that were loaded."""
-        return not (self._generation if self._before_doubt is None else self._before_doubt[0])
+        before = self._before_doubt
+        return not (self._generation if before is None else before[0])
 
     def _run(self) -> None:
         began_s = time.monotonic()

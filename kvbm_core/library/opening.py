@@ -19,7 +19,7 @@ from kvbm_core.runtime.assembly import DISK, REMOTE, evicting, rank_options
 from kvbm_core.runtime.local import LocalOptions, LocalTiers
 from kvbm_core.storage.disk.folder import DiskFolder
 from kvbm_core.storage.disk.record import SECTOR_BYTES, whole_sectors
-from kvbm_core.storage.host_slab import available_memory_bytes
+from kvbm_core.storage.memory_room import available_memory
 from kvbm_core.tiers.keyed import KeyedOptions, keyed_tier
 from kvbm_core.tiers.kinds import kind_of, registered_tier
 from kvbm_core.tiers.slotted import slotted_tier
@@ -66,8 +66,7 @@ def open_cache(
     urls = [remote] if isinstance(remote, str) else list(remote)
     slot_bytes = whole_sectors(spec.block_bytes) if disk is not None or urls else spec.block_bytes
     num_slots = _slots_of("host_bytes", host_bytes, slot_bytes)
-    if host_bytes > (available := available_memory_bytes()):
-        raise ConfigError("host_bytes", host_bytes, f"this machine has {available} bytes free; take less")
+    available_memory().check("host_bytes", host_bytes, host_bytes)
     num_disk_slots = 0
     if disk is not None:
         num_disk_slots = _slots_of("disk_bytes", disk_bytes, slot_bytes + SECTOR_BYTES)

@@ -50,7 +50,7 @@ from kvbm_core.runtime.transfer_jobs import JobPart
 from kvbm_core.storage.disk.allocate import OFF, FileOptions
 from kvbm_core.storage.disk.folder import TOP, DiskFolder
 from kvbm_core.storage.disk.record import SECTOR_BYTES
-from kvbm_core.storage.host_slab import available_memory_bytes, taken_by_siblings_bytes
+from kvbm_core.storage.memory_room import available_memory
 from kvbm_core.storage.remote.login import ServerLogin
 from kvbm_core.storage.remote.s3_client import S3Options
 from kvbm_core.storage.stores import StoreOptions, extent_bytes
@@ -204,10 +204,8 @@ class LeaderProcess:
         """For Handshake. ConfigError, one line, if there is too little memory here."""
         slots = self._settings.host_tier_slots(block_bytes)
         if self._tiers_here is not None:
-            room_bytes = available_memory_bytes()
-            if self._tiers_here > 1:
-                room_bytes += taken_by_siblings_bytes()
-            self._settings.check_memory(int(slots * block_bytes * self._tiers_here), room_bytes)
+            room = available_memory() if self._tiers_here <= 1 else available_memory().with_siblings()
+            room.check(*self._settings.host_size, int(slots * block_bytes * self._tiers_here))
         return slots
 
     def make_leader(

@@ -144,7 +144,7 @@ def _leave(folder: Path) -> None:
 
 
 def _stem(name: str) -> str:
-    return hashlib.sha256(name.encode()).hexdigest()[:24]
+    return hashlib.sha256(name.encode()).hexdigest()[:16]
 
 
 class SecretFile:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 import mmap
 import os
 import threading
 from collections.abc import Callable, Collection
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -157,85 +155,3 @@ def _run_on(cpus: Collection[int]) -> None:
         os.sched_setaffinity(0, cpus)
     except OSError as error:  # slower copies, not wrong ones
         logger.info("kvbm: host memory is not bound to a NUMA node: %s", error)
-
-
-def available_memory_bytes(root: Path = Path("/")) -> int:
-    """What this process can still allocate: MemAvailable or the room in its cgroup, the smaller."""
-    limits = [_meminfo_available_bytes(root / "proc/meminfo"), *_cgroup_rooms_bytes(root)]
-    return max(0, min(limits))
-
-
-def _meminfo_available_bytes(path: Path) -> int:
-    for line in path.read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    raise OSError(errno.ENODATA, "no MemAvailable", str(path))
-
-
-def _cgroup_rooms_bytes(root: Path) -> list[int]:
-    """Limit minus usage of our cgroup and all above it; page cache that can go counts as room."""
-    rooms: list[int] = []
-    try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return rooms
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            base, names = root / "sys/fs/cgroup", ("memory.max", "memory.current")
-        elif "memory" in controllers.split(","):
-            base, names = root / "sys/fs/cgroup/memory", ("memory.limit_in_bytes", "memory.usage_in_bytes")
-        else:
-            continue
-        group = base / path.lstrip("/")
-        for folder in (group, *group.parents):
-            room = _room_bytes(folder, *names)
-            if room is not None:
-                rooms.append(room)
-            if folder == base:
-                break
-    return rooms
-
-
-def _room_bytes(folder: Path, limit_name: str, usage_name: str) -> int | None:
-    try:
-        limit, usage = (folder / limit_name).read_text().strip(), (folder / usage_name).read_text()
-        stat = (folder / "memory.stat").read_text().split()
-    except OSError:
-        return None
-    if limit == "max":
-        return None
-    counters = dict(zip(stat[::2], stat[1::2], strict=False))
-    reclaimable = int(counters.get("total_inactive_file", counters.get("inactive_file", "0")))
-    return int(limit) - int(usage) + reclaimable
-
-
-def taken_by_siblings_bytes(proc: Path = Path("/proc")) -> int:
-    """Memory that host tiers of this process's siblings, the other ranks of its engine here, have by now.
-
-    They take it in the background, so that what is available says nothing of how much it was for all of them.
-    Found as what slabs are: anonymous and not inherited by forks. Whatever else is like that counts too.
-    """
-    parent, taken = os.getppid(), 0
-    for process in proc.glob("[0-9]*"):
-        try:
-            is_sibling = int((process / "stat").read_text().rpartition(")")[2].split()[1]) == parent
-            if is_sibling and int(process.name) != os.getpid():
-                taken += _slab_bytes((process / "smaps").read_text())
-        except (OSError, IndexError, ValueError):  # it has ended, or is somebody else's
-            continue
-    return taken
-
-
-def _slab_bytes(smaps: str) -> int:
-    rss_kb = taken_kb = 0
-    is_anonymous = False
-    for line in smaps.splitlines():
-        name, _, rest = line.partition(":")
-        if name == "Rss":
-            rss_kb = int(rest.split()[0])
-        elif name == "VmFlags":
-            taken_kb += rss_kb if is_anonymous and "dc" in rest.split() else 0
-        elif "-" in name.split(" ")[0]:  # a mapping begins: addresses, ..., and a file if it has one
-            is_anonymous = len(line.split()) == 5
-    return taken_kb * 1024

@@ -14,7 +14,8 @@ import numpy.typing as npt
 from kvbm_core.errors import ConfigError
 from kvbm_core.storage.disk.allocate import FileOptions
 from kvbm_core.storage.disk.record import whole_sectors
-from kvbm_core.storage.host_slab import HostSlab, available_memory_bytes
+from kvbm_core.storage.host_slab import HostSlab
+from kvbm_core.storage.memory_room import available_memory
 from kvbm_core.storage.stores import StoreOptions
 from kvbm_core.transfer.digests import SlotDigests
 from kvbm_core.transfer.executor import Copier, DeviceMemory, Executor
@@ -78,10 +79,8 @@ class RankMemory:
         self._digests = SlotDigests() if options.verify else None
         self._executor: Executor | None = None
         slot_bytes = slot_bytes_of(memory, has_lower=bool(places))
-        needed, available = num_slots * slot_bytes, available_memory_bytes()
-        if needed > available:
-            need = f"rank {shard.rank} needs {needed / 1e9:.2f} GB, {available / 1e9:.2f} GB are free"
-            raise ConfigError("DYN_KVBM_CPU_CACHE_GB", f"{needed / 1e9:.2f}", f"{need}; set a smaller size")
+        needed_bytes = num_slots * slot_bytes
+        available_memory().check("DYN_KVBM_CPU_CACHE_GB", f"{needed_bytes / 1e9:.2f}", needed_bytes)
         self.slab = HostSlab(
             num_slots,
             slot_bytes,

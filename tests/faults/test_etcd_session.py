@@ -175,8 +175,12 @@ def test_after_a_failure_of_etcd_all_is_there_again(
         late.wait({"leader/b": b"new"})
         wait_for(lambda: stay(etcd, f"{ROOT}leader/a", f"{ROOT}leader/b"))
         assert found.seen == [{"leader/a": b"here"}], "nobody was told that the leader had gone"
-    lines = lines_about_etcd(caplog)
-    assert sum("is away" in line for line in lines) == lines.count("kvbm: etcd is back") >= 2, lines
+
+        def is_told() -> bool:
+            lines = lines_about_etcd(caplog)
+            return sum("is away" in line for line in lines) == lines.count("kvbm: etcd is back") >= 2
+
+        wait_for(is_told)
 
 
 def test_without_etcd_at_start_one_line_and_all_is_met_when_it_comes(

@@ -158,8 +158,10 @@ def test_the_line_about_who_is_missing_says_what_etcd_knows(
     overrides = settings_of(tmp_path, "one", etcd_endpoints=etcd.url, leader_worker_init_timeout_s=3.0)
     with ApartEngine(overrides, [Place(overrides)] * 2) as engine:
         engine.ranks[1].kill()
+        words = "rank 1 has not said hello: rank 1 has not registered"
+        engine.wait_for(lambda: words in engine.leader.readiness().reason)
         engine.wait_for(lambda: "INIT_TIMEOUT" in caplog.text)
-        assert "rank 1 has not said hello: rank 1 has not registered" in caplog.text
+        assert "has not registered" in caplog.text, "also if rank 0 was late"
         engine.start(1)
         engine.wait_ready()
 

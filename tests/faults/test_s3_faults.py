@@ -22,6 +22,7 @@ from kvbm_core.storage.remote.s3 import CHUNK_BYTES, NUM_THREADS, OFF_S, S3Engin
 from kvbm_core.storage.remote.s3_client import S3Options, store_maker
 from tests.engines.certificates import make_certificates
 from tests.engines.faulty_store import Fault, FaultyStore, faulty_store
+from tests.engines.ports import free_port
 
 ACCESS_KEY, SECRET_KEY = "AKIAOFTESTS", "s3cr3t/of+tests"
 BUCKET = remote_bucket("s3://bucket/prefix")
@@ -275,6 +276,27 @@ def test_a_server_that_is_gone_is_used_again_when_it_is_back(caplog: pytest.LogC
             assert [put(engine), get(engine), exists(engine)] == [OK, OK, OK]
             assert back.requests["PUT"] == 1
         assert sum("work again" in line for line in lines(caplog)) == 2
+
+
+def test_a_proxy_that_does_not_listen_is_named(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not the store, which does."""
+    for name in (
+        "NO_PROXY",
+        "no_proxy",
+        "HTTPS_PROXY",
+        "https_proxy",
+        "ALL_PROXY",
+        "all_proxy",
+        "http_proxy",
+    ):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HTTP_PROXY", f"http://127.0.0.1:{free_port()}")
+    with faulty_store() as store, engine_of(store) as engine:
+        assert put(engine) is IO_ERROR
+        (line,) = lines(caplog)
+        assert "nobody listens at the proxy that HTTP_PROXY names" in line
 
 
 def test_many_pieces_are_one_request() -> None:

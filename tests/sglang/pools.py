@@ -745,6 +745,40 @@ def weights_updated(folder: str, seed: int) -> list[int]:
     return found
 
 
+class _Scheduler:
+    """What makes a backend in an engine."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.tp_worker = SimpleNamespace(model_runner=SimpleNamespace(model=model))
+
+    def attach(self, stack: ExitStack, folder: str, pools: dict[str, Any]) -> KvbmHiCache:
+        """See ``backend``."""
+        return stack.enter_context(backend(folder, pools))
+
+
+def flushed(folder: str, seed: int) -> list[int]:
+    """How many pages are found after flushes of SGLang's cache: of the same weights, and of weights that
+    somebody has written to the model; and after a restart.
+    """
+    from sglang.srt.managers.scheduler import Scheduler
+
+    pool, keys, found = make_pool("mha", "page_first", seed), keys_of(4), []
+    for writes in ((0, 0, 1), ()):
+        model = torch.nn.Linear(4, 4)
+        with ExitStack() as stack:
+            store = _Scheduler(model).attach(stack, folder, {"kv": pool})
+            store.batch_set_v1(keys[:2], indices([0, 1]))
+            for written in writes:
+                model.weight.data += written
+                with suppress(Exception):  # it fails for want of an engine, once it has begun
+                    Scheduler.flush_cache(None)
+                if written:
+                    assert store.batch_set_v1(keys[2:], indices([2, 3])) == [False] * 2
+                found.append(store.batch_exists(keys))
+            found.append(store.batch_exists(keys))
+    return found
+
+
 def statistics(folder: str, seed: int) -> dict[str, Any]:
     """What SGLang's histograms are fed with, and kvbm's own numbers."""
     pool = make_pool("mha", "page_first", seed)

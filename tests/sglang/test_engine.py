@@ -15,6 +15,7 @@ from tests.engines import REPOSITORY
 from tests.engines.sglang.engine import (
     HICACHE,
     HIT,
+    LINKER,
     NOTHING,
     NUM_PROMPTS,
     WHOLE_PAGES,
@@ -120,6 +121,32 @@ def test_prompts_of_an_mla_model_come_back(
     tp_size: int, tiny: Callable[[str], Path], tmp_path: Path, seed: int
 ) -> None:
     assert_comes_back(tmp_path, tiny("deepseek"), seed, tp_size=tp_size)
+
+
+@pytest.mark.nightly(
+    "two engines more of each; test_pools.py, tests/unit/test_sglang_weights.py have flushes"
+)
+@pytest.mark.parametrize("way", [HICACHE, LINKER], ids=["hicache", "linker"])
+def test_after_a_restart_no_answer_is_of_weights_that_somebody_wrote(
+    way: dict[str, Any], tiny_model: Path, tmp_path: Path, seed: int
+) -> None:
+    environment = {"KVBM_TEST_WRITE": str(tmp_path / "write"), "DYN_KVBM_CPU_CACHE_GB": "0.1"}
+    environment |= {"DYN_KVBM_DISABLE_DISK_OFFLOAD_FILTER": "true", "KVBM_START_WAIT_S": "60"}
+    arguments = {
+        "prompts": prompts_of(seed),
+        "environment": environment,
+        "model_path": str(tiny_model),
+        **way,
+    }
+    early, late = {"ask": [0]}, {"ask": [1]}
+    steps = [early, {"stored": WHOLE_PAGES}, "flush", early, "write", early, late, "flush", late]
+    cold, again, *changed = run_engine(tmp_path, steps, **arguments)["answers"]
+    assert cached(cold) == [0] and cached(again) == HIT[:1] and near_answers(cold, again)
+    assert [cached(answers) for answers in changed] == [[0]] * 3
+    assert not same_tokens(cold, changed[0]) and same_tokens(changed[1], changed[2])
+    (warm,) = run_engine(tmp_path, ["ask"], **arguments)["answers"]
+    assert cached(warm) == [HIT[0], 0, 0] and near_answers(cold, warm[:1])
+    assert not same_tokens(warm[1:2], changed[1])
 
 
 @pytest.mark.nightly("three engines more; test_hybrid.py has SGLang's own pools, tree and controller")

@@ -145,6 +145,12 @@ def test_weights_that_are_updated_in_place_find_and_keep_nothing(
     assert found == [4, 4, 4, 4, *[4, 0] * 7]
 
 
+def test_a_flush_of_sglangs_cache_keeps_the_names_of_the_same_weights_alone(
+    sglang: Worker, tmp_path: Path, seed: int
+) -> None:
+    assert sglang.run(f"{SCENES}:flushed", folder=str(tmp_path), seed=seed) == [2, 2, 0, 0, 2]
+
+
 def test_statistics(sglang: Worker, tmp_path: Path, seed: int) -> None:
     found = sglang.run(f"{SCENES}:statistics", folder=str(tmp_path), seed=seed)
     assert (found["backup_pgs"], found["prefetch_pgs"]) == ([8], [4])

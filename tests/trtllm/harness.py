@@ -310,6 +310,16 @@ class Serving:
         self.settle()
         self.executor.drop_device_cache()
 
+    def update_weights(self, weights: str, *, writes: bool = False) -> None:
+        """``writes``: to the tensors, which nobody is told; then caches are reset."""
+        self.check_answers()  # those of the weights before
+        self._asked.clear()
+        if writes:
+            self.executor.model.weights = weights
+            self.executor.reset_prefix_cache()
+        else:
+            self.executor.update_weights(weights)
+
     def fails_here(self, direction: Direction, outcome: Outcome = Outcome.IO_ERROR, times: int = 1) -> None:
         """The next jobs of this direction fail on the last rank that has a part of these blocks, and on no
         other.
@@ -360,6 +370,7 @@ class Serving:
         plain = Executor(
             None, None, replace(self.config, record=False, num_blocks=max(1000, self.config.num_blocks))
         )
+        plain.model.weights = self.executor.model.weights
         twin = {}
         for asked in dict.fromkeys(ended.values()):
             prompt, max_new_tokens, options = asked

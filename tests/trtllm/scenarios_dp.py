@@ -14,6 +14,8 @@ from unittest.mock import patch
 from urllib.request import urlopen
 
 from kvbm_core.runtime import assembly
+from kvbm_core.storage import memory_room
+from kvbm_core.storage.memory_room import MemoryRoom
 from kvbm_core.types import Direction
 from tests.trtllm.double import comm
 from tests.trtllm.harness import KeepingExecutor, Kind, Serving, serve
@@ -261,8 +263,9 @@ def has_its_own_memory(rank: int, kind: Kind) -> None:
 
 def needs_memory_with_all_others(rank: int, kind: Kind, num_ranks_with_room: float) -> bool | None:
     """A job: whether the host tier is there on a machine with room for so many ranks' 10 MB."""
-    room = patch.object(assembly, "available_memory_bytes", lambda: int(num_ranks_with_room * 10**7))
-    taken = patch.object(assembly, "taken_by_siblings_bytes", lambda: 0)
+    room_bytes = int(num_ranks_with_room * 10**7)
+    room = patch.object(assembly, "available_memory", lambda: MemoryRoom(room_bytes, room_bytes, "a test"))
+    taken = patch.object(memory_room, "taken_by_siblings_bytes", lambda: 0)
     with (
         room,
         taken,

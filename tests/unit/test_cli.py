@@ -139,6 +139,17 @@ def test_config_with_a_value_that_cannot_be_used_is_one_line(monkeypatch: pytest
     assert result.stderr.count("\n") == 1
 
 
+def test_config_refuses_an_address_of_the_leader_that_an_engine_refuses(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("DYN_KVBM_LEADER_ZMQ_HOST", "10.0.0.1")
+    result = run("config")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "DYN_KVBM_LEADER_ZMQ_HOST=tcp://10.0.0.1:*: can be reached from other machines" in result.stderr
+    monkeypatch.setenv("DYN_KVBM_LEADER_ZMQ_HOST", "127.0.0.1")
+    assert run("config").exit_code == 0
+
+
 def test_the_version_as_an_option() -> None:
     result = run("--version")
     assert (result.exit_code, result.output) == (0, f"kvbm {__version__}\n")

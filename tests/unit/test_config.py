@@ -481,6 +481,46 @@ def test_unknown_variables_are_named_without_their_values(monkeypatch: pytest.Mo
     assert "DYN_KVBM_SLEEP" in warnings[1]
 
 
+def test_services_of_kubernetes_bring_no_warnings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of Services called dyn-kvbm, dyn-kvbm-metrics and kvbm, which every pod of the namespace has."""
+    for service in ("DYN_KVBM", "DYN_KVBM_METRICS", "KVBM"):
+        monkeypatch.setenv(f"{service}_SERVICE_HOST", "10.0.0.1")
+        monkeypatch.setenv(f"{service}_SERVICE_PORT", "80")
+        monkeypatch.setenv(f"{service}_SERVICE_PORT_HTTP", "80")
+        monkeypatch.setenv(f"{service}_PORT", "tcp://10.0.0.1:80")
+        monkeypatch.setenv(f"{service}_PORT_80_TCP", "tcp://10.0.0.1:80")
+        monkeypatch.setenv(f"{service}_PORT_80_TCP_ADDR", "10.0.0.1")
+    settings = KvbmSettings.from_env()
+    assert settings.warnings == ()
+    assert (settings.metrics_port, settings.source("metrics_port")) == (6880, SettingSource.DEFAULT)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (
+            {"ETCD_ENDPOINTS": "http://10.0.0.1:2379"},
+            "ETCD_ENDPOINTS=http://10.0.0.1:2379: not used without KVBM_CURVE_KEY_FILE",
+        ),
+        (
+            {"NATS_SERVER": "nats://user:hunter2@10.0.0.1:4222", "KVBM_EVENTS": "zmq"},
+            "NATS_SERVER=nats:***@10.0.0.1:4222: not used without KVBM_EVENTS=nats or KVBM_CONTROL=nats",
+        ),
+    ],
+)
+def test_a_server_that_is_not_used_is_told_of(
+    given: dict[str, str], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    (line,) = KvbmSettings.from_env().warnings
+    assert line.startswith(f"kvbm: {words}") and "hunter2" not in line
+    monkeypatch.setenv("KVBM_CURVE_KEY_FILE", "/keys/own.key_secret")
+    monkeypatch.setenv("KVBM_CURVE_ALLOWED", "/keys/allowed")
+    monkeypatch.setenv("KVBM_CONTROL", "socket,nats")
+    assert KvbmSettings.from_env().warnings == ()
+
+
 def test_frozen_and_portable() -> None:
     settings = KvbmSettings.from_env({"cpu_cache_gb": 1, "runtime_enabled": True})
     with pytest.raises(ValueError, match="frozen"):

@@ -105,15 +105,10 @@ def test_less_than_one_block() -> None:
         settings.host_tier_slots(0)
 
 
-def test_memory_check_names_what_to_change() -> None:
-    by_gb = KvbmSettings.from_env({"cpu_cache_gb": 20})
-    by_gb.check_memory(10**9, 10**9)
-    with pytest.raises(
-        ConfigError, match=r"DYN_KVBM_CPU_CACHE_GB=20\.0: needs 20\.00 GB .* but 3\.50 GB is available"
-    ):
-        by_gb.check_memory(20 * 10**9, 3_500_000_000)
-    with pytest.raises(ConfigError, match="DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS=5: needs"):
-        KvbmSettings.from_env({"cpu_cache_gb": 20, "cpu_cache_override_num_blocks": 5}).check_memory(2, 1)
+def test_what_says_how_large_the_host_tier_is() -> None:
+    assert KvbmSettings.from_env({"cpu_cache_gb": 20}).host_size == ("DYN_KVBM_CPU_CACHE_GB", 20.0)
+    both = KvbmSettings.from_env({"cpu_cache_gb": 20, "cpu_cache_override_num_blocks": 5})
+    assert both.host_size == ("DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS", 5)
 
 
 @given(st.decimals("0.000001", "1000000", places=6), st.integers(1, 10**10))

@@ -1,10 +1,8 @@
-"""The host slab: background readiness, failure, close, and how much memory there is."""
+"""The host slab: background readiness, failure, close."""
 
 from __future__ import annotations
 
 import gc
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -12,12 +10,7 @@ import pytest
 
 from kvbm_core.layout.view import Segment
 from kvbm_core.storage import host_slab
-from kvbm_core.storage.host_slab import (
-    HUGE_PAGE_BYTES,
-    HostSlab,
-    available_memory_bytes,
-    taken_by_siblings_bytes,
-)
+from kvbm_core.storage.host_slab import HUGE_PAGE_BYTES, HostSlab
 from kvbm_core.testing.executor_bench import LONG_S, is_mapped
 from tests.threads import threads_since
 
@@ -169,79 +162,3 @@ def test_the_view_is_one_piece_per_slot() -> None:
 def test_an_empty_slab_is_refused(num_slots: int, slot_bytes: int) -> None:
     with pytest.raises(ValueError, match="slots and bytes"):
         HostSlab(num_slots, slot_bytes)
-
-
-def machine(root: Path, available_kib: int, cgroup: str, files: dict[str, str]) -> Path:
-    """A made-up /proc and /sys."""
-    for name, text in {
-        "proc/meminfo": f"MemTotal: 99999999 kB\nMemAvailable: {available_kib} kB\n",
-        "proc/self/cgroup": cgroup,
-        **files,
-    }.items():
-        path = root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    return root
-
-
-def test_available_memory_without_a_cgroup(tmp_path: Path) -> None:
-    assert available_memory_bytes(machine(tmp_path, 1000, "", {})) == 1000 * 1024
-
-
-@pytest.mark.parametrize(
-    ("limit", "expected"), [("max\n", 1000 * 1024), ("500000\n", 500000 - 300000 + 50000)]
-)
-def test_available_memory_in_a_cgroup(tmp_path: Path, limit: str, expected: int) -> None:
-    folder = "sys/fs/cgroup/pod"
-    files = {
-        f"{folder}/memory.max": limit,
-        f"{folder}/memory.current": "300000\n",
-        f"{folder}/memory.stat": "anon 250000\ninactive_file 50000\n",
-    }
-    assert available_memory_bytes(machine(tmp_path, 1000, "0::/pod/box\n", files)) == expected
-
-
-def test_available_memory_in_an_old_cgroup(tmp_path: Path) -> None:
-    folder = "sys/fs/cgroup/memory/pod"
-    files = {
-        f"{folder}/memory.limit_in_bytes": "400000\n",
-        f"{folder}/memory.usage_in_bytes": "399000\n",
-        f"{folder}/memory.stat": "cache 5\ntotal_inactive_file 0\n",
-    }
-    assert available_memory_bytes(machine(tmp_path, 1000, "3:cpu:/x\n2:memory:/pod\n", files)) == 1000
-
-
-def test_available_memory_of_this_machine() -> None:
-    assert available_memory_bytes() > 1 << 20
-
-
-SIBLING = """
-import sys
-from kvbm_core.storage.host_slab import HostSlab
-slab = HostSlab(32, 1 << 20)
-assert slab.wait_ready(60.0)
-print("ready", flush=True)
-sys.stdin.read()
-"""
-ASK = "from kvbm_core.storage.host_slab import taken_by_siblings_bytes as taken; print(taken())"
-
-
-def test_what_siblings_have_taken_is_known() -> None:
-    """So that ranks that start one after the other all see the same room."""
-    root = Path(__file__).resolve().parents[2]
-
-    def ask() -> int:
-        command = [sys.executable, "-c", ASK]
-        return int(subprocess.run(command, cwd=root, check=True, capture_output=True).stdout)
-
-    before = ask()
-    command = [sys.executable, "-c", SIBLING]
-    with subprocess.Popen(
-        command, cwd=root, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as sibling:
-        try:
-            assert sibling.stdout is not None and sibling.stdout.readline() == "ready\n"
-            assert 32 << 20 <= ask() - before < 48 << 20
-            assert taken_by_siblings_bytes() < 32 << 20, "a child is none"
-        finally:
-            sibling.kill()

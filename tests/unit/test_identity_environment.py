@@ -18,8 +18,9 @@ import pytest
 import kvbm_sglang.config_tables as of_sglang
 import kvbm_trtllm.config_tables as of_trtllm
 import kvbm_vllm.config_tables as of_vllm
+from kvbm_core.config.names import is_of_kubernetes
 from kvbm_core.identity import environment
-from kvbm_core.identity.environment import describe_environment, is_of_kubernetes
+from kvbm_core.identity.environment import describe_environment
 from kvbm_core.identity.fields import Description
 
 ENGINES = [of_vllm, of_sglang, of_trtllm]
@@ -230,6 +231,19 @@ def test_the_code_of_an_engine_counts_that_is_not_as_it_was_installed(
         environment.changed_code.cache_clear()
         found.add(environment.changed_code("my_engine", "not_there"))
     assert found == {""} if way == "a wheel" else len(found) == 5
+
+
+def test_a_library_counts_by_its_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "linked_engine").mkdir()
+    (tmp_path / "linked_engine" / "__init__.py").touch()
+    library, found = tmp_path / "linked_engine" / "kernel.so", []
+    for content, time_ns in ((b"one", 1), (b"one", 2), (b"two", 2)):
+        library.write_bytes(content)
+        os.utime(library, ns=(time_ns, time_ns))
+        importlib.invalidate_caches()
+        found.append(environment.code_of_package("linked_engine"))
+    assert found[0] == found[1] != found[2]
 
 
 def record(site: Path, files: list[Path]) -> Path:

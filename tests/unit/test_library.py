@@ -212,7 +212,7 @@ def test_a_cache_that_cannot_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     file.touch()
     wrong: list[tuple[dict[str, object], str]] = [
         ({"host_bytes": 100}, "host_bytes=100: holds no block; one takes 384 bytes"),
-        ({"host_bytes": 10**18}, "host_bytes=10+: this machine has [0-9]+ bytes free"),
+        ({"host_bytes": 10**18}, "host_bytes=10+: needs 1000000000.00 GB of host memory but"),
         ({"disk": tmp_path}, "disk_bytes=0: holds no block; one takes 8192 bytes"),
         ({"disk_bytes": 10**6}, "disk_bytes=1000000: needs a directory"),
         ({"disk": file, "disk_bytes": 10**6}, "disk=/.*: .*directory"),
@@ -473,8 +473,6 @@ def test_the_page_shows_the_examples() -> None:
     for path in examples:
         code = path.read_text(encoding="utf-8").partition('"""\n\n')[2]
         assert f"```python\n{code}```" in page, path.name
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert (ROOT / "examples/first_steps.py").read_text(encoding="utf-8").partition('"""\n\n')[2] in readme
 
 
 def test_an_outcome_that_is_no_success_keeps_nothing(open_cache: OpenCache) -> None:

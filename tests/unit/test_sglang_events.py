@@ -68,7 +68,8 @@ def test_a_router_sees_host_and_disk_and_after_a_restart_what_is_asked_for(short
         wait_for(lambda: sees({}))
         bench.linker.lookup("a", KEYS[:3])
         wait_for(lambda: sees({("CPU_TIER2", 0): {published_hash(key) for key in KEYS[:3]}}))
-        bench.linker.begin_anew()
+        bench.weights.changed("a test")
+        bench.linker.lookup("b", KEYS[:3])
         wait_for(lambda: sees({}))
         bench.linker.close()
     finally:

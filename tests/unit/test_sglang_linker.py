@@ -27,10 +27,12 @@ from kvbm_core.observe.metrics import Metrics  # noqa: E402
 from kvbm_core.observe.why import Account  # noqa: E402
 from kvbm_core.runtime.assembly import metrics_of  # noqa: E402
 from kvbm_core.runtime.local import LocalTiers  # noqa: E402
+from kvbm_core.storage import memory_room  # noqa: E402
 from kvbm_core.storage.disk.allocate import FileOptions, open_file  # noqa: E402
 from kvbm_core.storage.disk.folder import TOP  # noqa: E402
 from kvbm_core.storage.disk.io import Transfer  # noqa: E402
 from kvbm_core.storage.disk.recovery import Recovery  # noqa: E402
+from kvbm_core.storage.memory_room import MemoryRoom  # noqa: E402
 from kvbm_core.testing import toy_store  # noqa: E402
 from kvbm_core.testing.executor_bench import LONG_S  # noqa: E402
 from kvbm_core.transfer.executors.memcpy import MemcpyExecutor  # noqa: E402
@@ -41,7 +43,7 @@ from kvbm_sglang.device_pool import DevicePages  # noqa: E402
 from kvbm_sglang.identity import page_keys  # noqa: E402
 from kvbm_sglang.linker_assembly import Ranks, assemble, why_late  # noqa: E402
 from kvbm_sglang.load_counter import LoadCounter  # noqa: E402
-from kvbm_sglang.weights import weights_identity  # noqa: E402
+from kvbm_sglang.weights import EngineWeights, weight_sources, weights_identity  # noqa: E402
 from tests import third_kind  # noqa: E402
 from tests.began import begins_now  # noqa: E402
 from tests.faults.doubles import FailingIo  # noqa: E402
@@ -449,9 +451,25 @@ def test_new_weights_find_nothing_of_the_old_ones(bench_of: Callable[..., Bench]
     bench = bench_of()
     bench.offload(*KEYS[:2])
     bench.linker.quiesce()
-    bench.linker.begin_anew()
+    bench.weights.changed("a test")
     assert bench.linker.lookup("r", KEYS) == []
     assert bench.offload(*KEYS[:2]) and bench.load("r", *KEYS[:2])
+
+
+def test_after_a_flush_pages_of_the_same_weights_are_found_and_no_others(tmp_path: Path) -> None:
+    model, folder = torch.nn.Linear(2, 2), str(_weights(tmp_path))
+    with begins_now("kvbm_sglang.weights"):
+        weights = EngineWeights(weight_sources(None, folder), [model])
+    bench = Bench(tmp_path, model=folder, weights=weights, DYN_KVBM_DISK_CACHE_OVERRIDE_NUM_BLOCKS=12)
+    assert bench.offload(*KEYS[:2]) and bench.tiers.resident_blocks[1] == 2
+    for flush, found in ((1, [1, 2]), (2, [])):
+        model.weight.data += flush - 1
+        weights.flushed(flush)
+        bench.linker.quiesce()
+        assert bench.linker.lookup(f"{flush}", KEYS[:2]) == found
+    assert bench.offload(*KEYS[:2]) and bench.load("r", *KEYS[:2]), "in host memory"
+    assert bench.tiers.resident_blocks[1] == 2
+    bench.close()
 
 
 class LateWeights(WeightsIdentity):
@@ -650,8 +668,9 @@ def test_the_memory_of_all_ranks_together_has_to_be_there(
     """Eight ranks of 100 GB started on 500 GB, as each of them found room."""
     pages, metrics = DevicePages(MHATokenToKVPool(), PAGE_TOKENS), Metrics()
     each_bytes = 12 * pages.page_bytes
-    monkeypatch.setattr(linker_assembly, "available_memory_bytes", lambda: 3 * each_bytes)
-    monkeypatch.setattr(linker_assembly, "taken_by_siblings_bytes", lambda: 2 * each_bytes)
+    room = MemoryRoom(3 * each_bytes, 3 * each_bytes, "a test")
+    monkeypatch.setattr(linker_assembly, "available_memory", lambda: room)
+    monkeypatch.setattr(memory_room, "taken_by_siblings_bytes", lambda: 2 * each_bytes)
     settings = KvbmSettings.from_env({"DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS": 12})
     ranks = Ranks({"tp_rank": 0, "tp_size": num_here}, num_here, num_here)
     linker = assemble(
@@ -972,7 +991,7 @@ def test_new_weights_and_a_drained_engine_are_told(bench_of: Callable[..., Bench
     bench.offload(*KEYS[:3])
     assert why(bench, "whole", *KEYS[:3]).reason is None
     bench.linker.quiesce()
-    bench.linker.begin_anew()
+    bench.weights.changed("a test")
     assert why(bench, "renamed", *KEYS[:3]).reason is MissReason.OTHER_WEIGHTS
     bench.linker.control.is_draining = True
     found = why(bench, "drained", *KEYS[:3])

@@ -29,6 +29,7 @@ from kvbm_core.runtime.step_offloads import StepOffloads
 from kvbm_core.runtime.transfer_jobs import TransferJob
 from kvbm_core.runtime.worker import Worker
 from kvbm_core.storage.host_slab import HostSlab
+from kvbm_core.storage.memory_room import MemoryRoom
 from kvbm_core.testing.executor_bench import two_group_memory
 from kvbm_core.testing.leader_bench import ROOT
 from kvbm_core.tiers.groups import GroupSpec
@@ -264,12 +265,12 @@ def test_the_leader_may_come_after_the_workers_and_until_then_nothing_is_ready(t
 def test_what_does_not_fit_into_memory_is_refused_with_both_sizes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rank_module, "available_memory_bytes", lambda: 1000)
+    monkeypatch.setattr(rank_module, "available_memory", lambda: MemoryRoom(1000, 1000, "a test"))
     engine = Engine(tmp_path)
     try:
         engine.wait_for(lambda: engine.leader.disabled_reason is not None)
         reason = engine.leader.disabled_reason or ""
-        assert "DYN_KVBM_CPU_CACHE_GB" in reason and "are free" in reason and "\n" not in reason
+        assert "DYN_KVBM_CPU_CACHE_GB" in reason and "is available (a test)" in reason and "\n" not in reason
         assert not engine.workers[0].is_ready
     finally:
         engine.close()

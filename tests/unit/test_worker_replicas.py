@@ -12,6 +12,7 @@ import pytest
 from kvbm_core.errors import Outcome
 from kvbm_core.runtime import replicas
 from kvbm_core.runtime.messages import Hello
+from kvbm_core.storage.memory_room import MemoryRoom
 from kvbm_core.testing.leader_bench import ROOT
 from kvbm_core.transfer import rank as rank_module
 from kvbm_core.transfer.executors.broadcast import BroadcastExecutor
@@ -124,7 +125,7 @@ def test_rank_0_without_memory_turns_the_tier_off_and_nobody_is_left_waiting(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     threads = set(threading.enumerate())
-    monkeypatch.setattr(rank_module, "available_memory_bytes", lambda: 1000)
+    monkeypatch.setattr(rank_module, "available_memory", lambda: MemoryRoom(1000, 1000, "a test"))
     engine = DiskEngine(tmp_path, 2, replicates=True)
     try:
         engine.wait_for(lambda: engine.leader.disabled_reason is not None)

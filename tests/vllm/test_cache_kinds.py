@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1 import kv_cache_interface
 from vllm.v1.kv_cache_interface import (
@@ -131,8 +132,25 @@ def test_groups_that_vllm_keeps_to_itself_are_refused(field: str, tmp_path: Path
     assert "group 0 is not meant for transfer" in line and "turn it off" in line
 
 
-def test_a_model_without_a_cache_is_refused(tmp_path: Path) -> None:
-    assert "keeps no KV cache" in refused(tmp_path, lambda config: config.kv_cache_groups.clear())
+@pytest.mark.parametrize("role", KVConnectorRole)
+def test_a_model_without_a_cache_starts_and_is_told_once(
+    role: KVConnectorRole, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An encoder in a fleet whose engines all have the connector."""
+    spec = EngineSpec(extra_config={"cpu_cache_override_num_blocks": 8})
+    vllm_config = make_vllm_config(spec, tmp_path)
+    _, kv_cache_config = make_kv_cache_configs(spec, vllm_config)
+    kv_cache_config.kv_cache_groups.clear()
+    connector: Any = KVConnectorFactory.create_connector(vllm_config, role, kv_cache_config)
+    said = [record.getMessage() for record in caplog.records if record.name == "kvbm"]
+    is_scheduler = role == KVConnectorRole.SCHEDULER
+    line = f"kvbm: {tmp_path / 'model'} (Qwen3ForCausalLM) keeps no KV cache: nothing is cached"
+    assert said == [line] * is_scheduler
+    if is_scheduler:
+        assert connector.get_num_new_matched_tokens(None, 0) == (0, False)
+        assert connector.request_finished_all_groups(None, ()) == (False, None)
+        assert list(connector.take_events()) == [] and not connector.reset_cache()
+    connector.shutdown()
 
 
 # ---------------------------------------------------------------- served

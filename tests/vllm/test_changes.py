@@ -14,8 +14,10 @@ from typing import Any
 import pytest
 from vllm.lora.request import LoRARequest
 
+from kvbm_core.identity import tensors
 from kvbm_core.types import Direction
-from kvbm_vllm import changes, engine_calls, tensors
+from kvbm_vllm import changes, engine_calls
+from kvbm_vllm.tensors import _watched
 from tests.engines import PATIENCE_S
 from tests.vllm.engine_config import write_weights
 from tests.vllm.kvbm_engine import KvbmEngine
@@ -313,7 +315,7 @@ class SlowLooks:
 
     def wait(self, engine: KvbmEngine) -> None:
         """Until the model of this engine has been looked at."""
-        watched = tensors._watched[engine.executor.driver_worker.get_model()]
+        watched = _watched[engine.executor.driver_worker.get_model()]
         assert watched._now.is_over.wait(PATIENCE_S)
 
 
@@ -369,7 +371,7 @@ def test_no_thread_looks_at_weights_that_sleep(tmp_path: Path, monkeypatch: pyte
         engine.ask("a", PROMPT, 8)
         looks.go_on.clear()
         assert not fresh(engine, "b")
-        watched = tensors._watched[engine.executor.driver_worker.get_model()]
+        watched = _watched[engine.executor.driver_worker.get_model()]
         assert not watched._now.is_over.is_set()
         engine.executor.collective_rpc("sleep", kwargs={"level": 1})
         assert watched._now.is_over.is_set()

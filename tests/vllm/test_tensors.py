@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from kvbm_vllm import tensors
-from kvbm_vllm.tensors import Seen, digest_of, look, rest
+from kvbm_core.identity import tensors
+from kvbm_core.identity.tensors import Seen, digest_of
+from kvbm_vllm.tensors import look, rest
 
 
 class Worker:

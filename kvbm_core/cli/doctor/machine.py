@@ -18,7 +18,7 @@ from kvbm_core.control.operators import MAX_SKEW_S
 from kvbm_core.control.place import is_private, private_place
 from kvbm_core.runtime.assembly import store_options
 from kvbm_core.runtime.endpoint import MAX_SOCKET_PATH_BYTES
-from kvbm_core.storage.host_slab import available_memory_bytes
+from kvbm_core.storage.memory_room import available_memory
 from kvbm_core.storage.numa import cpus_in
 from kvbm_core.storage.remote.s3_client import endpoint_of
 
@@ -37,7 +37,8 @@ _GB = 1e9
 
 def look_at_host_memory(subject: Subject) -> Iterator[Finding]:
     """The host tier's size against what this process can have."""
-    available_gb = available_memory_bytes(subject.root) / _GB
+    room = available_memory(subject.root)
+    available_gb = room.available_bytes / _GB
     wanted_gb = subject.settings.cpu_cache_gb
     if wanted_gb is None:
         yield ok(f"{available_gb:.1f} GB of memory are available")
@@ -45,7 +46,9 @@ def look_at_host_memory(subject: Subject) -> Iterator[Finding]:
     seen = f"the host tier is to have {wanted_gb:g} GB, and {available_gb:.1f} GB of memory are available"
     if wanted_gb > available_gb:
         remedy = "lower DYN_KVBM_CPU_CACHE_GB, or free memory or raise the container's limit"
-        yield error(seen, f"{remedy}; over several machines, each needs its own ranks' part only")
+        yield error(
+            f"{seen} ({room.source})", f"{remedy}; over several machines, each needs its own ranks' part only"
+        )
     elif wanted_gb > COMFORTABLE_SHARE * available_gb:
         yield warning(seen, "leave room for the engine and the page cache: lower DYN_KVBM_CPU_CACHE_GB")
     else:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 from typing import NamedTuple
+from urllib.parse import urlsplit
 
 from kvbm_core.errors import Outcome
 
@@ -55,6 +57,8 @@ _CONNECTION = (
     (re.compile(r"ConnectionRefused|Connection refused"), "nobody listens at its address"),
     (re.compile(r"Connect\b|connect error"), "there is no way to its address"),
 )
+_TRIED_PORT = re.compile(r'"tcp connect error",\s+\S+:(\d+),')
+_PROXIES = ("HTTPS_PROXY", "HTTP_PROXY", "ALL_PROXY")
 _AGAIN = {408, 429, 500, 502, 503, 504}
 _OFF = {401: _KEYS, 403: _RIGHTS, 301: _REGION, 302: _REGION, 307: _REGION, 308: _REGION}
 
@@ -114,7 +118,23 @@ def _judge_transport(text: str, *, was_late: bool) -> Trouble:
     if was_late or _TIMED_OUT.search(text):
         return Trouble(Outcome.TIMED_OUT)
     why = next((why for pattern, why in _CONNECTION if pattern.search(text)), "it broke off its answer")
+    if proxy := _proxy_at(text):
+        why = f"nobody listens at the proxy that {proxy} names"
     return Trouble(Outcome.IO_ERROR, why, why, may_pass=True)
+
+
+def _proxy_at(text: str) -> str:
+    """The variable that names the proxy to which no connection was made; empty if it was to the store."""
+    tried = _TRIED_PORT.search(text)
+    for name in _PROXIES if tried is not None else ():
+        url = os.environ.get(name) or os.environ.get(name.lower()) or ""
+        try:
+            port = urlsplit(url if "://" in url else f"http://{url}").port
+        except ValueError:
+            continue
+        if url and tried is not None and str(port) == tried[1]:
+            return name
+    return ""
 
 
 def is_beyond_the_end(error: BaseException) -> bool:

@@ -6,10 +6,10 @@ environment.
 A job: {"engine": arguments of sglang.Engine, "only_new_rows": see tests.engines.sglang.attention, "prompts":
 [[token, ...], ...], "answer_tokens": n, "disk": folder, "steps": [...]}. Steps: "ask" (all prompts, one after
 the other), {"ask": [their numbers]}, "together" (all at the same time), "flush" (all tiers of SGLang's own),
-"new_weights" (the same ones, loaded again), {"stored": n} (wait for n records of kvbm's), {"files": n} (for n
-files of SGLang's own backends), {"shared": n} (for n pages that kvbm has put into a store that machines
-share, by its metrics), "clear" (kvbm's disk, by SGLang's own order). A result: {"answers": of each step that
-asks, "metrics": kvbm's, if it serves them}.
+"new_weights" (the same ones, loaded again), "write" (others to the tensors, by nobody's order, then "flush"),
+{"stored": n} (wait for n records of kvbm's), {"files": n} (for n files of SGLang's own backends), {"shared":
+n} (for n pages that kvbm has put into a store that machines share, by its metrics), "clear" (kvbm's disk, by
+SGLang's own order). A result: {"answers": of each step that asks, "metrics": kvbm's, if it serves them}.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ from tests.engines.client import parse_metrics
 from tests.engines.ports import HOST
 
 TIMEOUT_S = 240.0
+WRITE = "KVBM_TEST_WRITE"
+"""The variable that names a file: while it is there, a flush is for weights that were written."""
 
 
 def main(job_file: str, result_file: str) -> None:
@@ -47,6 +49,9 @@ def main(job_file: str, result_file: str) -> None:
                 done, message = engine.update_weights_from_disk(model_path=job["engine"]["model_path"])[:2]
                 if not done:
                     raise RuntimeError(message)
+            elif step == "write":
+                Path(os.environ[WRITE]).touch()
+                _flush(engine)
             elif step == "clear":
                 _clear(engine)
             elif step == "together":
@@ -71,6 +76,10 @@ def _engine(job: dict[str, Any]) -> Any:
         from tests.engines.sglang.attention import run_scheduler
 
         kind = type("Engine", (kind,), {"run_scheduler_process_func": staticmethod(run_scheduler)})
+    if "write" in job["steps"]:
+        from tests.engines.sglang import trainer
+
+        kind = type("Engine", (kind,), {"run_scheduler_process_func": staticmethod(trainer.run_scheduler)})
     multiprocessing.set_start_method("fork", force=True)
     with patch.object(engine.mp, "set_start_method"):
         return kind(**job["engine"])

@@ -9,6 +9,7 @@ WEIGHTS = "tests/unit/test_identity_weights.py"
 ADAPTERS = "tests/unit/test_identity_adapters.py"
 FIELDS = "tests/unit/test_identity_fields.py"
 ENVIRONMENT = "tests/unit/test_identity_environment.py"
+SGLANG = "tests/unit/test_sglang_weights.py"
 VLLM = "tests/vllm/test_identity.py"
 CHANGES = "tests/vllm/test_changes.py"
 AUDIT = "tests/unit/test_audit.py"
@@ -146,8 +147,8 @@ MUTANTS = (
     Mutant(
         "SGLang's check of its weights overwrote them, and nobody heard of it",
         "kvbm_sglang/weights.py",
-        "name in {_RELEASE, _CHECK}",
-        "name == _RELEASE",
+        "name in {_RELEASE, _CHECK, _FLUSH}",
+        "name in {_RELEASE, _FLUSH}",
         "tests/unit/test_sglang_settings.py::test_orders_that_change_weights_make_a_generation",
     ),
     Mutant(
@@ -180,14 +181,14 @@ MUTANTS = (
     ),
     Mutant(
         "load_weights of the model object was not heard of",
-        "kvbm_vllm/tensors.py",
-        "            engine_calls.model_loads(vllm_config)\n",
+        "kvbm_core/identity/tensors.py",
+        "            on_load()\n",
         "",
         f"{CHANGES}::test_a_request_that_runs_across_the_change_leaves_nothing[load]",
     ),
     Mutant(
         "weights were looked at once, and what was seen answered for every later reset",
-        "kvbm_vllm/tensors.py",
+        "kvbm_core/identity/tensors.py",
         "        if now != self._number or self._now.is_stopped:\n",
         "        if self._now.is_stopped:\n",
         "tests/vllm/test_tensors.py::test_a_draft_model_counts",
@@ -205,6 +206,34 @@ MUTANTS = (
         '            weights.changed(f"SGLang is about to {name}")\n',
         "            pass\n",
         "tests/unit/test_sglang_settings.py::test_orders_that_change_weights_make_a_generation",
+    ),
+    Mutant(
+        "SGLang: weights were written to the tensors, its cache was flushed, and the old name stayed",
+        "kvbm_sglang/weights.py",
+        "                self.doubt()\n",
+        "                pass\n",
+        f"{SGLANG}::test_weights_that_were_written_before_a_flush_never_last[model]",
+    ),
+    Mutant(
+        "SGLang: one rank of an engine took its part of the weights for all of them",
+        "kvbm_sglang/weights.py",
+        "    if size == 1:\n",
+        "    if True:\n",
+        f"{SGLANG}::test_all_ranks_have_to_find_the_same[True]",
+    ),
+    Mutant(
+        "TensorRT-LLM: a trainer's reset of its cache was not heard of",
+        "kvbm_trtllm/weights.py",
+        "            changes.hear(order)\n",
+        "            pass\n",
+        "tests/trtllm/test_weights.py::test_blocks_of_old_weights_answer_nobody[released-v1-overlap-1-write]",
+    ),
+    Mutant(
+        "TensorRT-LLM: a request that ran across a change of weights was stored under the new name",
+        "kvbm_trtllm/scheduler.py",
+        "            self.leader.new_generation(keeps_host=False)\n",
+        "            pass\n",
+        "tests/trtllm/test_weights.py::test_a_request_that_runs_across_the_change_leaves_nothing",
     ),
     # ------------------------------------------------------------ adapters
     Mutant(
@@ -361,6 +390,13 @@ MUTANTS = (
         '    return " ".join(f"{text}={digest}" for text, digest in found if digest)\n',
         '    return ""\n',
         f"{ENVIRONMENT}::test_the_code_of_a_wheel_counts_that_somebody_has_changed",
+    ),
+    Mutant(
+        "a library of an editable engine was built anew, with its old size and time",
+        "kvbm_core/identity/environment.py",
+        'if path.suffix == ".py" else digester.file(path)\n',
+        'if path.suffix == ".py" else path.stat().st_size\n',
+        f"{ENVIRONMENT}::test_a_library_counts_by_its_content",
     ),
     Mutant(
         "a file that a variable names was known by its path",

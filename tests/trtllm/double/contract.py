@@ -21,6 +21,7 @@ from tests.trtllm.double import (
     own_manager,
     requests,
     source,
+    weights,
 )
 
 EARLY = "early"
@@ -132,6 +133,8 @@ def _modules(contract: Contract) -> dict[str, ModuleType]:
         "tensorrt_llm._torch",
         PYEXECUTOR,
         f"{PYEXECUTOR}.llm_request",
+        f"{PYEXECUTOR}.model_loader",
+        f"{PYEXECUTOR}.py_executor",
         f"{PYEXECUTOR}.scheduler",
         "tensorrt_llm.bindings",
         "tensorrt_llm.bindings.internal",
@@ -158,6 +161,8 @@ def _modules(contract: Contract) -> dict[str, ModuleType]:
     modules["tensorrt_llm.llmapi.llm_args"].TorchLlmArgs = llm_args.classes_of(contract.version)[
         "TorchLlmArgs"
     ]  # type: ignore[attr-defined]
+    for place, kind in (("model_loader", weights.ModelLoader), ("py_executor", weights.PyExecutor)):
+        setattr(modules[f"{PYEXECUTOR}.{place}"], kind.__name__, type(kind.__name__, (kind,), {}))
     source.fill(modules)
     api = modules[f"{connectors}.kv_cache_connector"]
     own = {"api": api}

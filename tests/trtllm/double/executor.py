@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -118,7 +119,7 @@ class Executor:
         tokens = [int(token) for token in prompt_tokens]
         if not tokens or max_new_tokens < 1 + generation_only:
             raise ValueError("a request has a prompt and generates something")
-        identity = (lora_task_id, cache_salt, multimodal, image)
+        identity = (lora_task_id, cache_salt, multimodal, image, self.model.weights)
         sequence = TokenSequence(self.model, identity, tokens, len(tokens) + max_new_tokens)
         core = Core(
             self._next_id,
@@ -172,6 +173,16 @@ class Executor:
     def drop_device_cache(self) -> None:
         """Forgets the device's own reuse, so that only the connector can bring blocks back."""
         self.blocks.drop_cache()
+
+    def update_weights(self, weights: str) -> None:
+        """As TensorRT-LLM's own extension of its workers does, on every rank, while no request runs."""
+        loader = sys.modules[f"{contract.PYEXECUTOR}.model_loader"].ModelLoader()
+        loader.reload(self.model, weights, allow_partial_loading=True)
+        self.reset_prefix_cache()
+
+    def reset_prefix_cache(self) -> None:
+        """As trainers do when they have changed weights."""
+        sys.modules[f"{contract.PYEXECUTOR}.py_executor"].PyExecutor(self).reset_prefix_cache()
 
     def state_of(self, request_id: int) -> str:
         """waiting, context, loading (parked), generation or complete."""

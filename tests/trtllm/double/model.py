@@ -102,6 +102,7 @@ class Model:
 
     def __init__(self, memory: Memory, rank: int, vocab_size: int) -> None:
         self.memory = memory
+        self.weights = ""
         self.vocab_size = vocab_size
         self._size = memory.tokens_per_block
         heads, _, head_bytes = memory.block_shape
