@@ -340,6 +340,14 @@ def test_serve_line_as_json() -> None:
     assert told["command"][:3] == ["vllm", "serve", "a model"]
 
 
+def test_every_command_answers_in_json() -> None:
+    leaves = {path: command for path, command in ALL.items() if not getattr(command, "commands", None)}
+    options = {
+        path: {name for param in command.params for name in param.opts} for path, command in leaves.items()
+    }
+    assert len(leaves) > 20 and [path for path, names in options.items() if "--json" not in names] == []
+
+
 def test_version_as_json() -> None:
     answer = json.loads(run(80, "version", "--json").stdout)
     assert answer["version"] == __version__ and answer["is_loaded"] is True and "is ours" in answer["seen"]
