@@ -262,6 +262,7 @@ TABLE: dict[str, list[tuple[str, How]]] = {
         ("export KVBM_REMOTE_URL=file:///mnt/kv/blocks", SERVES),
         ("export DYN_KVBM_CPU_CACHE_GB=20", SERVES),
         ("vllm serve Qwen/Qwen3-0.6B", SERVES),
+        ("python -m benchmarks.remote.sharing", seen_by("tests/benchmarks/test_sharing_bench.py")),
         ("export KVBM_REMOTE_URL", HOME),
         ("mkdir -m 700 /dev/shm/kv", HOME),
         ("export KVBM_REMOTE_URL=file:///dev/shm/kv", HOME),
