@@ -245,16 +245,17 @@ def draw_plot(comparison: Comparison, path: Path) -> Path:
 
     turns = sorted({row.turn for row in comparison.rows})
     figure, axes = pyplot.subplots(figsize=(9, 5), layout="constrained")
-    kept, title = "host hit: brought back by kvbm", "brought back from host memory"
+    kept, title = "brought back", "brought back from host memory and disk"
     if comparison.audits:
-        kept, title = "audited: computed again to be compared", "found and computed again"
+        kept, title = "computed again to be compared", "found and computed again"
     states = [
         (State.COLD, False, "cold: engine without kvbm"),
-        (State.HOST, True, kept),
+        (State.HOST, True, f"host hit: {kept}"),
+        (State.DISK, True, f"disk hit: {kept} after kill -9"),
+        (State.DEVICE, True, "device hit: asked again at once"),
     ]
-    states.append((State.DEVICE, True, "device hit: asked again at once"))
-    width = 0.27
-    for offset, (state, with_kvbm, label) in enumerate(states, start=-1):
+    width = 0.21
+    for offset, (state, with_kvbm, label) in zip((-1.5, -0.5, 0.5, 1.5), states, strict=True):
         rows = [
             row for turn in turns if (row := comparison.row(turn, state, with_kvbm=with_kvbm)) is not None
         ]
@@ -268,7 +269,13 @@ def draw_plot(comparison: Comparison, path: Path) -> Path:
             top = (place, max(each))
             axes.annotate(f"{height:.0f}", top, above, textcoords="offset points", ha="center", fontsize=9)
     axes.annotate(
-        "nothing\nyet", (0, 0), (0, 6), textcoords="offset points", ha="center", fontsize=9, color="gray"
+        "nothing\nyet",
+        (-0.5 * width, 0),
+        (0, 6),
+        textcoords="offset points",
+        ha="center",
+        fontsize=9,
+        color="gray",
     )
     prompts = {row.turn: row.prompt_tokens for row in comparison.rows}
     axes.set_xticks(turns, [f"turn {turn + 1}\n{prompts[turn]:,.0f} prompt tokens" for turn in turns])

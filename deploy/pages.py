@@ -1,5 +1,5 @@
-"""Writes what five pages say of the code: docs/configuration.md of kvbm's settings, docs/identity.md of
-engines' settings, which are in the name of a block or not, docs/doctor.md of the doctor's checks,
+"""Writes what five pages say of the code: docs/configuration.md of kvbm's settings, docs/identity-fields.md
+of engines' settings, which are in the name of a block or not, docs/doctor.md of the doctor's checks,
 docs/commands.md of the ``kvbm`` command, and docs/hybrid.md of which models are served.
 
 python -m deploy.pages          # from the repository's root; no engine need be installed
@@ -242,7 +242,7 @@ def _families() -> Iterator[str]:
 
 PAGES = {
     DOCS / "configuration.md": _settings,
-    DOCS / "identity.md": _identity,
+    DOCS / "identity-fields.md": _identity,
     DOCS / "doctor.md": _checks,
     DOCS / "commands.md": _commands,
     DOCS / "hybrid.md": _families,

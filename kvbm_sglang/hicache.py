@@ -56,6 +56,10 @@ NO_REASONS = (
     "nothing is known of what each has missed"
 )
 """For ``kvbm why``."""
+NO_PREFIX = (
+    "kvbm: SGLang does not say which pages come before those that it stores: the shared store may get some "
+    "that are of no use. Set hicache_storage_pass_prefix_keys to true in the storage backend's config"
+)
 
 
 class KvbmHiCache(HiCacheStorage):
@@ -80,6 +84,7 @@ class KvbmHiCache(HiCacheStorage):
         is_asked = getattr(storage_config, "enable_storage_metrics", False)
         self._storage_metrics = find_storage_metrics() if is_asked else None
         self._stats = Stats(metrics, keeps_batches=self._storage_metrics is not None)
+        self._wants_prefix = bool(settings.store_urls)
         self._pools = Pools(storage_config, settings, self._stats)
         rank = rank_of(storage_config)
         metrics.traces = self._traces = traces_of(settings, self._pools.model)
@@ -122,12 +127,12 @@ class KvbmHiCache(HiCacheStorage):
     def batch_get_v1(
         self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
     ) -> list[bool]:
-        return self._get(KV, keys, host_indices)
+        return self._get(KV, keys, host_indices, self._prefix_of(extra_info))
 
     def batch_set_v1(
         self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
     ) -> list[bool]:
-        return self._put(KV, keys, host_indices)
+        return self._put(KV, keys, host_indices, self._prefix_of(extra_info))
 
     # ---------------------------------------------------------------- all pools
 
@@ -209,6 +214,16 @@ class KvbmHiCache(HiCacheStorage):
 
     # ---------------------------------------------------------------- inside
 
+    def _prefix_of(self, extra_info: HiCacheStorageExtraInfo | None) -> Sequence[str]:
+        """The pages before those of a call; none, if SGLang does not say."""
+        prefix = getattr(extra_info, "prefix_keys", None)
+        if isinstance(prefix, list):  # where it is not set 0.5.10 has a tuple of None
+            return prefix
+        if self._wants_prefix:
+            self._wants_prefix = False
+            log.warning("%s", NO_PREFIX)
+        return ()
+
     def _lengths_of(self, name: str, keys: list[str], transfer: PoolTransfer) -> Sequence[int] | int:
         """Prefix lengths that this pool allows; a number, its own verdict, where it does not limit them."""
         policy = _name_of(transfer.hit_policy)
@@ -224,13 +239,17 @@ class KvbmHiCache(HiCacheStorage):
         )
         return []
 
-    @guarded("batch_get", lambda self, pool, keys, host_indices: [False] * len(keys))
-    def _get(self, pool: str, keys: list[str], host_indices: torch.Tensor) -> list[bool]:
-        return self._pools.get(pool, keys, host_indices)
+    @guarded("batch_get", lambda self, pool, keys, host_indices, prefix=None: [False] * len(keys))
+    def _get(
+        self, pool: str, keys: list[str], host_indices: torch.Tensor, prefix: Sequence[str] | None = None
+    ) -> list[bool]:
+        return self._pools.get(pool, keys, host_indices, prefix)
 
-    @guarded("batch_set", lambda self, pool, keys, host_indices: [False] * len(keys))
-    def _put(self, pool: str, keys: list[str], host_indices: torch.Tensor) -> list[bool]:
-        return self._pools.put(pool, keys, host_indices)
+    @guarded("batch_set", lambda self, pool, keys, host_indices, prefix=None: [False] * len(keys))
+    def _put(
+        self, pool: str, keys: list[str], host_indices: torch.Tensor, prefix: Sequence[str] | None = None
+    ) -> list[bool]:
+        return self._pools.put(pool, keys, host_indices, prefix)
 
 
 def _is_there(found: Sequence[Tier | None]) -> list[bool]:

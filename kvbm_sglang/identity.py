@@ -2,7 +2,7 @@
 fingerprint.
 
 SGLang's own key names the tokens, the cache salt and an adapter's name (0.5.21 and newer), and nothing else.
-``TABLES`` classifies every argument of every supported version; docs/identity.md is made from it.
+``TABLES`` classifies every argument of every supported version; docs/identity-fields.md is made from it.
 """
 
 from __future__ import annotations

@@ -134,22 +134,26 @@ class Pools:
         store = self._store(name)
         return [None] * len(keys) if store is None else store.find(keys)
 
-    def put(self, name: str, keys: list[str], host_indices: torch.Tensor) -> list[bool]:
-        """Keeps these pages."""
+    def put(
+        self, name: str, keys: list[str], host_indices: torch.Tensor, prefix: Sequence[str] | None = None
+    ) -> list[bool]:
+        """Keeps these pages. ``prefix``: see PageStore."""
         store = self._store(name)
         if store is None or not keys:
             return [False] * len(keys)
         started_s = time.perf_counter()
-        answers = Answers(store.put(keys, host_indices), set())
+        answers = Answers(store.put(keys, host_indices, prefix), set())
         return self._ended(Direction.OFFLOAD, name, keys, answers, started_s)
 
-    def get(self, name: str, keys: list[str], host_indices: torch.Tensor) -> list[bool]:
-        """Fills these pages; one that is not True holds garbage."""
+    def get(
+        self, name: str, keys: list[str], host_indices: torch.Tensor, prefix: Sequence[str] | None = None
+    ) -> list[bool]:
+        """Fills these pages; one that is not True holds garbage. ``prefix``: see PageStore."""
         store = self._store(name)
         if store is None or not keys:
             return [False] * len(keys)
         started_s = time.perf_counter()
-        return self._ended(Direction.ONBOARD, name, keys, store.get(keys, host_indices), started_s)
+        return self._ended(Direction.ONBOARD, name, keys, store.get(keys, host_indices, prefix), started_s)
 
     def _tiers_there(self) -> frozenset[Tier]:
         return frozenset({Tier.DISK}) if self._stores else frozenset()

@@ -43,6 +43,9 @@ class PagesOnDisk(BlockStore, Protocol):
     def evicted_blocks_total(self) -> int:
         """Pages that made room for others, so far."""
 
+    def touch(self, keys: Sequence[BlockKey]) -> None:
+        """These are in use, the first ones first, though nobody reads them."""
+
     def clear(self) -> None:
         """Forgets everything, for good."""
 
@@ -130,6 +133,9 @@ class FollowedFile:
         reader = self._found_reader()
         return iter(()) if reader is None else reader.scan()
 
+    def touch(self, keys: Sequence[BlockKey]) -> None:
+        """Nothing: the writer evicts."""
+
     def clear(self) -> None:
         """Nothing: the writer clears, and this follows."""
 
@@ -150,7 +156,8 @@ class FollowedFile:
 
 class PageStore:
     """A pool's pages by SGLang's keys: ``disk``, and the remote store of ``chain`` if there is one.
-    ``events``: of the disk. Safe to call from any thread; a call ends within ``deadline_s``.
+    ``events``: of the disk. Safe to call from any thread; a call ends within ``deadline_s``. ``prefix``: the
+    pages before those of a call, which follow each other; none, if nobody says; None if they are of no chain.
     """
 
     def __init__(
@@ -169,6 +176,7 @@ class PageStore:
         self._pages = pages
         self._root = namespace.root()
         self._deadline_s = deadline_s
+        self._last_put = ""
 
     def find(self, keys: list[str]) -> list[Tier | None]:
         """Where each of them is. No I/O of the disk."""
@@ -184,24 +192,37 @@ class PageStore:
             for i, outcome in enumerate(found.outcomes)
         ]
 
-    def put(self, keys: list[str], host_indices: torch.Tensor) -> list[Outcome]:
-        """Keeps these pages."""
+    def put(
+        self, keys: list[str], host_indices: torch.Tensor, prefix: Sequence[str] | None = None
+    ) -> list[Outcome]:
+        """Keeps these pages. What is before them is in use, and stays on the disk for as long as they do."""
         memory = self._pages.memory_of(host_indices, len(keys))
-        store: BlockStore = self._chain or self.disk
         named = page_keys(self._root, keys)
+        if prefix and prefix[-1] != self._last_put:  # not a part of what was put just now
+            self.disk.touch(page_keys(self._root, list(prefix)))
+        self._last_put = keys[-1]
         generation = self._events.generation if self._events is not None else 0
-        outcomes = store.put_many(named, memory, deadline_s=self._deadline_s)
+        if self._chain is None:
+            outcomes = self.disk.put_many(named, memory, deadline_s=self._deadline_s)
+        else:
+            head = self._head(prefix)
+            outcomes = self._chain.put_many(named, memory, deadline_s=self._deadline_s, head=head)
         if self._events is not None:
             self._events.kept(named, keys, generation)
         return outcomes
 
-    def get(self, keys: list[str], host_indices: torch.Tensor) -> Answers:
+    def get(
+        self, keys: list[str], host_indices: torch.Tensor, prefix: Sequence[str] | None = None
+    ) -> Answers:
         """Fills these pages; one whose outcome is not OK holds garbage."""
         memory = self._pages.memory_of(host_indices, len(keys))
         named = page_keys(self._root, keys)
         if self._chain is None:
             return Answers(self.disk.get_many(named, memory, deadline_s=self._deadline_s), set())
-        return self._chain.fetch(named, memory, deadline_s=self._deadline_s)
+        return self._chain.fetch(named, memory, deadline_s=self._deadline_s, head=self._head(prefix))
+
+    def _head(self, prefix: Sequence[str] | None) -> list[BlockKey] | None:
+        return None if prefix is None else page_keys(self._root, list(prefix[-1:]))
 
     def clear(self) -> None:
         """Forgets everything on the disk, for good. What machines share stays."""

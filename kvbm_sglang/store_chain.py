@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -70,6 +70,9 @@ class StoreChain:
     store is put on the disk. The remote store sees buffers of the chain's own, never the caller's memory. So
     one that fails, hangs or goes on writing costs misses, and no call takes longer than its own deadline;
     one that fails again and again is left alone for a while. ``io_deadline_s``: of its calls.
+
+    ``head`` of a call whose keys follow each other: the block before them, if somebody knows. What the remote
+    store does not have before a block, nor gets, keeps that block out of it.
     """
 
     def __init__(
@@ -102,6 +105,7 @@ class StoreChain:
         self._known = Known[BlockKey](clock, KNOWN)
         self._unread = Unread[BlockKey](KNOWN.max_known)
         self._looking: set[BlockKey] = set()
+        self._storing: set[BlockKey] = set()
         self._last_id = 0
         self._is_closed = False
 
@@ -112,13 +116,18 @@ class StoreChain:
         return self.find(keys, deadline_s=deadline_s).outcomes
 
     def put_many(
-        self, keys: Sequence[BlockKey], payloads: Sequence[Memory], *, deadline_s: float
+        self,
+        keys: Sequence[BlockKey],
+        payloads: Sequence[Memory],
+        *,
+        deadline_s: float,
+        head: Sequence[BlockKey] | None = None,
     ) -> list[Outcome]:
         """See BlockStore. Waits, within the deadline, for buffers, not for the remote store."""
         ends_at_s = self._clock.now_s() + deadline_s
         outcomes = self._disk.put_many(keys, payloads, deadline_s=deadline_s)
-        kept = [i for i, outcome in enumerate(outcomes) if outcome is not Outcome.REJECTED]
-        self._offer([keys[i] for i in kept], [payloads[i] for i in kept], ends_at_s)
+        kept = {keys[i]: payloads[i] for i, outcome in enumerate(outcomes) if outcome is not Outcome.REJECTED}
+        self._offer(kept, ends_at_s, keys, head)
         return outcomes
 
     def get_many(
@@ -175,14 +184,21 @@ class StoreChain:
         }
         return Answers([Outcome.OK if i in found else o for i, o in enumerate(outcomes)], found)
 
-    def fetch(self, keys: Sequence[BlockKey], targets: Sequence[Memory], *, deadline_s: float) -> Answers:
+    def fetch(
+        self,
+        keys: Sequence[BlockKey],
+        targets: Sequence[Memory],
+        *,
+        deadline_s: float,
+        head: Sequence[BlockKey] | None = None,
+    ) -> Answers:
         """As ``get_many``."""
         ends_at_s = self._clock.now_s() + deadline_s
         outcomes = self._disk.get_many(keys, targets, deadline_s=deadline_s)
         here = [i for i, outcome in enumerate(outcomes) if _is_ok(outcome)]
         with self._changed:
             self._admission.hit([keys[i] for i in here])
-        self._offer([keys[i] for i in here], [targets[i] for i in here], None)
+        self._offer({keys[i]: targets[i] for i in here}, None, keys, head)
         sought, begun, came = deque(self._not_here(outcomes)), deque[tuple[list[int], _Order]](), set[int]()
         while sought or begun:
             buffers = self._take(len(sought), None if begun else ends_at_s) if sought else []
@@ -243,11 +259,20 @@ class StoreChain:
 
     # ---------------------------------------------------------------- down
 
-    def _offer(self, keys: Sequence[BlockKey], payloads: Sequence[Memory], ends_at_s: float | None) -> None:
-        """Those that are admitted are put into the remote store. ``ends_at_s``: how long buffers are waited
-        for; None: not at all.
+    def _offer(
+        self,
+        blocks: dict[BlockKey, Memory],
+        ends_at_s: float | None,
+        keys: Sequence[BlockKey],
+        head: Sequence[BlockKey] | None,
+    ) -> None:
+        """Those that are admitted are put into the remote store. ``ends_at_s``: how long buffers, and an
+        answer, are waited for; None: not at all. ``keys``: all of the call, behind ``head``.
         """
-        todo = self._admitted(dict(zip(keys, payloads, strict=True)))
+        admitted = self._admitted(blocks)
+        if head is not None and admitted:
+            admitted = self._behind_heads(set(admitted), keys, head, ends_at_s)
+        todo = [(key, blocks[key]) for key in admitted]
         self._look_again(keys)
         while todo:
             buffers = self._take(len(todo), ends_at_s, is_put=True)
@@ -262,12 +287,41 @@ class StoreChain:
                     at += part.nbytes
             self._begin(OrderKind.STORE, [key for key, _ in batch], buffers, None)
 
-    def _admitted(self, blocks: dict[BlockKey, Memory]) -> list[tuple[BlockKey, Memory]]:
+    def _admitted(self, blocks: dict[BlockKey, Memory]) -> Sequence[BlockKey]:
         with self._changed:
             if self._is_closed or self._breaker.is_open:
                 return []
-            admitted = self._admission.admit([key for key in blocks if not self._known.is_kept(key)])
-        return [(key, blocks[key]) for key in admitted]
+            return self._admission.admit([key for key in blocks if not self._is_there(key)])
+
+    def _is_there(self, key: BlockKey) -> bool:
+        return key in self._storing or self._known.is_kept(key)
+
+    def _behind_heads(
+        self,
+        admitted: Collection[BlockKey],
+        keys: Sequence[BlockKey],
+        head: Sequence[BlockKey],
+        ends_at_s: float | None,
+    ) -> list[BlockKey]:
+        """Those of ``admitted`` before which nothing is missing."""
+        chosen, has_head = list[BlockKey](), not head or self._has(head[0], ends_at_s)
+        with self._changed:
+            for key in keys if has_head else ():
+                if key in admitted:
+                    chosen.append(key)
+                elif not self._is_there(key):
+                    break
+        return chosen
+
+    def _has(self, key: BlockKey, ends_at_s: float | None) -> bool:
+        """Whether it is there; if nobody knows, the remote store is asked. Whoever cannot wait for the answer
+        finds it the next time.
+        """
+        with self._changed:
+            if self._is_there(key) or self._known.is_present(key) is not None:
+                return self._is_there(key)
+        order = self._begin(OrderKind.FIND, [key], (), ends_at_s)
+        return ends_at_s is not None and _is_ok(self._wait(order, ends_at_s)[0])
 
     def _look_again(self, keys: Sequence[BlockKey]) -> None:
         """What is kept there may have been removed, or lost, while the disk has it: of what was not seen
@@ -331,6 +385,8 @@ class StoreChain:
         with self._changed:
             self._last_id += 1
             tier_order = TierOrder(self._last_id, "remote", kind, tuple(keys), tuple(buffers))
+            if kind is OrderKind.STORE:
+                self._storing.update(keys)
         order = _Order(tier_order, is_left=kind is not OrderKind.FETCH, stands_for=stands_for)
         deadline_s = self._io_deadline_s if ends_at_s is None else ends_at_s - self._clock.now_s()
         self._mover.submit(tier_order, lambda result: self._answered(order, result), deadline_s=deadline_s)
@@ -360,6 +416,8 @@ class StoreChain:
 
     def _learn(self, order: _Order) -> None:
         kind, keys, outcomes = order.order.kind, order.order.keys, order.outcomes()
+        if kind is OrderKind.STORE:
+            self._storing.difference_update(keys)
         self._known.learn(dict(zip(keys, outcomes, strict=True)))
         if order.stands_for:
             self._looking.difference_update(keys)

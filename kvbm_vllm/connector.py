@@ -15,7 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole, SupportsHMA
 
 from kvbm_core.errors import KvbmError
-from kvbm_vllm import engine_calls, last_words
+from kvbm_vllm import engine_calls, first_process
 from kvbm_vllm.assembly import (
     SchedulerAssembly,
     build_scheduler_side,
@@ -55,7 +55,7 @@ except ImportError:  # vLLM 0.26 to 0.29 ask get_finished instead
 # vLLM looks this class up when it makes its configuration, in the process that will load the weights: before
 # that, unless the engine core is a process of its own, which began late enough.
 engine_calls.watch()
-last_words.say_at_the_end()
+first_process.watch()
 
 __all__ = ["DynamoConnector", "DynamoConnectorMetadata", "PdConnector"]
 
@@ -97,7 +97,7 @@ class DynamoConnector(KVConnectorBase_V1, SupportsHMA):
             else:
                 self._worker_part = build_worker_side(vllm_config, kv_cache_config)
         except KvbmError as error:
-            last_words.leave(str(error))
+            first_process.leave(str(error))
             raise
 
     @property

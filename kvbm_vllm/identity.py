@@ -1,6 +1,6 @@
 """What the bytes of a block depend on besides its tokens, under vLLM: configuration, environment, versions.
 
-``TABLES`` classifies every field of every supported version; docs/identity.md is made from it.
+``TABLES`` classifies every field of every supported version; docs/identity-fields.md is made from it.
 """
 
 from __future__ import annotations

@@ -262,6 +262,7 @@ TABLE: dict[str, list[tuple[str, How]]] = {
         ("export KVBM_REMOTE_URL=file:///mnt/kv/blocks", SERVES),
         ("export DYN_KVBM_CPU_CACHE_GB=20", SERVES),
         ("vllm serve Qwen/Qwen3-0.6B", SERVES),
+        ("python -m benchmarks.remote.sharing", seen_by("tests/benchmarks/test_sharing_bench.py")),
         ("export KVBM_REMOTE_URL", HOME),
         ("mkdir -m 700 /dev/shm/kv", HOME),
         ("export KVBM_REMOTE_URL=file:///dev/shm/kv", HOME),
@@ -308,7 +309,7 @@ TABLE: dict[str, list[tuple[str, How]]] = {
     ],
     "docs/trtllm.md": [
         ("pip install .", same_as("README.md")),
-        ('pip install ".[trtllm]"', INDEX),
+        ("pip install --extra-index-url", INDEX),
         *[("export DYN_KVBM_", HOME)] * 4,
         ("export KVBM_DISK_TO_DEVICE", HOME),
         ("cat > /tmp/kvbm_llm_api_config.yaml", TRTLLM),

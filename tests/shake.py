@@ -63,12 +63,22 @@ def busy_loops(count: int, core: int | None) -> Iterator[None]:
 def run_once(tests: Sequence[str], core: int | None, seed: int | None, log: Path) -> Run:
     """Runs the tests in a process of their own; its output is in ``log``."""
     report = log.with_suffix(".xml")
+    base = log.with_suffix("")  # of its own: pytest removes those of runs beside it
     report.unlink(missing_ok=True)
     seeds = {} if seed is None else {SEED_VARIABLE: str(seed)}
     started_s = time.monotonic()
     with log.open("wb") as output:
         process = subprocess.Popen(
-            [sys.executable, "-m", "pytest", "-n0", "-q", f"--junitxml={report}", *tests],
+            [
+                sys.executable,
+                "-m",
+                "pytest",
+                "-n0",
+                "-q",
+                f"--junitxml={report}",
+                f"--basetemp={base}",
+                *tests,
+            ],
             cwd=REPOSITORY,
             env={**os.environ, "PYTHONHASHSEED": "0", **seeds},
             stdin=subprocess.DEVNULL,
@@ -83,6 +93,7 @@ def run_once(tests: Sequence[str], core: int | None, seed: int | None, log: Path
             process.wait()
             raise
     seconds = time.monotonic() - started_s
+    shutil.rmtree(base, ignore_errors=True)
     if status == NOTHING_RUN:
         raise SystemExit(f"no test was found: {' '.join(tests)}")
     if not report.is_file():

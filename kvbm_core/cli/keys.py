@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import socket
 from pathlib import Path
@@ -11,6 +12,7 @@ import typer
 
 from kvbm_core.cli.completion import by_shell
 from kvbm_core.cli.console import fail
+from kvbm_core.cli.options import Json
 from kvbm_core.cli.report import BAD_USAGE_EXIT
 from kvbm_core.errors import ConfigError
 
@@ -31,6 +33,7 @@ def new_command(
     name: Annotated[
         str, typer.Option(help="Of this machine, as others call it: its address or host name.")
     ] = "",
+    as_json: Json = False,
 ) -> None:
     """Makes a key pair: FOLDER/NAME.key_secret, for this machine alone, and FOLDER/NAME.key, for all others.
 
@@ -49,7 +52,11 @@ def new_command(
         fail(f"kvbm keys: {error.filename} is there already; remove it, or choose a --name", BAD_USAGE_EXIT)
     except OSError as error:
         fail(f"kvbm keys: {error.filename}: {error.strerror}", BAD_USAGE_EXIT)
-    typer.echo(f"export {KEY_FILE}={secret.absolute()}\nexport {ALLOWED}={folder.absolute()}")
+    variables = {KEY_FILE: str(secret.absolute()), ALLOWED: str(folder.absolute())}
+    if as_json:
+        typer.echo(json.dumps({**variables, "public_key_file": str(public.absolute())}, indent=2))
+        return
+    typer.echo("\n".join(f"export {variable}={value}" for variable, value in variables.items()))
     typer.echo(f"Copy {public.name} to that folder of each machine that this one is to speak with.", err=True)
 
 
@@ -61,6 +68,7 @@ def operator_command(
             metavar="FILE", help="For the secret; nothing is overwritten.", autocompletion=by_shell
         ),
     ],
+    as_json: Json = False,
 ) -> None:
     """Makes the key by which you give orders to a fleet (kvbm fleet --key FILE), and prints its public part.
 
@@ -74,5 +82,8 @@ def operator_command(
         fail(str(error), BAD_USAGE_EXIT)
     except OSError as error:
         fail(f"kvbm keys: {error.filename}: {error.strerror}", BAD_USAGE_EXIT)
+    if as_json:
+        typer.echo(json.dumps({OPERATORS: public}, indent=2))
+        return
     typer.echo(f"export {OPERATORS}={public}")
     typer.echo("Set that for the engines that are to take orders from you.", err=True)

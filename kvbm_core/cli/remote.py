@@ -158,6 +158,9 @@ def rm_command(
     ] = None,
     everything: Annotated[bool, typer.Option("--all", help="The blocks of all models.")] = False,
     is_sure: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    as_json_text: Annotated[
+        bool, typer.Option("--json", help="The same as JSON, for programs; with --yes.")
+    ] = False,
 ) -> None:
     """Removes the blocks of one or more models, or of all. Engines may be running: they miss them, no more.
 
@@ -171,10 +174,13 @@ def rm_command(
         chosen = there if everything else list(dict.fromkeys(models or ()))
         if bool(models) == everything:
             fail("kvbm remote rm: name the models to remove, or give --all", BAD_USAGE_EXIT)
+        if as_json_text and not is_sure:
+            fail("kvbm remote rm: --json does not ask: give --yes too", BAD_USAGE_EXIT)
+        told = list[dict[str, object]]()
         _refuse_missing(chosen, there, "rm", store)
-        if not chosen:
+        if not chosen and not as_json_text:
             _say_nothing_there(store)
-        elif not is_sure:
+        elif chosen and not is_sure:
             typer.confirm(f"Remove all blocks of {', '.join(chosen)} {_below(store)}?", abort=True)
         for namespace in chosen:
             with progress_bar(MofNCompleteColumn()) as progress:
@@ -183,10 +189,15 @@ def rm_command(
                     removed = store.remove_model(namespace, partial(progress.advance, bar))
                 except OSError as error:
                     fail(f"kvbm remote rm: {_line_of(error, store)}", DAMAGED_EXIT)
+            told.append({"model": namespace, **removed._asdict()})
+            if as_json_text:
+                continue
             line = f"{namespace}: {removed.records:,} records removed, {format_bytes(removed.num_bytes)}"
             typer.echo(line)
             if removed.strange:
                 typer.echo(strange_note(namespace, removed.strange))
+        if as_json_text:
+            typer.echo(json.dumps({"url": url, "removed": told}, indent=2))
 
 
 @remote_app.command("sweep")

@@ -40,7 +40,7 @@ def sockets() -> list[Path]:
     place = private_place()
     if not is_private(place):
         return []
-    _sweep(place)
+    sweep(place)
     return sorted(place.glob(f"*{SUFFIX}"))
 
 
@@ -66,7 +66,7 @@ class SocketWire:
         if len(os.fsencode(self.path)) > MAX_SOCKET_PATH_BYTES:
             remedy = "is too long for the path of a socket; set a shorter one"
             raise ConfigError("TMPDIR", folder.parent, remedy)
-        _sweep(folder)
+        sweep(folder)
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         draft = self.path.with_suffix(DRAFT)
         try:
@@ -130,7 +130,7 @@ class SocketWire:
         await asyncio.wait_for(writer.drain(), READ_TIMEOUT_S)
 
 
-def _sweep(folder: Path) -> None:
+def sweep(folder: Path) -> None:
     """Removes sockets of processes that are gone."""
     for path in folder.glob(f"*{SUFFIX}"):
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as probe:

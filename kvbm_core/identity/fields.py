@@ -125,7 +125,7 @@ class Description(NamedTuple):
         if self.unknown:
             log.warning(
                 "kvbm: %s, because this version does not know whether these settings of %s change what K and "
-                "V are: %s. Install a kvbm that knows this %s, or a version that docs/identity.md lists",
+                "V are: %s. Install a kvbm that knows this %s, or a version of docs/identity-fields.md",
                 what,
                 engine,
                 ", ".join(self.unknown),

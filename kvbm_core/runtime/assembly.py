@@ -149,6 +149,7 @@ class LeaderProcess:
         self._settings = settings
         self._metrics = metrics
         self._post: LeaderPost | None = None
+        self._lender: Lender | None = None
         self._tiers_here = tiers_here
         is_apart = endpoint.apart is not None
         self._lower = LowerTiers(settings, world_size, self.clock, model, is_apart=is_apart)
@@ -169,7 +170,6 @@ class LeaderProcess:
         )
         self._handshake.connect(self.channel.send)
         self._post = self._tell_where(endpoint)
-        self._lender: Lender | None = None
         self._server: MetricsPage | None = None
         self._desk = Desk()
         metrics.traces = self._traces = traces_of(settings, model)

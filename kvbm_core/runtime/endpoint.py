@@ -235,6 +235,8 @@ class EndpointLock:
         if self._fd is None:
             remedy = "another running engine has this name; give each its own engine_id"
             raise ConfigError("engine_id", endpoint.path.stem, remedy)
+        os.ftruncate(self._fd, 0)
+        os.write(self._fd, str(os.getpid()).encode())
         sweep(endpoint.path.parent)
 
     def __enter__(self) -> EndpointLock:
@@ -256,26 +258,42 @@ class EndpointLock:
         _leave(self._path.parent)
 
 
-def sweep(directory: Path) -> int:
+def sweep(directory: Path, *, also_young: bool = False) -> int:
     """Removes sockets of leaders that are gone, with their locks, and secrets that nobody holds; returns how
     many.
 
-    What is young is left alone.
+    What is young is left alone: it may be about to be used. ``also_young``: not what a process has made that
+    has ended, and secrets, whose maker looks whether they are still there.
     """
-    removed = sum(_sweep_secret(path) for path in [*directory.glob("*.secret"), *directory.glob("*.draft")])
+    removed = sum(_sweep_secret(path) for path in directory.glob("*.draft"))
+    removed += sum(_sweep_secret(path, also_young=also_young) for path in directory.glob("*.secret"))
     for found in directory.glob("*.sock*"):
         with contextlib.suppress(OSError):  # what is none of ours, or no room for its lock
-            removed += _is_old(found) and _sweep_socket(found.with_name(found.name.removesuffix(".lock")))
+            socket = found.with_name(found.name.removesuffix(".lock"))
+            is_left = also_young and _has_ended(_lock_path(socket))
+            removed += (is_left or _is_old(found)) and _sweep_socket(socket, also_young=is_left)
     return removed
 
 
-def _sweep_socket(socket: Path) -> bool:
+def _has_ended(lock: Path) -> bool:
+    """Whether the leader that has made it is known to be gone."""
+    try:
+        stat = Path(f"/proc/{int(lock.read_bytes())}/stat")
+    except (OSError, ValueError):
+        return False
+    try:
+        return stat.read_text().rpartition(")")[2].split()[0] in "XZ"  # killed, and not yet waited for
+    except FileNotFoundError:
+        return Path("/proc/self").exists()
+
+
+def _sweep_socket(socket: Path, *, also_young: bool) -> bool:
     fd = _try_lock(_lock_path(socket))
     if fd is None:
         return False
     try:
         # Again, now that nobody can bind it: a leader may have come and gone since.
-        if socket.exists() and not _is_old(socket):
+        if socket.exists() and not (also_young or _is_old(socket)):
             return False
         socket.unlink(missing_ok=True)
         _lock_path(socket).unlink(missing_ok=True)
@@ -284,8 +302,8 @@ def _sweep_socket(socket: Path) -> bool:
         os.close(fd)
 
 
-def _sweep_secret(path: Path) -> bool:
-    if not _is_old(path):
+def _sweep_secret(path: Path, *, also_young: bool = False) -> bool:
+    if not (also_young or _is_old(path)):
         return False
     with contextlib.suppress(OSError):  # gone, or held by a process that is alive
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)

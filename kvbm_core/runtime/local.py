@@ -27,7 +27,7 @@ from kvbm_core.storage.disk.recovery import Found
 from kvbm_core.tiers.chain import Held, TierChain
 from kvbm_core.tiers.jobs import Job, JobTable, count_transfer
 from kvbm_core.tiers.lower import LowerTier, LowerTierMaker, Seeker, Sought
-from kvbm_core.tokens.runs import run_of
+from kvbm_core.tokens.runs import BlockRun, consecutive, run_of
 from kvbm_core.transfer.executor import DeviceMemory
 from kvbm_core.transfer.executors.broadcast_group import Group
 from kvbm_core.transfer.movers.opening import Shard
@@ -599,7 +599,7 @@ class LocalTiers:
         if result.outcome is Outcome.OK:
             self._chain.tell([run_of(keys)])
             if job.is_lasting:
-                self._chain.used([run_of(keys, has_head=False)])
+                self._chain.used([run_of(keys)])
         self._chain.host.touch(keys)
         self._tell_load(job, result.outcome)
 
@@ -613,7 +613,9 @@ class LocalTiers:
             self._chain.host.touch(job.keys)
             self._chain.tell([run_of(job.keys)])
             if job.is_lasting:
-                self._chain.offer([run_of(reservation.keys, has_head=False)])
+                new = frozenset(reservation.keys)
+                blocks = [i for i, key in enumerate(job.keys) if key in new]
+                self._chain.offer([BlockRun(job.keys, *span) for span in consecutive(blocks)])
         if outcome is Outcome.OK:
             outcome = self._kept(job.keys)
         else:

@@ -12,8 +12,7 @@ class BlockRun(NamedTuple):
     """Blocks ``first`` to ``end`` - 1 of a chain. ``keys``: of the whole chain, from block 0 on. It is the
     request's own list, no copy, and may grow. ``block_tokens``: tokens in a block; by it blocks of several
     groups are put in order. ``is_state``: they are states: each is of use without those before it, and is
-    stored and looked for alone. ``has_window``: whoever goes on needs the last ones alone, or nobody
-    knows what comes before them.
+    stored and looked for alone. ``has_window``: whoever goes on needs the last ones alone.
     """
 
     keys: Sequence[BlockKey]
@@ -29,9 +28,9 @@ class BlockRun(NamedTuple):
         return not (self.is_state or self.has_window)
 
 
-def run_of(keys: Sequence[BlockKey], *, has_head: bool = True) -> BlockRun:
-    """A run of all blocks of a chain with these keys. ``has_head``: nothing comes before them."""
-    return BlockRun(keys, 0, len(keys), has_window=not has_head)
+def run_of(keys: Sequence[BlockKey]) -> BlockRun:
+    """A run of all blocks of a chain with these keys. Nothing comes before them, or nobody knows what."""
+    return BlockRun(keys, 0, len(keys))
 
 
 def blocks_of(runs: Sequence[BlockRun]) -> Sequence[BlockKey]:

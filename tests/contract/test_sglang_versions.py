@@ -199,6 +199,15 @@ def test_keys_that_sglang_leaves_in_the_config_are_known_not_to_be_ours(sglang: 
 
 
 @each_version
+def test_what_comes_before_pages_is_told_if_it_is_asked_for(sglang: Path) -> None:
+    told = "HiCacheStorageExtraInfo(prefix_keys=prefix_keys)"
+    backup = (sglang / CONTROLLER).read_text(encoding="utf-8").partition("def _page_backup(")[2]
+    assert told in backup[:1500]
+    trees = [path.read_text(encoding="utf-8") for path in (sglang / "srt/mem_cache").rglob("*.py")]
+    assert any('"hicache_storage_pass_prefix_keys", False' in text for text in trees)
+
+
+@each_version
 def test_pages_in_place_are_asked_of_a_dynamic_backend(sglang: Path) -> None:
     text = (sglang / CONTROLLER).read_text(encoding="utf-8")
     condition = text[: text.index("self.page_get_func = self._page_get_zero_copy")][-300:]

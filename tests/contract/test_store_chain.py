@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -24,6 +26,7 @@ from kvbm_core.storage.stores import StoreSpec, open_store
 from kvbm_core.testing.store_contract import LONG_S, NUM_BLOCKS, BlockStoreContract, key_of
 from kvbm_core.testing.toy_store import CONTAINS, GET, PUT, ToyBlocks, ToyFaults, ToyStore
 from kvbm_core.tiers.breaker import FAILURES_IN_A_ROW
+from kvbm_core.types import BlockKey
 from kvbm_sglang.store_chain import KNOWN, StoreChain
 
 
@@ -214,6 +217,61 @@ def test_a_block_that_the_disk_has_damaged_comes_from_the_remote_store(bench: Be
     assert fetched.outcomes == [Outcome.OK] * 8 and fetched.remote
     assert chain.settle(LONG_S)
     assert bench.suite.get(chain, KEYS[:8]) == [Outcome.OK] * 8
+
+
+# ---------------------------------------------------------------- the head first
+
+
+def behind(chain: StoreChain, *head: BlockKey) -> Any:
+    """The chain, called for blocks that follow each other behind ``head``."""
+    return SimpleNamespace(
+        put_many=partial(chain.put_many, head=head), get_many=partial(fetched, chain, head=head)
+    )
+
+
+def fetched(chain: StoreChain, *arguments: Any, **more: Any) -> list[Outcome]:
+    return chain.fetch(*arguments, **more).outcomes
+
+
+def test_a_tail_goes_to_the_remote_store_behind_its_head_alone(bench: Bench) -> None:
+    put, chain = bench.suite.put, bench.chain()
+    for start, shared in ((4, 0), (0, 4), (4, 8)):
+        head = KEYS[start - 1 : start] if start else []
+        assert put(behind(chain, *head), KEYS[start : start + 4]) == [Outcome.OK] * 4, "the disk has all"
+        assert chain.settle(LONG_S) and len(bench.blocks.blocks) == shared
+    assert bench.asked(CONTAINS) == 1, "what is known is not asked"
+    put(chain, KEYS[20:24])  # nobody says what they are
+    assert chain.settle(LONG_S) and len(bench.blocks.blocks) == 12
+
+
+def test_a_head_that_an_earlier_process_has_stored_is_found(bench: Bench) -> None:
+    put = bench.suite.put
+    put(behind(bench.chain()), KEYS[:4])
+    assert bench.chains[0].settle(LONG_S)
+    chain = bench.chain()
+    for start in (4, 6):
+        put(behind(chain, KEYS[3]), KEYS[start : start + 2])
+    assert chain.settle(LONG_S) and len(bench.blocks.blocks) == 8 and bench.asked(CONTAINS) == 1
+
+
+def test_a_head_on_its_way_is_as_good_as_there(bench: Bench) -> None:
+    put, chain = bench.suite.put, bench.chain()
+    bench.remote.hold(PUT)
+    put(behind(chain), KEYS[:2])
+    put(behind(chain, KEYS[1]), KEYS[2:4])
+    bench.remote.let_go()
+    assert chain.settle(LONG_S) and len(bench.blocks.blocks) == 4 and not bench.asked(CONTAINS)
+    assert not chain._storing
+
+
+def test_what_is_found_on_the_disk_is_shared_with_its_head_or_not_at_all(bench: Bench) -> None:
+    get, chain = bench.suite.get, bench.chain(is_filtered=True)
+    bench.suite.put(behind(chain), KEYS[:6])
+    for _ in range(2):
+        assert get(behind(chain, KEYS[2]), KEYS[3:6]) == [Outcome.OK] * 3
+        assert chain.settle(LONG_S) and not bench.blocks.blocks, "used often, and of no use alone"
+    assert get(behind(chain), KEYS[:6]) == [Outcome.OK] * 6
+    assert chain.settle(LONG_S) and len(bench.blocks.blocks) == 6
 
 
 # ---------------------------------------------------------------- a remote store that misbehaves

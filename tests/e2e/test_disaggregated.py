@@ -95,6 +95,7 @@ def launch(script: str, model: Path, log: Path, each: int, **env: str) -> Iterat
             yield client
         launched.tell(signal.SIGINT)
         wait_for(lambda: launched.processes() == [])  # Ctrl-C ends engines, and what they have started
+    assert launched.left == []
 
 
 @pytest.fixture(scope="module")

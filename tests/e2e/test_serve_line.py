@@ -91,6 +91,7 @@ def server(
     with running:
         yield running
     assert running.processes() == []
+    assert not list(here.glob("kvbm-*/*")), "a socket, a lock or a secret is there after SIGTERM"
 
 
 def client_of(server: VllmServer) -> EngineClient:
@@ -259,8 +260,6 @@ def test_bad_host_cache_is_refused_in_one_line(
     reason = str(refused.value).splitlines()[0]
     assert "kvbm: " in reason
     assert all(word in reason for word in words), reason
-    last = server.log_path.read_text().splitlines()[
-        -3:
-    ]  # Python's resource tracker may say two lines after us
-    assert reason[reason.index("kvbm: ") :] in last
+    # Python's resource tracker may say two lines after us.
+    assert reason[reason.index("kvbm: ") :] in server.log_path.read_text().splitlines()[-3:]
     assert server.processes() == []

@@ -41,7 +41,8 @@ class PortTaken(ServerError):
 
 class Server:
     """One server with all its processes, a session of their own; a context manager. ``base_url`` has its
-    /health. Not to be shared between threads.
+    /health. Not to be shared between threads. ``left``: sockets, locks and secrets of kvbm's that were there
+    when all had ended.
     """
 
     name = "the server"
@@ -51,6 +52,7 @@ class Server:
         self.log_path = log_path
         self.base_url = f"http://{HOST}:{free_port()}"
         self.start_s = 0.0
+        self.left: list[str] = []
         self._process: subprocess.Popen[bytes] | None = None
         self._scratch: tempfile.TemporaryDirectory[str] | None = None
 
@@ -113,6 +115,8 @@ class Server:
             if not _wait(lambda: not self.processes(), STOP_TIMEOUT_S):
                 raise ServerError(f"{self.name} left processes that cannot be killed: {self.processes()}")
         if self._scratch is not None:
+            private = Path(self._scratch.name).glob("tmp/kvbm-*/*")
+            self.left = sorted(f"{path.parent.name}/{path.name}" for path in private)
             self._scratch.cleanup()
             self._scratch = None
 

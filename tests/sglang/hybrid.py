@@ -508,8 +508,8 @@ def without_states(folder: str, seed: int) -> dict[str, Any]:
 
     get = KvbmHiCache._get
 
-    def pretend(store: Any, pool: str, keys: list[str], host_indices: Any) -> list[bool]:
-        return [True] if pool == "mamba" else get(store, pool, keys, host_indices)
+    def pretend(store: Any, pool: str, keys: list[str], *more: Any) -> list[bool]:
+        return [True] if pool == "mamba" else get(store, pool, keys, *more)
 
     with engine(folder) as running, patch.object(KvbmHiCache, "_get", pretend):
         try:
@@ -584,9 +584,9 @@ def drafts(folder: str, layout: str, io: str, is_packed: bool, seed: int) -> dic
     put: list[str] = []
     keep = KvbmHiCache._put
 
-    def note(store: Any, pool: str, keys: list[str], host_indices: Any) -> list[bool]:
+    def note(store: Any, pool: str, keys: list[str], *more: Any) -> list[bool]:
         put.extend(keys if pool == "kv" else [])
-        return keep(store, pool, keys, host_indices)
+        return keep(store, pool, keys, *more)
 
     with (
         patch.object(KvbmHiCache, "_put", note),

@@ -22,7 +22,13 @@ from kvbm_sglang_cpu import plugin
 from sglang.srt.arg_groups.model_override_base import model_config_of
 from sglang.srt.arg_groups.overrides import declare_resolution
 from sglang.srt.mem_cache.device_pool_info import MambaStateBufferInfo
-from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig, PoolHitPolicy, PoolName, PoolTransfer
+from sglang.srt.mem_cache.hicache_storage import (
+    HiCacheStorageConfig,
+    HiCacheStorageExtraInfo,
+    PoolHitPolicy,
+    PoolName,
+    PoolTransfer,
+)
 from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool, MHATokenToKVPool, MLATokenToKVPool
 from sglang.srt.mem_cache.pool_host import base
 from sglang.srt.mem_cache.pool_host.dsa import DSAIndexerPoolHost, make_dsa_indexer_pool_decl
@@ -1063,3 +1069,41 @@ def _damage(folder: str, how: str, page: int, seed: int) -> None:
 
 def _raise(error: OSError) -> None:
     raise error
+
+
+def heads_first(folder: str, seed: int) -> dict[str, Any]:
+    """What of a prompt goes into the shared store, and stays on a disk that is too small, where SGLang says
+    what comes before.
+    """
+    keys, others, pages = keys_of(8), keys_of(8, "other"), list(range(8))
+    pool, shared = make_pool("mha", "page_first", seed), list[float]()
+    for name in ("disk", "small", "share"):
+        Path(folder, name).mkdir()
+
+    def put(names: list[str], prefix: list[str] | None) -> None:
+        said = HiCacheStorageExtraInfo(prefix_keys=prefix)
+        assert all(store.batch_set_v1(names, indices(pages[: len(names)]), said))
+
+    with _stamped(folder) as model:
+        extra = {"KVBM_REMOTE_URL": f"file://{folder}/share", "KVBM_REMOTE_CACHE_GB": 0}
+        with (
+            backend(f"{folder}/disk", {"kv": pool}, model_name=model, extra=extra) as store,
+            patch("kvbm_sglang.hicache.log") as log,
+        ):
+            for names, prefix in (
+                (keys[4:], keys[:4]),
+                (keys[:4], []),
+                (keys[4:], keys[:4]),
+                (others[4:], None),
+            ):
+                put(names, prefix)
+                assert _settled(store)
+                shared.append(store.guard_state.metrics.snapshot()["kvbm_offload_blocks_d2o"])
+            lines = [call.args[1] for call in log.warning.call_args_list]
+        extra = {"DYN_KVBM_DISK_CACHE_OVERRIDE_NUM_BLOCKS": 8}
+        with backend(f"{folder}/small", {"kv": pool}, model_name=model, extra=extra) as store:
+            put(keys[:4], [])
+            put(others[:4], [])
+            put(keys[4:6], keys[:4])
+            kept = store.batch_exists(keys)
+    return {"shared": shared, "kept": kept, "lines": lines}

@@ -187,6 +187,16 @@ def test_pages_of_another_machine_are_found(
     assert numbers["kvbm_matched_tokens"] == 13 * 16
 
 
+def test_pages_are_shared_behind_those_before_them_which_the_disk_keeps(
+    sglang: Worker, tmp_path: Path, seed: int
+) -> None:
+    found = sglang.run(f"{SCENES}:heads_first", folder=str(tmp_path), seed=seed)
+    assert found["shared"] == [0, 4, 8, 12], "without their head, the head, both, and where nobody says"
+    assert found["kept"] == 6
+    (line,) = found["lines"]
+    assert "hicache_storage_pass_prefix_keys" in line
+
+
 def test_a_wrong_setting_is_one_line(sglang: Worker, tmp_path: Path) -> None:
     def refused(**extra: object) -> str:
         line: str = sglang.run(f"{SCENES}:refused", extra={"DYN_KVBM_DISK_CACHE_DIR": str(tmp_path), **extra})

@@ -314,6 +314,40 @@ def test_remote_verify_and_sweep_as_json(share: Path) -> None:  # noqa: F811
     )
 
 
+def test_remote_rm_as_json(share: Path) -> None:  # noqa: F811
+    url = f"file://{share}"
+    asked = run(80, "remote", "rm", url, "--all", "--json")
+    assert asked.exit_code == 2 and "give --yes too" in asked.stderr
+    told = json.loads(run(80, "remote", "rm", url, "--all", "--yes", "--json").stdout)
+    assert told["url"] == url and sum(of["records"] for of in told["removed"]) == 12
+    nothing = json.loads(run(80, "remote", "rm", url, "--all", "--yes", "--json").stdout)
+    assert sum(of["records"] for of in nothing["removed"]) == 0
+
+
+def test_keys_as_json(tmp_path: Path) -> None:
+    made = json.loads(run(80, "keys", "new", str(tmp_path / "keys"), "--name", "one", "--json").stdout)
+    assert Path(made["KVBM_CURVE_KEY_FILE"]).is_file() and Path(made["public_key_file"]).is_file()
+    assert made["KVBM_CURVE_ALLOWED"] == str(tmp_path / "keys")
+    operator = json.loads(run(80, "keys", "operator", str(tmp_path / "operator"), "--json").stdout)
+    assert list(operator) == ["KVBM_CONTROL_OPERATORS"]
+
+
+def test_serve_line_as_json() -> None:
+    one = typer.Typer()
+    one.command("serve-line")(serve_line)
+    told = json.loads(CliRunner().invoke(one, ["a model", "--json"]).stdout)
+    assert told["environment"] == {"DYN_KVBM_CPU_CACHE_GB": "20", "DYN_KVBM_METRICS": "true"}
+    assert told["command"][:3] == ["vllm", "serve", "a model"]
+
+
+def test_every_command_answers_in_json() -> None:
+    leaves = {path: command for path, command in ALL.items() if not getattr(command, "commands", None)}
+    options = {
+        path: {name for param in command.params for name in param.opts} for path, command in leaves.items()
+    }
+    assert len(leaves) > 20 and [path for path, names in options.items() if "--json" not in names] == []
+
+
 def test_version_as_json() -> None:
     answer = json.loads(run(80, "version", "--json").stdout)
     assert answer["version"] == __version__ and answer["is_loaded"] is True and "is ours" in answer["seen"]

@@ -289,7 +289,11 @@ def test_what_killed_leaders_left_is_swept_and_what_lives_or_is_young_is_not(tmp
             }
             assert {path.name for path in tmp_path.iterdir()} == kept
         assert sweep(tmp_path) == 0
-    assert {path.name for path in tmp_path.iterdir()} == {"young.sock", "young.sock.lock", "notes.txt"}
+        live.touch()
+        kept = {"live.sock", "live.sock.lock", "notes.txt"}
+        assert sweep(tmp_path, also_young=True) == 1, "whose process has ended"
+        assert {path.name for path in tmp_path.iterdir()} == kept
+    assert {path.name for path in tmp_path.iterdir()} == {"notes.txt"}
 
 
 def test_a_lock_on_a_file_removed_meanwhile_is_not_taken_for_one(

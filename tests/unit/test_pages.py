@@ -1,5 +1,6 @@
-"""docs/configuration.md says all of each setting, docs/identity.md what the code does with each field of an
-engine's configuration, docs/doctor.md what each check looks at, and docs/commands.md what each command takes.
+"""docs/configuration.md says all of each setting, docs/identity-fields.md what the code does with each field
+of an engine's configuration, docs/doctor.md what each check looks at, and docs/commands.md what each command
+takes.
 """
 
 from __future__ import annotations

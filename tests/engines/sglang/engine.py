@@ -57,6 +57,7 @@ HICACHE: dict[str, Any] = {
             "module_path": "kvbm_sglang.hicache",
             "class_name": "KvbmHiCache",
             "interface_v1": 1,
+            "hicache_storage_pass_prefix_keys": True,
         }
     ),
 }

@@ -1,11 +1,13 @@
-"""The reason why an engine does not start, as the last line that a user sees.
+"""The process that began an engine, once the engine has ended.
 
-The engine core ends with it in a traceback, and the process that began the core puts another below. That one
-says the reason again, below its own traceback.
+At every ordinary end vLLM kills its engine core, whose sockets and secrets stay: they are removed here. And
+a core that does not start ends with the reason in a traceback, below which this process puts another: the
+reason is said again, as the last line.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import multiprocessing
 import os
@@ -13,7 +15,9 @@ import sys
 from pathlib import Path
 from types import TracebackType
 
-from kvbm_core.runtime.endpoint import private_folder
+from kvbm_core.control import pages, socket_wire
+from kvbm_core.control.place import is_private, private_place
+from kvbm_core.runtime.endpoint import private_folder, sweep
 
 SUFFIX = ".last"
 _NAME = "last words"
@@ -28,10 +32,8 @@ def leave(line: str) -> None:
         (private_folder(_NAME) / f"{int(os.environ[_FIRST])}{SUFFIX}").write_text(line)
 
 
-def say_at_the_end() -> None:
-    """Has an exception that ends this process followed by what those that it began have left. Before it
-    begins them.
-    """
+def watch() -> None:
+    """Has all that done when this process ends. Before it begins others."""
     if multiprocessing.parent_process() is not None:
         return
     os.environ[_FIRST] = str(os.getpid())
@@ -44,6 +46,18 @@ def say_at_the_end() -> None:
                 print(f"\n{line}", file=sys.stderr, flush=True)
 
     sys.excepthook = say
+    atexit.register(remove_what_is_left)
+
+
+def remove_what_is_left() -> None:
+    """Of engines of this user that have ended, in the folder that they share."""
+    folder = private_place()
+    if not is_private(folder):
+        return
+    with contextlib.suppress(OSError):
+        sweep(folder, also_young=True)
+        pages.pages()
+        socket_wire.sweep(folder)
 
 
 def _take(folder: Path) -> str:
