@@ -6,6 +6,7 @@ import atexit
 import json
 import os
 import sys
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,10 @@ from tests.engines.job import run_job
 from tests.engines.worker import Worker
 
 TIMEOUT_S = 420
+AUDITED = "KVBM_TEST_AUDITED"
+"""The variable that names a file to which the audit's counters of all jobs go, but of those that spoil
+blocks.
+"""
 IMPORTED = ("vllm.v1.engine.llm_engine", "vllm.v1.worker.cpu_worker", "vllm.entrypoints.llm")
 
 
@@ -34,6 +39,7 @@ def run_engine(
     """The result of one job of ``module``; "bytes" is the byte ledger of each rank."""
     env = _variables(folder, environment)
     result = run_job(forks().start, module, job, folder, environment=env, timeout_s=TIMEOUT_S)
+    _note_audits(result, job.get("rounds", ()))
     return result | {"bytes": _ledgers(folder)}
 
 
@@ -50,6 +56,7 @@ class Engine:
         """What ``run_engine`` returns, of these rounds alone. ``how``: see tests.e2e.offline.serve."""
         before = _ledgers(self._folder)
         result: dict[str, Any] = self._worker.run("tests.e2e.offline:serve", rounds=rounds, **how)
+        _note_audits(result, rounds)
         after = _ledgers(self._folder)
         counted = [
             {name: number - (before[rank][name] if before else 0) for name, number in counts.items()}
@@ -60,6 +67,13 @@ class Engine:
     def close(self) -> None:
         """Ends its process."""
         self._worker.close()
+
+
+def _note_audits(result: dict[str, Any], rounds: Sequence[dict[str, Any]]) -> None:
+    if AUDITED in os.environ and not any(spec.get("swaps") for spec in rounds):
+        counted = {name: n for name, n in result.get("metrics", {}).items() if "audited" in name}
+        with open(os.environ[AUDITED], "a") as file:
+            file.write(json.dumps(counted) + "\n")
 
 
 def _variables(folder: Path, more: dict[str, str]) -> dict[str, str]:

@@ -4,12 +4,17 @@ computes, and a wrong block is found. test_lower_tiers.py has it for the host ti
 
 from __future__ import annotations
 
+import json
+import os
 import random
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.engine_child import assert_nothing_left, run_engine
+from tests.e2e.engine_child import AUDITED, assert_nothing_left, run_engine
+from tests.engines import REPOSITORY
 
 BLOCK = 32
 PROMPT_TOKENS = 700
@@ -79,3 +84,18 @@ def test_float8_caches_are_compared(
     assert right[-1][EQUAL] >= 2 * NUM_PROMPTS * (PROMPT_BLOCKS - 1)
     assert found[WRONG] > 0
     assert_nothing_left(result)
+
+
+@pytest.mark.nightly("the files of this folder that always run, with all of their hits computed again")
+@pytest.mark.timeout(3600)
+def test_hits_of_the_other_tests_are_what_is_computed(tmp_path: Path) -> None:
+    counts, files = tmp_path / "counts", ("changes", "hybrid", "lower_tiers", "main_job")
+    command = [sys.executable, "-m", "pytest", "-n", "0", "-q", "-p", "no:cacheprovider"]
+    command += [f"tests/e2e/test_{name}.py" for name in files]
+    variables = {**os.environ, "KVBM_AUDIT_RATE": "1", AUDITED: str(counts)}
+    # What they say of hits does not hold: whose hit is audited is computed.
+    run = subprocess.run(command, cwd=REPOSITORY, env=variables, capture_output=True, text=True)
+    jobs = [json.loads(line) for line in counts.read_text().splitlines()]
+    wrong, equal = (sum(job.get(name, 0) for job in jobs) for name in (WRONG, EQUAL))
+    said = f"{wrong} wrong, {equal} equal of {len(jobs)} jobs: {run.stdout[-2000:]}"
+    assert wrong == 0 and equal > 1000 and len(jobs) > 10, said
