@@ -52,7 +52,9 @@ def job_of(model: Path, dtype: str, rounds: list[dict[str, object]]) -> dict[str
 def test_what_comes_from_the_disk_is_what_is_computed(
     tiny_model: Path, tmp_path: Path, rng: random.Random
 ) -> None:
-    rounds = [{"prompts": prompts, "max_tokens": 40, "audited": True} for prompts in conversations(rng)]
+    # Twice each: what was used again goes to the disk.
+    twice = [prompts for prompts in conversations(rng) for _ in range(2)]
+    rounds = [{"prompts": prompts, "max_tokens": 40, "audited": True} for prompts in twice]
     result = run_engine(
         tmp_path / "audited",
         job_of(tiny_model, "bfloat16", rounds),
@@ -60,7 +62,6 @@ def test_what_comes_from_the_disk_is_what_is_computed(
         DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS=str(2 * PROMPT_BLOCKS),
         DYN_KVBM_DISK_CACHE_GB="1",
         DYN_KVBM_DISK_CACHE_DIR=str(tmp_path / "cache"),
-        DYN_KVBM_DISABLE_DISK_OFFLOAD_FILTER="1",
         KVBM_TEST_DISK_LEDGER=str(tmp_path / "ledger"),
     )
     last = result["audited"][-1]

@@ -96,7 +96,6 @@ def peers(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         "KVBM_PEER_BIND": f"{HOST}:{port}",
         "DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS": str(PROMPT_BLOCKS + 8),
         "DYN_KVBM_DISK_CACHE_OVERRIDE_NUM_BLOCKS": str(8 * PROMPT_BLOCKS),
-        "DYN_KVBM_DISABLE_DISK_OFFLOAD_FILTER": "true",
         "DYN_KVBM_DISK_CACHE_DIR": str(folder / "disk"),
     }
 
@@ -128,6 +127,7 @@ def test_what_the_first_has_in_memory_and_on_disk_comes_from_there(peers: Peers,
     expected = list[list[int]]()
     for number, prompt in enumerate(prompts, 1):
         expected.append(peers.ask(peers.first, prompt))
+        assert peers.ask(peers.first, prompt) == expected[-1]  # what is used again goes to the disk
         # Before the next one takes its place in memory: in the end only the last one is there.
         peers.metric_once(peers.first, "kvbm_offload_blocks_h2d", number * PROMPT_BLOCKS)
     before = peers.metric(peers.second, "kvbm_peer_fetched_blocks_total")

@@ -31,7 +31,6 @@ pytestmark = pytest.mark.timeout(900)  # engines start for half a minute each
 SIZES = {
     "DYN_KVBM_CPU_CACHE_GB": "0.1",
     "DYN_KVBM_DISK_CACHE_GB": "0.2",
-    "DYN_KVBM_DISABLE_DISK_OFFLOAD_FILTER": "true",  # or a page goes to disk when it is used again
     "KVBM_START_WAIT_S": "60",  # or on a busy machine the first request may come before the disk
 }
 
@@ -51,11 +50,11 @@ def assert_comes_back(answers: list[Any]) -> None:
 
 
 def stored_by_an_engine(folder: Path, model: Path, seed: int, ranks: int = 1) -> tuple[list[Any], list[Any]]:
-    """Asks, forgets and asks again, until all pages are on the disk in ``folder``. The answers of the cold
-    engine, and those of its own cache.
+    """Asks, forgets and asks again, until all pages are on the disk in ``folder``, where they go when they
+    have been loaded. The answers of the cold engine, and those of its own cache.
     """
     stored = {"stored": ranks * WHOLE_PAGES * NUM_PROMPTS}
-    steps = ["ask", stored, "ask", "flush", "ask", "flush", "together", "new_weights", "ask"]
+    steps = ["ask", "ask", "flush", "ask", stored, "flush", "together", "new_weights", "ask"]
     (*answers, reloaded), _ = ask(folder, steps, model, seed, tp_size=ranks)
     assert_comes_back(answers)
     cold, own = answers[:2]
@@ -75,7 +74,7 @@ def test_prompts_come_back_to_two_ranks(tiny_model: Path, tmp_path: Path, seed: 
 @pytest.mark.nightly("one engine more; tests/unit/test_sglang_device_pool.py has MLA's pool")
 def test_prompts_of_an_mla_model_come_back(tiny: Callable[[str], Path], tmp_path: Path, seed: int) -> None:
     stored = {"stored": WHOLE_PAGES * NUM_PROMPTS}
-    steps = ["ask", stored, "ask", "flush", "ask", "flush", "together"]
+    steps = ["ask", "ask", "flush", "ask", stored, "flush", "together"]
     answers, _ = ask(tmp_path, steps, tiny("deepseek"), seed)
     assert_comes_back(answers)
 
@@ -87,7 +86,7 @@ def test_latents_of_two_ranks_are_stored_once(tiny: Callable[[str], Path], tmp_p
     """Loaded by one rank and sent to the other; also after a restart."""
     arguments = {"model_path": str(tiny("deepseek")), **LINKER, "tp_size": 2}
     once = SIZES | {"DYN_KVBM_NCCL_MLA_MODE": "true"}
-    steps = ["ask", {"stored": WHOLE_PAGES * 3}, "ask", "flush", "ask", "flush", "together"]
+    steps = ["ask", "ask", "flush", "ask", {"stored": WHOLE_PAGES * 3}, "flush", "together"]
     found = run_engine(tmp_path, steps, prompts=prompts_of(seed), environment=once, **arguments)
     assert_comes_back(found["answers"])
     cold = found["answers"][0]
