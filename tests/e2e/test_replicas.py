@@ -49,7 +49,6 @@ def test_a_replica_finds_what_another_has_computed(
     settings = {
         "KVBM_REMOTE_URL": f"file://{share}",
         "KVBM_REMOTE_LOAD": "always",  # models this small are computed sooner
-        "KVBM_REMOTE_CACHE_GB": "0.2",
         "KVBM_REMOTE_WAIT_S": "20",
     }
     arguments = ("--data-parallel-size", str(REPLICAS))
