@@ -216,6 +216,7 @@ def _changes(vllm_config: VllmConfig, *, has_disk: bool) -> EngineChanges:
         partial(engine_calls.ask, vllm_config),
         heeds_resets=not multiprocessing.current_process().name.startswith("EngineCore"),
     )
+    engine_calls.find_executor(vllm_config)
     engine_calls.follow(vllm_config, changes)
     changes.look()
     return changes

@@ -7,10 +7,12 @@ order; steps that were sent earlier are computed earlier. So what is noted here 
 from __future__ import annotations
 
 import logging
+import sys
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
+from types import FrameType
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from kvbm_core.identity.weights import Beginning, files_of_sources, process_began_ns
@@ -90,6 +92,7 @@ class Follower(Protocol):
 _followers: dict[str, weakref.WeakSet[Any]] = {}
 _began: dict[str, tuple[int, Beginning | None]] = {}
 _executors: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
+_NAME = "_kvbm_engine"
 _questions: set[Callable[..., Any]] = set()
 """Orders of kvbm's own, which change nothing."""
 
@@ -132,6 +135,19 @@ def executes(executor: object, vllm_config: VllmConfig) -> None:
     _executors[_engine_of(vllm_config)] = executor
 
 
+def find_executor(vllm_config: VllmConfig) -> None:
+    """Notes whom the engine core further up, which makes the connector, gives its orders to: in a process of
+    its own it was made before anything of kvbm's was loaded.
+    """
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        executor = getattr(frame.f_locals.get("self"), "__dict__", {}).get("model_executor")
+        if executor is not None:
+            executes(executor, vllm_config)
+            return
+        frame = frame.f_back
+
+
 def ask(vllm_config: VllmConfig, question: Callable[..., _T], *args: object) -> list[_T]:
     """What ``question(worker, *args)``, a function of a module, answers on each rank of this engine; in the
     order in which steps run, so that it waits for the one that is under way. Empty if nobody can be asked.
@@ -165,7 +181,15 @@ def begin(vllm_config: VllmConfig) -> None:
 
 
 def _engine_of(vllm_config: object) -> str:
-    return str(getattr(vllm_config, "instance_id", ""))
+    """Its name in this process: the id that its configuration had first. vLLM makes another once a core has
+    started. The model's configuration is that of all copies.
+    """
+    name = str(getattr(vllm_config, "instance_id", ""))
+    model = getattr(vllm_config, "model_config", None)
+    if model is None:
+        return name
+    known: str = model.__dict__.setdefault(_NAME, name)
+    return known
 
 
 def _wrap(kind: type, name: str, note: Callable[..., None]) -> None:

@@ -12,6 +12,7 @@ import contextlib
 import multiprocessing
 import os
 import sys
+import time
 from pathlib import Path
 from types import TracebackType
 
@@ -20,6 +21,7 @@ from kvbm_core.control.place import is_private, private_place
 from kvbm_core.runtime.endpoint import private_folder, sweep
 
 SUFFIX = ".last"
+POLL_S, WAIT_S = 0.02, 5.0
 _NAME = "last words"
 _FIRST = "_KVBM_FIRST_PROCESS"
 
@@ -46,18 +48,25 @@ def watch() -> None:
                 print(f"\n{line}", file=sys.stderr, flush=True)
 
     sys.excepthook = say
-    atexit.register(remove_what_is_left)
+    atexit.register(remove_what_is_left, time.time())
 
 
-def remove_what_is_left() -> None:
-    """Of engines of this user that have ended, in the folder that they share."""
-    folder = private_place()
+def remove_what_is_left(since_s: float) -> None:
+    """Of engines of this user that have ended, in the folder that they share. Processes that were killed a
+    moment ago may still hold theirs: waits for what is younger than ``since_s``, a time of day, if not long.
+    """
+    folder, ends_at_s = private_place(), time.monotonic() + WAIT_S
     if not is_private(folder):
         return
     with contextlib.suppress(OSError):
-        sweep(folder, also_young=True)
-        pages.pages()
-        socket_wire.sweep(folder)
+        while True:
+            sweep(folder, also_young=True)
+            pages.pages()
+            socket_wire.sweep(folder)
+            is_over = all(path.lstat().st_mtime < since_s for path in folder.iterdir())
+            if is_over or time.monotonic() > ends_at_s:
+                return
+            time.sleep(POLL_S)
 
 
 def _take(folder: Path) -> str:

@@ -435,6 +435,36 @@ def test_another_engines_orders_are_not_ours(tmp_path: Path) -> None:
         assert fresh(engine, "b") == 48
 
 
+def test_orders_are_noticed_once_vllm_has_renamed_the_engine(tmp_path: Path) -> None:
+    """A core in a process of its own makes its configuration's id anew once it has started."""
+    with KvbmEngine(tmp_path) as engine:
+        engine.ask("a", PROMPT, 8)
+        engine.config.instance_id = "another"
+        change(engine)
+        assert fresh(engine, "b") == 0
+
+
+def test_the_core_that_makes_the_connector_is_asked(tmp_path: Path) -> None:
+    """In a process of its own its executor was made before anything of kvbm's was loaded."""
+
+    class Core:
+        def __init__(self, executor: Any, config: Any) -> None:
+            self.model_executor = executor
+            engine_calls.find_executor(config)
+
+    with KvbmEngine(tmp_path) as engine:
+        asked = engine_calls.ask(engine.config, type_of)
+        engine_calls._executors.clear()
+        assert not engine_calls.ask(engine.config, type_of)
+        Core(engine.executor, engine.config)
+        assert engine_calls.ask(engine.config, type_of) == asked != []
+
+
+def type_of(worker: Any) -> str:
+    """A question to a rank."""
+    return type(worker).__name__
+
+
 def test_an_engine_that_does_not_say_when_it_loads_adapters_has_none_cached(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
