@@ -211,6 +211,28 @@ async def _serve_a_pinned_prompt(server: VllmServer, url: str, system: list[int]
         assert found["host_blocks"] == found["num_blocks"] == PINNED_TOKENS // BLOCK_TOKENS
 
 
+def test_weights_that_are_loaded_again_by_an_order_are_noticed(server: VllmServer) -> None:
+    """vLLM's core is a process of its own here, which was begun before kvbm was loaded."""
+
+    async def scenario() -> None:
+        async with client_of(server) as client, httpx.AsyncClient(trust_env=False, timeout=60) as http:
+            prompt = prompt_ids(9)
+
+            async def hit_tokens() -> float:
+                assert await client.reset_prefix_cache()
+                before = await client.cache_counts()
+                await client.complete(prompt, ANSWER_TOKENS)
+                return (await client.cache_counts()).since(before).kvbm_tokens
+
+            await client.complete(prompt, ANSWER_TOKENS)
+            assert await hit_tokens() == FULL_BLOCKS * BLOCK_TOKENS
+            order = {"method": "reload_weights"}
+            (await http.post(f"{server.base_url}/collective_rpc", json=order)).raise_for_status()
+            assert await hit_tokens() == 0
+
+    asyncio.run(scenario())
+
+
 @pytest.mark.nightly("one more start; tests/vllm/test_startup.py, test_names.py have the line, the path")
 def test_older_module_path_and_a_metrics_port_in_use(options: ServerOptions, tmp_path: Path) -> None:
     """The 0.6.0 guide's module path serves just as well; a taken metrics port is a warning that names it."""
