@@ -73,6 +73,9 @@ class Handler(BaseHTTPRequestHandler):
         if self.server.mood in {"frozen", "freezes"}:
             self._freeze()
             return
+        if self.server.mood == "gone":  # and this connection is from before
+            self.close_connection = True
+            return
         self.server.looked_at += 1
         if self.server.mood == "slow" and self.server.looked_at % 2:
             self._say(503, {})
