@@ -128,6 +128,11 @@ def reads_along(config: HiCacheStorageConfig, name: str) -> bool:
     return is_replicated(config, name) and config.tp_size > 1 and not is_writer
 
 
+def num_writers(config: HiCacheStorageConfig, name: str) -> int:
+    """The number of an engine's ranks that write pages of a pool, each a file of its own."""
+    return int(config.pp_size) * (1 if is_replicated(config, name) else int(config.tp_size))
+
+
 def engine_claim(config: HiCacheStorageConfig) -> str:
     """The same text in all ranks of one engine's attention group, and in no other process of this machine."""
     return f"{_parent()} dp {getattr(config, 'dp_rank', 0)}"

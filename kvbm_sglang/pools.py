@@ -38,6 +38,7 @@ from kvbm_sglang.identity import (
     is_replicated,
     model_of,
     namespace_of,
+    num_writers,
     reads_along,
     shard_of,
 )
@@ -65,17 +66,20 @@ log = logging.getLogger("kvbm")
 class Pools:
     """Pages by pool and by SGLang's keys. Safe to call from any thread.
 
-    Pools that are registered before the first use share ``DYN_KVBM_DISK_CACHE_GB`` as they share host memory;
-    one that comes later gets, on top, as much as it would have had. A number of blocks counts pages of the KV
-    pool; the others get as much for their host memory. States get at least one for every STATE_EVERY_TOKENS
-    of the KV pool's pages. If one of the pools cannot be kept, nothing is, which is said once: a prompt needs
-    all of them. Nothing is kept or found while it is not known which weights these are, and never if
-    the engine has a setting under which a page means nothing in another process.
+    Pools that are registered before the first use share ``DYN_KVBM_DISK_CACHE_GB``, a size over all ranks of
+    the engine, as they share host memory; one that comes later gets, on top, as much as it would have had. A
+    number of blocks counts pages of the KV pool; the others get as much for their host memory. States get at
+    least one for every STATE_EVERY_TOKENS of the KV pool's pages. If one of the pools cannot be kept, nothing
+    is, which is said once: a prompt needs all of them. Nothing is kept or found while it is not known which
+    weights these are, and never if the engine has a setting under which a page means nothing in another
+    process.
     """
 
     def __init__(self, config: HiCacheStorageConfig, settings: KvbmSettings, stats: Stats) -> None:
         if not settings.has_disk_tier:
-            raise ConfigError(SIZE, settings.disk_cache_gb, "set it to the size of the disk tier, per rank")
+            raise ConfigError(
+                SIZE, settings.disk_cache_gb, "set it to the size of the disk tier over all ranks"
+            )
         self._options = rank_options(settings, deadline_s=_deadline_s(settings, "disk_deadline_s"))
         self._remote_deadline_s = _deadline_s(settings, "remote_deadline_s")
         self._config = config
@@ -243,10 +247,13 @@ class Pools:
                 self._refuse(name, error)
 
     def _share_of(self, known: Mapping[str, Pages]) -> float:
-        """Bytes on disk for each byte that counts of the pools (see ``_counted_bytes``)."""
+        """Bytes on disk for each byte that counts of the pools (see ``_counted_bytes``), of all ranks."""
         num_pages = self._settings.disk_cache_override_num_blocks
         if num_pages is None:
-            counted_bytes = sum(self._counted_bytes(name, pages, known) for name, pages in known.items())
+            counted_bytes = sum(
+                num_writers(self._config, name) * self._counted_bytes(name, pages, known)
+                for name, pages in known.items()
+            )
             return (self._settings.disk_cache_gb or 0.0) * 1e9 / counted_bytes
         counted = known.get(KV) or next(iter(known.values()))
         return num_pages * record_bytes(counted.page_bytes) / counted.pool_bytes

@@ -48,7 +48,7 @@ from kvbm_core.runtime.replicas import NOT_ALIKE
 from kvbm_core.storage.disk.allocate import FileOptions, open_file
 from kvbm_core.storage.disk.inspect import find_files
 from kvbm_core.storage.disk.io import ThreadIo
-from kvbm_core.storage.disk.record import slot_offset_bytes, unpack_file, unpack_record
+from kvbm_core.storage.disk.record import record_bytes, slot_offset_bytes, unpack_file, unpack_record
 from kvbm_core.testing import toy_store
 from kvbm_sglang.hicache import KvbmHiCache
 from kvbm_sglang.linker import KvbmLinker
@@ -657,6 +657,29 @@ def divided_disk(folder: str, seed: int) -> list[int]:
         state = PoolTransfer(name=PoolName.MAMBA, keys=["any"], hit_policy=PoolHitPolicy.TRAILING_PAGES)
         assert [store.batch_exists(keys) for keys in prompts] == [pages] * 8
         return [store.batch_exists_v2(keys, [state]).kv_hit_pages // pages for keys in prompts]
+
+
+def sizes_of_all_ranks(folder: str, seed: int) -> dict[str, list[float]]:
+    """Bytes of each rank's files, as shares of the one size that is set for an engine."""
+    kinds: dict[str, tuple[str, dict[str, Any]]] = {
+        "one": ("mha", {}),
+        "two": ("mha", {"tp_size": 2}),
+        "stages": ("mha", {"tp_size": 2, "pp_size": 2}),
+        "latents": ("mla", {"tp_size": 2, "is_mla_model": True}),
+    }
+    found: dict[str, list[float]] = {}
+    for name, (kind, of_engine) in kinds.items():
+        found[name] = []
+        for number in range(of_engine.get("tp_size", 1) * of_engine.get("pp_size", 1)):
+            ranks = {"tp_rank": number % 2, "pp_rank": number // 2, **of_engine}
+            pools = {"kv": make_pool(kind, "page_first", seed), "mamba": make_state_pool(4)}
+            with backend(folder, pools, **ranks) as store:
+                size = sum(
+                    opened.disk.num_slots * record_bytes(store._pools._pages[pool].page_bytes)
+                    for pool, opened in store._pools._stores.items()
+                )
+                found[name].append(size / 1e8)
+    return found
 
 
 RETURNING_ROWS = ("enable_return_routed_experts", "enable_return_indexer_topk")

@@ -110,6 +110,14 @@ def test_states_get_room_on_the_disk_for_the_kv_that_needs_them(
     assert sglang.run(f"{SCENES}:divided_disk", folder=str(tmp_path), seed=seed) == [1] * 8
 
 
+def test_a_size_is_over_all_ranks(sglang: Worker, tmp_path: Path, seed: int) -> None:
+    """Of latents one rank has the file; of states beside them each."""
+    found = sglang.run(f"{SCENES}:sizes_of_all_ranks", folder=str(tmp_path), seed=seed)
+    assert [len(shares) for shares in found.values()] == [1, 2, 4, 2]
+    assert all(0.95 < sum(shares) <= 1 for shares in found.values()), found
+    assert found["two"][0] == found["two"][1] and found["latents"][0] > found["latents"][1] > 0, found
+
+
 def test_with_a_pool_that_is_not_known_nothing_is_cached_and_said(
     sglang: Worker, tmp_path: Path, seed: int
 ) -> None:
