@@ -185,7 +185,7 @@ def test_no_answer_is_wrong_after_any_of_twenty_updates(
     llm = {"block_size": BLOCK, "max_model_len": 1024, "num_gpu_blocks_override": 200, "dtype": "float32"}
     llm |= {"enable_lora": True, "max_lora_rank": 8, "max_loras": 2}
     tiers = {"DYN_KVBM_DISK_CACHE_GB": "0.5", "DYN_KVBM_DISK_CACHE_DIR": str(tmp_path / "disk")}
-    tiers |= {"DYN_KVBM_DISABLE_DISK_OFFLOAD_FILTER": "1", "KVBM_TEST_DISK_LEDGER": str(tmp_path / "ledger")}
+    tiers |= {"KVBM_TEST_DISK_LEDGER": str(tmp_path / "ledger")}
     starts = []
     with directory(tmp_path) as store:
         for life in range(2):
