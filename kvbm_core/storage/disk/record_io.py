@@ -493,10 +493,9 @@ class _Move:
             indices = self._waiting.popleft()
             self._in_flight_records += len(indices)
             cells = [owner._free_cells.pop() for _ in indices]
-            run = _Run(indices, cells)
-            pieces = self._pieces(run)
+            pieces = self._pieces(_Run(indices, cells))
             offset_bytes = slot_offset_bytes(self._records[indices[0]].slot, owner._payload_bytes)
-            self._in_flight[owner._next_tag] = run._replace(pieces=pieces)
+            self._in_flight[owner._next_tag] = _Run(indices, cells, pieces)
             transfers.append(Transfer(owner._next_tag, offset_bytes, pieces))
             owner._next_tag += 1
             num_bytes += len(indices) * self._bytes_each
