@@ -30,8 +30,9 @@ NOT_HERE = {
     # A cancel waits for the load: cancelled_while_loading is the scenario for this.
     "cancel_when_loading",
 }
-# Its rank is idle before it hears of the end: finished_while_saving_and_then_idle.
-NOT_WITH_OVERLAP = {"finish_while_saving"}
+# A rank is idle before it hears of the end, and a dummy may take blocks whose copies are held back:
+# finished_while_saving_and_then_idle is the scenario for these.
+NOT_WITH_OVERLAP = {"finish_while_saving", "the_last_turn_while_the_loop_sleeps"}
 USUAL_FROM_OTHERS = {"async_hit", "several_in_one_iteration", "windows", "preempted_and_replayed"}
 
 
