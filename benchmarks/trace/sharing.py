@@ -2,7 +2,8 @@
 
 One engine serves half of the trace. Then a second, cold one that shares a store with it joins, and each
 serves every other request; or the first is killed, and one that starts on its disk serves the rest. Under
-each rule of `python -m benchmarks.trace`: hits of the engine that came, and what was written.
+each rule of `python -m benchmarks.trace`: hits of the engine that came, and what was written. And what rules
+could reach that store what was used so often, or that know the future, if nothing were ever forgotten.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -32,6 +34,7 @@ from kvbm_core.transfer.plan import OrderKind, TierOrder
 from kvbm_core.types import BlockKey, Tier
 
 STORE = "store"
+USES = (2, 3, 4)
 
 
 class Engine(Replay):
@@ -120,6 +123,30 @@ def restarted(trace: Trace, sizes: Sizes, rule: Policy) -> Row:
     )
 
 
+def unlimited(trace: Trace, least_uses: int | None) -> Row:
+    """As ``joined``, with engines and a store that forget nothing. Blocks are stored at their n-th use by one
+    engine; None: those that the second engine will load, and no others.
+    """
+    uses, half = (Counter[int](), Counter[int]()), len(trace.requests) // 2
+    loaded = set[int]()
+    asked_tokens = hit_blocks = 0
+    for number, request in enumerate(trace.requests):
+        engine = number >= half and number % 2
+        if engine:
+            asked_tokens += request.prompt_tokens
+            for block in request.ids[: request.reusable_blocks]:
+                if not uses[1][block]:
+                    if uses[0][block] < (least_uses or 1):
+                        break
+                    loaded.add(block)
+                hit_blocks += 1
+        uses[engine].update(set(request.ids))
+    stored = {block for counts in uses for block, count in counts.items() if count >= (least_uses or 1)}
+    rule = "knows what is asked" if least_uses is None else f"used {least_uses} times"
+    tokens, written = trace.block_tokens, loaded if least_uses is None else stored
+    return Row("unlimited", rule, asked_tokens, hit_blocks * tokens, len(loaded) * tokens, len(written))
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line; 2 when the trace cannot be used."""
     arguments = _parse(argv)
@@ -135,6 +162,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for case, blocks in ((joined, 0), (restarted, disk))
         for rule in COMPARED
     ]
+    rows += [unlimited(trace, least_uses) for least_uses in (None, *USES)]
     table = Table("engine", "rule", "hit %", "from below %", "blocks written", "hits per block written")
     for row in rows:
         shares = (f"{100 * tokens / row.asked_tokens:.1f}" for tokens in (row.hit_tokens, row.lower_tokens))

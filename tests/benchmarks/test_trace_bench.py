@@ -13,7 +13,7 @@ from benchmarks.plan.loads import agents, documents
 from benchmarks.trace import sharing
 from benchmarks.trace.__main__ import main
 from benchmarks.trace.policies import CANDIDATES, COMPARED, RejectFirst
-from benchmarks.trace.sharing import Row, joined, restarted
+from benchmarks.trace.sharing import Row, joined, restarted, unlimited
 from kvbm_core.replay.machine import EVERYTHING, FILTER, Policy, Sizes, replay
 from kvbm_core.replay.trace import Trace, write_trace
 from kvbm_core.sizing.load import Load
@@ -70,11 +70,20 @@ def test_who_joins_or_starts_again_finds_what_was_served_from_the_device(rule: P
     assert restarted(AGAIN, ROOMY, rule) == found_later("restarted", rule, 4, 8, 2)
 
 
+@pytest.mark.parametrize(("least_uses", "lower"), [(None, 2), (2, 2), (4, 2), (6, 0)])
+def test_what_a_rule_could_reach(least_uses: int | None, lower: int) -> None:
+    """The first engine has six of the requests, five of them before the second has its first."""
+    row = unlimited(AGAIN, least_uses)
+    assert (row.asked_tokens, row.hit_tokens) == (2 * (2 * TOKENS + 1), (2 + lower) * TOKENS)
+    assert (row.lower_tokens, row.written_blocks) == (lower * TOKENS, 2)
+
+
 def test_a_report_of_both(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_trace(tmp_path / "t.jsonl", AGAIN)
     assert sharing.main([str(tmp_path / "t.jsonl"), "--output", str(tmp_path), "--device", "4"]) == 0
     report = json.loads((tmp_path / "sharing.json").read_text())
-    assert [row["case"] for row in report["rows"]] == 4 * ["joined"] + 4 * ["restarted"]
+    cases = 4 * ["joined"] + 4 * ["restarted"] + 4 * ["unlimited"]
+    assert [row["case"] for row in report["rows"]] == cases
     assert "reject first" in capsys.readouterr().out
     assert sharing.main([str(tmp_path / "none.jsonl")]) == 2
 
