@@ -285,7 +285,8 @@ class WorkerSide:
         """What a request has filled at its end is copied as soon as this is known, on the channel's thread:
         the executor's loop sleeps when it has no request, and takes no notes then.
 
-        The copy needs no order behind a stream: the request's last token has been seen on the host.
+        The copy needs no order behind a stream: the leader has seen the request's last token on its host, and
+        layers end in collectives of all ranks, so that each rank has computed what comes before that token.
         """
         note = decode_note(content)
         if isinstance(note, Finish) and note.plan is not None:
