@@ -157,7 +157,7 @@ def test_a_tier_that_is_off_asks_nobody() -> None:
 def test_random_walks_leave_the_books_in_order(seed: int) -> None:
     """Several peers are hinted at for blocks in common; orders end in any order, in any way."""
     random = Random(seed)
-    for _ in range(tries(20, nightly=400)):
+    for _ in range(tries(20, nightly=100)):
         bench, open_orders = Bench(num_slots=random.choice((8, 40, 200)), num_ranks=2), list[TierOrder]()
         bench.tier.expect(0, range(2))
         for _ in range(60):
