@@ -272,6 +272,7 @@ TABLE: dict[str, list[tuple[str, How]]] = {
         ("export KVBM_REMOTE_URL=rediss", HOME),
         ("pip install mooncake", INDEX),
         ("mooncake_master", seen_by("tests/contract/test_mooncake_engine.py")),
+        ("mooncake_client", DOTS),
         ("export KVBM_REMOTE_URL=mooncake", HOME),
         ("pip install obstore", INDEX),
         ("export KVBM_REMOTE_URL=s3", HOME),

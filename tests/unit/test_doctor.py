@@ -18,6 +18,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from time import time
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -28,6 +29,7 @@ from kvbm_core.cli.doctor.model import kv_bytes_per_token
 from kvbm_core.cli.doctor.run import run_checks
 from kvbm_core.config import KvbmSettings
 from kvbm_core.fleet.keys import new_keys
+from kvbm_core.storage.memory_room import MemoryRoom
 from tests.engines.ports import HOST, free_port
 from tests.policies import installed
 from tests.unit.doctor_bench import CHECKS, ROOT, doctor, found, is_well, levels, look, mounted
@@ -102,6 +104,20 @@ def test_a_build_without_the_native_module_and_a_package_that_is_missing(tmp_pat
     assert "ETCD_ENDPOINTS needs etcd3" in text and "its extra etcd" in text and "a C compiler" in text
     assert levels(answer)["etcd"] == "error" and "etcd3 cannot be used" in text
     assert levels(answer)["engine"] == "warning"
+
+
+def test_a_package_whose_library_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mooncake").mkdir()
+    (tmp_path / "mooncake" / "__init__.py").touch()
+    why = "libibverbs.so.1: cannot open shared object file"
+    (tmp_path / "mooncake" / "store.py").write_text(f"raise ImportError({why!r})\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "mooncake"]:
+        monkeypatch.delitem(sys.modules, name)
+    found(
+        look("extras", remote_url="mooncake://host:1"), ERROR, f"mooncake.store: {why}", "install libibverbs1"
+    )
+    sys.modules.pop("mooncake")
 
 
 @pytest.fixture
@@ -184,7 +200,10 @@ def test_a_value_that_cannot_be_used() -> None:
 
 def test_tiers() -> None:
     assert is_well(look("tiers", cpu_cache_gb=1, disk_cache_gb=5))
-    found(look("tiers"), WARNING, "no cache tier", "DYN_KVBM_CPU_CACHE_GB=20")
+    found(look("tiers"), WARNING, "no cache tier", "DYN_KVBM_CPU_CACHE_GB=")
+    room = MemoryRoom(9 * 10**9, 0, "a test")
+    with patch("kvbm_core.cli.doctor.settings.available_memory", lambda root: room):
+        found(look("tiers"), WARNING, "no cache tier", "DYN_KVBM_CPU_CACHE_GB=4,")
     found(look("tiers", cpu_cache_gb=4, disk_cache_gb=4), WARNING, "not larger than the host tier (4 GB)")
     found(look("tiers", remote_url="s3://bucket"), WARNING, "by way of host memory")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 import sys
 from collections.abc import Iterator
+from importlib import import_module
 from importlib.util import find_spec
 
 from kvbm_core import __version__
@@ -14,6 +15,8 @@ from kvbm_core.config import KvbmSettings
 from kvbm_core.config.remote_url import BUCKET_SCHEMES, scheme_of
 from kvbm_core.native import native
 
+NEEDS_LIBRARIES = {"mooncake.store": "libibverbs1"}
+"""A module that is there may not load without a package of the system."""
 TESTED_MACHINES = ("x86_64",)
 UNTESTED_PYTHON = (3, 14)
 
@@ -47,13 +50,25 @@ def look_at_extras(subject: Subject) -> Iterator[Finding]:
     """Packages beyond kvbm's own that the settings need."""
     missing = False
     for setting, modules, extra in _needed(subject.settings):
-        absent = [name for name in modules if find_spec(name) is None]
+        absent = [name for name in modules if find_spec(name.partition(".")[0]) is None]
         if absent:
             missing = True
             remedy = f"install kvbm with its extra {extra}: pip install '.[{extra}]' in its checkout"
             yield error(f"{setting} needs {' and '.join(absent)}, which cannot be imported", remedy)
+        for name in NEEDS_LIBRARIES.keys() & {*modules} - {*absent}:
+            if why := _why_not_loaded(name):
+                missing = True
+                yield error(f"{setting} needs {name}: {why}", f"install {NEEDS_LIBRARIES[name]}")
     if not missing:
         yield ok("every package that the settings need is there")
+
+
+def _why_not_loaded(module: str) -> str:
+    try:
+        import_module(module)
+    except ImportError as failure:
+        return str(failure)
+    return ""
 
 
 def _needed(settings: KvbmSettings) -> Iterator[tuple[str, tuple[str, ...], str]]:
@@ -72,7 +87,7 @@ def _needed(settings: KvbmSettings) -> Iterator[tuple[str, tuple[str, ...], str]
     if not schemes.isdisjoint(BUCKET_SCHEMES):
         yield "KVBM_REMOTE_URL", ("obstore",), "s3"
     if "mooncake" in schemes:
-        yield "KVBM_REMOTE_URL", ("mooncake",), "mooncake"
+        yield "KVBM_REMOTE_URL", ("mooncake.store",), "mooncake"
     if settings.remote_encrypt:
         yield "KVBM_REMOTE_ENCRYPT", ("cryptography",), "crypto"
     if settings.remote_codec == "zstd":

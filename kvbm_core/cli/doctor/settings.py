@@ -1,4 +1,6 @@
-"""What the settings say, without looking at anything else: names, values, and whether they go together."""
+"""The settings alone: names, values, and whether they go together. Of the machine, only how much memory it
+has for a host tier to propose.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +17,7 @@ from kvbm_core.errors import ConfigError
 from kvbm_core.fleet.keys import CurveKeys
 from kvbm_core.policy.named import make_policy
 from kvbm_core.runtime.assembly import store_options
+from kvbm_core.storage.memory_room import available_memory
 from kvbm_core.storage.remote.secret import Secret
 
 _BEFORE = "kvbm: "
@@ -57,7 +60,8 @@ def look_at_tiers(subject: Subject) -> Iterator[Finding]:
     """Whether there is a tier, and whether their sizes go together."""
     settings = subject.settings
     if not (settings.has_host_tier or settings.has_disk_tier or settings.has_remote_tier):
-        remedy = "export DYN_KVBM_CPU_CACHE_GB=20, or give the engine a size in its own configuration"
+        size_gb = max(1, min(20, int(available_memory(subject.root).available_bytes / 2e9)))
+        remedy = f"export DYN_KVBM_CPU_CACHE_GB={size_gb}, or give the engine a size in its own configuration"
         yield warning("no cache tier is configured in this shell: kvbm would refuse to start", remedy)
         return
     yield ok(f"tiers: {', '.join(_tiers(settings))}")
