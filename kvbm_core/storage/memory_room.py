@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
+import sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -49,18 +49,24 @@ class MemoryRoom(NamedTuple):
         )
 
 
+_UNKNOWN = MemoryRoom(sys.maxsize, sys.maxsize, "nothing says how much there is")
+
+
 def available_memory(root: Path = Path("/")) -> MemoryRoom:
-    """What this process can still allocate: MemAvailable or the room in its cgroup, the smaller."""
-    rooms = [_of_machine(root / "proc/meminfo"), *_of_cgroups(root)]
-    return min(rooms, key=lambda room: room.available_bytes)
+    """What this process can still allocate: MemAvailable or the room in its cgroup, the smaller. What nobody
+    can read is no limit.
+    """
+    rooms = [*_of_machine(root / "proc/meminfo"), *_of_cgroups(root)]
+    return min(rooms, key=lambda room: room.available_bytes, default=_UNKNOWN)
 
 
-def _of_machine(path: Path) -> MemoryRoom:
-    for line in path.read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            size = int(line.split()[1]) * 1024
-            return MemoryRoom(size, size, "MemAvailable of /proc/meminfo")
-    raise OSError(errno.ENODATA, "no MemAvailable", str(path))
+def _of_machine(path: Path) -> list[MemoryRoom]:
+    try:
+        lines = path.read_text().splitlines()
+        sizes = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
+    except (OSError, ValueError, IndexError):
+        return []
+    return [MemoryRoom(size, size, "MemAvailable of /proc/meminfo") for size in sizes]
 
 
 def _of_cgroups(root: Path) -> list[MemoryRoom]:
@@ -68,10 +74,11 @@ def _of_cgroups(root: Path) -> list[MemoryRoom]:
     rooms: list[MemoryRoom] = []
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
+    except (OSError, ValueError):
         return rooms
     for line in lines:
-        _, controllers, path = line.split(":", 2)
+        _, controllers, path = f"{line}::".split(":", 2)
+        path = path.removesuffix("::")
         if controllers == "":
             base, names = root / "sys/fs/cgroup", ("memory.max", "memory.current")
         elif "memory" in controllers.split(","):
@@ -90,17 +97,17 @@ def _of_cgroups(root: Path) -> list[MemoryRoom]:
 
 def _of_cgroup(folder: Path, limit_name: str, usage_name: str) -> MemoryRoom | None:
     try:
-        limit, usage = (folder / limit_name).read_text().strip(), int((folder / usage_name).read_text())
+        limit, usage = (int((folder / name).read_text()) for name in (limit_name, usage_name))
         stat = (folder / "memory.stat").read_text().split()
-    except OSError:
+        counters = dict(zip(stat[::2], stat[1::2], strict=False))
+        active, *others = (
+            int(counters.get(f"total_{name}", counters.get(name, "0"))) for name in _FILE_PAGES
+        )
+    except (OSError, ValueError):  # "max" is no number either
         return None
-    if limit == "max":
-        return None
-    counters = dict(zip(stat[::2], stat[1::2], strict=False))
-    active, *others = (int(counters.get(f"total_{name}", counters.get(name, "0"))) for name in _FILE_PAGES)
-    free_bytes = int(limit) - usage + sum(others)
+    free_bytes = limit - usage + sum(others)
     used = f"{_gb(usage)} in use, {_gb(active + sum(others))} of them cached files that can go"
-    source = f"{limit_name} of the container: {_gb(int(limit))}; {used}"
+    source = f"{limit_name} of the container: {_gb(limit)}; {used}"
     return MemoryRoom(max(0, free_bytes + active), max(0, free_bytes), source)
 
 

@@ -108,6 +108,28 @@ def test_more_in_use_than_allowed(tmp_path: Path) -> None:
     assert available_memory(machine(tmp_path, 10**9, "0::/pod\n", files)).available_bytes == 0
 
 
+@pytest.mark.parametrize("text", ["", "many\n", "\xff", None])
+@pytest.mark.parametrize(
+    ("name", "left"),
+    [
+        ("proc/meminfo", 19 * GB),
+        ("proc/self/cgroup", 1024 * GB),
+        ("sys/fs/cgroup/pod/memory.max", 1024 * GB),
+        ("sys/fs/cgroup/pod/memory.current", 1024 * GB),
+    ],
+)
+def test_what_nobody_can_read_is_no_limit(name: str, left: int, text: str | None, tmp_path: Path) -> None:
+    root = machine(tmp_path, 10**9, "0::/pod\n", pod(f"{64 * GB}\n", 45, stat(anon=5)))
+    (root / name).unlink()
+    if text is not None:
+        (root / name).write_text(f"MemAvailable: {text}" if "meminfo" in name else text, "latin-1")
+    assert available_memory(root).available_bytes == left
+
+
+def test_nothing_is_known(tmp_path: Path) -> None:
+    available_memory(tmp_path).check("SIZE", 40, 40 * GB)
+
+
 def test_this_machine() -> None:
     assert available_memory().available_bytes > 1 << 20
 
