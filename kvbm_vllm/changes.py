@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from functools import wraps
+from typing import TYPE_CHECKING, Any, cast
 
 from kvbm_core.identity.roots import NO_ADAPTER, Stamp
 from kvbm_core.identity.tensors import Seen
@@ -121,10 +122,26 @@ class DeviceCache:
         self._map_of_old: Any = None
         self._has_old = False
 
-    def bind(self, pool: BlockPool) -> None:
-        """vLLM's pool, once it exists."""
+    def bind(self, pool: BlockPool, held: Callable[[], set[int]]) -> None:
+        """vLLM's pool, once it exists. A reset is not refused for blocks that are ``held`` for our copies
+        alone: a trainer that does not look at the answer would meet blocks of old weights.
+        """
         self._pool = pool
         self.was_reset()
+        reset, patched = pool.reset_prefix_cache, cast("Any", pool)
+
+        @wraps(reset)
+        def reset_prefix_cache() -> bool:
+            blocks, used = held(), pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()
+            if not blocks or used != len(blocks):
+                return bool(reset())
+            patched.get_num_free_blocks = lambda: pool.num_gpu_blocks - 1
+            try:
+                return bool(reset())
+            finally:
+                del patched.get_num_free_blocks
+
+        patched.reset_prefix_cache = reset_prefix_cache
 
     def was_reset(self) -> bool:
         """Whether it has been emptied since the last call."""

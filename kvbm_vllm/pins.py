@@ -32,6 +32,10 @@ class DevicePins:
     def __len__(self) -> int:
         return len(self._held)
 
+    def held_blocks(self) -> set[int]:
+        """Their numbers."""
+        return {block.block_id for blocks in self._held.values() for block in blocks}
+
     def bind(self, pool: BlockPool) -> None:
         """vLLM's pool, once it exists."""
         self._pool = pool

@@ -109,7 +109,7 @@ class SchedulerSide(LeaderSide):
         self._has_polled = False
         self._requests: dict[str, Followed] = {}
         # Those that have ended, and whose device blocks vLLM keeps until our own reads of them are over.
-        self._copying: set[str] = set()
+        self._copying: dict[str, Tables] = {}
         self._tables = DeviceTables(leader.groups, self._requests)
         self._step = Step()
 
@@ -120,7 +120,7 @@ class SchedulerSide(LeaderSide):
     def bind_gpu_block_pool(self, pool: BlockPool) -> None:
         """vLLM's block pool, before the first request."""
         self._pins.bind(pool)
-        self._device_cache.bind(pool)
+        self._device_cache.bind(pool, self._held_blocks)
 
     @exclusive
     @guarded("on_new_request", lambda self, request: None)
@@ -235,7 +235,7 @@ class SchedulerSide(LeaderSide):
         if not jobs or is_loading:
             return False
         self._step.plans.finishing[request.request_id] = jobs
-        self._copying.add(request.request_id)
+        self._copying[request.request_id] = tables
         return True
 
     @exclusive
@@ -251,7 +251,8 @@ class SchedulerSide(LeaderSide):
     @guarded("update_connector_output", lambda self, output: None)
     def update_connector_output(self, output: KVConnectorOutput) -> None:
         """Which finished requests vLLM frees now, and what the workers said."""
-        self._copying.difference_update(output.finished_sending or ())
+        for name in output.finished_sending or ():
+            self._copying.pop(name, None)
         for followed in map(self._requests.get, output.finished_recving or ()):
             if followed is not None and followed.is_loading:
                 followed.move(Event.REPORTED)
@@ -429,6 +430,11 @@ class SchedulerSide(LeaderSide):
     def _acknowledge(self, rank: int, acks: Sequence[JobResult]) -> None:
         """For itself: a bug that one rank's answer meets is not to cost those of the others."""
         self.leader.acknowledge(rank, acks)
+
+    def _held_blocks(self) -> set[int]:
+        """Device blocks that vLLM would have free if we read none."""
+        tables = (table for tables in self._copying.values() for table in tables)
+        return self._pins.held_blocks().union(*tables) - {0}  # the null block
 
     def _poll(self) -> None:
         # Once per step is enough, and again when a request comes: the engine may have been idle since.

@@ -75,6 +75,24 @@ def test_the_host_tier_is_free_for_the_new_ones(tmp_path: Path) -> None:
         engine.assert_clean()
 
 
+@pytest.mark.parametrize("running", [False, True])
+def test_a_trainer_resets_the_cache_while_blocks_of_the_last_answers_are_copied(
+    tmp_path: Path, *, running: bool
+) -> None:
+    with KvbmEngine(tmp_path) as engine:
+        engine.hold(Direction.OFFLOAD)
+        first = engine.ask_until_done("a", PROMPT, 8)
+        assert engine.hooks._copying
+        load(engine)
+        assert engine.reset_device(running=running), "nobody makes a step before the next request"
+        assert engine.ask_until_done("b", PROMPT, 8) != first
+        engine.add("c", range(500, 550), 8)
+        engine.step()
+        assert not engine.reset_device(), "a request has blocks too"
+        engine.release(Direction.OFFLOAD)
+        engine.assert_clean()
+
+
 @pytest.mark.parametrize("how", [change, load])
 def test_a_request_that_runs_across_the_change_leaves_nothing(
     tmp_path: Path, how: Callable[[KvbmEngine], None]

@@ -261,6 +261,13 @@ MUTANTS = (
         f"{ADAPTERS}::test_loaded_in_place_and_rolled_back_each_load_has_what_it_read",
     ),
     Mutant(
+        "vLLM refused a trainer's reset for blocks that kvbm still copied, and served those of old weights",
+        "kvbm_vllm/changes.py",
+        "            if not blocks or used != len(blocks):\n",
+        "            if True:\n",
+        f"{CHANGES}::test_a_trainer_resets_the_cache_while_blocks_of_the_last_answers_are_copied",
+    ),
+    Mutant(
         "a request that loads its LoRA anew in each step was cached by the path that it names",
         "kvbm_vllm/changes.py",
         '        if getattr(lora, "load_inplace", False):\n',
