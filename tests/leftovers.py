@@ -13,6 +13,7 @@ from multiprocessing.util import Finalize, get_temp_dir
 from pathlib import Path
 
 import pytest
+from xdist.workermanage import NodeManager
 
 from kvbm_core.control.place import private_place
 from tests.engines.process import TEST_RUN
@@ -97,3 +98,5 @@ def pytest_configure(config: pytest.Config) -> None:
     """Where tests are reported."""
     if not hasattr(config, "workerinput") and not config.pluginmanager.has_plugin("kvbm-leftovers"):
         config.pluginmanager.register(Leftovers(), "kvbm-leftovers")
+        # A worker that is killed removes nothing, and on a busy machine its end takes more than ten seconds.
+        NodeManager.EXIT_TIMEOUT = PATIENCE_S
