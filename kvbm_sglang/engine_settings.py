@@ -166,7 +166,7 @@ def _describe_software() -> Description:
         plugins=_plugins,
         transformers=_transformers,
         packages=environment.packages,
-        code=lambda: environment.code("sglang", "transformers"),
+        code=lambda: environment.changed_code("sglang", "transformers"),
     )
 
 

@@ -62,7 +62,7 @@ def _describe_software() -> Description:
         platform=_platform,
         transformers=_transformers,
         packages=environment.packages,
-        code=lambda: environment.code("tensorrt_llm", "transformers"),
+        code=lambda: environment.changed_code("tensorrt_llm", "transformers"),
     )
 
 

@@ -81,7 +81,7 @@ def _describe_software() -> Description:
         plugins=_plugins,
         transformers=_transformers,
         packages=environment.packages,
-        code=lambda: environment.code("vllm", "transformers"),
+        code=lambda: environment.changed_code("vllm", "transformers"),
     )
     editable = tuple(f"plugin {name}: it is installed editable" for name in _editable_plugins())
     return found._replace(process_only=editable)

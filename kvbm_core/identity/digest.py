@@ -68,27 +68,7 @@ _OTHER_SUFFIXES = frozenset(
 )
 # Only code that comes with the weights may read these.
 _DATA_SUFFIXES = frozenset((".csv", ".jsonl", ".parquet", ".txt"))
-# Also what is compiled when it is first used. A .pyc beside no .py is run as it is.
-_CODE_SUFFIXES = frozenset(
-    (
-        ".py",
-        ".pyc",
-        ".so",
-        ".c",
-        ".cc",
-        ".co",
-        ".cpp",
-        ".cu",
-        ".cubin",
-        ".cuh",
-        ".h",
-        ".hip",
-        ".hpp",
-        ".inc",
-        ".ptx",
-        ".s",
-    )
-)
+_CODE_SUFFIXES = frozenset((".py", ".so"))
 _OTHER_NAMES = frozenset(
     (
         "tokenizer.json",
@@ -269,11 +249,6 @@ def files_of(path: Path, *, any_file: bool = False) -> dict[str, Path]:
         if len(files) > MAX_FILES:
             raise UnreadableError(f"{path} holds more than {MAX_FILES} files")
     return files
-
-
-def code_files(folder: Path) -> dict[str, Path]:
-    """The code in a package's folder, by its name within it. OSError if it cannot be listed."""
-    return dict(_walk(folder, "", {folder.stat().st_ino}, _is_code, any_file=True))
 
 
 def _walk(

@@ -10,7 +10,7 @@ import os
 import platform
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
 from functools import cache
 from importlib import metadata
@@ -18,7 +18,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from kvbm_core.config.names import is_of_kubernetes
-from kvbm_core.identity.digest import Digester, Signature, code_files, default_memory
+from kvbm_core.identity.digest import Digester, default_memory
 from kvbm_core.identity.effective import file_digest
 from kvbm_core.identity.fields import Description
 
@@ -187,14 +187,53 @@ def vector_units(path: str = "/proc/cpuinfo") -> str:
 
 
 @cache
-def code(*names: str) -> str:
-    """Of each of these packages, if it is there, the sha256 of its code."""
-    return " ".join(f"{name}={code_of_package(name)}" for name in names if _is_in_files(name))
+def changed_code(*names: str) -> str:
+    """ "" for packages whose version says which code they have; of one that is installed editable, or is used
+    from where it was not installed, the sha256 of its Python files and libraries; of any other, which of
+    these are not as they were installed. LookupError if they cannot be found.
+    """
+    found = {name: _patches(name) if _is_where_installed(name) else code_of_package(name) for name in names}
+    return " ".join(f"{name}={code}" for name, code in found.items() if code)
 
 
-def _is_in_files(name: str) -> bool:
-    spec = find_spec(name)  # of one that a program has made nothing is in a file
-    return spec is not None and bool(spec.origin or spec.submodule_search_locations)
+def _patches(name: str) -> str:
+    """Files that are not as the installer noted (PEP 376), with their digests."""
+    installed = next(iter(metadata.distributions(name=name)), None)
+    notes = installed and installed.read_text("RECORD")
+    if not installed or not notes:
+        return ""
+    root, rows = f"{installed.locate_file('')}/", list(filter(None, csv.reader(notes.splitlines())))
+    notes_ns = os.stat(root + next(row[0] for row in rows if row[0].endswith("info/RECORD"))).st_mtime_ns
+    files = (row for row in rows if row[0].endswith((".py", ".so")) and row[1].startswith("sha256="))
+    found = ((text, _patched(root + text, noted, size, notes_ns)) for text, noted, size in files)
+    return " ".join(f"{text}={digest}" for text, digest in found if digest)
+
+
+def _patched(path: str, noted: str, size: str, notes_ns: int) -> str:
+    """The digest of what is not as noted. Only what has another size, or is younger, is read."""
+    if not os.path.exists(path):
+        return "none"
+    found = os.stat(path)
+    if str(found.st_size) == size and found.st_mtime_ns <= notes_ns:
+        return ""
+    digest = Digester(default_memory()).file(Path(path))
+    return "" if bytes.fromhex(digest) == base64.urlsafe_b64decode(f"{noted[7:]}=") else digest
+
+
+def _is_where_installed(name: str) -> bool:
+    """Whether the package is not installed editable, and its code is beside what its installer wrote of it.
+    It is not with a checkout on the path, nor after ``setup.py develop``.
+    """
+    spec = find_spec(name)
+    installed = next(iter(metadata.distributions(name=name)), None)
+    if installed is None:  # made by a program, if nothing of it is in a file
+        return spec is None or not (spec.origin or spec.submodule_search_locations)
+    if is_editable(installed.read_text("direct_url.json")):
+        return False
+    is_noted = installed.read_text("METADATA") is not None  # what lies in a checkout has none
+    beside = Path(str(installed.locate_file(name)))
+    folders = [] if spec is None else spec.submodule_search_locations or []
+    return is_noted and all(Path(folder).resolve() == beside.resolve() for folder in folders)
 
 
 def is_editable(direct_url: str | None) -> bool:
@@ -203,63 +242,19 @@ def is_editable(direct_url: str | None) -> bool:
 
 
 def code_of_package(name: str) -> str:
-    """sha256 of its code, remembered for as long as all of it has the same time stamps. LookupError if it
-    has no folder.
+    """sha256 of its Python files and libraries, whose digests are remembered. LookupError if it has no
+    folder.
     """
     spec = find_spec(name)
-    folders = getattr(sys.modules.get(name), "__path__", None) or (spec and spec.submodule_search_locations)
-    if not folders:
+    if spec is None or not spec.submodule_search_locations:
         raise LookupError(f"{name} has no folder")
-    files = [(text, path) for folder in folders for text, path in sorted(code_files(Path(folder)).items())]
-    signatures = [(text, Signature.of(path.stat())) for text, path in files]
-    memory, whole = default_memory(), _signature_of(Path(folders[0]), signatures)
-    found = memory.find(whole)
-    if not found:
-        installed = _Installed(name)
-        lines = (f"{text} {installed.digest(path)}\n" for text, path in files)
-        found = hashlib.sha256("".join(lines).encode()).hexdigest()
-        memory.remember(whole, found)
-    return found
-
-
-def _signature_of(folder: Path, signatures: Sequence[tuple[str, Signature]]) -> Signature:
-    """Of all these files together, as if they were one."""
-    status = folder.stat()
-    all_of_them = hashlib.sha256(repr(signatures).encode()).digest()
-    times = [(one.mtime_ns, one.ctime_ns) for _, one in signatures] or [(0, 0)]
-    newest = map(max, zip(*times, strict=True))
-    return Signature(status.st_dev, status.st_ino, int.from_bytes(all_of_them, "big"), *newest)
-
-
-class _Installed:
-    """Digests of a package's files. One that is as its installer noted (PEP 376) is not read: of the same
-    size, and older by both time stamps; the first may be set, and may be the same of all. Of a library that
-    is read, the digest is remembered.
-    """
-
-    def __init__(self, name: str) -> None:
-        self._digester = Digester(default_memory())
-        self._noted: dict[str, tuple[str, str]] = {}
-        installed = next(iter(metadata.distributions(name=name)), None)
-        notes = installed and installed.read_text("RECORD")
-        if not installed or not notes:
-            return
-        root = Path(str(installed.locate_file("")))
-        rows = [row for row in csv.reader(notes.splitlines()) if row]
-        self._notes = os.stat(root / next(row[0] for row in rows if row[0].endswith("info/RECORD")))
-        self._noted = {str(root / row[0]): (row[1], row[2]) for row in rows if row[1].startswith("sha256=")}
-
-    def digest(self, path: Path) -> str:
-        """sha256 of a file."""
-        digest, size = self._noted.get(str(path), ("", ""))
-        if digest and self._is_as_noted(path.stat(), size):
-            return base64.urlsafe_b64decode(f"{digest[7:]}=").hex()
-        return self._digester.file(path) if path.suffix == ".so" else file_digest(path) or ""
-
-    def _is_as_noted(self, found: os.stat_result, size: str) -> bool:
-        notes = self._notes
-        is_older = found.st_mtime_ns < notes.st_mtime_ns and found.st_ctime_ns <= notes.st_ctime_ns
-        return is_older and str(found.st_size) == size
+    code, digester = hashlib.sha256(), Digester(default_memory())
+    for folder in spec.submodule_search_locations:
+        for path in sorted(Path(folder).rglob("*")):
+            if path.suffix in {".py", ".so"}:
+                digest = file_digest(path) if path.suffix == ".py" else digester.file(path)
+                code.update(f"{path.relative_to(folder)} {digest}\n".encode())
+    return code.hexdigest()
 
 
 def _reason(name: str, reasons: Mapping[str, str]) -> str | None:

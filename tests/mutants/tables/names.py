@@ -394,23 +394,15 @@ MUTANTS = (
     Mutant(
         "an installed engine whose code somebody had changed shared keys with the released one",
         "kvbm_core/identity/environment.py",
-        "        if digest and self._is_as_noted(path.stat(), size):\n",
-        "        if digest:\n",
-        f"{ENVIRONMENT}::test_the_code_of_a_wheel_counts_that_somebody_has_changed"
-        f" {ENVIRONMENT}::test_the_code_of_a_wheel_counts_whatever_its_times_and_version_say",
-    ),
-    Mutant(
-        "an engine whose files all have one time stamp, as in some images, was not looked at",
-        "kvbm_core/identity/environment.py",
-        "found.st_mtime_ns < notes.st_mtime_ns and",
-        "found.st_mtime_ns <= notes.st_mtime_ns and",
-        f"{ENVIRONMENT}::test_the_code_of_a_wheel_counts_whatever_its_times_and_version_say",
+        '    return " ".join(f"{text}={digest}" for text, digest in found if digest)\n',
+        '    return ""\n',
+        f"{ENVIRONMENT}::test_the_code_of_a_wheel_counts_that_somebody_has_changed",
     ),
     Mutant(
         "a library of an editable engine was built anew, with its old size and time",
         "kvbm_core/identity/environment.py",
-        'return self._digester.file(path) if path.suffix == ".so" else',
-        'return str(path.stat().st_size) if path.suffix == ".so" else',
+        'if path.suffix == ".py" else digester.file(path)\n',
+        'if path.suffix == ".py" else path.stat().st_size\n',
         f"{ENVIRONMENT}::test_a_library_counts_by_its_content",
     ),
     Mutant(
